@@ -1,0 +1,165 @@
+"""The one place that starts local processes.
+
+Commands are argument lists, never shell strings. Everything that waits has a time-out whose message names the command. Environment changes
+(for example an emulated slice's endpoints) are made once, in this process's own environment, before the first command.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import CommandMissing, CommandTimeout
+
+# What to tell a user who lacks a program.
+_HOW_TO_GET = {
+    "gcloud": "install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install)",
+    "docker": "install a Docker engine and client (Debian: apt-get install docker.io)",
+    "ssh": "install an OpenSSH client (Debian: apt-get install openssh-client)",
+    "kubectl": "install kubectl (https://kubernetes.io/docs/tasks/tools/)",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended. `returncode` is negative when a signal ended it."""
+
+    argv: tuple[str, ...]
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def ok(self) -> bool:
+        return self.returncode == 0
+
+
+def find(program: str) -> str:
+    """The path of `program`. Raises CommandMissing, which says how to get it."""
+    path = shutil.which(program)
+    if path is None:
+        hint = _HOW_TO_GET.get(Path(program).name, "install it, or put its folder on PATH")
+        raise CommandMissing(f"{program} was not found on PATH: {hint}")
+    return path
+
+
+def quote(argv: Sequence[str]) -> str:
+    """`argv` as a person would type it."""
+    return shlex.join(argv)
+
+
+def run(
+    argv: Sequence[str],
+    *,
+    timeout: float,
+    input: str | bytes | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Result:
+    """Runs `argv` to its end and returns what it printed; a non-zero end is the caller's to judge.
+
+    `timeout` is in seconds; when it passes, the command's whole process group is killed and CommandTimeout names the command. `env` is
+    added to this process's environment. Raises CommandMissing when the program isn't there.
+    """
+    find(argv[0])
+    data = input.encode() if isinstance(input, str) else input
+    process = subprocess.Popen(
+        list(argv),
+        stdin=subprocess.PIPE if data is not None else subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **env} if env else None,
+        cwd=cwd,
+        start_new_session=True,  # Ctrl-C is ours to handle; a time-out ends the children too
+    )
+    try:
+        out, err = process.communicate(data, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        _kill_group(process)
+        raise CommandTimeout(f"no answer within {timeout:.0f} s from: {quote(argv)}") from None
+    except BaseException:
+        _kill_group(process)
+        raise
+    return Result(tuple(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
+
+
+def stream(
+    argv: Sequence[str],
+    on_line: Callable[[str], None],
+    *,
+    timeout: float,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Result:
+    """Runs `argv`, hands each line of its output (stdout and stderr together) to `on_line` as it comes; the result's stdout holds them all.
+
+    Used for long work that shows progress. Time-out and errors as for `run`.
+    """
+    find(argv[0])
+    process = subprocess.Popen(
+        list(argv),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **env} if env else None,
+        cwd=cwd,
+        start_new_session=True,
+        text=True,
+        errors="replace",
+    )
+    lines: list[str] = []
+    timed_out = False
+
+    def expire() -> None:
+        nonlocal timed_out
+        timed_out = True
+        _kill_group(process)
+
+    timer = threading.Timer(timeout, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            on_line(line.rstrip("\n"))
+        process.wait()
+    except BaseException:
+        _kill_group(process)
+        raise
+    finally:
+        timer.cancel()
+    if timed_out:
+        raise CommandTimeout(f"not done within {timeout:.0f} s: {quote(argv)}")
+    return Result(tuple(argv), process.returncode, "".join(lines), "")
+
+
+def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> int:
+    """Starts `argv` as a process of its own that outlives this one, writing to `log` (appended, mode 0600); returns its process id."""
+    find(argv[0])
+    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as sink:
+        process = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **env} if env else None,
+            start_new_session=True,
+            close_fds=True,
+        )
+    return process.pid
+
+
+def _kill_group(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()

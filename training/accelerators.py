@@ -1,0 +1,143 @@
+"""The one table of TPU generations: names, sizes, hosts, devices, bounds, runtime versions, zones, peak figures.
+
+Pure data and pure functions; imported by the launcher, the trainer, the emulator and the manifests alike, so that nobody counts hosts twice.
+It knows what a name means before a slice exists; what a slice really has is read from the slice (its network endpoints).
+
+Sources: the size tables of torch_xla 2.9 (`torch_xla/_internal/tpu.py`) and of MaxText (`accelerator_to_spec_map.py`); peaks, memory, zones and
+runtime versions from Google's Cloud TPU documentation (docs.cloud.google.com/tpu/docs/{v2,v3,v4,v5e,v5p,v6e}, .../regions-zones,
+.../runtimes), read in November 2026.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What all slices of a TPU generation have in common."""
+
+    name: str  # "v5e", as the documentation says
+    prefix: str  # "v5litepod", as `--accelerator-type` says
+    cores_in_name: bool  # whether the number of the name counts TensorCores (else chips)
+    cores_per_chip: int
+    devices_per_chip: int  # PJRT devices: 1 with megacore
+    bf16_flops_per_chip: float  # FLOP/s
+    hbm_bytes_per_chip: int
+    hbm_bytes_per_second_per_chip: float
+    runtime_version: str  # for one's own containers, with `tpu-vm create --version`
+    zones: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One size of a generation: what `--accelerator-type v4-32` names."""
+
+    name: str
+    generation: Generation
+    topology: tuple[int, ...]  # chips along each axis
+    hosts: int  # TPU VMs, numbered by worker index
+    chips_per_host: int
+
+    @property
+    def chips(self) -> int:
+        return self.hosts * self.chips_per_host
+
+    @property
+    def devices_per_host(self) -> int:
+        return self.chips_per_host * self.generation.devices_per_chip
+
+    @property
+    def devices(self) -> int:
+        return self.hosts * self.devices_per_host
+
+    @property
+    def topology_name(self) -> str:
+        """For example "2x2x4"."""
+        return "x".join(map(str, self.topology))
+
+    @property
+    def chips_per_host_bounds(self) -> tuple[int, int, int]:
+        """Chips of one host along each axis (x, y, z): TPU_CHIPS_PER_PROCESS_BOUNDS of one process a host."""
+        return {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}[self.chips_per_host]
+
+    @property
+    def host_bounds(self) -> tuple[int, int, int]:
+        """Hosts along each axis (x, y, z): TPU_PROCESS_BOUNDS of one process a host."""
+        chips = (*self.topology, 1, 1)[:3]
+        x, y, z = (have // each for have, each in zip(chips, self.chips_per_host_bounds, strict=True))
+        return (x, y, z)
+
+
+_V5E_ZONES = ("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a", "us-west4-b", "us-east1-c", "us-east5-b", "europe-west4-b", "asia-southeast1-b")
+_V6E_ZONES = ("us-central1-b", "us-east1-d", "us-east5-a", "us-east5-b", "us-south1-ai1b", "europe-west4-a", "asia-northeast1-b", "southamerica-west1-a")
+
+GENERATIONS: tuple[Generation, ...] = (
+    Generation("v2", "v2", True, 2, 2, 46e12, 16 * GIB, 700e9, "tpu-ubuntu2204-base",
+               ("us-central1-a", "us-central1-b", "us-central1-c", "us-central1-f", "europe-west4-a", "asia-east1-c")),
+    Generation("v3", "v3", True, 2, 2, 123e12, 32 * GIB, 900e9, "tpu-ubuntu2204-base",
+               ("us-central1-a", "us-central1-b", "us-east1-d", "europe-west4-a")),
+    Generation("v4", "v4", True, 2, 1, 275e12, 32 * GIB, 1228e9, "tpu-ubuntu2204-base", ("us-central2-b",)),
+    Generation("v5e", "v5litepod", False, 1, 1, 197e12, 16 * GIB, 819e9, "v2-alpha-tpuv5-lite", _V5E_ZONES),
+    Generation("v5p", "v5p", True, 2, 1, 459e12, 95 * GIB, 2765e9, "v2-alpha-tpuv5", ("us-central1-a", "us-east5-a", "europe-west4-b")),
+    Generation("v6e", "v6e", False, 1, 1, 918e12, 32 * GIB, 1640e9, "v2-alpha-tpuv6e", _V6E_ZONES),
+)  # fmt: skip
+
+# The number of a name -> chips along each axis. There is no v2-16, v3-16 or v2-64.
+_V2 = {8: (2, 2), 32: (4, 4), 128: (8, 8), 256: (8, 16), 512: (16, 16)}
+_V3 = {**_V2, 64: (4, 8), 1024: (16, 32), 2048: (32, 32)}
+_V4 = {
+    8: (2, 2, 1), 16: (2, 2, 2), 32: (2, 2, 4), 64: (2, 4, 4), 128: (4, 4, 4), 256: (4, 4, 8), 384: (4, 4, 12), 512: (4, 8, 8),
+    1024: (8, 8, 8), 1536: (8, 8, 12), 2048: (8, 8, 16), 4096: (8, 16, 16),
+}  # fmt: skip
+_V5P = {**_V4, 640: (4, 4, 20), 768: (4, 8, 12), 896: (4, 4, 28)}
+_V5E = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
+_SIZES = {"v2": _V2, "v3": _V3, "v4": _V4, "v5e": _V5E, "v5p": _V5P, "v6e": _V5E}
+
+
+def _chips_per_host(generation: Generation, chips: int) -> int:
+    """v5e and v6e have VMs of 1 and 8 chips for their smallest slices; everything else has 4."""
+    return chips if not generation.cores_in_name and chips <= 8 else 4
+
+
+def _product(numbers: tuple[int, ...]) -> int:
+    result = 1
+    for number in numbers:
+        result *= number
+    return result
+
+
+def _build() -> dict[str, Accelerator]:
+    table = {}
+    for generation in GENERATIONS:
+        for number, topology in sorted(_SIZES[generation.name].items()):
+            chips = _product(topology)
+            per_host = _chips_per_host(generation, chips)
+            name = f"{generation.prefix}-{number}"
+            table[name] = Accelerator(name, generation, topology, chips // per_host, per_host)
+    return table
+
+
+ACCELERATORS: dict[str, Accelerator] = _build()
+
+
+class UnknownAccelerator(ValueError):
+    """No such accelerator type; the message names the sizes that exist."""
+
+
+def accelerator(name: str) -> Accelerator:
+    """The accelerator that `--accelerator-type name` means. Raises UnknownAccelerator, which lists what exists."""
+    if name in ACCELERATORS:
+        return ACCELERATORS[name]
+    prefix = name.rsplit("-", 1)[0]
+    if prefix == "v5e":
+        raise UnknownAccelerator(f"accelerator type {name!r}: Cloud TPU calls v5e slices v5litepod-N; did you mean v5litepod-{name.rsplit('-', 1)[-1]}?")
+    if prefix == "tpu7x":
+        raise UnknownAccelerator(f"accelerator type {name!r}: TPU7x can't be had through the Cloud TPU API, only through GKE or Compute Engine")
+    sizes = [known for known in ACCELERATORS if known.rsplit("-", 1)[0] == prefix]
+    if sizes:
+        raise UnknownAccelerator(f"accelerator type {name!r} does not exist; {prefix} has {', '.join(sizes)}")
+    families = ", ".join(dict.fromkeys(f"{each.prefix}-N" for each in GENERATIONS))
+    raise UnknownAccelerator(f"accelerator type {name!r} does not exist; known families: {families}")

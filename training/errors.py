@@ -1,0 +1,42 @@
+"""What ends a training process, and the exit code that tells the launcher which it was (section "A run" of the README).
+
+Framework-free. `cli.main` turns every `TrainError` into one message on standard error and its exit code; a traceback means a bug.
+"""
+
+from __future__ import annotations
+
+import enum
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of `tpu-train`. The launcher decides from these alone."""
+
+    FINISHED = 0
+    FAILED = 1  # anything else: counts against the failure budget
+    BAD_INPUT = 2  # configuration or data: never retried
+    SAVED = 75  # asked to stop, committed a checkpoint: resume
+    LOST_PEER = 76  # another host stopped answering: a symptom, never the first cause
+
+
+class TrainError(Exception):
+    """An error a user can act on. Its message is complete: what, where, what to do."""
+
+    exit_code: Exit = Exit.FAILED
+
+
+class BadInput(TrainError):
+    """Configuration or data is not as it must be; trying again changes nothing."""
+
+    exit_code = Exit.BAD_INPUT
+
+
+class LostPeer(TrainError):
+    """Another host did not arrive or broke the connection; the message names it and its last phase where they are known."""
+
+    exit_code = Exit.LOST_PEER
+
+
+class StopRequested(TrainError):
+    """Asked to stop (SIGTERM), and the state is committed."""
+
+    exit_code = Exit.SAVED

@@ -1,0 +1,185 @@
+"""Strict YAML files: text in, frozen pydantic models out, every error with its file and line.
+
+Framework-free, shared by `tpu-launch` and `tpu-train`, which read the same file. A document is loaded once, changed by `--set key=value`, and then
+validated section by section against models that forbid unknown keys. Nothing is ever coerced silently: `steps: "100"` is an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+
+class ConfigError(Exception):
+    """One or more mistakes in a configuration; the message has a line for each, starting with file:line."""
+
+
+class Section(BaseModel):
+    """Base of every section: immutable, no unknown keys, no silent conversions (an integer may stand for a float)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+Path_ = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    """A parsed file: its plain value, and where each part of it was written."""
+
+    name: str
+    value: dict[str, Any]
+    places: Mapping[Path_, str]  # ("train", "steps") -> "run.yaml:12", or "--set train.steps"
+
+    def place(self, path: Sequence[str | int]) -> str:
+        """Where `path` was written, or the nearest enclosing part that was written somewhere."""
+        parts = tuple(path)
+        while parts and parts not in self.places:
+            parts = parts[:-1]
+        return self.places.get(parts, self.name)
+
+    def dump(self) -> str:
+        """The document with all `--set` changes, as YAML."""
+        return yaml.safe_dump(self.value, sort_keys=False, allow_unicode=True)
+
+
+def load(path: str | Path, overrides: Iterable[str] = ()) -> Document:
+    """Reads a YAML file and applies `overrides` ("train.steps=100"; the value is YAML). Raises ConfigError."""
+    name = str(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{name}: no such file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{name}: is a folder, not a YAML file") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name}: not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{name}: can't be read: {error.strerror}") from None
+    return parse(text, name, overrides)
+
+
+def parse(text: str, name: str, overrides: Iterable[str] = ()) -> Document:
+    """As `load`, for text that is already here; `name` stands for the file in messages."""
+    places: dict[Path_, str] = {}
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        value = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{name}:{line}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {error}") from None
+    if root is None:
+        value = {}
+    elif not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{name}:1: expected `key: value` lines at the top")
+    else:
+        _collect(root, (), name, places)
+    document = Document(name, value, places)
+    for override in overrides:
+        document = _override(document, override)
+    return document
+
+
+def validate(model: type[Model], document: Document, path: Path_ = ()) -> Model:
+    """The part of `document` at `path` as `model`; an absent part counts as empty. Raises ConfigError with a line for each mistake."""
+    value: Any = document.value
+    for key in path:
+        value = value.get(key, {}) if isinstance(value, Mapping) else {}
+    if value is None:
+        value = {}
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(model, document, path, detail) for detail in error.errors())) from None
+
+
+def refuse_unknown(document: Document, known: Iterable[str]) -> None:
+    """Raises ConfigError for every top-level key that isn't in `known`."""
+    known = tuple(known)
+    wrong = [key for key in document.value if key not in known]
+    if wrong:
+        raise ConfigError("\n".join(f"{document.place((key,))}: unknown key {key!r}{_did_you_mean(key, known)}" for key in wrong))
+
+
+def _collect(node: yaml.Node, path: Path_, name: str, places: dict[Path_, str]) -> None:
+    places[path] = f"{name}:{node.start_mark.line + 1}"
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            key = str(key_node.value)
+            line = key_node.start_mark.line + 1
+            if key in seen:
+                raise ConfigError(f"{name}:{line}: key {key!r} is given twice, first on line {seen[key]}")
+            seen[key] = line
+            _collect(value_node, (*path, key), name, places)
+            places[(*path, key)] = f"{name}:{line}"
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            _collect(item, (*path, index), name, places)
+
+
+def _override(document: Document, override: str) -> Document:
+    key, equals, text = override.partition("=")
+    parts = tuple(key.split("."))
+    if not equals or not all(parts):
+        raise ConfigError(f"--set {override}: expected key=value, for example train.steps=100")
+    try:
+        new = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: {text!r} is not a YAML value") from None
+    return Document(document.name, _with(document.value, parts, new, key), {**document.places, parts: f"--set {key}"})
+
+
+def _with(value: dict[str, Any], parts: tuple[str, ...], new: Any, key: str) -> dict[str, Any]:
+    head, rest = parts[0], parts[1:]
+    if not rest:
+        return {**value, head: new}
+    below = value.get(head)
+    if below is not None and not isinstance(below, dict):
+        raise ConfigError(f"--set {key}: {head!r} is not a section")
+    return {**value, head: _with(below or {}, rest, new, key)}
+
+
+def _explain(model: type[BaseModel], document: Document, path: Path_, detail: ErrorDetails) -> str:
+    location = (*path, *detail["loc"])
+    dotted = ".".join(map(str, location))
+    place = document.place(location)
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        siblings = _keys_at(model, detail["loc"][:-1])
+        return f"{place}: unknown key {dotted!r}{_did_you_mean(str(location[-1]), siblings)}"
+    if kind == "missing":
+        return f"{place}: missing key {dotted!r}"
+    message = detail["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("Input ", "")
+    given = detail.get("input")
+    shown = "" if kind == "value_error" or isinstance(given, dict | list) else f", not {given!r}"
+    return f"{place}: {dotted}: {message}{shown}"
+
+
+def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, ...]:
+    current: Any = model
+    for part in location:
+        field = current.model_fields.get(part) if isinstance(current, type) and issubclass(current, BaseModel) else None
+        if field is None:
+            return ()
+        current = field.annotation
+        options = [each for each in getattr(current, "__args__", ()) if isinstance(each, type) and issubclass(each, BaseModel)]
+        current = options[0] if options else current
+    return tuple(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else ()
+
+
+def _did_you_mean(key: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known keys: {', '.join(known)}" if known else ""
