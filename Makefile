@@ -1,0 +1,61 @@
+# Set-up, rehearsal, tests. `make help` lists the targets; tools/ holds what they run.
+#
+# Each target sets up what it needs by itself and is quick the second time: the virtual environment is made again only when its pins
+# change, and dockerd is started only when no container engine answers (and stopped again when the command ends).
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+VENV := .venv
+VENV_READY := $(VENV)/ready
+BIN := $(VENV)/bin
+LOCK := $(BIN)/uv pip compile --quiet --generate-hashes --no-header --python-version 3.11 $(if $(UPGRADE),--upgrade)
+# The images are built for TPU VMs: x86-64, on Debian 12's C library.
+LOCK_IMAGE := $(LOCK) --python-platform x86_64-manylinux_2_36
+PYTHON_CODE := launcher training tests tools $(wildcard benchmarks)
+
+.PHONY: help rehearsal test test-fast lint benchmark lock clean need-python need-containers
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+rehearsal: need-containers $(VENV_READY) ## a whole run on an emulated slice: up, train, down (SET="slice.accelerator_type=v4-32 ...")
+	@tools/with-engine.sh $(BIN)/tpu-launch rehearsal -f examples/rehearsal.yaml $(foreach each,$(SET),--set '$(each)')
+
+test: need-containers $(VENV_READY) ## everything: lint, fast tests, tests inside the image, emulated slices
+	@tools/with-engine.sh $(BIN)/python tools/run_tests.py
+
+test-fast: $(VENV_READY) ## the tests that need no container (ARGS="-k words")
+	@$(BIN)/pytest $(ARGS)
+
+lint: $(VENV_READY) ## ruff, its formatter's opinion, and mypy
+	@status=0; \
+	$(BIN)/ruff check --quiet --output-format concise $(PYTHON_CODE) || status=1; \
+	$(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE) || { echo "not formatted; mend it with: $(BIN)/ruff format $(PYTHON_CODE)"; status=1; }; \
+	$(BIN)/mypy --no-error-summary || status=1; \
+	exit $$status
+
+benchmark: need-containers $(VENV_READY) ## one benchmark: NAME=x runs benchmarks/x.py (ARGS="--json")
+	@test -n "$(NAME)" || { echo "make benchmark NAME=x, where x is one of: $(basename $(notdir $(wildcard benchmarks/*.py)))" >&2; exit 2; }
+	@test -f "benchmarks/$(NAME).py" || { echo "there is no benchmarks/$(NAME).py" >&2; exit 2; }
+	@tools/with-engine.sh $(BIN)/python "benchmarks/$(NAME).py" $(ARGS)
+
+lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
+	$(LOCK) --universal pyproject.toml requirements-dev.in --extra dev --output-file requirements-dev.txt
+	$(LOCK_IMAGE) images/torch-xla/requirements.in --output-file images/torch-xla/requirements.txt
+	$(LOCK_IMAGE) images/torch-xla/requirements-test.in --output-file images/torch-xla/requirements-test.txt
+
+clean: ## remove every container, network, volume, process and state of ours, and prove it (IMAGES=1: the images too)
+	@IMAGES="$(IMAGES)" tools/clean.sh
+
+need-python:
+	@tools/need.sh python
+
+need-containers:
+	@tools/need.sh python containers gcloud
+
+$(VENV_READY): requirements-dev.txt pyproject.toml tools/venv.sh | need-python
+	@tools/venv.sh $(VENV) && touch $@

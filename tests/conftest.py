@@ -1,0 +1,38 @@
+"""In CI, and with TPU_LAUNCH_NO_SKIPS=1, a test that did not run (skipped, expected to fail) makes the run fail."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+_not_run = pytest.StashKey[list[str]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_not_run] = []
+    config.pluginmanager.register(_NoSkips(config.stash[_not_run]), "no-skips")
+
+
+class _NoSkips:
+    def __init__(self, not_run: list[str]) -> None:
+        self.not_run = not_run
+        self.strict = bool(os.environ.get("CI") or os.environ.get("TPU_LAUNCH_NO_SKIPS") == "1")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped or hasattr(report, "wasxfail"):
+            self.not_run.append(report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:
+            self.not_run.append(report.nodeid)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.strict and self.not_run and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.strict and self.not_run:
+            terminalreporter.section("not run, which is a failure here")
+            for name in self.not_run:
+                terminalreporter.write_line(name)

@@ -1,0 +1,13 @@
+"""These tests need a framework, so they run inside the image.
+
+`make test` does that, and `.venv/bin/python tools/container_tests.py [pytest's arguments]`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+if importlib.util.find_spec("torch_xla") is None and importlib.util.find_spec("tensorflow") is None:
+    raise pytest.UsageError("tests/container runs inside the image: use .venv/bin/python tools/container_tests.py")

@@ -1,0 +1,89 @@
+"""Which docker client is taken, and what a user reads when there is none or no engine answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher import engine
+from launcher.errors import BadInput, CommandMissing, Exit
+
+
+def client_script(version: str, *, buildx: bool = False, else_says: str = "") -> str:
+    """A client that knows its version, perhaps has buildx, and reaches no engine."""
+    return f"""case "$1" in
+--version) echo "Docker version {version}, build 297e128" ;;
+buildx) {"echo v0.20" if buildx else "exit 1"} ;;
+*) echo "{else_says}" >&2; exit 1 ;;
+esac"""
+
+
+OLD = client_script("20.10.24+dfsg1")
+NEW_WITHOUT_BUILDX = client_script("28.2.2")
+NEW_WITH_BUILDX = client_script("28.2.2", buildx=True)
+
+
+def install(folder: Path, script: str) -> Path:
+    folder.mkdir(parents=True)
+    program = folder / "docker"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    return program
+
+
+def search(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    monkeypatch.setenv("PATH", ":".join(map(str, folders)))
+
+
+def test_client_without_buildx_is_passed_over_for_an_older_one_with_buildkit_built_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "a", NEW_WITHOUT_BUILDX)
+    old = install(tmp_path / "b", OLD)
+    search(monkeypatch, tmp_path / "a", tmp_path / "b")
+    assert engine.client() == str(old)
+
+
+def test_first_usable_client_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = install(tmp_path / "a", NEW_WITH_BUILDX)
+    install(tmp_path / "b", OLD)
+    search(monkeypatch, tmp_path / "a", tmp_path / "b")
+    assert engine.client() == str(new)
+
+
+def test_client_that_cannot_say_its_version_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = install(tmp_path / "a", "exit 1")
+    search(monkeypatch, tmp_path / "a")
+    with pytest.raises(CommandMissing, match=f"{broken} does not say its version"):
+        engine.client()
+
+
+def test_only_a_client_without_buildx_is_bad_input_and_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "a", NEW_WITHOUT_BUILDX)
+    search(monkeypatch, tmp_path / "a")
+    with pytest.raises(BadInput, match=r"has no buildx plug-in.*docker\.io") as caught:
+        engine.client()
+    assert caught.value.exit_code == Exit.BAD_INPUT
+
+
+def test_no_client_at_all_is_bad_input_and_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    search(monkeypatch, tmp_path)
+    with pytest.raises(BadInput, match="docker was not found on PATH"):
+        engine.client()
+
+
+def test_engine_that_does_not_run_is_named_by_docker_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    with pytest.raises(BadInput, match=rf"no container engine answers at unix://{tmp_path}/none\.sock \(DOCKER_HOST\)") as caught:
+        engine.require_engine()
+    assert caught.value.exit_code == Exit.BAD_INPUT
+    assert "start it" in str(caught.value)
+
+
+def test_engine_that_may_not_be_used_is_told_from_one_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path / "a", client_script("20.10.24", else_says="Got permission denied while trying to connect"))
+    search(monkeypatch, tmp_path / "a")
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    with pytest.raises(BadInput, match="group docker"):
+        engine.require_engine()

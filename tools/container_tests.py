@@ -1,0 +1,38 @@
+"""Runs tests/container inside the `test` stage of an image: container_tests.py [pytest's arguments]
+
+The image is built by the launcher's own code when anything in it changed. The tests run as the image's user and import the `training`
+package that is in the image; only what the tests read is mounted, read-only.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from launcher import engine, images
+from launcher.errors import LaunchError
+
+HOUSE = Path(__file__).resolve().parent.parent
+MOUNTED = ("tests", "examples", "pyproject.toml")
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        image = images.ensure(images.default_spec("torch-xla", target="test"), lambda line: print(line, flush=True))
+        docker = engine.client()
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    mounts = [f"--volume={HOUSE / name}:/src/{name}:ro" for name in MOUNTED if (HOUSE / name).exists()]
+    passed_on = [f"--env={name}" for name in ("CI", "TPU_LAUNCH_NO_SKIPS") if name in os.environ]
+    # No network but loopback: a test that needs more isn't a single-host test.
+    container = [docker, "run", "--rm", "--init", "--network=none", "--shm-size=1g", "--workdir=/src", *mounts, *passed_on]
+    container += ["--label=tpu-launch.tests=container", "--env=PYTHONDONTWRITEBYTECODE=1", "--env=PJRT_DEVICE=CPU"]
+    pytest = ["python", "-m", "pytest", "-p", "no:cacheprovider", "--durations=10", *(arguments or ["tests/container"])]
+    return subprocess.run([*container, image.reference, *pytest], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Looks for the programs that a target needs: need.sh [python] [containers] [gcloud]
+#
+# On Debian as root, what is missing is installed; otherwise one message says what to install, and the exit code is 2.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+log=.tpu-launch/setup.log
+
+python_is_there() {
+    "${PYTHON:-python3}" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
+}
+
+# Where an engine answers already (a remote one, Docker Desktop), the daemon itself isn't needed here.
+engine_is_there() {
+    command -v docker >/dev/null && { command -v dockerd >/dev/null || docker version >/dev/null 2>&1; }
+}
+
+# Fills `missing` (a line each, for people) and `packages` (Debian's names).
+look() {
+    missing=() packages=()
+    for what in "$@"; do
+        case $what in
+            python)
+                python_is_there || { missing+=("Python 3.11 or newer with venv (Debian: python3-venv)"); packages+=(python3 python3-venv); } ;;
+            containers)
+                engine_is_there || { missing+=("a container engine (Debian: docker.io)"); packages+=(docker.io iptables ca-certificates); }
+                { command -v ssh && command -v ssh-keygen; } >/dev/null || { missing+=("an OpenSSH client (Debian: openssh-client)"); packages+=(openssh-client); }
+                ;;
+            gcloud)
+                command -v gcloud >/dev/null || missing+=("gcloud, the Google Cloud CLI (https://cloud.google.com/sdk/docs/install); no account is needed for a rehearsal") ;;
+            *) echo "need.sh: unknown: $what" >&2; exit 2 ;;
+        esac
+    done
+}
+
+look "$@"
+if [ ${#packages[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    mkdir -p -m 700 .tpu-launch
+    echo "installing ${packages[*]} (log: $log)"
+    export DEBIAN_FRONTEND=noninteractive
+    if ! { apt-get update && apt-get install -y --no-install-recommends "${packages[@]}"; } >>"$log" 2>&1 </dev/null; then
+        tail -n 20 "$log" >&2
+    fi
+    hash -r
+    look "$@"
+fi
+if [ ${#missing[@]} -gt 0 ]; then
+    {
+        echo "This machine lacks:"
+        printf '  - %s\n' "${missing[@]}"
+        echo "Install it and run make again."
+    } >&2
+    exit 2
+fi
