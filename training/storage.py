@@ -1,0 +1,251 @@
+"""Files and Cloud Storage objects behind one set of functions; a URL is a local path or `gs://bucket/name`.
+
+Framework-free. Everything here is all or nothing: a reader sees an object whole or not at all, `create_only` lets exactly one writer
+win, and a read pinned to a generation never mixes two versions of an object. What can fail half-way:
+
+* A local write goes to a hidden `.<name>.<random>.partial` beside its target and appears by one `link` or `replace` after an fsync.
+  A crash leaves at most the hidden file, which `listing` does not show.
+* A bucket write becomes visible when the server finalises it. When the answer to a create-only write is lost, the write is tried
+  again; if the object then exists with the very bytes that were sent, it counts as written.
+* A ranged read that breaks off is repeated whole, so no half range is ever returned.
+
+Retries, time-outs and the mapping of the server's errors are in `training.bucket`, which is imported when the first `gs://` URL is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import google_crc32c
+
+from training.errors import BadInput, TrainError
+
+REMOTE = "gs://"
+_PARTIAL = ".partial"
+_PIECE = 8 << 20
+
+
+class StorageError(TrainError):
+    """A file or object could not be read or written; the message names it."""
+
+
+class NotFound(StorageError):
+    """The object, or its bucket, does not exist."""
+
+
+class AlreadyExists(StorageError):
+    """A create-only write found an object in place."""
+
+
+class Changed(StorageError):
+    """The object is not the generation that the caller pinned."""
+
+
+@dataclass(frozen=True)
+class Stat:
+    """What is known of an object without reading it. `generation` of a local file is its st_mtime_ns."""
+
+    url: str
+    size: int
+    generation: int
+    stored_crc32c: int | None = field(default=None, compare=False)
+
+    @property
+    def crc32c(self) -> int:
+        """CRC-32C of the content. Cloud Storage keeps it; a local file is read to compute it."""
+        if self.stored_crc32c is not None:
+            return self.stored_crc32c
+        crc = 0
+        with _local_errors(self.url), open(self.url, "rb") as file:
+            while piece := file.read(_PIECE):
+                crc = google_crc32c.extend(crc, piece)
+        return crc
+
+
+def is_remote(url: str) -> bool:
+    """Whether `url` is in Cloud Storage. A local path such as `./gs` is not."""
+    return url.startswith(REMOTE)
+
+
+def join(base: str, *names: str) -> str:
+    """`base/name/...`; names are relative."""
+    parts = [name.strip("/") for name in names if name.strip("/")]
+    return "/".join([base.rstrip("/") or "/", *parts]) if base.rstrip("/") else "/" + "/".join(parts)
+
+
+def name_of(url: str) -> str:
+    """The last part of a URL."""
+    return url.rstrip("/").rsplit("/", 1)[-1]
+
+
+def stat(url: str) -> Stat | None:
+    """Size and generation of an object, None if there is none."""
+    if is_remote(url):
+        from training import bucket
+
+        return bucket.stat(url)
+    with _local_errors(url):
+        try:
+            status = os.stat(url)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    if not os.path.isfile(url):
+        return None
+    return Stat(url, status.st_size, status.st_mtime_ns)
+
+
+def listing(folder: str) -> list[Stat]:
+    """Everything below a folder, recursively, sorted by URL; [] when there is nothing."""
+    if is_remote(folder):
+        from training import bucket
+
+        return bucket.listing(folder)
+    found = []
+    with _local_errors(folder):
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                if not _is_partial(name):
+                    status = stat(os.path.join(parent, name))
+                    if status:
+                        found.append(status)
+    return sorted(found, key=lambda each: each.url)
+
+
+def read(url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
+    """Bytes [start, end) of an object (to its end without `end`), of the pinned generation. Raises NotFound, Changed, StorageError."""
+    if start < 0 or (end is not None and end < start):
+        raise ValueError(f"{url}: bytes [{start}, {end}) is not a range")
+    if is_remote(url):
+        from training import bucket
+
+        return bucket.read(url, start, end, generation)
+    with _local_errors(url), open(url, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        if generation is not None and status.st_mtime_ns != generation:
+            raise Changed(f"{url} was changed while it was in use: don't write to data that is being read; start again")
+        stop = status.st_size if end is None else min(end, status.st_size)
+        pieces = []
+        while start < stop:
+            piece = os.pread(file.fileno(), min(stop - start, 1 << 30), start)
+            if not piece:
+                break
+            pieces.append(piece)
+            start += len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def write(url: str, data: bytes, *, create_only: bool = False) -> Stat:
+    """Writes a whole object. With `create_only` raises AlreadyExists when there is one, and of several writers exactly one wins."""
+    if is_remote(url):
+        from training import bucket
+
+        return bucket.write(url, data, create_only)
+    with _local_errors(url):
+        with _replacing(url, create_only) as descriptor:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(descriptor, view) :]
+        return Stat(url, len(data), os.stat(url).st_mtime_ns, google_crc32c.value(bytes(data)))
+
+
+def upload(path: Path, url: str, *, create_only: bool = False) -> Stat:
+    """As `write`, from a local file that may be larger than memory."""
+    if is_remote(url):
+        from training import bucket
+
+        return bucket.upload(path, url, create_only)
+    crc = size = 0
+    with _local_errors(url):
+        with open(path, "rb") as source, _replacing(url, create_only) as descriptor:
+            while piece := source.read(_PIECE):
+                crc = google_crc32c.extend(crc, piece)
+                size += len(piece)
+                view = memoryview(piece)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+        return Stat(url, size, os.stat(url).st_mtime_ns, crc)
+
+
+def download(url: str, path: Path) -> None:
+    """Copies one object to a local file, in pieces, of one generation."""
+    source = stat(url)
+    if source is None:
+        raise NotFound(f"{url} does not exist")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _local_errors(str(path)), _replacing(str(path), create_only=False) as descriptor:
+        for start in range(0, source.size, 4 * _PIECE):
+            view = memoryview(read(url, start, start + 4 * _PIECE, generation=source.generation))
+            while view:
+                view = view[os.write(descriptor, view) :]
+
+
+def delete(url: str) -> None:
+    """Removes an object; a missing one is fine."""
+    if is_remote(url):
+        from training import bucket
+
+        bucket.delete(url)
+        return
+    with _local_errors(url), contextlib.suppress(FileNotFoundError):
+        os.unlink(url)
+
+
+def _is_partial(name: str) -> bool:
+    return name.startswith(".") and name.endswith(_PARTIAL)
+
+
+@contextlib.contextmanager
+def _replacing(url: str, create_only: bool) -> Iterator[int]:
+    """A descriptor whose content appears at `url` when the block ends without an exception."""
+    folder, name = os.path.split(os.path.abspath(url))
+    os.makedirs(folder, exist_ok=True)
+    if create_only and os.path.lexists(url):
+        raise AlreadyExists(f"{url} already exists")
+    partial = os.path.join(folder, f".{name}.{secrets.token_hex(6)}{_PARTIAL}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if create_only:
+            try:
+                os.link(partial, url)
+            except FileExistsError:
+                raise AlreadyExists(f"{url} already exists") from None
+            os.unlink(partial)
+        else:
+            os.replace(partial, url)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+        raise
+    parent = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+
+
+@contextlib.contextmanager
+def _local_errors(url: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise NotFound(f"{url} does not exist") from None
+    except OSError as error:
+        raise StorageError(f"{url}: {error.strerror or error}") from error
+
+
+def split_remote(url: str) -> tuple[str, str]:
+    """`gs://bucket/a/b` -> ("bucket", "a/b"). Raises BadInput."""
+    bucket, _, name = url.removeprefix(REMOTE).partition("/")
+    if not bucket:
+        raise BadInput(f"{url}: expected gs://bucket/name")
+    return bucket, name
