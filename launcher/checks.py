@@ -1,0 +1,74 @@
+"""What can be known to be wrong before anything is created: tools, buckets, data.
+
+Each check raises BadInput with what is missing and what to do. A bucket or a dataset that the hosts would miss is missed here first, for free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from launcher import shell
+from launcher.config import Config
+from launcher.errors import BadInput, Exit, LaunchError
+from training.data.dataset import open_dataset
+from training.errors import TrainError
+from training.storage import is_remote, split_remote
+
+_SECONDS = 30.0
+
+
+def tools() -> None:
+    """gcloud and ssh are here."""
+    shell.find("gcloud")
+    shell.find("ssh")
+
+
+def buckets(config: Config) -> None:
+    """Every bucket that the trainer's sections name exists."""
+    if config.trainer is None:
+        return
+    data = config.trainer.data
+    urls = {("output",): config.trainer.output, ("data", "train"): data.train, ("data", "tokenizer"): data.tokenizer}
+    if data.evaluation:
+        urls["data", "evaluation"] = data.evaluation
+    names: dict[str, tuple[str, ...]] = {}
+    for key, url in urls.items():
+        if is_remote(url):
+            names.setdefault(split_remote(url)[0], key)
+    for name, key in names.items():
+        _bucket(config.project, name, f"{config.document.place(key)}: {'.'.join(key)}")
+
+
+def data(config: Config) -> None:
+    """The datasets are there and are what the configuration says."""
+    if config.trainer is None:
+        return
+    for key, url in _datasets(config):
+        try:
+            open_dataset(url)
+        except TrainError as error:
+            raise BadInput(f"{config.document.place(key)}: {'.'.join(key)}: {error}") from None
+
+
+def _datasets(config: Config) -> Iterable[tuple[tuple[str, str], str]]:
+    assert config.trainer is not None
+    yield ("data", "train"), config.trainer.data.train
+    if config.trainer.data.evaluation:
+        yield ("data", "evaluation"), config.trainer.data.evaluation
+
+
+def _bucket(project: str, name: str, place: str) -> None:
+    from google.api_core import exceptions
+    from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
+    from google.cloud import storage
+
+    try:
+        found = storage.Client(project=project).lookup_bucket(name, timeout=_SECONDS)
+    except DefaultCredentialsError:
+        raise BadInput(f"{place}: gs://{name} can't be looked at without credentials: gcloud auth application-default login") from None
+    except exceptions.Forbidden as error:
+        raise LaunchError(f"{place}: no permission to look at gs://{name}: {error.message}", exit_code=Exit.PERMISSION) from None
+    except (exceptions.GoogleAPICallError, GoogleAuthError, OSError) as error:
+        raise LaunchError(f"{place}: Cloud Storage does not answer about gs://{name}: {error}") from None
+    if found is None:
+        raise BadInput(f"{place}: bucket gs://{name} does not exist: create it with `gcloud storage buckets create gs://{name}`, or correct the name")

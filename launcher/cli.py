@@ -1,0 +1,269 @@
+"""`tpu-launch`: verbs that parse, call and render. No logic lives here.
+
+Every verb takes `-f FILE`, `--set key=value` and `--emulated`. Errors are one message and a documented exit code (launcher.errors.Exit).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from launcher import terminal
+from launcher.errors import Exit, LaunchError
+from training.errors import TrainError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud.")
+@click.version_option(package_name="tpu-launch")
+@click.pass_context
+def cli(context: click.Context, emulated: bool) -> None:
+    """Train on every host of a Cloud TPU slice, from one YAML file.
+
+    \b
+    tpu-launch up   -f run.yaml        create the slice, wait until all hosts answer
+    tpu-launch run  -f run.yaml        build the image, start it on every host, watch
+    tpu-launch down -f run.yaml        delete the slice, wait until it is gone
+    """
+    context.obj = emulated
+
+
+def _configured(function: Function) -> Function:
+    """Adds the options that every verb has, loads the file, and hands it over as `config`."""
+
+    @click.option("-f", "--file", "path", type=click.Path(path_type=Path), default=Path("tpu-launch.yaml"), show_default=True, help="The run's YAML file.")
+    @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key of the file, for example --set train.steps=100.")
+    @click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud.")
+    @click.pass_context
+    @functools.wraps(function)
+    def wrapped(context: click.Context, path: Path, overrides: tuple[str, ...], emulated: bool, **options: Any) -> Any:
+        from launcher.config import load
+
+        config = load(path, overrides, command=options.get("command", ()))
+        if emulated or context.obj:
+            from launcher.emulator.control import enter
+
+            enter(say=terminal.say)
+        return function(config, **options)
+
+    return wrapped  # type: ignore[return-value]
+
+
+def _provider(config: Any) -> Any:
+    from launcher import checks
+    from launcher.tpu_vm.tpu_vm import TpuVm
+
+    checks.tools()
+    return TpuVm(config, terminal.say)
+
+
+def _home() -> Path:
+    from launcher.home import home
+
+    return home()
+
+
+@cli.command()
+@_configured
+def up(config: Any) -> None:
+    """Create the slice and wait until every host answers. Idempotent: goes on waiting for a slice that is on its way."""
+    from launcher import checks
+
+    checks.buckets(config)
+    provider = _provider(config)
+    provider.create()
+    terminal.say(f"slice {config.slice.name} is READY: {config.accelerator.hosts} hosts, {config.accelerator.devices} devices")
+
+
+@cli.command(context_settings={"ignore_unknown_options": True})
+@click.option("--run", "run_id", metavar="RUN", help="Resume this run instead of the newest unfinished one.")
+@click.option("--new", is_flag=True, help="Start a new run even if an unfinished one could be resumed.")
+@click.option("--attach", is_flag=True, help="Go on watching a run that is already there; start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print how the run ended as JSON on standard output, last.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@_configured
+def run(config: Any, run_id: str | None, new: bool, attach: bool, as_json: bool, command: tuple[str, ...]) -> None:
+    """Start the container on every host and watch it to its end; resumes an unfinished run.
+
+    \b
+    tpu-launch run -f run.yaml                      the trainer, as the file says
+    tpu-launch run -f run.yaml -- python train.py   any command of the image
+    """
+    from launcher import checks, images
+    from launcher.run import launch
+    from launcher.run.supervise import explain
+
+    checks.buckets(config)
+    checks.data(config)
+    provider = _provider(config)
+    try:
+        if attach:
+            outcome = launch.attach(config, provider, _home(), run_id, say=terminal.say, emit=terminal.host_line)
+        else:
+            images.check(config)
+            outcome = launch.run(
+                config, provider, _home(), lambda: images.for_config(config, terminal.say), run_id=run_id, new=new, say=terminal.say, emit=terminal.host_line
+            )
+    except KeyboardInterrupt:
+        terminal.say("detached: what was started goes on. `tpu-launch run --attach` watches it again, `tpu-launch stop` stops it")
+        raise
+    finally:
+        provider.close()
+    for line in explain(outcome.verdict):
+        terminal.say(f"run {outcome.run_id}, attempt {outcome.attempt}: {line}")
+    if as_json:
+        verdict = outcome.verdict
+        cause = None if verdict.cause is None else asdict(verdict.cause)
+        terminal.dump({"run": outcome.run_id, "attempt": outcome.attempt, "outcome": verdict.kind.value, "cause": cause, "symptoms": list(verdict.symptoms)})
+    sys.exit(outcome.verdict.kind.exit_code)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
+@_configured
+def status(config: Any, as_json: bool) -> None:
+    """Show the slice, its newest run, and what each host is doing."""
+    from launcher.run import look
+
+    provider = _provider(config)
+    try:
+        shown = look.status(config, provider, _home())
+    finally:
+        provider.close()
+    if as_json:
+        terminal.dump(shown.as_json())
+    else:
+        for line in shown.lines():
+            click.echo(line)
+        if shown.hosts:
+            terminal.table(["host", "address", "container", "last line"], shown.rows())
+
+
+@cli.command()
+@click.option("--run", "run_id", metavar="RUN", help="This run instead of the newest of the slice.")
+@click.option("-f", "--follow", "follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("--host", "host", type=int, help="Only this host.")
+@click.option("--file", "path", type=click.Path(path_type=Path), default=Path("tpu-launch.yaml"), show_default=True, help="The run's YAML file.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key of the file.")
+@click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud.")
+@click.pass_context
+def logs(context: click.Context, run_id: str | None, follow: bool, host: int | None, path: Path, overrides: tuple[str, ...], emulated: bool) -> None:
+    """Print the lines of all hosts, each once. `-f` follows, so the YAML file is given with --file here."""
+    from launcher.config import load
+    from launcher.run import look
+
+    config = load(path, overrides, command=["-"])
+    if emulated or context.obj:
+        from launcher.emulator.control import enter
+
+        enter(say=terminal.say)
+    provider = _provider(config)
+    try:
+        look.logs(config, provider, _home(), run_id, follow=follow, host=host, emit=terminal.host_line, say=terminal.say)
+    finally:
+        provider.close()
+
+
+@cli.command()
+@click.option("--run", "run_id", metavar="RUN", help="This run instead of the newest of the slice.")
+@click.option("--grace", type=click.IntRange(1, 600), help="Seconds between SIGTERM and SIGKILL.  [default: run.stop_seconds]")
+@_configured
+def stop(config: Any, run_id: str | None, grace: int | None) -> None:
+    """Stop the run's containers on every host: the trainer saves and can be resumed."""
+    from launcher.run import launch
+
+    provider = _provider(config)
+    try:
+        reports = launch.stop(config, provider, _home(), run_id, grace=grace, say=terminal.say)
+    finally:
+        provider.close()
+    wrong = [report for report in reports if not report.ok]
+    for report in wrong:
+        terminal.error(f"host {report.worker}: {report.detail}")
+    if wrong:
+        sys.exit(Exit.CLOUD_ERROR)
+    terminal.say("stopped on all hosts")
+
+
+@cli.command()
+@_configured
+def down(config: Any) -> None:
+    """Delete the slice and wait until it is gone. The runs' folders and what they saved stay."""
+    provider = _provider(config)
+    provider.delete()
+    terminal.say(f"slice {config.slice.name} is gone")
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="The commands as JSON.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@_configured
+def plan(config: Any, as_json: bool, command: tuple[str, ...]) -> None:
+    """Print every gcloud and docker command that up, run and down would use. Touches nothing."""
+    from launcher.plan import steps
+
+    found = steps(config)
+    if as_json:
+        terminal.dump([asdict(step) for step in found])
+    else:
+        for step in found:
+            click.echo(step.text())
+
+
+@cli.command(context_settings={"ignore_unknown_options": True})
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+@_configured
+def local(config: Any, command: tuple[str, ...]) -> None:
+    """Run a command in the run's image on this machine, on its CPU: prepare data, try things out."""
+    from launcher import images
+
+    sys.exit(images.run_local(config, command, terminal.say))
+
+
+def main() -> None:
+    """The console script. Turns every error into one message and its exit code."""
+    from launcher.emulator.commands import emulator, rehearsal
+
+    cli.add_command(emulator)
+    cli.add_command(rehearsal)
+    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    try:
+        sys.exit(cli(standalone_mode=False))
+    except click.exceptions.Abort:
+        _end(Exit.DETACHED)
+    except KeyboardInterrupt:
+        _end(Exit.DETACHED)
+    except click.ClickException as error:
+        terminal.error(error.format_message())
+        _end(Exit.BAD_INPUT)
+    except LaunchError as error:
+        terminal.error(str(error))
+        _end(error.exit_code)
+    except TrainError as error:
+        terminal.error(str(error))
+        _end(Exit.BAD_INPUT if error.exit_code == 2 else Exit.CLOUD_ERROR)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): nothing to say, and nothing may be written at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _end(Exit.OK)
+
+
+def _end(code: Exit) -> None:
+    """Leaves at once: look threads that wait for a host must not hold a person up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

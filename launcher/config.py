@@ -1,0 +1,158 @@
+"""The launcher's part of the one YAML file: where to run, in which image, how.
+
+`load` returns frozen sections whose mistakes were all named with file:line before anything was created. The trainer's part of the same file is
+validated by `training.config`, so that a wrong learning rate is found on the workstation too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from launcher.errors import BadInput
+from training.accelerators import Accelerator, UnknownAccelerator, accelerator
+from training.config import LAUNCHER_SECTIONS, TrainerConfig, from_document
+from training.yaml_file import ConfigError, Document, Section, load as load_document, refuse_unknown, validate
+
+TRAINER_SECTIONS = tuple(TrainerConfig.model_fields)
+
+_NODE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
+_LABEL = re.compile(r"[a-z0-9_-]{0,63}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def _name(value: str) -> str:
+    if not _NODE_NAME.fullmatch(value):
+        raise ValueError(f"{value!r} must be a lower-case letter, then letters, digits or hyphens, 50 characters at most")
+    return value
+
+
+def _known_accelerator(value: str) -> str:
+    accelerator(value)  # UnknownAccelerator is a ValueError: pydantic reports it with its place
+    return value
+
+
+def _labels(value: dict[str, str]) -> dict[str, str]:
+    for key, text in value.items():
+        if not _LABEL.fullmatch(key) or not key or not _LABEL.fullmatch(text):
+            raise ValueError(f"label {key}={text}: lower-case letters, digits, '_' and '-' only, 63 characters at most")
+    return value
+
+
+def _environment(value: dict[str, str]) -> dict[str, str]:
+    for key, text in value.items():
+        if not _VARIABLE.fullmatch(key):
+            raise ValueError(f"{key!r} is not the name of an environment variable")
+        if "\n" in text or "\0" in text:
+            raise ValueError(f"the value of {key} may not contain a line break")
+    return value
+
+
+Name = Annotated[str, AfterValidator(_name)]
+
+
+class SliceSection(Section):
+    """`slice`: the TPU node to create."""
+
+    name: Name
+    accelerator_type: Annotated[str, AfterValidator(_known_accelerator)]
+    runtime_version: str | None = None  # the generation's own when absent
+    capacity: Literal["on-demand", "spot", "reserved"] = "on-demand"
+    network: str | None = None
+    subnetwork: str | None = None
+    internal_ips: bool = False  # no external addresses; ssh goes to the internal ones
+    service_account: str | None = None
+    labels: Annotated[dict[str, str], AfterValidator(_labels)] = {}
+    create_minutes: float = Field(default=30, gt=0)  # how long `up` waits for READY
+
+
+class ImageSection(Section):
+    """`image`: what runs on every host."""
+
+    backend: Literal["torch-xla"] = "torch-xla"
+    repository: str | None = None  # REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME; absent: the hosts must have the image
+    dockerfile: str | None = None  # your own Dockerfile instead of ours
+    context: str | None = None  # its build context; the Dockerfile's folder when absent
+    target: str | None = None
+    build_args: dict[str, str] = {}
+    ca_bundle: str | None = None  # given to the build as a secret: for networks behind a TLS proxy
+
+
+class RunSection(Section):
+    """`run`: one training job on the slice."""
+
+    name: Name | None = None  # prefix of run ids; the slice's name when absent
+    command: list[str] | None = None  # instead of the trainer
+    environment: Annotated[dict[str, str], AfterValidator(_environment)] = {}
+    shm_size: Annotated[str, Field(pattern=r"^[0-9]+[kmg]$")] = "16g"
+    user: str | None = None  # inside the container; the image's own when absent
+    stop_seconds: int = Field(default=30, ge=1, le=600)  # between SIGTERM and SIGKILL
+    host_lost_seconds: float = Field(default=120, gt=0)  # a host unreachable for so long, while others answer, is lost
+    start_minutes: float = Field(default=15, gt=0)  # pulling the image and starting, all hosts
+
+
+class _Root(Section):
+    project: Annotated[str, Field(min_length=1)]
+    zone: Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+-[a-z0-9]+$")]
+    slice: SliceSection
+    image: ImageSection = ImageSection()
+    run: RunSection = RunSection()
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything one file says. `trainer` is None when the run has a command of its own and the file no trainer sections."""
+
+    document: Document
+    project: str
+    zone: str
+    slice: SliceSection
+    image: ImageSection
+    run: RunSection
+    trainer: TrainerConfig | None
+
+    @property
+    def accelerator(self) -> Accelerator:
+        return accelerator(self.slice.accelerator_type)
+
+    @property
+    def runtime_version(self) -> str:
+        return self.slice.runtime_version or self.accelerator.generation.runtime_version
+
+    @property
+    def run_name(self) -> str:
+        return self.run.name or self.slice.name
+
+    @property
+    def folder(self) -> Path:
+        """What relative paths in the file are relative to."""
+        return Path(self.document.name).absolute().parent
+
+    def with_command(self, command: Iterable[str]) -> Config:
+        """The same, running `command` instead of the trainer."""
+        return replace(self, run=self.run.model_copy(update={"command": list(command)}))
+
+
+def load(path: str | Path, overrides: Iterable[str] = (), *, command: Iterable[str] = ()) -> Config:
+    """Reads and checks a run's file. `command` replaces the trainer. Raises BadInput naming file:line of every mistake."""
+    try:
+        return _from_document(load_document(path, overrides), tuple(command))
+    except (ConfigError, UnknownAccelerator) as error:
+        raise BadInput(str(error)) from None
+
+
+def _from_document(document: Document, command: tuple[str, ...]) -> Config:
+    refuse_unknown(document, (*LAUNCHER_SECTIONS, *TRAINER_SECTIONS))
+    mine = Document(document.name, {k: v for k, v in document.value.items() if k in LAUNCHER_SECTIONS}, document.places)
+    root = validate(_Root, mine)
+    has_trainer = any(key in document.value for key in TRAINER_SECTIONS)
+    run = root.run.model_copy(update={"command": list(command)}) if command else root.run
+    if not has_trainer and not run.command:
+        raise BadInput(f"{document.name}: says nothing to run: give run.command, a command after `--`, or the trainer's sections ({', '.join(TRAINER_SECTIONS)})")
+    trainer = from_document(document) if has_trainer and not run.command else None
+    return Config(document, root.project, root.zone, root.slice, root.image, run, trainer)

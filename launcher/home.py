@@ -1,0 +1,21 @@
+"""Where the launcher keeps what it must remember: `.tpu-launch` in the current folder, or $TPU_LAUNCH_HOME.
+
+Private to its owner (0700): run folders hold logs and configurations.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from launcher.errors import BadInput
+
+
+def home() -> Path:
+    """The launcher's folder, created when missing. Raises BadInput when it can't be."""
+    path = Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute()
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"{path}: can't be created: {error.strerror}; set TPU_LAUNCH_HOME to a folder you can write") from None
+    return path

@@ -1,0 +1,122 @@
+"""What a place that runs containers on hosts must be able to do, and the words in which it reports.
+
+`launcher.run` supervises a run through this Protocol alone; `launcher.tpu_vm` implements it over gcloud and Fabric. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class SliceState:
+    """A slice as its owner's API describes it."""
+
+    name: str
+    state: str  # CREATING, READY, PREEMPTED, ...: Google's words
+    health: str
+    accelerator_type: str
+    hosts: tuple[str, ...]  # internal addresses in worker order
+    detail: str = ""  # what the API says about health or symptoms
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "READY"
+
+    @property
+    def gone_for_good(self) -> bool:
+        """Must be deleted before anything of that name can run again."""
+        return self.state in ("PREEMPTED", "TERMINATED")
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run on a slice: everything every host must be told."""
+
+    run_id: str
+    number: int
+    image: str  # repository@sha256:... or an image id
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    files: Mapping[str, bytes] = field(default_factory=dict)  # name -> content, below /etc/tpu-launch
+    shm_size: str = "16g"
+    user: str | None = None
+
+    @property
+    def container(self) -> str:
+        return f"tpu-launch-{self.run_id}-{self.number}"
+
+
+@dataclass(frozen=True)
+class ContainerState:
+    """A container of an attempt, as its engine reports it. Times are RFC 3339 strings of the host's clock."""
+
+    status: str  # created, running, exited, absent
+    exit_code: int | None = None
+    oom_killed: bool = False
+    started_at: str = ""
+    finished_at: str = ""
+    error: str = ""
+    image: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ("exited", "dead")
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """One line of a container's output: when the engine received it (RFC 3339, host's clock), and the line."""
+
+    timestamp: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one look at one host showed. `container` is None when the host could not be asked; `problem` says why."""
+
+    worker: int
+    container: ContainerState | None
+    lines: tuple[LogLine, ...] = ()
+    more: bool = False  # the look was cut short: there are more lines right now
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """What one host answered to a command that all hosts were given."""
+
+    worker: int
+    ok: bool
+    detail: str  # the image id, or what went wrong
+
+
+class Provider(Protocol):
+    """A place to run on. Every method is bounded in time and safe to repeat; errors are LaunchErrors."""
+
+    def describe(self) -> SliceState | None:
+        """The slice, or None when it doesn't exist."""
+
+    def create(self) -> None:
+        """Creates the slice and returns when it is READY."""
+
+    def delete(self) -> None:
+        """Deletes the slice and returns when the API says that it is gone; none is fine."""
+
+    def prepare(self, attempt: Attempt) -> list[HostReport]:
+        """Gets the image onto every host and makes the attempt's container there, not yet started. `detail` is the image id."""
+
+    def start(self, attempt: Attempt) -> list[HostReport]:
+        """Starts the prepared containers on all hosts."""
+
+    def observe(self, worker: int, container: str, since: str | None) -> Observation:
+        """One look at a container on a host: its state and its log lines from `since` (inclusive) on."""
+
+    def stop(self, container: str, *, grace: int, remove: bool) -> list[HostReport]:
+        """Stops a container on every host that can be reached: SIGTERM, then SIGKILL after `grace` seconds; removes it if asked."""
+
+    def remove(self, container: str, workers: Sequence[int]) -> None:
+        """Removes what is left of an ended container on some hosts; unreachable hosts are passed over."""

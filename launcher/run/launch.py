@@ -1,0 +1,188 @@
+"""Starting, resuming, attaching to and stopping a run.
+
+A run is found again by its folder and by the labels of its containers, so every function here may be called again after a crash at any point: a start that
+finds its containers running attaches to them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.config import TRAINER_SECTIONS, Config
+from launcher.errors import BadInput, Exit, LaunchError
+from launcher.provider import Attempt, HostReport, LogLine, Provider
+from launcher.run import ledger as ledgers
+from launcher.run.ledger import Ledger, RunRecord
+from launcher.run.supervise import Watched, supervise
+from launcher.run.verdict import Limits, Verdict
+
+CONFIG_FILE = "config.yaml"  # below /etc/tpu-launch in the container
+TRAINER_COMMAND = ("tpu-train", "train", f"/etc/tpu-launch/{CONFIG_FILE}")
+
+Say = Callable[[str], None]
+Emit = Callable[[int, LogLine], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    run_id: str
+    attempt: int
+    verdict: Verdict
+
+
+def run(config: Config, provider: Provider, home: Path, image: Callable[[], str], *, run_id: str | None, new: bool, say: Say, emit: Emit) -> Outcome:
+    """Starts the run's next attempt on every host and watches it to its end.
+
+    Without `run_id`, the newest run of this slice that has not finished and means the same is resumed, unless `new`. `image` is called when an attempt is
+    really started, and returns what hosts must run.
+    """
+    ledger = _choose(config, home, run_id, new)
+    with ledger.supervising():
+        _require_ready(config, provider)
+        running = _running_attempt(config, provider, ledger)
+        if running is not None:
+            say(f"run {ledger.folder.name}: attempt {running.number} is there already; attaching to it")
+            return _watch(config, provider, ledger, running, say, emit)
+        number = ledger.attempts
+        attempt = make_attempt(config, ledger.folder.name, number, image())
+        before = f" (resumes: the last attempt ended with {ledger.outcome!r})" if number and ledger.outcome else ""
+        say(f"run {ledger.folder.name}: attempt {number} on {config.accelerator.hosts} hosts{before}")
+        ledger.event("attempt", attempt=number, image=attempt.image, command=list(attempt.command))
+        try:
+            _start_everywhere(provider, attempt, ledger)
+        except LaunchError as error:
+            ledger.event("ended", attempt=number, outcome="not started", cause={"what": str(error)}, symptoms=[])
+            raise
+        say(f"run {ledger.folder.name}: started on all hosts; Ctrl-C detaches")
+        return _watch(config, provider, ledger, _watched(config, ledger, number), say, emit)
+
+
+def attach(config: Config, provider: Provider, home: Path, run_id: str | None, *, say: Say, emit: Emit) -> Outcome:
+    """Goes on watching a run that was started before, from this terminal or another."""
+    ledger = ledgers.find(home, run_id, slice_name=config.slice.name)
+    with ledger.supervising():
+        if ledger.attempts == 0 or ledger.outcome is not None:
+            raise BadInput(f"run {ledger.folder.name} is not running: its last attempt ended with {ledger.outcome!r}; `tpu-launch logs` shows its lines")
+        return _watch(config, provider, ledger, _watched(config, ledger, ledger.attempts - 1), say, emit)
+
+
+def stop(config: Config, provider: Provider, home: Path, run_id: str | None, *, grace: int | None, say: Say) -> list[HostReport]:
+    """Asks the run's containers on all hosts to stop (SIGTERM; SIGKILL after the grace), and waits until they have."""
+    ledger = ledgers.find(home, run_id, slice_name=config.slice.name)
+    if ledger.attempts == 0:
+        raise BadInput(f"run {ledger.folder.name} was never started")
+    number = ledger.attempts - 1
+    ledger.event("stop", attempt=number)
+    say(f"stopping run {ledger.folder.name} on {config.accelerator.hosts} hosts")
+    seconds = config.run.stop_seconds if grace is None else grace
+    return provider.stop(_watched(config, ledger, number).container, grace=seconds, remove=False)
+
+
+def make_attempt(config: Config, run_id: str, number: int, image: str) -> Attempt:
+    """What every host is told about one start of the run."""
+    return Attempt(
+        run_id=run_id,
+        number=number,
+        image=image,
+        command=tuple(config.run.command or TRAINER_COMMAND),
+        environment=config.run.environment,
+        files={CONFIG_FILE: config.document.dump().encode()},
+        shm_size=config.run.shm_size,
+        user=config.run.user,
+    )
+
+
+def meaning(config: Config) -> str:
+    """What makes two starts the same run: the trainer's part of the file and the command, not where it runs."""
+    trainer = {key: value for key, value in config.document.value.items() if key in TRAINER_SECTIONS}
+    return ledgers.config_hash(repr(sorted(trainer.items(), key=lambda item: item[0])), config.run.command or [])
+
+
+def _choose(config: Config, home: Path, run_id: str | None, new: bool) -> Ledger:
+    if run_id is not None:
+        known = ledgers.find(home, run_id)
+        if known.record.config_hash != meaning(config):
+            raise BadInput(f"run {run_id} was started with another configuration or command (see {known.folder / 'config.yaml'}): change the file back, or start a new run with --new")
+        return known
+    if not new:
+        for ledger in reversed(ledgers.runs(home)):
+            record = ledger.record
+            if record.slice == config.slice.name and record.project == config.project and record.zone == config.zone:
+                if ledger.outcome != "finished" and record.config_hash == meaning(config):
+                    return ledger
+                break  # only the newest run of the slice can be meant
+    return ledgers.begin(home, lambda name: _record(config, name), config.document.dump(), config.run_name)
+
+
+def _record(config: Config, run_id: str) -> RunRecord:
+    return RunRecord(
+        run_id=run_id,
+        name=config.run_name,
+        project=config.project,
+        zone=config.zone,
+        slice=config.slice.name,
+        file=str(Path(config.document.name).absolute()),
+        command=list(config.run.command or TRAINER_COMMAND),
+        config_hash=meaning(config),
+        created=time.time(),
+    )
+
+
+def _watched(config: Config, ledger: Ledger, number: int) -> Watched:
+    container = make_attempt(config, ledger.folder.name, number, "").container
+    return Watched(ledger.folder.name, number, container, range(config.accelerator.hosts))
+
+
+def _require_ready(config: Config, provider: Provider) -> None:
+    found = provider.describe()
+    if found is None:
+        raise BadInput(f"slice {config.slice.name} does not exist in {config.zone}: create it with `tpu-launch up -f {config.document.name}`")
+    if found.gone_for_good:
+        raise LaunchError(f"slice {found.name} is {found.state}: `tpu-launch up` deletes it and creates it again", exit_code=Exit.PREEMPTED)
+    if not found.ready:
+        raise LaunchError(f"slice {found.name} is {found.state}, not READY: `tpu-launch up` waits for it", exit_code=Exit.CONFLICT)
+
+
+def _running_attempt(config: Config, provider: Provider, ledger: Ledger) -> Watched | None:
+    """The open attempt, if any host still has its container. One that no host has any more is recorded as ended."""
+    if ledger.attempts == 0 or ledger.outcome is not None:
+        return None
+    watched = _watched(config, ledger, ledger.attempts - 1)
+    looks = [provider.observe(worker, watched.container, None) for worker in watched.workers]
+    if any(look.container is not None and look.container.status in ("running", "exited") for look in looks):
+        return watched
+    ledger.event("ended", attempt=watched.number, outcome="vanished", cause={"what": "no host has its container any more"}, symptoms=[])
+    return None
+
+
+def _start_everywhere(provider: Provider, attempt: Attempt, ledger: Ledger) -> None:
+    """Prepares all hosts, checks that they have the same image, starts all. On any failure nothing is left running."""
+    prepared = provider.prepare(attempt)
+    _require_all(prepared, "prepare")
+    images = {report.detail for report in prepared}
+    if len(images) != 1:
+        raise LaunchError("the hosts do not have the same image: " + "; ".join(f"host {report.worker} has {report.detail}" for report in prepared))
+    ledger.event("prepared", attempt=attempt.number, image_id=images.pop())
+    started = provider.start(attempt)
+    if not all(report.ok for report in started):
+        provider.stop(attempt.container, grace=1, remove=True)
+    _require_all(started, "start")
+    ledger.event("started", attempt=attempt.number)
+
+
+def _require_all(reports: Sequence[HostReport], what: str) -> None:
+    failed = [report for report in reports if not report.ok]
+    if not failed:
+        return
+    details = "\n".join(f"  host {report.worker}: {report.detail}" for report in failed)
+    if any("is on this host" in report.detail for report in failed):
+        raise LaunchError(f"the slice is in use:\n{details}\n  wait for it, or stop it with `tpu-launch stop --run RUN`", exit_code=Exit.CONFLICT)
+    raise LaunchError(f"{len(failed)} of {len(reports)} hosts could not {what} the container:\n{details}")
+
+
+def _watch(config: Config, provider: Provider, ledger: Ledger, watched: Watched, say: Say, emit: Emit) -> Outcome:
+    limits = Limits(lost=config.run.host_lost_seconds)
+    return Outcome(ledger.folder.name, watched.number, supervise(provider, ledger, watched, limits=limits, emit=emit, say=say))

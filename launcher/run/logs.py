@@ -1,0 +1,103 @@
+"""Exactly-once delivery of the hosts' log lines.
+
+An engine gives lines from a time on, inclusive. Two lines can bear the same time, and a line can be written a moment after one with a later time (stdout and
+stderr are copied by two threads). So each look asks again from a little before the newest line, and lines seen already are counted off. The host's log file
+is the cursor: what is in it was delivered, and a new process goes on from its end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from launcher.provider import LogLine
+
+OVERLAP = timedelta(seconds=1)
+_TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
+
+
+@dataclass
+class Cursor:
+    """What of one host's log has been delivered."""
+
+    newest: str = ""  # time of the newest line
+    recent: Counter[tuple[str, str]] = field(default_factory=Counter)  # lines of the overlap, with how often they were seen
+
+    @property
+    def since(self) -> str | None:
+        """From where the next look must ask; None: from the beginning."""
+        return _before(self.newest) if self.newest else None
+
+    def new(self, lines: Iterable[LogLine]) -> list[LogLine]:
+        """Those of `lines` (a look from `since` on, or from earlier) that were not delivered yet, in order; they count as delivered now."""
+        allowance = Counter(self.recent)
+        edge = _before(self.newest) if self.newest else ""
+        fresh = []
+        for line in lines:
+            key = (line.timestamp, line.text)
+            if line.timestamp < edge:
+                continue  # a look that was asked for before the last one was delivered
+            if allowance[key] > 0:
+                allowance[key] -= 1
+            else:
+                fresh.append(line)
+        for line in fresh:
+            self.recent[line.timestamp, line.text] += 1
+            self.newest = max(self.newest, line.timestamp)
+        if self.newest:
+            edge = _before(self.newest)
+            self.recent = Counter({key: count for key, count in self.recent.items() if key[0] >= edge})
+        return fresh
+
+
+def _before(timestamp: str) -> str:
+    """The overlap's start. Docker's times have nine digits, Python's six: what is cut off only makes the overlap longer."""
+    head, _, fraction = timestamp.removesuffix("Z").partition(".")
+    earlier = datetime.fromisoformat(head) - OVERLAP
+    return f"{earlier.isoformat()}.{(fraction or '0')[:9].ljust(9, '0')}Z"
+
+
+class HostLog:
+    """The log file of one host in one attempt: every line once, with the engine's time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cursor = Cursor()
+        if path.exists():
+            self._repair()
+            self.cursor.new(tail(path, _TAIL_BYTES))
+
+    def take(self, lines: Iterable[LogLine]) -> list[LogLine]:
+        """Writes the new ones among `lines` and returns them."""
+        fresh = self.cursor.new(lines)
+        if fresh:
+            data = "".join(f"{line.timestamp} {line.text}\n" for line in fresh).encode(errors="surrogateescape")
+            with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
+                file.write(data)
+        return fresh
+
+    def _repair(self) -> None:
+        """Cuts off a last line that a crash left without its end; it will be delivered again, whole."""
+        data = self.path.read_bytes()
+        if data and not data.endswith(b"\n"):
+            with open(self.path, "r+b") as file:
+                file.truncate(data.rfind(b"\n") + 1)
+
+
+def tail(path: Path, size: int | None = None) -> list[LogLine]:
+    """The lines of a host's log file, or of its last `size` bytes."""
+    with open(path, "rb") as file:
+        if size is not None and path.stat().st_size > size:
+            file.seek(-size, os.SEEK_END)
+            file.readline()
+        text = file.read().decode(errors="surrogateescape")
+    lines = []
+    for line in text.split("\n"):
+        if line:
+            timestamp, _, rest = line.partition(" ")
+            lines.append(LogLine(timestamp, rest))
+    return lines

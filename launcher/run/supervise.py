@@ -1,0 +1,180 @@
+"""The loop that watches an attempt: observe all hosts, judge, act.
+
+One thread a host looks at it again and again; the main thread delivers log lines, judges, and when the attempt has ended stops what still runs, fetches the
+last lines and removes the containers. It holds no state that matters: killed at any moment, the run goes on, and another process attaches to it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from launcher.errors import LaunchError
+from launcher.provider import LogLine, Observation, Provider
+from launcher.run.ledger import Ledger
+from launcher.run.logs import HostLog
+from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
+
+LOOK_EVERY = 1.0  # seconds between two looks at a host
+_SLICE_EVERY = 15.0  # seconds between two questions to the API while a host is out of reach
+_FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
+_LAST_LOOKS = 50  # looks of 4 MB: bounds the fetching of a huge rest of a log
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The attempt to watch."""
+
+    run_id: str
+    number: int
+    container: str
+    workers: Sequence[int]
+
+
+def supervise(
+    provider: Provider,
+    ledger: Ledger,
+    watched: Watched,
+    *,
+    limits: Limits,
+    emit: Callable[[int, LogLine], None],
+    say: Callable[[str], None],
+) -> Verdict:
+    """Watches an attempt to its end, ends it on every host, and records how it ended. KeyboardInterrupt leaves everything running."""
+    logs = {worker: HostLog(ledger.log_file(watched.number, worker)) for worker in watched.workers}
+
+    def deliver(observation: Observation) -> None:
+        for line in logs[observation.worker].take(observation.lines):
+            emit(observation.worker, line)
+
+    verdict = _watch(provider, ledger, watched, limits, logs, deliver, say)
+    if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
+        say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
+        reports = provider.stop(watched.container, grace=_FAILURE_GRACE, remove=False)
+        for report in reports:
+            ledger.event("stopped", attempt=watched.number, host=report.worker, ok=report.ok, detail=report.detail)
+    for worker in watched.workers:
+        _fetch_rest(provider, watched.container, worker, logs[worker], deliver)
+    ledger.event(
+        "ended",
+        attempt=watched.number,
+        outcome=verdict.kind.value,
+        cause=None if verdict.cause is None else vars(verdict.cause),
+        symptoms=list(verdict.symptoms),
+    )
+    provider.remove(watched.container, watched.workers)
+    return verdict
+
+
+def explain(verdict: Verdict) -> list[str]:
+    """A verdict in a few lines for a person, the first cause first."""
+    if verdict.cause is None:
+        return [verdict.kind.value]
+    where = f"host {verdict.cause.worker}: " if verdict.cause.worker >= 0 else ""
+    when = f", at {verdict.cause.time}" if verdict.cause.time else ""
+    lines = [f"{verdict.kind.value}: {where}{verdict.cause.what}{when}"]
+    return lines + [f"because of it: {symptom}" for symptom in verdict.symptoms]
+
+
+def _watch(
+    provider: Provider,
+    ledger: Ledger,
+    watched: Watched,
+    limits: Limits,
+    logs: dict[int, HostLog],
+    deliver: Callable[[Observation], None],
+    say: Callable[[str], None],
+) -> Verdict:
+    begun = time.monotonic()
+    views = {worker: HostView(worker, None, seen=begun) for worker in watched.workers}
+    inbox: queue.Queue[Observation | str] = queue.Queue()
+    over = threading.Event()
+    lookers = [
+        threading.Thread(target=_look, args=(provider, watched.container, logs[worker], worker, inbox, over), daemon=True, name=f"look-{worker}")
+        for worker in watched.workers
+    ]
+    for looker in lookers:
+        looker.start()
+    slice_state, slice_asked = "READY", begun
+    try:
+        while True:
+            try:
+                news = inbox.get(timeout=0.25)
+            except queue.Empty:
+                pass
+            else:
+                if isinstance(news, str):
+                    slice_state = news
+                else:
+                    deliver(news)
+                    views[news.worker] = _update(views[news.worker], news, ledger, watched.number, say)
+            now = time.monotonic()
+            if any(not view.reachable for view in views.values()) and now - slice_asked > _SLICE_EVERY:
+                slice_asked = now
+                threading.Thread(target=_ask_slice, args=(provider, inbox), daemon=True).start()
+            requested = any(event["event"] == "stop" and event.get("attempt") == watched.number for event in ledger.events()[-20:])
+            verdict = judge(list(views.values()), now, limits, slice_state=slice_state, stop_requested=requested)
+            if verdict.kind.ended:
+                return verdict
+    finally:
+        over.set()
+        for looker in lookers:
+            looker.join(timeout=2.0)
+
+
+def _look(provider: Provider, container: str, log: HostLog, worker: int, inbox: queue.Queue[Observation | str], over: threading.Event) -> None:
+    """Looks at one host until told to stop. Every look is answered into `inbox`, whatever happened."""
+    asked_from: str | None = log.cursor.since
+    while not over.is_set():
+        try:
+            observation = provider.observe(worker, container, asked_from)
+        except LaunchError as error:
+            observation = Observation(worker, None, problem=str(error).splitlines()[0])
+        if over.is_set():
+            return
+        inbox.put(observation)
+        if observation.container is not None and observation.container.ended and not observation.more:
+            over.wait(LOOK_EVERY * 5)  # nothing new will come from it
+        elif not observation.more:
+            over.wait(LOOK_EVERY)
+        asked_from = log.cursor.since or asked_from
+
+
+def _ask_slice(provider: Provider, inbox: queue.Queue[Observation | str]) -> None:
+    try:
+        found = provider.describe()
+    except LaunchError:
+        return  # the API does not answer either: nothing is known
+    inbox.put("TERMINATED" if found is None else found.state)
+
+
+def _update(view: HostView, news: Observation, ledger: Ledger, attempt: int, say: Callable[[str], None]) -> HostView:
+    now = time.monotonic()
+    if news.container is None:
+        if view.reachable:
+            ledger.event("host out of reach", attempt=attempt, host=view.worker, problem=news.problem)
+            say(f"host {view.worker} does not answer: {news.problem}")
+        return replace(view, problem=news.problem or "no answer")
+    if not view.reachable:
+        ledger.event("host back", attempt=attempt, host=view.worker)
+        say(f"host {view.worker} answers again")
+    ended_seen = view.ended_seen
+    if (news.container.ended or news.container.status == "absent") and ended_seen is None:
+        ended_seen = now
+        what = describe_exit(news.container) if news.container.ended else "its container is gone"
+        ledger.event("host ended", attempt=attempt, host=view.worker, exit_code=news.container.exit_code, oom=news.container.oom_killed, what=what)
+    return replace(view, container=news.container, seen=now, problem="", ended_seen=ended_seen)
+
+
+def _fetch_rest(provider: Provider, container: str, worker: int, log: HostLog, deliver: Callable[[Observation], None]) -> None:
+    for _ in range(_LAST_LOOKS):
+        try:
+            observation = provider.observe(worker, container, log.cursor.since)
+        except LaunchError:
+            return
+        deliver(observation)
+        if not observation.more:
+            return

@@ -1,0 +1,51 @@
+"""What a person sees: few lines on standard error, the hosts' own lines on standard output.
+
+Standard output carries what a script may want (log lines, JSON); everything the launcher says about its own work goes to standard error.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from launcher.provider import LogLine
+
+_begun = time.monotonic()
+
+
+def say(text: str) -> None:
+    """One line about the launcher's own work, with the seconds since it began."""
+    click.echo(f"{click.style(f'{time.monotonic() - _begun:6.1f}s', dim=True)}  {text}", err=True)
+
+
+def host_line(worker: int, line: LogLine) -> None:
+    """One line of a host's container, with the host in front."""
+    click.echo(f"{click.style(f'[{worker}]', fg=_COLOURS[worker % len(_COLOURS)])} {line.text}")
+
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+
+
+def error(text: str) -> None:
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
+
+
+def dump(value: Any) -> None:
+    """JSON for scripts."""
+    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def table(columns: list[str], rows: list[list[str]]) -> None:
+    """A plain table on standard output."""
+    drawn = Table(box=None, pad_edge=False)
+    for column in columns:
+        drawn.add_column(column, overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty()).print(drawn)

@@ -1,0 +1,182 @@
+"""The shell scripts that hosts run, and what their output means. Pure: text in, text out.
+
+Rules that every script keeps (gcloud replays a whole remote command when ssh, or the command, returns 255):
+* short and idempotent: a replay finds the work done and says the same again;
+* never ends with 255;
+* reports on one line that carries its worker index, because gcloud mixes the hosts' output: `tpu-launch <worker> <word> <detail>`.
+Docker may need sudo where a fresh login is not yet in its group.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+
+from launcher.provider import Attempt, ContainerState, HostReport, LogLine, Observation
+
+LABEL_RUN = "tpu-launch.run"
+LABEL_ATTEMPT = "tpu-launch.attempt"
+
+LOG_BYTES = 4_000_000  # of one look: bounds memory and time, not what is delivered
+
+_PRELUDE = """\
+set -u
+docker=docker
+docker version >/dev/null 2>&1 || docker='sudo -n docker'
+worker=$(curl -sf --max-time 10 -H 'Metadata-Flavor: Google' http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number)
+say() { echo "tpu-launch ${worker:-?} $*"; }
+"""
+
+
+def docker_create(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> list[str]:
+    """The `docker create` of one host; `$worker` is the shell's."""
+    command = ["create", "--name", attempt.container, "--label", f"{LABEL_RUN}={attempt.run_id}", "--label", f"{LABEL_ATTEMPT}={attempt.number}"]
+    command += ["--privileged", "--network", "host", "--init", "--shm-size", attempt.shm_size, "--ulimit", "memlock=-1:-1"]
+    if attempt.user:
+        command += ["--user", attempt.user]
+    for key, value in environment(attempt, hosts, accelerator_type).items():
+        command += ["--env", f"{key}={value}"]
+    return [*command, attempt.image, *attempt.command]
+
+
+def environment(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> dict[str, str]:
+    """What every host's container is told, apart from its worker index (TPU_WORKER_ID, which the host itself knows)."""
+    return {
+        "PJRT_DEVICE": "TPU",
+        "TPU_LAUNCH_RUN_ID": attempt.run_id,
+        "TPU_LAUNCH_ATTEMPT": str(attempt.number),
+        "TPU_ACCELERATOR_TYPE": accelerator_type,
+        "TPU_WORKER_HOSTNAMES": ",".join(hosts),
+        **attempt.environment,
+    }
+
+
+def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> str:
+    """Gets the image, refuses a host that another run uses, removes this run's earlier attempts, and makes the container.
+
+    Reports `ready <image id>`, or `busy`/`failed` with the reason.
+    """
+    create = " ".join(_shell_word(word) for word in docker_create(attempt, hosts, accelerator_type))
+    create = create.replace("create ", 'create --env TPU_WORKER_ID="$worker" ', 1)
+    name, image = shlex.quote(attempt.container), shlex.quote(attempt.image)
+    pull = f"$docker image inspect {image} >/dev/null 2>&1 || $docker pull --quiet {image} >/dev/null 2>\"$errors\"" if "@" in attempt.image else "true"
+    lines = [
+        _PRELUDE,
+        'if [ -z "$worker" ]; then say failed "the metadata server does not tell the worker index"; exit 1; fi',
+        "errors=$(mktemp) && trap 'rm -rf \"$errors\" \"${folder:-}\"' EXIT",
+        'fail() { say failed "$1: $(tr "\\n" " " < "$errors" | tail -c 600)"; exit 1; }',
+        # Somebody else's run is never touched.
+        f"other=$($docker ps --filter label={LABEL_RUN} --format '{{{{.Label \"{LABEL_RUN}\"}}}}' | grep -vxF {shlex.quote(attempt.run_id)} | head -n 1)",
+        'if [ -n "$other" ]; then say busy "run $other is on this host"; exit 1; fi',
+        f"for old in $($docker ps --all --quiet --filter label={LABEL_RUN}={shlex.quote(attempt.run_id)}); do",
+        f'  [ "$($docker inspect --format "{{{{.Name}}}}" $old)" = "/"{name} ] || $docker rm --force $old >/dev/null 2>&1',
+        "done",
+        f"if ! $docker inspect {name} >/dev/null 2>&1; then",
+        f'  {pull} || fail "the image can not be pulled"',
+        f'  $docker {create} >/dev/null 2>"$errors" || fail "the container can not be created"',
+        "fi",
+    ]
+    if attempt.files:
+        lines.append('folder=$(mktemp -d) && mkdir "$folder/tpu-launch" && chmod 755 "$folder/tpu-launch"')
+        for file_name, content in attempt.files.items():
+            encoded = base64.b64encode(content).decode()
+            lines.append(f'echo {encoded} | base64 -d > "$folder/tpu-launch/"{shlex.quote(file_name)} && chmod 644 "$folder/tpu-launch/"{shlex.quote(file_name)}')
+        lines.append(f'$docker cp "$folder/tpu-launch" {name}:/etc/ >/dev/null 2>"$errors" || fail "the configuration can not be copied into the container"')
+    lines.append(f"say ready \"$($docker inspect --format '{{{{.Image}}}}' {name})\"")
+    return "\n".join(lines) + "\n"
+
+
+def start_script(attempt: Attempt) -> str:
+    """Starts the prepared container; one that runs or has run already is left alone. Reports `started`, or `failed` with the reason."""
+    name = shlex.quote(attempt.container)
+    return _PRELUDE + (
+        f"status=$($docker inspect --format '{{{{.State.Status}}}}' {name} 2>/dev/null)\n"
+        'case "$status" in\n'
+        f"  created) error=$($docker start {name} 2>&1 >/dev/null) || {{ say failed \"the container can not be started: $(echo $error | tail -c 600)\"; exit 1; }} ;;\n"
+        f"  '') say failed \"there is no container \"{name}; exit 1 ;;\n"
+        "esac\n"
+        "say started\n"
+    )
+
+
+def observe_script(container: str, since: str | None) -> str:
+    """Prints the container's state on one line, then its log from `since` on, each line with the engine's time."""
+    name = shlex.quote(container)
+    window = f"--since {shlex.quote(since)} " if since else ""
+    return (
+        "docker=docker; docker version >/dev/null 2>&1 || docker='sudo -n docker'\n"
+        f"$docker inspect --format '{{{{json .State}}}}' {name} 2>/dev/null || {{ $docker version >/dev/null 2>&1 && echo absent || echo no engine; exit 0; }}\n"
+        f"$docker logs --timestamps {window}{name} 2>&1 | head -c {LOG_BYTES}\n"
+    )
+
+
+def stop_script(container: str, grace: int, *, remove: bool) -> str:
+    """SIGTERM, SIGKILL after `grace` seconds; a container that has ended or is gone is fine. Reports `stopped`."""
+    name = shlex.quote(container)
+    lines = [_PRELUDE, f"if $docker inspect {name} >/dev/null 2>&1; then"]
+    lines.append(f'  $docker stop --time {grace} {name} >/dev/null 2>&1 || {{ $docker inspect {name} >/dev/null 2>&1 && {{ say failed "the container can not be stopped"; exit 1; }}; }}')
+    if remove:
+        lines.append(f"  $docker rm --force {name} >/dev/null 2>&1")
+    lines += ["fi", "say stopped"]
+    return "\n".join(lines) + "\n"
+
+
+def parse_reports(output: str, word: str, workers: Iterable[int]) -> list[HostReport]:
+    """What every host answered: ok when it said `word`. A host that said nothing is reported as such."""
+    said: dict[int, tuple[str, str]] = {}
+    for line in output.splitlines():
+        match = re.match(r"tpu-launch (\d+) (\S+) ?(.*)", line.strip())
+        if match:
+            said[int(match.group(1))] = (match.group(2), match.group(3))
+    reports = []
+    for worker in workers:
+        verb, detail = said.get(worker, ("silent", "the host did not answer"))
+        reports.append(HostReport(worker, verb == word, detail if verb == word else f"{detail}" if verb in ("failed", "busy", "silent") else f"{verb} {detail}"))
+    return reports
+
+
+def parse_state(line: str) -> ContainerState | None:
+    """The first line of `observe_script`; None when the host's engine does not answer."""
+    if line == "absent":
+        return ContainerState("absent")
+    if not line.startswith("{"):
+        return None
+    state: Mapping[str, object] = json.loads(line)
+    ended = state.get("Status") in ("exited", "dead")
+    return ContainerState(
+        status=str(state.get("Status", "")),
+        exit_code=int(str(state.get("ExitCode", 0))) if ended else None,
+        oom_killed=bool(state.get("OOMKilled")),
+        started_at=str(state.get("StartedAt", "")),
+        finished_at=str(state.get("FinishedAt", "")) if ended else "",
+        error=str(state.get("Error", "")),
+    )
+
+
+def parse_observation(worker: int, output: str) -> Observation:
+    """What `observe_script` printed. A last line that was cut in the middle is left for the next look."""
+    first, _, rest = output.partition("\n")
+    state = parse_state(first.strip())
+    if state is None:
+        return Observation(worker, None, problem="its container engine does not answer")
+    cut = len(rest.encode(errors="replace")) >= LOG_BYTES
+    lines = rest.splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        if cut:
+            lines.pop()
+        else:
+            lines[-1] += "\n"
+    parsed = [_log_line(line.rstrip("\r\n")) for line in lines]
+    return Observation(worker, state, tuple(line for line in parsed if line is not None), more=cut)
+
+
+def _log_line(line: str) -> LogLine | None:
+    timestamp, _, text = line.partition(" ")
+    return LogLine(timestamp, text) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)
+
+
+def _shell_word(word: str) -> str:
+    return shlex.quote(word)

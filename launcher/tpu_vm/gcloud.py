@@ -1,0 +1,144 @@
+"""Calling gcloud, and reading its errors.
+
+Command lines are built by pure functions, so that `plan` prints exactly what would run. What gcloud answers is told apart here and nowhere else: no
+capacity, no quota, no permission, a conflict, something missing. Known defects of the SDK (seen with 528.0.0) decide the shape of every call:
+`--output-directory` is broken, subsets of workers lose exit codes, and ssh's 255 makes gcloud run the whole command again, so calls address `all`
+or one worker, and no remote command returns 255.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from launcher import shell
+from launcher.config import Config
+from launcher.errors import CommandTimeout, Exit, LaunchError
+
+# gcloud has no time-outs of its own for ssh: a dead host would hang each call for minutes.
+_SSH_FLAGS = ("--ssh-flag=-oConnectTimeout=10", "--ssh-flag=-oServerAliveInterval=15", "--ssh-flag=-oServerAliveCountMax=3")
+
+
+class NotFound(LaunchError):
+    """The thing that was asked for doesn't exist."""
+
+
+class Stockout(LaunchError):
+    exit_code = Exit.STOCKOUT
+
+
+class QuotaExceeded(LaunchError):
+    exit_code = Exit.QUOTA
+
+
+class PermissionDenied(LaunchError):
+    exit_code = Exit.PERMISSION
+
+
+class Conflict(LaunchError):
+    exit_code = Exit.CONFLICT
+
+
+class Refused(LaunchError):
+    """Google refuses the request as it is written; asking again changes nothing."""
+
+    exit_code = Exit.BAD_INPUT
+
+
+def _base(config: Config, *words: str) -> list[str]:
+    return ["gcloud", "compute", "tpus", "tpu-vm", *words, f"--project={config.project}", f"--zone={config.zone}", "--quiet"]
+
+
+def create_command(config: Config, labels: dict[str, str]) -> list[str]:
+    """Creates the node and waits for the operation."""
+    wanted = config.slice
+    command = _base(config, "create", wanted.name)
+    command += [f"--accelerator-type={wanted.accelerator_type}", f"--version={config.runtime_version}"]
+    if wanted.capacity != "on-demand":
+        command.append(f"--{wanted.capacity}")
+    if wanted.network:
+        command.append(f"--network={wanted.network}")
+    if wanted.subnetwork:
+        command.append(f"--subnetwork={wanted.subnetwork}")
+    if wanted.internal_ips:
+        command.append("--internal-ips")
+    if wanted.service_account:
+        command.append(f"--service-account={wanted.service_account}")
+    command.append("--scopes=https://www.googleapis.com/auth/cloud-platform")
+    both = {**labels, **wanted.labels}
+    command.append("--labels=" + ",".join(f"{key}={value}" for key, value in sorted(both.items())))
+    return command
+
+
+def describe_command(config: Config) -> list[str]:
+    return [*_base(config, "describe", config.slice.name), "--format=json"]
+
+
+def delete_command(config: Config) -> list[str]:
+    return _base(config, "delete", config.slice.name)
+
+
+def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bool = False) -> list[str]:
+    """Runs `script` (POSIX shell) on all hosts, or on one. Its output has no host prefix: scripts print their own."""
+    assert worker == "all" or worker.isdigit(), "a subset of workers loses exit codes"
+    command = [*_base(config, "ssh", config.slice.name), f"--worker={worker}", *_SSH_FLAGS]
+    if config.slice.internal_ips:
+        command.append("--internal-ip")
+    if dry_run:
+        command.append("--dry-run")
+    return [*command, f"--command={script}"]
+
+
+def call(argv: Sequence[str], *, timeout: float) -> str:
+    """Runs a gcloud command and returns its standard output. Raises the LaunchError that its message means."""
+    result = shell.run(argv, timeout=timeout)
+    if result.ok:
+        return result.stdout
+    raise explain(result.stderr or result.stdout, argv)
+
+
+def call_with_progress(argv: Sequence[str], *, timeout: float) -> str:
+    """As `call`, for a request that waits: a time-out says that Google may still be at it."""
+    try:
+        return call(argv, timeout=timeout)
+    except CommandTimeout:
+        raise CommandTimeout(
+            f"no end after {timeout / 60:.0f} minutes of: {shell.quote(argv)}\n"
+            "Google may still be creating it: `tpu-launch up` goes on waiting, `tpu-launch down` gives up and deletes it"
+        ) from None
+
+
+# Longest and most specific first: the first that matches explains the error. Messages: terraform-provider-google #21243, skypilot
+# `instance_utils.py`, marin #1612, and the API's own answers.
+_MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
+    (r"no more capacity|Insufficient (reserved )?capacity|stockout|ZONE_RESOURCE_POOL_EXHAUSTED", Stockout,
+     "no capacity in the zone right now: try again later, another zone, or another accelerator type"),
+    (r"Quota limit|[Qq]uota .*(exceeded|exhausted)|RESOURCE_EXHAUSTED", QuotaExceeded,
+     "quota: ask for more in the Cloud console (IAM & Admin > Quotas), or use what you have elsewhere; waiting does not help"),
+    (r"PERMISSION_DENIED|[Pp]ermission .*denied|does not have permission|forbidden", PermissionDenied,
+     "the account lacks a permission, the zone is not open to the project, or the zone does not exist"),
+    (r"ALREADY_EXISTS|already exists", Conflict, "something of that name exists already"),
+    (r"NOT_FOUND|was not found|could not be found", NotFound, "it does not exist"),
+    (r"INVALID_ARGUMENT|invalid AcceleratorType|invalid RuntimeVersion", Refused, "Google refuses the request: correct the file"),
+    (r"do not currently have an active account|gcloud auth login|Reauthentication", PermissionDenied, "sign in first: gcloud auth login"),
+    (r"unable to queue the operation|UNAVAILABLE|DEADLINE_EXCEEDED|Connection (refused|reset)|Max retries exceeded|code=5\d\d",
+     LaunchError, "Google's API can't be reached or has a bad moment: try again"),
+)  # fmt: skip
+
+
+def explain(stderr: str, argv: Sequence[str]) -> LaunchError:
+    """The error that gcloud's message means, with what to do about it."""
+    text = essence(stderr)
+    for pattern, kind, advice in _MEANINGS:
+        if re.search(pattern, stderr):
+            return kind(f"{text}\n  {advice}")
+    return LaunchError(f"{text}\n  from: {shell.quote(argv)[:400]}")
+
+
+def essence(stderr: str) -> str:
+    """The part of gcloud's output that says what went wrong, without its own decoration."""
+    lines = [line for line in stderr.splitlines() if line.strip() and not line.startswith(("Create request issued", "Waiting for operation", "."))]
+    errors = [number for number, line in enumerate(lines) if line.startswith("ERROR:")]
+    chosen = lines[errors[0] :] if errors else lines[-5:]
+    text = "\n".join(chosen[:12]).removeprefix("ERROR: ").strip()
+    return re.sub(r"^\(gcloud[\w.-]*\)\s*", "gcloud: ", text) or "gcloud failed without a message"

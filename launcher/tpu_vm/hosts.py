@@ -1,0 +1,163 @@
+"""Shell access to the hosts of a slice: Fabric connections that stay open, addressed and authenticated as gcloud would.
+
+`gcloud ... ssh --dry-run` says how it would reach each host: address, user, key, known-hosts file and the alias under which the host's key is kept. We
+connect with exactly that, so keys are checked as gcloud checks them. A host that can't be reached is an observation, not an exception of the caller's.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import paramiko
+from fabric import Config as FabricConfig, Connection
+from invoke.exceptions import CommandTimedOut
+from paramiko.hostkeys import HostKeys
+
+from launcher.errors import LaunchError
+
+_CONNECT_SECONDS = 5.0
+_KEEPALIVE_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class Address:
+    """How gcloud reaches one host."""
+
+    worker: int
+    host: str
+    user: str
+    key_file: str
+    known_hosts: str
+    alias: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command on a host printed, or why it could not be asked (`problem`)."""
+
+    worker: int
+    returncode: int | None
+    stdout: str = ""
+    stderr: str = ""
+    problem: str = ""
+
+    @property
+    def reached(self) -> bool:
+        return self.returncode is not None
+
+
+def parse_dry_run(text: str) -> list[Address]:
+    """The lines that `gcloud compute tpus tpu-vm ssh --worker=all --dry-run` prints, one a host in worker order."""
+    addresses = []
+    for line in text.splitlines():
+        if " -i " not in line:
+            continue
+        words = shlex.split(line.split(" -- ")[0])
+        options = dict(word.split("=", 1) for before, word in zip(words, words[1:], strict=False) if before == "-o" and "=" in word)
+        target = next((word for word in reversed(words) if "@" in word), None)
+        if target is None or "HostKeyAlias" not in options:
+            raise LaunchError(f"gcloud's dry run is not as expected, is this a new SDK? It printed: {line}")
+        user, host = target.rsplit("@", 1)
+        match = re.search(r"-(\d+)(?:-[^-]{6})?$", options["HostKeyAlias"])
+        worker = int(match.group(1)) if match else len(addresses)
+        addresses.append(Address(worker, host, user, words[words.index("-i") + 1], options.get("UserKnownHostsFile", ""), options["HostKeyAlias"]))
+    return addresses
+
+
+class _AliasKeys(paramiko.MissingHostKeyPolicy):
+    """Checks a host's key under the alias gcloud keeps it by. gcloud adds keys on its own first connection; an unknown one is refused."""
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        known = HostKeys()
+        if Path(self.address.known_hosts).exists():
+            known.load(self.address.known_hosts)
+        keys = known.lookup(self.address.alias)
+        if keys is None or keys.get(key.get_name()) != key:
+            raise paramiko.SSHException(f"the host key of worker {self.address.worker} ({hostname}) is not the one gcloud keeps as {self.address.alias}")
+
+
+class Hosts:
+    """Open connections to the hosts of one slice. Threads may ask different hosts at once; one host answers one question at a time."""
+
+    def __init__(self, addresses: Sequence[Address]) -> None:
+        self.addresses = {address.worker: address for address in addresses}
+        self._connections: dict[int, Connection] = {}
+        self._locks = {worker: threading.Lock() for worker in self.addresses}
+
+    @property
+    def workers(self) -> list[int]:
+        return sorted(self.addresses)
+
+    def ask(self, worker: int, script: str, *, timeout: float) -> Answer:
+        """Runs `script` on a host. Never raises for what a network or a host does: the answer says it."""
+        with self._locks[worker]:
+            try:
+                connection = self._connect(worker)
+                result = connection.run(f"sh -c {shlex.quote(script)}", hide=True, warn=True, in_stream=False, timeout=timeout)
+            except CommandTimedOut:
+                self._drop(worker)
+                return Answer(worker, None, problem=f"no answer within {timeout:.0f} s")
+            except (OSError, EOFError, paramiko.SSHException, socket.timeout) as error:
+                self._drop(worker)
+                return Answer(worker, None, problem=_say(error))
+        if result.return_code == -1:  # paramiko: the channel closed without a status
+            self._drop(worker)
+            return Answer(worker, None, problem="the connection closed before the command ended")
+        return Answer(worker, result.return_code, result.stdout, result.stderr)
+
+    def ask_all(self, script: str, *, timeout: float, workers: Sequence[int] | None = None) -> list[Answer]:
+        """The same question to all hosts at once (or to some), answers in worker order."""
+        asked = self.workers if workers is None else sorted(workers)
+        if not asked:
+            return []
+        with ThreadPoolExecutor(max_workers=min(64, len(asked))) as pool:
+            return list(pool.map(lambda worker: self.ask(worker, script, timeout=timeout), asked))
+
+    def close(self) -> None:
+        for worker in list(self._connections):
+            self._drop(worker)
+
+    def _connect(self, worker: int) -> Connection:
+        connection = self._connections.get(worker)
+        if connection is not None and connection.is_connected:
+            return connection
+        address = self.addresses[worker]
+        # The user's own ssh configuration must not change where these go.
+        connection = Connection(
+            host=address.host,
+            user=address.user,
+            config=FabricConfig(lazy=True, overrides={"load_ssh_configs": False}),
+            connect_timeout=_CONNECT_SECONDS,
+            connect_kwargs={"key_filename": address.key_file, "allow_agent": False, "look_for_keys": False, "banner_timeout": 15, "auth_timeout": 15},
+        )
+        connection.client.set_missing_host_key_policy(_AliasKeys(address))
+        connection.open()
+        transport = connection.client.get_transport()
+        if transport is not None:
+            transport.set_keepalive(_KEEPALIVE_SECONDS)
+        self._connections[worker] = connection
+        return connection
+
+    def _drop(self, worker: int) -> None:
+        connection = self._connections.pop(worker, None)
+        if connection is not None:
+            try:
+                connection.close()
+            except (OSError, EOFError, paramiko.SSHException):
+                pass  # it was broken; that is why it is dropped
+
+
+def _say(error: BaseException) -> str:
+    if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
+        return "can't be reached: " + "; ".join(sorted({str(each) for each in error.errors.values()}))
+    return str(error) or type(error).__name__

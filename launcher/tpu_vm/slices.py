@@ -1,0 +1,113 @@
+"""The life of a slice: created, described, deleted, through gcloud.
+
+`create` is idempotent: it finds what exists and goes on from there. A node that was preempted must be deleted before its name can be used again, as the
+API demands.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from launcher.config import Config
+from launcher.errors import CommandTimeout, LaunchError
+from launcher.provider import SliceState
+from launcher.tpu_vm import gcloud
+
+_SECONDS = 60.0  # for one question to the API
+_DELETE_MINUTES = 15.0
+
+
+def owner_labels(config: Config) -> dict[str, str]:
+    """What marks a slice as ours: who made it, and for which run."""
+    user = re.sub(r"[^a-z0-9_-]", "-", getpass.getuser().lower())[:63]
+    return {"tpu-launch": "1", "tpu-launch-owner": user, "tpu-launch-run": config.run_name}
+
+
+def parse_state(text: str) -> SliceState:
+    """What `describe --format=json` printed."""
+    node: dict[str, Any] = json.loads(text)
+    symptoms = [f"{each.get('symptomType')} on host {each.get('workerId')}: {each.get('details', '')}" for each in node.get("symptoms", [])]
+    return SliceState(
+        name=node["name"].rsplit("/", 1)[-1],
+        state=node.get("state", "STATE_UNSPECIFIED"),
+        health=node.get("health", "HEALTH_UNSPECIFIED"),
+        accelerator_type=node.get("acceleratorType", ""),
+        hosts=tuple(endpoint.get("ipAddress", "") for endpoint in node.get("networkEndpoints", [])),
+        detail="; ".join(filter(None, [node.get("healthDescription", ""), *symptoms])),
+    )
+
+
+def describe(config: Config) -> SliceState | None:
+    """The slice, or None when it doesn't exist."""
+    try:
+        return parse_state(gcloud.call(gcloud.describe_command(config), timeout=_SECONDS))
+    except gcloud.NotFound:
+        return None
+
+
+def create(config: Config, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> SliceState:
+    """Returns the slice when it is READY; creates it when it is missing, waits when it is on its way.
+
+    Raises Conflict when the name is taken by a slice of another type, Stockout, QuotaExceeded, PermissionDenied, Refused as Google says.
+    """
+    deadline = clock() + config.slice.create_minutes * 60
+    found = describe(config)
+    if found is not None and found.gone_for_good:
+        say(f"slice {found.name} is {found.state}: deleting it, as its name can't be used before")
+        delete(config, say)
+        found = None
+    if found is None:
+        say(f"creating {config.slice.accelerator_type} slice {config.slice.name} in {config.zone} ({config.accelerator.hosts} hosts, {config.slice.capacity})")
+        gcloud.call_with_progress(gcloud.create_command(config, owner_labels(config)), timeout=config.slice.create_minutes * 60)
+        found = describe(config)
+    shown = ""
+    while found is None or not found.ready:
+        if found is None:
+            raise LaunchError(f"slice {config.slice.name} disappeared while it was being created; see `gcloud compute tpus operations list --zone={config.zone}`")
+        if found.gone_for_good:
+            raise LaunchError(f"slice {found.name} became {found.state} while it was being created; run `tpu-launch up` again")
+        if found.state != shown:
+            say(f"slice {found.name} is {found.state}")
+            shown = found.state
+        if clock() > deadline:
+            raise CommandTimeout(f"slice {found.name} is {found.state} and not READY after {config.slice.create_minutes:.0f} minutes (slice.create_minutes)")
+        sleep(2.0)
+        found = describe(config)
+    _check_type(config, found)
+    return found
+
+
+def _check_type(config: Config, found: SliceState) -> None:
+    if found.accelerator_type and found.accelerator_type != config.slice.accelerator_type:
+        raise gcloud.Conflict(
+            f"slice {found.name} exists and is a {found.accelerator_type}, not a {config.slice.accelerator_type}: "
+            "choose another slice.name, or delete it with `tpu-launch down`"
+        )
+    if len(found.hosts) != config.accelerator.hosts:
+        raise LaunchError(f"slice {found.name} has {len(found.hosts)} hosts; a {config.slice.accelerator_type} has {config.accelerator.hosts}: delete and create it again")
+
+
+def delete(config: Config, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> bool:
+    """Deletes the slice and waits until the API says that it is gone. Returns whether there was one."""
+    deadline = clock() + _DELETE_MINUTES * 60
+    found = describe(config)
+    if found is None:
+        return False
+    say(f"deleting slice {found.name}")
+    while found is not None:
+        try:
+            if found.state != "DELETING":
+                gcloud.call(gcloud.delete_command(config), timeout=_DELETE_MINUTES * 60)
+        except (gcloud.NotFound, gcloud.Conflict):
+            pass  # gone meanwhile, or another operation is on it: the next look tells
+        found = describe(config)
+        if found is not None:
+            if clock() > deadline:
+                raise CommandTimeout(f"slice {found.name} is {found.state} and not gone after {_DELETE_MINUTES:.0f} minutes; run `tpu-launch down` again")
+            sleep(2.0)
+    return True

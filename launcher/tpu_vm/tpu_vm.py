@@ -1,0 +1,126 @@
+"""The provider for Cloud TPU VMs: slices through gcloud, hosts through gcloud and Fabric, containers through their engine.
+
+A container is started on all hosts by one `gcloud ... ssh --worker=all`. Everything that is asked often (looking, stopping) goes over connections that stay
+open, and through gcloud where those can't be made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from launcher import shell
+from launcher.config import Config
+from launcher.errors import CommandTimeout, LaunchError
+from launcher.provider import Attempt, HostReport, Observation, SliceState
+from launcher.tpu_vm import containers, gcloud, slices
+from launcher.tpu_vm.hosts import Answer, Hosts, parse_dry_run
+
+_LOOK_SECONDS = 20.0
+_FIRST_CONTACT_SECONDS = 300.0
+_UP_SCRIPT = containers._PRELUDE + '$docker version >/dev/null 2>&1 && say up || say failed "its container engine does not answer yet"\n'
+
+
+class TpuVm:
+    """One slice of Cloud TPU VMs, as the file describes it. See `launcher.provider.Provider`."""
+
+    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+        self.config = config
+        self.say = say
+        self._hosts: Hosts | None = None
+
+    # -- the slice ----------------------------------------------------------------------------------------------------
+
+    def describe(self) -> SliceState | None:
+        return slices.describe(self.config)
+
+    def create(self) -> None:
+        slices.create(self.config, self.say)
+        self._first_contact()
+
+    def delete(self) -> None:
+        self.close()
+        if not slices.delete(self.config, self.say):
+            self.say(f"there is no slice {self.config.slice.name}")
+
+    def close(self) -> None:
+        if self._hosts is not None:
+            self._hosts.close()
+            self._hosts = None
+
+    # -- containers ---------------------------------------------------------------------------------------------------
+
+    def prepare(self, attempt: Attempt) -> list[HostReport]:
+        script = containers.prepare_script(attempt, self._addresses(), self.config.slice.accelerator_type)
+        return self._everywhere(script, "ready", timeout=self.config.run.start_minutes * 60)
+
+    def start(self, attempt: Attempt) -> list[HostReport]:
+        return self._through_gcloud(containers.start_script(attempt), "started", timeout=self.config.run.start_minutes * 60)
+
+    def observe(self, worker: int, container: str, since: str | None) -> Observation:
+        answer = self._connected().ask(worker, containers.observe_script(container, since), timeout=_LOOK_SECONDS)
+        if not answer.reached:
+            return Observation(worker, None, problem=answer.problem)
+        return containers.parse_observation(worker, answer.stdout)
+
+    def stop(self, container: str, *, grace: int, remove: bool) -> list[HostReport]:
+        script = containers.stop_script(container, grace, remove=remove)
+        answers = self._connected().ask_all(script, timeout=grace + 30)
+        return [self._report(answer, "stopped") for answer in answers]
+
+    def remove(self, container: str, workers: Sequence[int]) -> None:
+        self._connected().ask_all(containers.stop_script(container, 1, remove=True), timeout=30, workers=workers)
+
+    # -- reaching hosts -----------------------------------------------------------------------------------------------
+
+    def _addresses(self) -> list[str]:
+        found = self.describe()
+        if found is None:
+            raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
+        return list(found.hosts)
+
+    def _connected(self) -> Hosts:
+        if self._hosts is None:
+            printed = gcloud.call(gcloud.ssh_command(self.config, "true", dry_run=True), timeout=_LOOK_SECONDS * 2)
+            self._hosts = Hosts(parse_dry_run(printed))
+        return self._hosts
+
+    def _first_contact(self) -> None:
+        """Waits until every host answers over ssh and its engine is up. gcloud spreads the ssh key and learns the host keys on the way."""
+        deadline = time.monotonic() + _FIRST_CONTACT_SECONDS
+        waiting = ""
+        while True:
+            try:
+                reports = self._through_gcloud(_UP_SCRIPT, "up", timeout=_FIRST_CONTACT_SECONDS)
+                missing = [f"host {report.worker}: {report.detail}" for report in reports if not report.ok]
+            except LaunchError as error:  # guest attributes may still be empty, sshd not up yet
+                missing = [str(error).splitlines()[0]]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise CommandTimeout(f"slice {self.config.slice.name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts are: " + "; ".join(missing))
+            if missing != [waiting]:
+                self.say("waiting for the hosts: " + "; ".join(missing))
+                waiting = missing[0]
+            time.sleep(3.0)
+
+    def _everywhere(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
+        """Over open connections; hosts that can't be reached so are asked through gcloud, which also spreads a missing key."""
+        answers = self._connected().ask_all(script, timeout=timeout)
+        if all(answer.reached for answer in answers):
+            return [self._report(answer, word) for answer in answers]
+        return self._through_gcloud(script, word, timeout=timeout)
+
+    def _through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
+        argv = gcloud.ssh_command(self.config, script)
+        result = shell.run(argv, timeout=timeout)
+        reports = containers.parse_reports(result.stdout, word, range(self.config.accelerator.hosts))
+        if not result.ok and not any(report.ok for report in reports) and all(report.detail == "the host did not answer" for report in reports):
+            raise gcloud.explain(result.stderr, argv[:-1])
+        return reports
+
+    @staticmethod
+    def _report(answer: Answer, word: str) -> HostReport:
+        if not answer.reached:
+            return HostReport(answer.worker, False, answer.problem)
+        return containers.parse_reports(answer.stdout, word, [answer.worker])[0]
