@@ -71,4 +71,6 @@ def _bucket(project: str, name: str, place: str) -> None:
     except (exceptions.GoogleAPICallError, GoogleAuthError, OSError) as error:
         raise LaunchError(f"{place}: Cloud Storage does not answer about gs://{name}: {error}") from None
     if found is None:
-        raise BadInput(f"{place}: bucket gs://{name} does not exist: create it with `gcloud storage buckets create gs://{name}`, or correct the name")
+        raise BadInput(
+            f"{place}: bucket gs://{name} does not exist: create it with `gcloud storage buckets create gs://{name}`, or correct the name"
+        )

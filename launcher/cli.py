@@ -12,13 +12,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 
 from launcher import terminal
 from launcher.errors import Exit, LaunchError
 from training.errors import TrainError
+
+_DEFAULT_FILE = Path("tpu-launch.yaml")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -38,25 +40,30 @@ def cli(context: click.Context, emulated: bool) -> None:
     context.obj = emulated
 
 
-def _configured(function: Function) -> Function:
+def _configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--file")) -> Function:
     """Adds the options that every verb has, loads the file, and hands it over as `config`."""
 
-    @click.option("-f", "--file", "path", type=click.Path(path_type=Path), default=Path("tpu-launch.yaml"), show_default=True, help="The run's YAML file.")
-    @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key of the file, for example --set train.steps=100.")
-    @click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud.")
-    @click.pass_context
-    @functools.wraps(function)
-    def wrapped(context: click.Context, path: Path, overrides: tuple[str, ...], emulated: bool, **options: Any) -> Any:
+    def wrapped(context: click.Context, /, path: Path, overrides: tuple[str, ...], emulated: bool, **options: Any) -> Any:
         from launcher.config import load
 
         config = load(path, overrides, command=options.get("command", ()))
-        if emulated or context.obj:
+        if emulated or context.find_root().obj:
             from launcher.emulator.control import enter
 
             enter(say=terminal.say)
         return function(config, **options)
 
-    return wrapped  # type: ignore[return-value]
+    functools.update_wrapper(wrapped, function)
+    decorated: Any = click.pass_context(wrapped)
+    for option in (
+        click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud."),
+        click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the file: --set train.steps=100."),
+        click.option(
+            *file_flags, "path", type=click.Path(path_type=Path), default=_DEFAULT_FILE, show_default=True, help="The run's YAML file."
+        ),
+    ):
+        decorated = option(decorated)
+    return cast(Function, decorated)
 
 
 def _provider(config: Any) -> Any:
@@ -99,7 +106,7 @@ def run(config: Any, run_id: str | None, new: bool, attach: bool, as_json: bool,
     tpu-launch run -f run.yaml                      the trainer, as the file says
     tpu-launch run -f run.yaml -- python train.py   any command of the image
     """
-    from launcher import checks, images
+    from launcher import checks, local
     from launcher.run import launch
     from launcher.run.supervise import explain
 
@@ -110,9 +117,16 @@ def run(config: Any, run_id: str | None, new: bool, attach: bool, as_json: bool,
         if attach:
             outcome = launch.attach(config, provider, _home(), run_id, say=terminal.say, emit=terminal.host_line)
         else:
-            images.check(config)
+            local.check(config)
             outcome = launch.run(
-                config, provider, _home(), lambda: images.for_config(config, terminal.say), run_id=run_id, new=new, say=terminal.say, emit=terminal.host_line
+                config,
+                provider,
+                _home(),
+                lambda: local.image(config, terminal.say),
+                run_id=run_id,
+                new=new,
+                say=terminal.say,
+                emit=terminal.host_line,
             )
     except KeyboardInterrupt:
         terminal.say("detached: what was started goes on. `tpu-launch run --attach` watches it again, `tpu-launch stop` stops it")
@@ -124,7 +138,15 @@ def run(config: Any, run_id: str | None, new: bool, attach: bool, as_json: bool,
     if as_json:
         verdict = outcome.verdict
         cause = None if verdict.cause is None else asdict(verdict.cause)
-        terminal.dump({"run": outcome.run_id, "attempt": outcome.attempt, "outcome": verdict.kind.value, "cause": cause, "symptoms": list(verdict.symptoms)})
+        terminal.dump(
+            {
+                "run": outcome.run_id,
+                "attempt": outcome.attempt,
+                "outcome": verdict.kind.value,
+                "cause": cause,
+                "symptoms": list(verdict.symptoms),
+            }
+        )
     sys.exit(outcome.verdict.kind.exit_code)
 
 
@@ -153,20 +175,11 @@ def status(config: Any, as_json: bool) -> None:
 @click.option("--run", "run_id", metavar="RUN", help="This run instead of the newest of the slice.")
 @click.option("-f", "--follow", "follow", is_flag=True, help="Go on until the run has ended.")
 @click.option("--host", "host", type=int, help="Only this host.")
-@click.option("--file", "path", type=click.Path(path_type=Path), default=Path("tpu-launch.yaml"), show_default=True, help="The run's YAML file.")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key of the file.")
-@click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud.")
-@click.pass_context
-def logs(context: click.Context, run_id: str | None, follow: bool, host: int | None, path: Path, overrides: tuple[str, ...], emulated: bool) -> None:
-    """Print the lines of all hosts, each once. `-f` follows, so the YAML file is given with --file here."""
-    from launcher.config import load
+@functools.partial(_configured, file_flags=("--file",))
+def logs(config: Any, run_id: str | None, follow: bool, host: int | None) -> None:
+    """Print the lines of all hosts, each once. `-f` follows here, so the YAML file is given with --file."""
     from launcher.run import look
 
-    config = load(path, overrides, command=["-"])
-    if emulated or context.obj:
-        from launcher.emulator.control import enter
-
-        enter(say=terminal.say)
     provider = _provider(config)
     try:
         look.logs(config, provider, _home(), run_id, follow=follow, host=host, emit=terminal.host_line, say=terminal.say)
@@ -220,14 +233,14 @@ def plan(config: Any, as_json: bool, command: tuple[str, ...]) -> None:
             click.echo(step.text())
 
 
-@cli.command(context_settings={"ignore_unknown_options": True})
+@cli.command("local", context_settings={"ignore_unknown_options": True})
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @_configured
-def local(config: Any, command: tuple[str, ...]) -> None:
+def local_(config: Any, command: tuple[str, ...]) -> None:
     """Run a command in the run's image on this machine, on its CPU: prepare data, try things out."""
-    from launcher import images
+    from launcher import local
 
-    sys.exit(images.run_local(config, command, terminal.say))
+    sys.exit(local.run(config, command, terminal.say))
 
 
 def main() -> None:

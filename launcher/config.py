@@ -17,7 +17,8 @@ from pydantic import AfterValidator, Field
 from launcher.errors import BadInput
 from training.accelerators import Accelerator, UnknownAccelerator, accelerator
 from training.config import LAUNCHER_SECTIONS, TrainerConfig, from_document
-from training.yaml_file import ConfigError, Document, Section, load as load_document, refuse_unknown, validate
+from training.yaml_file import ConfigError, Document, Section, refuse_unknown, validate
+from training.yaml_file import load as load_document
 
 TRAINER_SECTIONS = tuple(TrainerConfig.model_fields)
 
@@ -153,6 +154,8 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
     has_trainer = any(key in document.value for key in TRAINER_SECTIONS)
     run = root.run.model_copy(update={"command": list(command)}) if command else root.run
     if not has_trainer and not run.command:
-        raise BadInput(f"{document.name}: says nothing to run: give run.command, a command after `--`, or the trainer's sections ({', '.join(TRAINER_SECTIONS)})")
+        raise BadInput(
+            f"{document.name}: says nothing to run: give run.command, a command after `--`, or the trainer's sections ({', '.join(TRAINER_SECTIONS)})"
+        )
     trainer = from_document(document) if has_trainer and not run.command else None
     return Config(document, root.project, root.zone, root.slice, root.image, run, trainer)

@@ -71,8 +71,27 @@ class Accelerator:
         return (x, y, z)
 
 
-_V5E_ZONES = ("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a", "us-west4-b", "us-east1-c", "us-east5-b", "europe-west4-b", "asia-southeast1-b")
-_V6E_ZONES = ("us-central1-b", "us-east1-d", "us-east5-a", "us-east5-b", "us-south1-ai1b", "europe-west4-a", "asia-northeast1-b", "southamerica-west1-a")
+_V5E_ZONES = (
+    "us-central1-a",
+    "us-south1-a",
+    "us-west1-c",
+    "us-west4-a",
+    "us-west4-b",
+    "us-east1-c",
+    "us-east5-b",
+    "europe-west4-b",
+    "asia-southeast1-b",
+)
+_V6E_ZONES = (
+    "us-central1-b",
+    "us-east1-d",
+    "us-east5-a",
+    "us-east5-b",
+    "us-south1-ai1b",
+    "europe-west4-a",
+    "asia-northeast1-b",
+    "southamerica-west1-a",
+)
 
 GENERATIONS: tuple[Generation, ...] = (
     Generation("v2", "v2", True, 2, 2, 46e12, 16 * GIB, 700e9, "tpu-ubuntu2204-base",
@@ -86,15 +105,15 @@ GENERATIONS: tuple[Generation, ...] = (
 )  # fmt: skip
 
 # The number of a name -> chips along each axis. There is no v2-16, v3-16 or v2-64.
-_V2 = {8: (2, 2), 32: (4, 4), 128: (8, 8), 256: (8, 16), 512: (16, 16)}
-_V3 = {**_V2, 64: (4, 8), 1024: (16, 32), 2048: (32, 32)}
-_V4 = {
+_V2: dict[int, tuple[int, ...]] = {8: (2, 2), 32: (4, 4), 128: (8, 8), 256: (8, 16), 512: (16, 16)}
+_V3: dict[int, tuple[int, ...]] = {**_V2, 64: (4, 8), 1024: (16, 32), 2048: (32, 32)}
+_V4: dict[int, tuple[int, ...]] = {
     8: (2, 2, 1), 16: (2, 2, 2), 32: (2, 2, 4), 64: (2, 4, 4), 128: (4, 4, 4), 256: (4, 4, 8), 384: (4, 4, 12), 512: (4, 8, 8),
     1024: (8, 8, 8), 1536: (8, 8, 12), 2048: (8, 8, 16), 4096: (8, 16, 16),
 }  # fmt: skip
-_V5P = {**_V4, 640: (4, 4, 20), 768: (4, 8, 12), 896: (4, 4, 28)}
-_V5E = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
-_SIZES = {"v2": _V2, "v3": _V3, "v4": _V4, "v5e": _V5E, "v5p": _V5P, "v6e": _V5E}
+_V5P: dict[int, tuple[int, ...]] = {**_V4, 640: (4, 4, 20), 768: (4, 8, 12), 896: (4, 4, 28)}
+_V5E: dict[int, tuple[int, ...]] = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
+_SIZES: dict[str, dict[int, tuple[int, ...]]] = {"v2": _V2, "v3": _V3, "v4": _V4, "v5e": _V5E, "v5p": _V5P, "v6e": _V5E}
 
 
 def _chips_per_host(generation: Generation, chips: int) -> int:
@@ -133,9 +152,13 @@ def accelerator(name: str) -> Accelerator:
         return ACCELERATORS[name]
     prefix = name.rsplit("-", 1)[0]
     if prefix == "v5e":
-        raise UnknownAccelerator(f"accelerator type {name!r}: Cloud TPU calls v5e slices v5litepod-N; did you mean v5litepod-{name.rsplit('-', 1)[-1]}?")
+        raise UnknownAccelerator(
+            f"accelerator type {name!r}: Cloud TPU calls v5e slices v5litepod-N; did you mean v5litepod-{name.rsplit('-', 1)[-1]}?"
+        )
     if prefix == "tpu7x":
-        raise UnknownAccelerator(f"accelerator type {name!r}: TPU7x can't be had through the Cloud TPU API, only through GKE or Compute Engine")
+        raise UnknownAccelerator(
+            f"accelerator type {name!r}: TPU7x can't be had through the Cloud TPU API, only through GKE or Compute Engine"
+        )
     sizes = [known for known in ACCELERATORS if known.rsplit("-", 1)[0] == prefix]
     if sizes:
         raise UnknownAccelerator(f"accelerator type {name!r} does not exist; {prefix} has {', '.join(sizes)}")

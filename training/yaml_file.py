@@ -94,7 +94,7 @@ def validate(model: type[Model], document: Document, path: Path_ = ()) -> Model:
     """The part of `document` at `path` as `model`; an absent part counts as empty. Raises ConfigError with a line for each mistake."""
     value: Any = document.value
     for key in path:
-        value = value.get(key, {}) if isinstance(value, Mapping) else {}
+        value = value.get(str(key), {}) if isinstance(value, dict) else {}
     if value is None:
         value = {}
     try:
@@ -169,7 +169,7 @@ def _explain(model: type[BaseModel], document: Document, path: Path_, detail: Er
 def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, ...]:
     current: Any = model
     for part in location:
-        field = current.model_fields.get(part) if isinstance(current, type) and issubclass(current, BaseModel) else None
+        field = current.model_fields.get(str(part)) if isinstance(current, type) and issubclass(current, BaseModel) else None
         if field is None:
             return ()
         current = field.annotation

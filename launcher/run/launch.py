@@ -33,7 +33,9 @@ class Outcome:
     verdict: Verdict
 
 
-def run(config: Config, provider: Provider, home: Path, image: Callable[[], str], *, run_id: str | None, new: bool, say: Say, emit: Emit) -> Outcome:
+def run(
+    config: Config, provider: Provider, home: Path, image: Callable[[], str], *, run_id: str | None, new: bool, say: Say, emit: Emit
+) -> Outcome:
     """Starts the run's next attempt on every host and watches it to its end.
 
     Without `run_id`, the newest run of this slice that has not finished and means the same is resumed, unless `new`. `image` is called when an attempt is
@@ -65,7 +67,9 @@ def attach(config: Config, provider: Provider, home: Path, run_id: str | None, *
     ledger = ledgers.find(home, run_id, slice_name=config.slice.name)
     with ledger.supervising():
         if ledger.attempts == 0 or ledger.outcome is not None:
-            raise BadInput(f"run {ledger.folder.name} is not running: its last attempt ended with {ledger.outcome!r}; `tpu-launch logs` shows its lines")
+            raise BadInput(
+                f"run {ledger.folder.name} is not running: its last attempt ended with {ledger.outcome!r}; `tpu-launch logs` shows its lines"
+            )
         return _watch(config, provider, ledger, _watched(config, ledger, ledger.attempts - 1), say, emit)
 
 
@@ -105,7 +109,10 @@ def _choose(config: Config, home: Path, run_id: str | None, new: bool) -> Ledger
     if run_id is not None:
         known = ledgers.find(home, run_id)
         if known.record.config_hash != meaning(config):
-            raise BadInput(f"run {run_id} was started with another configuration or command (see {known.folder / 'config.yaml'}): change the file back, or start a new run with --new")
+            raise BadInput(
+                f"run {run_id} was started with another configuration or command (see {known.folder / 'config.yaml'}): "
+                "change the file back, or start a new run with --new"
+            )
         return known
     if not new:
         for ledger in reversed(ledgers.runs(home)):
@@ -139,7 +146,9 @@ def _watched(config: Config, ledger: Ledger, number: int) -> Watched:
 def _require_ready(config: Config, provider: Provider) -> None:
     found = provider.describe()
     if found is None:
-        raise BadInput(f"slice {config.slice.name} does not exist in {config.zone}: create it with `tpu-launch up -f {config.document.name}`")
+        raise BadInput(
+            f"slice {config.slice.name} does not exist in {config.zone}: create it with `tpu-launch up -f {config.document.name}`"
+        )
     if found.gone_for_good:
         raise LaunchError(f"slice {found.name} is {found.state}: `tpu-launch up` deletes it and creates it again", exit_code=Exit.PREEMPTED)
     if not found.ready:
@@ -164,7 +173,9 @@ def _start_everywhere(provider: Provider, attempt: Attempt, ledger: Ledger) -> N
     _require_all(prepared, "prepare")
     images = {report.detail for report in prepared}
     if len(images) != 1:
-        raise LaunchError("the hosts do not have the same image: " + "; ".join(f"host {report.worker} has {report.detail}" for report in prepared))
+        raise LaunchError(
+            "the hosts do not have the same image: " + "; ".join(f"host {report.worker} has {report.detail}" for report in prepared)
+        )
     ledger.event("prepared", attempt=attempt.number, image_id=images.pop())
     started = provider.start(attempt)
     if not all(report.ok for report in started):
@@ -179,7 +190,9 @@ def _require_all(reports: Sequence[HostReport], what: str) -> None:
         return
     details = "\n".join(f"  host {report.worker}: {report.detail}" for report in failed)
     if any("is on this host" in report.detail for report in failed):
-        raise LaunchError(f"the slice is in use:\n{details}\n  wait for it, or stop it with `tpu-launch stop --run RUN`", exit_code=Exit.CONFLICT)
+        raise LaunchError(
+            f"the slice is in use:\n{details}\n  wait for it, or stop it with `tpu-launch stop --run RUN`", exit_code=Exit.CONFLICT
+        )
     raise LaunchError(f"{len(failed)} of {len(reports)} hosts could not {what} the container:\n{details}")
 
 

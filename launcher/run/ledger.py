@@ -97,7 +97,8 @@ class Ledger:
             except BlockingIOError:
                 holder = lock.read().strip() or "unknown"
                 raise LaunchError(
-                    f"run {self.folder.name} is supervised by another tpu-launch (process {holder}): follow it with `tpu-launch logs -f`", exit_code=Exit.CONFLICT
+                    f"run {self.folder.name} is supervised by another tpu-launch (process {holder}): follow it with `tpu-launch logs -f`",
+                    exit_code=Exit.CONFLICT,
                 ) from None
             lock.seek(0)
             lock.truncate()

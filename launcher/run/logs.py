@@ -88,16 +88,24 @@ class HostLog:
                 file.truncate(data.rfind(b"\n") + 1)
 
 
-def tail(path: Path, size: int | None = None) -> list[LogLine]:
-    """The lines of a host's log file, or of its last `size` bytes."""
+def tail(path: Path, size: int) -> list[LogLine]:
+    """The lines in the last `size` bytes of a host's log file."""
+    start = max(0, path.stat().st_size - size)
+    lines, _ = read_from(path, start)
+    return lines[1:] if start else lines  # the first may be cut
+
+
+def read_from(path: Path, offset: int) -> tuple[list[LogLine], int]:
+    """The whole lines of a host's log file from byte `offset` on, and the offset after them. No file yet: nothing."""
+    if not path.exists():
+        return [], offset
     with open(path, "rb") as file:
-        if size is not None and path.stat().st_size > size:
-            file.seek(-size, os.SEEK_END)
-            file.readline()
-        text = file.read().decode(errors="surrogateescape")
+        file.seek(offset)
+        data = file.read()
+    data = data[: data.rfind(b"\n") + 1]
     lines = []
-    for line in text.split("\n"):
+    for line in data.decode(errors="surrogateescape").split("\n"):
         if line:
-            timestamp, _, rest = line.partition(" ")
-            lines.append(LogLine(timestamp, rest))
-    return lines
+            timestamp, _, text = line.partition(" ")
+            lines.append(LogLine(timestamp, text))
+    return lines, offset + len(data)

@@ -93,7 +93,9 @@ def _watch(
     inbox: queue.Queue[Observation | str] = queue.Queue()
     over = threading.Event()
     lookers = [
-        threading.Thread(target=_look, args=(provider, watched.container, logs[worker], worker, inbox, over), daemon=True, name=f"look-{worker}")
+        threading.Thread(
+            target=_look, args=(provider, watched.container, logs[worker], worker, inbox, over), daemon=True, name=f"look-{worker}"
+        )
         for worker in watched.workers
     ]
     for looker in lookers:
@@ -125,7 +127,9 @@ def _watch(
             looker.join(timeout=2.0)
 
 
-def _look(provider: Provider, container: str, log: HostLog, worker: int, inbox: queue.Queue[Observation | str], over: threading.Event) -> None:
+def _look(
+    provider: Provider, container: str, log: HostLog, worker: int, inbox: queue.Queue[Observation | str], over: threading.Event
+) -> None:
     """Looks at one host until told to stop. Every look is answered into `inbox`, whatever happened."""
     asked_from: str | None = log.cursor.since
     while not over.is_set():
@@ -165,7 +169,9 @@ def _update(view: HostView, news: Observation, ledger: Ledger, attempt: int, say
     if (news.container.ended or news.container.status == "absent") and ended_seen is None:
         ended_seen = now
         what = describe_exit(news.container) if news.container.ended else "its container is gone"
-        ledger.event("host ended", attempt=attempt, host=view.worker, exit_code=news.container.exit_code, oom=news.container.oom_killed, what=what)
+        ledger.event(
+            "host ended", attempt=attempt, host=view.worker, exit_code=news.container.exit_code, oom=news.container.oom_killed, what=what
+        )
     return replace(view, container=news.container, seen=now, problem="", ended_seen=ended_seen)
 
 

@@ -25,7 +25,7 @@ LOG_BYTES = 4_000_000  # of one look: bounds memory and time, not what is delive
 _PRELUDE = """\
 set -u
 docker=docker
-docker version >/dev/null 2>&1 || docker='sudo -n docker'
+[ -w /var/run/docker.sock ] || docker='sudo -n docker'
 worker=$(curl -sf --max-time 10 -H 'Metadata-Flavor: Google' http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number)
 say() { echo "tpu-launch ${worker:-?} $*"; }
 """
@@ -33,7 +33,15 @@ say() { echo "tpu-launch ${worker:-?} $*"; }
 
 def docker_create(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> list[str]:
     """The `docker create` of one host; `$worker` is the shell's."""
-    command = ["create", "--name", attempt.container, "--label", f"{LABEL_RUN}={attempt.run_id}", "--label", f"{LABEL_ATTEMPT}={attempt.number}"]
+    command = [
+        "create",
+        "--name",
+        attempt.container,
+        "--label",
+        f"{LABEL_RUN}={attempt.run_id}",
+        "--label",
+        f"{LABEL_ATTEMPT}={attempt.number}",
+    ]
     command += ["--privileged", "--network", "host", "--init", "--shm-size", attempt.shm_size, "--ulimit", "memlock=-1:-1"]
     if attempt.user:
         command += ["--user", attempt.user]
@@ -59,14 +67,18 @@ def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str
 
     Reports `ready <image id>`, or `busy`/`failed` with the reason.
     """
-    create = " ".join(_shell_word(word) for word in docker_create(attempt, hosts, accelerator_type))
+    create = " ".join(shlex.quote(word) for word in docker_create(attempt, hosts, accelerator_type))
     create = create.replace("create ", 'create --env TPU_WORKER_ID="$worker" ', 1)
     name, image = shlex.quote(attempt.container), shlex.quote(attempt.image)
-    pull = f"$docker image inspect {image} >/dev/null 2>&1 || $docker pull --quiet {image} >/dev/null 2>\"$errors\"" if "@" in attempt.image else "true"
+    pull = (
+        f'$docker image inspect {image} >/dev/null 2>&1 || $docker pull --quiet {image} >/dev/null 2>"$errors"'
+        if "@" in attempt.image
+        else "true"
+    )
     lines = [
         _PRELUDE,
         'if [ -z "$worker" ]; then say failed "the metadata server does not tell the worker index"; exit 1; fi',
-        "errors=$(mktemp) && trap 'rm -rf \"$errors\" \"${folder:-}\"' EXIT",
+        'errors=$(mktemp) && trap \'rm -rf "$errors" "${folder:-}"\' EXIT',
         'fail() { say failed "$1: $(tr "\\n" " " < "$errors" | tail -c 600)"; exit 1; }',
         # Somebody else's run is never touched.
         f"other=$($docker ps --filter label={LABEL_RUN} --format '{{{{.Label \"{LABEL_RUN}\"}}}}' | grep -vxF {shlex.quote(attempt.run_id)} | head -n 1)",
@@ -83,44 +95,67 @@ def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str
         lines.append('folder=$(mktemp -d) && mkdir "$folder/tpu-launch" && chmod 755 "$folder/tpu-launch"')
         for file_name, content in attempt.files.items():
             encoded = base64.b64encode(content).decode()
-            lines.append(f'echo {encoded} | base64 -d > "$folder/tpu-launch/"{shlex.quote(file_name)} && chmod 644 "$folder/tpu-launch/"{shlex.quote(file_name)}')
-        lines.append(f'$docker cp "$folder/tpu-launch" {name}:/etc/ >/dev/null 2>"$errors" || fail "the configuration can not be copied into the container"')
+            lines.append(
+                f'echo {encoded} | base64 -d > "$folder/tpu-launch/"{shlex.quote(file_name)} && chmod 644 "$folder/tpu-launch/"{shlex.quote(file_name)}'
+            )
+        lines.append(
+            f'$docker cp "$folder/tpu-launch" {name}:/etc/ >/dev/null 2>"$errors" || fail "the configuration can not be copied into the container"'
+        )
     lines.append(f"say ready \"$($docker inspect --format '{{{{.Image}}}}' {name})\"")
     return "\n".join(lines) + "\n"
+
+
+def up_script() -> str:
+    """Reports `up` when the host's engine answers."""
+    return _PRELUDE + '$docker version >/dev/null 2>&1 && say up || say failed "its container engine does not answer yet"\n'
 
 
 def start_script(attempt: Attempt) -> str:
     """Starts the prepared container; one that runs or has run already is left alone. Reports `started`, or `failed` with the reason."""
     name = shlex.quote(attempt.container)
-    return _PRELUDE + (
-        f"status=$($docker inspect --format '{{{{.State.Status}}}}' {name} 2>/dev/null)\n"
-        'case "$status" in\n'
-        f"  created) error=$($docker start {name} 2>&1 >/dev/null) || {{ say failed \"the container can not be started: $(echo $error | tail -c 600)\"; exit 1; }} ;;\n"
-        f"  '') say failed \"there is no container \"{name}; exit 1 ;;\n"
-        "esac\n"
-        "say started\n"
-    )
+    lines = [
+        _PRELUDE,
+        f"status=$($docker inspect --format '{{{{.State.Status}}}}' {name} 2>/dev/null)",
+        f'if [ -z "$status" ]; then say failed "there is no container "{name}; exit 1; fi',
+        'if [ "$status" = created ]; then',
+        f"  error=$($docker start {name} 2>&1 >/dev/null)",
+        '  if [ $? -ne 0 ]; then say failed "the container can not be started: $(echo $error | tail -c 600)"; exit 1; fi',
+        "fi",
+        "say started",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def observe_script(container: str, since: str | None) -> str:
     """Prints the container's state on one line, then its log from `since` on, each line with the engine's time."""
     name = shlex.quote(container)
     window = f"--since {shlex.quote(since)} " if since else ""
-    return (
-        "docker=docker; docker version >/dev/null 2>&1 || docker='sudo -n docker'\n"
-        f"$docker inspect --format '{{{{json .State}}}}' {name} 2>/dev/null || {{ $docker version >/dev/null 2>&1 && echo absent || echo no engine; exit 0; }}\n"
-        f"$docker logs --timestamps {window}{name} 2>&1 | head -c {LOG_BYTES}\n"
-    )
+    lines = [
+        "docker=docker",
+        "[ -w /var/run/docker.sock ] || docker='sudo -n docker'",
+        f"if $docker inspect --format '{{{{json .State}}}}' {name} 2>/dev/null; then",
+        f"  $docker logs --timestamps {window}{name} 2>&1 | head -c {LOG_BYTES}",
+        "elif $docker version >/dev/null 2>&1; then echo absent",
+        "else echo no engine",
+        "fi",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def stop_script(container: str, grace: int, *, remove: bool) -> str:
     """SIGTERM, SIGKILL after `grace` seconds; a container that has ended or is gone is fine. Reports `stopped`."""
     name = shlex.quote(container)
-    lines = [_PRELUDE, f"if $docker inspect {name} >/dev/null 2>&1; then"]
-    lines.append(f'  $docker stop --time {grace} {name} >/dev/null 2>&1 || {{ $docker inspect {name} >/dev/null 2>&1 && {{ say failed "the container can not be stopped"; exit 1; }}; }}')
-    if remove:
-        lines.append(f"  $docker rm --force {name} >/dev/null 2>&1")
-    lines += ["fi", "say stopped"]
+    lines = [
+        _PRELUDE,
+        f"if $docker inspect {name} >/dev/null 2>&1; then",
+        f"  $docker stop --time {grace} {name} >/dev/null 2>&1",
+        f"  if [ \"$($docker inspect --format '{{{{.State.Running}}}}' {name} 2>/dev/null)\" = true ]; then",
+        '    say failed "the container can not be stopped"; exit 1',
+        "  fi",
+        *([f"  $docker rm --force {name} >/dev/null 2>&1"] if remove else []),
+        "fi",
+        "say stopped",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -134,7 +169,13 @@ def parse_reports(output: str, word: str, workers: Iterable[int]) -> list[HostRe
     reports = []
     for worker in workers:
         verb, detail = said.get(worker, ("silent", "the host did not answer"))
-        reports.append(HostReport(worker, verb == word, detail if verb == word else f"{detail}" if verb in ("failed", "busy", "silent") else f"{verb} {detail}"))
+        reports.append(
+            HostReport(
+                worker,
+                verb == word,
+                detail if verb == word else f"{detail}" if verb in ("failed", "busy", "silent") else f"{verb} {detail}",
+            )
+        )
     return reports
 
 
@@ -163,20 +204,14 @@ def parse_observation(worker: int, output: str) -> Observation:
     if state is None:
         return Observation(worker, None, problem="its container engine does not answer")
     cut = len(rest.encode(errors="replace")) >= LOG_BYTES
-    lines = rest.splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        if cut:
-            lines.pop()
-        else:
-            lines[-1] += "\n"
-    parsed = [_log_line(line.rstrip("\r\n")) for line in lines]
-    return Observation(worker, state, tuple(line for line in parsed if line is not None), more=cut)
+    lines = rest.split("\n")  # and on nothing else: progress bars write \r, text may hold U+2028
+    last = lines.pop()
+    if last and not cut:
+        lines.append(last)  # the engine's last line may lack its end
+    parsed = [_log_line(line) for line in lines if line]
+    return Observation(worker, state, tuple(parsed), more=cut)
 
 
-def _log_line(line: str) -> LogLine | None:
+def _log_line(line: str) -> LogLine:
     timestamp, _, text = line.partition(" ")
-    return LogLine(timestamp, text) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)
-
-
-def _shell_word(word: str) -> str:
-    return shlex.quote(word)
+    return LogLine(timestamp, text.rstrip("\r")) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)

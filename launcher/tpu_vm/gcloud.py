@@ -137,7 +137,11 @@ def explain(stderr: str, argv: Sequence[str]) -> LaunchError:
 
 def essence(stderr: str) -> str:
     """The part of gcloud's output that says what went wrong, without its own decoration."""
-    lines = [line for line in stderr.splitlines() if line.strip() and not line.startswith(("Create request issued", "Waiting for operation", "."))]
+    lines = [
+        line
+        for line in stderr.splitlines()
+        if line.strip() and not line.startswith(("Create request issued", "Waiting for operation", "."))
+    ]
     errors = [number for number, line in enumerate(lines) if line.startswith("ERROR:")]
     chosen = lines[errors[0] :] if errors else lines[-5:]
     text = "\n".join(chosen[:12]).removeprefix("ERROR: ").strip()

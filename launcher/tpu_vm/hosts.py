@@ -6,9 +6,10 @@ connect with exactly that, so keys are checked as gcloud checks them. A host tha
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import re
 import shlex
-import socket
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import paramiko
-from fabric import Config as FabricConfig, Connection
+from fabric import Config as FabricConfig
+from fabric import Connection
 from invoke.exceptions import CommandTimedOut
 from paramiko.hostkeys import HostKeys
 
@@ -55,19 +57,21 @@ class Answer:
 
 def parse_dry_run(text: str) -> list[Address]:
     """The lines that `gcloud compute tpus tpu-vm ssh --worker=all --dry-run` prints, one a host in worker order."""
-    addresses = []
+    addresses: list[Address] = []
     for line in text.splitlines():
         if " -i " not in line:
             continue
         words = shlex.split(line.split(" -- ")[0])
-        options = dict(word.split("=", 1) for before, word in zip(words, words[1:], strict=False) if before == "-o" and "=" in word)
+        options = dict(word.split("=", 1) for before, word in itertools.pairwise(words) if before == "-o" and "=" in word)
         target = next((word for word in reversed(words) if "@" in word), None)
         if target is None or "HostKeyAlias" not in options:
             raise LaunchError(f"gcloud's dry run is not as expected, is this a new SDK? It printed: {line}")
         user, host = target.rsplit("@", 1)
         match = re.search(r"-(\d+)(?:-[^-]{6})?$", options["HostKeyAlias"])
         worker = int(match.group(1)) if match else len(addresses)
-        addresses.append(Address(worker, host, user, words[words.index("-i") + 1], options.get("UserKnownHostsFile", ""), options["HostKeyAlias"]))
+        addresses.append(
+            Address(worker, host, user, words[words.index("-i") + 1], options.get("UserKnownHostsFile", ""), options["HostKeyAlias"])
+        )
     return addresses
 
 
@@ -83,7 +87,9 @@ class _AliasKeys(paramiko.MissingHostKeyPolicy):
             known.load(self.address.known_hosts)
         keys = known.lookup(self.address.alias)
         if keys is None or keys.get(key.get_name()) != key:
-            raise paramiko.SSHException(f"the host key of worker {self.address.worker} ({hostname}) is not the one gcloud keeps as {self.address.alias}")
+            raise paramiko.SSHException(
+                f"the host key of worker {self.address.worker} ({hostname}) is not the one gcloud keeps as {self.address.alias}"
+            )
 
 
 class Hosts:
@@ -107,7 +113,7 @@ class Hosts:
             except CommandTimedOut:
                 self._drop(worker)
                 return Answer(worker, None, problem=f"no answer within {timeout:.0f} s")
-            except (OSError, EOFError, paramiko.SSHException, socket.timeout) as error:
+            except (OSError, EOFError, paramiko.SSHException) as error:
                 self._drop(worker)
                 return Answer(worker, None, problem=_say(error))
         if result.return_code == -1:  # paramiko: the channel closed without a status
@@ -138,7 +144,13 @@ class Hosts:
             user=address.user,
             config=FabricConfig(lazy=True, overrides={"load_ssh_configs": False}),
             connect_timeout=_CONNECT_SECONDS,
-            connect_kwargs={"key_filename": address.key_file, "allow_agent": False, "look_for_keys": False, "banner_timeout": 15, "auth_timeout": 15},
+            connect_kwargs={
+                "key_filename": address.key_file,
+                "allow_agent": False,
+                "look_for_keys": False,
+                "banner_timeout": 15,
+                "auth_timeout": 15,
+            },
         )
         connection.client.set_missing_host_key_policy(_AliasKeys(address))
         connection.open()
@@ -151,10 +163,8 @@ class Hosts:
     def _drop(self, worker: int) -> None:
         connection = self._connections.pop(worker, None)
         if connection is not None:
-            try:
+            with contextlib.suppress(OSError, EOFError, paramiko.SSHException):  # it was broken; that is why it is dropped
                 connection.close()
-            except (OSError, EOFError, paramiko.SSHException):
-                pass  # it was broken; that is why it is dropped
 
 
 def _say(error: BaseException) -> str:

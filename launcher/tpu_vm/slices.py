@@ -50,7 +50,9 @@ def describe(config: Config) -> SliceState | None:
         return None
 
 
-def create(config: Config, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> SliceState:
+def create(
+    config: Config, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+) -> SliceState:
     """Returns the slice when it is READY; creates it when it is missing, waits when it is on its way.
 
     Raises Conflict when the name is taken by a slice of another type, Stockout, QuotaExceeded, PermissionDenied, Refused as Google says.
@@ -62,20 +64,26 @@ def create(config: Config, say: Callable[[str], None], *, clock: Callable[[], fl
         delete(config, say)
         found = None
     if found is None:
-        say(f"creating {config.slice.accelerator_type} slice {config.slice.name} in {config.zone} ({config.accelerator.hosts} hosts, {config.slice.capacity})")
+        say(
+            f"creating {config.slice.accelerator_type} slice {config.slice.name} in {config.zone} ({config.accelerator.hosts} hosts, {config.slice.capacity})"
+        )
         gcloud.call_with_progress(gcloud.create_command(config, owner_labels(config)), timeout=config.slice.create_minutes * 60)
         found = describe(config)
     shown = ""
     while found is None or not found.ready:
         if found is None:
-            raise LaunchError(f"slice {config.slice.name} disappeared while it was being created; see `gcloud compute tpus operations list --zone={config.zone}`")
+            raise LaunchError(
+                f"slice {config.slice.name} disappeared while it was being created; see `gcloud compute tpus operations list --zone={config.zone}`"
+            )
         if found.gone_for_good:
             raise LaunchError(f"slice {found.name} became {found.state} while it was being created; run `tpu-launch up` again")
         if found.state != shown:
             say(f"slice {found.name} is {found.state}")
             shown = found.state
         if clock() > deadline:
-            raise CommandTimeout(f"slice {found.name} is {found.state} and not READY after {config.slice.create_minutes:.0f} minutes (slice.create_minutes)")
+            raise CommandTimeout(
+                f"slice {found.name} is {found.state} and not READY after {config.slice.create_minutes:.0f} minutes (slice.create_minutes)"
+            )
         sleep(2.0)
         found = describe(config)
     _check_type(config, found)
@@ -89,10 +97,14 @@ def _check_type(config: Config, found: SliceState) -> None:
             "choose another slice.name, or delete it with `tpu-launch down`"
         )
     if len(found.hosts) != config.accelerator.hosts:
-        raise LaunchError(f"slice {found.name} has {len(found.hosts)} hosts; a {config.slice.accelerator_type} has {config.accelerator.hosts}: delete and create it again")
+        raise LaunchError(
+            f"slice {found.name} has {len(found.hosts)} hosts; a {config.slice.accelerator_type} has {config.accelerator.hosts}: delete and create it again"
+        )
 
 
-def delete(config: Config, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> bool:
+def delete(
+    config: Config, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+) -> bool:
     """Deletes the slice and waits until the API says that it is gone. Returns whether there was one."""
     deadline = clock() + _DELETE_MINUTES * 60
     found = describe(config)
@@ -108,6 +120,8 @@ def delete(config: Config, say: Callable[[str], None], *, clock: Callable[[], fl
         found = describe(config)
         if found is not None:
             if clock() > deadline:
-                raise CommandTimeout(f"slice {found.name} is {found.state} and not gone after {_DELETE_MINUTES:.0f} minutes; run `tpu-launch down` again")
+                raise CommandTimeout(
+                    f"slice {found.name} is {found.state} and not gone after {_DELETE_MINUTES:.0f} minutes; run `tpu-launch down` again"
+                )
             sleep(2.0)
     return True

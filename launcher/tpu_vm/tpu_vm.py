@@ -18,7 +18,6 @@ from launcher.tpu_vm.hosts import Answer, Hosts, parse_dry_run
 
 _LOOK_SECONDS = 20.0
 _FIRST_CONTACT_SECONDS = 300.0
-_UP_SCRIPT = containers._PRELUDE + '$docker version >/dev/null 2>&1 && say up || say failed "its container engine does not answer yet"\n'
 
 
 class TpuVm:
@@ -91,14 +90,17 @@ class TpuVm:
         waiting = ""
         while True:
             try:
-                reports = self._through_gcloud(_UP_SCRIPT, "up", timeout=_FIRST_CONTACT_SECONDS)
+                reports = self._through_gcloud(containers.up_script(), "up", timeout=_FIRST_CONTACT_SECONDS)
                 missing = [f"host {report.worker}: {report.detail}" for report in reports if not report.ok]
             except LaunchError as error:  # guest attributes may still be empty, sshd not up yet
                 missing = [str(error).splitlines()[0]]
             if not missing:
                 return
             if time.monotonic() > deadline:
-                raise CommandTimeout(f"slice {self.config.slice.name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts are: " + "; ".join(missing))
+                raise CommandTimeout(
+                    f"slice {self.config.slice.name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts are: "
+                    + "; ".join(missing)
+                )
             if missing != [waiting]:
                 self.say("waiting for the hosts: " + "; ".join(missing))
                 waiting = missing[0]
@@ -115,7 +117,11 @@ class TpuVm:
         argv = gcloud.ssh_command(self.config, script)
         result = shell.run(argv, timeout=timeout)
         reports = containers.parse_reports(result.stdout, word, range(self.config.accelerator.hosts))
-        if not result.ok and not any(report.ok for report in reports) and all(report.detail == "the host did not answer" for report in reports):
+        if (
+            not result.ok
+            and not any(report.ok for report in reports)
+            and all(report.detail == "the host did not answer" for report in reports)
+        ):
             raise gcloud.explain(result.stderr, argv[:-1])
         return reports
 

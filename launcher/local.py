@@ -1,0 +1,80 @@
+"""The run's image on this machine: which image the file means, and running one command in it, on the CPU.
+
+Used for preparing data (`tpu-launch local -- tpu-train shards ...`) and for trying things out with exactly what the hosts will run.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from launcher import engine, images, shell
+from launcher.config import Config
+
+LABEL = "tpu-launch.local"
+
+_DAYS = 7 * 24 * 3600.0  # preparing a large corpus takes as long as it takes; Ctrl-C ends it
+
+
+def spec(config: Config) -> images.ImageSpec:
+    """The image that the file's `image` section means. Raises BadInput for a Dockerfile or a CA bundle that isn't there."""
+    wanted = config.image
+    bundle = (config.folder / wanted.ca_bundle) if wanted.ca_bundle else None
+    if wanted.dockerfile is None:
+        return images.default_spec(
+            wanted.backend, repository=wanted.repository, build_args=wanted.build_args, ca_bundle=bundle, target=wanted.target
+        )
+    dockerfile = config.folder / wanted.dockerfile
+    context = config.folder / wanted.context if wanted.context else dockerfile.parent
+    return images.folder_spec(
+        f"tpu-launch/{config.run_name}",
+        context,
+        dockerfile=dockerfile,
+        repository=wanted.repository,
+        build_args=wanted.build_args,
+        ca_bundle=bundle,
+        target=wanted.target,
+    )
+
+
+def build_commands(config: Config) -> list[list[str]]:
+    """The docker commands that would build and push the image. Touches nothing."""
+    return images.commands(spec(config))
+
+
+def check(config: Config) -> None:
+    """The image could be built here: an engine answers, its files are there. Raises BadInput."""
+    spec(config)
+    engine.require_engine()
+
+
+def image(config: Config, say: Callable[[str], None]) -> str:
+    """Builds and pushes the image unless that was done before; returns what hosts must be told to run."""
+    return images.ensure(spec(config), say).reference
+
+
+def run(config: Config, command: Sequence[str], say: Callable[[str], None], emit: Callable[[str], None] = print) -> int:
+    """Runs `command` in the image here, in the current folder, as the current user; returns its exit code."""
+    docker = engine.require_engine()
+    name = f"tpu-launch-local-{secrets.token_hex(4)}"
+    argv = local_command(docker, name, image(config, say), command, Path.cwd(), Path.home())
+    try:
+        code = shell.stream(argv, emit, timeout=_DAYS).returncode
+    finally:
+        # The client may have been killed while its container was not.
+        shell.run([docker, "rm", "--force", name], timeout=60)
+    return code
+
+
+def local_command(docker: str, name: str, reference: str, command: Sequence[str], folder: Path, user_home: Path) -> list[str]:
+    """The `docker run` of `run`. The user's own Google credentials, where there are any, are mounted for reading."""
+    argv = [docker, "run", "--rm", "--init", "--name", name, "--label", f"{LABEL}=1", "--network", "host"]
+    argv += ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp", "--env", "PJRT_DEVICE=CPU"]
+    argv += ["--volume", f"{folder}:{folder}", "--workdir", str(folder)]
+    credentials = user_home / ".config" / "gcloud" / "application_default_credentials.json"
+    if credentials.exists():
+        argv += ["--volume", f"{credentials}:/etc/google-credentials.json:ro"]
+        argv += ["--env", "GOOGLE_APPLICATION_CREDENTIALS=/etc/google-credentials.json"]
+    return [*argv, reference, *command]

@@ -1,0 +1,78 @@
+"""Claims about the run's file: every mistake is named with its line before anything is created."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher.config import load
+from launcher.errors import BadInput, Exit
+
+GOOD = """\
+project: my-project
+zone: us-central2-b
+slice:
+  name: demo
+  accelerator_type: v4-16
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_a_file_with_a_command_is_enough(tmp_path: Path) -> None:
+    config = load(written(tmp_path, GOOD), command=["python", "train.py"])
+    assert config.accelerator.hosts == 2
+    assert config.runtime_version == "tpu-ubuntu2204-base"
+    assert config.run.command == ["python", "train.py"]
+    assert config.trainer is None
+
+
+def test_set_changes_a_key(tmp_path: Path) -> None:
+    config = load(written(tmp_path, GOOD), ["slice.accelerator_type=v4-32"], command=["true"])
+    assert config.accelerator.hosts == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("  name: demo", "  nmae: demo"), "run.yaml:4: unknown key 'slice.nmae'; did you mean 'name'?"),
+        (("zone: us-central2-b", "zone: 7"), "run.yaml:2: zone: should be a valid string, not 7"),
+        (("v4-16", "v3-16"), "run.yaml:5: slice.accelerator_type: accelerator type 'v3-16' does not exist; v3 has v3-8"),
+        (("name: demo", "name: Demo_1"), "run.yaml:4: slice.name: 'Demo_1' must be a lower-case letter"),
+        (("project: my-project\n", ""), "missing key 'project'"),
+        (("slice:", "slcie:"), "run.yaml:3: unknown key 'slcie'; did you mean 'slice'?"),
+        (("zone: us-central2-b", "zone: [a"), "not valid YAML"),
+        (("zone: us-central2-b", "zone: us-central2-b\nzone: us-central2-b"), "run.yaml:3: key 'zone' is given twice, first on line 2"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(tmp_path: Path, change: tuple[str, str], expected: str) -> None:
+    path = written(tmp_path, GOOD.replace(*change))
+    with pytest.raises(BadInput) as caught:
+        load(path, command=["true"])
+    assert expected in str(caught.value)
+    assert caught.value.exit_code is Exit.BAD_INPUT
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"nowhere\.yaml: no such file"):
+        load(tmp_path / "nowhere.yaml")
+
+
+def test_a_file_that_runs_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="says nothing to run"):
+        load(written(tmp_path, GOOD))
+
+
+def test_a_wrong_override_is_named_by_its_flag(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"--set slice\.create_minutes"):
+        load(written(tmp_path, GOOD), ["slice.create_minutes=soon"], command=["true"])
+
+
+def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD.replace("v4-16", "v9-1").replace("name: demo", "name: DEMO"))
+    with pytest.raises(BadInput) as caught:
+        load(path, command=["true"])
+    assert len(str(caught.value).splitlines()) == 2

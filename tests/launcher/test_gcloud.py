@@ -1,0 +1,84 @@
+"""Claims about gcloud's command lines and about reading its errors. The real gcloud runs in tests/rehearsal."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher.config import Config, load
+from launcher.errors import Exit, LaunchError
+from launcher.tpu_vm import gcloud
+from launcher.tpu_vm.hosts import parse_dry_run
+from launcher.tpu_vm.slices import parse_state
+
+FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, capacity: spot}\n"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE)
+    return load(path, command=["true"])
+
+
+def test_the_accelerator_type_zone_and_project_are_always_given(config: Config) -> None:
+    command = gcloud.create_command(config, {"tpu-launch": "1"})
+    assert "--accelerator-type=v4-16" in command
+    assert "--zone=us-central2-b" in command
+    assert "--project=p" in command
+    assert "--version=tpu-ubuntu2204-base" in command
+    assert "--spot" in command
+    assert "--labels=tpu-launch=1" in command
+
+
+def test_ssh_goes_to_all_hosts_or_one_never_to_a_subset(config: Config) -> None:
+    assert "--worker=all" in gcloud.ssh_command(config, "true")
+    with pytest.raises(AssertionError):
+        gcloud.ssh_command(config, "true", worker="1,2")
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        (
+            'ERROR: (gcloud.compute.tpus.tpu-vm.create) {"code": 8, "message": "There is no more capacity in the zone \\"us-central2-b\\""}',
+            Exit.STOCKOUT,
+        ),
+        (
+            "ERROR: (gcloud.x) RESOURCE_EXHAUSTED: Quota limit 'TPUV4PerProjectPerZone' has been exceeded. Limit: 0 in zone us-central2-b.",
+            Exit.QUOTA,
+        ),
+        ("ERROR: (gcloud.x) PERMISSION_DENIED: Permission denied on 'locations/mars-1a' (or it may not exist).", Exit.PERMISSION),
+        ("ERROR: (gcloud.x) ALREADY_EXISTS: Resource 'projects/p/locations/z/nodes/demo' already exists", Exit.CONFLICT),
+        ("ERROR: (gcloud.x) INVALID_ARGUMENT: CloudTpu received an invalid AcceleratorType", Exit.BAD_INPUT),
+        ("ERROR: gcloud crashed (ConnectionError): Max retries exceeded", Exit.CLOUD_ERROR),
+        ("something new", Exit.CLOUD_ERROR),
+    ],
+)
+def test_google_s_refusals_are_told_apart(message: str, code: Exit) -> None:
+    error = gcloud.explain(message, ["gcloud"])
+    assert isinstance(error, LaunchError)
+    assert error.exit_code is code
+
+
+def test_the_dry_run_says_how_to_reach_every_host() -> None:
+    line = (
+        "/usr/bin/ssh -T -i /home/me/.ssh/google_compute_engine -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.4711-{w}-AbCd/= "
+        "-o IdentitiesOnly=yes -o StrictHostKeyChecking=yes -o UserKnownHostsFile=/home/me/.ssh/google_compute_known_hosts me@10.0.0.{w} -- true"
+    )
+    addresses = parse_dry_run("Using ssh batch size of 1.\n" + line.format(w=0) + "\n" + line.format(w=1) + "\n")
+    assert [address.worker for address in addresses] == [0, 1]
+    assert addresses[1].host == "10.0.0.1"
+    assert addresses[1].user == "me"
+    assert addresses[1].alias == "tpu.4711-1-AbCd/="
+    assert addresses[1].known_hosts.endswith("google_compute_known_hosts")
+
+
+def test_a_described_node_has_its_hosts_in_worker_order() -> None:
+    text = (
+        '{"name": "projects/p/locations/z/nodes/demo", "state": "READY", "health": "HEALTHY", "acceleratorType": "v4-16",'
+        ' "networkEndpoints": [{"ipAddress": "10.0.0.2"}, {"ipAddress": "10.0.0.3"}]}'
+    )
+    state = parse_state(text)
+    assert state.ready
+    assert state.name == "demo"
+    assert state.hosts == ("10.0.0.2", "10.0.0.3")

@@ -1,0 +1,81 @@
+"""Claims about `launcher.run.logs`: each line once, whatever the looks were like."""
+
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.provider import LogLine
+from launcher.run.logs import Cursor, HostLog, read_from
+
+BEGIN = datetime(2026, 1, 1)
+
+
+def stamp(milliseconds: int) -> str:
+    return (BEGIN + timedelta(milliseconds=milliseconds)).isoformat(timespec="microseconds") + "000Z"
+
+
+def engine_log(history: list[LogLine], since: str | None) -> list[LogLine]:
+    """What the engine returns: the lines from a time on, inclusive, in the order in which they were written."""
+    return [line for line in history if since is None or line.timestamp >= since]
+
+
+# Written in order, but stamped up to 400 ms earlier than the newest: stdout and stderr are copied by two threads. Equal times and equal texts occur.
+histories = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400), st.sampled_from(["a", "b", ""])), max_size=60).map(
+    lambda steps: [
+        LogLine(stamp(1000 + sum(step for step, _, _ in steps[: index + 1]) - back), text) for index, (_, back, text) in enumerate(steps)
+    ]
+)
+
+
+@given(histories, st.lists(st.integers(0, 60), max_size=8), st.data())
+def test_every_line_is_delivered_once_and_in_order_for_any_looks(history: list[LogLine], cuts: list[int], data: st.DataObject) -> None:
+    cursor = Cursor()
+    delivered: list[LogLine] = []
+    earlier: str | None = None
+    for cut in [*sorted(cuts), len(history)]:
+        # Now and then a look was asked for before the last one was delivered.
+        since = earlier if data.draw(st.booleans()) else cursor.since
+        delivered += cursor.new(engine_log(history[:cut], since))
+        earlier = since
+    delivered += cursor.new(engine_log(history, cursor.since))
+    assert delivered == history
+
+
+@given(histories, st.integers(0, 60))
+def test_a_new_process_goes_on_where_the_file_ends(tmp_path_factory, history: list[LogLine], cut: int) -> None:  # type: ignore[no-untyped-def]
+    path: Path = tmp_path_factory.mktemp("log") / "host-0.log"
+    first = HostLog(path)
+    first.take(engine_log(history[:cut], first.cursor.since))
+    second = HostLog(path)
+    second.take(engine_log(history, second.cursor.since))
+    assert read_from(path, 0)[0] == history
+
+
+def test_a_line_cut_by_a_crash_is_delivered_again_whole(tmp_path: Path) -> None:
+    path = tmp_path / "host-0.log"
+    history = [LogLine(stamp(0), "first"), LogLine(stamp(10), "second")]
+    HostLog(path).take(history[:1])
+    with path.open("a") as file:
+        file.write(f"{stamp(10)} sec")
+    again = HostLog(path)
+    assert again.take(engine_log(history, again.cursor.since)) == history[1:]
+    assert read_from(path, 0)[0] == history
+
+
+def test_reading_goes_on_at_the_offset_and_leaves_an_unfinished_line(tmp_path: Path) -> None:
+    path = tmp_path / "host-0.log"
+    path.write_text(f"{stamp(0)} one\n{stamp(1)} tw")
+    lines, offset = read_from(path, 0)
+    assert [line.text for line in lines] == ["one"]
+    with path.open("a") as file:
+        file.write("o\n")
+    assert [line.text for line in read_from(path, offset)[0]] == ["two"]
+
+
+def test_bytes_that_are_not_text_survive(tmp_path: Path) -> None:
+    log = HostLog(tmp_path / "host-0.log")
+    line = LogLine(stamp(0), b"\xff\xfe".decode(errors="surrogateescape"))
+    log.take([line])
+    assert read_from(log.path, 0)[0] == [line]

@@ -1,0 +1,137 @@
+"""Claims about `launcher.run.verdict`: who is blamed, and when."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.errors import Exit
+from launcher.provider import ContainerState
+from launcher.run.verdict import HostView, Kind, Limits, judge
+
+LIMITS = Limits(settle=4, blip=2.5, lost=120)
+
+
+def running(worker: int, seen: float = 100.0, problem: str = "") -> HostView:
+    return HostView(worker, ContainerState("running"), seen=seen, problem=problem)
+
+
+def exited(worker: int, code: int, *, at: str = "2026-01-01T00:00:00Z", ended_seen: float = 99.0, seen: float = 100.0) -> HostView:
+    return HostView(worker, ContainerState("exited", exit_code=code, finished_at=at), seen=seen, ended_seen=ended_seen)
+
+
+def test_all_hosts_running_is_running() -> None:
+    assert judge([running(0), running(1)], 100.0, LIMITS).kind is Kind.RUNNING
+
+
+def test_all_hosts_finished_is_finished() -> None:
+    assert judge([exited(0, 0), exited(1, 0)], 100.0, LIMITS).kind is Kind.FINISHED
+
+
+def test_a_host_that_finished_early_does_not_end_the_run() -> None:
+    assert judge([exited(0, 0), running(1)], 100.0, LIMITS).kind is Kind.RUNNING
+
+
+def test_all_saved_is_saved_and_tells_to_resume() -> None:
+    verdict = judge([exited(0, 75), exited(1, 75)], 100.0, LIMITS)
+    assert verdict.kind is Kind.SAVED
+    assert verdict.kind.exit_code is Exit.SAVED
+
+
+def test_a_failure_is_not_judged_before_the_other_hosts_were_asked_again() -> None:
+    assert judge([exited(0, 1, ended_seen=100.0), running(1, seen=99.5)], 100.5, LIMITS).kind is Kind.SETTLING
+
+
+def test_a_failure_is_judged_as_soon_as_the_others_answered() -> None:
+    verdict = judge([exited(0, 1, ended_seen=99.0), running(1, seen=99.5)], 99.6, LIMITS)
+    assert verdict.kind is Kind.FAILED
+    assert verdict.cause is not None
+    assert (verdict.cause.worker, verdict.cause.exit_code) == (0, 1)
+
+
+def test_lost_peer_is_a_symptom_of_the_host_that_does_not_answer() -> None:
+    views = [exited(0, 76, ended_seen=99.0, seen=100.0), running(1, seen=97.0, problem="connection refused")]
+    verdict = judge(views, 100.0, LIMITS)
+    assert verdict.kind is Kind.HOST_LOST
+    assert verdict.cause is not None
+    assert verdict.cause.worker == 1
+    assert any("host 0" in symptom for symptom in verdict.symptoms)
+
+
+def test_a_silent_host_is_the_cause_even_when_its_last_look_has_not_come_back() -> None:
+    # Cut off: the connection does not break, the question simply stays open.
+    views = [exited(0, 76, ended_seen=100.0, seen=104.0), running(1, seen=99.9)]
+    assert judge(views, 101.0, LIMITS).kind is Kind.SETTLING
+    verdict = judge(views, 104.5, LIMITS)
+    assert verdict.kind is Kind.HOST_LOST
+    assert verdict.cause is not None
+    assert verdict.cause.worker == 1
+
+
+def test_lost_peer_is_a_symptom_of_another_exit_code_whatever_the_order_of_arrival() -> None:
+    views = [exited(0, 76, at="2026-01-01T00:00:01Z", ended_seen=98.0), exited(1, 137, at="2026-01-01T00:00:02Z", ended_seen=99.0)]
+    verdict = judge(views, 100.0, LIMITS)
+    assert verdict.kind is Kind.FAILED
+    assert verdict.cause is not None
+    assert (verdict.cause.worker, verdict.cause.exit_code) == (1, 137)
+
+
+def test_lost_peer_alone_is_reported_after_the_settling_time() -> None:
+    views = [exited(0, 76, ended_seen=99.0), running(1, seen=104.0)]
+    assert judge(views, 100.0, LIMITS).kind is Kind.SETTLING
+    assert judge(views, 104.0, LIMITS).kind is Kind.FAILED
+
+
+def test_of_two_failures_the_engine_s_earlier_one_is_the_cause() -> None:
+    views = [exited(0, 1, at="2026-01-01T00:00:05Z"), exited(1, 1, at="2026-01-01T00:00:03Z")]
+    verdict = judge(views, 100.0, LIMITS)
+    assert verdict.cause is not None
+    assert verdict.cause.worker == 1
+
+
+def test_bad_configuration_is_told_apart_from_failure() -> None:
+    verdict = judge([exited(0, 2), exited(1, 76)], 100.0, LIMITS)
+    assert verdict.kind is Kind.BAD_INPUT
+    assert verdict.kind.exit_code is Exit.BAD_INPUT
+
+
+def test_all_hosts_out_of_reach_is_the_workstation_s_network_not_a_failure() -> None:
+    views = [running(0, seen=0.0, problem="no route"), running(1, seen=0.0, problem="no route")]
+    assert judge(views, 1000.0, LIMITS).kind is Kind.RUNNING
+
+
+def test_one_host_out_of_reach_for_long_is_lost_although_nobody_complains() -> None:
+    views = [running(0, seen=1000.0), running(1, seen=800.0, problem="timed out")]
+    assert judge(views, 1000.0, LIMITS).kind is Kind.HOST_LOST
+
+
+def test_a_short_outage_of_one_host_is_nothing() -> None:
+    views = [running(0, seen=1000.0), running(1, seen=990.0, problem="timed out")]
+    assert judge(views, 1000.0, LIMITS).kind is Kind.RUNNING
+
+
+def test_preemption_goes_before_everything_the_hosts_say() -> None:
+    verdict = judge([exited(0, 76), running(1, problem="gone", seen=0.0)], 100.0, LIMITS, slice_state="PREEMPTED")
+    assert verdict.kind is Kind.PREEMPTED
+
+
+def test_a_run_that_was_stopped_and_did_not_save_is_stopped_not_failed() -> None:
+    assert judge([exited(0, 143), exited(1, 137)], 100.0, LIMITS, stop_requested=True).kind is Kind.STOPPED
+
+
+def test_a_container_that_somebody_removed_is_named() -> None:
+    views = [running(0, seen=104.0), HostView(1, ContainerState("absent"), seen=104.0, ended_seen=99.0)]
+    verdict = judge(views, 104.0, LIMITS)
+    assert verdict.kind is Kind.FAILED
+    assert verdict.cause is not None
+    assert verdict.cause.worker == 1
+
+
+@given(st.lists(st.sampled_from([None, 0, 1, 2, 75, 76, 137]), min_size=1, max_size=8), st.floats(100, 1000))
+def test_every_attempt_with_a_failure_is_judged_within_the_settling_time(codes: list[int | None], now: float) -> None:
+    views = [running(w, seen=now) if code is None else exited(w, code, ended_seen=now - 5, seen=now) for w, code in enumerate(codes)]
+    failed = any(code not in (None, 0, 75) for code in codes)
+    verdict = judge(views, now, LIMITS)
+    assert verdict.kind is not Kind.SETTLING
+    assert verdict.kind.ended == (failed or None not in codes)
+    if failed:
+        assert verdict.cause is not None
+        assert codes[verdict.cause.worker] not in (None, 0, 75)
