@@ -45,8 +45,9 @@ benchmark: need-containers $(VENV_READY) ## one benchmark: NAME=x runs benchmark
 
 lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
 	$(LOCK) --universal pyproject.toml requirements-dev.in --extra dev --output-file requirements-dev.txt
-	$(LOCK_IMAGE) images/torch-xla/requirements.in --output-file images/torch-xla/requirements.txt
-	$(LOCK_IMAGE) images/torch-xla/requirements-test.in --output-file images/torch-xla/requirements-test.txt
+	for each in requirements requirements-test requirements-installer; do \
+	    $(LOCK_IMAGE) images/torch-xla/$$each.in --output-file images/torch-xla/$$each.txt; \
+	done
 
 clean: ## remove every container, network, volume, process and state of ours, and prove it (IMAGES=1: the images too)
 	@IMAGES="$(IMAGES)" tools/clean.sh

@@ -11,9 +11,14 @@ from pathlib import Path
 from launcher.errors import BadInput
 
 
+def where() -> Path:
+    """The path of the launcher's folder, which need not be there yet."""
+    return Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute()
+
+
 def home() -> Path:
     """The launcher's folder, created when missing. Raises BadInput when it can't be."""
-    path = Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute()
+    path = where()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -1,0 +1,105 @@
+"""What counts in an image's build context, and what doesn't."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from launcher import build_context
+from launcher.errors import BadInput
+
+names = st.text("abcXYZ09._- ü", min_size=1, max_size=6).filter(lambda name: name not in (".", "..") and name == name.strip())
+contexts = st.dictionaries(names, st.tuples(st.binary(max_size=40), st.booleans()), min_size=1, max_size=5)
+Context = dict[str, tuple[bytes, bool]]
+
+
+def write(folder: Path, context: Context) -> None:
+    for name, (content, executable) in context.items():
+        (folder / name).write_bytes(content)
+        (folder / name).chmod(0o755 if executable else 0o644)
+
+
+def digest_of(context: Context) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), context)
+        return build_context.digest(build_context.tree(Path(folder)))
+
+
+@given(contexts, contexts)
+def test_any_difference_in_names_contents_or_the_executable_bit_changes_the_hash(one: Context, other: Context) -> None:
+    assert (digest_of(one) == digest_of(other)) == (one == other)
+
+
+@given(contexts, st.data())
+def test_one_changed_byte_changes_the_hash(context: Context, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(context)))
+    content, executable = context[name]
+    assume(content)
+    at = data.draw(st.integers(0, len(content) - 1))
+    changed = content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
+    assert digest_of({**context, name: (changed, executable)}) != digest_of(context)
+
+
+@given(contexts, st.randoms(), st.integers(0, 2**31))
+def test_neither_times_nor_umask_nor_order_change_the_hash(context: Context, shuffler: object, seconds: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), context)
+        before = build_context.digest(build_context.tree(Path(folder)))
+        for path in Path(folder).iterdir():
+            os.utime(path, (seconds, seconds))
+            path.chmod(path.stat().st_mode & 0o700)
+        entries = list(build_context.tree(Path(folder)))
+        shuffler.shuffle(entries)  # type: ignore[attr-defined]
+        assert build_context.digest(entries) == before
+
+
+@given(contexts)
+def test_assembled_copy_has_the_same_hash(context: Context) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        source, copy = Path(folder, "source"), Path(folder, "copy")
+        source.mkdir()
+        write(source, context)
+        (source / "link to nowhere").symlink_to("missing")
+        entries = build_context.tree(source)
+        build_context.assemble(entries, copy)
+        assert build_context.digest(build_context.tree(copy)) == build_context.digest(entries)
+
+
+def test_symbolic_link_counts_by_where_it_points(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("a")
+    first = build_context.digest(build_context.tree(tmp_path))
+    (tmp_path / "link").unlink()
+    (tmp_path / "link").symlink_to("b")
+    assert build_context.digest(build_context.tree(tmp_path)) != first
+
+
+@pytest.mark.parametrize(
+    ("lines", "left"),
+    [
+        ([], ["Dockerfile", "a.py", "data/big.bin", "data/keep.txt", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"]),
+        (["data"], ["Dockerfile", "a.py", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"]),
+        (["/data/", "# a comment", "", "*.txt"], ["Dockerfile", "a.py", "deep/x/__pycache__/a.pyc", "deep/x/b.py"]),
+        (["**/__pycache__", "**/*.txt"], ["Dockerfile", "a.py", "data/big.bin", "deep/x/b.py"]),
+        (["data/*", "!data/keep.txt"], ["Dockerfile", "a.py", "data/keep.txt", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"]),
+        (["*", "!*.py"], ["a.py"]),
+        (["**", "!deep/**/b.py"], ["deep/x/b.py"]),
+        (["de?p", "[a-d]*"], ["Dockerfile", "log.txt"]),
+        (["big.bin"], ["Dockerfile", "a.py", "data/big.bin", "data/keep.txt", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"]),
+    ],
+)
+def test_dockerignore_leaves_out_what_docker_leaves_out(tmp_path: Path, lines: list[str], left: list[str]) -> None:
+    for name in ["Dockerfile", "a.py", "data/big.bin", "data/keep.txt", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / ".dockerignore").write_text("\n".join(lines))
+    assert [path for path, _ in build_context.folder(tmp_path)] == left
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="none: there is no such folder"):
+        build_context.folder(tmp_path / "none")

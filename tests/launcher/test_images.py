@@ -1,0 +1,154 @@
+"""What decides an image's tag, and what a user reads when an image can't be made. Real builds are in tests/rehearsal/test_image_builds.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from launcher import images
+from launcher.errors import BadInput
+from launcher.images import ImageSpec
+
+BASE = {"debian:bookworm-slim": "sha256:0123"}
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ImageSpec:
+    (tmp_path / "Dockerfile").write_text("FROM debian:bookworm-slim\n")
+    (tmp_path / "code.py").write_text("print(1)\n")
+    return images.folder_spec("test/image", tmp_path)
+
+
+@pytest.fixture
+def no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
+
+
+def test_tag_is_the_same_for_two_copies_of_the_same_files(spec: ImageSpec, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for _, source in spec.context:
+        (copy / source.name).write_bytes(source.read_bytes())
+    assert images.tag(images.folder_spec("test/image", copy), BASE) == images.tag(spec, BASE)
+
+
+def test_tag_changes_with_a_file_the_dockerfile_an_argument_the_target_and_the_base(spec: ImageSpec, tmp_path: Path) -> None:
+    other_dockerfile = tmp_path / "other"
+    other_dockerfile.write_text("FROM debian:bookworm-slim\n\n")
+    tags = [
+        images.tag(spec, BASE),
+        images.tag(dataclasses.replace(spec, context=spec.context[1:]), BASE),
+        images.tag(dataclasses.replace(spec, dockerfile=other_dockerfile), BASE),
+        images.tag(dataclasses.replace(spec, build_args=(("A", "1"),)), BASE),
+        images.tag(dataclasses.replace(spec, target="test"), BASE),
+        images.tag(spec, {"debian:bookworm-slim": "sha256:4567"}),
+    ]
+    assert len(set(tags)) == len(tags)
+    assert all(len(tag) == 16 for tag in tags)
+
+
+def test_tag_depends_neither_on_the_repository_nor_on_the_ca_bundle(spec: ImageSpec) -> None:
+    elsewhere = dataclasses.replace(spec, repository="host/project/name", ca_bundle=Path("/some/ca.pem"))
+    assert images.tag(elsewhere, BASE) == images.tag(spec, BASE)
+
+
+arguments = st.dictionaries(st.text("ABC_", min_size=1, max_size=4), st.text(max_size=6), max_size=3)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arguments, arguments)
+def test_tag_tells_any_two_sets_of_arguments_apart(spec: ImageSpec, one: dict[str, str], other: dict[str, str]) -> None:
+    def tag(given: dict[str, str]) -> str:
+        return images.tag(dataclasses.replace(spec, build_args=tuple(sorted(given.items()))), BASE)
+
+    assert (tag(one) == tag(other)) == (one == other)
+
+
+def test_default_image_holds_the_trainer_but_no_leftovers_of_running_it() -> None:
+    paths = [path for path, _ in images.default_spec("torch-xla").context]
+    assert "training/errors.py" in paths
+    assert "requirements.txt" in paths
+    assert not [path for path in paths if "__pycache__" in path or path.endswith((".pyc", ".in")) or path == "Dockerfile"]
+
+
+def test_unknown_backend_is_bad_input_that_lists_the_known_ones() -> None:
+    with pytest.raises(BadInput, match=r"no image for backend 'jax'; there are: .*torch-xla"):
+        images.default_spec("jax")
+
+
+def test_missing_dockerfile_is_named(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"nowhere: there is no such Dockerfile"):
+        images.folder_spec("test/image", tmp_path, dockerfile=tmp_path / "nowhere")
+
+
+def test_ca_bundle_comes_from_the_environment_and_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = tmp_path / "ca.pem"
+    monkeypatch.setenv("TPU_LAUNCH_CA_BUNDLE", str(bundle))
+    with pytest.raises(BadInput, match=r"ca\.pem: there is no such CA bundle \(from TPU_LAUNCH_CA_BUNDLE\)"):
+        images.default_spec("torch-xla")
+    bundle.write_text("certificates")
+    assert images.default_spec("torch-xla").ca_bundle == bundle
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "found"),
+    [
+        ("FROM debian:bookworm-slim\n", ("debian:bookworm-slim",)),
+        ("from debian:bookworm-slim as a\nFROM a\n", ("debian:bookworm-slim",)),
+        ("FROM --platform=linux/amd64 x AS b\nFROM y\nFROM b\nFROM x\n", ("x", "y")),
+        ("ARG VERSION=12\nFROM debian:${VERSION}\n", ("debian:12",)),
+        ("ARG BASE\nFROM ${BASE:-debian:12}\nFROM scratch\n", ("debian:12",)),
+        ("ARG BASE=a\nFROM \\\n  $BASE AS c\nARG BASE=other\n", ("a",)),
+        ("# FROM nothing\n", ()),
+    ],
+)
+def test_base_images_are_read_from_the_dockerfile(dockerfile: str, found: tuple[str, ...]) -> None:
+    assert images.bases(dockerfile, {}) == found
+
+
+def test_build_argument_overrides_the_base_image() -> None:
+    assert images.bases("ARG BASE=a\nFROM $BASE\n", {"BASE": "mine"}) == ("mine",)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_commands_are_shown_without_an_engine_and_touch_nothing(spec: ImageSpec, tmp_path: Path) -> None:
+    bundle = tmp_path / "ca.pem"
+    bundle.write_text("certificates")
+    given = dataclasses.replace(spec, repository="r.example/p/n", build_args=(("A", "b c"),), target="t", ca_bundle=bundle)
+    pull, build, tag, push = images.commands(given)
+    assert pull[1:] == ["pull", "--quiet", "debian:bookworm-slim"]
+    assert build[1] == "build"
+    for pair in (["--secret", f"id=ca,src={bundle}"], ["--build-arg", "A=b c"], ["--target", "t"], ["--platform", "linux/amd64"]):
+        assert pair == build[build.index(pair[0]) : build.index(pair[0]) + 2]
+    assert tag[1:] == ["tag", "test/image:TAG", "r.example/p/n:TAG"]
+    assert push[1:] == ["push", "r.example/p/n:TAG"]
+    assert not os.path.exists(tmp_path / "home")
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_building_without_an_engine_is_bad_input(spec: ImageSpec) -> None:
+    with pytest.raises(BadInput, match="no container engine answers"):
+        images.ensure(spec, print)
+
+
+def test_only_steps_that_really_run_are_shown() -> None:
+    shown: list[str] = []
+    show = images._steps(shown.append)
+    for line in [
+        "#1 [internal] load build definition from Dockerfile",
+        "#1 DONE 0.0s",
+        "#5 [base 1/2] RUN apt-get   update",
+        "#5 sha256:0123",
+        "#5 CACHED",
+        "#6 [base 2/2] RUN pip",
+        "#6 0.524 Collecting",
+        "#6 DONE 1.2s",
+    ]:
+        show(line)
+    assert shown == ["  [base 2/2] RUN pip"]
