@@ -1,0 +1,208 @@
+#!/usr/bin/python3
+"""The guest agent of an emulated TPU VM: the container's entry point, and the host's side of everything that Google does inside a VM.
+
+At boot it adds the metadata server's address to the loopback interface and opens three listening sockets in this host's own network and file
+system: 169.254.169.254:80 (metadata), 127.0.0.1:4443 (Cloud Storage) and /var/run/docker.sock. It hands them to the emulator over a unix socket
+(SCM_RIGHTS): the emulator accepts on them directly, so it knows which host asks, no byte is relayed, and nothing listens on an outside network.
+When the emulator restarts, the sockets are handed over again; connections made meanwhile wait in the backlog.
+
+Then, like Google's agent: ssh host keys are made at the first boot and published as guest attributes, sshd starts, `startup-script` runs, and
+the ssh keys of the metadata become users with sudo and membership of the docker group, for as long as the host lives (long poll).
+"""
+
+import contextlib
+import grp
+import json
+import os
+import pwd
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from datetime import datetime, timezone
+
+METADATA = "http://169.254.169.254/computeMetadata/v1/"
+EMULATOR = "/.emulator/agent.sock"
+DOCKER = "/var/run/docker.sock"
+USER_NAME = re.compile(r"^[a-z_][a-z0-9_-]{0,31}$")
+MARK = "# Added by Google"
+
+
+def log(message):
+    print(f"guest-agent: {message}", file=sys.stderr, flush=True)
+
+
+def open_listeners():
+    """The sockets that the emulator will accept on, in the order that it expects: metadata, storage, engine."""
+    subprocess.run(["ip", "address", "replace", "169.254.169.254/32", "dev", "lo"], check=True)
+    metadata = socket.create_server(("169.254.169.254", 80), backlog=512)
+    storage = socket.create_server(("127.0.0.1", 4443), backlog=512)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(DOCKER)
+    engine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    engine.bind(DOCKER)
+    os.chown(DOCKER, 0, grp.getgrnam("docker").gr_gid)
+    os.chmod(DOCKER, 0o660)
+    engine.listen(512)
+    return metadata, storage, engine
+
+
+def hand_over(listeners):
+    """Gives the listeners to the emulator, and again to each emulator that comes after it."""
+    while True:
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
+                control.connect(EMULATOR)
+                socket.send_fds(control, [b"listeners"], [listener.fileno() for listener in listeners])
+                while control.recv(1):  # until the emulator goes away
+                    pass
+        except OSError:
+            pass
+        time.sleep(0.1)
+
+
+def metadata(path, data=None, timeout=30):
+    request = urllib.request.Request(METADATA + path, data=data, method="GET" if data is None else "PUT", headers={"Metadata-Flavor": "Google"})
+    with urllib.request.urlopen(request, timeout=timeout) as response:
+        return response.read().decode(), response.headers.get("ETag", "0")
+
+
+def patiently(path, data=None):
+    """The metadata server's answer, however long it takes to get one."""
+    while True:
+        try:
+            return metadata(path, data)[0]
+        except (OSError, ValueError) as error:
+            log(f"{path}: {error}")
+            time.sleep(0.3)
+
+
+def make_host_keys():
+    for kind in ("ed25519", "ecdsa"):
+        path = f"/etc/ssh/ssh_host_{kind}_key"
+        if not os.path.exists(path):
+            subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-f", path], check=True)
+
+
+def start_sshd():
+    """Runs sshd; returns when it accepts connections."""
+    os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
+    process = subprocess.Popen(["/usr/sbin/sshd", "-D", "-e"])
+    while process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", 22), timeout=1).close()
+            return process
+        except OSError:
+            time.sleep(0.02)
+    raise SystemExit(f"sshd ended with {process.returncode}")
+
+
+def publish_host_keys():
+    for kind in ("ecdsa", "ed25519"):
+        with open(f"/etc/ssh/ssh_host_{kind}_key.pub") as file:
+            name, value = file.read().split()[:2]
+        patiently(f"instance/guest-attributes/hostkeys/{name}", value.encode())
+
+
+def wanted_keys(attributes):
+    """User name -> authorized keys, from the metadata's `ssh-keys` ("user:key" a line), leaving out those that have expired."""
+    users = {}
+    for line in "\n".join(attributes).splitlines():
+        user, separator, key = line.strip().partition(":")
+        if not separator or not USER_NAME.match(user):
+            continue
+        if " google-ssh " in key:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                expires = json.loads(key.split(" google-ssh ", 1)[1])["expireOn"]
+                if datetime.strptime(expires, "%Y-%m-%dT%H:%M:%S%z") < datetime.now(timezone.utc):
+                    continue
+        users.setdefault(user, []).append(key)
+    return users
+
+
+def apply_keys(users, before):
+    for user, keys in users.items():
+        try:
+            account = pwd.getpwnam(user)
+        except KeyError:
+            # A password nobody knows: with "!" sshd would call the account locked.
+            command = ["useradd", "--create-home", "--shell", "/bin/bash", "--password", "*", "--groups", "docker,google-sudoers", user]
+            subprocess.run(command, check=True)
+            account = pwd.getpwnam(user)
+        write_keys(account, keys)
+    for user in set(before) - set(users):
+        with contextlib.suppress(KeyError):
+            write_keys(pwd.getpwnam(user), [])
+
+
+def write_keys(account, keys):
+    """Replaces the keys that came from the metadata and keeps those that a user has added; all or nothing."""
+    folder = os.path.join(account.pw_dir, ".ssh")
+    path = os.path.join(folder, "authorized_keys")
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    own = []
+    with contextlib.suppress(FileNotFoundError), open(path) as file:
+        lines = file.read().splitlines()
+        own = [line for i, line in enumerate(lines) if line != MARK and (i == 0 or lines[i - 1] != MARK)]
+    with open(path + ".new", "w") as file:
+        file.write("".join(line + "\n" for line in own) + "".join(f"{MARK}\n{key}\n" for key in keys))
+    os.chmod(path + ".new", 0o600)
+    for name in (folder, path + ".new"):
+        os.chown(name, account.pw_uid, account.pw_gid)
+    os.rename(path + ".new", path)
+
+
+def follow_metadata():
+    """Keeps the users as the metadata says; ends never. Expired keys go at the next change or after a minute."""
+    etag, before = "0", {}
+    while True:
+        try:
+            text, etag = metadata(f"?recursive=true&wait_for_change=true&timeout_sec=60&last_etag={etag}", timeout=90)
+            value = json.loads(text)
+            sources = [value["instance"]["attributes"]]
+            if sources[0].get("block-project-ssh-keys", "").lower() != "true":
+                sources.append(value["project"]["attributes"])
+            users = wanted_keys([source.get("ssh-keys", "") for source in sources])
+            apply_keys(users, before)
+            before = users
+        except (OSError, ValueError, KeyError, subprocess.CalledProcessError) as error:
+            log(f"following the metadata: {error}")
+            time.sleep(0.5)
+
+
+def run_startup_script():
+    try:
+        script, _ = metadata("instance/attributes/startup-script")
+    except urllib.error.HTTPError:
+        return
+    path = "/root/.startup-script"
+    with open(path, "w") as file:
+        file.write(script if script.startswith("#!") else "#!/bin/bash\n" + script)
+    os.chmod(path, 0o700)
+    with open("/var/log/startup-script.log", "ab") as sink:
+        ended = subprocess.run([path], stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, cwd="/")
+    log(f"startup-script ended with {ended.returncode}")
+
+
+def main():
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    listeners = open_listeners()
+    threading.Thread(target=hand_over, args=(listeners,), daemon=True).start()
+    make_host_keys()
+    sshd = start_sshd()
+    publish_host_keys()
+    threading.Thread(target=run_startup_script, daemon=True).start()
+    threading.Thread(target=follow_metadata, daemon=True).start()
+    try:
+        sys.exit(sshd.wait())
+    finally:
+        if sshd.poll() is None:
+            sshd.terminate()
+
+
+main()

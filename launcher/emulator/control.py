@@ -1,0 +1,387 @@
+"""Starts, stops and describes the emulator of a home directory, and says what to put into the environment so that the real tools talk to it.
+
+`start` is idempotent and heals what a crash left; `stop` removes everything, also when no server and no state is left to ask: every container,
+volume and network carries the emulator's id as a label, and the id comes from the home directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+from launcher import shell
+from launcher.emulator.engine_client import Engine, EngineError, UnixConnection, filters
+from launcher.emulator.machines import remove_everything
+from launcher.emulator.server import CONTROL, ENGINE
+from launcher.emulator.state import State, emulator_id, from_json, to_json, write_atomically
+from launcher.errors import BadInput, LaunchError
+
+START_TIMEOUT = 30.0  # seconds until the server answers
+BUILD_TIMEOUT = 900.0  # seconds for the host image, once
+IMAGE = "tpu-launch/host"
+CREATE_SECONDS = 1.0  # how long operations take at least; gcloud first asks after 1 s, then every 2 s
+UPDATE_SECONDS = 0.5
+
+
+def default_home() -> Path:
+    """<.tpu-launch>/emulator, where .tpu-launch is $TPU_LAUNCH_HOME or in the current directory."""
+    return Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute() / "emulator"
+
+
+def start(
+    home: Path,
+    *,
+    bucket: str | None = None,
+    port: int | None = None,
+    create_seconds: float | None = None,
+    plain_endpoints: bool | None = None,
+) -> None:
+    """The emulator of `home` runs; `bucket` exists in it.
+
+    `port` fixes the port on 127.0.0.1 (else the one of before, or a free one); the other settings keep their values across starts unless given.
+    Raises BadInput when the engine isn't running, the port is taken, or the home can't be used.
+    """
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = _read(home)
+    if state is None or not _answers(state):
+        engine = _find_engine(state)
+        image = _host_image(engine)
+        with _starting(home):
+            state = _read(home)
+            if state is None or not _answers(state):  # nobody else was faster
+                state = _launch(home, state, engine, image, port, create_seconds, plain_endpoints)
+    if port is not None and state.port != port:
+        raise BadInput(f"the emulator of {home} already runs on port {state.port}, not {port}: `tpu-launch emulator stop` it first")
+    if bucket is not None:
+        _ask(state, "POST", "/bucket", {"name": bucket})
+
+
+def stop(home: Path, *, keep_data: bool = False) -> None:
+    """Nothing of the emulator is left: server, containers, networks, volumes, sockets, state; `keep_data` keeps the buckets' objects.
+
+    Works after a crash of the server and when nothing was running. Raises LaunchError when the engine isn't there to remove what it may hold.
+    """
+    state = _read(home)
+    if state is not None:
+        _end_server(home, state)
+    engine = Engine(state.engine if state is not None else _engine_path(None))
+    try:
+        remove_everything(engine, emulator_id(home))
+    except OSError as error:
+        if state is not None:
+            raise LaunchError(
+                f"the container engine at {engine.path} does not answer ({error}), so emulated hosts may be left: start it and stop the emulator again"
+            ) from None
+    except EngineError as error:
+        raise LaunchError(f"removing the emulated hosts: {error}") from None
+    folder = Path(state.sockets) if state is not None else _socket_folder(home)
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.parent.rmdir()  # when no other emulator uses it
+    if not home.exists():
+        return
+    for each in home.iterdir():
+        if keep_data and each.name == "buckets":
+            continue
+        shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink(missing_ok=True)
+    if not any(home.iterdir()):
+        home.rmdir()
+
+
+def status(home: Path) -> dict[str, Any]:
+    """What runs: {"running": false} or the server's account (nodes, hosts, containers, pushed images, buckets, faults)."""
+    state = _read(home)
+    if state is None or not _answers(state):
+        return {"running": False, "home": str(home), "crashed": state is not None}
+    return {"running": True, **_ask(state, "GET", "/status")}
+
+
+def inject(home: Path, fault: dict[str, Any]) -> dict[str, Any]:
+    """Injects a fault (commands.py has the list). Raises BadInput when the emulator isn't running or the target doesn't exist."""
+    return _ask(_running(home), "POST", "/inject", fault)
+
+
+def environment(home: Path) -> dict[str, str]:
+    """What makes gcloud, docker and the storage clients talk to the emulator instead of Google. Raises BadInput when it isn't running."""
+    state = _running(home)
+    endpoint = f"http://127.0.0.1:{state.port}"
+    user = home / "user"
+    return {
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": f"{endpoint}/",
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE": f"{endpoint}/compute/v1/",
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": f"{endpoint}/storage/v1/",
+        "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
+        "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
+        # No look for a metadata server on the workstation, no telemetry, no update check: each would go to Google.
+        "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
+        "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
+        "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "true",
+        "CLOUDSDK_SURVEY_DISABLE_PROMPTS": "true",
+        "NO_GCE_CHECK": "true",
+        "CLOUDSDK_CONFIG": str(user / "gcloud"),
+        "HOME": str(user),
+        # HOME is gcloud's; docker keeps its own settings and plug-ins.
+        "DOCKER_CONFIG": os.environ.get("DOCKER_CONFIG") or str(Path.home() / ".docker"),
+        "DOCKER_HOST": f"unix://{Path(state.sockets) / ENGINE}",
+        "STORAGE_EMULATOR_HOST": endpoint,
+    }
+
+
+# -- starting -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _launch(
+    home: Path,
+    before: State | None,
+    engine: Engine,
+    image: str,
+    port: int | None,
+    create_seconds: float | None,
+    plain_endpoints: bool | None,
+) -> State:
+    """Starts the server, with the state of a crashed one where there is one, and waits until it answers."""
+    state = before or State(emulator_id(home), 0, "", engine.path, CREATE_SECONDS, UPDATE_SECONDS)
+    state.engine, state.pid = engine.path, 0
+    state.sockets = str(_make_socket_folder(home))
+    state.port = _free_port(port, state.port)
+    if create_seconds is not None:
+        state.create_seconds = create_seconds
+    if plain_endpoints is not None:
+        state.plain_endpoints = plain_endpoints
+    write_atomically(home / "state.json", to_json(state).encode())
+    (home / "user" / "gcloud").mkdir(mode=0o700, parents=True, exist_ok=True)
+    log = home / "server.log"
+    pid = shell.spawn([sys.executable, "-m", "launcher.emulator.server", str(home), image], log=log, env={"PYTHONPATH": _python_path()})
+    deadline = time.monotonic() + START_TIMEOUT
+    while not _answers(state):
+        ended = _has_ended(pid)
+        if ended or time.monotonic() > deadline:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
+            what = "the emulator's server ended at once" if ended else f"the emulator's server did not answer within {START_TIMEOUT:.0f} s"
+            raise LaunchError(f"{what}: {''.join(last)} (all of it in {log})")
+        time.sleep(0.03)
+    return state
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether our child process is over."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def _python_path() -> str:
+    """So that the server finds the same packages as this process, wherever it was started."""
+    root = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@contextlib.contextmanager
+def _starting(home: Path) -> Any:
+    """Two starts at once: the second waits and then finds the server."""
+    with open(home / "starting", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _free_port(wanted: int | None, before: int) -> int:
+    """A port of 127.0.0.1 that can be listened on. Raises BadInput when the wanted one can't."""
+    for port in [wanted] if wanted is not None else [before, 0]:
+        try:
+            with socket.create_server(("127.0.0.1", port)) as probe:
+                return int(probe.getsockname()[1])
+        except (OSError, OverflowError) as error:
+            if wanted is not None:
+                reason = getattr(error, "strerror", None) or error
+                raise BadInput(
+                    f"port {wanted} of 127.0.0.1 can't be used for the emulator ({reason}): choose another --port, or leave it out"
+                ) from None
+    raise LaunchError("no free port on 127.0.0.1")
+
+
+def _find_engine(state: State | None) -> Engine:
+    """The workstation's engine. Raises BadInput when none answers."""
+    engine = Engine(_engine_path(state))
+    try:
+        engine.call("GET", "/version", timeout=10)
+    except (OSError, EngineError) as error:
+        raise BadInput(
+            f"no container engine answers at {engine.path} ({error}): start it (for example `sudo systemctl start docker`, or `sudo dockerd &`), "
+            "or install one (Debian: apt-get install docker.io)"
+        ) from None
+    return engine
+
+
+def _engine_path(state: State | None) -> str:
+    """The engine's unix socket: DOCKER_HOST, unless that is an emulator's own view; else that of the state; else the default one."""
+    host = os.environ.get("DOCKER_HOST", "")
+    if host.startswith("unix://") and not host.endswith("/" + ENGINE):
+        return host.removeprefix("unix://")
+    if host and not host.startswith("unix://"):
+        raise BadInput(f"DOCKER_HOST is {host}: an emulated slice needs an engine on this machine (a unix:// socket)")
+    return state.engine if state is not None else "/var/run/docker.sock"
+
+
+def _socket_folder(home: Path) -> Path:
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(base if base and os.path.isdir(base) else "/tmp") / f"tpu-launch-{os.getuid()}" / emulator_id(home)
+
+
+def _make_socket_folder(home: Path) -> Path:
+    """A private folder with a short name (a unix socket's path has at most 107 bytes). Raises BadInput when somebody else made it."""
+    folder = _socket_folder(home)
+    for each in (folder.parent, folder):
+        each.mkdir(mode=0o700, exist_ok=True)
+        found = each.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise BadInput(f"{each} must be a folder that only you can enter; remove it, or set XDG_RUNTIME_DIR to a private folder")
+    return folder
+
+
+def _host_image(engine: Engine) -> str:
+    """The name of the hosts' image, built when it is missing or its sources changed. Raises LaunchError when it can't be built."""
+    folder = _image_folder()
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    name = f"{IMAGE}:{digest.hexdigest()[:12]}"
+    if engine.raw("GET", f"/images/{name}/json")[0] == 200:
+        return name
+    docker = build_client()
+    argv = [docker, "build", "--network", "host", "--tag", name, str(folder)]
+    result = shell.run(argv, timeout=BUILD_TIMEOUT, env={"DOCKER_BUILDKIT": "1", "DOCKER_HOST": f"unix://{engine.path}"})
+    if not result.ok:
+        raise LaunchError(
+            f"building the image of the emulated hosts failed:\n{result.stderr[-3000:]}\nThe command was: {shell.quote(argv)}"
+        )
+    # Earlier versions that no host uses any more.
+    for image in engine.call("GET", "/images/json", {"filters": filters(reference=[IMAGE])}):
+        for tag in image.get("RepoTags") or []:
+            if tag != name:
+                engine.raw("DELETE", f"/images/{tag}")
+    return name
+
+
+def build_client() -> str:
+    """A docker client that builds with BuildKit: one that was packaged without buildx can't. Raises CommandMissing."""
+    first = shell.find("docker")
+    for folder in os.environ.get("PATH", "").split(os.pathsep):
+        candidate = os.path.join(folder or ".", "docker")
+        if os.access(candidate, os.X_OK) and shell.run([candidate, "build", "--help"], timeout=30, env={"DOCKER_BUILDKIT": "1"}).ok:
+            return candidate
+    return first
+
+
+def _image_folder() -> Path:
+    """images/host, of the source tree or of the installed distribution."""
+    for folder in (
+        Path(__file__).resolve().parents[2] / "images" / "host",
+        Path(sysconfig.get_path("data")) / "share" / "tpu-launch" / "images" / "host",
+    ):
+        if (folder / "Dockerfile").is_file():
+            return folder
+    raise LaunchError("images/host is missing from this installation: install tpu-launch again")
+
+
+# -- talking to the server ----------------------------------------------------------------------------------------------------------------
+
+
+def _read(home: Path) -> State | None:
+    """The state file, or None when there is none. Raises BadInput when it can't be read."""
+    try:
+        return from_json((home / "state.json").read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise BadInput(
+            f"{home / 'state.json'}: {error}; `tpu-launch emulator stop` removes it with everything else of this emulator"
+        ) from None
+
+
+def _running(home: Path) -> State:
+    state = _read(home)
+    if state is None or not _answers(state):
+        crashed = " (it ended without being stopped; starting it again continues where it was)" if state is not None else ""
+        raise BadInput(f"the emulator of {home} isn't running{crashed}: start it with `tpu-launch emulator start`")
+    return state
+
+
+def _answers(state: State) -> bool:
+    path = Path(state.sockets) / CONTROL
+    if not state.sockets or not path.exists():
+        return False
+    try:
+        _raw(path, "GET", "/ping", None)
+    except (OSError, http.client.HTTPException):
+        return False
+    return True
+
+
+def _ask(state: State, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    try:
+        status, data = _raw(Path(state.sockets) / CONTROL, method, path, body)
+    except (OSError, http.client.HTTPException) as error:
+        raise LaunchError(f"the emulator's server does not answer: {error}") from None
+    value = json.loads(data)
+    assert isinstance(value, dict)
+    if status == 400:
+        raise BadInput(str(value["error"]))
+    if status >= 400:
+        raise LaunchError(f"the emulator: {value['error']}")
+    return value
+
+
+def _raw(path: Path, method: str, target: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+    connection = UnixConnection(str(path), timeout=60)
+    try:
+        connection.request(method, target, None if body is None else json.dumps(body).encode())
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def _end_server(home: Path, state: State) -> None:
+    """The server is gone: asked first, killed when it doesn't go. The lock file says whether it lives, so no other process is ever hit."""
+    with contextlib.suppress(LaunchError, BadInput):
+        _ask(state, "POST", "/stop")
+    deadline = time.monotonic() + 5
+    while not _unlocked(home):
+        if time.monotonic() > deadline:
+            current = _read(home)
+            if current is not None and current.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(current.pid, signal.SIGKILL)
+            deadline = time.monotonic() + 5
+        time.sleep(0.02)
+
+
+def _unlocked(home: Path) -> bool:
+    try:
+        with open(home / "lock", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except FileNotFoundError:
+        return True
+    except BlockingIOError:
+        return False
+
+
+__all__ = ["default_home", "environment", "inject", "start", "status", "stop"]

@@ -1,0 +1,188 @@
+"""What the emulator knows, and how it is kept: one JSON file.
+
+Everything that must survive the server is in `State`: nodes and their hosts, operations, pushed images, faults. It is changed only inside
+`Store.change()`, which holds the lock and writes the file before anyone sees the change: to a temporary name, synced, then renamed. A server
+that is killed at any moment therefore finds either the old or the new state, never a torn one; what it then does for pending operations is
+idempotent (lifecycle.py). Objects of the bucket are not here but in files of their own (bucket.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+@dataclass
+class Host:
+    """One TPU VM of a node. Its container is named like its hostname."""
+
+    index: int
+    address: str
+    hostname: str  # t1v-n-<hash>-w-<index>
+    instance_id: int
+    killed: bool = False  # by a fault: stays down until restored
+    cut: bool = False  # by a fault: no network until restored
+    restore_at: float | None = None  # when a killed or cut host comes back by itself
+    guest_attributes: dict[str, str] = field(default_factory=dict)  # "hostkeys/ssh-ed25519" -> value
+
+
+@dataclass
+class Node:
+    """A slice. `resource` is what the API shows, without networkEndpoints (those come from the hosts)."""
+
+    name: str  # projects/P/locations/Z/nodes/N
+    resource: dict[str, Any]
+    hosts: list[Host]
+
+    @property
+    def project(self) -> str:
+        return self.name.split("/")[1]
+
+    @property
+    def zone(self) -> str:
+        return self.name.split("/")[3]
+
+    @property
+    def short_name(self) -> str:
+        return self.name.split("/")[5]
+
+    @property
+    def state(self) -> str:
+        return str(self.resource["state"])
+
+
+@dataclass
+class Operation:
+    """A long-running operation. While it isn't done, the server works on it (again, after a restart)."""
+
+    name: str  # projects/P/locations/Z/operations/...
+    verb: str  # create | update | delete | stop | start
+    target: str  # the node's name
+    created: float
+    ends_at: float  # not before
+    change: dict[str, Any] = field(default_factory=dict)  # what an update will set
+    failure: dict[str, Any] | None = None  # an error decided at the start (a stock-out)
+    cancelled: bool = False
+    done: bool = False
+    ended: float | None = None
+    error: dict[str, Any] | None = None
+    response: dict[str, Any] | None = None
+
+
+@dataclass
+class Fault:
+    """Something that will go wrong `left` more times (None: until cleared). See faults.py."""
+
+    kind: str  # stockout | quota | permission | errors | slow
+    service: str  # tpu | storage | metadata
+    left: int | None = None
+    status: int = 503
+    rate: float = 1.0
+    seconds: float = 0.0
+
+
+@dataclass
+class State:
+    id: str  # from the home directory: the label of every container and network
+    port: int
+    sockets: str  # the folder of the unix sockets
+    engine: str  # the workstation's engine, a unix socket
+    create_seconds: float
+    update_seconds: float
+    plain_endpoints: bool = False  # worker-network-endpoints as a plain list of hosts, the newer format
+    subnet: str = ""
+    pid: int = 0
+    nodes: dict[str, Node] = field(default_factory=dict)
+    operations: dict[str, Operation] = field(default_factory=dict)
+    faults: list[Fault] = field(default_factory=list)
+    pushed: dict[str, dict[str, str]] = field(default_factory=dict)  # repository -> tag or digest -> image id
+    format: int = FORMAT
+
+
+def emulator_id(home: Path) -> str:
+    """Names what belongs to the emulator of `home`: 8 hexadecimal digits."""
+    return hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:8]
+
+
+def to_json(state: State) -> str:
+    return json.dumps(dataclasses.asdict(state), indent=1)
+
+
+def from_json(text: str) -> State:
+    """Raises ValueError when the text is not a state of this format."""
+    value = json.loads(text)
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        raise ValueError(f"not an emulator state of format {FORMAT}")
+    try:
+        value["nodes"] = {
+            name: Node(node["name"], node["resource"], [Host(**host) for host in node["hosts"]]) for name, node in value["nodes"].items()
+        }
+        value["operations"] = {name: Operation(**operation) for name, operation in value["operations"].items()}
+        value["faults"] = [Fault(**fault) for fault in value["faults"]]
+        return State(**value)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an emulator state: {error!r}") from None
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """All or nothing, and on disk when it returns; mode 0600."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class Store:
+    """The state, shared by all threads of the server."""
+
+    def __init__(self, state: State, path: Path | None) -> None:
+        self._state = state
+        self._path = path  # None: kept in memory only (tests of the pure parts)
+        self._condition = threading.Condition(threading.RLock())
+        self.after_change: Callable[[], None] = lambda: None
+
+    @contextlib.contextmanager
+    def change(self) -> Iterator[State]:
+        """The state, to be changed; written when the block ends, unless nothing changed or it raised.
+
+        A block that raises must not have changed anything.
+        """
+        with self._condition:
+            yield self._state
+            self._save()
+            self._condition.notify_all()
+        self.after_change()
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[State]:
+        """The state, to be looked at only."""
+        with self._condition:
+            yield self._state
+
+    def wait(self, ready: Callable[[State], bool], timeout: float) -> bool:
+        """Waits until `ready(state)`; false when `timeout` seconds passed first."""
+        deadline = time.monotonic() + timeout
+        with self._condition:
+            while not ready(self._state):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self._condition.wait(left)
+            return True
+
+    def _save(self) -> None:
+        if self._path is not None:
+            write_atomically(self._path, to_json(self._state).encode())

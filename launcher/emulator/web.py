@@ -1,0 +1,250 @@
+"""The little of HTTP that the emulator's services need: requests with streamed bodies, responses from memory or from a file.
+
+One thread a connection, and one thread that accepts on every listener (TCP, unix, and those that hosts hand over), so that a listener can be
+added, paused and removed at any time. Handlers are functions from `Request` to `Response`; they know nothing about sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from email.message import Message
+from http.client import responses as REASONS
+from http.server import BaseHTTPRequestHandler
+from typing import Any, BinaryIO
+from urllib.parse import parse_qs, unquote
+
+log = logging.getLogger(__name__)
+
+BLOCK = 1 << 20
+
+
+class Disconnected(Exception):
+    """The other side went away, or sent what isn't HTTP; there is nobody to answer."""
+
+
+class Body:
+    """A request's body, read as it comes."""
+
+    def __init__(self, source: BinaryIO, length: int | None, chunked: bool) -> None:
+        self._source = source
+        self._left = 0 if chunked else (length or 0)  # of the body, or of the current chunk
+        self._chunked = chunked
+        self._ended = not chunked and not self._left
+
+    def read(self, size: int = BLOCK) -> bytes:
+        """Up to `size` bytes; b"" at the end. Raises Disconnected when the body ends before its length."""
+        if self._ended:
+            return b""
+        if self._chunked and self._left == 0:
+            line = self._source.readline(1024)
+            try:
+                self._left = int(line.split(b";")[0], 16)
+            except ValueError:
+                raise Disconnected("a broken chunk") from None
+            if self._left == 0:
+                while self._source.readline(65536).strip():
+                    pass
+                self._ended = True
+                return b""
+        data = self._source.read(min(size, self._left))
+        if not data:
+            raise Disconnected("the body ended early")
+        self._left -= len(data)
+        if self._chunked and self._left == 0:
+            self._source.readline(8)
+        elif not self._chunked and self._left == 0:
+            self._ended = True
+        return data
+
+    def all(self, limit: int = 64 << 20) -> bytes:
+        """The whole body, for small ones."""
+        parts = []
+        while data := self.read():
+            parts.append(data)
+            limit -= len(data)
+            if limit < 0:
+                raise Disconnected("a body too large to be held in memory")
+        return b"".join(parts)
+
+    def blocks(self) -> Iterator[bytes]:
+        while data := self.read():
+            yield data
+
+    @property
+    def consumed(self) -> bool:
+        return self._ended
+
+
+@dataclass
+class Request:
+    method: str
+    path: str  # still percent-encoded: an object's name may hold an encoded slash
+    query: dict[str, str]
+    headers: Message
+    body: Body
+
+    def json(self) -> dict[str, Any]:
+        """The body as a JSON object. Raises ValueError."""
+        value = json.loads(self.body.all() or b"{}")
+        if not isinstance(value, dict):
+            raise ValueError("a JSON object is expected")
+        return value
+
+    @property
+    def segments(self) -> list[str]:
+        """The path's parts, decoded."""
+        return [unquote(part) for part in self.path.strip("/").split("/")]
+
+
+@dataclass
+class FileRegion:
+    """Bytes [start, start + length) of an open file, which the sender closes."""
+
+    file: BinaryIO
+    start: int
+    length: int
+
+
+@dataclass
+class Response:
+    status: int = 200
+    body: bytes | FileRegion = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(status, json.dumps(value, indent=1).encode(), {"Content-Type": "application/json; charset=UTF-8", **(headers or {})})
+
+
+Handler = Callable[[Request], Response]
+
+
+def serve_http(connection: socket.socket, handler: Handler) -> None:
+    """Answers the requests of one connection until it ends."""
+
+    class Connection(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        rbufsize = BLOCK
+        timeout = 3600
+
+        def log_message(self, format: str, *args: object) -> None:
+            log.debug(format, *args)
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("do_"):
+                return self.answer
+            raise AttributeError(name)
+
+        def answer(self) -> None:
+            path, _, query = self.path.partition("?")
+            length = self.headers.get("Content-Length")
+            chunked = self.headers.get("Transfer-Encoding", "").lower() == "chunked"
+            body = Body(self.rfile, int(length) if length else None, chunked)  # type: ignore[arg-type]
+            values = {key: each[-1] for key, each in parse_qs(query, keep_blank_values=True).items()}
+            try:
+                response = handler(Request(self.command, path, values, self.headers, body))
+            except Disconnected:
+                self.close_connection = True
+                return
+            except Exception:
+                log.exception("%s %s", self.command, self.path)
+                response = json_response({"error": {"code": 500, "message": "the emulator failed; see its log", "status": "INTERNAL"}}, 500)
+            if not body.consumed:
+                self.close_connection = True
+            self.send(response)
+
+        def send(self, response: Response) -> None:
+            length = response.body.length if isinstance(response.body, FileRegion) else len(response.body)
+            head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}"]
+            head += [f"{key}: {value}" for key, value in response.headers.items()]
+            if response.status not in (204, 304):
+                head.append(f"Content-Length: {response.headers.get('Content-Length', length)}")
+            if self.close_connection:
+                head.append("Connection: close")
+            text = ("\r\n".join(dict.fromkeys(head)) + "\r\n\r\n").encode("latin-1", "replace")
+            if isinstance(response.body, FileRegion):
+                with response.body.file as file:
+                    self.connection.sendall(text)
+                    if self.command != "HEAD":
+                        self.connection.sendfile(file, response.body.start, response.body.length or None) if response.body.length else None
+            elif self.command == "HEAD" or response.status in (204, 304):
+                self.connection.sendall(text)
+            else:
+                self.connection.sendall(text + response.body)
+
+    connection.setblocking(True)
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError, Disconnected):
+        Connection(connection, "", None)  # type: ignore[arg-type]
+
+
+class Acceptor:
+    """Accepts on any number of listeners; each connection gets a thread that runs the listener's function and then closes it."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._changes: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._loop, name="accept", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        listener.setblocking(False)
+        self._later(lambda: self._selector.register(listener, selectors.EVENT_READ, serve))
+
+    def remove(self, listener: socket.socket, *, close: bool) -> None:
+        """Stops accepting; what connects waits in the backlog unless the listener is closed too."""
+
+        def change() -> None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(listener)
+            if close:
+                listener.close()
+
+        self._later(change)
+
+    def _later(self, change: Callable[[], object]) -> None:
+        with self._lock:
+            self._changes.append(change)
+        os.write(self._wake_write, b"x")
+
+    def _loop(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                    with self._lock:
+                        changes, self._changes = self._changes, []
+                    for change in changes:
+                        try:
+                            change()
+                        except (OSError, KeyError, ValueError):
+                            log.exception("changing a listener")
+                    continue
+                try:
+                    connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
+                except OSError:
+                    continue
+                threading.Thread(target=self._run, args=(key.data, connection), daemon=True).start()
+
+    @staticmethod
+    def _run(serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
+        try:
+            serve(connection)
+        except Exception:
+            log.exception("serving a connection")
+        finally:
+            connection.close()
