@@ -1,0 +1,78 @@
+"""What the loop asks of a framework. Everything framework-specific is behind these methods; no other module imports one.
+
+Words: a *host batch* is this host's rows of a global batch, as numpy arrays. *Sums* are totals over the global batch, so that every figure is a ratio of
+totals and exact on any number of hosts. *Asks* are this host's wishes (stop, save); a result tells whether any host had one, and every host reads the same
+answer from the same step, which is how all hosts stop after the same step without a meeting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from training.checkpoint.manifest import TensorInfo
+
+Arrays = Mapping[str, np.ndarray]
+
+# What every step adds up over the global batch, in this order: the loss of each counted prediction times its weight, the weights, and the
+# weights of predictions that were right.
+SUMS = ("loss", "weight", "correct")
+
+
+@dataclass(frozen=True)
+class Asks:
+    """Wishes that all hosts learn of in the same step."""
+
+    stop: bool = False
+    save: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step did, over all hosts."""
+
+    sums: dict[str, float]
+    asked: Asks
+
+    @property
+    def loss(self) -> float:
+        """The weighted mean loss over the global batch; nan when nothing was counted."""
+        return self.sums["loss"] / self.sums["weight"] if self.sums["weight"] else float("nan")
+
+
+class Pending(Protocol):
+    """A step that may still be running."""
+
+    def outcome(self) -> Outcome:
+        """Waits for it."""
+
+
+class Backend(Protocol):
+    """A model with its optimizer on this slice's devices."""
+
+    devices: int  # of all hosts
+    in_flight: int  # steps to start before reading the outcome of the oldest: more than 0 where reading would stall the device
+
+    def step(self, number: int, batch: Arrays, asks: Asks) -> Pending:
+        """Trains on this host's rows of batch `number`. What it does is a function of the state, `number` and the global batch alone."""
+
+    def evaluate(self, batch: Arrays, asks: Asks) -> Pending:
+        """Adds up the sums without changing anything. Called by all hosts with batches of one shape."""
+
+    def layout(self) -> dict[str, TensorInfo]:
+        """All tensors of the state: `model/...`, and the optimizer's moments `adam_m/...` and `adam_v/...`."""
+
+    def copy(self, places: Mapping[str, memoryview]) -> None:
+        """Copies the named tensors to host memory, as raw little-endian bytes."""
+
+    def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
+        """Replaces these tensors of the state. Raises Damaged for one that has no place in it."""
+
+    def compilations(self) -> tuple[int, float]:
+        """How many programs were compiled so far, and the seconds that took."""
+
+    def close(self) -> None:
+        """Leaves the other hosts. The process may end without it."""

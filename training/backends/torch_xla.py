@@ -1,0 +1,213 @@
+"""PyTorch/XLA: one process a host, on TPU and on CPU, behind `protocol.Backend`.
+
+On TPU (and with CPU_NUM_DEVICES above 1) the process is a member of an SPMD program: arrays are sharded by rows over a mesh of all devices of all hosts,
+the state is replicated, and the compiler adds the gradient sum. On a CPU there is one device a process and no collective between processes (two processes would
+silently train apart), so the gradients of the host batch come to the host, are added by gloo, and go back: two programs a step instead of one.
+
+Few programs: everything that changes with the step (learning rate, bias corrections, the seed of dropout) reaches the device as data, never as a constant, and
+the state is uploaded in one way whether it is fresh or restored. Weights and moments are fp32; bf16 is autocast.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as xla_metrics
+import torch_xla.distributed.spmd as spmd
+import torch_xla.runtime as xla_runtime
+from torch import Tensor
+
+from training.backends.protocol import SUMS, Arrays, Asks, Outcome
+from training.backends.torch_model import build, mlm_sums
+from training.checkpoint.manifest import Damaged, TensorInfo
+from training.cluster import Cluster
+from training.config import TrainerConfig
+from training.rendezvous import Rendezvous
+from training.schedule import adam_numbers, step_seed
+
+_EXTRA = len(SUMS) + 2  # the sums and the asks travel behind the gradients
+
+
+class TorchXla:
+    """A model and its AdamW on the devices of this slice."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        cluster: Cluster,
+        rendezvous: Rendezvous,
+        *,
+        vocabulary: int,
+        pad: int,
+        sequence_length: int,
+        token: str,
+    ) -> None:
+        self._config, self._train, self._cluster = config, config.train, cluster
+        self._spmd = os.environ.get("PJRT_DEVICE") == "TPU" or int(os.environ.get("CPU_NUM_DEVICES") or 1) > 1
+        if self._spmd:
+            xla_runtime.use_spmd()
+        self._device = torch_xla.device()
+        self.devices = xla_runtime.global_runtime_device_count() if self._spmd else cluster.hosts
+        self._mesh = spmd.Mesh(np.arange(self.devices), (self.devices,), ("data",)) if self._spmd else None
+        self._exchange = None
+        if cluster.hosts > 1 and not self._spmd:
+            from training.backends.gloo import Exchange
+
+            self._exchange = Exchange(cluster, rendezvous, token, config.rendezvous.seconds)
+        self.in_flight = 0 if self._exchange else 2 if self._spmd else 1
+        rendezvous.phase("building the model")
+        self._network: Any = build(
+            config.model, vocabulary=vocabulary, pad=pad, sequence_length=sequence_length, dropout=self._train.dropout, seed=config.seed
+        )
+        self._name_state()
+        self._moments = [{name: torch.zeros_like(value, requires_grad=False) for name, value in self._parameters.items()} for _ in range(2)]
+        self._uploaded = False
+
+    def _name_state(self) -> None:
+        self._parameters: dict[str, Tensor] = dict(self._network.named_parameters())  # tied ones once
+        norms = {name for name, module in self._network.named_modules() if isinstance(module, torch.nn.LayerNorm)}
+        self._decayed = {name for name in self._parameters if not name.endswith("bias") and name.rpartition(".")[0] not in norms}
+
+    # --- steps
+
+    def step(self, number: int, batch: Arrays, asks: Asks) -> _PendingStep:
+        self._upload()
+        xm.set_rng_state(step_seed(self._config.seed, number, 0 if self._spmd else self._cluster.worker), self._device)
+        numbers = self._replicated(np.array(adam_numbers(self._train, number), dtype=np.float32))
+        parameters = list(self._parameters.values())
+        gradients: list[Tensor] = []
+        sums = self._asks(asks)
+        for piece in self._pieces(batch):
+            with torch.autocast("xla", dtype=torch.bfloat16, enabled=self._train.precision == "bf16"):
+                each = mlm_sums(self._network, piece)
+            more = torch.autograd.grad(each[0], parameters, allow_unused=True, materialize_grads=True)
+            gradients = [have + new for have, new in zip(gradients, more, strict=True)] if gradients else list(more)
+            sums = torch.cat([sums[: len(SUMS)] + each.detach(), sums[len(SUMS) :]])
+        if self._exchange:
+            flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), sums])
+            torch_xla.sync()
+            on_host = flat.cpu()
+            self._exchange.sum(on_host)
+            flat, seen = on_host.to(self._device), on_host[-_EXTRA:]
+            pieces = flat.split([*(value.numel() for value in parameters), _EXTRA])
+            gradients = [piece.view_as(value) for piece, value in zip(pieces, parameters, strict=False)]
+            sums = pieces[-1]
+        with torch.no_grad():
+            self._apply(gradients, sums[SUMS.index("weight")], numbers)
+        torch_xla.sync()
+        return _PendingStep(seen if self._exchange else sums)
+
+    def _apply(self, gradients: list[Tensor], weight: Tensor, numbers: Tensor) -> None:
+        """AdamW (https://arxiv.org/abs/1711.05101) on gradients of the summed loss."""
+        train = self._train
+        rate, correction1, correction2 = numbers.unbind()
+        scale = 1 / weight.clamp(min=1e-6)
+        if train.clip_norm is not None:
+            norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt() * scale
+            scale = scale * (train.clip_norm / (norm + 1e-6)).clamp(max=1)
+        first, second = self._moments
+        for (name, value), gradient in zip(self._parameters.items(), gradients, strict=True):
+            gradient = gradient * scale
+            first[name].mul_(train.adam_beta1).add_(gradient, alpha=1 - train.adam_beta1)
+            second[name].mul_(train.adam_beta2).addcmul_(gradient, gradient, value=1 - train.adam_beta2)
+            update = (first[name] / correction1) / ((second[name] / correction2).sqrt() + train.adam_epsilon)
+            if name in self._decayed:
+                update = update + train.weight_decay * value
+            value.sub_(rate * update)
+
+    def evaluate(self, batch: Arrays, asks: Asks) -> _PendingStep:
+        self._upload()
+        self._network.eval()
+        with torch.no_grad(), torch.autocast("xla", dtype=torch.bfloat16, enabled=self._train.precision == "bf16"):
+            sums = mlm_sums(self._network, self._rows(batch))
+        self._network.train()
+        asked = self._asks(asks)
+        sums = torch.cat([asked[: len(SUMS)] + sums, asked[len(SUMS) :]])
+        torch_xla.sync()
+        if self._exchange:
+            sums = sums.cpu()
+            self._exchange.sum(sums)
+        return _PendingStep(sums)
+
+    # --- arrays to devices
+
+    def _pieces(self, batch: Arrays) -> list[dict[str, Tensor]]:
+        """The rows of each gradient accumulation, in order."""
+        count = self._train.gradient_accumulation
+        return [self._rows({name: np.array_split(array, count)[index] for name, array in batch.items()}) for index in range(count)]
+
+    def _rows(self, batch: Arrays) -> dict[str, Tensor]:
+        """Arrays (rows, ...) of this host, sharded by rows over all devices of all hosts."""
+        return {name: self._send(array, ("data", *[None] * (array.ndim - 1))) for name, array in batch.items()}
+
+    def _replicated(self, array: np.ndarray) -> Tensor:
+        return self._send(array, (None,) * array.ndim)
+
+    def _asks(self, asks: Asks) -> Tensor:
+        """(5,): zeros for the sums, then over all hosts the number that ask for each thing."""
+        rows = np.zeros((self.devices // self._cluster.hosts, _EXTRA), dtype=np.float32)
+        rows[0, len(SUMS) :] = [asks.stop, asks.save]
+        return self._send(rows, ("data", None)).sum(0)
+
+    def _send(self, array: np.ndarray, axes: tuple[str | None, ...]) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if not self._mesh:
+            return tensor.to(self._device)
+        spec = spmd.ShardingSpec(self._mesh, axes, minibatch=self._cluster.hosts > 1 and axes[0] == "data")
+        return cast(Tensor, xm.send_cpu_data_to_device([tensor], self._device, input_sharding=spec)[0])
+
+    # --- state
+
+    def layout(self) -> dict[str, TensorInfo]:
+        return {name: TensorInfo("F32", tuple(value.shape), value.numel() * 4) for name, value in self._state().items()}
+
+    def copy(self, places: Mapping[str, memoryview]) -> None:
+        state = self._state()
+        for name, place in places.items():
+            # (bytes,) of the tensor into its place
+            np.frombuffer(place, dtype=np.float32)[:] = state[name].detach().cpu().numpy().reshape(-1)
+
+    def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
+        assert not self._uploaded, "restore before the first step"
+        state, layout = self._state(), self.layout()
+        for name, (info, data) in tensors.items():
+            if layout.get(name) != info:
+                raise Damaged(f"tensor {name} is {info.dtype} {list(info.shape)}, which has no place in this model")
+            with torch.no_grad():
+                state[name].copy_(torch.frombuffer(bytearray(data), dtype=torch.float32).view(info.shape))
+
+    def _state(self) -> dict[str, Tensor]:
+        groups = (("model", self._parameters), ("adam_m", self._moments[0]), ("adam_v", self._moments[1]))
+        return {f"{group}/{name}": value for group, values in groups for name, value in values.items()}
+
+    def _upload(self) -> None:
+        if self._uploaded:
+            return
+        self._network.to(self._device)
+        self._network.tie_weights()  # moving to XLA makes two of a tied weight
+        self._name_state()
+        self._moments = [{name: value.to(self._device) for name, value in group.items()} for group in self._moments]
+        self._uploaded = True
+
+    def compilations(self) -> tuple[int, float]:
+        data = xla_metrics.metric_data("CompileTime")
+        return (int(data[0]), data[1] / 1e9) if data else (0, 0.0)
+
+    def close(self) -> None:
+        self._exchange = None
+
+
+class _PendingStep:
+    def __init__(self, sums: Tensor) -> None:
+        self._sums = sums
+
+    def outcome(self) -> Outcome:
+        values = self._sums.cpu().tolist()
+        stop, save = values[len(SUMS) :]
+        return Outcome(dict(zip(SUMS, values, strict=False)), Asks(stop > 0, save > 0))

@@ -1,0 +1,175 @@
+"""`tpu-train`: what runs in the container. Parses, calls, and turns every error into one message and an exit code (training/errors.py).
+
+    tpu-train tokenizer ...                 make a tokenizer            (training/data/commands.py)
+    tpu-train shards ...                    make a dataset
+    tpu-train train CONFIG                  train, on every host of the slice
+    tpu-train checkpoint list|show|verify   look at a run's checkpoints
+
+Groups import what they need when they are called, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+import traceback
+from typing import NoReturn
+
+import click
+
+from training.errors import Exit, LostPeer, StopRequested, TrainError
+
+_BEGAN = time.monotonic()
+# Commands that live elsewhere: name -> (module, attribute, short help). Imported when used.
+_ELSEWHERE = {
+    "tokenizer": ("training.data.commands", "tokenizer", "Make a tokenizer from text."),
+    "shards": ("training.data.commands", "shards", "Make a dataset of TFRecord shards."),
+    "dataset": ("training.data.commands", "dataset", "Look at a dataset, and check it."),
+}
+
+
+class _Commands(click.Group):
+    """A group that knows commands of other modules by name."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted({*super().list_commands(context), *_ELSEWHERE})
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name in _ELSEWHERE:
+            module, attribute, _ = _ELSEWHERE[name]
+            command: click.Command = getattr(importlib.import_module(module), attribute)
+            return command
+        return super().get_command(context, name)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = []
+        for name in self.list_commands(context):
+            own = super().get_command(context, name)
+            rows.append((name, own.get_short_help_str(90) if own else _ELSEWHERE[name][2]))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+def tpu_train() -> None:
+    """Trains Transformers on every host of a Cloud TPU slice."""
+
+
+@tpu_train.command()
+@click.argument("config")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the file, for example train.steps=100.")
+@click.option("--run-id", help="Name of the run's folder below `output`; the launcher gives it as TPU_LAUNCH_RUN_ID.")
+def train(config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
+    """Train as the YAML file CONFIG says, going on from the run's newest checkpoint.
+
+    Exit codes: 0 finished, 2 bad configuration or data, 75 stopped and saved, 76 lost another host, anything else a failure.
+    """
+    from training import stopping
+    from training.config import load
+    from training.metrics import Clock
+
+    asked = stopping.install()
+    clock = Clock(began=_BEGAN)
+    with clock.phase("start"):
+        from training.cluster import discover
+        from training.rendezvous import Alone, join
+
+        settings = load(config, overrides)
+        if run_id:
+            os.environ["TPU_LAUNCH_RUN_ID"] = run_id
+        cluster = discover()
+        waits = settings.rendezvous
+        rendezvous = (
+            Alone()
+            if cluster.hosts == 1
+            else join(cluster, start_seconds=waits.start_seconds, seconds=waits.seconds, lost_seconds=waits.lost_seconds)
+        )
+    code, message = Exit.FAILED, "unexpected error"
+    try:
+        from training.loop import train as run
+
+        run(settings, cluster, rendezvous, asked, clock)
+        code, message = Exit.FINISHED, ""
+    except TrainError as error:
+        code, message = error.exit_code, _report(error)
+    except Exception as error:
+        traceback.print_exc()
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        rendezvous.close(code, message)
+        # The framework's threads may not survive an orderly end of the interpreter, and the exit code is a promise.
+        _leave(code)
+
+
+@tpu_train.group()
+def checkpoint() -> None:
+    """Look at the checkpoints of a run, and verify them."""
+
+
+@checkpoint.command("list")
+@click.argument("folder")
+def list_checkpoints(folder: str) -> None:
+    """List the committed checkpoints below FOLDER, a run's folder."""
+    from training.checkpoint import inspect
+
+    click.echo(inspect.table(folder))
+
+
+@checkpoint.command("show")
+@click.argument("folder")
+@click.option("--step", type=int, help="The newest, unless given.")
+def show_checkpoint(folder: str, step: int | None) -> None:
+    """Print the manifest of a checkpoint as JSON."""
+    from training.checkpoint import inspect
+
+    click.echo(inspect.show(folder, step))
+
+
+@checkpoint.command("verify")
+@click.argument("folder")
+@click.option("--step", type=int, help="Only this one.")
+def verify_checkpoint(folder: str, step: int | None) -> None:
+    """Read every byte of the checkpoints below FOLDER. Exits with 1 if one is damaged."""
+    from training.checkpoint import inspect
+
+    text, good = inspect.verify(folder, step)
+    click.echo(text)
+    if not good:
+        sys.exit(Exit.FAILED)
+
+
+def main() -> None:
+    """Entry point of `tpu-train`."""
+    from training.yaml_file import ConfigError
+
+    try:
+        tpu_train(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(Exit.BAD_INPUT)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except ConfigError as error:
+        print(f"tpu-train: bad configuration:\n{error}", file=sys.stderr)
+        sys.exit(Exit.BAD_INPUT)
+    except TrainError as error:
+        _report(error)
+        sys.exit(error.exit_code)
+
+
+def _report(error: TrainError) -> str:
+    kind = "stopped" if isinstance(error, StopRequested) else "lost peer" if isinstance(error, LostPeer) else "error"
+    print(f"tpu-train: {kind}: {error}", file=sys.stderr, flush=True)
+    return str(error)
+
+
+def _leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""The trainer's half of the YAML file: frozen sections, checked before anything is rented.
+
+The launcher reads the same file and validates it with these functions before it creates a slice, so this module imports no framework
+and no numpy. Sections that belong to the launcher are allowed and ignored, with one exception: if the file names an accelerator, the
+global batch is checked against its devices here, where a mistake costs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from training.accelerators import UnknownAccelerator, accelerator
+from training.yaml_file import ConfigError, Document, Section, refuse_unknown, validate
+from training.yaml_file import load as load_document
+
+LAUNCHER_SECTIONS = frozenset({"project", "zone", "slice", "image", "run"})
+
+# The published BERT family (https://github.com/google-research/bert) and RoBERTa-base, by name:
+# hidden size, layers, attention heads, intermediate size, positions.
+SHAPES: dict[str, tuple[int, int, int, int, int]] = {
+    "bert-tiny": (128, 2, 2, 512, 512),
+    "bert-mini": (256, 4, 4, 1024, 512),
+    "bert-small": (512, 4, 8, 2048, 512),
+    "bert-medium": (512, 8, 8, 2048, 512),
+    "bert-base": (768, 12, 12, 3072, 512),
+    "bert-large": (1024, 24, 16, 4096, 512),
+    "roberta-base": (768, 12, 12, 3072, 512),
+}
+ModelName = Literal["bert-tiny", "bert-mini", "bert-small", "bert-medium", "bert-base", "bert-large", "roberta-base"]
+
+
+class Model(Section):
+    """Which network. Either a known name, some of its sizes changed, or a folder in Hugging Face's layout to start from."""
+
+    name: ModelName | None = None
+    path: str | None = None  # a folder with config.json and model.safetensors: its weights are the start
+    hidden_size: int | None = Field(default=None, ge=8)
+    layers: int | None = Field(default=None, ge=1)
+    heads: int | None = Field(default=None, ge=1)
+    intermediate_size: int | None = Field(default=None, ge=8)
+    max_positions: int | None = Field(default=None, ge=8)
+    vocabulary_size: int | None = Field(default=None, ge=8)  # the tokenizer's, unless given
+
+    @property
+    def family(self) -> str:
+        return "roberta" if self.name == "roberta-base" else "bert"
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Hidden size, layers, heads, intermediate size, positions. Changing the width changes what follows from it."""
+        assert self.name is not None
+        hidden, layers, heads, intermediate, positions = SHAPES[self.name]
+        if self.hidden_size is not None:
+            heads, intermediate = max(1, self.hidden_size // (hidden // heads)), 4 * self.hidden_size
+        return (
+            self.hidden_size or hidden,
+            self.layers or layers,
+            self.heads or heads,
+            self.intermediate_size or intermediate,
+            self.max_positions or positions,
+        )
+
+
+class MaskingSection(Section):
+    """Which tokens are predicted."""
+
+    percent: int = Field(default=15, ge=1, le=100)  # of a row's ordinary tokens
+    predictions: int | None = Field(default=None, ge=1)  # places for them in each row; what a full row needs, unless given
+
+
+class Data(Section):
+    """Folders of shards (local or gs://), as `tpu-train shards` writes them."""
+
+    train: str
+    evaluation: str | None = None
+    tokenizer: str
+    masking: MaskingSection = MaskingSection()
+    on_corrupt: Literal["stop", "skip"] = "stop"
+
+
+class Train(Section):
+    steps: int = Field(ge=1)
+    global_batch_size: int = Field(ge=1)
+    learning_rate: float = Field(default=1e-4, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["linear", "cosine"] = "linear"
+    weight_decay: float = Field(default=0.01, ge=0)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    precision: Literal["fp32", "bf16"] = "fp32"
+    gradient_accumulation: int = Field(default=1, ge=1)
+    log_every: int = Field(default=10, ge=1)
+    prefetch: int = Field(default=2, ge=1)  # batches read ahead
+
+
+class Evaluation(Section):
+    every: int | None = Field(default=None, ge=1)  # steps; None: only at the end
+    at_end: bool = True
+    batch_size: int | None = Field(default=None, ge=1)  # global; the training batch's, unless given
+
+
+class Checkpoint(Section):
+    every_steps: int | None = Field(default=None, ge=1)
+    every_minutes: float | None = Field(default=None, gt=0)
+    keep_last: int = Field(default=2, ge=1)
+    keep_every: int | None = Field(default=None, ge=1)  # steps whose checkpoints are never deleted
+    background: bool = True  # write while the next steps run
+
+
+class Rendezvous(Section):
+    """How long hosts wait for each other, in seconds."""
+
+    start_seconds: float = Field(default=600.0, gt=0)  # for all hosts to appear: images are pulled at different speeds
+    seconds: float = Field(default=300.0, gt=0)  # everywhere else
+    lost_seconds: float = Field(default=6.0, ge=2)  # a silent network
+
+
+class TrainerConfig(Section):
+    """Everything `tpu-train train` reads."""
+
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    task: Literal["mlm"] = "mlm"
+    backend: Literal["torch-xla"] = "torch-xla"
+    model: Model
+    data: Data
+    train: Train
+    evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
+    rendezvous: Rendezvous = Rendezvous()
+    output: str
+
+    @property
+    def evaluation_batch_size(self) -> int:
+        return self.evaluation.batch_size or self.train.global_batch_size
+
+    def canonical(self) -> dict[str, Any]:
+        """As plain JSON values, with every default written out."""
+        return self.model_dump(mode="json")
+
+    @property
+    def hash(self) -> str:
+        """Equal for equal configurations, however the YAML was written."""
+        return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load(path: str | Path, overrides: tuple[str, ...] = ()) -> TrainerConfig:
+    """Reads and checks a YAML file. Raises ConfigError, which has a line with file:line for every mistake."""
+    return from_document(load_document(path, overrides))
+
+
+def from_document(document: Document) -> TrainerConfig:
+    """The trainer's part of a document that may hold the launcher's sections too. Raises ConfigError."""
+    refuse_unknown(document, (*TrainerConfig.model_fields, *sorted(LAUNCHER_SECTIONS)))
+    own = {key: value for key, value in document.value.items() if key not in LAUNCHER_SECTIONS}
+    config = validate(TrainerConfig, Document(document.name, own, document.places))
+    mistakes = [
+        f"{document.place(path)}: {'.'.join(path)}: {message}" for path, message in _contradictions(config, _accelerator_name(document))
+    ]
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    return config
+
+
+def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None:
+    """Why the global batch can't be divided evenly over `devices` on `hosts`; None when it can. Called again when devices are known."""
+    for what, size, pieces in (
+        ("train.global_batch_size", config.train.global_batch_size, config.train.gradient_accumulation),
+        ("the evaluation batch", config.evaluation_batch_size, 1),
+    ):
+        if size % (devices * pieces):
+            accumulated = f" x {pieces} gradient accumulation" if pieces > 1 else ""
+            return f"{what} is {size}, which does not divide evenly over {devices} devices on {hosts} hosts{accumulated}; use a multiple of {devices * pieces}"
+    return None
+
+
+def _accelerator_name(document: Document) -> str | None:
+    section = document.value.get("slice")
+    name = section.get("accelerator_type") if isinstance(section, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list[tuple[tuple[str, ...], str]]:
+    """What is wrong between keys that are each right: (path of the key to change, message)."""
+    found: list[tuple[tuple[str, ...], str]] = []
+    model, train = config.model, config.train
+    if (model.name is None) == (model.path is None):
+        found.append((("model",), "give either model.name (for example bert-base) or model.path, a folder to start from"))
+    elif model.name is not None:
+        hidden, _, heads, _, _ = model.shape
+        if hidden % heads:
+            found.append((("model",), f"hidden_size {hidden} does not divide evenly over {heads} attention heads"))
+    else:
+        sizes = [
+            name
+            for name in ("hidden_size", "layers", "heads", "intermediate_size", "max_positions", "vocabulary_size")
+            if getattr(model, name) is not None
+        ]
+        if sizes:
+            found.append((("model", sizes[0]), f"model.path brings its own sizes; remove {', '.join(sizes)}"))
+    if config.evaluation.every is not None and config.data.evaluation is None:
+        found.append((("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every"))
+    if train.warmup_steps > train.steps:
+        found.append((("train", "warmup_steps"), f"{train.warmup_steps} steps of warm-up are more than train.steps ({train.steps})"))
+    if accelerator_name is not None:
+        try:
+            slice_ = accelerator(accelerator_name)
+        except UnknownAccelerator:
+            return found  # the launcher's own section says so, with its place
+        mistake = batch_mistake(config, slice_.hosts, slice_.devices)
+        if mistake:
+            found.append((("train", "global_batch_size"), f"{mistake} (slice.accelerator_type is {accelerator_name})"))
+    return found

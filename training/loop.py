@@ -1,0 +1,275 @@
+"""The training loop: `train` starts everything up, `_Run.loop` is the loop, for every backend and task.
+
+Step number k trains on batch k and is a function of the state, k and the batch alone; "step 40" in messages and checkpoints means that 40 steps are done.
+All hosts run this code and must make the same choices. So every choice rests on the step number, or on an `Outcome`, which all hosts read
+after the same step: a host that is asked to stop says so in its next step's asks, and everyone stops after reading that step's outcome.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import google_crc32c
+
+from training import report, storage
+from training.backends.protocol import SUMS, Asks, Backend, Outcome, Pending
+from training.checkpoint.manifest import step_folder
+from training.checkpoint.policy import EveryMinutes, EverySteps, Keep
+from training.checkpoint.restore import restore
+from training.checkpoint.save import Description, Saver
+from training.cluster import Cluster
+from training.config import TrainerConfig
+from training.errors import StopRequested, TrainError
+from training.metrics import Clock, MetricsLog
+from training.rendezvous import Rendezvous
+from training.schedule import learning_rate
+from training.start import agree, code_hash, model_identity, open_backend
+from training.stopping import Stopping
+from training.tasks.mlm import HostBatch, Mlm
+
+
+def train(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopping: Stopping, clock: Clock) -> dict[str, Any]:
+    """Trains to the last step and returns the summary. Raises StopRequested when asked to stop, once the state is committed."""
+    folder = storage.join(config.output, cluster.run_id)
+    with clock.phase("start"):
+        rendezvous.phase("opening the data")
+        task = Mlm(config, cluster)
+        code = code_hash()
+        token = agree(rendezvous, {"configuration": config.hash, "code": code, **task.hashes()}, config.rendezvous.start_seconds)
+        rendezvous.phase("loading the framework")
+        backend = open_backend(config, cluster, rendezvous, task, token)
+    with clock.phase("restore"):
+        checkpoints = storage.join(folder, "checkpoints")
+        identity = {
+            **task.identity(),
+            **model_identity(config),
+            "seed": config.seed,
+            "train.global_batch_size": config.train.global_batch_size,
+        }
+        restored = restore(checkpoints, rendezvous, identity, backend.accept, warn if cluster.is_first else lambda _: None)
+        keep = Keep(config.checkpoint.keep_last, config.checkpoint.keep_every)
+        description = Description(identity, config.canonical(), code, token)
+        saver = Saver(checkpoints, cluster, rendezvous, description, keep, background=config.checkpoint.background)
+        run = _Run(config, cluster, rendezvous, stopping, clock, task, backend, saver, folder)
+        run.say(
+            f"run {cluster.run_id}, attempt {cluster.attempt}: {cluster.hosts} host(s), {backend.devices} device(s), {task.train.records} records"
+        )
+        if restored:
+            run.go_on(restored.manifest.step, restored.manifest.state, restored.damaged)
+        run.log = MetricsLog(folder, cluster.attempt, run.step) if cluster.is_first else None
+    run.loop()
+    return run.finish()
+
+
+NOTHING = Asks()
+
+
+def warn(message: str) -> None:
+    print(f"tpu-train: warning: {message}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class _Run:
+    config: TrainerConfig
+    cluster: Cluster
+    rendezvous: Rendezvous
+    stopping: Stopping
+    clock: Clock
+    task: Mlm
+    backend: Backend
+    saver: Saver
+    folder: str
+    log: MetricsLog | None = None  # host 0 only
+    step: int = 0  # steps done, or at least started
+    seen: int = 0  # steps whose outcome was read
+    asked: Asks = NOTHING  # what all hosts know that one of them wants
+    pending: deque[tuple[Pending, HostBatch]] = field(default_factory=deque)
+    losses: dict[str, float | None] = field(default_factory=lambda: {"first": None, "last": None})
+    figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    trained: int = 0  # steps of this attempt
+    last_save: float = field(default_factory=time.monotonic)
+    last_line: tuple[float, int] = (0.0, 0)  # seconds in steps and steps of this attempt, at the last progress line
+
+    def go_on(self, step: int, state: Any, damaged: tuple[int, ...]) -> None:
+        self.step = self.seen = step
+        self.losses.update(first=state["first_loss"], last=state["last_loss"])
+        self.saver.restored(step, damaged)
+        self.say(f"going on from {storage.join(self.saver.folder, step_folder(step))}")
+
+    def loop(self) -> None:
+        steps, save, evaluate = (
+            self.config.train.steps,
+            EverySteps(self.config.checkpoint.every_steps),
+            EverySteps(self.config.evaluation.every),
+        )
+        self.asked = Asks(stop=any(self.rendezvous.meet("ready", self.stopping.requested)))
+        batches = self.task.batches(self.step) if self.step < steps and not self.asked.stop else iter(())
+        while self.step < steps and not self.asked.stop:
+            with self.clock.phase("data_wait"):
+                batch = next(batches)
+            self.train_on(batch)
+            if save.due(self.step) or self.asked.save:
+                self.save()
+            if evaluate.due(self.step) and self.step < steps and not self.asked.stop:
+                self.evaluate()
+        self.save()
+        if self.asked.stop:
+            self.stop()
+
+    def train_on(self, batch: HostBatch) -> None:
+        self.rendezvous.phase(f"step {self.step}" if self.trained else f"step {self.step}, the first of this attempt")
+        with self.clock.phase("step"), self.compiling("step"):
+            wishes = Asks(
+                self.stopping.requested,
+                self.cluster.is_first and EveryMinutes(self.config.checkpoint.every_minutes).due(time.monotonic(), self.last_save),
+            )
+            self.pending.append((self.backend.step(self.step, batch.arrays, wishes), batch))
+            self.step, self.trained = self.step + 1, self.trained + 1
+            self.read_outcomes(leave=self.backend.in_flight)
+        self.saver.check()
+        self.rendezvous.check()
+
+    def read_outcomes(self, leave: int) -> None:
+        """Reads the outcomes of steps, oldest first, until `leave` are in flight."""
+        while len(self.pending) > leave:
+            pending, batch = self.pending.popleft()
+            outcome = pending.outcome()
+            self.asked = Asks(self.asked.stop or outcome.asked.stop, self.asked.save or outcome.asked.save)
+            self.observe(outcome.loss, batch)
+
+    def observe(self, loss: float, batch: HostBatch) -> None:
+        if not math.isfinite(loss):
+            records = ", ".join(map(str, batch.records[:64]))
+            raise TrainError(
+                f"the loss of step {self.seen} is {loss}; the last finite one was {self.losses['last']}. Records of this host's batch: {records}"
+            )
+        self.seen += 1
+        self.losses.update(first=loss if self.losses["first"] is None else self.losses["first"], last=loss)
+        if self.log and (self.seen % self.config.train.log_every == 0 or self.seen == self.config.train.steps):
+            seconds, (before, steps) = self.step_seconds(), self.last_line
+            each = (seconds - before) / max(1, self.trained - steps)
+            self.last_line = (seconds, self.trained)
+            rate = self.config.train.global_batch_size / each if each > 0 else 0.0
+            self.say(report.progress(self.seen, self.config.train.steps, loss, rate, (self.config.train.steps - self.seen) * each))
+            self.log.write(
+                {
+                    "step": self.seen,
+                    "loss": loss,
+                    "learning_rate": learning_rate(self.config.train, self.seen - 1),
+                    "examples_per_second": rate,
+                }
+            )
+
+    def save(self) -> None:
+        """Begins to save the present step, unless that is done already. With `checkpoint.background` the next steps run meanwhile."""
+        self.read_outcomes(leave=0)
+        self.asked, self.last_save = Asks(stop=self.asked.stop), time.monotonic()
+        if self.saver.newest == self.step:
+            return
+        self.rendezvous.phase(f"copying the state of step {self.step}")
+        with self.clock.phase("checkpoint"):
+            self.saver.save(
+                self.step, self.backend.layout(), self.backend.copy, {"first_loss": self.losses["first"], "last_loss": self.losses["last"]}
+            )
+
+    def evaluate(self) -> None:
+        """Over the whole evaluation set, unless all hosts learn meanwhile that one is to stop."""
+        self.read_outcomes(leave=0)
+        totals = dict.fromkeys(SUMS, 0.0)
+        with self.clock.phase("evaluation"), self.compiling("evaluation"):
+            for number, batch in enumerate(self.task.evaluation_batches()):
+                self.rendezvous.phase(f"evaluation after step {self.step}, batch {number}")
+                outcome = self.backend.evaluate(batch.arrays, Asks(stop=self.stopping.requested)).outcome()
+                totals = {name: totals[name] + outcome.sums[name] for name in SUMS}
+                self.rendezvous.check()
+                if outcome.asked.stop:
+                    self.asked = Asks(stop=True)
+                    return
+        self.figures = self.task.figures(Outcome(totals, NOTHING))
+        self.say(report.evaluation(self.step, self.figures))
+        if self.log:
+            self.log.write({"step": self.step, **{f"eval_{name}": value for name, value in self.figures.items()}})
+
+    def finish(self) -> dict[str, Any]:
+        """After the last step and its save: evaluation, the last meeting, the summary."""
+        if self.config.data.evaluation and self.config.evaluation.at_end:
+            self.evaluate()
+            if self.asked.stop:
+                self.stop()
+        with self.clock.phase("checkpoint"):
+            self.saver.wait()
+        checksums = self.rendezvous.meet("end", self.weights_crc32c())
+        if len(set(checksums)) > 1:
+            raise TrainError(
+                f"the hosts ended with different weights (crc32c by host: {', '.join(checksums)}): they did not train the same model"
+            )
+        count, _ = self.backend.compilations()
+        step_seconds = self.step_seconds()
+        summary = {
+            "run_id": self.cluster.run_id, "attempt": self.cluster.attempt, "hosts": self.cluster.hosts, "devices": self.backend.devices, "steps": self.step,
+            "first_loss": self.losses["first"], "last_loss": self.losses["last"],
+            "eval_loss": self.figures.get("loss"), "eval_perplexity": self.figures.get("perplexity"), "eval_accuracy": self.figures.get("accuracy"),
+            "examples_per_second": self.trained * self.config.train.global_batch_size / step_seconds if step_seconds else 0.0,
+            "checkpoint": storage.join(self.saver.folder, step_folder(self.step)), "committed_step": self.saver.committed,
+            "compilations": count, "checkpoint_blocked_seconds": round(self.saver.blocked_seconds, 3),
+            "final_weights_crc32c": checksums[0], "seconds": self.clock.report(),
+        }  # fmt: skip
+        if self.log:
+            self.log.finish()
+            storage.write(storage.join(self.folder, "summary.json"), json.dumps(summary, indent=1).encode() + b"\n")
+            self.say(report.summary(summary))
+            self.say("summary: " + json.dumps(summary))
+        return summary
+
+    def stop(self) -> None:
+        """Waits for the commit on all hosts, then leaves with exit code 75."""
+        self.rendezvous.phase(f"stopping after step {self.step}")
+        self.saver.wait()
+        self.rendezvous.meet("stop", self.step)
+        if self.log:
+            self.log.finish()
+        raise StopRequested(
+            f"stopped after step {self.step}, which is committed: {storage.join(self.saver.folder, step_folder(self.step))}"
+        )
+
+    def weights_crc32c(self) -> str:
+        """Of all weights in the order of their names: equal for equal bits."""
+        crc = 0
+        for name, info in sorted(self.backend.layout().items()):
+            if name.startswith("model/"):
+                data = bytearray(info.size)
+                self.backend.copy({name: memoryview(data)})
+                crc = int(google_crc32c.extend(crc, bytes(data)))
+        return f"{crc:08x}"
+
+    def compiling(self, phase: str) -> Compiling:
+        return Compiling(self.clock, self.backend, phase)
+
+    def step_seconds(self) -> float:
+        return self.clock.so_far("step") + self.clock.so_far("data_wait")
+
+    def say(self, message: str) -> None:
+        if self.cluster.is_first:
+            print(message, flush=True)
+
+
+@dataclass
+class Compiling:
+    """Counts the seconds that were spent compiling inside a phase as "compile"."""
+
+    clock: Clock
+    backend: Backend
+    phase: str
+    before: float = 0.0
+
+    def __enter__(self) -> None:
+        self.before = self.backend.compilations()[1]
+
+    def __exit__(self, *_: object) -> None:
+        self.clock.move(self.phase, "compile", self.backend.compilations()[1] - self.before)

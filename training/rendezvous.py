@@ -1,0 +1,396 @@
+"""Named, bounded meetings of all hosts over their own network. No framework, no device, no object store.
+
+`meet("checkpoint 40", payload)` returns everyone's payload, in worker order, when all hosts have called it; if one does not come within the
+time-out, every host gets LostPeer, which names the missing hosts and the phase they were last heard of in. A server thread in host 0's process
+keeps the room (`room.py`); every host, host 0 too, holds one TCP connection to it for the whole run and tells its phase on it.
+
+Who is gone is noticed by the kernel, not by a Python heartbeat, which a long compilation could starve: a killed process closes its
+connection at once, and a machine that vanished stops acknowledging keep-alive probes (`lost_seconds`). A process that hangs but lives is caught
+by the time-outs of the meetings.
+
+On the wire: one JSON object a line.
+    host -> server   {"hello": worker, "run_id", "attempt", "hosts"}   {"phase"}   {"arrive": name, "payload", "seconds"}   {"goodbye": code, "reason"}
+    server -> host   {"welcome"}   {"refused": why, "final": bool}   {"complete": name, "payloads"}   {"lost": why}   {"phases": [...]}
+
+What can fail half-way: a server that dies after answering some hosts. Those hosts go on and learn of it from their broken connection within
+moments; whoever builds on a meeting must therefore tolerate that only some hosts know it completed (a checkpoint is committed by its manifest, not here).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from training.cluster import Cluster
+from training.errors import Exit, LostPeer, TrainError
+from training.room import Identity, Message, Outgoing, Room
+
+TICK = 0.25  # seconds between looks at the clock
+LONGEST_LINE = 4 << 20
+GRACE = 2.0  # seconds that a main thread gets to end by itself once a peer is lost
+
+
+class Rendezvous(Protocol):
+    """Where hosts meet."""
+
+    def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+        """Everyone's payload in worker order, once all are here. Raises LostPeer."""
+
+    def phase(self, name: str) -> None:
+        """Tells the others what this host is doing; costs nothing."""
+
+    def aside(self, name: str) -> None:
+        """What a background thread does beside the phase; "" when it is done."""
+
+    def check(self) -> None:
+        """Raises LostPeer if another host is known to be gone."""
+
+    def close(self, code: int, reason: str = "") -> None:
+        """Says goodbye. A code other than "finished" and "saved" ends the others too."""
+
+
+class Alone:
+    """The rendezvous of a single host."""
+
+    def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+        return [payload]
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def aside(self, name: str) -> None:
+        pass
+
+    def check(self) -> None:
+        pass
+
+    def close(self, code: int, reason: str = "") -> None:
+        pass
+
+
+def join(cluster: Cluster, *, start_seconds: float, seconds: float, lost_seconds: float) -> Rendezvous:
+    """Starts the server on host 0 and connects. Raises LostPeer when host 0 does not answer in time, TrainError when it refuses."""
+    if cluster.hosts == 1:
+        return Alone()
+    server = Server(cluster, lost_seconds) if cluster.is_first else None
+    try:
+        return Guest(cluster, server, start_seconds=start_seconds, seconds=seconds, lost_seconds=lost_seconds, on_stuck=_leave_stuck)
+    except BaseException:
+        if server:
+            server.close(0)
+        raise
+
+
+def _leave_stuck(message: str) -> None:
+    """The last resort: the main thread is stuck in a collective that will never end."""
+    print(f"tpu-train: lost peer: {message}", file=sys.stderr, flush=True)
+    os._exit(Exit.LOST_PEER)
+
+
+def _watch(connection: socket.socket, lost_seconds: float) -> None:
+    """Makes the kernel notice a vanished machine within about `lost_seconds`, whatever this process is busy with."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", max(1, int(lost_seconds) - 1)),
+        ("TCP_USER_TIMEOUT", int(lost_seconds * 1000)),
+    ):
+        if hasattr(socket, option):  # Linux has all four
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+@dataclass
+class _Connection:
+    socket: socket.socket
+    worker: int | None = None  # None until it has been admitted
+    unread: bytes = b""
+
+
+class Server:
+    """Host 0's thread that keeps the room."""
+
+    def __init__(self, cluster: Cluster, lost_seconds: float) -> None:
+        self._room = Room(Identity(cluster.run_id, cluster.attempt, cluster.hosts))
+        self._lost_seconds = lost_seconds
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, _Connection] = {}  # by worker
+        self._stop = threading.Event()
+        self._listener = _listen(cluster.addresses[0], cluster.rendezvous_port)
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._serve, name="rendezvous-server", daemon=True)
+        self._thread.start()
+
+    def close(self, wait_seconds: float) -> None:
+        """Ends once every host has left, or after `wait_seconds`."""
+        deadline = time.monotonic() + wait_seconds
+        while time.monotonic() < deadline and any(worker != 0 for worker in list(self._connections)):
+            time.sleep(0.02)
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _serve(self) -> None:
+        told: list[str] = []
+        next_news = 0.0
+        while not self._stop.is_set():
+            for key, _ in self._selector.select(timeout=TICK):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._read(key.data)
+            now = time.monotonic()
+            self._send(self._room.tick(now))
+            if now >= next_news and (phases := self._room.phases()) != told:
+                told, next_news = phases, now + 1
+                self._send([(worker, {"phases": phases}) for worker in list(self._connections)])
+        for connection in list(self._connections.values()):
+            connection.socket.close()
+        self._listener.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError:
+            return  # the guest gave up before we looked
+        _watch(accepted, self._lost_seconds)
+        accepted.settimeout(self._lost_seconds)  # for sending; reading happens only when there is something
+        self._selector.register(accepted, selectors.EVENT_READ, _Connection(accepted))
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(1 << 16)
+        except OSError:
+            data = b""
+        connection.unread += data
+        if not data or len(connection.unread) > LONGEST_LINE:
+            self._drop(connection)
+            return
+        while b"\n" in connection.unread:
+            line, connection.unread = connection.unread.split(b"\n", 1)
+            try:
+                self._handle(connection, json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                self._drop(connection)  # does not speak this protocol
+                return
+
+    def _handle(self, connection: _Connection, message: Message) -> None:
+        now = time.monotonic()
+        if connection.worker is None:
+            worker = int(message["hello"])
+            refused = self._room.hello(worker, Identity(message["run_id"], message["attempt"], message["hosts"]), now)
+            if refused:
+                _send_line(connection.socket, {"refused": refused[0], "final": refused[1]})
+                self._drop(connection)
+                return
+            connection.worker = worker
+            self._connections[worker] = connection
+            self._send([(worker, {"welcome": True})])
+        elif "phase" in message:
+            self._room.phase(connection.worker, message["phase"], now)
+        elif "arrive" in message:
+            self._send(self._room.arrive(connection.worker, message["arrive"], message["payload"], message["seconds"], now))
+        elif "goodbye" in message:
+            self._send(self._room.goodbye(connection.worker, message["goodbye"], message["reason"]))
+
+    def _send(self, outgoing: Outgoing) -> None:
+        for worker, message in outgoing:
+            connection = self._connections.get(worker)
+            if connection and not _send_line(connection.socket, message):
+                self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.socket)
+        connection.socket.close()
+        if connection.worker is not None and self._connections.get(connection.worker) is connection:
+            del self._connections[connection.worker]
+            self._send(self._room.closed(connection.worker))
+
+
+class Guest:
+    """A host's end of the rendezvous."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        server: Server | None,
+        *,
+        start_seconds: float,
+        seconds: float,
+        lost_seconds: float,
+        on_stuck: Callable[[str], None],
+    ) -> None:
+        self._cluster = cluster
+        self._server = server
+        self._seconds = seconds
+        self._on_stuck = on_stuck
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._answers: dict[str, list[Any]] = {}
+        self._lost: str | None = None
+        self._closing = threading.Event()
+        self._main, self._aside, self._told = "connected", "", ""
+        self._phases: list[str] = []
+        self._socket, unread = _connect(cluster, start_seconds, lost_seconds)
+        threading.Thread(target=self._listen, args=(unread,), name="rendezvous-listener", daemon=True).start()
+        threading.Thread(target=self._tell, name="rendezvous-phase", daemon=True).start()
+
+    def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+        wait = self._seconds if seconds is None else seconds
+        self._post({"phase": self._phase})
+        self._post({"arrive": name, "payload": payload, "seconds": wait})
+        deadline = time.monotonic() + wait + 10  # the server's answer says more than ours could
+        with self._changed:
+            while name not in self._answers:
+                self._raise_if_lost()
+                if not self._changed.wait(timeout=max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                    raise LostPeer(f"rendezvous {name!r}: host 0 did not answer within {wait + 10:g} s; last known phases: {self._known()}")
+            return self._answers.pop(name)
+
+    def phase(self, name: str) -> None:
+        self._main = name
+
+    def aside(self, name: str) -> None:
+        self._aside = name
+
+    @property
+    def _phase(self) -> str:
+        return f"{self._main}, {self._aside}" if self._aside else self._main
+
+    def check(self) -> None:
+        if self._lost:
+            with self._changed:
+                self._raise_if_lost()
+
+    def close(self, code: int, reason: str = "") -> None:
+        if self._closing.is_set():
+            return
+        self._post({"phase": self._phase})
+        self._post({"goodbye": int(code), "reason": reason.splitlines()[0][:500] if reason else ""})
+        self._closing.set()
+        if self._server:
+            self._server.close(5 if code in (Exit.FINISHED, Exit.SAVED) else 1)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _raise_if_lost(self) -> None:
+        if self._lost:
+            raise LostPeer(self._lost)
+
+    def _known(self) -> str:
+        return ", ".join(f"host {worker} {phase!r}" for worker, phase in enumerate(self._phases)) or "none"
+
+    def _post(self, message: Message) -> None:
+        with self._sending:
+            _send_line(self._socket, message)  # a broken connection is the listener's news
+
+    def _tell(self) -> None:
+        while not self._closing.wait(0.5):
+            phase = self._phase
+            if phase != self._told:
+                self._told = phase
+                self._post({"phase": phase})
+
+    def _listen(self, unread: bytes) -> None:
+        while True:
+            while b"\n" in unread:
+                line, unread = unread.split(b"\n", 1)
+                self._take(json.loads(line))
+            try:
+                data = self._socket.recv(1 << 16)
+            except OSError as error:
+                if isinstance(error, TimeoutError) and error.errno is None:
+                    continue  # our own waiting time; the kernel's "connection timed out" has an errno
+                data = b""
+            if not data:
+                last = self._phases[0] if self._phases else "unknown"
+                self._take({"lost": f"host 0 is gone: its connection broke in phase {last!r}"})
+                return
+            unread += data
+
+    def _take(self, message: Message) -> None:
+        with self._changed:
+            if "complete" in message:
+                self._answers[message["complete"]] = message["payloads"]
+            elif "phases" in message:
+                self._phases = message["phases"]
+            elif "lost" in message and self._lost is None and not self._closing.is_set():
+                self._lost = message["lost"]
+                threading.Thread(target=self._insist, args=(self._lost,), name="rendezvous-lost", daemon=True).start()
+            self._changed.notify_all()
+
+    def _insist(self, message: str) -> None:
+        """Lets the main thread end by itself; ends the process when it can't."""
+        if not self._closing.wait(GRACE):
+            self._on_stuck(message)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((address, port), backlog=1024, reuse_port=False)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise TrainError(
+                f"port {port} on {address} is in use, so the hosts can't meet there; does another trainer run on this host?"
+            ) from None
+        raise TrainError(
+            f"this host is worker 0, but can't listen on {address}:{port}: {error.strerror or error}; is TPU_WORKER_HOSTNAMES in worker order?"
+        ) from None
+
+
+def _connect(cluster: Cluster, start_seconds: float, lost_seconds: float) -> tuple[socket.socket, bytes]:
+    """A connection that host 0 has welcomed, and what it sent after the welcome. Keeps trying until `start_seconds` are over."""
+    address = (cluster.addresses[0], cluster.rendezvous_port)
+    deadline = time.monotonic() + start_seconds
+    why = "no answer"
+    while time.monotonic() < deadline:
+        connection = None
+        try:
+            connection = socket.create_connection(address, timeout=min(lost_seconds, start_seconds))
+            _watch(connection, lost_seconds)
+            _send_line(connection, {"hello": cluster.worker, "run_id": cluster.run_id, "attempt": cluster.attempt, "hosts": cluster.hosts})
+            unread = b""
+            while b"\n" not in unread:
+                data = connection.recv(1 << 16)
+                if not data:
+                    raise ConnectionResetError("closed the connection")
+                unread += data
+            line, unread = unread.split(b"\n", 1)
+            answer = json.loads(line)
+            if "welcome" in answer:
+                connection.settimeout(lost_seconds)
+                return connection, unread
+            why = f"refused: {answer.get('refused')}"
+            connection.close()
+            if answer.get("final"):
+                raise TrainError(f"host 0 ({address[0]}:{address[1]}) refused this host (worker {cluster.worker}): {answer['refused']}")
+        except (OSError, ValueError) as error:
+            why = str(error) or type(error).__name__
+            if connection:
+                connection.close()
+        time.sleep(0.2)
+    raise LostPeer(
+        f"host 0 ({address[0]}:{address[1]}) did not let this host (worker {cluster.worker}) in within {start_seconds:g} s: {why}"
+    )
+
+
+def _send_line(connection: socket.socket, message: Message) -> bool:
+    """Whether it could be sent."""
+    try:
+        connection.sendall(json.dumps(message).encode() + b"\n")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,45 @@
+"""What a person and the launcher read: the progress line and the final summary. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def progress(step: int, steps: int, loss: float, examples_per_second: float, remaining_seconds: float) -> str:
+    """One line on host 0."""
+    width = len(str(steps))
+    return f"step {step:>{width}}/{steps}  loss {loss:.5f}  {examples_per_second:,.1f} examples/s  {remaining(remaining_seconds)} left"
+
+
+def remaining(seconds: float) -> str:
+    """For example "2:05:00" or "0:07"."""
+    whole = max(0, round(seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss); infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def evaluation(step: int, results: dict[str, float]) -> str:
+    return f"evaluation after step {step}: " + "  ".join(f"{name} {value:.5f}" for name, value in results.items())
+
+
+def summary(values: dict[str, Any]) -> str:
+    """A few lines for people; summary.json has all of it."""
+    seconds: dict[str, float] = values["seconds"]
+    phases = ", ".join(f"{name} {amount:.1f}" for name, amount in seconds.items() if name != "total" and amount >= 0.05)
+    lines = [
+        f"finished {values['steps']} steps on {values['hosts']} host(s), {values['devices']} device(s): "
+        f"loss {values['first_loss']:.4f} -> {values['last_loss']:.4f}"
+    ]
+    if values.get("eval_loss") is not None:
+        lines.append(f"evaluation: loss {values['eval_loss']:.4f}, perplexity {values['eval_perplexity']:.2f}")
+    lines.append(
+        f"{values['examples_per_second']:,.1f} examples/s; {values['compilations']} compilations; seconds: {phases} (total {seconds['total']:.1f})"
+    )
+    lines.append(f"checkpoint: {values['checkpoint']}")
+    return "\n".join(lines)

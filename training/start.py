@@ -1,0 +1,82 @@
+"""Before the first step: all hosts agree on what they run, and the framework's backend is opened."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from training.backends.protocol import Backend
+from training.cluster import Cluster, tpu_environment
+from training.config import TrainerConfig, batch_mistake
+from training.errors import BadInput
+from training.rendezvous import Rendezvous
+from training.tasks.mlm import Mlm
+
+
+def code_hash() -> str:
+    """A hash of the trainer's source: what a checkpoint was written by, and what all hosts must have alike."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float) -> str:
+    """Meets all hosts, compares what each is about to run, and returns a token that only this group of processes has. Raises BadInput."""
+    told = rendezvous.meet("start", {"facts": dict(facts), "token": secrets.token_hex(4)}, start_seconds)
+    found = disagreements([each["facts"] for each in told])
+    if found:
+        raise BadInput("the hosts are not about to run the same thing:\n  " + "\n  ".join(found))
+    token: str = told[0]["token"]
+    return token
+
+
+def disagreements(told: list[Mapping[str, str]]) -> list[str]:
+    """A line for each fact in which hosts differ from host 0, naming them. `told` is in worker order."""
+    lines = []
+    for what, value in told[0].items():
+        others = {worker: facts.get(what) for worker, facts in enumerate(told) if facts.get(what) != value}
+        if others:
+            lines.append(f"{what}: host 0 has {value}, " + ", ".join(f"host {worker} {other}" for worker, other in others.items()))
+    return lines
+
+
+def model_identity(config: TrainerConfig) -> dict[str, Any]:
+    """The network, as far as a checkpoint must agree with it."""
+    model = config.model
+    if model.path is not None:
+        return {"model.path": model.path}
+    names = ("hidden_size", "layers", "heads", "intermediate_size", "max_positions")
+    return {
+        "model": model.family,
+        **{f"model.{name}": value for name, value in zip(names, model.shape, strict=True)},
+        "model.vocabulary_size": model.vocabulary_size,
+    }
+
+
+def device_kind() -> str:
+    """TPU or CPU: what PJRT_DEVICE says, or else whether this machine shows TPU chips."""
+    return os.environ.get("PJRT_DEVICE") or ("TPU" if glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*") else "CPU")
+
+
+def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Mlm, token: str) -> Backend:
+    """Imports the framework and builds the model. Raises BadInput when the batch does not divide over the devices that there are."""
+    os.environ["PJRT_DEVICE"] = device_kind()
+    if os.environ["PJRT_DEVICE"] == "TPU":
+        os.environ.update(tpu_environment(cluster))
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from training.backends.torch_xla import TorchXla
+
+    backend = TorchXla(
+        config, cluster, rendezvous, vocabulary=task.vocabulary, pad=task.pad, sequence_length=task.sequence_length, token=token
+    )  # fmt: skip
+    mistake = batch_mistake(config, cluster.hosts, backend.devices)
+    if mistake:
+        raise BadInput(mistake)
+    return backend

@@ -1,0 +1,66 @@
+"""SIGTERM and Ctrl-C: the first asks for an orderly stop, the second ends the process at once.
+
+The request is only a flag. Every step carries it to all hosts together with the gradients, so all of them see it after the same step, commit that
+step and leave with exit code 75; nobody has to guess how far the others are.
+
+Python runs signal handlers between bytecodes of the main thread, which may be inside a compilation or a collective for minutes. So the
+signals are read from the interpreter's wake-up pipe by a thread: a second signal ends even a process that hangs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stopping:
+    """Whether this host was asked to stop."""
+
+    def __init__(self) -> None:
+        self._requested = threading.Event()
+
+    @property
+    def requested(self) -> bool:
+        return self._requested.is_set()
+
+    def request(self) -> None:
+        """A first request is noted; a second one ends the process."""
+        if self._requested.is_set():
+            print("tpu-train: asked to stop a second time: leaving at once, without saving", file=sys.stderr, flush=True)
+            os._exit(128 + signal.SIGTERM)
+        self._requested.set()
+        print(
+            "tpu-train: asked to stop: all hosts will finish this step, save and leave; ask again to leave at once",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def install() -> Stopping:
+    """Watches SIGTERM and SIGINT from now on. Call once, from the main thread, before anything slow."""
+    stopping = Stopping()
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        """A handler has to exist, or the default action would end the process."""
+
+    for number in SIGNALS:
+        signal.signal(number, ignore)
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+
+    def watch() -> None:
+        _ = writer  # kept open as long as this thread lives
+        while True:
+            for number in reader.recv(16):
+                if number in SIGNALS:
+                    stopping.request()
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()
+    return stopping
