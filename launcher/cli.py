@@ -47,11 +47,12 @@ def _configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--f
         from launcher.config import load
 
         config = load(path, overrides, command=options.get("command", ()))
-        if emulated or context.find_root().obj:
-            from launcher.emulator.control import enter
+        if not (emulated or context.find_root().obj):
+            return function(config, **options)
+        from launcher.emulator import session
 
-            enter(say=terminal.say)
-        return function(config, **options)
+        with session.emulated(terminal.say):
+            return function(config, **options)
 
     functools.update_wrapper(wrapped, function)
     decorated: Any = click.pass_context(wrapped)
@@ -245,11 +246,12 @@ def local_(config: Any, command: tuple[str, ...]) -> None:
 
 def main() -> None:
     """The console script. Turns every error into one message and its exit code."""
-    from launcher.emulator.commands import emulator, rehearsal
+    from launcher.emulator.commands import emulator
+    from launcher.emulator.rehearsal import rehearsal
 
     cli.add_command(emulator)
     cli.add_command(rehearsal)
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         sys.exit(cli(standalone_mode=False))
     except click.exceptions.Abort:
@@ -269,6 +271,11 @@ def main() -> None:
         # The reader of our output went away (`| head`): nothing to say, and nothing may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _end(Exit.OK)
+
+
+def _interrupt(_signal: int, _frame: object) -> None:
+    """SIGTERM is handled as Ctrl-C: local children are ended, what runs on hosts goes on."""
+    raise KeyboardInterrupt
 
 
 def _end(code: Exit) -> None:

@@ -27,6 +27,9 @@ _HOW_TO_GET = {
 }
 
 
+_POLITE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+
+
 @dataclass(frozen=True)
 class Result:
     """How a command ended. `returncode` is negative when a signal ended it."""
@@ -65,7 +68,7 @@ def run(
 ) -> Result:
     """Runs `argv` to its end and returns what it printed; a non-zero end is the caller's to judge.
 
-    `timeout` is in seconds; when it passes, the command's whole process group is killed and CommandTimeout names the command. `env` is
+    `timeout` is in seconds; when it passes, the command's whole process group is ended and CommandTimeout names the command. `env` is
     added to this process's environment. Raises CommandMissing when the program isn't there.
     """
     find(argv[0])
@@ -158,8 +161,16 @@ def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = Non
 
 
 def _kill_group(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    """Ends a command and its children: SIGTERM, so that it can clean up, then SIGKILL."""
+    for number, seconds in ((signal.SIGTERM, _POLITE_SECONDS), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(seconds)
+            if number == signal.SIGKILL:
+                break
+        except subprocess.TimeoutExpired:
+            continue
     process.wait()

@@ -1,0 +1,106 @@
+"""Claims about bad input, through the command line: one message that names the place and what to do, exit code 2, no traceback, nothing started."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOUSE = Path(__file__).resolve().parents[2]
+
+GOOD = """\
+project: my-project
+zone: us-central2-b
+slice:
+  name: demo
+  accelerator_type: v4-16
+run:
+  command: [echo, hello]
+"""
+
+
+def launch(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    base = {key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST", "TPU_LAUNCH_HOME")}
+    return subprocess.run(
+        [sys.executable, "-m", "launcher.cli", *arguments],
+        cwd=folder,
+        env={**base, "PYTHONPATH": str(HOUSE), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def refused(ended: subprocess.CompletedProcess[str], *expected: str) -> None:
+    told = ended.stdout + ended.stderr
+    assert ended.returncode == 2, told
+    assert "Traceback" not in told
+    for words in expected:
+        assert words in told
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "run.yaml").write_text(GOOD)
+    return tmp_path
+
+
+@pytest.mark.parametrize("verb", ["up", "run", "status", "stop", "down", "plan"])
+def test_an_unknown_key_is_named_by_every_verb(folder: Path, verb: str) -> None:
+    (folder / "run.yaml").write_text(GOOD.replace("accelerator_type", "acelerator_type"))
+    refused(launch(folder, verb, "-f", "run.yaml"), "run.yaml:5: unknown key 'slice.acelerator_type'; did you mean 'accelerator_type'?")
+
+
+def test_a_wrong_type_is_named(folder: Path) -> None:
+    (folder / "run.yaml").write_text(GOOD + "  stop_seconds: soon\n")
+    refused(launch(folder, "run", "-f", "run.yaml"), "run.yaml:8: run.stop_seconds: should be a valid integer, not 'soon'")
+
+
+def test_a_missing_file_is_named(folder: Path) -> None:
+    refused(launch(folder, "up", "-f", "nowhere.yaml"), "nowhere.yaml: no such file")
+
+
+def test_the_default_file_missing_says_so(tmp_path: Path) -> None:
+    refused(launch(tmp_path, "up"), "tpu-launch.yaml: no such file")
+
+
+def test_an_unknown_accelerator_is_named_with_those_that_exist(folder: Path) -> None:
+    refused(launch(folder, "up", "-f", "run.yaml", "--set", "slice.accelerator_type=v3-16"), "v3-16", "v3-8, v3-32")
+
+
+def test_an_engine_that_does_not_run_is_named(folder: Path) -> None:
+    refused(launch(folder, "run", "-f", "run.yaml", DOCKER_HOST=f"unix://{folder}/none.sock"), "none.sock")
+
+
+def test_gcloud_missing_is_named(folder: Path) -> None:
+    bare = folder / "bin"
+    bare.mkdir()
+    refused(launch(folder, "up", "-f", "run.yaml", PATH=str(bare)), "gcloud was not found on PATH", "cloud.google.com/sdk")
+
+
+def test_an_unknown_option_is_named(folder: Path) -> None:
+    refused(launch(folder, "up", "--colour"), "--colour")
+
+
+def test_logs_of_no_run_say_so(folder: Path) -> None:
+    refused(launch(folder, "logs", "--file", "run.yaml"), "no run was started from this folder yet")
+
+
+def test_plan_prints_the_commands_and_leaves_no_trace(folder: Path) -> None:
+    ended = launch(folder, "plan", "-f", "run.yaml")
+    assert ended.returncode == 0, ended.stderr
+    assert "gcloud compute tpus tpu-vm create demo" in ended.stdout
+    assert "--worker=all" in ended.stdout
+    assert "--name 'tpu-launch-<run id>-0'" in ended.stdout
+    assert not (folder / ".tpu-launch").exists()
+
+
+def test_help_of_every_verb_is_there(folder: Path) -> None:
+    for verb in ("up", "run", "status", "logs", "stop", "down", "plan", "local", "rehearsal", "emulator"):
+        ended = launch(folder, verb, "--help")
+        assert ended.returncode == 0, ended.stderr
+        assert "Usage:" in ended.stdout

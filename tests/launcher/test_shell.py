@@ -1,0 +1,83 @@
+"""Claims about `launcher.shell`, with real processes."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher import shell
+from launcher.errors import CommandMissing, CommandTimeout, Exit
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+def test_a_command_returns_what_it_printed_and_how_it_ended() -> None:
+    result = shell.run(["sh", "-c", "echo out; echo err >&2; exit 3"], timeout=10)
+    assert (result.returncode, result.stdout, result.stderr) == (3, "out\n", "err\n")
+
+
+def test_arguments_reach_the_command_unchanged() -> None:
+    hostile = ["a b", "$(touch x)", "`id`", "-n", "q\"'", "line\nbreak", "ü"]
+    result = shell.run([sys.executable, "-c", "import sys; print(sys.argv[1:])", *hostile], timeout=10)
+    assert result.stdout.strip() == str(hostile)
+
+
+def test_a_missing_program_is_named_with_what_to_do() -> None:
+    with pytest.raises(CommandMissing, match="no-such-program was not found on PATH") as caught:
+        shell.run(["no-such-program"], timeout=1)
+    assert caught.value.exit_code is Exit.BAD_INPUT
+
+
+def test_gcloud_missing_says_where_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CommandMissing, match="install the Google Cloud CLI"):
+        shell.run(["gcloud", "version"], timeout=1)
+
+
+def test_a_time_out_names_the_command_and_ends_its_children(tmp_path: Path) -> None:
+    note = tmp_path / "child"
+    with pytest.raises(CommandTimeout, match="no answer within 1 s from: sh -c"):
+        shell.run(["sh", "-c", f"sleep 60 & echo $! > {note}; wait"], timeout=1)
+    pid = int(note.read_text())
+    deadline = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def test_a_child_that_ignores_the_polite_signal_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "_POLITE_SECONDS", 0.3)
+    begun = time.monotonic()
+    with pytest.raises(CommandTimeout):
+        shell.run(["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"], timeout=0.5)
+    assert time.monotonic() - begun < 5
+
+
+def test_lines_are_handed_over_as_they_come() -> None:
+    seen: list[tuple[float, str]] = []
+    begun = time.monotonic()
+    shell.stream(["sh", "-c", "echo one; sleep 0.6; echo two"], lambda line: seen.append((time.monotonic() - begun, line)), timeout=10)
+    assert [line for _, line in seen] == ["one", "two"]
+    assert seen[1][0] - seen[0][0] > 0.4
+
+
+def test_a_spawned_process_outlives_its_parent(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    code = f"from pathlib import Path; from launcher import shell; print(shell.spawn(['sh', '-c', 'sleep 1; echo done'], log=Path({str(log)!r})))"
+    parent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    pid = int(parent.stdout)
+    assert alive(pid)
+    deadline = time.monotonic() + 10
+    while "done" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert log.read_text() == "done\n"
+    assert log.stat().st_mode & 0o077 == 0

@@ -1,0 +1,82 @@
+"""Claims about the main job: `tpu-launch rehearsal` trains on two hosts and leaves nothing; a slice of four hosts works too. About 3 minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.rehearsal.workstation import HOUSE, Workstation, docker
+
+KEYS = {"hosts", "steps", "first_loss", "last_loss", "eval_perplexity", "examples_per_second", "checkpoint", "committed_step", "seconds"}
+
+
+def ours() -> list[str]:
+    """Everything of ours that the engine knows."""
+    containers = docker("ps", "--all", "--format", "{{.Names}} {{.Labels}}").splitlines()
+    networks = docker("network", "ls", "--format", "{{.Name}} {{.Labels}}").splitlines()
+    volumes = docker("volume", "ls", "--format", "{{.Name}} {{.Labels}}").splitlines()
+    return [line for line in (*containers, *networks, *volumes) if "tpu-launch" in line]
+
+
+@pytest.mark.parametrize(("accelerator", "hosts"), [("v4-16", 2), ("v4-32", 4)])
+def test_a_rehearsal_trains_commits_and_leaves_nothing(workstation: Workstation, accelerator: str, hosts: int) -> None:
+    before = ours()
+    file = str(HOUSE / "examples" / "rehearsal.yaml")
+    ended = workstation.good(
+        "rehearsal", "-f", file, "--set", f"slice.accelerator_type={accelerator}", "--set", "train.steps=12", seconds=600
+    )
+    summary = json.loads((Path(workstation.environment["TPU_LAUNCH_HOME"]) / "rehearsal" / "summary.json").read_text())
+    assert summary.keys() >= KEYS
+    assert summary["hosts"] == hosts
+    assert summary["steps"] == summary["committed_step"] == 12
+    assert summary["last_loss"] < summary["first_loss"]
+    assert summary["eval_perplexity"] > 1
+    assert summary["checkpoint"].startswith("gs://")
+    assert f"hosts                {hosts} ({accelerator}, emulated)" in ended.output
+    assert ours() == before
+    assert [line for line in _processes() if workstation.environment["TPU_LAUNCH_HOME"] in line] == []
+
+
+def test_ctrl_c_in_the_middle_leaves_nothing(workstation: Workstation) -> None:
+    before = ours()
+    running = workstation.begin("rehearsal", "-f", str(HOUSE / "examples" / "rehearsal.yaml"))
+    running.wait_for(r"started on all hosts", 200)
+    running.interrupt()
+    assert running.end(90).code == 130
+    assert ours() == before
+    assert [line for line in _processes() if workstation.environment["TPU_LAUNCH_HOME"] in line] == []
+
+
+def test_down_after_ctrl_c_leaves_nothing_running(workstation: Workstation) -> None:
+    before = ours()
+    file = workstation.file(
+        "hello.yaml", "project: p\nzone: us-central2-b\nslice: {name: hello, accelerator_type: v4-16}\nrun: {command: [sleep, '600']}\n"
+    )
+    workstation.good("--emulated", "up", "-f", file)
+    running = workstation.begin("--emulated", "run", "-f", file)
+    running.wait_for("started on all hosts")
+    running.interrupt()
+    assert running.end(30).code == 130
+    ended = workstation.good("--emulated", "down", "-f", file)
+    assert "stopped the emulator" in ended.output
+    assert ours() == before
+    assert [line for line in _processes() if workstation.environment["TPU_LAUNCH_HOME"] in line] == []
+
+
+def _processes() -> list[str]:
+    """The command lines and environments' homes of all our processes but this one."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            environment = (folder / "environ").read_bytes().decode(errors="replace")
+        except OSError:
+            continue  # gone, or not ours
+        home = next((entry for entry in environment.split("\0") if entry.startswith("TPU_LAUNCH_HOME=")), "")
+        found.append(f"{line} {home}")
+    return found

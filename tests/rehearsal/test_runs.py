@@ -1,0 +1,180 @@
+"""Claims about runs of any command on an emulated slice of two hosts (real gcloud, ssh, containers). Starts one slice; about 2 minutes."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.rehearsal.workstation import Workstation, containers_of_runs, docker
+
+TwoHosts = tuple[Workstation, str]
+
+
+def command(script: str) -> list[str]:
+    return ["--", "sh", "-c", script]
+
+
+def run_id_of(output: str) -> str:
+    match = re.search(r"run (\S+): attempt \d+ on", output)
+    assert match, output
+    return match.group(1)
+
+
+def test_a_command_runs_on_every_host_and_knows_who_it_is(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    ended = work.good(
+        "--emulated",
+        "run",
+        "--new",
+        "-f",
+        file,
+        *command('echo "$TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES $TPU_ACCELERATOR_TYPE $PJRT_DEVICE"; ls /etc/tpu-launch'),
+    )
+    for worker in (0, 1):
+        assert re.search(rf"^\[{worker}\] {worker} of [\d.]+,[\d.]+ v4-16 CPU$", ended.output, re.MULTILINE), ended.output
+        assert f"[{worker}] config.yaml" in ended.output
+    assert "finished" in ended.output
+    assert containers_of_runs() == []
+
+
+def test_hosts_reach_each_other_by_the_addresses_they_are_told(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    script = (
+        'other=$(echo "$TPU_WORKER_HOSTNAMES" | cut -d, -f$((2 - TPU_WORKER_ID)))\n'
+        'python3 -c "\nimport socket, sys, time\n'
+        'server = socket.create_server((\\"\\", 8490))\nserver.settimeout(30)\n'
+        "for _ in range(100):\n  try:\n    link = socket.create_connection((sys.argv[1], 8490), 1); break\n  except OSError: time.sleep(0.2)\n"
+        'peer, _ = server.accept(); link.sendall(b\\"hello\\"); print(peer.recv(5).decode())\n" "$other"\n'
+    )
+    ended = work.good("--emulated", "run", "--new", "-f", file, *command(script))
+    assert "[0] hello" in ended.output
+    assert "[1] hello" in ended.output
+
+
+def test_the_first_host_that_fails_ends_the_run_and_is_named(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    script = 'if [ "$TPU_WORKER_ID" = 1 ]; then echo about to fail; exit 3; fi; echo waiting; exec sleep 600'
+    running = work.begin("--emulated", "run", "--new", "--json", "-f", file, *command(script))
+    running.wait_for(r"^\[1\] about to fail")
+    begun = time.monotonic()
+    ended = running.end(30)
+    assert time.monotonic() - begun < 10, "the other hosts must be stopped within 10 s"
+    assert ended.code == 10, ended.output
+    told = ended.json()
+    assert told["outcome"] == "failed"
+    assert (told["cause"]["worker"], told["cause"]["exit_code"]) == (1, 3)
+    assert containers_of_runs() == []
+
+
+def test_a_command_that_the_image_lacks_is_told_in_words(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    ended = work.launch("--emulated", "run", "--new", "-f", file, "--", "no-such-command")
+    assert ended.code in (10, 24), ended.output
+    assert "no-such-command" in ended.output
+    assert "Traceback" not in ended.output
+    assert containers_of_runs() == []
+
+
+def test_exit_code_255_is_reported_once_and_not_run_again(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    ended = work.launch(
+        "--emulated", "run", "--new", "--json", "-f", file, *command('echo ran; [ "$TPU_WORKER_ID" = 0 ] && exit 255; exec sleep 60')
+    )
+    assert ended.code == 10, ended.output
+    assert ended.json()["cause"]["exit_code"] == 255
+    assert ended.output.count("[0] ran") == 1
+
+
+def test_every_line_arrives_once_although_the_launcher_is_killed_twice(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    script = 'i=0; while [ $i -lt 600 ]; do echo "line $i"; [ $((i % 3)) = 0 ] && echo "error $i" >&2; i=$((i+1)); sleep 0.02; done'
+    running = work.begin("--emulated", "run", "--new", "-f", file, *command(script))
+    first = running.wait_for(r"run \S+: attempt 0 on")
+    for moment in ("line 60", "line 200"):
+        running.wait_for(rf"^\[0\] {moment}$")
+        running.process.kill()
+        running.process.wait()
+        running = work.begin("--emulated", "run", "--attach", "-f", file)
+    assert running.end(90).code == 0
+    folder = Path(work.environment["TPU_LAUNCH_HOME"]) / "runs" / run_id_of(first) / "logs" / "attempt-0"
+    for worker in (0, 1):
+        lines = [line.split(" ", 1)[1] for line in (folder / f"host-{worker}.log").read_text().splitlines()]
+        wanted = Counter([f"line {i}" for i in range(600)] + [f"error {i}" for i in range(0, 600, 3)])
+        assert Counter(lines) == wanted
+        assert [line for line in lines if line.startswith("line")] == [f"line {i}" for i in range(600)]
+
+
+def test_ctrl_c_detaches_and_stop_stops_on_every_host(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    script = "trap 'echo saving; exit 75' TERM; echo started; while :; do sleep 0.1; done"
+    running = work.begin("--emulated", "run", "--new", "-f", file, *command(script))
+    running.wait_for(r"^\[0\] started")
+    running.interrupt()
+    ended = running.end(30)
+    assert ended.code == 130
+    assert "run --attach" in ended.output
+    assert len([name for name in containers_of_runs() if " Up " in name]) == 2
+
+    shown = work.good("--emulated", "status", "-f", file, "--json").json()
+    assert shown["outcome"] is None
+    assert [host["container"] for host in shown["hosts"]] == ["running", "running"]
+
+    attached = work.begin("--emulated", "run", "--attach", "-f", file)
+    work.good("--emulated", "stop", "-f", file)
+    ended = attached.end(60)
+    assert ended.code == 75, ended.output
+    assert "[0] saving" in ended.output
+    assert "[1] saving" in ended.output
+    assert containers_of_runs() == []
+
+
+def test_run_again_attaches_to_what_runs_instead_of_starting_twice(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    script = command("echo only once; sleep 8")
+    running = work.begin("--emulated", "run", "--new", "-f", file, *script)
+    running.wait_for(r"^\[0\] only once")
+    running.process.kill()
+    running.process.wait()
+    ended = work.good("--emulated", "run", "-f", file, *script)
+    assert "attaching" in ended.output
+    logs = work.good("--emulated", "logs", "--file", file)
+    assert logs.output.count("[0] only once") == 1
+
+
+def test_another_run_on_the_slice_is_not_touched(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    running = work.begin("--emulated", "run", "--new", "-f", file, *command("echo mine; exec sleep 60"))
+    running.wait_for(r"^\[1\] mine")
+    refused = work.launch("--emulated", "run", "--new", "-f", file, *command("echo other"))
+    assert refused.code == 23, refused.output
+    assert "in use" in refused.output
+    assert len([name for name in containers_of_runs() if " Up " in name]) == 2
+    work.good("--emulated", "stop", "-f", file, "--run", run_id_of("\n".join(running.lines)))
+    assert running.end(60).code == 14
+
+
+def test_the_hosts_see_only_their_own_containers_and_no_image_is_copied(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    running = work.begin("--emulated", "run", "--new", "-f", file, *command("echo up; exec sleep 60"))
+    running.wait_for(r"^\[1\] up")
+    sizes = docker("ps", "--all", "--size", "--filter", "label=tpu-launch.run", "--format", "{{json .}}").splitlines()
+    assert len(sizes) == 2
+    for size in sizes:
+        own = json.loads(size)["Size"].split()[0]
+        assert own.endswith(("0B", "kB", "B")), f"a host's container adds {own} to the image"
+    work.good("--emulated", "stop", "-f", file)
+    assert running.end(60).code == 14
+
+
+def test_plan_prints_every_command_and_touches_nothing(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    before = work.good("emulator", "status", "--json").output
+    shown = work.good("--emulated", "plan", "-f", file, "--set", "slice.name=other", *command("echo hi")).output
+    assert "gcloud compute tpus tpu-vm create other" in shown
+    assert "--worker=all" in shown
+    assert "docker" in shown
+    assert "gcloud compute tpus tpu-vm delete other" in shown
+    assert work.good("emulator", "status", "--json").output == before
