@@ -1,0 +1,136 @@
+"""Claims about masked language modelling: what is hidden follows from (seed, epoch, record, position) alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.data import mixing
+from training.data.masking import Masked, Masker, Masking, SpecialTokens, special_tokens
+from training.errors import BadInput
+
+TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=1000)
+
+
+def rows(count: int, length: int, seed: int = 0) -> Any:
+    found = np.random.default_rng(seed).integers(0, 1000, (count, length)).astype(np.int32)
+    found[:, 0], found[:, -1] = 0, 1
+    return found
+
+
+def restored(masked: Masked) -> Any:
+    ids, used = masked.input_ids.copy(), masked.weights > 0
+    ids[np.nonzero(used)[0], masked.positions[used]] = masked.labels[used]
+    return ids
+
+
+def test_splitmix64_gives_its_published_numbers() -> None:
+    # Seed 1234567: https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    assert mixing.counted(np.uint64(1234567), np.arange(5, dtype=np.uint64)).tolist() == expected
+    assert mixing.mix_int(1234567 + mixing.GOLDEN) == expected[0]
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1))
+def test_keys_is_key_for_arrays(seed: int, number: int) -> None:
+    state = mixing.key(seed, "x", 3)
+    assert mixing.keys(state, np.array([number]))[0] == mixing.mix_int(state + mixing.mix_int(number + mixing.GOLDEN))
+
+
+def test_the_masks_are_pinned() -> None:
+    """Both backends and every version must see the same integers."""
+    masked = Masker(Masking(), TOKENS, 7)(np.arange(100, 140, dtype=np.int32).reshape(2, 20), 1, np.array([0, 5]))
+    assert masked.positions.tolist() == PINNED_POSITIONS
+    assert masked.input_ids[masked.input_ids != np.arange(100, 140).reshape(2, 20)].tolist() == PINNED_IDS
+
+
+@given(st.integers(1, 8), st.integers(2, 80), st.integers(1, 100), st.integers(0, 2**63), st.integers(-1, 50), st.integers(0, 9))
+def test_labels_restore_the_row(count: int, length: int, percent: int, seed: int, epoch: int, data: int) -> None:
+    ids = rows(count, length, data)
+    masked = Masker(Masking(percent), TOKENS, seed)(ids, epoch, np.arange(count))
+    assert np.array_equal(restored(masked), ids)
+    used = masked.weights > 0
+    special = np.isin(ids, list(TOKENS.special))
+    assert not special[np.nonzero(used)[0], masked.positions[used]].any(), "special tokens are never predicted"
+    candidates = (~special).sum(axis=1)
+    wanted = np.minimum(np.clip((candidates * percent + 50) // 100, 1, Masking(percent).places(length)), candidates)
+    assert used.sum(axis=1).tolist() == wanted.tolist()
+    assert (masked.labels[~used] == 0).all()
+    assert (masked.positions[~used] == 0).all()
+
+
+@given(st.integers(1, 20), st.integers(0, 2**63))
+def test_a_row_is_masked_alike_in_any_company(place: int, seed: int) -> None:
+    ids, masker = rows(21, 32), Masker(Masking(), TOKENS, seed)
+    together = masker(ids, np.arange(21) % 3, np.arange(100, 121))
+    alone = masker(ids[place : place + 1], place % 3, np.array([100 + place]))
+    for one, other in zip(vars(together).values(), vars(alone).values(), strict=True):
+        assert np.array_equal(one[place], other[0])
+
+
+def test_seed_epoch_and_record_each_change_the_masks() -> None:
+    ids = np.full((1, 128), 500, np.int32)
+    found = {
+        (seed, epoch, record): Masker(Masking(), TOKENS, seed)(ids, epoch, np.array([record])).input_ids.tobytes()
+        for seed in (0, 1, 2)
+        for epoch in (-1, 0, 1)
+        for record in (0, 1, 2)
+    }
+    assert len(set(found.values())) == 27
+
+
+def test_80_percent_mask_10_percent_random_10_percent_kept() -> None:
+    ids = rows(4000, 128)
+    masked = Masker(Masking(), TOKENS, 1)(ids, 0, np.arange(4000))
+    used = masked.weights > 0
+    at = np.nonzero(used)[0], masked.positions[used]
+    shown, count = masked.input_ids[at], used.sum()
+    assert abs((shown == TOKENS.mask).mean() - 0.8) < 4 * (0.16 / count) ** 0.5
+    assert abs((shown == masked.labels[used]).mean() - 0.1) < 4 * (0.09 / count) ** 0.5 + 0.001
+    random = shown[(shown != TOKENS.mask) & (shown != masked.labels[used])]
+    assert len(np.unique(random)) == 995, "random ids are all ordinary ids"
+    assert not np.isin(random, list(TOKENS.special)).any()
+
+
+def test_each_position_is_as_likely_as_any_other() -> None:
+    ids = np.full((20_000, 40), 500, np.int32)
+    masked = Masker(Masking(), TOKENS, 3)(ids, 0, np.arange(20_000))
+    counts = np.bincount(masked.positions[masked.weights > 0], minlength=40)
+    expected = 20_000 * 6 / 40
+    assert ((counts - expected) ** 2 / expected).sum() < 80  # chi-squared with 39 degrees: p < 0.0001 above
+
+
+def test_a_row_of_special_tokens_has_nothing_to_predict() -> None:
+    masked = Masker(Masking(), TOKENS, 3)(np.full((2, 16), 3, np.int32), 0, np.arange(2))
+    assert not masked.weights.any()
+    assert (masked.input_ids == 3).all()
+
+
+def test_no_rows_are_no_rows() -> None:
+    masked = Masker(Masking(), TOKENS, 3)(np.zeros((0, 16), np.int32), 0, np.zeros(0, np.int64))
+    assert masked.positions.shape == (0, 3)
+
+
+@pytest.mark.parametrize(("options", "message"), [({"percent": 0}, "percent must be 1 to 100"), ({"predictions": 0}, "at least 1")])
+def test_impossible_settings_are_refused(options: dict[str, int], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        Masking(**options)
+
+
+def test_special_tokens_come_from_tokenizer_json() -> None:
+    added = [{"id": i, "content": c, "special": True} for i, c in enumerate(["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"])]
+    content: dict[str, Any] = {"added_tokens": added, "model": {"type": "Unigram", "vocab": [["x", 0.0]] * 60}}
+    assert special_tokens(content, "t") == SpecialTokens(4, 3, frozenset(range(5)), 60)
+    content["model"] = {"type": "WordPiece", "vocab": {"a": 70}}
+    assert special_tokens(content, "t").vocabulary == 71
+    content["added_tokens"] = added[:4]
+    with pytest.raises(BadInput, match=r"gs://b/t: the tokenizer has no mask token \(one of \[MASK\], <mask>\)"):
+        special_tokens(content, "gs://b/t")
+
+
+PINNED_POSITIONS = [[0, 7, 16], [8, 9, 18]]
+PINNED_IDS = [4, 4, 4, 4, 4]

@@ -1,0 +1,185 @@
+"""Batches for training and evaluation: `batch(k)` is a pure function of (dataset, seed, global batch size, k).
+
+It does not depend on the number of hosts (each holds its rows of the same global batch), on threads, or on what was read before. Going on at step
+k costs the same as starting at 0. The glossary of indices is in `training.data.order`, the masks are in `training.data.masking`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from training import storage
+from training.data.dataset import Dataset
+from training.data.masking import Masked, Masker, Masking, SpecialTokens
+from training.data.order import Ints, Order, Sequential, Shuffled, geometry, rows
+from training.data.reader import Reader
+from training.data.shards import OnCorrupt, Source, open_source
+from training.errors import BadInput
+
+T = TypeVar("T")
+
+EVALUATION_EPOCH = -1  # masks of evaluation are none that training sees, and always the same
+
+
+@dataclass(frozen=True)
+class MlmBatch:
+    """One host's rows of a global batch. Shapes are the same for every step and host.
+
+    input_ids: (rows, sequence) int32, masked; positions, labels: (rows, predictions) int32; weights: (rows, predictions) float32, 0 where there is
+    nothing to predict; records: (rows,) int64, -1 in a row that only fills the last evaluation batch. No row has padding, so there is no attention mask."""
+
+    input_ids: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    labels: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+    records: npt.NDArray[np.int64]
+
+
+class MlmBatches:
+    """Endless training batches. `close` ends its threads."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        tokenizer: SpecialTokens,
+        seed: int,
+        global_batch_size: int,
+        masking: Masking,
+        host: int = 0,
+        hosts: int = 1,
+        on_corrupt: OnCorrupt = "stop",
+        cache: Path | None = None,
+    ) -> None:
+        """Looks at every shard's size (one listing), reads nothing yet. Raises BadInput."""
+        source = _open(dataset, tokenizer, global_batch_size, host, hosts, on_corrupt, cache)
+        order = Shuffled(geometry(source.records, source.record_bytes), seed, global_batch_size)
+        self.dataset, self.global_batch_size = dataset, global_batch_size
+        self._masker = Masker(masking, tokenizer, seed)
+        self._reader = Reader(source, order, global_batch_size, *rows(global_batch_size, host, hosts), threads=_threads(dataset))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps after which every record has been seen at least once."""
+        return -(-self.dataset.records // self.global_batch_size)
+
+    @property
+    def skipped(self) -> int:
+        """Damaged records that this host has replaced (on_corrupt: skip)."""
+        return self._reader.source.skipped()
+
+    def batch(self, k: int) -> MlmBatch:
+        """This host's rows of global batch k."""
+        epochs, records, arrays = self._reader.rows(k * self.global_batch_size, (k + 1) * self.global_batch_size)
+        same = bool((epochs == epochs[0]).all())
+        return _mlm(self._masker(arrays["input_ids"].astype(np.int32), int(epochs[0]) if same else epochs, records), records)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+def evaluation(
+    dataset: Dataset,
+    *,
+    tokenizer: SpecialTokens,
+    global_batch_size: int,
+    masking: Masking,
+    host: int = 0,
+    hosts: int = 1,
+    seed: int = 0,
+    on_corrupt: OnCorrupt = "stop",
+    cache: Path | None = None,
+) -> Iterator[MlmBatch]:
+    """All records once, in record order, with the same masks each time; the last batch is filled up with rows of weight 0 (record -1).
+
+    Every host gets the same number of batches. `seed` chooses the masks: leave it alone, and runs of different seeds can be compared."""
+    source = _open(dataset, tokenizer, global_batch_size, host, hosts, on_corrupt, cache)
+    first, last = rows(global_batch_size, host, hosts)
+    order: Order = Sequential(geometry(source.records, source.record_bytes))
+    masker = Masker(masking, tokenizer, seed)
+    with Reader(source, order, global_batch_size, first, last, threads=_threads(dataset)) as reader:
+        for start in range(0, source.records, global_batch_size):
+            _, records, arrays = reader.rows(start, min(start + global_batch_size, source.records))
+            input_ids = arrays["input_ids"].astype(np.int32)
+            batch = _mlm(masker(input_ids, EVALUATION_EPOCH, records), records)
+            yield _filled(batch, last - first, tokenizer.pad)
+
+
+def prefetch(function: Callable[[int], T], start: int, depth: int, *, stop: int | None = None) -> Iterator[T]:
+    """function(start), function(start + 1), ... (below `stop`), computed up to `depth` ahead on a background thread.
+
+    An exception of the function is raised here, in its turn. Closing the iterator ends the thread after the call under way."""
+    ready: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=max(1, depth))
+    closed = threading.Event()
+
+    def put(item: tuple[T | None, BaseException | None]) -> None:
+        while not closed.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.1)
+                return
+
+    def work() -> None:
+        k = start
+        try:
+            while not closed.is_set() and (stop is None or k < stop):
+                put((function(k), None))
+                k += 1
+            put((None, StopIteration()))
+        except BaseException as error:
+            put((None, error))
+
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
+    thread.start()
+    try:
+        while True:
+            value, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield value  # type: ignore[misc]  # a value, when there is no error
+    finally:
+        closed.set()
+
+
+def _open(
+    dataset: Dataset, tokenizer: SpecialTokens, batch: int, host: int, hosts: int, on_corrupt: OnCorrupt, cache: Path | None
+) -> Source:
+    dataset.require(kind="mlm")
+    assert 0 <= host < hosts
+    if batch < 1 or batch % hosts:
+        raise BadInput(f"the global batch size {batch} can't be divided among {hosts} hosts: use a multiple of {hosts}")
+    if dataset.manifest.vocabulary > tokenizer.vocabulary:
+        raise BadInput(
+            f"{dataset.url} was written with a tokenizer of {dataset.manifest.vocabulary} ids, and the given one has {tokenizer.vocabulary}: "
+            "give the one it was made with"
+        )
+    return open_source(dataset, vocabulary=tokenizer.vocabulary, on_corrupt=on_corrupt, cache=cache)
+
+
+def _threads(dataset: Dataset) -> int:
+    return 16 if storage.is_remote(dataset.url) else 2
+
+
+def _mlm(masked: Masked, records: Ints) -> MlmBatch:
+    return MlmBatch(masked.input_ids, masked.positions, masked.labels, masked.weights, records)
+
+
+def _filled(batch: MlmBatch, count: int, pad: int) -> MlmBatch:
+    missing = count - len(batch.records)
+    if not missing:
+        return batch
+
+    def fill(values: npt.NDArray[np.generic], value: float) -> npt.NDArray[np.generic]:
+        return np.concatenate([values, np.full((missing, *values.shape[1:]), value, values.dtype)])
+
+    return MlmBatch(*(fill(values, value) for values, value in zip(vars(batch).values(), (pad, 0, 0, 0, -1), strict=True)))  # type: ignore[arg-type]

@@ -1,0 +1,163 @@
+"""The data commands of `tpu-train`: tokenizer, shards, dataset. They parse, call, and print.
+
+`training.cli` attaches them, and turns errors into messages and exit codes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, cast
+
+import click
+
+from training import storage
+from training.data.dataset import open_dataset
+from training.errors import BadInput
+
+CORPUS = "builtin:pydoc, a file or folder (.txt .tokens .md .jsonl .ndjson .csv; local or gs://), or datasets:NAME[:CONFIG[:SPLIT]]"
+
+
+@click.command()
+@click.option("--corpus", "corpora", required=True, multiple=True, help=f"Text to learn from: {CORPUS}. May be given several times.")
+@click.option("--field", default="text", show_default=True, help="The column or key that holds the text, for .jsonl, .csv and datasets.")
+@click.option("--vocabulary", type=click.IntRange(min=10), default=32_000, show_default=True, help="Number of token ids.")
+@click.option("--algorithm", type=click.Choice(["unigram", "wordpiece"]), default="unigram", show_default=True)
+@click.option("--out", required=True, metavar="FOLDER", help="Where the tokenizer goes: a local folder or gs://bucket/folder.")
+@click.option("--overwrite", is_flag=True, help="Replace another tokenizer that is there.")
+def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: str, out: str, overwrite: bool) -> None:
+    """Train a tokenizer; the result is a Hugging Face tokenizer folder.
+
+    \b
+    tpu-train tokenizer --corpus builtin:pydoc --vocabulary 2000 --out gs://my-bucket/tokenizer
+    """
+    from training.data import tokenizer as made
+    from training.data.corpus import Corpus
+
+    documents = (document for corpus in corpora for document in Corpus(corpus, field).documents())
+    files = made.files(made.train(documents, vocabulary, cast(made.Algorithm, algorithm)))
+    state = {name: _stored(storage.join(out, name)) for name in files}
+    if state == files:
+        click.echo(f"{out}: this very tokenizer is already there; nothing to do")
+        return
+    different = [name for name, content in state.items() if content not in (None, files[name])]
+    if different and not overwrite:
+        raise BadInput(f"{out} holds another tokenizer ({', '.join(different)} differs): use another --out, or --overwrite to replace it")
+    for name, content in files.items():
+        if name != made.FILE:
+            storage.write(storage.join(out, name), content)
+    storage.write(storage.join(out, made.FILE), files[made.FILE])  # last: it is what makes the folder a tokenizer
+    found = made.read(out)
+    click.echo(f"{out}: {algorithm} tokenizer of {found.special.vocabulary} ids, hash {found.hash[:12]}")
+
+
+@click.command()
+@click.option("--corpus", required=True, help=f"The text: {CORPUS}.")
+@click.option("--evaluation-corpus", help="Text of the evaluation split; --corpus is then all training.")
+@click.option(
+    "--evaluation-percent", type=click.FloatRange(0, 100), default=5.0, show_default=True, help="Without it: this part of the documents."
+)
+@click.option("--field", default="text", show_default=True, help="The column or key that holds the text, for .jsonl, .csv and datasets.")
+@click.option("--tokenizer", "tokenizer_url", required=True, metavar="FOLDER", help="A tokenizer folder, local or gs://.")
+@click.option("--sequence-length", type=click.IntRange(8, 1 << 16), default=128, show_default=True, help="Tokens a row.")
+@click.option("--split", "splits", type=click.Choice(["train", "evaluation"]), multiple=True, help="Write only this split (default: both).")
+@click.option("--records-per-shard", type=click.IntRange(min=1), help="Rows a shard (default: shards of about 64 MB).")
+@click.option(
+    "--out", required=True, metavar="FOLDER", help="Splits go to FOLDER/train and FOLDER/evaluation; local or gs://bucket/folder."
+)
+@click.option("--overwrite", is_flag=True, help="Replace another dataset that is there.")
+def shards(
+    corpus: str,
+    evaluation_corpus: str | None,
+    evaluation_percent: float,
+    field: str,
+    tokenizer_url: str,
+    sequence_length: int,
+    splits: tuple[str, ...],
+    records_per_shard: int | None,
+    out: str,
+    overwrite: bool,
+) -> None:
+    """Tokenize a corpus and write TFRecord datasets for masked language modelling.
+
+    Run again after an interruption, it goes on where it stopped; over the finished dataset it does nothing.
+
+    \b
+    tpu-train shards --corpus builtin:pydoc --tokenizer gs://b/tokenizer --sequence-length 128 --out gs://b/data
+    """
+    from training.data import prepare
+    from training.data import tokenizer as made
+    from training.data.corpus import Corpus, in_evaluation
+
+    found = made.read(tokenizer_url)
+    encode = made.encoder(found)
+    for split in splits or ("train", "evaluation"):
+        whole = evaluation_corpus is not None
+        source = Corpus(evaluation_corpus if evaluation_corpus is not None and split == "evaluation" else corpus, field)
+        percent = None if whole else evaluation_percent
+        plan = prepare.Plan(
+            split=split,
+            length=sequence_length,
+            tokenizer_hash=found.hash,
+            vocabulary=found.special.vocabulary,
+            records_per_shard=records_per_shard or prepare.records_per_shard(sequence_length, found.special.vocabulary),
+            origin={"corpus": source.name, "field": field, "fingerprint": source.fingerprint(), "evaluation_percent": percent},
+        )
+
+        def documents(source: Corpus = source, split: str = split, whole: bool = whole) -> Any:
+            return (text for text in source.documents() if whole or in_evaluation(text, evaluation_percent) == (split == "evaluation"))
+
+        url = storage.join(out, split)
+        result = prepare.make(url, plan, documents, encode, overwrite=overwrite, progress=_Ticker(url))
+        dataset = result.dataset
+        size = sum(shard.bytes for shard in dataset.shards)
+        if result.reused:
+            click.echo(f"{url}: this very dataset is already there ({dataset.records} records); nothing to do")
+        else:
+            click.echo(
+                f"{url}: {dataset.records} records of {sequence_length} tokens in {len(dataset.shards)} shards, {size / 1e6:.1f} MB, "
+                f"from {result.documents} documents; {result.dropped} tokens at the end fill no row"
+            )
+
+
+class _Ticker:
+    """Prints progress: a line that changes on a terminal, a line each 10 s elsewhere."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.begin, self.shown = url, time.monotonic(), time.monotonic()
+        self.live = sys.stderr.isatty()
+
+    def __call__(self, progress: Any) -> None:
+        now = time.monotonic()
+        if now - self.shown < (0.2 if self.live else 10):
+            return
+        self.shown = now
+        text = f"{self.url}: {progress.documents} documents, {progress.records} records, {progress.shards} shards, {now - self.begin:.0f} s"
+        click.echo(f"\r{text}\x1b[K" if self.live else text, err=True, nl=not self.live)
+
+
+def _stored(url: str) -> bytes | None:
+    try:
+        return storage.read(url)
+    except storage.NotFound:
+        return None
+
+
+@click.group()
+def dataset() -> None:
+    """Look at datasets."""
+
+
+@dataset.command()
+@click.argument("url", metavar="PATH")
+def show(url: str) -> None:
+    """Print what a dataset's manifest says."""
+    found = open_dataset(url)
+    manifest = found.manifest
+    size = sum(shard.bytes for shard in found.shards)
+    click.echo(f"{url}: {manifest.kind}, {manifest.split} split, hash {found.hash[:12]}")
+    click.echo(f"  {found.records} records of up to {found.sequence_length} tokens in {len(found.shards)} shards, {size / 1e6:.1f} MB")
+    click.echo(f"  features   {', '.join(f'{name} {each.dtype}' for name, each in manifest.features.items())}")
+    click.echo(f"  tokenizer  hash {found.tokenizer_hash[:12]}, {manifest.vocabulary} ids")
+    for shard in found.shards:
+        click.echo(f"  {shard.name}  {shard.records} records  {shard.bytes} bytes  crc32c {shard.crc32c:08x}")
