@@ -49,8 +49,9 @@ lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
 	    $(LOCK_IMAGE) images/torch-xla/$$each.in --output-file images/torch-xla/$$each.txt; \
 	done
 
+clean: export IMAGES := $(IMAGES)
 clean: ## remove every container, network, volume, process and state of ours, and prove it (IMAGES=1: the images too)
-	@IMAGES="$(IMAGES)" tools/clean.sh
+	@tools/clean.sh
 
 need-python:
 	@tools/need.sh python

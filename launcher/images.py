@@ -283,7 +283,7 @@ def _steps(on_line: Callable[[str], None]) -> Callable[[str], None]:
 
     def show(line: str) -> None:
         number, _, rest = line.partition(" ")
-        if step := re.fullmatch(r"(\[[^\]]*\d+/\d+\]) (.*)", rest):
+        if step := re.fullmatch(r"(\[[^\]]*\d+/\d+\]) (?!FROM )(.*)", rest):
             announced[number] = f"  {step[1]} {' '.join(step[2].split())[:100]}"
         elif rest.startswith("CACHED"):
             announced.pop(number, None)

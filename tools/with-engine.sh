@@ -2,7 +2,7 @@
 # Runs a command with a container engine and the base image in place: with-engine.sh COMMAND...
 #
 # If no engine answers, dockerd is started, and it is stopped again when the last command of this checkout that uses it has ended, also
-# after a failure or Ctrl-C. An engine that was already there is left alone.
+# after a failure or Ctrl-C. An engine that was already there is left alone. ENGINE_ONLY=1 leaves the base image out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 state=.tpu-launch/engine
@@ -32,7 +32,7 @@ start() {
     echo "$pid" >"$pid_file"
     for _ in $(seq 600); do
         answers && { echo "started dockerd (process $pid, log: $log)"; return; }
-        kill -0 "$pid" 2>/dev/null || break
+        kill -0 "$pid" 2>/dev/null || { tail -n 20 "$log" >&2; echo "dockerd ended at once; its log is $log" >&2; return 1; }
         sleep 0.1
     done
     tail -n 20 "$log" >&2
@@ -72,15 +72,13 @@ flock 9
 flock --shared 8
 start
 exec 9>&-
-tools/base-image.sh 8>&-
-
-# Package installs inside image builds trust what this machine's own do.
-if [ -z "${TPU_LAUNCH_CA_BUNDLE:-}" ]; then
+if [ -z "${ENGINE_ONLY:-}" ]; then
+    tools/base-image.sh 8>&-
+    # Package installs inside image builds trust what this machine's own do.
     for name in PIP_CERT SSL_CERT_FILE REQUESTS_CA_BUNDLE; do
-        if [ -s "${!name:-}" ]; then
+        if [ -z "${TPU_LAUNCH_CA_BUNDLE:-}" ] && [ -s "${!name:-}" ]; then
             export TPU_LAUNCH_CA_BUNDLE=${!name}
             echo "image builds trust the CA bundle $TPU_LAUNCH_CA_BUNDLE (from $name; TPU_LAUNCH_CA_BUNDLE overrides)"
-            break
         fi
     done
 fi
