@@ -62,14 +62,14 @@ class Uploads:
             if block is None or len(data) > _MAX_HEAD:
                 raise StorageError(400, "badContent", "Multipart body must have exactly two parts.")
             data += block
-        head, kind, data = start
+        head, kind, newline, data = start
         settings = json.loads(head)
         settings.setdefault("contentType", kind)
         name = request.query.get("name") or str(settings["name"])
 
         def content() -> Any:
             nonlocal data
-            end = b"\r\n" + boundary + b"--"
+            end = newline + boundary + b"--"
             for block in blocks:
                 data += block
                 # The boundary may be split between blocks: its length, and what may follow it, stays back.
@@ -179,26 +179,18 @@ class Uploads:
         (bucket.folder / "uploads" / f"{identifier}.json").unlink(missing_ok=True)
 
 
-def _second_part(data: bytes, boundary: bytes) -> tuple[bytes, str, bytes] | None:
-    """(first part's body, second part's content type, the second part's bytes so far), when enough is here."""
-    data = data.removeprefix(b"\r\n")
-    if not data.startswith(boundary):
-        return None
-    end = data.find(b"\r\n\r\n")
-    second = data.find(b"\r\n" + boundary, end + 4) if end >= 0 else -1
-    if second < 0:
-        # Some clients end lines of the first part with a bare newline.
-        end = data.find(b"\n\n")
-        second = data.find(b"\n" + boundary, end + 2) if end >= 0 else -1
-        if second < 0:
-            return None
-    first = data[end:second].strip()
-    for gap in (b"\r\n\r\n", b"\n\n"):
-        place = data.find(gap, second + len(boundary))
-        if place >= 0:
-            fields = data[second:place].decode("latin-1")
-            kind = re.search(r"(?im)^content-type:\s*([^\r\n]+)", fields)
-            return first, kind[1].strip() if kind else "application/octet-stream", data[place + len(gap) :]
+def _second_part(data: bytes, boundary: bytes) -> tuple[bytes, str, bytes, bytes] | None:
+    """(first part's body, second part's content type, the line ending in use, the second part's bytes so far), when enough is here.
+
+    gcloud ends lines with a bare newline, the client libraries with CRLF.
+    """
+    for newline in (b"\r\n", b"\n"):
+        head = data.find(newline * 2)
+        second = data.find(newline + boundary, head + 2 * len(newline))
+        place = data.find(newline * 2, second + len(boundary))
+        if data.lstrip().startswith(boundary) and 0 <= head < second < place:
+            kind = re.search(r"(?im)^content-type:\s*([^\r\n]+)", data[second:place].decode("latin-1"))
+            return data[head:second].strip(), kind[1].strip() if kind else "application/octet-stream", newline, data[place + 2 * len(newline) :]
     return None
 
 
