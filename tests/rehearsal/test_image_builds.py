@@ -1,0 +1,321 @@
+"""Real builds: what is built again and what isn't, what reaches a registry, and what must never be in a layer.
+
+Starts small builds from debian:bookworm-slim, a registry on loopback that speaks as much of the distribution protocol as `docker push` needs, and
+reads the whole torch-xla image once, layer by layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import http.server
+import json
+import re
+import secrets
+import subprocess
+import tarfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from launcher import engine, images, shell
+from launcher.errors import BadInput, Exit, LaunchError
+from launcher.images import ImageSpec
+
+SECRET = "a line that only the CA bundle holds"
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Iterator[ImageSpec]:
+    """An image with a slow layer that depends on nothing, and code on top. Its tags are removed at the end."""
+    folder = tmp_path / "context"
+    folder.mkdir()
+    (folder / "Dockerfile").write_text(
+        "FROM debian:bookworm-slim\n"
+        "ARG GREETING=hello\n"
+        "RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache/x test -s /run/secrets/ca && cat /run/secrets/ca > /root/.cache/x/ca"
+        ' && echo "$GREETING" > /greeting\n'
+        "COPY code.py /code.py\n"
+        'CMD ["cat", "/greeting", "/code.py"]\n'
+    )
+    (folder / "code.py").write_text("print(1)\n")
+    bundle = tmp_path / "ca.pem"
+    bundle.write_text(SECRET)
+    name = f"tpu-launch-test/{secrets.token_hex(4)}"
+    yield images.folder_spec(name, folder, ca_bundle=bundle)
+    docker = engine.client()
+    for repository in (name, "localhost:*/project/name"):
+        listed = shell.run([docker, "images", "--format", "{{.Repository}}:{{.Tag}}", repository], timeout=30).stdout.split()
+        for each in listed:
+            shell.run([docker, "image", "rm", "--force", each], timeout=60)
+
+
+def again(spec: ImageSpec) -> ImageSpec:
+    """The same spec, read anew from its folder."""
+    return images.folder_spec(spec.name, spec.dockerfile.parent, repository=spec.repository, ca_bundle=spec.ca_bundle)
+
+
+def output(reference: str) -> str:
+    return shell.run([engine.client(), "run", "--rm", "--network", "none", reference], timeout=60).stdout
+
+
+def layers(reference: str) -> list[str]:
+    found = shell.run([engine.client(), "image", "inspect", "--format", "{{json .RootFS.Layers}}", reference], timeout=30)
+    return list(json.loads(found.stdout))
+
+
+def files(reference: str) -> Iterator[tuple[tarfile.TarInfo, tarfile.TarFile]]:
+    """Every entry of every layer of an image, also of what a later layer hides."""
+    process = subprocess.Popen([engine.client(), "save", reference], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    found = 0
+    with tarfile.open(fileobj=process.stdout, mode="r|") as image:
+        for member in image:
+            stream = image.extractfile(member)
+            if stream is not None and not member.name.endswith(".json"):
+                try:
+                    layer = tarfile.open(fileobj=stream, mode="r|*")  # noqa: SIM115
+                except tarfile.ReadError:
+                    continue  # a JSON file of the image's own
+                for entry in layer:
+                    found += 1
+                    yield entry, layer
+    assert process.wait(60) == 0
+    assert found > 1000, "the layers were not found in what docker saves"
+
+
+def test_nothing_changed_means_nothing_built(spec: ImageSpec) -> None:
+    said: list[str] = []
+    first = images.ensure(spec, said.append)
+    assert any("building" in line for line in said)
+    assert first.reference == first.digest
+    assert first.digest.startswith("sha256:")
+    assert output(first.reference) == "hello\nprint(1)\n"
+    said.clear()
+    assert images.ensure(again(spec), said.append) == first
+    assert said == []
+    assert images.commands(again(spec)) == []
+
+
+def test_changed_code_moves_only_the_code_layer(spec: ImageSpec) -> None:
+    before = images.ensure(spec, print)
+    (spec.dockerfile.parent / "code.py").write_text("print(2)\n")
+    after = images.ensure(again(spec), print)
+    assert output(after.reference) == "hello\nprint(2)\n"
+    assert layers(after.reference)[:-1] == layers(before.reference)[:-1]
+    assert layers(after.reference)[-1] != layers(before.reference)[-1]
+
+
+def test_build_argument_makes_another_image(spec: ImageSpec) -> None:
+    other = images.ensure(dataclasses.replace(spec, build_args=(("GREETING", "good bye"),)), print)
+    assert output(other.reference) == "good bye\nprint(1)\n"
+
+
+def test_ca_bundle_reaches_the_build_and_no_layer(spec: ImageSpec) -> None:
+    image = images.ensure(spec, print)
+    history = shell.run([engine.client(), "history", "--no-trunc", image.reference], timeout=30).stdout
+    assert "/run/secrets/ca" in history
+    assert SECRET not in history
+    for entry, layer in files(image.reference):
+        if entry.isfile() and not entry.name.startswith(("usr/", "var/lib/dpkg/")):
+            stream = layer.extractfile(entry)
+            assert stream is not None
+            assert SECRET.encode() not in stream.read(), entry.name
+
+
+def test_failed_build_shows_the_last_lines_and_the_log_and_leaves_no_tag(spec: ImageSpec) -> None:
+    with spec.dockerfile.open("a") as file:
+        file.write("RUN echo the reason is here && exit 7\n")
+    with pytest.raises(LaunchError, match="could not be built") as caught:
+        images.ensure(again(spec), print)
+    assert caught.value.exit_code == Exit.BAD_INPUT
+    message = str(caught.value)
+    assert "the reason is here" in message
+    log = re.search(r"all of it: (\S+)", message)
+    assert log
+    assert "the reason is here" in Path(log[1]).read_text()
+    assert images.plan(again(spec)).image_id is None
+
+
+def test_base_image_that_nobody_has_is_named(spec: ImageSpec) -> None:
+    spec.dockerfile.write_text("FROM localhost:1/no/such:image\n")
+    with pytest.raises(BadInput, match=r"the base image localhost:1/no/such:image is not in the engine's store and can't be pulled"):
+        images.ensure(again(spec), print)
+
+
+class _Registry(http.server.BaseHTTPRequestHandler):
+    """The pushing half of the distribution protocol (https://distribution.github.io/distribution/spec/api/), with checked digests."""
+
+    protocol_version = "HTTP/1.1"
+    blobs: ClassVar[dict[str, bytes]] = {}
+    uploads: ClassVar[dict[str, bytes]] = {}
+    manifests: ClassVar[dict[str, str]] = {}
+    refuse: ClassVar[bool] = False
+
+    def do_GET(self) -> None:
+        self._answer(200)
+
+    def do_HEAD(self) -> None:
+        name = self.path.rpartition("/")[2]
+        digest = self.manifests.get(self.path, name)
+        self._answer(200 if digest in self.blobs else 404, {"Docker-Content-Digest": digest})
+
+    def do_POST(self) -> None:
+        if self.refuse:
+            self._answer(
+                403, body=b'{"errors": [{"code": "DENIED", "message": "Permission artifactregistry.repositories.uploadArtifacts denied"}]}'
+            )
+            return
+        upload = f"{self.path}{secrets.token_hex(8)}"
+        self.uploads[upload] = b""
+        self._answer(202, {"Location": upload})
+
+    def do_PATCH(self) -> None:
+        self.uploads[self.path] += self._body()
+        self._answer(202, {"Location": self.path, "Range": f"0-{len(self.uploads[self.path]) - 1}"})
+
+    def do_PUT(self) -> None:
+        path, _, query = self.path.partition("?")
+        data = self._body()
+        if path in self.uploads:
+            data = self.uploads.pop(path) + data
+        digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        if query and digest not in query.replace("%3A", ":"):
+            self._answer(400)
+            return
+        self.blobs[digest] = data
+        if "/manifests/" in path:
+            self.manifests[path] = digest
+        self._answer(201, {"Location": path, "Docker-Content-Digest": digest})
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def _answer(self, status: int, headers: dict[str, str] | None = None, body: bytes = b"") -> None:
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), "Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def registry() -> Iterator[str]:
+    """The address of an empty registry on loopback."""
+    for kept in (_Registry.blobs, _Registry.uploads, _Registry.manifests):
+        kept.clear()
+    _Registry.refuse = False
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Registry)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"localhost:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_with_a_repository_hosts_run_by_the_digest_that_the_registry_has(spec: ImageSpec, registry: str) -> None:
+    wanted = dataclasses.replace(spec, repository=f"{registry}/project/name")
+    said: list[str] = []
+    image = images.ensure(wanted, said.append)
+    tag = images.plan(wanted).tag
+    assert image.reference == f"{registry}/project/name@{image.digest}"
+    assert _Registry.manifests[f"/v2/project/name/manifests/{tag}"] == image.digest
+    assert any("pushing" in line for line in said)
+    said.clear()
+    assert images.ensure(wanted, said.append) == image
+    assert said == []
+
+
+def test_image_that_was_built_before_is_pushed_without_another_build(spec: ImageSpec, registry: str) -> None:
+    images.ensure(spec, print)
+    said: list[str] = []
+    images.ensure(dataclasses.replace(spec, repository=f"{registry}/project/name"), said.append)
+    assert [line.split()[0] for line in said] == ["pushing"]
+
+
+def test_registry_that_refuses_us_is_a_permission_error(spec: ImageSpec, registry: str) -> None:
+    _Registry.refuse = True
+    with pytest.raises(LaunchError, match="could not be pushed") as caught:
+        images.ensure(dataclasses.replace(spec, repository=f"{registry}/project/name"), print)
+    assert caught.value.exit_code == Exit.PERMISSION
+    assert "gcloud auth configure-docker" in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def torch_xla() -> str:
+    return images.ensure(images.default_spec("torch-xla"), print).reference
+
+
+def test_trainer_gets_the_signal_of_docker_stop(torch_xla: str) -> None:
+    docker = engine.client()
+    program = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('ready', flush=True); time.sleep(60)"
+    # As `tpu-train` does it: a shell that replaces itself by Python.
+    command = ["run", "--detach", "--network=none", "--label=tpu-launch.tests=stop", torch_xla, "sh", "-c", 'exec python -c "$0"', program]
+    container = shell.run([docker, *command], timeout=60).stdout.strip()
+    try:
+        end = time.monotonic() + 30
+        while "ready" not in shell.run([docker, "logs", container], timeout=30).stdout:
+            assert time.monotonic() < end, "the container did not get ready within 30 s"
+            time.sleep(0.1)
+        begin = time.monotonic()
+        shell.run([docker, "stop", "--time", "30", container], timeout=60)
+        assert time.monotonic() - begin < 10
+        state = shell.run([docker, "inspect", "--format", "{{.State.ExitCode}}", container], timeout=30)
+        assert state.stdout.strip() == "75"
+    finally:
+        shell.run([docker, "rm", "--force", container], timeout=60)
+
+
+def test_entry_point_replaces_its_shell_and_runs_as_an_ordinary_user(torch_xla: str) -> None:
+    def run(*command: str) -> str:
+        return shell.run([engine.client(), "run", "--rm", "--network=none", torch_xla, *command], timeout=60).stdout
+
+    assert run("id", "-u").strip() == "1000"
+    assert run("cat", "/usr/local/bin/tpu-train").splitlines()[1].startswith("exec python -m training.cli ")
+    configured = shell.run([engine.client(), "image", "inspect", "--format", "{{json .Config.Cmd}}", torch_xla], timeout=30).stdout
+    assert json.loads(configured) == ["tpu-train", "--help"]  # a list: no shell between
+
+
+def _certificates(text: str) -> set[str]:
+    """The bodies of all certificates of a PEM file."""
+    return {"".join(body.split()) for body in re.findall(r"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", text, re.DOTALL)}
+
+
+def test_no_layer_holds_a_secret_or_a_cache(torch_xla: str) -> None:
+    docker = engine.client()
+    public = shell.run([docker, "run", "--rm", "--network=none", torch_xla, "sh", "-c", "cat /usr/share/ca-certificates/*/*"], timeout=60)
+    bundle = images.default_spec("torch-xla").ca_bundle
+    private = _certificates(bundle.read_text()) - _certificates(public.stdout) if bundle else set()
+    history = shell.run([docker, "history", "--no-trunc", torch_xla], timeout=30).stdout
+    assert not [body for body in private if body in history]
+    wrong = []
+    for entry, layer in files(torch_xla):
+        if not entry.isfile() or not entry.size:
+            continue
+        if re.match(r"(root/\.cache|run/secrets|tmp|opt/installer|var/lib/apt/lists|var/cache/apt/archives)/", entry.name):
+            wrong.append(entry.name)
+        # Wheels bring public bundles of their own, pinned by their hashes.
+        elif entry.name.endswith((".pem", ".crt")) and "/site-packages/" not in entry.name:
+            stream = layer.extractfile(entry)
+            assert stream is not None
+            if _certificates(stream.read().decode(errors="replace")) & private:
+                wrong.append(f"{entry.name} holds a certificate of {bundle}")
+    assert wrong == []
