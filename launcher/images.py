@@ -330,9 +330,9 @@ def _pushed(docker: str, remote: str) -> str | None:
 
 def _images_folder() -> Path:
     """The Dockerfiles: beside the code in a source checkout, below the installation's share/ otherwise."""
-    checkout = Path(__file__).resolve().parent.parent / "images"
+    house = Path(__file__).resolve().parent.parent
     installed = Path(sysconfig.get_path("data")) / "share" / "tpu-launch" / "images"
-    return checkout if checkout.is_dir() else installed
+    return house / "images" if (house / "pyproject.toml").is_file() else installed
 
 
 def _ca_bundle(given: Path | None) -> Path | None:

@@ -29,7 +29,12 @@ def main(arguments: list[str]) -> int:
     passed_on = [f"--env={name}" for name in ("CI", "TPU_LAUNCH_NO_SKIPS") if name in os.environ]
     # No network but loopback: a test that needs more isn't a single-host test.
     container = [docker, "run", "--rm", "--init", "--network=none", "--shm-size=1g", "--workdir=/src", *mounts, *passed_on]
-    container += ["--label=tpu-launch.tests=container", "--env=PYTHONDONTWRITEBYTECODE=1", "--env=PJRT_DEVICE=CPU"]
+    container += [
+        "--label=tpu-launch.tests=container",
+        "--env=PYTHONDONTWRITEBYTECODE=1",
+        "--env=PJRT_DEVICE=CPU",
+        "--env=HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis",
+    ]
     pytest = ["python", "-m", "pytest", "-p", "no:cacheprovider", "--durations=10", *(arguments or ["tests/container"])]
     return subprocess.run([*container, image.reference, *pytest], check=False).returncode
 
