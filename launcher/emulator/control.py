@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import http.client
 import json
 import os
@@ -19,18 +18,19 @@ import stat
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher import shell
-from launcher.emulator.engine_client import Engine, EngineError, UnixConnection, filters
+from launcher import images, shell
+from launcher.emulator.engine_client import Engine, EngineError, UnixConnection
 from launcher.emulator.machines import remove_everything
 from launcher.emulator.server import CONTROL, ENGINE
 from launcher.emulator.state import State, emulator_id, from_json, to_json, write_atomically
 from launcher.errors import BadInput, LaunchError
 
 START_TIMEOUT = 30.0  # seconds until the server answers
-BUILD_TIMEOUT = 900.0  # seconds for the host image, once
+STOP_TIMEOUT = 15.0  # seconds until a server that was asked to end is killed
 IMAGE = "tpu-launch/host"
 CREATE_SECONDS = 1.0  # how long operations take at least; gcloud first asks after 1 s, then every 2 s
 UPDATE_SECONDS = 0.5
@@ -72,32 +72,33 @@ def start(
 def stop(home: Path, *, keep_data: bool = False) -> None:
     """Nothing of the emulator is left: server, containers, networks, volumes, sockets, state; `keep_data` keeps the buckets' objects.
 
-    Works after a crash of the server and when nothing was running. Raises LaunchError when the engine isn't there to remove what it may hold.
+    Works after a crash of the server, with a broken state file, and when nothing was running. Raises LaunchError when the engine isn't there to
+    remove what it may hold.
     """
-    state = _read(home)
-    if state is not None:
-        _end_server(home, state)
+    try:
+        state = _read(home)
+    except BadInput:
+        state = None
+    sockets = Path(state.sockets) if state is not None and state.sockets else _socket_folder(home)
+    _end_server(home, sockets)
     engine = Engine(state.engine if state is not None else _engine_path(None))
     try:
         remove_everything(engine, emulator_id(home))
     except OSError as error:
-        if state is not None:
+        if state is not None and state.nodes:
             raise LaunchError(
                 f"the container engine at {engine.path} does not answer ({error}), so emulated hosts may be left: start it and stop the emulator again"
             ) from None
     except EngineError as error:
         raise LaunchError(f"removing the emulated hosts: {error}") from None
-    folder = Path(state.sockets) if state is not None else _socket_folder(home)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(sockets, ignore_errors=True)
     with contextlib.suppress(OSError):
-        folder.parent.rmdir()  # when no other emulator uses it
-    if not home.exists():
-        return
-    for each in home.iterdir():
+        sockets.parent.rmdir()  # when no other emulator uses it
+    for each in home.iterdir() if home.exists() else ():
         if keep_data and each.name == "buckets":
             continue
         shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink(missing_ok=True)
-    if not any(home.iterdir()):
+    with contextlib.suppress(OSError):
         home.rmdir()
 
 
@@ -193,7 +194,7 @@ def _python_path() -> str:
 
 
 @contextlib.contextmanager
-def _starting(home: Path) -> Any:
+def _starting(home: Path) -> Iterator[None]:
     """Two starts at once: the second waits and then finds the server."""
     with open(home / "starting", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -256,37 +257,25 @@ def _make_socket_folder(home: Path) -> Path:
 
 def _host_image(engine: Engine) -> str:
     """The name of the hosts' image, built when it is missing or its sources changed. Raises LaunchError when it can't be built."""
-    folder = _image_folder()
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.is_file():
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    name = f"{IMAGE}:{digest.hexdigest()[:12]}"
-    if engine.raw("GET", f"/images/{name}/json")[0] == 200:
-        return name
-    docker = build_client()
-    argv = [docker, "build", "--network", "host", "--tag", name, str(folder)]
-    result = shell.run(argv, timeout=BUILD_TIMEOUT, env={"DOCKER_BUILDKIT": "1", "DOCKER_HOST": f"unix://{engine.path}"})
-    if not result.ok:
-        raise LaunchError(
-            f"building the image of the emulated hosts failed:\n{result.stderr[-3000:]}\nThe command was: {shell.quote(argv)}"
-        )
-    # Earlier versions that no host uses any more.
-    for image in engine.call("GET", "/images/json", {"filters": filters(reference=[IMAGE])}):
-        for tag in image.get("RepoTags") or []:
-            if tag != name:
-                engine.raw("DELETE", f"/images/{tag}")
-    return name
+    with _docker_host(f"unix://{engine.path}"):  # not an emulator's own view, which may be gone
+        spec = images.folder_spec(IMAGE, _image_folder())
+        found = images.plan(spec)
+        if found.image_id is None:
+            images.ensure(spec, lambda line: print(line, file=sys.stderr))
+            found = images.plan(spec)
+    return found.local
 
 
-def build_client() -> str:
-    """A docker client that builds with BuildKit: one that was packaged without buildx can't. Raises CommandMissing."""
-    first = shell.find("docker")
-    for folder in os.environ.get("PATH", "").split(os.pathsep):
-        candidate = os.path.join(folder or ".", "docker")
-        if os.access(candidate, os.X_OK) and shell.run([candidate, "build", "--help"], timeout=30, env={"DOCKER_BUILDKIT": "1"}).ok:
-            return candidate
-    return first
+@contextlib.contextmanager
+def _docker_host(value: str) -> Iterator[None]:
+    before = os.environ.get("DOCKER_HOST")
+    os.environ["DOCKER_HOST"] = value
+    try:
+        yield
+    finally:
+        del os.environ["DOCKER_HOST"]
+        if before is not None:
+            os.environ["DOCKER_HOST"] = before
 
 
 def _image_folder() -> Path:
@@ -358,18 +347,20 @@ def _raw(path: Path, method: str, target: str, body: dict[str, Any] | None) -> t
         connection.close()
 
 
-def _end_server(home: Path, state: State) -> None:
-    """The server is gone: asked first, killed when it doesn't go. The lock file says whether it lives, so no other process is ever hit."""
-    with contextlib.suppress(LaunchError, BadInput):
-        _ask(state, "POST", "/stop")
-    deadline = time.monotonic() + 5
+def _end_server(home: Path, sockets: Path) -> None:
+    """The server is gone: asked first, killed when it doesn't go. It holds a lock on the file that has its process id, so no other is ever hit."""
+    if _unlocked(home):
+        return
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        _raw(sockets / CONTROL, "POST", "/stop", None)
+    deadline = time.monotonic() + STOP_TIMEOUT
     while not _unlocked(home):
         if time.monotonic() > deadline:
-            current = _read(home)
-            if current is not None and current.pid:
+            text = (home / "lock").read_text().strip()
+            if text.isdigit():
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(current.pid, signal.SIGKILL)
-            deadline = time.monotonic() + 5
+                    os.kill(int(text), signal.SIGKILL)
+            deadline = time.monotonic() + STOP_TIMEOUT
         time.sleep(0.02)
 
 

@@ -25,13 +25,14 @@ class EngineError(Exception):
 class UnixConnection(http.client.HTTPConnection):
     """HTTP over a unix socket."""
 
-    def __init__(self, path: str, timeout: float) -> None:
-        super().__init__("localhost", timeout=timeout)
+    def __init__(self, path: str, timeout: float | None) -> None:
+        super().__init__("localhost")
+        self._seconds = timeout
         self._path = path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
+        self.sock.settimeout(self._seconds)
         self.sock.connect(self._path)
 
 

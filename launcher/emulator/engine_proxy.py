@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, quote, unquote, urlencode
 
 from launcher.emulator import engine, registry
 from launcher.emulator.engine import Refused, View, split_version
-from launcher.emulator.engine_client import Engine, EngineError, UnixConnection, message
+from launcher.emulator.engine_client import Engine, EngineError, UnixConnection
 from launcher.emulator.state import Store
 from launcher.emulator.web import Body
 
@@ -248,7 +248,7 @@ class Views:
     def _events(self, request: EngineRequest, view: View) -> None:
         wanted = engine.parse_filters(request.query.get("filters", ""))
         query = {**request.query, "filters": json.dumps({**wanted, "label": [*wanted.get("label", []), *view.labels]})}
-        upstream = UnixConnection(self._engine.path, timeout=None)  # type: ignore[arg-type]
+        upstream = UnixConnection(self._engine.path, timeout=None)
         upstream.request("GET", f"{request.version}/events?{urlencode(query)}")
         response = upstream.getresponse()
         socket_upstream = upstream.sock
@@ -353,6 +353,3 @@ def _close_after(client: socket.socket, upstream: socket.socket) -> None:
             pass
     with contextlib.suppress(OSError):
         upstream.shutdown(socket.SHUT_RDWR)
-
-
-__all__ = ["Views", "message"]

@@ -32,6 +32,15 @@ class Lifecycle:
         self._prepare = prepare  # called before a host is started: opens its control socket
         self._running: set[str] = set()
         self._lock = threading.Lock()
+        self._closing = False
+        self._booting = threading.Condition()
+        self._boots = 0
+
+    def close(self) -> None:
+        """No host is made any more when this returns: what the engine was asked for before has been done."""
+        with self._booting:
+            self._closing = True
+            self._booting.wait_for(lambda: self._boots == 0, timeout=10)
 
     def wake(self) -> None:
         """Starts a thread for each pending operation that has none."""
@@ -44,16 +53,19 @@ class Lifecycle:
             threading.Thread(target=self._run, args=(name,), name=name.rsplit("/", 1)[1], daemon=True).start()
 
     def _run(self, name: str) -> None:
+        with self._store.read() as state:
+            operation = state.operations[name]
+            node = state.nodes.get(operation.target)
         try:
-            with self._store.read() as state:
-                operation = state.operations[name]
-                node = state.nodes.get(operation.target)
             assert node is not None, f"{name}: its node is gone"
             work = {"create": self._create, "delete": self._delete, "update": self._update, "stop": self._stop, "start": self._start}
             work[operation.verb](operation, node)
         except Exception as error:
             log.exception("operation %s", name)
             with self._store.change() as state:
+                operation, node = state.operations[name], state.nodes.get(operation.target)
+                if node is not None and operation.verb != "update":
+                    node.resource["state"] = "UNKNOWN"  # what is left is to delete it
                 _finish(state, name, error={"code": catalogue.INTERNAL, "message": f"the emulator could not do it: {error}"})
         finally:
             with self._lock:
@@ -84,9 +96,17 @@ class Lifecycle:
                 _finish(state, operation.name, response=_typed(node))
 
     def _boot(self, operation: Operation, node: Node, host: Host) -> None:
-        if not operation.cancelled:
+        with self._booting:
+            if operation.cancelled or self._closing:
+                return
+            self._boots += 1
+        try:
             self._prepare(node, host)
             self._machines.ensure(node, host)
+        finally:
+            with self._booting:
+                self._boots -= 1
+                self._booting.notify_all()
 
     def _delete(self, operation: Operation, node: Node) -> None:
         # A creation that was cancelled may still be making hosts.

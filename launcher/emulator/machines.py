@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -137,10 +138,15 @@ class Machines:
 
     def start(self, host: Host) -> None:
         """Starts a host that exists, and the containers whose restart policy says so, as an engine does after a reboot."""
+        before = self.engine.call("GET", f"/containers/{host.hostname}/json")["State"]
+        if before["Running"]:
+            return
         self._try("POST", f"/containers/{host.hostname}/start")
         for each in self.own(host.hostname):
             found = self.engine.call("GET", f"/containers/{each['Id']}/json")
-            if found["HostConfig"]["RestartPolicy"]["Name"] == "always" and not found["State"]["Running"]:
+            policy, ended = found["HostConfig"]["RestartPolicy"]["Name"], found["State"]["FinishedAt"]
+            # Times are RFC 3339 in UTC, so they compare as text. "unless-stopped": not when it had ended before the host went down.
+            if policy == "always" or (policy == "unless-stopped" and ended >= before["FinishedAt"]):
                 self._try("POST", f"/containers/{each['Id']}/start")
 
     def cut(self, host: Host) -> None:
@@ -190,12 +196,21 @@ def free_subnets(emulator: str, taken: list[str]) -> list[str]:
 
 
 def remove_everything(engine: Engine, emulator: str) -> None:
-    """Removes every container, volume and network of an emulator, whether or not its server or its state are still there."""
+    """Removes every container, volume and network of an emulator, whether or not its server or its state are still there.
+
+    Looks again after it removed something: the engine may still have been making a container for a server that is gone.
+    """
     label = f"{LABEL}={emulator}"
-    names = [each["Id"] for each in engine.containers(label)]
     machines = Machines(engine, emulator, "", Path())
-    machines._each(names, lambda each: machines._try("DELETE", f"/containers/{each}", {"force": "1", "v": "1"}))
-    for volume in engine.call("GET", "/volumes", {"filters": filters(label=[label])})["Volumes"] or []:
-        machines._try("DELETE", f"/volumes/{volume['Name']}", {"force": "1"})
-    for network in engine.call("GET", "/networks", {"filters": filters(label=[label])}):
-        machines._try("DELETE", f"/networks/{network['Id']}")
+    for _ in range(20):
+        names = [f"/containers/{each['Id']}" for each in engine.containers(label)]
+        machines._each(names, lambda path: machines._try("DELETE", path, {"force": "1", "v": "1"}))
+        volumes = engine.call("GET", "/volumes", {"filters": filters(label=[label])})["Volumes"] or []
+        networks = engine.call("GET", "/networks", {"filters": filters(label=[label])})
+        rest = [f"/volumes/{each['Name']}" for each in volumes] + [f"/networks/{each['Id']}" for each in networks]
+        for path in rest:
+            machines._try("DELETE", path)
+        if not names and not rest:
+            return
+        time.sleep(0.1)
+    raise EngineError(500, f"still there after 20 attempts: {', '.join(names + rest)}")

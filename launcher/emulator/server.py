@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 # Names of the sockets in the private folder.
 CONTROL, ENGINE = "control.sock", "engine.sock"
+BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Server:
@@ -68,10 +69,16 @@ class Server:
             state.subnet = self.machines.ensure_network(state.subnet)
             state.pid = os.getpid()
             nodes = list(state.nodes.values())
+            rebooted, state.boot = state.boot not in ("", BOOT.read_text()), BOOT.read_text()
         self.acceptor.start()
         for node in nodes:
             for host in node.hosts:
                 self._prepare(node, host)
+        if rebooted:  # of the workstation: it took the hosts down, and nobody meant it
+            for node in nodes:
+                for host in node.hosts if node.state == "READY" else []:
+                    if not host.killed:
+                        self.machines.start(host)
         self.acceptor.add(unix_listener(self.sockets / ENGINE, 0o600), self.views.serve_workstation)
         self.acceptor.add(listener, lambda connection: serve_http(connection, self.google))
         self.store.after_change = self.lifecycle.wake
@@ -81,6 +88,7 @@ class Server:
         self.acceptor.add(unix_listener(self.sockets / CONTROL, 0o600), lambda connection: serve_http(connection, self.control))
         log.info("serving %s", self.home)
         self.stopping.wait()
+        self.lifecycle.close()
 
     # -- Google's services ----------------------------------------------------------------------------------------------------------------
 
@@ -89,7 +97,7 @@ class Server:
         first = request.path.split("/")[1]
         if first in ("storage", "upload", "download", "resumable", "batch"):
             return self._faulty("storage", lambda: self.storage.answer(request))
-        if first in ("v2", "compute"):
+        if first in ("v1", "v2", "v2alpha1", "compute"):
             return self._faulty("tpu", lambda: self._api(request))
         return json_response({"error": {"code": 404, "message": f"the emulator has no {request.path}", "status": "NOT_FOUND"}}, 404)
 
@@ -98,7 +106,8 @@ class Server:
             segments = request.segments
             if segments[:3] == ["compute", "v1", "projects"] and len(segments) == 4 and request.method == "GET":
                 return json_response(tpu_api.compute_project(segments[3]))
-            if segments[0] != "v2" or len(segments) < 3:
+            locations_only = segments[0] == "v1" and segments[3:4] == ["locations"] and len(segments) <= 5
+            if not (segments[0] in ("v2", "v2alpha1") or locations_only) or len(segments) < 3:
                 raise ApiError(catalogue.NOT_FOUND, f"The requested URL was not found: {request.path}")
             call = tpu_api.parse(request.method, segments[1:], request.query, request.json())
             if call.method == "GET" or call.verb == "getGuestAttributes":
@@ -218,16 +227,15 @@ class Server:
         self.machines.cut(host)
 
     def restore_host(self, host: Host) -> None:
-        """Undoes kill_host and cut_host."""
+        """Undoes kill_host and cut_host, and starts a host that somebody else killed."""
         with self.store.change():
-            killed, cut = host.killed, host.cut
+            cut = host.cut
             host.killed, host.cut, host.restore_at = False, False, None
         if cut:
             self.machines.join(host)
             with self.lock:
                 self._serve_google(host.hostname)
-        if killed:
-            self.machines.start(host)
+        self.machines.start(host)
 
     def _tick(self) -> None:
         """Brings hosts back whose time has come, and forgets sockets of hosts that are gone."""
@@ -254,7 +262,7 @@ class Server:
         query = {"filters": filters(label=[f"{LABEL}={emulator}", MACHINE_LABEL], event=["die"], type=["container"])}
         while not self.stopping.is_set():
             try:
-                connection = UnixConnection(self.engine.path, timeout=None)  # type: ignore[arg-type]
+                connection = UnixConnection(self.engine.path, timeout=None)
                 connection.request("GET", "/events?" + urlencode(query))
                 response = connection.getresponse()
                 for each in self.engine.containers(f"{LABEL}={emulator}", MACHINE_LABEL):
@@ -350,6 +358,8 @@ class Server:
                 node.resource.pop("health", None)
             else:
                 host = faults.find_host(state, wanted["node"], wanted["worker"])
+                if kind == "restore-host" and node.state != "READY":
+                    raise ValueError(f"node {node.short_name} is {node.state}; only hosts of a READY one can be restored")
                 hosts = [host]
                 if kind != "restore-host":
                     host.killed, host.cut = host.killed or kind == "kill-host", host.cut or kind == "cut-host"
@@ -391,6 +401,8 @@ def main() -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit("another server of this emulator is running")
+    os.ftruncate(lock, 0)
+    os.write(lock, str(os.getpid()).encode())  # for control.py, which may have to kill us
     port = from_json((home / "state.json").read_text()).port
     try:
         listener = socket.create_server(("127.0.0.1", port), backlog=512)

@@ -103,6 +103,7 @@ class State:
     plain_endpoints: bool = False  # worker-network-endpoints as a plain list of hosts, the newer format
     subnet: str = ""
     pid: int = 0
+    boot: str = ""  # of the workstation, when the server last started
     nodes: dict[str, Node] = field(default_factory=dict)
     operations: dict[str, Operation] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
@@ -152,6 +153,7 @@ class Store:
         self._state = state
         self._path = path  # None: kept in memory only (tests of the pure parts)
         self._condition = threading.Condition(threading.RLock())
+        self._written = ""
         self.after_change: Callable[[], None] = lambda: None
 
     @contextlib.contextmanager
@@ -184,5 +186,7 @@ class Store:
             return True
 
     def _save(self) -> None:
-        if self._path is not None:
-            write_atomically(self._path, to_json(self._state).encode())
+        text = to_json(self._state)
+        if self._path is not None and text != self._written:
+            write_atomically(self._path, text.encode())
+            self._written = text

@@ -190,7 +190,12 @@ def _second_part(data: bytes, boundary: bytes) -> tuple[bytes, str, bytes, bytes
         place = data.find(newline * 2, second + len(boundary))
         if data.lstrip().startswith(boundary) and 0 <= head < second < place:
             kind = re.search(r"(?im)^content-type:\s*([^\r\n]+)", data[second:place].decode("latin-1"))
-            return data[head:second].strip(), kind[1].strip() if kind else "application/octet-stream", newline, data[place + 2 * len(newline) :]
+            return (
+                data[head:second].strip(),
+                kind[1].strip() if kind else "application/octet-stream",
+                newline,
+                data[place + 2 * len(newline) :],
+            )
     return None
 
 
