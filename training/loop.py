@@ -94,7 +94,8 @@ class _Run:
     figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     trained: int = 0  # steps of this attempt
     last_save: float = field(default_factory=time.monotonic)
-    last_line: tuple[float, int] = (0.0, 0)  # seconds in steps and steps of this attempt, at the last progress line
+    reported: tuple[float, int] = (0.0, 0)  # seconds in steps, and steps, of this attempt at the last progress line
+    seconds_each: float = 0.0  # of a step, at the last progress line
 
     def go_on(self, step: int, state: Any, damaged: tuple[int, ...]) -> None:
         self.step = self.seen = step
@@ -124,51 +125,53 @@ class _Run:
 
     def train_on(self, batch: HostBatch) -> None:
         self.rendezvous.phase(f"step {self.step}" if self.trained else f"step {self.step}, the first of this attempt")
-        with self.clock.phase("step"), self.compiling("step"):
-            wishes = Asks(
-                self.stopping.requested,
-                self.cluster.is_first and EveryMinutes(self.config.checkpoint.every_minutes).due(time.monotonic(), self.last_save),
-            )
+        minutes = EveryMinutes(self.config.checkpoint.every_minutes)
+        with self.compiling("step"), self.clock.phase("step"):
+            wishes = Asks(self.stopping.requested, self.cluster.is_first and minutes.due(time.monotonic(), self.last_save))
             self.pending.append((self.backend.step(self.step, batch.arrays, wishes), batch))
             self.step, self.trained = self.step + 1, self.trained + 1
-            self.read_outcomes(leave=self.backend.in_flight)
+            finished = self.read_outcomes(leave=self.backend.in_flight)
+        self.observe(finished)
         self.saver.check()
         self.rendezvous.check()
 
-    def read_outcomes(self, leave: int) -> None:
-        """Reads the outcomes of steps, oldest first, until `leave` are in flight."""
+    def read_outcomes(self, leave: int) -> list[tuple[Outcome, HostBatch]]:
+        """Waits for steps, oldest first, until `leave` are in flight."""
+        finished = []
         while len(self.pending) > leave:
             pending, batch = self.pending.popleft()
-            outcome = pending.outcome()
-            self.asked = Asks(self.asked.stop or outcome.asked.stop, self.asked.save or outcome.asked.save)
-            self.observe(outcome.loss, batch)
+            finished.append((pending.outcome(), batch))
+        return finished
 
-    def observe(self, loss: float, batch: HostBatch) -> None:
-        if not math.isfinite(loss):
-            records = ", ".join(map(str, batch.records[:64]))
-            raise TrainError(
-                f"the loss of step {self.seen} is {loss}; the last finite one was {self.losses['last']}. Records of this host's batch: {records}"
-            )
-        self.seen += 1
-        self.losses.update(first=loss if self.losses["first"] is None else self.losses["first"], last=loss)
-        if self.log and (self.seen % self.config.train.log_every == 0 or self.seen == self.config.train.steps):
-            seconds, (before, steps) = self.step_seconds(), self.last_line
-            each = (seconds - before) / max(1, self.trained - steps)
-            self.last_line = (seconds, self.trained)
-            rate = self.config.train.global_batch_size / each if each > 0 else 0.0
-            self.say(report.progress(self.seen, self.config.train.steps, loss, rate, (self.config.train.steps - self.seen) * each))
-            self.log.write(
-                {
-                    "step": self.seen,
-                    "loss": loss,
-                    "learning_rate": learning_rate(self.config.train, self.seen - 1),
-                    "examples_per_second": rate,
-                }
-            )
+    def observe(self, finished: list[tuple[Outcome, HostBatch]]) -> None:
+        for outcome, batch in finished:
+            self.asked = Asks(self.asked.stop or outcome.asked.stop, self.asked.save or outcome.asked.save)
+            loss = outcome.loss
+            if not math.isfinite(loss):
+                records = ", ".join(map(str, batch.records[:64]))
+                last = f"the last finite one was {self.losses['last']}" if self.losses["last"] is not None else "none before was finite"
+                raise TrainError(f"the loss of step {self.seen} is {loss}; {last}. Records of this host's batch: {records}")
+            self.seen += 1
+            self.losses.update(first=loss if self.losses["first"] is None else self.losses["first"], last=loss)
+            if self.log and (self.seen % self.config.train.log_every == 0 or self.seen == self.config.train.steps):
+                self.report(self.log, loss)
+
+    def report(self, log: MetricsLog, loss: float) -> None:
+        """The progress line. The time of a step is averaged over the steps since the last line."""
+        seconds, trained = self.step_seconds(), self.trained
+        if trained > self.reported[1]:
+            self.seconds_each = (seconds - self.reported[0]) / (trained - self.reported[1])
+            self.reported = (seconds, trained)
+        rate = self.config.train.global_batch_size / self.seconds_each if self.seconds_each > 0 else 0.0
+        steps = self.config.train.steps
+        self.say(report.progress(self.seen, steps, loss, rate, (steps - self.seen) * self.seconds_each))
+        log.write(
+            {"step": self.seen, "loss": loss, "learning_rate": learning_rate(self.config.train, self.seen - 1), "examples_per_second": rate}
+        )
 
     def save(self) -> None:
         """Begins to save the present step, unless that is done already. With `checkpoint.background` the next steps run meanwhile."""
-        self.read_outcomes(leave=0)
+        self.observe(self.read_outcomes(leave=0))
         self.asked, self.last_save = Asks(stop=self.asked.stop), time.monotonic()
         if self.saver.newest == self.step:
             return
@@ -180,9 +183,9 @@ class _Run:
 
     def evaluate(self) -> None:
         """Over the whole evaluation set, unless all hosts learn meanwhile that one is to stop."""
-        self.read_outcomes(leave=0)
+        self.observe(self.read_outcomes(leave=0))
         totals = dict.fromkeys(SUMS, 0.0)
-        with self.clock.phase("evaluation"), self.compiling("evaluation"):
+        with self.compiling("evaluation"), self.clock.phase("evaluation"):
             for number, batch in enumerate(self.task.evaluation_batches()):
                 self.rendezvous.phase(f"evaluation after step {self.step}, batch {number}")
                 outcome = self.backend.evaluate(batch.arrays, Asks(stop=self.stopping.requested)).outcome()
@@ -252,7 +255,7 @@ class _Run:
         return Compiling(self.clock, self.backend, phase)
 
     def step_seconds(self) -> float:
-        return self.clock.so_far("step") + self.clock.so_far("data_wait")
+        return self.clock.seconds.get("step", 0.0) + self.clock.seconds.get("data_wait", 0.0)
 
     def say(self, message: str) -> None:
         if self.cluster.is_first:

@@ -57,11 +57,6 @@ class Clock:
     def add(self, name: str, seconds: float) -> None:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
-    def so_far(self, name: str) -> float:
-        """Seconds of a phase, up to now if it is running."""
-        running = self._now() - self._stack[-1][1] if self._stack and self._stack[-1][0] == name else 0.0
-        return self.seconds.get(name, 0.0) + running
-
     def total(self) -> float:
         return self._now() - self.began
 

@@ -77,49 +77,67 @@ class TorchXla:
     # --- steps
 
     def step(self, number: int, batch: Arrays, asks: Asks) -> _PendingStep:
+        # Every tensor that is alive at a sync becomes an output of its program. So gradients live in no variable here.
         self._upload()
         xm.set_rng_state(step_seed(self._config.seed, number, 0 if self._spmd else self._cluster.worker), self._device)
         numbers = self._replicated(np.array(adam_numbers(self._train, number), dtype=np.float32))
+        if not self._exchange:
+            sums = self._apply(*self._gradients(batch, asks), numbers)
+            torch_xla.sync()
+            return _PendingStep(sums)
+        flat = self._flat(*self._gradients(batch, asks))
+        torch_xla.sync()
+        on_host = flat.cpu()
+        self._exchange.sum(on_host)
+        flat = on_host.to(self._device)
+        self._apply(*self._unflat(flat), numbers)
+        torch_xla.sync()
+        return _PendingStep(on_host[-_EXTRA:])
+
+    def _gradients(self, batch: Arrays, asks: Asks) -> tuple[list[Tensor], Tensor]:
+        """Of the summed loss over this host's rows (under SPMD: over all rows), with the sums and the asks: (5,)."""
         parameters = list(self._parameters.values())
         gradients: list[Tensor] = []
         sums = self._asks(asks)
         for piece in self._pieces(batch):
             with torch.autocast("xla", dtype=torch.bfloat16, enabled=self._train.precision == "bf16"):
                 each = mlm_sums(self._network, piece)
-            more = torch.autograd.grad(each[0], parameters, allow_unused=True, materialize_grads=True)
+            # On autograd's own thread the results would stay alive a little longer than here, sometimes beyond the sync: another program.
+            with torch.autograd.set_multithreading_enabled(False):
+                more = torch.autograd.grad(each[0], parameters, allow_unused=True, materialize_grads=True)
             gradients = [have + new for have, new in zip(gradients, more, strict=True)] if gradients else list(more)
             sums = torch.cat([sums[: len(SUMS)] + each.detach(), sums[len(SUMS) :]])
-        if self._exchange:
-            flat = torch.cat([*(gradient.reshape(-1) for gradient in gradients), sums])
-            torch_xla.sync()
-            on_host = flat.cpu()
-            self._exchange.sum(on_host)
-            flat, seen = on_host.to(self._device), on_host[-_EXTRA:]
-            pieces = flat.split([*(value.numel() for value in parameters), _EXTRA])
-            gradients = [piece.view_as(value) for piece, value in zip(pieces, parameters, strict=False)]
-            sums = pieces[-1]
-        with torch.no_grad():
-            self._apply(gradients, sums[SUMS.index("weight")], numbers)
-        torch_xla.sync()
-        return _PendingStep(seen if self._exchange else sums)
+        return gradients, sums
 
-    def _apply(self, gradients: list[Tensor], weight: Tensor, numbers: Tensor) -> None:
-        """AdamW (https://arxiv.org/abs/1711.05101) on gradients of the summed loss."""
+    def _flat(self, gradients: list[Tensor], sums: Tensor) -> Tensor:
+        """(all parameters + 5,): what hosts add up."""
+        return torch.cat([*(gradient.reshape(-1) for gradient in gradients), sums])
+
+    def _unflat(self, flat: Tensor) -> tuple[list[Tensor], Tensor]:
+        parameters = list(self._parameters.values())
+        *pieces, sums = flat.split([*(value.numel() for value in parameters), _EXTRA])
+        return [piece.view_as(value) for piece, value in zip(pieces, parameters, strict=True)], sums
+
+    def _apply(self, gradients: list[Tensor], sums: Tensor, numbers: Tensor) -> Tensor:
+        """AdamW (https://arxiv.org/abs/1711.05101) on gradients of the summed loss. Returns the sums."""
         train = self._train
-        rate, correction1, correction2 = numbers.unbind()
-        scale = 1 / weight.clamp(min=1e-6)
-        if train.clip_norm is not None:
-            norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt() * scale
-            scale = scale * (train.clip_norm / (norm + 1e-6)).clamp(max=1)
-        first, second = self._moments
-        for (name, value), gradient in zip(self._parameters.items(), gradients, strict=True):
-            gradient = gradient * scale
-            first[name].mul_(train.adam_beta1).add_(gradient, alpha=1 - train.adam_beta1)
-            second[name].mul_(train.adam_beta2).addcmul_(gradient, gradient, value=1 - train.adam_beta2)
-            update = (first[name] / correction1) / ((second[name] / correction2).sqrt() + train.adam_epsilon)
-            if name in self._decayed:
-                update = update + train.weight_decay * value
-            value.sub_(rate * update)
+        weight = sums[SUMS.index("weight")]
+        with torch.no_grad():
+            rate, correction1, correction2 = numbers.unbind()
+            scale = 1 / weight.clamp(min=1e-6)
+            if train.clip_norm is not None:
+                norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt() * scale
+                scale = scale * (train.clip_norm / (norm + 1e-6)).clamp(max=1)
+            first, second = self._moments
+            for (name, value), gradient in zip(self._parameters.items(), gradients, strict=True):
+                gradient = gradient * scale
+                first[name].mul_(train.adam_beta1).add_(gradient, alpha=1 - train.adam_beta1)
+                second[name].mul_(train.adam_beta2).addcmul_(gradient, gradient, value=1 - train.adam_beta2)
+                update = (first[name] / correction1) / ((second[name] / correction2).sqrt() + train.adam_epsilon)
+                if name in self._decayed:
+                    update = update + train.weight_decay * value
+                value.sub_(rate * update)
+        return sums
 
     def evaluate(self, batch: Arrays, asks: Asks) -> _PendingStep:
         self._upload()

@@ -1,0 +1,174 @@
+"""Small real runs for the tests of this folder: a dataset written by hand, a configuration, and trainers started as processes, as a host starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import yaml
+
+from training.data import dataset as datasets
+from training.data import example, tfrecord
+from training.data import tokenizer as tokenizers
+
+# Tiny models are trained for moments: compiling fast matters more than fast programs. Read when torch_xla is first imported.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+VOCABULARY = 200
+SEQUENCE = 32
+SPECIAL = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"]
+
+
+def write_tokenizer(folder: Path) -> str:
+    """A tokenizer.json of a few words. Returns its hash."""
+    words = [*SPECIAL, *(f"w{number}" for number in range(VOCABULARY - len(SPECIAL)))]
+    added = [
+        {"id": index, "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        for index, token in enumerate(SPECIAL)
+    ]
+    content = {
+        "version": "1.0",
+        "added_tokens": added,
+        "model": {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(words)}, "unk_token": "<unk>"},
+    }
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return tokenizers.read(str(folder)).hash
+
+
+def write_dataset(folder: Path, tokenizer_hash: str, records: int, seed: int) -> None:
+    """Rows with a pattern that is quickly learnt: each token mostly follows from the one before."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for _ in range(records):
+        first = int(generator.integers(0, VOCABULARY - 5))
+        row = (first + 7 * np.arange(SEQUENCE)) % 20 + 5
+        rows.append(example.encode({"input_ids": row.astype("<u2").tobytes()}))
+    folder.mkdir(parents=True)
+    shards = []
+    for number, part in enumerate(np.array_split(np.arange(records), 2)):
+        data = tfrecord.join(rows[index] for index in part)
+        name = f"train-{number:05d}.tfrecord"
+        (folder / name).write_bytes(data)
+        shards.append(datasets.Shard(name=name, length=SEQUENCE, records=len(part), bytes=len(data), crc32c=google_crc32c.value(data)))
+    manifest = datasets.Manifest(
+        kind="mlm",
+        split="train",
+        sequence_length=SEQUENCE,
+        features={"input_ids": datasets.Feature(dtype="uint16", shape=["length"])},
+        tokenizer_hash=tokenizer_hash,
+        vocabulary=VOCABULARY,
+        shards=shards,
+    )
+    (folder / "dataset.json").write_bytes(datasets.dumps(manifest))
+
+
+def document(folder: Path, **changes: Any) -> dict[str, Any]:
+    """A configuration as a plain value; `changes` are dotted keys with `__` for the dot."""
+    value: dict[str, Any] = {
+        "seed": 1,
+        "task": "mlm",
+        "model": {"name": "bert-tiny", "hidden_size": 32, "layers": 2, "heads": 2, "max_positions": SEQUENCE},
+        "data": {"train": str(folder / "train"), "evaluation": str(folder / "evaluation"), "tokenizer": str(folder / "tokenizer")},
+        "train": {"steps": 12, "global_batch_size": 8, "learning_rate": 0.003, "warmup_steps": 2, "log_every": 1, "dropout": 0.1},
+        "checkpoint": {"every_steps": 4, "keep_last": 3},
+        "rendezvous": {"start_seconds": 120, "seconds": 60},
+        "output": str(folder / "runs"),
+    }
+    for dotted, change in changes.items():
+        *path, last = dotted.split("__")
+        below = value
+        for key in path:
+            below = below.setdefault(key, {})
+        below[last] = change
+    return value
+
+
+def prepare(folder: Path) -> Path:
+    """Tokenizer, training and evaluation data in `folder`."""
+    tokenizer_hash = write_tokenizer(folder / "tokenizer")
+    write_dataset(folder / "train", tokenizer_hash, 64, 1)
+    write_dataset(folder / "evaluation", tokenizer_hash, 19, 2)
+    return folder
+
+
+@dataclass
+class Host:
+    """One trainer process."""
+
+    process: subprocess.Popen[str]
+    out: Path
+
+    def finish(self, seconds: float = 120) -> int:
+        return self.process.wait(timeout=seconds)
+
+    def text(self) -> str:
+        return self.out.read_text()
+
+    def wait_for(self, text: str, seconds: float = 120) -> None:
+        """Until the trainer has printed `text`."""
+        deadline = time.monotonic() + seconds
+        while text not in self.text():
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before {text!r}:\n{self.text()}"
+            assert time.monotonic() < deadline, f"no {text!r} within {seconds} s:\n{self.text()}"
+            time.sleep(0.02)
+
+
+def free_ports() -> tuple[int, int]:
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        return first.getsockname()[1], second.getsockname()[1]
+
+
+def start(
+    folder: Path,
+    run_id: str,
+    config: dict[str, Any],
+    hosts: int = 1,
+    attempt: int = 0,
+    *,
+    only: int | None = None,
+    ports: tuple[int, int] | None = None,
+    **environment: str,
+) -> list[Host]:
+    """Starts the trainers of a run of `hosts` hosts on loopback: all of them, or `only` one."""
+    logs = folder / "logs"
+    logs.mkdir(exist_ok=True)
+    path = logs / f"{run_id}.{attempt}.{'all' if only is None else only}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    rendezvous_port, gloo_port = ports or free_ports()
+    started = []
+    for worker in range(hosts) if only is None else [only]:
+        out = logs / f"{run_id}.{attempt}.{worker}.log"
+        cluster = {
+            "TPU_LAUNCH_RUN_ID": run_id,
+            "TPU_LAUNCH_ATTEMPT": str(attempt),
+            "TPU_WORKER_ID": str(worker),
+            "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * hosts),
+            "TPU_LAUNCH_RENDEZVOUS_PORT": str(rendezvous_port),
+            "TPU_LAUNCH_GLOO_PORT": str(gloo_port),
+            "PJRT_DEVICE": "CPU",
+        }
+        with out.open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "training.cli", "train", str(path)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **cluster, **environment},
+            )
+        started.append(Host(process, out))
+    return started
+
+
+def summary(folder: Path, run_id: str) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((folder / "runs" / run_id / "summary.json").read_text())
+    return value

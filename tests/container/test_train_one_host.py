@@ -1,0 +1,152 @@
+"""Training on one host, inside this process: what a run gives, and that stopping and going on changes no bit of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.container import small_runs
+from training import metrics
+from training.cluster import Cluster
+from training.config import from_document
+from training.errors import BadInput, StopRequested, TrainError
+from training.loop import train
+from training.metrics import Clock
+from training.rendezvous import Alone
+from training.stopping import Stopping
+from training.yaml_file import Document
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_runs.prepare(tmp_path_factory.mktemp("runs"))
+
+
+def run(folder: Path, run_id: str, stopping: Stopping | None = None, attempt: int = 0, **changes: Any) -> dict[str, Any]:
+    config = from_document(Document("test", small_runs.document(folder, **changes), {}))
+    return train(config, Cluster(0, ("localhost",), run_id=run_id, attempt=attempt), Alone(), stopping or Stopping(), Clock())
+
+
+class StopAfter(Stopping):
+    """Asked to stop once `steps` steps have looked."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    @property
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[str, Any]:
+    return run(folder, "undisturbed", evaluation__every=5)
+
+
+def test_loss_goes_down_and_evaluation_is_reported(undisturbed: dict[str, Any]) -> None:
+    assert undisturbed["last_loss"] < undisturbed["first_loss"] - 0.5
+    assert undisturbed["eval_perplexity"] < 120
+    assert undisturbed["steps"] == undisturbed["committed_step"] == 12
+
+
+def test_a_step_and_an_evaluation_are_one_program_each(undisturbed: dict[str, Any], folder: Path) -> None:
+    again = run(folder, "programs", evaluation__every=3)
+    assert again["compilations"] == undisturbed["compilations"] == 2
+
+
+def test_the_same_configuration_gives_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:
+    again = run(folder, "again", evaluation__every=5)
+    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
+        assert again[key] == undisturbed[key]
+
+
+def test_another_seed_gives_other_bits(undisturbed: dict[str, Any], folder: Path) -> None:
+    assert run(folder, "other-seed", seed=2)["final_weights_crc32c"] != undisturbed["final_weights_crc32c"]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 7])
+def test_a_stopped_run_goes_on_to_the_same_bits(undisturbed: dict[str, Any], folder: Path, steps: int) -> None:
+    name = f"stopped-{steps}"
+    with pytest.raises(StopRequested, match="committed"):
+        run(folder, name, StopAfter(steps), evaluation__every=5)
+    resumed = run(folder, name, attempt=1, evaluation__every=5)
+    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
+        assert resumed[key] == undisturbed[key]
+    assert [line for line in metrics.history(str(folder / "runs" / name)) if "loss" in line] != []
+
+
+def test_metrics_of_all_attempts_are_one_history(undisturbed: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(StopRequested):
+        run(folder, "history", StopAfter(6))
+    run(folder, "history", attempt=1)
+    whole = [json.loads(line) for line in (folder / "runs" / "history" / "metrics.jsonl").read_text().splitlines()]
+    straight = metrics.history(str(folder / "runs" / "undisturbed"))
+    assert [(line["step"], line["loss"]) for line in whole if "loss" in line] == [
+        (line["step"], line["loss"]) for line in straight if "loss" in line
+    ]
+
+
+def test_a_damaged_part_sends_the_run_to_the_checkpoint_before(
+    undisturbed: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(StopRequested):
+        run(folder, "damaged", StopAfter(9), evaluation__every=5)
+    checkpoints = folder / "runs" / "damaged" / "checkpoints"
+    newest = max(checkpoints.iterdir())
+    part = next(newest.glob("part-*"))
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    resumed = run(folder, "damaged", attempt=1, evaluation__every=5)
+    warned = capsys.readouterr().err
+    assert part.name in warned
+    assert "crc32c" in warned
+    assert resumed["final_weights_crc32c"] == undisturbed["final_weights_crc32c"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(undisturbed: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(BadInput, match=r"model\.layers: the checkpoint has 2, this run 3"):
+        run(folder, "undisturbed", attempt=1, model__layers=3)
+
+
+def test_a_run_that_is_finished_only_evaluates_again(undisturbed: dict[str, Any], folder: Path) -> None:
+    again = run(folder, "undisturbed", attempt=2)
+    assert (again["final_weights_crc32c"], again["eval_loss"]) == (undisturbed["final_weights_crc32c"], undisturbed["eval_loss"])
+
+
+def test_gradient_accumulation_changes_no_more_than_rounding(folder: Path) -> None:
+    whole = run(folder, "whole", train__dropout=0.0)
+    pieces = run(folder, "pieces", train__dropout=0.0, train__gradient_accumulation=4)
+    assert pieces["last_loss"] == pytest.approx(whole["last_loss"], rel=1e-5)
+    assert pieces["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
+
+
+def test_bf16_trains_too(folder: Path) -> None:
+    fine = run(folder, "bf16", train__precision="bf16")
+    assert fine["last_loss"] < fine["first_loss"] - 0.5
+
+
+def test_roberta_trains_too(folder: Path) -> None:
+    sizes = {"name": "roberta-base", "hidden_size": 32, "layers": 1, "heads": 2, "max_positions": 32}
+    assert run(folder, "roberta", model=sizes, train__steps=4)["steps"] == 4
+
+
+def test_an_infinite_loss_stops_the_run_and_names_the_records(folder: Path) -> None:
+    with pytest.raises(TrainError, match=r"loss of step \d+ is (nan|inf).*[Rr]ecords.*\d") as raised:
+        run(folder, "nan", train__learning_rate=1e30, train__clip_norm=None, train__warmup_steps=0)
+    assert "last finite" in str(raised.value)
+
+
+def test_rows_longer_than_the_model_are_refused(folder: Path) -> None:
+    with pytest.raises(BadInput, match=r"32 tokens.*16 positions"):
+        run(folder, "short", model__max_positions=16)
+
+
+def test_a_model_with_too_small_a_vocabulary_is_refused(folder: Path) -> None:
+    with pytest.raises(BadInput, match=r"200 tokens.*model only 100"):
+        run(folder, "vocabulary", model__vocabulary_size=100)

@@ -1,0 +1,103 @@
+"""Two trainers on loopback, as two hosts of a slice: they train as one, and end together whatever happens to one of them."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.container import small_runs
+from training import metrics
+from training.errors import Exit
+
+LONG = {"train__steps": 60, "checkpoint__every_steps": 10, "evaluation__every": 25, "train__warmup_steps": 5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_runs.prepare(tmp_path_factory.mktemp("runs"))
+
+
+def finish(hosts: list[small_runs.Host], seconds: float = 120) -> list[int]:
+    return [host.finish(seconds) for host in hosts]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[str, Any]:
+    hosts = small_runs.start(folder, "undisturbed", small_runs.document(folder, **LONG), hosts=2)
+    assert finish(hosts) == [0, 0], hosts[0].text() + hosts[1].text()
+    return small_runs.summary(folder, "undisturbed")
+
+
+def test_two_hosts_report_one_run(undisturbed: dict[str, Any]) -> None:
+    assert (undisturbed["hosts"], undisturbed["devices"], undisturbed["committed_step"]) == (2, 2, 60)
+    assert undisturbed["last_loss"] < undisturbed["first_loss"] - 0.5
+    assert undisturbed["compilations"] == 3  # gradients, update, evaluation
+
+
+def test_two_hosts_train_as_one(folder: Path) -> None:
+    changes = {"train__dropout": 0.0, "train__steps": 20}
+    two = small_runs.start(folder, "as-two", small_runs.document(folder, **changes), hosts=2)
+    one = small_runs.start(folder, "as-one", small_runs.document(folder, **changes), hosts=1)
+    assert finish([*two, *one]) == [0, 0, 0]
+    histories = [[line["loss"] for line in metrics.history(str(folder / "runs" / name)) if "loss" in line] for name in ("as-one", "as-two")]
+    assert len(histories[0]) == 20
+    assert histories[1] == pytest.approx(histories[0], rel=1e-5)
+    assert small_runs.summary(folder, "as-two")["eval_loss"] == pytest.approx(small_runs.summary(folder, "as-one")["eval_loss"], rel=1e-5)
+
+
+def test_killed_stopped_and_continued_equals_undisturbed(undisturbed: dict[str, Any], folder: Path) -> None:
+    config = small_runs.document(folder, **LONG)
+
+    hosts = small_runs.start(folder, "disturbed", config, hosts=2, attempt=0)
+    hosts[0].wait_for("step 15/60")
+    hosts[1].process.kill()
+    killed = time.monotonic()
+    assert hosts[0].finish(20) == Exit.LOST_PEER
+    assert time.monotonic() - killed < 8
+    assert "host 1 is gone" in hosts[0].text()
+
+    hosts = small_runs.start(folder, "disturbed", config, hosts=2, attempt=1)
+    hosts[0].wait_for("going on from")
+    hosts[0].wait_for("step 22/60")
+    hosts[1].process.send_signal(signal.SIGTERM)
+    assert finish(hosts, 30) == [Exit.SAVED, Exit.SAVED], hosts[0].text() + hosts[1].text()
+    assert "committed" in hosts[0].text()
+
+    hosts = small_runs.start(folder, "disturbed", config, hosts=2, attempt=2)
+    assert finish(hosts) == [0, 0]
+    disturbed = small_runs.summary(folder, "disturbed")
+    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
+        assert disturbed[key] == undisturbed[key]
+
+
+def test_the_other_hosts_leave_when_host_0_is_killed(folder: Path) -> None:
+    hosts = small_runs.start(folder, "headless", small_runs.document(folder, **{**LONG, "train__steps": 2000}), hosts=2)
+    hosts[0].wait_for("step   15/2000")
+    hosts[0].process.kill()
+    assert hosts[1].finish(20) == Exit.LOST_PEER
+    assert "host 0 is gone" in hosts[1].text()
+
+
+def test_hosts_with_different_configurations_are_told_apart(folder: Path) -> None:
+    ports = small_runs.free_ports()
+    first = small_runs.start(folder, "differ", small_runs.document(folder), hosts=2, ports=ports, only=0)
+    second = small_runs.start(folder, "differ", small_runs.document(folder, seed=9), hosts=2, ports=ports, only=1)
+    assert finish([*first, *second]) == [Exit.BAD_INPUT, Exit.BAD_INPUT]
+    assert "configuration: host 0 has" in first[0].text()
+    assert "host 1" in first[0].text()
+
+
+def test_a_killed_trainer_of_one_host_goes_on_bit_for_bit(folder: Path) -> None:
+    config = small_runs.document(folder, **LONG)
+    whole = small_runs.start(folder, "alone", config)
+    assert finish(whole) == [0]
+    [host] = small_runs.start(folder, "alone-killed", config)
+    host.wait_for("step 31/60")
+    host.process.kill()
+    host.finish()
+    assert finish(small_runs.start(folder, "alone-killed", config, attempt=1)) == [0]
+    assert small_runs.summary(folder, "alone-killed")["final_weights_crc32c"] == small_runs.summary(folder, "alone")["final_weights_crc32c"]
