@@ -20,7 +20,7 @@ PYTHON_CODE := launcher training tests tools $(wildcard benchmarks)
 .PHONY: help rehearsal test test-fast lint benchmark lock clean need-python need-containers
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
 
 rehearsal: need-containers $(VENV_READY) ## a whole run on an emulated slice: up, train, down (SET="slice.accelerator_type=v4-32 ...")
 	@tools/with-engine.sh $(BIN)/tpu-launch rehearsal -f examples/rehearsal.yaml $(foreach each,$(SET),--set '$(each)')

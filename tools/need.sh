@@ -23,7 +23,7 @@ look() {
             python)
                 python_is_there || { missing+=("Python 3.11 or newer with venv (Debian: python3-venv)"); packages+=(python3 python3-venv); } ;;
             containers)
-                engine_is_there || { missing+=("a container engine (Debian: docker.io)"); packages+=(docker.io iptables ca-certificates); }
+                engine_is_there || { missing+=("a container engine (Debian: docker.io)"); packages+=(docker.io iptables ca-certificates mmdebstrap); }
                 { command -v ssh && command -v ssh-keygen; } >/dev/null || { missing+=("an OpenSSH client (Debian: openssh-client)"); packages+=(openssh-client); }
                 ;;
             gcloud)

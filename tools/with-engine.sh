@@ -8,7 +8,8 @@ cd "$(dirname "$0")/.."
 state=.tpu-launch/engine
 pid_file=$state/dockerd.pid
 log=$state/dockerd.log
-mkdir -p -m 700 .tpu-launch "$state"
+mkdir -p -m 700 .tpu-launch
+mkdir -p -m 700 "$state"
 
 answers() { docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
 
