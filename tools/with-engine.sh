@@ -9,7 +9,7 @@ state=.tpu-launch/engine
 pid_file=$state/dockerd.pid
 log=$state/dockerd.log
 mkdir -p -m 700 .tpu-launch
-mkdir -p -m 700 "$state"
+mkdir -p "$state"
 
 answers() { docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
 
