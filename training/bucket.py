@@ -11,6 +11,8 @@ The client is not fork-safe and is made once a process. STORAGE_EMULATOR_HOST is
 from __future__ import annotations
 
 import base64
+import contextlib
+import io
 import os
 import random
 import threading
@@ -80,18 +82,19 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
 
     def call(timeout: tuple[float, float], until: float) -> bytes:
         blob = _client().bucket(bucket).blob(name)
-        sink = _Sink(until)
-        blob.download_to_file(
-            sink,
-            start=start or None,
-            end=None if end is None else end - 1,
-            raw_download=True,
-            checksum=None,
-            if_generation_match=generation,
-            timeout=timeout,
-            retry=None,
-        )
-        return b"".join(sink.pieces)
+        sink = io.BytesIO()
+        with _Cut(until):
+            blob.download_to_file(
+                sink,
+                start=start or None,
+                end=None if end is None else end - 1,
+                raw_download=True,
+                checksum=None,
+                if_generation_match=generation,
+                timeout=timeout,
+                retry=None,
+            )
+        return sink.getvalue()
 
     from google.cloud.exceptions import RequestRangeNotSatisfiable
 
@@ -151,18 +154,39 @@ def _send(url: str, size: int, crc32c: Callable[[], int], send: Callable[..., No
     return _persist(url, "writing", call, size=size)
 
 
-class _Sink:
-    """Collects a download and gives up at the deadline, however slowly bytes trickle in."""
+class _Cut:
+    """Cuts this thread's download off at a moment, however slowly bytes trickle in: socket time-outs begin anew with every byte."""
+
+    _current = threading.local()
 
     def __init__(self, until: float) -> None:
-        self.pieces: list[bytes] = []
-        self._until = until
+        self._timer = threading.Timer(max(until - time.monotonic(), 0.1), self._cut)
+        self._timer.daemon = True
+        self._response: Any = None
+        self._over = False
 
-    def write(self, piece: bytes) -> int:
-        if time.monotonic() > self._until:
-            raise TimeoutError("the deadline passed while bytes still trickled in")
-        self.pieces.append(piece)
-        return len(piece)
+    @classmethod
+    def saw(cls, response: Any) -> None:
+        """The response that this thread is about to read."""
+        current: _Cut | None = getattr(cls._current, "cut", None)
+        if current:
+            current._response = response
+
+    def _cut(self) -> None:
+        self._over = True
+        if self._response is not None:
+            with contextlib.suppress(ValueError, RuntimeError, OSError):  # it has ended by itself
+                self._response.raw.shutdown()
+
+    def __enter__(self) -> None:
+        self._current.cut = self
+        self._timer.start()
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        self._current.cut = None
+        self._timer.cancel()
+        if self._over and self._response is not None and isinstance(error, Exception):
+            raise TimeoutError("bytes still trickled in at the deadline") from error
 
 
 def _persist(url: str, what: str, call: Callable[[tuple[float, float], float], T], *, size: int = 0, pinned: bool = False) -> T:
@@ -263,8 +287,14 @@ def _client() -> Any:
             from google.cloud import storage
             from requests.adapters import HTTPAdapter
 
+            class Adapter(HTTPAdapter):  # type: ignore[misc]  # requests has no types here
+                def send(self, *arguments: Any, **options: Any) -> Any:
+                    response = super().send(*arguments, **options)
+                    _Cut.saw(response)
+                    return response
+
             client = storage.Client()
             for scheme in ("https://", "http://"):  # the default keeps 10 connections; a reader has more in flight
-                client._http.mount(scheme, HTTPAdapter(pool_connections=4, pool_maxsize=_CONNECTIONS))
+                client._http.mount(scheme, Adapter(pool_connections=4, pool_maxsize=_CONNECTIONS))
             _clients[key] = client
         return _clients[key]

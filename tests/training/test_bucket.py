@@ -1,0 +1,215 @@
+"""Claims about `training.storage` on gs://, with the real client library and a server that also misbehaves."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pytest
+
+from launcher.emulator.web import Disconnected, Response
+from training import bucket, storage
+from training.errors import BadInput
+
+DATA = random.Random(0).randbytes(300_000)
+
+
+def test_an_object_is_written_looked_at_listed_read_and_deleted(gcs: Any) -> None:
+    stat = storage.write("gs://bucket/a/x", DATA)
+    assert (stat.size, stat.crc32c) == (len(DATA), google_crc32c.value(DATA))
+    assert storage.stat("gs://bucket/a/x") == stat
+    assert storage.read("gs://bucket/a/x") == DATA
+    assert storage.read("gs://bucket/a/x", 10, 200_000, generation=stat.generation) == DATA[10:200_000]
+    storage.write("gs://bucket/a/b/y", b"")
+    storage.write("gs://bucket/ab", b"")
+    assert [each.url for each in storage.listing("gs://bucket/a")] == ["gs://bucket/a/b/y", "gs://bucket/a/x"]
+    assert len(storage.listing("gs://bucket/")) == 3
+    storage.delete("gs://bucket/a/x")
+    storage.delete("gs://bucket/a/x")
+    assert storage.stat("gs://bucket/a/x") is None
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, None), (0, 4), (2, 4), (2, None), (8, 50), (10, 20), (50, 60), (50, None), (3, 3)])
+def test_a_range_means_the_same_as_for_a_file(gcs: Any, tmp_path: Path, start: int, end: int | None) -> None:
+    for url in ("gs://bucket/x", str(tmp_path / "x")):
+        storage.write(url, b"0123456789")
+        assert storage.read(url, start, end) == b"0123456789"[start:end]
+
+
+def test_an_empty_object_is_read(gcs: Any) -> None:
+    storage.write("gs://bucket/x", b"")
+    assert storage.read("gs://bucket/x") == b""
+
+
+def test_create_only_lets_one_of_many_writers_win(gcs: Any) -> None:
+    wins = []
+
+    def race(number: int) -> None:
+        with contextlib.suppress(storage.AlreadyExists):
+            storage.write("gs://bucket/x", b"%d" % number, create_only=True)
+            wins.append(number)
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert [storage.read("gs://bucket/x")] == [b"%d" % number for number in wins]
+
+
+def test_a_replaced_or_deleted_object_is_not_read_under_its_old_generation(gcs: Any) -> None:
+    old = storage.write("gs://bucket/x", b"old")
+    storage.write("gs://bucket/x", b"new")
+    with pytest.raises(storage.Changed, match="gs://bucket/x was replaced"):
+        storage.read("gs://bucket/x", generation=old.generation)
+    storage.delete("gs://bucket/x")
+    with pytest.raises(storage.NotFound, match="gs://bucket/x does not exist"):
+        storage.read("gs://bucket/x", generation=old.generation)
+
+
+def test_a_missing_object_and_a_missing_bucket_are_told_apart(gcs: Any) -> None:
+    with pytest.raises(storage.NotFound, match=r"^gs://bucket/x does not exist"):
+        storage.read("gs://bucket/x")
+    with pytest.raises(storage.NotFound, match=r"^bucket gs://other does not exist"):
+        storage.read("gs://other/x")
+    with pytest.raises(storage.NotFound, match=r"^bucket gs://other does not exist"):
+        storage.write("gs://other/x", b"")
+    with pytest.raises(storage.NotFound, match=r"^bucket gs://other does not exist"):
+        storage.listing("gs://other/x")
+    with pytest.raises(BadInput, match="expected gs://bucket/name"):
+        storage.read("gs:///x")
+
+
+def test_upload_and_download_copy_a_file_larger_than_one_request(gcs: Any, tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(DATA * 40)  # 12 MB: a resumable upload
+    stat = storage.upload(tmp_path / "source", "gs://bucket/x", create_only=True)
+    assert stat.crc32c == google_crc32c.value(DATA * 40)
+    storage.download("gs://bucket/x", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == DATA * 40
+    with pytest.raises(storage.AlreadyExists):
+        storage.upload(tmp_path / "source", "gs://bucket/x", create_only=True)
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_a_third_of_the_requests_failing_changes_nothing(gcs: Any, status: int) -> None:
+    chance = random.Random(status)
+    gcs.fault = lambda request: Response(status, b"later") if chance.random() < 1 / 3 else None
+    for number in range(5):
+        url = f"gs://bucket/{number}"
+        assert storage.write(url, DATA, create_only=True).size == len(DATA)
+        assert storage.read(url, 5, 100_000) == DATA[5:100_000]
+        assert storage.stat(url).size == len(DATA)
+    assert len(storage.listing("gs://bucket/")) == 5
+    storage.delete("gs://bucket/0")
+
+
+def test_broken_connections_are_made_again(gcs: Any) -> None:
+    chance = random.Random(1)
+
+    def cut(request: Any) -> None:
+        if chance.random() < 1 / 3:
+            raise Disconnected
+
+    gcs.fault = cut
+    for number in range(5):
+        storage.write(f"gs://bucket/{number}", DATA)
+        assert storage.read(f"gs://bucket/{number}") == DATA
+
+
+def test_a_create_only_write_whose_answer_was_lost_counts_as_written(gcs: Any) -> None:
+    lost = []
+
+    def answer_lost(request: Any) -> None:
+        if request.method == "POST" and not lost:
+            lost.append(gcs.api.answer(request))
+            raise Disconnected
+
+    gcs.fault = answer_lost
+    assert storage.write("gs://bucket/x", b"data", create_only=True).size == 4
+    assert lost
+    lost.clear()
+    with pytest.raises(storage.AlreadyExists):
+        storage.write("gs://bucket/x", b"other", create_only=True)
+
+
+def test_a_lasting_failure_names_the_object_and_ends_at_the_deadline(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket, "patience", bucket.Patience(deadline=1, first_delay=0.01, longest_delay=0.1))
+    storage.write("gs://bucket/x", DATA)
+    gcs.fault = lambda request: Response(503, b"busy")
+    began = time.monotonic()
+    with pytest.raises(
+        storage.StorageError, match=r"gs://bucket/x: reading bytes 5 to 9 of it failed for \d s, \d+ times; last: ServiceUnavailable"
+    ):
+        storage.read("gs://bucket/x", 5, 9)
+    assert time.monotonic() - began < 3
+
+
+def test_a_server_that_says_nothing_is_asked_again_and_given_up(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.write("gs://bucket/x", b"data")
+    monkeypatch.setattr(bucket, "patience", bucket.Patience(silence=0.2, deadline=5, first_delay=0.01))
+    released = threading.Event()
+    silent = [True, True]
+
+    def stall(request: Any) -> None:
+        if silent and silent.pop():
+            released.wait(20)
+
+    gcs.fault = stall
+    assert storage.read("gs://bucket/x") == b"data"
+    silent = [True] * 1000
+    monkeypatch.setattr(bucket, "patience", bucket.Patience(silence=0.2, deadline=1, first_delay=0.01))
+    began = time.monotonic()
+    with pytest.raises(storage.StorageError, match=r"gs://bucket/x: reading it failed for .* (ReadTimeout|ConnectionError)"):
+        storage.read("gs://bucket/x")
+    assert time.monotonic() - began < 4
+    released.set()
+
+
+def test_a_server_that_trickles_is_given_up_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    over = threading.Event()
+
+    def trickle(connection: socket.socket) -> None:
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+            while not over.wait(0.05):
+                try:
+                    connection.sendall(b"x")
+                except OSError:
+                    return
+
+    def accept() -> None:
+        while not over.is_set():
+            try:
+                connection = listener.accept()[0]
+            except OSError:
+                return
+            threading.Thread(target=trickle, args=(connection,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{listener.getsockname()[1]}")
+    monkeypatch.setattr(bucket, "patience", bucket.Patience(silence=1, deadline=1, first_delay=0.01))
+    began = time.monotonic()
+    with pytest.raises(storage.StorageError, match=r"gs://bucket/x: reading it failed for .* bytes still trickled in"):
+        storage.read("gs://bucket/x")
+    assert time.monotonic() - began < 4
+    over.set()
+    listener.close()
+
+
+def test_a_refusal_is_not_repeated_and_says_what_to_grant(gcs: Any) -> None:
+    gcs.fault = lambda request: Response(403, b'{"error": {"code": 403, "message": "no access"}}', {"Content-Type": "application/json"})
+    with pytest.raises(storage.StorageError, match=r"gs://bucket/x: reading it is not allowed: .*roles/storage.objectUser on gs://bucket"):
+        storage.read("gs://bucket/x")
+    assert len([path for _, path, _ in gcs.requests if path.startswith("/download/")]) == 1
+
+
+def test_delays_double_and_are_drawn_at_random() -> None:
+    patience = bucket.Patience(first_delay=1, longest_delay=10)
+    assert [patience.delay(attempt, 0.5) for attempt in (1, 2, 3, 4, 50)] == [1, 2, 4, 5, 5]
+    assert patience.delay(3, 0) == 0
