@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from launcher import shell
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from training.data.dataset import open_dataset
 from training.errors import TrainError
 from training.storage import is_remote, split_remote
 
@@ -43,6 +42,8 @@ def data(config: Config) -> None:
     """The datasets are there and are what the configuration says."""
     if config.trainer is None:
         return
+    from training.data.dataset import open_dataset
+
     for key, url in _datasets(config):
         try:
             open_dataset(url)

@@ -49,33 +49,26 @@ def steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
             f"{path}: a rehearsal streams from one bucket: data.train, data.evaluation, data.tokenizer and output must be in the same gs:// bucket"
         )
     data = config.trainer.data
-    file = ["-f", str(path), *(word for override in overrides for word in ("--set", override))]
-    shards = ["tpu-train", "shards", "--corpus", "builtin:pydoc", "--tokenizer", data.tokenizer, "--sequence-length", str(_SEQUENCE_LENGTH)]
+    corpus = data.train.removesuffix("/train")
+    if not data.train.endswith("/train") or data.evaluation not in (None, f"{corpus}/evaluation"):
+        raise BadInput(
+            f"{path}: a rehearsal writes its data to FOLDER/train and FOLDER/evaluation: data.train and data.evaluation must be named so"
+        )
+    file = _file(path, overrides)
+    here = ["--emulated", "local", *file, "--", "tpu-train"]
+    text = ["--corpus", "builtin:pydoc"]
+    shards = ["shards", *text, "--tokenizer", data.tokenizer, "--sequence-length", str(_SEQUENCE_LENGTH), "--out", corpus]
     planned = [
         Step("slice", ["--emulated", "up", *file]),
-        Step("image", ["--emulated", "local", *file, "--", "tpu-train", "--help"]),
-        Step(
-            "data",
-            [
-                "--emulated",
-                "local",
-                *file,
-                "--",
-                "tpu-train",
-                "tokenizer",
-                "--corpus",
-                "builtin:pydoc",
-                "--vocabulary",
-                str(_VOCABULARY),
-                "--out",
-                data.tokenizer,
-            ],
-        ),
-        Step("data", ["--emulated", "local", *file, "--", *shards, "--split", "train", "--out", data.train]),
+        Step("image", [*here, "--help"]),
+        Step("data", [*here, "tokenizer", *text, "--vocabulary", str(_VOCABULARY), "--out", data.tokenizer]),
+        Step("data", [*here, *shards]),
     ]
-    if data.evaluation:
-        planned.append(Step("data", ["--emulated", "local", *file, "--", *shards, "--split", "evaluation", "--out", data.evaluation]))
     return [*planned, Step("run", ["--emulated", "run", "--new", *file])]
+
+
+def _file(path: Path, overrides: Sequence[str]) -> list[str]:
+    return ["-f", str(path), *(word for override in overrides for word in ("--set", override))]
 
 
 def rehearse(path: Path, overrides: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
@@ -89,7 +82,6 @@ def rehearse(path: Path, overrides: Sequence[str], say: Callable[[str], None]) -
     environment = {"TPU_LAUNCH_HOME": str(folder)}
     seconds: dict[str, float] = {}
     begun = time.monotonic()
-    file = ["-f", str(path), *(word for override in overrides for word in ("--set", override))]
     try:
         _timed("emulator", ["emulator", "start", "--bucket", bucket], environment, seconds, say)
         for step in planned:
@@ -99,7 +91,7 @@ def rehearse(path: Path, overrides: Sequence[str], say: Callable[[str], None]) -
         _take_down(environment, say)
         raise
     try:
-        _timed("down", ["--emulated", "down", *file], environment, seconds, say)
+        _timed("down", ["--emulated", "down", *_file(path, overrides)], environment, seconds, say)
     finally:
         _take_down(environment, say)
     seconds["total"] = time.monotonic() - begun

@@ -85,7 +85,7 @@ class _AliasKeys(paramiko.MissingHostKeyPolicy):
         known = HostKeys()
         if Path(self.address.known_hosts).exists():
             known.load(self.address.known_hosts)
-        keys = known.lookup(self.address.alias)
+        keys = known.lookup(self.address.alias.lower())  # OpenSSH keeps aliases in lower case
         if keys is None or keys.get(key.get_name()) != key:
             raise paramiko.SSHException(
                 f"the host key of worker {self.address.worker} ({hostname}) is not the one gcloud keeps as {self.address.alias}"
