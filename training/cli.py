@@ -145,7 +145,7 @@ def main() -> None:
     from training.yaml_file import ConfigError
 
     try:
-        tpu_train(standalone_mode=False)
+        tpu_train(prog_name="tpu-train", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(Exit.BAD_INPUT)

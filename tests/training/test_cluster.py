@@ -1,0 +1,92 @@
+"""A host knows its place from the launcher's variables, from GKE's, or from either format of the metadata."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.accelerators import ACCELERATORS
+from training.cluster import Cluster, discover, from_environment, from_metadata, parse_endpoints, tpu_environment
+from training.errors import BadInput
+
+LAUNCHER = {
+    "TPU_WORKER_ID": "1",
+    "TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3",
+    "TPU_ACCELERATOR_TYPE": "v4-16",
+    "TPU_LAUNCH_RUN_ID": "r",
+    "TPU_LAUNCH_ATTEMPT": "2",
+}
+
+
+def test_the_launchers_variables() -> None:
+    cluster = from_environment(LAUNCHER)
+    assert cluster == Cluster(1, ("10.0.0.2", "10.0.0.3"), "v4-16", "r", 2)
+    assert not cluster.is_first
+
+
+def test_an_indexed_job_stands_in_for_the_worker_id() -> None:
+    cluster = from_environment({"JOB_COMPLETION_INDEX": "3", "TPU_WORKER_HOSTNAMES": "a.s, b.s, c.s, d.s"})
+    assert cluster is not None
+    assert (cluster.worker, cluster.addresses) == (3, ("a.s", "b.s", "c.s", "d.s"))
+
+
+def test_without_variables_this_is_a_single_host() -> None:
+    cluster = discover({})
+    assert (cluster.hosts, cluster.worker, cluster.run_id, cluster.attempt) == (1, 0, "local", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("worker-0:0:10.130.0.5,worker-1:1:10.130.0.6", ("10.130.0.5", "10.130.0.6")),
+        ("10.130.0.5,10.130.0.6", ("10.130.0.5", "10.130.0.6")),
+        ("t1v-n-1-w-0,t1v-n-1-w-1", ("t1v-n-1-w-0", "t1v-n-1-w-1")),
+        ("unknown:unknown:10.0.0.9", ("10.0.0.9",)),
+    ],
+)
+def test_both_formats_of_the_metadata(text: str, addresses: tuple[str, ...]) -> None:
+    assert parse_endpoints(text) == addresses
+    known = {"worker-network-endpoints": text, "agent-worker-number": str(len(addresses) - 1), "accelerator-type": "v4-16"}
+    cluster = from_metadata(known.get, {})
+    assert cluster == Cluster(len(addresses) - 1, addresses, "v4-16")
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "a,b"}, "worker 2, but only 2 host"),
+        ({"TPU_WORKER_ID": "one", "TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID is 'one'"),
+        ({**LAUNCHER, "TPU_LAUNCH_RENDEZVOUS_PORT": "x"}, "TPU_LAUNCH_RENDEZVOUS_PORT"),
+    ],
+)
+def test_contradictions_are_bad_input(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        from_environment(environment)
+
+
+def test_a_tpu_process_never_has_to_ask_the_metadata_server() -> None:
+    cluster = Cluster(3, tuple(f"10.0.0.{number}" for number in range(4)), "v4-32")
+    assert tpu_environment(cluster) == {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v4-32",
+        "TPU_PROCESS_BOUNDS": "1,1,4",
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": "2,2,1",
+        "TPU_WORKER_ID": "3",
+        "CLOUD_TPU_TASK_ID": "3",
+        "TPU_WORKER_HOSTNAMES": "10.0.0.0,10.0.0.1,10.0.0.2,10.0.0.3",
+    }
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_bounds_cover_every_chip_of_every_accelerator(name: str) -> None:
+    slice_ = ACCELERATORS[name]
+    environment = tpu_environment(Cluster(0, ("h",) * slice_.hosts, name))
+    chips = 1
+    for key in ("TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS"):
+        for number in environment[key].split(","):
+            chips *= int(number)
+    assert chips == slice_.chips
+
+
+def test_a_slice_with_another_number_of_hosts_is_refused() -> None:
+    with pytest.raises(BadInput, match="v4-32 has 4 hosts, but this run was told of 2"):
+        tpu_environment(Cluster(0, ("a", "b"), "v4-32"))

@@ -1,0 +1,115 @@
+"""A configuration is right as a whole, or each mistake is named with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from training.config import SHAPES, TrainerConfig, batch_mistake, from_document, load
+from training.yaml_file import ConfigError, parse
+
+HOUSE = Path(__file__).resolve().parents[2]
+
+GOOD = """\
+project: my-project
+slice:
+  accelerator_type: v4-16
+seed: 1
+model:
+  name: bert-tiny
+data:
+  train: gs://b/train
+  evaluation: gs://b/evaluation
+  tokenizer: gs://b/tokenizer
+train:
+  steps: 100
+  global_batch_size: 64
+evaluation:
+  every: 50
+output: gs://b/runs
+"""
+
+
+def mistakes(text: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        from_document(parse(text, "run.yaml"))
+    return str(raised.value)
+
+
+def changed(old: str, new: str) -> str:
+    assert old in GOOD
+    return GOOD.replace(old, new)
+
+
+def test_the_launchers_sections_are_allowed_and_ignored() -> None:
+    config = from_document(parse(GOOD, "run.yaml"))
+    assert config.train.steps == 100
+    assert config.evaluation_batch_size == 64
+    assert "slice" not in config.canonical()
+
+
+def test_a_misspelt_key_is_refused_with_its_line_and_a_suggestion() -> None:
+    assert "run.yaml:12: unknown key 'train.stesp'; did you mean 'steps'?" in mistakes(changed("steps: 100", "stesp: 100"))
+
+
+def test_an_unknown_section_is_refused() -> None:
+    assert "unknown key 'trian'; did you mean 'train'?" in mistakes(GOOD + "trian: {}\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("steps: 100", "steps: '100'", "run.yaml:12: train.steps: should be a valid integer"),
+        ("steps: 100", "steps: 0", "run.yaml:12: train.steps: should be greater than or equal to 1"),
+        ("name: bert-tiny", "name: bert-huge", "run.yaml:6: model.name"),
+        ("  tokenizer: gs://b/tokenizer\n", "", "missing key 'data.tokenizer'"),
+        ("name: bert-tiny", "layers: 2", "give either model.name"),
+        ("name: bert-tiny", "{name: bert-tiny, hidden_size: 100, heads: 3}", "does not divide evenly over 3 attention heads"),
+        ("  evaluation: gs://b/evaluation\n", "", "evaluation needs data"),
+        (
+            "steps: 100",
+            "steps: 100\n  warmup_steps: 101",
+            "run.yaml:13: train.warmup_steps: 101 steps of warm-up are more than train.steps (100)",
+        ),
+        ("global_batch_size: 64", "global_batch_size: 12", "run.yaml:13: train.global_batch_size: train.global_batch_size is 12"),
+        ("name: bert-tiny", "{path: gs://b/model, layers: 2}", "model.path brings its own sizes"),
+    ],
+)
+def test_a_mistake_is_named(old: str, new: str, expected: str) -> None:
+    text = changed(old, new) if not new.startswith("{") else GOOD.replace(f"model:\n  {old}", f"model: {new}")
+    assert expected in mistakes(text)
+
+
+def test_the_batch_is_checked_against_the_slice_before_it_exists() -> None:
+    assert "8 devices on 2 hosts" in mistakes(changed("global_batch_size: 64", "global_batch_size: 12"))
+    assert from_document(parse(changed("v4-16", "v4-32"), "run.yaml")).train.global_batch_size == 64
+
+
+def test_the_batch_must_divide_by_the_gradient_accumulation_too() -> None:
+    config = from_document(parse(changed("global_batch_size: 64", "global_batch_size: 64\n  gradient_accumulation: 4"), "run.yaml"))
+    assert batch_mistake(config, 2, 16) is None
+    assert "multiple of 128" in str(batch_mistake(config, 4, 32))
+
+
+def test_the_hash_tells_configurations_apart_and_not_their_spelling() -> None:
+    same = from_document(parse(changed("seed: 1\n", "") + "seed: 1\ncheckpoint: {}\n", "other.yaml"))
+    other = from_document(parse(changed("seed: 1", "seed: 2"), "run.yaml"))
+    config = from_document(parse(GOOD, "run.yaml"))
+    assert config.hash == same.hash != other.hash
+
+
+def test_a_changed_width_takes_heads_and_intermediate_size_along() -> None:
+    config = from_document(parse(changed("name: bert-tiny", "name: bert-base\n  hidden_size: 256"), "run.yaml"))
+    assert config.model.shape == (256, 12, 4, 1024, 512)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_known_model_has_heads_of_64(name: str) -> None:
+    hidden, _, heads, intermediate, _ = SHAPES[name]
+    assert hidden == 64 * heads
+    assert intermediate == 4 * hidden
+
+
+def test_the_rehearsals_file_is_right() -> None:
+    assert isinstance(load(HOUSE / "examples" / "rehearsal.yaml"), TrainerConfig)

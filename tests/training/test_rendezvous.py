@@ -1,0 +1,224 @@
+"""Real processes meet on loopback, and are told in time when one is missing, gone, stuck or from elsewhere. Starts up to 4 small processes a test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from training.errors import Exit
+
+HOUSE = Path(__file__).resolve().parents[2]
+
+# A host: does what its lines say, then leaves as `tpu-train` does.
+PROGRAM = """
+import json, os, sys, time
+from training.cluster import discover
+from training.errors import Exit, TrainError
+from training.rendezvous import join
+code, why, meeting = 1, "", None
+try:
+    meeting = join(discover(), start_seconds=float(os.environ.get("START", "20")), seconds=float(os.environ.get("WAIT", "20")), lost_seconds=3)
+    for line in sys.argv[1:]:
+        what, _, rest = line.partition(" ")
+        if what == "meet":
+            print(json.dumps(meeting.meet(rest, {"from": os.environ["TPU_WORKER_ID"]})), flush=True)
+        elif what == "phase":
+            meeting.phase(rest)
+        elif what == "say":
+            print(rest, flush=True)
+        elif what == "sleep":
+            deadline = time.monotonic() + float(rest)
+            while time.monotonic() < deadline:
+                meeting.check()
+                time.sleep(0.01)
+        elif what == "hang":
+            time.sleep(float(rest))
+        elif what == "fail":
+            raise TrainError(rest)
+    code = 0
+except TrainError as error:
+    code, why = error.exit_code, str(error)
+    print("error:", error, flush=True)
+if meeting:
+    meeting.close(code, why)
+os._exit(code)
+"""
+
+
+class Hosts:
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, worker: int, hosts: int, *lines: str, **environment: str) -> subprocess.Popen[str]:
+        cluster = {
+            "TPU_WORKER_ID": str(worker),
+            "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * hosts),
+            "TPU_LAUNCH_RENDEZVOUS_PORT": str(self.port),
+            "TPU_LAUNCH_RUN_ID": "run",
+            "PYTHONPATH": str(HOUSE),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, *lines],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **cluster, **environment},
+        )
+        self.started.append(process)
+        return process
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    hosts = Hosts()
+    yield hosts
+    for process in hosts.started:
+        process.kill()
+        process.wait()
+
+
+def end(process: subprocess.Popen[str], seconds: float = 20) -> tuple[int, str]:
+    text, _ = process.communicate(timeout=seconds)
+    return process.returncode, text
+
+
+def said(process: subprocess.Popen[str], text: str) -> None:
+    """Reads up to a line with `text`."""
+    assert process.stdout
+    for line in process.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"ended before it said {text!r}")
+
+
+def test_everyone_gets_everyones_payload_in_worker_order_whoever_comes_first(hosts: Hosts) -> None:
+    late = [hosts.start(worker, 3, "meet start", "meet end") for worker in (2, 1)]
+    time.sleep(0.5)
+    for process in (hosts.start(0, 3, "meet start", "meet end"), *late):
+        code, text = end(process)
+        assert code == 0, text
+        assert [json.loads(line) for line in text.splitlines()] == [[{"from": str(worker)} for worker in range(3)]] * 2
+
+
+def test_a_host_that_never_comes_is_named_with_its_last_phase(hosts: Hosts) -> None:
+    waiting = [hosts.start(worker, 3, "meet start", "meet checkpoint 40", WAIT="2") for worker in (0, 1)]
+    hosts.start(2, 3, "meet start", "phase step 39", "sleep 30")
+    for process in waiting:
+        code, text = end(process)
+        assert code == Exit.LOST_PEER
+        assert "rendezvous 'checkpoint 40': not everyone arrived within 2 s: host 2 was last heard of" in text
+        assert "'step 39'" in text
+
+
+def test_a_host_that_never_started_is_named(hosts: Hosts) -> None:
+    code, text = end(hosts.start(0, 2, "meet start", WAIT="1"))
+    assert (code, "host 1 never appeared" in text) == (Exit.LOST_PEER, True), text
+
+
+def test_without_host_0_the_others_give_up_and_say_so(hosts: Hosts) -> None:
+    code, text = end(hosts.start(1, 2, "meet start", START="1"))
+    assert code == Exit.LOST_PEER
+    assert f"host 0 (127.0.0.1:{hosts.port}) did not let this host (worker 1) in within 1 s" in text
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_killed_host_ends_all_others_within_two_seconds(hosts: Hosts, victim: int) -> None:
+    processes = [
+        hosts.start(worker, 3, "meet start", "phase step 7", "say here", "sleep 1.5", "say now", "sleep 30") for worker in range(3)
+    ]
+    for process in processes:
+        said(process, "now")
+    processes[victim].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    for worker, process in enumerate(processes):
+        if worker != victim:
+            code, text = end(process)
+            assert time.monotonic() - killed < 2
+            assert code == Exit.LOST_PEER
+            assert f"host {victim} is gone: its connection broke in phase 'step 7'" in text
+
+
+def test_a_host_that_is_stuck_when_a_peer_dies_is_ended_too(hosts: Hosts) -> None:
+    stuck = hosts.start(0, 2, "meet start", "say now", "hang 60")
+    other = hosts.start(1, 2, "meet start", "say now", "sleep 60")
+    said(stuck, "now")
+    said(other, "now")
+    other.kill()
+    code, text = end(stuck, 10)
+    assert code == Exit.LOST_PEER
+    assert "host 1 is gone" in text
+
+
+def test_the_reason_of_a_host_that_fails_reaches_the_others(hosts: Hosts) -> None:
+    waiting = hosts.start(0, 2, "meet start", "meet end")
+    failing = hosts.start(1, 2, "meet start", "phase opening the data", "fail shard 3 is damaged")
+    assert end(failing)[0] == Exit.FAILED
+    code, text = end(waiting)
+    assert code == Exit.LOST_PEER
+    assert "host 1 stopped in phase 'opening the data' with exit code 1: shard 3 is damaged" in text
+
+
+def test_a_host_of_an_earlier_attempt_is_turned_away_and_disturbs_nobody(hosts: Hosts) -> None:
+    first = hosts.start(0, 2, "say open", "meet start", "meet end", TPU_LAUNCH_ATTEMPT="1")
+    said(first, "open")
+    stale = hosts.start(1, 2, "meet start", TPU_LAUNCH_ATTEMPT="0")
+    code, text = end(stale)
+    assert code == Exit.FAILED
+    assert "host 0 is in attempt 1 of run 'run', this host in attempt 0" in text
+    second = hosts.start(1, 2, "meet start", "meet end", TPU_LAUNCH_ATTEMPT="1")
+    assert end(first)[0] == end(second)[0] == 0
+
+
+def test_a_host_waits_while_an_old_attempt_still_holds_the_port(hosts: Hosts) -> None:
+    old = hosts.start(0, 2, "say open", "sleep 1", "fail over", TPU_LAUNCH_ATTEMPT="0")
+    said(old, "open")
+    early = hosts.start(1, 2, "meet start", TPU_LAUNCH_ATTEMPT="1")
+    end(old)
+    new = hosts.start(0, 2, "meet start", TPU_LAUNCH_ATTEMPT="1")
+    assert end(early)[0] == end(new)[0] == 0
+
+
+def test_a_second_process_of_the_same_host_is_turned_away(hosts: Hosts) -> None:
+    first = hosts.start(0, 2, "say open", "meet start")
+    said(first, "open")
+    second = hosts.start(1, 2, "say in", "meet start", "sleep 2")
+    said(second, "in")
+    twin = hosts.start(1, 2, "meet start", START="1")
+    code, text = end(twin)
+    assert code == Exit.LOST_PEER
+    assert "worker 1 is here already" in text
+    assert end(first)[0] == end(second)[0] == 0
+
+
+def test_an_occupied_port_is_said_plainly(hosts: Hosts) -> None:
+    with socket.create_server(("127.0.0.1", hosts.port)):
+        code, text = end(hosts.start(0, 2, "meet start"))
+    assert code == Exit.FAILED
+    assert f"port {hosts.port} on 127.0.0.1 is in use" in text
+
+
+def test_strangers_on_the_port_disturb_nobody(hosts: Hosts) -> None:
+    first = hosts.start(0, 2, "say open", "meet start")
+    said(first, "open")
+    for noise in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b'{"arrive": "start"}\n',
+        b"\xff\xfe\n",
+        b"[]\n",
+        b'{"hello": 7, "run_id": "run", "attempt": 0, "hosts": 2}\n',
+    ):
+        with socket.create_connection(("127.0.0.1", hosts.port)) as stranger:
+            stranger.sendall(noise)
+    assert end(hosts.start(1, 2, "meet start"))[0] == 0
+    assert end(first)[0] == 0
