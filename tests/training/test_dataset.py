@@ -1,0 +1,160 @@
+"""Claims about dataset.json: what it says is checked, and what does not fit is refused with a message that says where and what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training import storage
+from training.data.dataset import find_shards, loads, open_dataset
+from training.errors import BadInput
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Changes dataset.json and makes its hash right again, as a careful editor would."""
+    from training.data import dataset
+
+    body = {**json.loads((folder / "dataset.json").read_bytes()), **changes}
+    body.pop("hash")
+    (folder / "dataset.json").write_text(json.dumps({**body, "hash": dataset._hash(body)}))
+
+
+def test_a_dataset_says_what_it_holds(samples: Any, tmp_path: Path) -> None:
+    made = samples.make(tmp_path, 25)
+    dataset = open_dataset(str(tmp_path))
+    assert dataset == made
+    assert (dataset.records, dataset.sequence_length, dataset.tokenizer_hash) == (25, 8, "t" * 64)
+    assert [(shard.name, shard.records) for shard in dataset.shards] == [
+        ("train-00000.tfrecord", 10),
+        ("train-00001.tfrecord", 10),
+        ("train-00002.tfrecord", 5),
+    ]
+    assert len(dataset.hash) == 64
+    dataset.require(kind="mlm", tokenizer_hash="t" * 64, sequence_length=8)
+
+
+def test_a_gs_dataset_is_a_local_one(samples: Any, tmp_path: Path, gcs: Any) -> None:
+    assert samples.make("gs://bucket/data", 25).manifest == samples.make(tmp_path, 25).manifest
+
+
+def test_the_hash_names_the_content_and_not_the_place(samples: Any, tmp_path: Path) -> None:
+    hashes = [samples.make(tmp_path / str(number), 25, seed=seed).hash for number, seed in enumerate((0, 0, 1))]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"kind": "classification"}, "holds mlm records, and the task needs classification"),
+        ({"sequence_length": 512}, "has sequences of 8 tokens, and the configuration says 512"),
+        ({"tokenizer_hash": "u" * 64}, "was written with another tokenizer"),
+    ],
+)
+def test_a_dataset_for_something_else_is_refused(samples: Any, tmp_path: Path, wanted: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        samples.make(tmp_path, 5).require(**wanted)
+
+
+def test_a_folder_without_a_manifest_is_no_dataset(samples: Any, tmp_path: Path) -> None:
+    samples.make(tmp_path, 25)
+    (tmp_path / "dataset.json").unlink()
+    with pytest.raises(BadInput, match=r"is not a dataset: .*dataset.json does not exist.*run the same command again"):
+        open_dataset(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "other"}, 'its "format" is not "tpu-launch dataset"'),
+        ({"version": 2}, "has format version 2, and this program reads version 1"),
+        ({"sequence_length": "8"}, "sequence_length: Input should be a valid integer"),
+        ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
+        ({"sequence_length": 4}, "a shard has rows longer than sequence_length"),
+        ({"shards": [{"name": "../x", "length": 8, "records": 1, "bytes": 1, "crc32c": 1}]}, r"shards\.0\.name"),
+        ({"shards": [{"name": "x", "length": 8, "records": -1, "bytes": 1, "crc32c": 1}]}, r"shards\.0\.records"),
+        ({"shards": [{"name": "x", "length": 8, "records": 1, "bytes": 1, "crc32c": 1}] * 2}, "a shard is listed twice"),
+    ],
+)
+def test_an_impossible_manifest_is_refused(samples: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    samples.make(tmp_path, 5)
+    edit(tmp_path, **changes)
+    with pytest.raises(BadInput, match=rf"{tmp_path}/dataset.json .*{message}"):
+        open_dataset(str(tmp_path))
+
+
+def test_an_edited_manifest_is_refused(samples: Any, tmp_path: Path) -> None:
+    samples.make(tmp_path, 5)
+    path = tmp_path / "dataset.json"
+    path.write_text(path.read_text().replace('"sequence_length": 8', '"sequence_length": 9'))
+    with pytest.raises(BadInput, match="its hash does not match its content; was it edited"):
+        open_dataset(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.unlink(), r"train-00001.tfrecord is missing: dataset.json lists it with 10 records"),
+        (lambda path: path.write_bytes(b""), r"train-00001.tfrecord is empty, and dataset.json says \d+ bytes \(10 records\)"),
+        (lambda path: os.truncate(path, 100), r"train-00001.tfrecord has 100 bytes, and dataset.json says \d+ bytes"),
+    ],
+)
+def test_a_shard_that_is_not_as_listed_is_named(samples: Any, tmp_path: Path, damage: Any, message: str) -> None:
+    dataset = samples.make(tmp_path, 25)
+    assert set(find_shards(dataset)) == {shard.name for shard in dataset.shards}
+    damage(tmp_path / "train-00001.tfrecord")
+    with pytest.raises(BadInput, match=message):
+        find_shards(dataset)
+
+
+def test_another_shard_of_the_same_size_is_found_in_a_bucket_without_reading_it(samples: Any, gcs: Any) -> None:
+    dataset = samples.make("gs://bucket/data", 25)
+    storage.write("gs://bucket/data/train-00001.tfrecord", bytes(dataset.shards[1].bytes))
+    gcs.requests.clear()
+    with pytest.raises(BadInput, match=r"gs://bucket/data/train-00001.tfrecord is not the shard that dataset.json lists"):
+        find_shards(dataset)
+    assert not [path for _, path, _ in gcs.requests if path.startswith("/download/")]
+
+
+def test_no_mutated_manifest_is_taken_for_another_dataset(samples: Any, tmp_path: Path) -> None:
+    """6,000 damaged manifests: refused with a message, or (white space only) the same dataset."""
+    dataset = samples.make(tmp_path, 25)
+    data, chance = (tmp_path / "dataset.json").read_bytes(), random.Random(0)
+    accepted = 0
+    for _ in range(6000):
+        mutated = mutate(data, chance)
+        with contextlib.suppress(BadInput):
+            assert loads(mutated, str(tmp_path)) == dataset
+            accepted += 1
+    assert accepted < 1500
+
+
+def mutate(data: bytes, chance: random.Random) -> bytes:
+    """A bit flipped, a byte changed, a stretch cut out, doubled or overwritten, or the end cut off."""
+    start = chance.randrange(len(data))
+    stop = min(len(data), start + chance.choice((1, 1, 2, 8, 60)))
+    match chance.randrange(6):
+        case 0:
+            return data[:start] + bytes([data[start] ^ 1 << chance.randrange(8)]) + data[start + 1 :]
+        case 1:
+            return data[:start] + chance.randbytes(1) + data[start + 1 :]
+        case 2:
+            return data[:start] + data[stop:]
+        case 3:
+            return data[:stop] + data[start:]
+        case 4:
+            return data[:start] + chance.choice(b'0123456789"{}[],:eE-. \n'.split(b",")) + data[stop:]
+    return data[:start]
+
+
+def test_a_manifest_is_checked_without_numpy_and_frameworks() -> None:
+    """The launcher reads it on the workstation."""
+    code = "import sys, training.data.dataset; print([name for name in ('numpy', 'torch', 'google.cloud.storage') if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout == "[]\n"

@@ -1,0 +1,299 @@
+"""Claims about reading: damaged data gives the right rows or the right message, never a wrong row and never a hang."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launcher.emulator.web import Disconnected, Response
+from training import bucket, storage
+from training.data import records as form
+from training.data import shards
+from training.data.batches import MlmBatches
+from training.data.dataset import Dataset
+from training.data.masking import Masking, SpecialTokens
+from training.data.order import geometry
+from training.data.shards import FixedShards
+from training.data.tfrecord import Corrupt
+from training.errors import BadInput
+
+TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
+
+
+def batches(dataset: Dataset, **options: Any) -> MlmBatches:
+    return MlmBatches(dataset, **{"tokenizer": TOKENS, "seed": 1, "global_batch_size": 16, "masking": Masking(), **options})
+
+
+def rows(dataset: Dataset, **options: Any) -> Any:
+    return FixedShards(dataset, **options).read(0, dataset.records, dataset.records)["input_ids"]
+
+
+def flip(path: Path, offset: int, mask: int = 1) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= mask
+    path.write_bytes(data)
+
+
+def size_of(dataset: Dataset) -> int:
+    return dataset.shards[0].bytes // dataset.shards[0].records
+
+
+def test_any_range_of_records_is_read_across_shards(samples: Any, tmp_path: Path) -> None:
+    dataset, expected = samples.make(tmp_path, 35), samples.ids(35)
+    source = FixedShards(dataset)
+    for first in range(35):
+        for last in range(first + 1, 36):
+            assert np.array_equal(source.read(first, last, 64)["input_ids"], expected[first:last])
+
+
+def test_wide_ids_are_kept(tmp_path: Path) -> None:
+    from training.data import prepare
+
+    plan = prepare.Plan("train", 8, "t", vocabulary=100_000, records_per_shard=4)
+    ids = np.arange(99_920, 100_000, dtype=np.int32).reshape(10, 8)
+    dataset = prepare.make(str(tmp_path), plan, lambda: map(str, range(10)), lambda texts: [ids[int(text)] for text in texts]).dataset
+    assert dataset.manifest.features["input_ids"].dtype == "int32"
+    assert np.array_equal(rows(dataset), ids)
+
+
+def test_every_flipped_byte_is_found_with_shard_record_and_offset(samples: Any, tmp_path: Path) -> None:
+    dataset = samples.make(tmp_path, 25)
+    size = size_of(dataset)
+    for offset in range(10 * size):
+        flip(tmp_path / "train-00001.tfrecord", offset, 1 << offset % 8)
+        with pytest.raises(
+            Corrupt, match=rf"{tmp_path}/train-00001.tfrecord: record {offset // size} at byte {offset // size * size}: "
+        ) as caught:
+            rows(dataset)
+        assert (caught.value.record, caught.value.offset) == (offset // size, offset // size * size)
+        assert caught.value.exit_code == 2
+        flip(tmp_path / "train-00001.tfrecord", offset, 1 << offset % 8)
+    assert np.array_equal(rows(dataset), samples.ids(25))
+
+
+def test_no_mutated_shard_gives_a_wrong_record(samples: Any, tmp_path: Path) -> None:
+    """6,000 damaged shards of the right size: the right rows or a Corrupt; with skip, only rows of the dataset and each good one in its place."""
+    dataset, expected = samples.make(tmp_path, 12, per_shard=12), samples.ids(12)
+    path, chance, size = tmp_path / "train-00000.tfrecord", random.Random(0), size_of(dataset)
+    data = path.read_bytes()
+    known = {tuple(row) for row in expected.tolist()}
+    refused = 0
+    stop, skip = FixedShards(dataset), FixedShards(dataset, on_corrupt="skip")
+    layout, stat = form.layout(dataset.manifest.features, 8), path.stat()
+    for _ in range(6000):
+        mutated = bytearray(data)
+        for _ in range(chance.choice((1, 1, 2, 5))):
+            start = chance.randrange(len(data))
+            stretch = chance.randbytes(min(len(data) - start, chance.choice((1, 2, 4, 12, 80))))
+            mutated[start : start + len(stretch)] = stretch
+        path.write_bytes(mutated)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the readers took it for the generation they opened
+        bad = form.broken(layout, bytes(mutated))
+        really = [
+            number for number in range(12) if mutated[number * size : (number + 1) * size] != data[number * size : (number + 1) * size]
+        ]
+        assert bad == really
+        if not really:
+            assert np.array_equal(stop.read(0, 12, 12)["input_ids"], expected)
+            continue
+        refused += 1
+        with pytest.raises(Corrupt):
+            stop.read(0, 12, 12)
+        if len(really) < 12:
+            got = skip.read(0, 12, 12)["input_ids"]
+            good = [number for number in range(12) if number not in really]
+            assert np.array_equal(got[good], expected[good])
+            assert all(tuple(row) in known for row in got.tolist())
+    assert refused > 5900
+
+
+def test_a_bad_record_is_replaced_by_the_next_good_one_of_its_block_on_every_host(samples: Any, tmp_path: Path) -> None:
+    dataset, expected = samples.make(tmp_path, 150, per_shard=50), samples.ids(150)
+    size, block = size_of(dataset), geometry(150, size_of(dataset)).block
+    assert block == 64
+    for record in (0, 63, 64, 100, 101):
+        flip(tmp_path / f"train-{record // 50:05d}.tfrecord", record % 50 * size + 20)
+    replaced = {0: 1, 63: 1, 64: 65, 100: 102, 101: 102}
+    with pytest.raises(Corrupt):
+        [batches(dataset).batch(k) for k in range(10)]
+    alone = batches(dataset, on_corrupt="skip")
+    pair = [batches(dataset, on_corrupt="skip", host=host, hosts=2) for host in (0, 1)]
+    for k in range(30):
+        batch = alone.batch(k)
+        shown = batch.input_ids.copy()
+        used = batch.weights > 0
+        shown[np.nonzero(used)[0], batch.positions[used]] = batch.labels[used]
+        assert np.array_equal(shown, expected[[replaced.get(record, record) for record in batch.records]])
+        halves = [each.batch(k) for each in pair]
+        assert np.array_equal(np.concatenate([each.input_ids for each in halves]), batch.input_ids)
+    assert alone.skipped == 5
+
+
+def test_a_block_without_a_good_record_stops_even_when_skipping(samples: Any, tmp_path: Path) -> None:
+    dataset = samples.make(tmp_path, 5)
+    (tmp_path / "train-00000.tfrecord").write_bytes(bytes(dataset.shards[0].bytes))
+    with pytest.raises(Corrupt, match="record 0 at byte 0"):
+        batches(dataset, on_corrupt="skip").batch(0)
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_refused(samples: Any, tmp_path: Path) -> None:
+    dataset = samples.make(tmp_path, 25)
+    with pytest.raises(BadInput, match=r"train-0000\d.tfrecord: record \d has token id \d\d, and the tokenizer has 50 ids"):
+        rows(dataset, vocabulary=50)
+    with pytest.raises(BadInput, match="was written with a tokenizer of 100 ids, and the given one has 50"):
+        batches(dataset, tokenizer=SpecialTokens(4, 3, frozenset(range(5)), 50))
+
+
+def test_a_valid_record_of_another_layout_is_refused(samples: Any, tmp_path: Path) -> None:
+    """Right framing and right CRC, but the numbers would stand elsewhere."""
+    from training.data import example, tfrecord
+
+    dataset = samples.make(tmp_path, 1)
+    framed = tfrecord.frame(example.encode({"input_idz": bytes(16)}))
+    assert len(framed) == dataset.shards[0].bytes
+    (tmp_path / "train-00000.tfrecord").write_bytes(framed)
+    with pytest.raises(Corrupt):
+        rows(dataset)
+
+
+@pytest.mark.parametrize("place", ["local", "gs://bucket/data"])
+def test_a_shard_replaced_during_the_run_stops_it(samples: Any, tmp_path: Path, gcs: Any, place: str) -> None:
+    folder = str(tmp_path) if place == "local" else place
+    dataset = samples.make(folder, 25)
+    found = batches(dataset)
+    url = storage.join(folder, "train-00001.tfrecord")
+    time.sleep(0.01)
+    storage.write(url, storage.read(url))
+    with pytest.raises(BadInput, match=rf"{url} was (changed|replaced) while it was in use.*\(record \d+ of this shard was to be read\)"):
+        found.batch(0)
+
+
+@pytest.mark.parametrize("place", ["local", "gs://bucket/data"])
+def test_a_shard_removed_during_the_run_stops_it(samples: Any, tmp_path: Path, gcs: Any, place: str) -> None:
+    folder = str(tmp_path) if place == "local" else place
+    found = batches(samples.make(folder, 25))
+    storage.delete(storage.join(folder, "train-00001.tfrecord"))
+    with pytest.raises(BadInput, match=r"train-00001.tfrecord does not exist"):
+        found.batch(0)
+
+
+def test_a_bucket_gives_the_batches_of_a_disk_even_when_a_third_of_the_requests_fails(samples: Any, tmp_path: Path, gcs: Any) -> None:
+    local, remote = samples.make(tmp_path, 500, per_shard=100), samples.make("gs://bucket/data", 500, per_shard=100)
+    chance = random.Random(3)
+
+    def misbehave(request: Any) -> Any:
+        draw = chance.random()
+        if draw < 0.1:
+            raise Disconnected
+        return Response(chance.choice((429, 500, 503)), b"later") if draw < 1 / 3 else None
+
+    gcs.fault = misbehave
+    one, other = batches(local), batches(remote)
+    for k in range(40):
+        assert np.array_equal(one.batch(k).input_ids, other.batch(k).input_ids)
+
+
+def test_a_silent_bucket_ends_in_a_message_and_not_in_a_hang(samples: Any, gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import threading
+
+    found = batches(samples.make("gs://bucket/data", 25))
+    released = threading.Event()
+
+    def stall(request: Any) -> None:
+        released.wait(20)
+
+    gcs.fault = stall
+    monkeypatch.setattr(bucket, "patience", bucket.Patience(silence=0.2, deadline=1, first_delay=0.01))
+    began = time.monotonic()
+    with pytest.raises(storage.StorageError, match=r"gs://bucket/data/train-0000\d.tfrecord: reading bytes \d+ to \d+ of it failed for"):
+        found.batch(0)
+    assert time.monotonic() - began < 8
+    released.set()
+
+
+def test_neighbouring_blocks_are_read_in_large_requests(samples: Any, gcs: Any) -> None:
+    dataset = samples.make("gs://bucket/data", 5000, per_shard=5000)
+    found = batches(dataset)
+    gcs.requests.clear()
+    [found.batch(k) for k in range(0, 300, 60)]
+    assert len([path for _, path, _ in gcs.requests if path.startswith("/download/")]) == 1
+
+
+def test_a_host_reads_only_what_its_rows_need(samples: Any, gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from training.data import order
+
+    monkeypatch.setattr(order, "MIN_BLOCK", 4)
+    dataset = samples.make("gs://bucket/data", 2000, per_shard=500)
+    gcs.requests.clear()
+    found = batches(dataset, global_batch_size=64, host=1, hosts=4)
+    [found.batch(k) for k in range(2000 // 64)]
+    found.close()
+    ranges = [each[6:].split("-") for _, path, each in gcs.requests if path.startswith("/download/")]
+    epoch = ranges[: len(ranges) // 2 + 1]  # the next epoch was begun
+    assert sum(int(end) - int(start) + 1 for start, end in epoch) < 0.5 * 2000 * size_of(dataset)
+
+
+def test_the_cache_saves_the_second_reading(samples: Any, gcs: Any, tmp_path: Path) -> None:
+    dataset = samples.make("gs://bucket/data", 300, per_shard=100)
+    expected = batches(dataset, cache=tmp_path).batch(7)
+    gcs.requests.clear()
+    again = batches(dataset, cache=tmp_path).batch(7)
+    assert np.array_equal(again.input_ids, expected.input_ids)
+    assert not [path for _, path, _ in gcs.requests if path.startswith("/download/")]
+
+
+def test_a_damaged_cache_is_fetched_again(samples: Any, gcs: Any, tmp_path: Path) -> None:
+    dataset = samples.make("gs://bucket/data", 300, per_shard=100)
+    expected = batches(dataset, cache=tmp_path).batch(7)
+    for path in tmp_path.rglob("*"):
+        if path.is_file():
+            flip(path, 100)
+    again = batches(dataset, cache=tmp_path).batch(7)
+    assert np.array_equal(again.input_ids, expected.input_ids)
+
+
+def test_an_error_is_raised_again_by_every_batch_that_needs_the_record(samples: Any, tmp_path: Path) -> None:
+    dataset = samples.make(tmp_path, 25)
+    flip(tmp_path / "train-00001.tfrecord", 20)
+    found = batches(dataset)
+    for _ in range(3):
+        with pytest.raises(Corrupt):
+            found.batch(0)
+
+
+def test_a_layout_is_that_of_a_single_encoded_record() -> None:
+    from training.data import example, tfrecord
+    from training.data.dataset import Feature
+
+    features = {
+        "label": Feature(dtype="int32", shape=[]),
+        "input_ids": Feature(dtype="uint16", shape=["length"]),
+        "weight": Feature(dtype="float32", shape=[]),
+    }
+    layout = form.layout(features, 5)
+    ids = np.arange(65530, 65535, dtype=np.uint16)
+    values = {"label": np.array([-7], np.int32), "input_ids": ids[None], "weight": np.array([0.5], np.float32)}
+    data = form.encode(layout, values)
+    single = {"label": b"\xf9\xff\xff\xff", "input_ids": ids.tobytes(), "weight": b"\0\0\0?"}
+    assert data == tfrecord.frame(example.encode(single))
+    assert form.broken(layout, data) == []
+    assert {name: form.column(layout, data, name).tolist() for name in features} == {
+        "label": [[-7]],
+        "input_ids": [ids.tolist()],
+        "weight": [[0.5]],
+    }
+
+
+def test_replacement_goes_round_the_block() -> None:
+    error = BadInput("none")
+    assert shards.replacement(5, {5}, 4, 12, error) == 6
+    assert shards.replacement(7, {7}, 4, 12, error) == 4
+    assert shards.replacement(9, {8, 9}, 4, 11, error) == 10
+    with pytest.raises(BadInput, match="none"):
+        shards.replacement(8, {8, 9, 10}, 4, 11, error)
