@@ -1,0 +1,198 @@
+"""Claims about writing datasets: nothing is lost, the same input gives the same bytes, and an interrupted run is taken up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from training import storage
+from training.data import prepare
+from training.data.shards import FixedShards
+from training.errors import BadInput
+
+LENGTH = 8
+
+
+def plan(**changes: Any) -> prepare.Plan:
+    values = {"split": "train", "length": LENGTH, "tokenizer_hash": "t", "vocabulary": 1000, "records_per_shard": 5, **changes}
+    return prepare.Plan(**values)
+
+
+def corpus(count: int, seed: int = 0) -> list[str]:
+    """Documents of 0 to 30 'words', which are numbers below 1000."""
+    chance = random.Random(seed)
+    return [" ".join(str(chance.randrange(1000)) for _ in range(chance.randrange(31))) for _ in range(count)]
+
+
+def encode(texts: list[str]) -> list[Any]:
+    return [np.array([int(word) for word in text.split()], np.int32) for text in texts]
+
+
+def content(url: str) -> dict[str, bytes]:
+    return {each.url.removeprefix(url): storage.read(each.url) for each in storage.listing(url)}
+
+
+def rows(made: prepare.Made) -> Any:
+    return FixedShards(made.dataset).read(0, made.dataset.records, made.dataset.records)["input_ids"]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 60), st.integers(1, 7), st.integers(1, 20), st.integers(0, 1000))
+def test_only_the_last_tail_of_a_split_is_dropped(
+    tmp_path_factory: pytest.TempPathFactory, count: int, batch: int, per_shard: int, seed: int
+) -> None:
+    documents = corpus(count, seed)
+    stream = np.concatenate(encode(documents))
+    if len(stream) < LENGTH:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "BATCH_DOCUMENTS", batch)
+        made = prepare.make(str(tmp_path_factory.mktemp("d")), plan(records_per_shard=per_shard), lambda: documents, encode)
+    assert rows(made).reshape(-1).tolist() == stream[: len(stream) // LENGTH * LENGTH].tolist()
+    assert made.dropped == len(stream) % LENGTH
+    assert made.documents == count
+    assert all(shard.records == per_shard for shard in made.dataset.shards[:-1])
+
+
+@pytest.mark.parametrize("place", ["local", "gs://bucket/data"])
+def test_a_run_killed_anywhere_is_taken_up_and_ends_in_the_same_bytes(
+    tmp_path: Path, gcs: Any, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 3)
+    documents = corpus(30)
+    prepare.make(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
+    expected = content(str(tmp_path / "undisturbed"))
+    writes, write = [0], storage.write
+
+    class Killed(BaseException):
+        pass
+
+    def dies_before_write(number: int, then: Callable[[], None] = lambda: None) -> Callable[..., Any]:
+        left = [number]
+
+        def dying(*arguments: Any, **options: Any) -> Any:
+            if not left[0]:
+                raise Killed
+            left[0] -= 1
+            writes[0] += 1
+            return write(*arguments, **options)
+
+        return dying
+
+    for number in range(40):
+        url = str(tmp_path / f"killed-{number}") if place == "local" else f"gs://bucket/data/killed-{number}"
+        monkeypatch.setattr(storage, "write", dies_before_write(number))
+        try:
+            prepare.make(url, plan(), lambda: documents, encode)
+            finished = True
+        except Killed:
+            finished = False
+        monkeypatch.setattr(storage, "write", write)
+        seen: list[str] = []
+
+        def watched(seen: list[str] = seen) -> Iterator[str]:
+            for document in documents:
+                seen.append(document)
+                yield document
+
+        encoded = [0]
+
+        def counted(texts: list[str], encoded: list[int] = encoded) -> list[Any]:
+            encoded[0] += len(texts)
+            return encode(texts)
+
+        again = prepare.make(url, plan(), watched, counted)
+        assert again.reused is finished
+        assert content(url) == expected
+        if finished:
+            break
+        if number > 20:
+            assert encoded[0] < len(documents), "what is in a shard is not tokenized again"
+    assert finished
+
+
+def test_a_half_written_or_replaced_shard_of_an_interrupted_run_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 3)
+    documents = corpus(30)
+    prepare.make(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare.make(str(tmp_path / "x"), plan(), lambda: documents, encode)
+    (tmp_path / "x" / "train-00002.tfrecord").write_bytes(b"half")
+    prepare.make(str(tmp_path / "x"), plan(), lambda: documents, encode)
+    assert content(str(tmp_path / "x")) == content(str(tmp_path / "undisturbed"))
+
+
+def test_a_finished_dataset_is_left_alone_and_another_one_is_not_overwritten(tmp_path: Path) -> None:
+    url, documents = str(tmp_path / "x"), corpus(30)
+    first = prepare.make(url, plan(), lambda: documents, encode)
+    before = content(url)
+    again = prepare.make(url, plan(), lambda: 1 / 0, encode)
+    assert again.reused
+    assert again.dataset == first.dataset
+    for other in (plan(length=4), plan(tokenizer_hash="u"), plan(origin={"corpus": "y"})):
+        with pytest.raises(BadInput, match=rf"{url} holds another dataset \(\d+ records of 8 tokens\): use another --out, or --overwrite"):
+            prepare.make(url, other, lambda: documents, encode)
+    assert content(url) == before
+    made = prepare.make(url, plan(length=4, records_per_shard=50), lambda: documents, encode, overwrite=True)
+    assert made.dataset.sequence_length == 4
+    assert set(content(url)) == {"/dataset.json", "/train-00000.tfrecord", "/train-00001.tfrecord", "/train-00002.tfrecord"}
+
+
+def test_the_beginning_of_another_dataset_is_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, documents = str(tmp_path), corpus(30)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_finish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare.make(url, plan(), lambda: documents, encode)
+    with pytest.raises(BadInput, match="holds the beginning of another dataset"):
+        prepare.make(url, plan(tokenizer_hash="u"), lambda: documents, encode)
+    assert prepare.make(url, plan(tokenizer_hash="u"), lambda: documents, encode, overwrite=True).dataset.tokenizer_hash == "u"
+
+
+def test_a_folder_with_other_files_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(BadInput, match=r"is not empty \(.*thesis.txt\) and not a dataset"):
+        prepare.make(str(tmp_path), plan(), lambda: corpus(30), encode)
+    prepare.make(str(tmp_path), plan(), lambda: corpus(30), encode, overwrite=True)
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_too_little_text_for_a_row_is_said(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"the train split has 3 tokens in 1 documents, less than one row of 8"):
+        prepare.make(str(tmp_path), plan(), lambda: ["1 2 3"], encode)
+
+
+def test_ids_beyond_the_vocabulary_are_never_written(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="the tokenizer gave id 999, beyond its own vocabulary of 10"):
+        prepare.make(str(tmp_path), plan(vocabulary=10), lambda: ["999 " * 50], encode)
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    """20 MB of text pass through batches and shards of a few hundred kB; Python's own peak stays below 8 MB."""
+    import tracemalloc
+
+    text = " ".join(str(number % 1000) for number in range(20_000))
+
+    def documents() -> Iterator[str]:
+        for _ in range(250):
+            yield text
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "BATCH_CHARACTERS", 1 << 16)
+        tracemalloc.start()
+        made = prepare.make(
+            str(tmp_path), plan(records_per_shard=5000), documents, lambda texts: [np.arange(20_000, dtype=np.int32) % 1000] * len(texts)
+        )
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert made.dataset.records == 625_000
+    assert peak < 8e6
