@@ -63,6 +63,13 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 @click.option("--split", "splits", type=click.Choice(["train", "evaluation"]), multiple=True, help="Write only this split (default: both).")
 @click.option("--records-per-shard", type=click.IntRange(min=1), help="Rows a shard (default: shards of about 64 MB).")
 @click.option(
+    "--layout",
+    type=click.Choice(["compact", "recipe"]),
+    default="compact",
+    show_default=True,
+    help="recipe: int64 input_ids and attention_mask in <split>-<i>-<count>.tfrecord, for other programs; larger and slower.",
+)
+@click.option(
     "--out", required=True, metavar="FOLDER", help="Splits go to FOLDER/train and FOLDER/evaluation; local or gs://bucket/folder."
 )
 @click.option("--overwrite", is_flag=True, help="Replace another dataset that is there.")
@@ -75,6 +82,7 @@ def shards(
     sequence_length: int,
     splits: tuple[str, ...],
     records_per_shard: int | None,
+    layout: str,
     out: str,
     overwrite: bool,
 ) -> None:
@@ -101,6 +109,7 @@ def shards(
             tokenizer_hash=found.hash,
             vocabulary=found.special.vocabulary,
             records_per_shard=records_per_shard or prepare.records_per_shard(sequence_length, found.special.vocabulary),
+            layout=layout,
             origin={"corpus": source.name, "field": field, "fingerprint": source.fingerprint(), "evaluation_percent": percent},
         )
 
@@ -161,3 +170,53 @@ def show(url: str) -> None:
     click.echo(f"  tokenizer  hash {found.tokenizer_hash[:12]}, {manifest.vocabulary} ids")
     for shard in found.shards:
         click.echo(f"  {shard.name}  {shard.records} records  {shard.bytes} bytes  crc32c {shard.crc32c:08x}")
+
+
+@dataset.command()
+@click.argument("url", metavar="PATH")
+@click.option("--tokenizer", "tokenizer_url", metavar="FOLDER", help="Also check that this tokenizer wrote it.")
+def verify(url: str, tokenizer_url: str | None) -> None:
+    """Read every record of a dataset and say everything that is wrong; exit code 2 if anything is."""
+    from training.data import tokenizer as made
+    from training.data.verify import problems
+
+    found = open_dataset(url)
+    wrong, vocabulary = 0, None
+    if tokenizer_url is not None:
+        given = made.read(tokenizer_url)
+        vocabulary = given.special.vocabulary
+        found.require(tokenizer_hash=given.hash)
+    for problem in problems(found, vocabulary):
+        wrong += 1
+        click.echo(problem)
+    if wrong:
+        raise BadInput(f"{url}: {wrong} problem{'s' if wrong > 1 else ''}")
+    click.echo(f"{url}: {found.records} records in {len(found.shards)} shards are as they were written")
+
+
+@dataset.command()
+@click.argument("url", metavar="PATH")
+@click.option("--tokenizer", "tokenizer_url", required=True, metavar="FOLDER", help="The tokenizer that wrote it.")
+@click.option("--rows", "count", type=click.IntRange(min=1), default=3, show_default=True, help="How many rows of the batch.")
+@click.option("--step", type=click.IntRange(min=0), default=0, show_default=True, help="Which batch.")
+@click.option("--global-batch-size", type=click.IntRange(min=1), default=256, show_default=True, help="As in the run.")
+@click.option("--seed", type=int, default=0, show_default=True, help="As in the run.")
+@click.option("--percent", type=click.IntRange(1, 100), default=15, show_default=True, help="How many tokens are to be predicted.")
+def preview(url: str, tokenizer_url: str, count: int, step: int, global_batch_size: int, seed: int, percent: int) -> None:
+    """Show rows of a training batch as text, with their masks: the very ones that a run with this seed sees."""
+    from dataclasses import fields
+
+    from training.data import preview as view
+    from training.data import tokenizer as made
+    from training.data.batches import MlmBatch, MlmBatches
+    from training.data.masking import Masking
+
+    given, found = made.read(tokenizer_url), open_dataset(url)
+    found.require(kind="mlm", tokenizer_hash=given.hash)
+    batches = MlmBatches(found, tokenizer=given.special, seed=seed, global_batch_size=global_batch_size, masking=Masking(percent))
+    batch = batches.batch(step)
+    batches.close()
+    shown = MlmBatch(*(getattr(batch, each.name)[:count] for each in fields(batch)))
+    click.echo(f"batch {step} of seed {seed}, the first {len(shown.records)} of {global_batch_size} rows; {view.LEGEND}")
+    for line in view.render(shown, given.special, view.pieces(given.content)):
+        click.echo(line)

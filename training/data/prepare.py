@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from training import storage
+from training.data import recipe
 from training.data import records as form
 from training.data.dataset import MANIFEST, Dataset, Feature, Manifest, Shard, dumps, loads
 from training.errors import BadInput
@@ -71,8 +72,9 @@ class Made:
 
 @dataclass(frozen=True)
 class _Mark:
-    """Where in the corpus a shard ends: `tokens` into the batch of documents that starts at document `document`."""
+    """Where in the corpus shard `number` ends: `tokens` into the batch of documents that starts at document `document`."""
 
+    number: int
     shard: Shard
     document: int
     tokens: int
@@ -130,7 +132,7 @@ def make(
         while sum(len(each) for _, each in waiting) >= per_shard:
             rows, waiting, mark = _take(waiting, used, per_shard)
             shards.append(writer(url, len(shards), rows.reshape(-1, plan.length)))
-            _put(url, _Mark(shards[-1], *mark))
+            _put(url, _Mark(len(shards) - 1, shards[-1], *mark))
             progress(Progress(read, sum(shard.records for shard in shards), len(shards)))
     rest = np.concatenate([each for _, each in waiting]) if waiting else np.zeros(0, np.int32)
     dropped = len(rest) % plan.length
@@ -142,7 +144,8 @@ def make(
             "a shorter --sequence-length, or another --evaluation-percent"
         )
     progress(Progress(read, sum(shard.records for shard in shards), len(shards)))
-    return Made(_finish(url, plan, features(plan.vocabulary), shards), read, dropped)
+    columns = recipe.features() if plan.layout == "recipe" else features(plan.vocabulary)
+    return Made(_finish(url, plan, columns, shards), read, dropped)
 
 
 def existing(url: str, plan: Plan, overwrite: bool) -> Dataset | None:
@@ -190,30 +193,27 @@ def _begin(url: str, plan: Plan) -> list[_Mark]:
     """The marks of an interrupted run, as far as their shards are really there."""
     storage.write(storage.join(url, PREPARING, "plan.json"), _dump(plan))
     there = {storage.name_of(each.url): each for each in storage.listing(url)}
+    values = [json.loads(storage.read(each.url)) for name, each in there.items() if name.endswith(".tfrecord.json")]
     marks: list[_Mark] = []
-    for name in sorted(name for name in there if name.endswith(".tfrecord.json")):
-        value = json.loads(storage.read(storage.join(url, PREPARING, name)))
-        mark = _Mark(Shard.model_validate(value["shard"]), value["document"], value["tokens"])
+    for value in sorted(values, key=lambda value: int(value["number"])):
+        mark = _Mark(value["number"], Shard.model_validate(value["shard"]), value["document"], value["tokens"])
         stat = there.get(mark.shard.name)
-        if stat is None or stat.size != mark.shard.bytes or stat.crc32c != mark.shard.crc32c:
+        if mark.number != len(marks) or stat is None or stat.size != mark.shard.bytes or stat.crc32c != mark.shard.crc32c:
             break
         marks.append(mark)
     return marks
 
 
 def _put(url: str, mark: _Mark) -> None:
-    value = {"shard": mark.shard.model_dump(), "document": mark.document, "tokens": mark.tokens}
-    storage.write(storage.join(url, PREPARING, f"{_mark_name(mark.shard)}.tfrecord.json"), json.dumps(value).encode())
-
-
-def _mark_name(shard: Shard) -> str:
-    return shard.name.removesuffix(".tfrecord")
+    value = {"number": mark.number, "shard": mark.shard.model_dump(), "document": mark.document, "tokens": mark.tokens}
+    storage.write(storage.join(url, PREPARING, f"{mark.shard.name}.json"), json.dumps(value).encode())
 
 
 def _finish(url: str, plan: Plan, columns: dict[str, Feature], shards: list[Shard]) -> Dataset:
     manifest = Manifest.model_validate(
         {
             "kind": "mlm",
+            "layout": plan.layout,
             "split": plan.split,
             "sequence_length": plan.length,
             "features": {name: feature.model_dump() for name, feature in columns.items()},
@@ -261,8 +261,11 @@ def _writer(plan: Plan) -> Callable[[str, int, Ids], Shard]:
             raise BadInput(
                 f"the tokenizer gave id {int(rows.max())}, beyond its own vocabulary of {plan.vocabulary}: its tokenizer.json is damaged"
             )
-        name = f"{plan.split}-{number:05d}.tfrecord"
-        data = form.encode(compact, {"input_ids": rows.astype(compact.columns[0].dtype)})
+        if plan.layout == "recipe":
+            name, data = recipe.name(plan.split, number, len(rows)), recipe.encode(rows)
+        else:
+            name = f"{plan.split}-{number:05d}.tfrecord"
+            data = form.encode(compact, {"input_ids": rows.astype(compact.columns[0].dtype)})
         storage.write(storage.join(url, name), data)
         return Shard(name=name, length=plan.length, records=len(rows), bytes=len(data), crc32c=google_crc32c.value(data))
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data import example, tfrecord
-from training.data.dataset import Dataset, Manifest, Shard, find_shards
+from training.data.dataset import Dataset, Feature, Manifest, Shard, find_shards
 from training.data.shards import Arrays, OnCorrupt, replacement
 from training.errors import BadInput
 from training.storage import Stat
@@ -33,6 +33,11 @@ _FIRST = 1 << 20
 def name(split: str, number: int, records: int) -> str:
     """The name of a shard in this layout."""
     return f"{split}-{number}-{records}.tfrecord"
+
+
+def features() -> dict[str, Feature]:
+    """The features of this layout."""
+    return {key: Feature(dtype="int64", shape=["length"]) for key in ("input_ids", "attention_mask")}
 
 
 def encode(rows: npt.NDArray[np.integer]) -> bytes:
@@ -58,7 +63,7 @@ def open_folder(url: str) -> Dataset | None:
             "layout": "recipe",
             "split": matched[0][0]["name"],
             "sequence_length": length,
-            "features": {key: {"dtype": "int64", "shape": ["length"]} for key in ("input_ids", "attention_mask")},
+            "features": {key: each.model_dump() for key, each in features().items()},
             "tokenizer_hash": "",
             "vocabulary": 1,
             "shards": [each.model_dump() for each in shards],
@@ -124,26 +129,10 @@ class RecipeShards:
         for number in range(first, last):
             piece = data[int(offsets[number]) - start : int(offsets[number + 1]) - start]
             try:
-                [(_, payload)] = tfrecord.walk(piece, url, first=number, offset=int(offsets[number]))
-                found.append((number - first, self._ids(payload, url, number, int(offsets[number]))))
-            except tfrecord.Corrupt as error:
+                found.append((number - first, ids(piece, url, number, int(offsets[number]), self.length, self.vocabulary)))
+            except BadInput as error:
                 found.append((number - first, error))
         return found
-
-    def _ids(self, payload: bytes, url: str, number: int, offset: int) -> npt.NDArray[np.int32]:
-        try:
-            ids = example.decode(payload).get("input_ids")
-        except example.NotAnExample as error:
-            raise tfrecord.Corrupt(url, number, offset, f"it is not a tf.train.Example: {error}") from None
-        if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or len(ids) != self.length:
-            raise BadInput(
-                f"{url}: record {number} at byte {offset} has no int64 input_ids of {self.length} numbers as the first record has"
-            )
-        if ids.min() < 0 or ids.max() >= self.vocabulary:
-            raise BadInput(
-                f"{url}: record {number} has token id {ids.max()}, and the tokenizer has {self.vocabulary} ids: give the one it was made with"
-            )
-        return ids.astype(np.int32)
 
     def _offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
         with self._lock:
@@ -165,6 +154,22 @@ class RecipeShards:
         with self._lock:
             self._index[shard.name] = offsets
         return offsets
+
+
+def ids(framed: bytes, url: str, number: int, offset: int, length: int, vocabulary: int) -> npt.NDArray[np.int32]:
+    """The input_ids of one record with its framing; its place is for messages. Raises BadInput."""
+    [(_, payload)] = tfrecord.walk(framed, url, first=number, offset=offset)
+    try:
+        found = example.decode(payload).get("input_ids")
+    except example.NotAnExample as error:
+        raise tfrecord.Corrupt(url, number, offset, f"it is not a tf.train.Example: {error}") from None
+    if not isinstance(found, np.ndarray) or found.dtype != np.int64 or len(found) != length:
+        raise BadInput(f"{url}: record {number} at byte {offset} has no int64 input_ids of {length} numbers as the first record has")
+    if found.min() < 0 or found.max() >= vocabulary:
+        raise BadInput(
+            f"{url}: record {number} has token id {found.max()}, and the tokenizer has {vocabulary} ids: give the one it was made with"
+        )
+    return found.astype(np.int32)
 
 
 def _read(url: str, start: int, end: int, stat: Stat, record: int) -> bytes:
