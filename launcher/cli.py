@@ -111,8 +111,10 @@ def run(config: Any, run_id: str | None, new: bool, attach: bool, as_json: bool,
     from launcher.run import launch
     from launcher.run.supervise import explain
 
-    checks.buckets(config)
-    checks.data(config)
+    if not attach:
+        config.require_something_to_run()
+        checks.buckets(config)
+        checks.data(config)
     provider = _provider(config)
     try:
         if attach:
@@ -226,6 +228,7 @@ def plan(config: Any, as_json: bool, command: tuple[str, ...]) -> None:
     """Print every gcloud and docker command that up, run and down would use. Touches nothing."""
     from launcher.plan import steps
 
+    config.require_something_to_run()
     found = steps(config)
     if as_json:
         terminal.dump([asdict(step) for step in found])

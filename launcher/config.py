@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -107,7 +107,7 @@ class _Root(Section):
 
 @dataclass(frozen=True)
 class Config:
-    """Everything one file says. `trainer` is None when the run has a command of its own and the file no trainer sections."""
+    """Everything one file says. `trainer` is None when the run has a command of its own, or the file no trainer sections."""
 
     document: Document
     project: str
@@ -134,9 +134,12 @@ class Config:
         """What relative paths in the file are relative to."""
         return Path(self.document.name).absolute().parent
 
-    def with_command(self, command: Iterable[str]) -> Config:
-        """The same, running `command` instead of the trainer."""
-        return replace(self, run=self.run.model_copy(update={"command": list(command)}))
+    def require_something_to_run(self) -> None:
+        """Raises BadInput for a file that describes a slice only."""
+        if self.trainer is None and not self.run.command:
+            raise BadInput(
+                f"{self.document.name}: says nothing to run: give run.command, a command after `--`, or the trainer's sections (model, data, train, output)"
+            )
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), *, command: Iterable[str] = ()) -> Config:
@@ -153,9 +156,5 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
     root = validate(_Root, mine)
     has_trainer = any(key in document.value for key in TRAINER_SECTIONS)
     run = root.run.model_copy(update={"command": list(command)}) if command else root.run
-    if not has_trainer and not run.command:
-        raise BadInput(
-            f"{document.name}: says nothing to run: give run.command, a command after `--`, or the trainer's sections ({', '.join(TRAINER_SECTIONS)})"
-        )
     trainer = from_document(document) if has_trainer and not run.command else None
     return Config(document, root.project, root.zone, root.slice, root.image, run, trainer)

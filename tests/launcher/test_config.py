@@ -61,9 +61,10 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load(tmp_path / "nowhere.yaml")
 
 
-def test_a_file_that_runs_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_runs_nothing_is_refused_by_run_only(tmp_path: Path) -> None:
+    config = load(written(tmp_path, GOOD))  # enough for up and down
     with pytest.raises(BadInput, match="says nothing to run"):
-        load(written(tmp_path, GOOD))
+        config.require_something_to_run()
 
 
 def test_a_wrong_override_is_named_by_its_flag(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.rehearsal.workstation import HOUSE, Ended, Workstation, containers_of_runs
+from tests.rehearsal.workstation import HOUSE, Ended, Workstation
 
 FILE = "rehearsal.yaml"
 STEPS = 24
@@ -63,7 +63,7 @@ def test_killing_a_host_ends_the_run_and_the_resumed_run_equals_the_undisturbed_
     told = ended.json()
     assert told["outcome"] == "host lost"
     assert told["cause"]["worker"] == 1, told
-    assert [name for name in containers_of_runs() if "w-1" not in name] == [], "host 0's containers must be gone"
+    assert [name for name in work.containers_of_runs() if "w-1" not in name] == [], "host 0's containers must be gone"
 
     work.good("emulator", "inject", "restore-host", "rehearsal", "1")
     resumed = trained(work)
@@ -72,7 +72,7 @@ def test_killing_a_host_ends_the_run_and_the_resumed_run_equals_the_undisturbed_
     after = summary(work, told["run"])
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", "committed_step", "steps"):
         assert after[key] == undisturbed[key], f"{key}: {after[key]} after the kill, {undisturbed[key]} undisturbed"
-    assert containers_of_runs() == []
+    assert work.containers_of_runs() == []
 
 
 def test_stop_saves_on_all_hosts_and_run_resumes(trainable: Workstation) -> None:

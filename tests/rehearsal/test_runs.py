@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.rehearsal.workstation import Workstation, containers_of_runs, docker
+from tests.rehearsal.workstation import Workstation, docker
 
 TwoHosts = tuple[Workstation, str]
 
@@ -37,7 +37,7 @@ def test_a_command_runs_on_every_host_and_knows_who_it_is(two_hosts: TwoHosts) -
         assert re.search(rf"^\[{worker}\] {worker} of [\d.]+,[\d.]+ v4-16 CPU$", ended.output, re.MULTILINE), ended.output
         assert f"[{worker}] config.yaml" in ended.output
     assert "finished" in ended.output
-    assert containers_of_runs() == []
+    assert work.containers_of_runs() == []
 
 
 def test_hosts_reach_each_other_by_the_addresses_they_are_told(two_hosts: TwoHosts) -> None:
@@ -66,7 +66,7 @@ def test_the_first_host_that_fails_ends_the_run_and_is_named(two_hosts: TwoHosts
     told = ended.json()
     assert told["outcome"] == "failed"
     assert (told["cause"]["worker"], told["cause"]["exit_code"]) == (1, 3)
-    assert containers_of_runs() == []
+    assert work.containers_of_runs() == []
 
 
 def test_a_command_that_the_image_lacks_is_told_in_words(two_hosts: TwoHosts) -> None:
@@ -75,7 +75,7 @@ def test_a_command_that_the_image_lacks_is_told_in_words(two_hosts: TwoHosts) ->
     assert ended.code in (10, 24), ended.output
     assert "no-such-command" in ended.output
     assert "Traceback" not in ended.output
-    assert containers_of_runs() == []
+    assert work.containers_of_runs() == []
 
 
 def test_exit_code_255_is_reported_once_and_not_run_again(two_hosts: TwoHosts) -> None:
@@ -116,7 +116,7 @@ def test_ctrl_c_detaches_and_stop_stops_on_every_host(two_hosts: TwoHosts) -> No
     ended = running.end(30)
     assert ended.code == 130
     assert "run --attach" in ended.output
-    assert len([name for name in containers_of_runs() if " Up " in name]) == 2
+    assert len([name for name in work.containers_of_runs() if " Up " in name]) == 2
 
     shown = work.good("--emulated", "status", "-f", file, "--json").json()
     assert shown["outcome"] is None
@@ -128,7 +128,7 @@ def test_ctrl_c_detaches_and_stop_stops_on_every_host(two_hosts: TwoHosts) -> No
     assert ended.code == 75, ended.output
     assert "[0] saving" in ended.output
     assert "[1] saving" in ended.output
-    assert containers_of_runs() == []
+    assert work.containers_of_runs() == []
 
 
 def test_run_again_attaches_to_what_runs_instead_of_starting_twice(two_hosts: TwoHosts) -> None:
@@ -151,7 +151,7 @@ def test_another_run_on_the_slice_is_not_touched(two_hosts: TwoHosts) -> None:
     refused = work.launch("--emulated", "run", "--new", "-f", file, *command("echo other"))
     assert refused.code == 23, refused.output
     assert "in use" in refused.output
-    assert len([name for name in containers_of_runs() if " Up " in name]) == 2
+    assert len([name for name in work.containers_of_runs() if " Up " in name]) == 2
     work.good("--emulated", "stop", "-f", file, "--run", run_id_of("\n".join(running.lines)))
     assert running.end(60).code == 14
 

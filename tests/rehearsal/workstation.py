@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from launcher.emulator.state import emulator_id
+from launcher.engine import client
+
 HOUSE = Path(__file__).resolve().parents[2]
 BUCKET = "rehearsal"
 
@@ -109,6 +112,12 @@ class Workstation:
         assert ended.code == 0, f"tpu-launch {' '.join(arguments)} ended with {ended.code}:\n{ended.output}"
         return ended
 
+    def containers_of_runs(self) -> list[str]:
+        """Names and states of all containers of runs on the emulated hosts of this workstation, running or not."""
+        mine = emulator_id(Path(self.environment["TPU_LAUNCH_HOME"]) / "emulator")
+        filters = ["--filter", "label=tpu-launch.run", "--filter", f"label=tpu-launch.emulator={mine}"]
+        return docker("ps", "--all", *filters, "--format", "{{.Names}} {{.Status}}").splitlines()
+
     def file(self, name: str, text: str) -> str:
         (self.folder / name).write_text(text)
         return name
@@ -120,11 +129,4 @@ class Workstation:
 
 def docker(*arguments: str) -> str:
     """The workstation's own engine, beside the emulator."""
-    from launcher.engine import client
-
     return subprocess.run([client(), *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
-
-
-def containers_of_runs() -> list[str]:
-    """Names of all containers of runs, on all emulated hosts, running or not."""
-    return docker("ps", "--all", "--filter", "label=tpu-launch.run", "--format", "{{.Names}} {{.Status}}").splitlines()
