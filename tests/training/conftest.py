@@ -29,10 +29,10 @@ class Samples:
             rows[:, place] = 5 + np.arange(count) // 90**place % 90
         return rows.astype(np.int32)
 
-    def make(self, folder: Path | str, count: int, length: int = 8, per_shard: int = 10, seed: int = 0) -> Dataset:
-        """A dataset of `ids(count, length, seed)` in a folder, local or gs://."""
+    def make(self, folder: Path | str, count: int, length: int = 8, per_shard: int = 10, seed: int = 0, **options: Any) -> Dataset:
+        """A dataset of `ids(count, length, seed)` in a folder, local or gs://. options: of prepare.Plan"""
         rows = self.ids(count, length, seed)
-        plan = prepare.Plan("train", length, tokenizer_hash="t" * 64, vocabulary=self.vocabulary, records_per_shard=per_shard)
+        plan = prepare.Plan("train", length, "t" * 64, vocabulary=self.vocabulary, records_per_shard=per_shard, **options)
         return prepare.make(str(folder), plan, lambda: map(str, range(count)), lambda texts: [rows[int(text)] for text in texts]).dataset
 
 

@@ -62,7 +62,7 @@ class MlmBatches:
     ) -> None:
         """Looks at every shard's size (one listing), reads nothing yet. Raises BadInput."""
         source = _open(dataset, tokenizer, global_batch_size, host, hosts, on_corrupt, cache)
-        order = Shuffled(geometry(source.records, source.record_bytes), seed, global_batch_size)
+        order = Shuffled(geometry(source.records, source.record_bytes, source.unit), seed, global_batch_size)
         self.dataset, self.global_batch_size = dataset, global_batch_size
         self._masker = Masker(masking, tokenizer, seed)
         self._reader = Reader(source, order, global_batch_size, *rows(global_batch_size, host, hosts), threads=_threads(dataset))
@@ -104,7 +104,7 @@ def evaluation(
     Every host gets the same number of batches. `seed` chooses the masks: leave it alone, and runs of different seeds can be compared."""
     source = _open(dataset, tokenizer, global_batch_size, host, hosts, on_corrupt, cache)
     first, last = rows(global_batch_size, host, hosts)
-    order: Order = Sequential(geometry(source.records, source.record_bytes))
+    order: Order = Sequential(geometry(source.records, source.record_bytes, source.unit))
     masker = Masker(masking, tokenizer, seed)
     with Reader(source, order, global_batch_size, first, last, threads=_threads(dataset)) as reader:
         for start in range(0, source.records, global_batch_size):

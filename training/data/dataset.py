@@ -8,7 +8,9 @@
      "tokenizer_hash": "...", "vocabulary": 2000, what wrote the ids, see `training.data.tokenizer`
      "labels": [],                                classification: the names of labels 0, 1, ...
      "origin": {...},                             how it was made: for people, and to see whether it is the same work
-     "shards": [{"name": "train-00000.tfrecord", "length": 128, "records": 9000, "bytes": 2682000, "crc32c": 1}, ...],
+     "compression": "none" | "gzip",  "member_records": 0,
+     "shards": [{"name": "train-00000.tfrecord", "length": 128, "records": 9000, "bytes": 2682000, "crc32c": 1,
+                 "members": []}, ...],
      "hash": "..."                                SHA-256 of everything above: names this very content
     }
 
@@ -17,6 +19,9 @@ have one size, record i starts at i * size, and TensorFlow reads a shard with no
 
     example = tf.io.parse_example(batch, {"input_ids": tf.io.FixedLenFeature([], tf.string)})
     input_ids = tf.cast(tf.io.decode_raw(example["input_ids"], tf.uint16), tf.int32)
+
+With gzip a shard is a gzip file of many members (RFC 1952, section 2.2), `member_records` records in each, whose sizes in bytes are
+`members`. Any gzip program and `tf.data.TFRecordDataset(..., compression_type="GZIP")` read it whole; our reader goes to a member directly.
 
 What can fail half-way: dataset.json is written last, and create-only. Without it a folder is no dataset, whatever shards it holds. A
 changed byte of dataset.json is found by its hash, a replaced or cut shard by its size here and by the CRC of each record in the reader.
@@ -63,6 +68,7 @@ class Shard(_Strict):
     records: Annotated[int, Field(ge=0)]
     bytes: Annotated[int, Field(ge=0)]
     crc32c: Annotated[int, Field(ge=0, lt=1 << 32)]
+    members: list[Annotated[int, Field(ge=1)]] = []
 
 
 class Manifest(_Strict):
@@ -70,6 +76,8 @@ class Manifest(_Strict):
 
     kind: Literal["mlm", "classification"]
     layout: Literal["compact", "recipe"] = "compact"
+    compression: Literal["none", "gzip"] = "none"
+    member_records: Annotated[int, Field(ge=0)] = 0
     split: str
     sequence_length: Annotated[int, Field(ge=1, le=1 << 20)]
     features: dict[str, Feature]
@@ -155,6 +163,12 @@ def loads(data: bytes, url: str) -> Dataset:
         raise BadInput(broken.format("a shard is listed twice"))
     if any(shard.length > manifest.sequence_length for shard in manifest.shards):
         raise BadInput(broken.format("a shard has rows longer than sequence_length"))
+    unit = manifest.member_records
+    if (manifest.compression == "gzip") != bool(unit):
+        raise BadInput(broken.format("member_records and compression do not fit together"))
+    for shard in manifest.shards:
+        if unit and (sum(shard.members) != shard.bytes or len(shard.members) != -(-shard.records // unit)):
+            raise BadInput(broken.format(f"the members of {shard.name} do not add up to its bytes and records"))
     return Dataset(url, manifest, str(found))
 
 

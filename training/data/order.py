@@ -64,11 +64,15 @@ class Geometry:
         return -(-self.records // self.window)
 
 
-def geometry(records: int, record_bytes: int) -> Geometry:
-    """Blocks of at most BLOCK_BYTES, fewer for a small dataset, so that it too has many; windows of equal size."""
+def geometry(records: int, record_bytes: int, unit: int = 0) -> Geometry:
+    """Blocks of at most BLOCK_BYTES, fewer for a small dataset, so that it too has many; windows of equal size.
+
+    With a `unit`, blocks are whole units: what is stored together is read together."""
     assert records > 0
     largest = max(1, BLOCK_BYTES // record_bytes)
     block = min(largest, max(MIN_BLOCK, -(-records // WINDOW_BLOCKS)))
+    if unit:
+        block = max(unit, block // unit * unit)
     windows = -(-records // (block * WINDOW_BLOCKS))
     window = -(-records // (windows * block)) * block
     return Geometry(records, block, window)

@@ -32,7 +32,8 @@ from training.errors import BadInput
 PREPARING = ".preparing"
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 4096
-SHARD_BYTES = 64 << 20
+SHARD_BYTES = 64 << 20  # before compression
+MEMBER_RECORDS = 256
 
 Ids = npt.NDArray[np.int32]
 Encode = Callable[[list[str]], list[Ids]]
@@ -48,6 +49,7 @@ class Plan:
     vocabulary: int
     records_per_shard: int
     layout: str = "compact"
+    compression: str = "none"
     origin: dict[str, Any] = field(default_factory=dict)
 
 
@@ -81,8 +83,8 @@ class _Mark:
 
 
 def records_per_shard(length: int, vocabulary: int) -> int:
-    """How many records make a shard of about SHARD_BYTES."""
-    return max(1, SHARD_BYTES // form.layout(features(vocabulary), length).size)
+    """How many records make a shard of about SHARD_BYTES: whole members, and at least one."""
+    return max(1, SHARD_BYTES // form.layout(features(vocabulary), length).size // MEMBER_RECORDS) * MEMBER_RECORDS
 
 
 def features(vocabulary: int) -> dict[str, Feature]:
@@ -214,6 +216,8 @@ def _finish(url: str, plan: Plan, columns: dict[str, Feature], shards: list[Shar
         {
             "kind": "mlm",
             "layout": plan.layout,
+            "compression": plan.compression,
+            "member_records": MEMBER_RECORDS if plan.compression == "gzip" else 0,
             "split": plan.split,
             "sequence_length": plan.length,
             "features": {name: feature.model_dump() for name, feature in columns.items()},
@@ -266,8 +270,17 @@ def _writer(plan: Plan) -> Callable[[str, int, Ids], Shard]:
         else:
             name = f"{plan.split}-{number:05d}.tfrecord"
             data = form.encode(compact, {"input_ids": rows.astype(compact.columns[0].dtype)})
+        members = form.compress(compact, data, MEMBER_RECORDS) if plan.compression == "gzip" else []
+        data = b"".join(members) or data
         storage.write(storage.join(url, name), data)
-        return Shard(name=name, length=plan.length, records=len(rows), bytes=len(data), crc32c=google_crc32c.value(data))
+        return Shard(
+            name=name,
+            length=plan.length,
+            records=len(rows),
+            bytes=len(data),
+            crc32c=google_crc32c.value(data),
+            members=[len(each) for each in members],
+        )
 
     return write
 

@@ -85,6 +85,7 @@ class RecipeShards:
         self._stats = find_shards(dataset)
         self._starts = list(itertools.accumulate((shard.records for shard in self._shards), initial=0))
         self.records = self._starts[-1]
+        self.unit = 0
         self.record_bytes = -(-sum(shard.bytes for shard in self._shards) // self.records)
         self._cache = cache / dataset.hash[:16] if cache else None
         self._index: dict[str, npt.NDArray[np.int64]] = {}

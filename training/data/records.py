@@ -7,7 +7,9 @@ each row differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import google_crc32c
@@ -17,7 +19,8 @@ import numpy.typing as npt
 from training.data import example, tfrecord
 from training.data.dataset import Feature
 
-Bytes = npt.NDArray[np.uint8]
+_GZIP = 16 + zlib.MAX_WBITS
+_LEVEL = 6
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,28 @@ def column(form: Layout, data: bytes, name: str) -> npt.NDArray[np.generic]:
     return part.view(chosen.dtype).reshape(len(rows), chosen.count)
 
 
+def compress(form: Layout, data: bytes, unit: int) -> list[bytes]:
+    """The gzip members of a shard, `unit` records in each; written without a time, so equal records are equal bytes."""
+
+    def member(start: int) -> bytes:
+        packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _GZIP)
+        return packer.compress(data[start : start + unit * form.size]) + packer.flush()
+
+    with ThreadPoolExecutor() as threads:  # zlib works outside Python's lock
+        return list(threads.map(member, range(0, len(data), unit * form.size)))
+
+
+def expand(member: bytes, size: int) -> bytes:
+    """The `size` bytes of a gzip member; zeros, whose CRC is wrong in every record, where it is damaged."""
+    unpacker = zlib.decompressobj(_GZIP)
+    try:
+        data = unpacker.decompress(member, size + 1)
+    except zlib.error:
+        return bytes(size)
+    whole = unpacker.eof and not unpacker.unused_data and len(data) == size
+    return data if whole else bytes(size)
+
+
 def _crcs(form: Layout, data: bytes) -> npt.NDArray[np.uint32]:
     value, start, stop = google_crc32c.value, tfrecord.HEADER, form.size - tfrecord.FOOTER
     return np.array([value(data[at + start : at + stop]) for at in range(0, len(data), form.size)], np.uint32)
@@ -104,8 +129,3 @@ def _masked(crcs: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 def feature_dtype(vocabulary: int) -> str:
     """The narrowest width that TensorFlow's decode_raw reads and that holds every id."""
     return "uint16" if vocabulary <= 1 << 16 else "int32"
-
-
-def sizes(features: Mapping[str, Feature], lengths: Sequence[int]) -> dict[int, int]:
-    """Sequence length -> bytes a record."""
-    return {length: layout(features, length).size for length in lengths}

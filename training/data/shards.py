@@ -37,6 +37,7 @@ class Source(Protocol):
 
     records: int
     record_bytes: int
+    unit: int  # records that are stored together; 0: each stands alone
 
     def empty(self, count: int) -> Arrays:
         """Room for `count` records: feature -> (count, length) or (count, 1)"""
@@ -69,8 +70,10 @@ class FixedShards:
         self.vocabulary = vocabulary or dataset.manifest.vocabulary
         self._layout = form.layout(dataset.manifest.features, self.length)
         self._shards: Sequence[Shard] = [each for each in dataset.shards if each.length == self.length and each.records]
+        self.unit = dataset.manifest.member_records
+        self._members = {shard.name: [0, *itertools.accumulate(shard.members)] for shard in self._shards if self.unit}
         for shard in self._shards:
-            if shard.bytes != shard.records * self._layout.size:
+            if not self.unit and shard.bytes != shard.records * self._layout.size:
                 raise BadInput(
                     f"{storage.join(dataset.url, shard.name)}: {shard.bytes} bytes can't be {shard.records} records of {self._layout.size}"
                 )
@@ -141,20 +144,42 @@ class FixedShards:
         return self._cache / f"{self.length}-{first}-{last}"
 
     def _range(self, shard: Shard, first: int, last: int) -> bytes:
+        if self.unit:
+            return self._expanded(shard, first, last)
+        return self._stored(shard, first, first * self.record_bytes, last * self.record_bytes)
+
+    def _expanded(self, shard: Shard, first: int, last: int) -> bytes:
+        """Records [first, last) of a shard of gzip members."""
+        offsets, begin = self._members[shard.name], first // self.unit
+        stop = -(-last // self.unit)
+        data = self._stored(shard, first, offsets[begin], offsets[stop])
+        pieces = []
+        for number in range(begin, stop):
+            member = data[offsets[number] - offsets[begin] : offsets[number + 1] - offsets[begin]]
+            count = min(self.unit, shard.records - number * self.unit)
+            pieces.append(form.expand(member, count * self.record_bytes))
+        start = (first - begin * self.unit) * self.record_bytes
+        return b"".join(pieces)[start : start + (last - first) * self.record_bytes]
+
+    def _stored(self, shard: Shard, record: int, start: int, end: int) -> bytes:
+        """Bytes [start, end) of a shard; `record` is for messages."""
         url = storage.join(self.dataset.url, shard.name)
-        start, end = first * self.record_bytes, last * self.record_bytes
         try:
             data = storage.read(url, start, end, generation=self._stats[shard.name].generation)
         except (storage.Changed, storage.NotFound) as error:
-            raise BadInput(f"{error} (record {first} of this shard was to be read)") from error
+            raise BadInput(f"{error} (record {record} of this shard was to be read)") from error
         if len(data) != end - start:
-            raise BadInput(
-                f"{url} ends at byte {start + len(data)}, inside record {first + len(data) // self.record_bytes}: it was cut while in use"
-            )
+            raise BadInput(f"{url} ends at byte {start + len(data)}, where record {record} was to be read: it was cut while in use")
         return data
 
     def _corrupt(self, record: int, data: bytes) -> Corrupt:
         shard, number = self.locate(record)
+        if self.unit:
+            offset, what = (
+                self._members[shard.name][number // self.unit],
+                "the gzip member there is damaged, or the record's checksum in it",
+            )
+            return Corrupt(storage.join(self.dataset.url, shard.name), number, offset, what)
         what = "its checksum (CRC-32C) does not match"
         if data[:HEADER] != self._layout.template[:HEADER]:
             what = "the checksum (CRC-32C) of its length does not match, or its length is not that of this dataset's records"

@@ -40,28 +40,40 @@ def problems(dataset: Dataset, vocabulary: int | None = None, progress: Callable
 
 
 def _compact(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int) -> Iterator[str]:
-    layout = form.layout(dataset.manifest.features, shard.length)
-    if shard.records * layout.size != shard.bytes:
+    unit, layout = dataset.manifest.member_records, form.layout(dataset.manifest.features, shard.length)
+    if not unit and shard.records * layout.size != shard.bytes:
         yield f"{stat.url}: {shard.bytes} bytes can't be {shard.records} records of {layout.size}"
         return
-    crc, per_piece = 0, max(1, PIECE // layout.size)
+    offsets = [0, *itertools.accumulate(shard.members)]
+    crc, per_piece = 0, max(1, PIECE // layout.size // (unit or 1)) * (unit or 1)
     for first in range(0, shard.records, per_piece):
         last = min(first + per_piece, shard.records)
+        start, end = (offsets[first // unit], offsets[-(-last // unit)]) if unit else (first * layout.size, last * layout.size)
         try:
-            data = storage.read(stat.url, first * layout.size, last * layout.size, generation=stat.generation)
+            stored = storage.read(stat.url, start, end, generation=stat.generation)
         except TrainError as error:
             yield str(error)
             return
-        crc = google_crc32c.extend(crc, data)
+        crc = google_crc32c.extend(crc, stored)
+        data = _expanded(stored, shard.members[first // unit : -(-last // unit)], unit, last - first, layout.size) if unit else stored
         bad = form.broken(layout, data)
         for row in bad:
-            yield f"{stat.url}: record {first + row} at byte {(first + row) * layout.size}: its checksum (CRC-32C) or framing does not match"
+            offset = offsets[(first + row) // unit] if unit else (first + row) * layout.size
+            yield f"{stat.url}: record {first + row} at byte {offset}: its checksum (CRC-32C) or framing does not match"
         ids = form.column(layout, data, "input_ids").astype(np.int64)
         for row in map(int, np.flatnonzero(((ids >= vocabulary) | (ids < 0)).any(axis=1))):
             if row not in bad:
                 yield f"{stat.url}: record {first + row} has token id {int(ids[row].max())}, and the tokenizer has {vocabulary} ids"
     if crc != shard.crc32c:
         yield f"{stat.url}: its checksum (CRC-32C) is {crc:08x}, and {MANIFEST} says {shard.crc32c:08x}"
+
+
+def _expanded(stored: bytes, members: list[int], unit: int, records: int, size: int) -> bytes:
+    starts = [0, *itertools.accumulate(members)]
+    counts = [min(unit, records - number * unit) for number in range(len(members))]
+    return b"".join(
+        form.expand(stored[start:stop], count * size) for (start, stop), count in zip(itertools.pairwise(starts), counts, strict=True)
+    )
 
 
 def _recipe(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int | None) -> Iterator[str]:

@@ -1,0 +1,230 @@
+"""Claims about the other ways to store a dataset: gzip members, and the public recipe's layout. Batches are those of the compact layout."""
+
+from __future__ import annotations
+
+import gzip
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from training import storage
+from training.data import example, prepare, recipe, tfrecord, verify
+from training.data.batches import MlmBatches
+from training.data.dataset import Dataset, open_dataset
+from training.data.masking import Masking, SpecialTokens
+from training.data.shards import FixedShards, open_source
+from training.data.tfrecord import Corrupt
+from training.errors import BadInput
+
+TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
+
+
+@pytest.fixture
+def small_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "MEMBER_RECORDS", 4)
+
+
+def batches(dataset: Dataset, **options: Any) -> MlmBatches:
+    return MlmBatches(dataset, **{"tokenizer": TOKENS, "seed": 1, "global_batch_size": 16, "masking": Masking(), **options})
+
+
+def rows(dataset: Dataset) -> Any:
+    return open_source(dataset, vocabulary=100).read(0, dataset.records, dataset.records)["input_ids"]
+
+
+@pytest.mark.usefixtures("small_members")
+@pytest.mark.parametrize("per_shard", [7, 8, 100])
+def test_any_range_is_read_from_gzip_members(samples: Any, tmp_path: Path, per_shard: int) -> None:
+    dataset, expected = samples.make(tmp_path, 30, per_shard=per_shard, compression="gzip"), samples.ids(30)
+    source = FixedShards(dataset)
+    for first in range(30):
+        for last in range(first + 1, 31):
+            assert np.array_equal(source.read(first, last, 64)["input_ids"], expected[first:last])
+
+
+@pytest.mark.usefixtures("small_members")
+def test_gzip_shards_are_gzip_files_of_the_uncompressed_shards(samples: Any, tmp_path: Path) -> None:
+    plain, packed = samples.make(tmp_path / "plain", 30), samples.make(tmp_path / "gzip", 30, compression="gzip")
+    for one, other in zip(plain.shards, packed.shards, strict=True):
+        assert gzip.decompress((tmp_path / "gzip" / other.name).read_bytes()) == (tmp_path / "plain" / one.name).read_bytes()
+
+
+@pytest.mark.parametrize("options", [{"compression": "gzip"}, {"layout": "recipe"}])
+def test_batches_are_those_of_any_other_layout(samples: Any, tmp_path: Path, gcs: Any, options: dict[str, str]) -> None:
+    """With units smaller than a block, the order is the same too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "MEMBER_RECORDS", 4)
+        plain, other = samples.make(tmp_path, 300, per_shard=70), samples.make("gs://bucket/data", 300, per_shard=70, **options)
+    one, two = batches(plain), batches(other)
+    for k in range(40):
+        assert np.array_equal(one.batch(k).input_ids, two.batch(k).input_ids)
+
+
+@pytest.mark.usefixtures("small_members")
+def test_no_mutated_gzip_shard_gives_a_wrong_record(samples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """3,000 damaged shards: the right rows, or a Corrupt that names the damaged member's place."""
+    dataset, expected = samples.make(tmp_path, 12, per_shard=12, compression="gzip"), samples.ids(12)
+    path, chance = tmp_path / "train-00000.tfrecord", random.Random(0)
+    data, source = path.read_bytes(), FixedShards(dataset)
+    starts = np.cumsum([0, *dataset.shards[0].members])
+    shown = [data]
+    monkeypatch.setattr(storage, "read", lambda url, start, end, generation: shown[0][start:end])
+    right = 0
+    for _ in range(3000):
+        mutated, first = bytearray(data), len(data)
+        for _ in range(chance.choice((1, 1, 3))):
+            start = chance.randrange(len(data))
+            mutated[start : start + 1] = chance.randbytes(1)
+            first = min(first, start) if mutated[start] != data[start] else first
+        shown[0] = bytes(mutated)
+        places: list[int] = []
+        try:
+            got = source.read(0, 12, 12)["input_ids"]
+        except Corrupt as error:
+            places = [error.offset]
+        else:  # the member's time stamp, system and the like: bytes that mean nothing
+            right += 1
+            assert np.array_equal(got, expected)
+        assert all(place in starts and place >= starts[np.searchsorted(starts, first, side="right") - 1] for place in places)
+    assert right < 600
+
+
+@pytest.mark.usefixtures("small_members")
+def test_a_damaged_member_is_replaced_from_its_block(samples: Any, tmp_path: Path) -> None:
+    dataset, expected = samples.make(tmp_path, 64, per_shard=64, compression="gzip"), samples.ids(64)
+    data = bytearray((tmp_path / "train-00000.tfrecord").read_bytes())
+    data[dataset.shards[0].members[0] + 20] ^= 1
+    (tmp_path / "train-00000.tfrecord").write_bytes(data)
+    with pytest.raises(Corrupt, match=rf"record 4 at byte {dataset.shards[0].members[0]}: the gzip member there is damaged"):
+        batches(dataset).batch(0)
+    found = FixedShards(dataset, on_corrupt="skip").read(0, 64, 64)["input_ids"]
+    assert np.array_equal(found, expected[[*range(4), 8, 8, 8, 8, *range(8, 64)]])
+
+
+def test_text_takes_less_than_half_of_the_recipe(tmp_path: Path) -> None:
+    """Ids distributed as words are (Zipf), and the help text of Python itself, a byte a token."""
+    from pydoc_data.topics import topics
+
+    zipf = np.minimum(np.random.default_rng(0).zipf(1.2, (2000, 128)), 29_999).astype(np.int32)
+    text = (
+        np.frombuffer("".join(topics[each] for each in sorted(topics)).encode()[: 2000 * 128], np.uint8).reshape(-1, 128).astype(np.int32)
+    )
+    for name, ids in (("zipf", zipf), ("text", text)):
+        sizes = {}
+        for kind, options in (("gzip", {"compression": "gzip"}), ("recipe", {"layout": "recipe"})):
+            plan = prepare.Plan("train", 128, "t", 30_000, 5000, **options)
+            made = prepare.make(
+                str(tmp_path / f"{name}-{kind}"),
+                plan,
+                lambda ids=ids: map(str, range(len(ids))),
+                lambda batch, ids=ids: [ids[int(each)] for each in batch],
+            )
+            sizes[kind] = sum(shard.bytes for shard in made.dataset.shards)
+        assert sizes["gzip"] < 0.5 * sizes["recipe"], (name, sizes)
+
+
+def publish(folder: Path, ids: Any, counts: list[int]) -> None:
+    """Shards as the public recipe's script writes them: protobuf's field order for a map is any."""
+    start = 0
+    for number, count in enumerate(counts):
+        framed = tfrecord.join(example.encode({"input_ids": row, "attention_mask": [1] * len(row)}) for row in ids[start : start + count])
+        (folder / f"dataset-{number}-{count}.tfrecord").write_bytes(framed)
+        start += count
+
+
+def test_a_folder_in_the_public_layout_is_read_without_a_manifest(samples: Any, tmp_path: Path) -> None:
+    ids = samples.ids(130)
+    publish(tmp_path, ids, [40, 40, 0, 50])
+    (tmp_path / "README.md").write_text("not a shard")
+    dataset = open_dataset(str(tmp_path))
+    assert (dataset.records, dataset.sequence_length, len(dataset.shards)) == (130, 8, 4)
+    dataset.require(kind="mlm", tokenizer_hash="any", sequence_length=8)
+    assert np.array_equal(rows(dataset), ids)
+    seen = np.concatenate([batches(dataset).batch(k).records for k in range(9)])
+    assert sorted(seen[:130].tolist()) == list(range(130))
+
+
+def test_the_tenth_public_shard_comes_after_the_ninth(samples: Any, tmp_path: Path) -> None:
+    publish(tmp_path, samples.ids(24), [2] * 12)
+    assert np.array_equal(rows(open_dataset(str(tmp_path))), samples.ids(24))
+
+
+def test_a_public_shard_that_does_not_hold_what_its_name_says_is_refused(samples: Any, tmp_path: Path) -> None:
+    publish(tmp_path, samples.ids(20), [10, 10])
+    (tmp_path / "dataset-1-10.tfrecord").rename(tmp_path / "dataset-1-12.tfrecord")
+    with pytest.raises(BadInput, match=r"dataset-1-12.tfrecord holds 10 records, and its name says 12"):
+        rows(open_dataset(str(tmp_path)))
+
+
+def test_damage_in_the_public_layout_is_found_or_replaced(samples: Any, tmp_path: Path) -> None:
+    publish(tmp_path, samples.ids(20), [20])
+    path = tmp_path / "dataset-0-20.tfrecord"
+    offsets = tfrecord.index(path.read_bytes(), "s")
+    data = bytearray(path.read_bytes())
+    data[offsets[7] + 30] ^= 1
+    path.write_bytes(data)
+    dataset = open_dataset(str(tmp_path))
+    with pytest.raises(Corrupt, match=rf"dataset-0-20.tfrecord: record 7 at byte {offsets[7]}: its checksum"):
+        rows(dataset)
+    found = open_source(dataset, on_corrupt="skip").read(0, 20, 20)["input_ids"]
+    assert np.array_equal(found, samples.ids(20)[[*range(7), 8, *range(8, 20)]])
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"input_ids": b"12"}, "its first record has no int64 feature input_ids"),
+        ({"tokens": [1, 2]}, "its first record has no int64 feature input_ids"),
+    ],
+)
+def test_other_tfrecords_are_not_taken_for_the_public_layout(tmp_path: Path, record: Any, message: str) -> None:
+    (tmp_path / "dataset-0-1.tfrecord").write_bytes(tfrecord.frame(example.encode(record)))
+    with pytest.raises(BadInput, match=message):
+        open_dataset(str(tmp_path))
+
+
+def test_public_records_of_other_lengths_and_ids_are_refused(tmp_path: Path) -> None:
+    records = [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 6]}, {"input_ids": [5, 6, 700]}]
+    (tmp_path / "dataset-0-3.tfrecord").write_bytes(tfrecord.join(map(example.encode, records)))
+    source = open_source(open_dataset(str(tmp_path)), vocabulary=100)
+    with pytest.raises(BadInput, match=r"record 1 at byte .* has no int64 input_ids of 3 numbers"):
+        source.read(1, 2, 3)
+    with pytest.raises(BadInput, match="record 2 has token id 700, and the tokenizer has 100 ids"):
+        source.read(2, 3, 3)
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}, {"layout": "recipe"}])
+def test_verify_names_everything_that_is_wrong(samples: Any, tmp_path: Path, options: dict[str, str]) -> None:
+    dataset = samples.make(tmp_path, 40, **options)
+    assert list(verify.problems(dataset)) == []
+    names = [shard.name for shard in dataset.shards]
+    (tmp_path / names[0]).unlink()
+    (tmp_path / names[1]).write_bytes(b"")
+    data = bytearray((tmp_path / names[2]).read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / names[2]).write_bytes(data)
+    (tmp_path / "stray.tfrecord").write_bytes(b"")
+    found = "\n".join(verify.problems(dataset))
+    assert f"{names[0]} is missing" in found
+    assert f"{names[1]} has 0 bytes" in found
+    assert f"{names[2]}: record " in found
+    assert "stray.tfrecord is not listed" in found
+    assert names[3] not in found
+
+
+def test_verify_finds_swapped_records_and_foreign_ids(samples: Any, tmp_path: Path) -> None:
+    dataset = samples.make(tmp_path, 10)
+    path, size = tmp_path / "train-00000.tfrecord", dataset.shards[0].bytes // 10
+    data = path.read_bytes()
+    path.write_bytes(data[size : 2 * size] + data[:size] + data[2 * size :])
+    [problem] = verify.problems(dataset)
+    assert "its checksum (CRC-32C) is" in problem
+    assert any("has token id" in each for each in verify.problems(dataset, vocabulary=50))
+
+
+def test_names_of_the_public_layout() -> None:
+    assert recipe.name("train", 3, 500) == "train-3-500.tfrecord"
+    assert recipe.NAME.match("wikitext-103-12-500.tfrecord")["number"] == "12"
