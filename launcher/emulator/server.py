@@ -114,7 +114,10 @@ class Server:
                 with self.store.read() as state:
                     return json_response(tpu_api.answer(state, call, time.time()))
             with self.store.change() as state:
-                return json_response(tpu_api.answer(state, call, time.time()))
+                try:
+                    return json_response(tpu_api.answer(state, call, time.time()))
+                except ApiError as error:  # answered inside, so that a fault which it consumed is written
+                    return json_response(error.as_json(), catalogue.CODES[error.code][0])
         except ApiError as error:
             return json_response(error.as_json(), catalogue.CODES[error.code][0])
         except ValueError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -143,11 +144,11 @@ def _create(state: State, call: Call, parent: str, now: float) -> Operation:
     if name in state.nodes:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{name}' already exists")
     faults.refuse_create(state, wanted, zone)
+    hosts = new_hosts(state, name, wanted.hosts, now)
     operation = _start(state, "create", name, now, state.create_seconds)
     operation.failure = faults.stockout(state, zone)
-    node = Node(name, _new_resource(call.body, name, wanted, zone, project, now), [])
     # A stock-out is known before any VM exists.
-    node.hosts = [] if operation.failure else new_hosts(state, name, wanted.hosts, now)
+    node = Node(name, _new_resource(call.body, name, wanted, zone, project, now), [] if operation.failure else hosts)
     state.nodes[name] = node
     return operation
 
@@ -179,11 +180,12 @@ def _new_resource(body: dict[str, Any], name: str, wanted: Accelerator, zone: st
 def new_hosts(state: State, name: str, count: int, now: float) -> list[Host]:
     """Addresses (the lowest that are free) and names for the hosts of a new node. Raises ApiError when the network is full."""
     taken = {host.address for node in state.nodes.values() for host in node.hosts}
-    network = ipaddress.ip_network(state.subnet)
-    free = [str(address) for address in list(network.hosts())[_FIRST_HOST - 1 :] if str(address) not in taken]
+    addresses = itertools.islice(ipaddress.ip_network(state.subnet).hosts(), _FIRST_HOST - 1, None)
+    free = list(itertools.islice((str(address) for address in addresses if str(address) not in taken), count))
     if len(free) < count:
         raise ApiError(
-            catalogue.RESOURCE_EXHAUSTED, f"the emulated network {state.subnet} has {len(free)} free addresses, and {name} needs {count}"
+            catalogue.RESOURCE_EXHAUSTED,
+            f"the emulated network {state.subnet} has only {len(free)} free addresses, and {name} needs {count}",
         )
     digest = hashlib.sha256(f"{state.id} {name} {now}".encode()).hexdigest()[:8]
     return [Host(i, free[i], f"t1v-n-{digest}-w-{i}", _number(f"{name} {i}", now)) for i in range(count)]

@@ -1,0 +1,98 @@
+"""The emulator's services without containers: the API over a state in memory, and Cloud Storage on a loopback port."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.emulator import tpu_api
+from launcher.emulator.bucket import Buckets
+from launcher.emulator.bucket_api import StorageApi
+from launcher.emulator.state import Node, Operation, State
+from launcher.emulator.web import Acceptor, serve_http
+
+ZONE = "us-central2-b"
+PARENT = ("projects", "p", "locations", ZONE)
+BODY = {"acceleratorType": "v4-16", "runtimeVersion": "tpu-ubuntu2204-base", "networkConfig": {"enableExternalIps": True}}
+
+
+class Api:
+    """Calls against one state, at a time that the test sets."""
+
+    def __init__(self) -> None:
+        self.state = State("0badcafe", 1, "/nowhere", "/nowhere", create_seconds=1.0, update_seconds=0.5, subnet="10.200.0.0/22")
+        self.now = 1_700_000_000.0
+
+    def call(self, method: str, *path: str, verb: str = "", body: dict[str, Any] | None = None, **query: str) -> dict[str, Any]:
+        """A call below the zone; `zone` in the query chooses another one."""
+        parent = ("projects", "p", "locations", query.pop("zone", ZONE))
+        self.now += 0.001
+        return tpu_api.answer(self.state, tpu_api.Call(method, parent + path, verb, query, body or {}), self.now)
+
+    def create(self, name: str = "pod", zone: str = ZONE, **changes: Any) -> dict[str, Any]:
+        body = {key: value for key, value in {**BODY, **changes}.items() if value is not None}
+        return self.call("POST", "nodes", body=body, nodeId=name, zone=zone)
+
+    def ready(self, name: str = "pod", **changes: Any) -> Node:
+        """A node as if its creation had ended."""
+        operation = self.create(name, **changes)
+        node = self.state.nodes[f"projects/p/locations/{ZONE}/nodes/{name}"]
+        node.resource |= {"state": "READY", "health": "HEALTHY"}
+        self.operation(operation).done = True
+        return node
+
+    def operation(self, value: dict[str, Any]) -> Operation:
+        return self.state.operations[value["name"]]
+
+
+@pytest.fixture
+def api() -> Api:
+    return Api()
+
+
+class Storage:
+    """Cloud Storage on a loopback port, over a folder; `restart` is what a crash and a new server are to a client."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.api = StorageApi(Buckets(folder))
+        self._acceptor = Acceptor()
+        self._acceptor.start()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._acceptor.add(self._listener, lambda connection: serve_http(connection, lambda request: self.api.answer(request)))
+
+    def restart(self) -> None:
+        """Forgets everything that isn't on disk."""
+        self.api = StorageApi(Buckets(self.folder))
+
+    def close(self) -> None:
+        self._acceptor.remove(self._listener, close=True)
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
+    served = Storage(tmp_path / "buckets")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", served.url)
+    for name in [key for key in os.environ if key.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def client(storage: Storage) -> Any:
+    """The unmodified client library."""
+    from google.cloud import storage as library
+
+    return library.Client(project="p")
+
+
+@pytest.fixture
+def bucket(client: Any) -> Any:
+    return client.create_bucket("some-bucket")

@@ -1,0 +1,227 @@
+"""What Cloud TPU accepts, refuses and shows, in the words that gcloud prints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.emulator import catalogue
+from launcher.emulator.catalogue import ApiError
+from training.accelerators import ACCELERATORS
+
+
+def refusal(function: Any, *arguments: Any, **named: Any) -> tuple[int, str]:
+    """(HTTP status, message) of the error that a call ends with."""
+    with pytest.raises(ApiError) as caught:
+        function(*arguments, **named)
+    return caught.value.as_json()["error"]["code"], caught.value.message
+
+
+def test_a_new_node_is_creating_and_has_no_addresses_until_it_is_ready(api: Any) -> None:
+    operation = api.create()
+    node = api.call("GET", "nodes", "pod")
+    assert (node["state"], "networkEndpoints" in node) == ("CREATING", False)
+    assert operation["done"] is False
+    assert operation["metadata"]["verb"] == "create"
+    assert operation["metadata"]["target"] == node["name"]
+
+
+def test_a_ready_node_shows_one_endpoint_a_host_in_worker_order(api: Any) -> None:
+    node = api.ready(acceleratorType="v4-32")
+    shown = api.call("GET", "nodes", "pod")
+    assert [each["ipAddress"] for each in shown["networkEndpoints"]] == [host.address for host in node.hosts]
+    assert len({host.address for host in node.hosts}) == 4
+    assert shown["acceleratorConfig"] == {"type": "V4", "topology": "2x2x4"}
+    assert shown["networkEndpoints"][0]["accessConfig"] == {"externalIp": node.hosts[0].address}
+
+
+@pytest.mark.parametrize("name", sorted(ACCELERATORS))
+def test_every_accelerator_of_the_table_can_be_created_in_its_zones_and_nowhere_else(api: Any, name: str) -> None:
+    each = ACCELERATORS[name]
+    api.state.subnet = "10.192.0.0/10"
+    version = each.generation.runtime_version
+    for zone in each.generation.zones:
+        api.create(zone=zone, acceleratorType=name, runtimeVersion=version)
+    elsewhere = next(zone for zone in catalogue.ZONES if zone not in each.generation.zones)
+    status, message = refusal(api.create, "other", zone=elsewhere, acceleratorType=name, runtimeVersion=version)
+    assert status == 400
+    assert message.startswith(f'CloudTpu received an invalid AcceleratorType, "{name}" for zone "{elsewhere}"')
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "words"),
+    [
+        ({"acceleratorType": "v3-16", "zone": "europe-west4-a"}, 400, 'invalid AcceleratorType, "v3-16"'),
+        ({"acceleratorType": "h100"}, 400, 'invalid AcceleratorType, "h100"'),
+        ({"zone": "us-nowhere1-a"}, 403, "Permission denied on 'locations/us-nowhere1-a' (or it may not exist)."),
+        ({"runtimeVersion": "tpu-ubuntu1804"}, 400, 'the runtime version "tpu-ubuntu1804" was not found'),
+        ({"runtimeVersion": "v2-alpha-tpuv6e"}, 400, "is not supported for accelerator type"),
+        ({"runtimeVersion": None}, 400, "runtimeVersion is required"),
+        ({"labels": {"Team": "x"}}, 400, 'label key "Team"'),
+        ({"labels": {"team": "X Y"}}, 400, 'label value "X Y"'),
+        ({"metadata": {"k": 1}}, 400, "metadata must be an object of strings"),
+        ({"metadata": {"a b": "x"}}, 400, 'metadata key "a b"'),
+        ({"description": "x" * 513}, 400, "at most 512 characters"),
+        ({"hosts": 4}, 400, 'Unknown name "hosts"'),
+        ({"schedulingConfig": {"spot": True, "preemptible": True}}, 400, "only one of spot and preemptible"),
+        ({"acceleratorConfig": {"type": "V4", "topology": "2x2x2"}}, 400, "only one of acceleratorType and acceleratorConfig"),
+    ],
+)
+def test_bad_creations_get_googles_code_and_words(api: Any, changes: dict[str, Any], status: int, words: str) -> None:
+    found, message = refusal(api.create, **changes)
+    assert found == status
+    assert words in message
+    assert not api.state.nodes
+    assert not api.state.operations
+
+
+def test_type_and_topology_name_an_accelerator_too(api: Any) -> None:
+    api.create(acceleratorType=None, acceleratorConfig={"type": "V4", "topology": "2x2x4"})
+    assert api.call("GET", "nodes", "pod")["acceleratorType"] == "v4-32"
+
+
+def test_a_second_node_of_the_same_name_is_refused_with_409(api: Any) -> None:
+    api.create()
+    status, message = refusal(api.create)
+    assert status == 409
+    assert message == "Resource 'projects/p/locations/us-central2-b/nodes/pod' already exists"
+
+
+@given(st.text(min_size=1, max_size=70))
+def test_node_names_are_those_that_google_accepts(name: str) -> None:
+    good = (
+        name[0] in "abcdefghijklmnopqrstuvwxyz"
+        and set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-")
+        and name[-1] != "-"
+        and len(name) <= 63
+    )
+    try:
+        catalogue.check_node_name(name)
+        accepted = True
+    except ApiError:
+        accepted = False
+    assert accepted == good
+
+
+def test_missing_things_are_404(api: Any) -> None:
+    for path in (("nodes", "x"), ("operations", "x"), ("acceleratorTypes", "v3-16"), ("runtimeVersions", "x"), ("nothing",)):
+        assert refusal(api.call, "GET", *path)[0] == 404
+    assert refusal(api.call, "DELETE", "nodes", "x") == (404, "Resource 'projects/p/locations/us-central2-b/nodes/x' was not found")
+
+
+def test_queued_resources_say_that_they_are_not_emulated(api: Any) -> None:
+    status, message = refusal(api.call, "POST", "queuedResources")
+    assert status == 501
+    assert "queued resources are not emulated" in message
+
+
+def test_addresses_are_never_shared_and_come_back_after_deletion(api: Any) -> None:
+    first, second = api.ready("one"), api.ready("two")
+    assert not {host.address for host in first.hosts} & {host.address for host in second.hosts}
+    del api.state.nodes[first.name]
+    assert [host.address for host in api.ready("three").hosts] == [host.address for host in first.hosts]
+
+
+def test_a_network_without_room_refuses_the_node_and_keeps_nothing_of_it(api: Any) -> None:
+    api.state.subnet = "10.200.0.0/28"
+    status, message = refusal(api.create, acceleratorType="v4-128")
+    assert status == 429
+    assert "free addresses" in message
+    assert not api.state.nodes
+    assert not api.state.operations
+
+
+def test_metadata_changes_when_the_operation_ends_and_a_second_one_must_wait(api: Any) -> None:
+    api.ready()
+    change = {"metadata": {"ssh-keys": "me:ssh-rsa AAAA me"}}
+    operation = api.call("PATCH", "nodes", "pod", body=change, updateMask="metadata")
+    assert api.operation(operation).change == change
+    assert "ssh-keys" not in api.call("GET", "nodes", "pod").get("metadata", {})
+    assert refusal(api.call, "PATCH", "nodes", "pod", body=change, updateMask="metadata") == (409, "unable to queue the operation")
+
+
+@pytest.mark.parametrize(
+    ("mask", "words"), [("", "updateMask is required"), ("accelerator_type", 'update mask "accelerator_type" is not supported')]
+)
+def test_only_some_fields_can_be_updated(api: Any, mask: str, words: str) -> None:
+    api.ready()
+    status, message = refusal(api.call, "PATCH", "nodes", "pod", body={}, updateMask=mask)
+    assert status == 400
+    assert words in message
+
+
+@pytest.mark.parametrize("state", ["CREATING", "PREEMPTED", "DELETING"])
+def test_a_node_that_is_not_usable_can_not_be_updated(api: Any, state: str) -> None:
+    api.ready().resource["state"] = state
+    status, message = refusal(api.call, "PATCH", "nodes", "pod", body={"labels": {}}, updateMask="labels")
+    assert status == 400
+    assert f"update is not supported while in state {state}" in message
+
+
+def test_deleting_a_node_that_is_being_created_cancels_the_creation(api: Any) -> None:
+    creation = api.create()
+    api.call("DELETE", "nodes", "pod")
+    assert api.operation(creation).cancelled
+    assert api.call("GET", "nodes", "pod")["state"] == "DELETING"
+    assert refusal(api.call, "DELETE", "nodes", "pod") == (409, "unable to queue the operation")
+
+
+def test_only_single_host_nodes_stop_and_start(api: Any) -> None:
+    api.ready("pod")
+    api.ready("one", acceleratorType="v4-8")
+    status, message = refusal(api.call, "POST", "nodes", "pod", verb="stop")
+    assert (status, "stop is not supported for TPU pods" in message) == (400, True)
+    assert refusal(api.call, "POST", "nodes", "one", verb="start")[0] == 400
+    api.call("POST", "nodes", "one", verb="stop")
+    assert api.call("GET", "nodes", "one")["state"] == "STOPPING"
+
+
+def test_guest_attributes_have_one_entry_a_worker_in_the_shape_that_gcloud_reads(api: Any) -> None:
+    node = api.ready()
+    for host in node.hosts:
+        host.guest_attributes = {"hostkeys/ssh-ed25519": f"key{host.index}", "other/x": "y"}
+    # gcloud sends [""] for all workers.
+    every = api.call("POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": [""]})["guestAttributes"]
+    assert [[item["value"] for item in each["queryValue"]["items"] if item["key"] == "ssh-ed25519"] for each in every] == [
+        ["key0"],
+        ["key1"],
+    ]
+    one = api.call("POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": ["1"], "queryPath": "hostkeys/"})[
+        "guestAttributes"
+    ]
+    assert [item for each in one for item in each["queryValue"]["items"]] == [
+        {"namespace": "hostkeys", "key": "ssh-ed25519", "value": "key1"}
+    ]
+    assert refusal(api.call, "POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": ["2"]})[0] == 400
+
+
+def test_lists_come_in_pages_that_together_are_everything(api: Any) -> None:
+    names = [api.ready(f"n{i}", acceleratorType="v4-8").name for i in range(5)]
+    found: list[str] = []
+    token = ""
+    while True:
+        page = api.call("GET", "nodes", pageSize="2", pageToken=token)
+        assert len(page["nodes"]) <= 2
+        found += [node["name"] for node in page["nodes"]]
+        token = page.get("nextPageToken", "")
+        if not token:
+            break
+    assert found == names
+    assert refusal(api.call, "GET", "nodes", pageToken="x")[0] == 400
+
+
+def test_a_listing_over_all_zones_shows_every_zone(api: Any) -> None:
+    api.create("a")
+    api.create("b", zone="europe-west4-a", acceleratorType="v3-8")
+    assert [node["name"].split("/")[3] for node in api.call("GET", "nodes", zone="-")["nodes"]] == ["europe-west4-a", "us-central2-b"]
+
+
+def test_catalogues_name_what_can_be_created(api: Any) -> None:
+    types = [each["type"] for each in api.call("GET", "acceleratorTypes")["acceleratorTypes"]]
+    assert types == [name for name in ACCELERATORS if name.startswith("v4-")]
+    versions = [each["version"] for each in api.call("GET", "runtimeVersions")["runtimeVersions"]]
+    assert "tpu-ubuntu2204-base" in versions
+    assert api.call("GET", "runtimeVersions", versions[0])["version"] == versions[0]

@@ -1,0 +1,320 @@
+"""Cloud Storage as the unmodified google-cloud-storage sees it: generations, preconditions, ranges, uploads, listings, restarts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+import google_crc32c
+import pytest
+import requests
+from google.api_core.exceptions import BadRequest, Conflict, NotFound, PreconditionFailed, RequestRangeNotSatisfiable
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+
+def refused(error: type[Exception], function: Any, *arguments: Any, **named: Any) -> str:
+    with pytest.raises(error) as caught:
+        function(*arguments, **named)
+    return str(caught.value)
+
+
+def test_what_is_written_is_read_and_described(bucket: Any) -> None:
+    blob = bucket.blob("folder/name with ü + %.txt")
+    blob.upload_from_string(b"hello", content_type="text/plain")
+    found = bucket.get_blob(blob.name)
+    assert found.download_as_bytes() == b"hello"
+    assert (found.size, found.content_type, found.metageneration) == (5, "text/plain", 1)
+    assert found.md5_hash == base64.b64encode(hashlib.md5(b"hello").digest()).decode()
+    assert found.crc32c == base64.b64encode(google_crc32c.value(b"hello").to_bytes(4, "big")).decode()
+    assert abs((datetime.now(UTC) - found.updated).total_seconds()) < 60
+
+
+def test_buckets_that_do_not_exist_are_not_found(client: Any, bucket: Any) -> None:
+    assert not client.bucket("no-such-bucket").exists()
+    assert "The specified bucket does not exist" in refused(NotFound, client.bucket("no-such-bucket").blob("x").upload_from_string, b"")
+    assert f"No such object: {bucket.name}/x" in refused(NotFound, bucket.blob("x").download_as_bytes)
+    assert not bucket.blob("x").exists()
+
+
+def test_a_bucket_is_made_once_and_goes_only_when_it_is_empty(client: Any, bucket: Any) -> None:
+    refused(Conflict, client.create_bucket, bucket.name)
+    refused(BadRequest, client.create_bucket, "Not-A-Name")
+    bucket.blob("x").upload_from_string(b"")
+    refused(Conflict, bucket.delete)
+    bucket.blob("x").delete()
+    bucket.delete()
+    assert not list(client.list_buckets())
+
+
+def test_an_object_is_created_only_once(bucket: Any) -> None:
+    blob = bucket.blob("manifest")
+    blob.upload_from_string(b"1", if_generation_match=0)
+    assert "412" in refused(PreconditionFailed, blob.upload_from_string, b"2", if_generation_match=0)
+    assert blob.download_as_bytes() == b"1"
+
+
+def test_of_many_creators_at_once_exactly_one_wins(bucket: Any) -> None:
+    def create(i: int) -> int | None:
+        try:
+            bucket.blob("race").upload_from_string(str(i).encode() * 1000, if_generation_match=0)
+        except PreconditionFailed:
+            return None
+        return i
+
+    with ThreadPoolExecutor(8) as pool:
+        winners = [i for i in pool.map(create, range(40)) if i is not None]
+    assert len(winners) == 1
+    assert bucket.blob("race").download_as_bytes() == str(winners[0]).encode() * 1000
+
+
+def test_generations_rise_and_a_replaced_one_is_gone(bucket: Any) -> None:
+    blob = bucket.blob("x")
+    blob.upload_from_string(b"old")
+    old = blob.generation
+    blob.upload_from_string(b"new", if_generation_match=old)
+    assert blob.generation > old
+    refused(NotFound, bucket.blob("x", generation=old).download_as_bytes)
+    refused(PreconditionFailed, bucket.blob("x").delete, if_generation_match=old)
+    refused(PreconditionFailed, bucket.blob("x").download_as_bytes, if_generation_match=old)
+    bucket.blob("x").delete(if_generation_match=blob.generation)
+    refused(NotFound, bucket.blob("x").delete)
+
+
+def test_metadata_has_its_own_generation(bucket: Any) -> None:
+    blob = bucket.blob("x")
+    blob.metadata = {"a": "1", "b": "2"}
+    blob.upload_from_string(b"")
+    blob.metadata = {"a": "3", "b": None}
+    blob.patch(if_metageneration_match=1)
+    blob.reload()
+    assert (blob.metadata, blob.metageneration) == ({"a": "3"}, 2)
+    refused(PreconditionFailed, blob.patch, if_metageneration_match=1)
+
+
+def test_a_reader_that_has_the_generation_is_told_so(storage: Any, bucket: Any) -> None:
+    blob = bucket.blob("x")
+    blob.upload_from_string(b"data")
+    url = f"{storage.url}/storage/v1/b/{bucket.name}/o/x"
+    assert requests.get(url, params={"ifGenerationNotMatch": blob.generation}, timeout=10).status_code == 304
+    assert requests.get(url, params={"ifGenerationNotMatch": 1}, timeout=10).status_code == 200
+    assert requests.get(url, params={"ifGenerationMatch": "x"}, timeout=10).status_code == 400
+
+
+SIZE = 1000
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(start=st.integers(0, SIZE + 10), length=st.integers(1, SIZE + 10))
+def test_every_range_is_the_bytes_that_it_names(bucket: Any, start: int, length: int) -> None:
+    data = bytes(range(250)) * (SIZE // 250)
+    blob = bucket.blob("ranged")
+    if not blob.exists():
+        blob.upload_from_string(data)
+    if start >= SIZE:
+        refused(RequestRangeNotSatisfiable, blob.download_as_bytes, start=start, end=start + length - 1)
+    else:
+        assert blob.download_as_bytes(start=start, end=start + length - 1) == data[start : start + length]
+
+
+@pytest.mark.parametrize(
+    ("header", "status", "body", "content_range"),
+    [
+        ("bytes=2-4", 206, b"cde", "bytes 2-4/10"),
+        ("bytes=7-", 206, b"hij", "bytes 7-9/10"),
+        ("bytes=-3", 206, b"hij", "bytes 7-9/10"),
+        ("bytes=-30", 206, b"abcdefghij", "bytes 0-9/10"),
+        ("bytes=10-", 416, None, "bytes */10"),
+        ("bytes=5-2", 200, b"abcdefghij", None),
+        ("bytes=1-2,4-5", 200, b"abcdefghij", None),
+    ],
+)
+def test_range_headers(storage: Any, bucket: Any, header: str, status: int, body: bytes | None, content_range: str | None) -> None:
+    bucket.blob("x").upload_from_string(b"abcdefghij")
+    answer = requests.get(
+        f"{storage.url}/download/storage/v1/b/{bucket.name}/o/x", params={"alt": "media"}, headers={"Range": header}, timeout=10
+    )
+    assert (answer.status_code, answer.headers.get("Content-Range")) == (status, content_range)
+    if body is not None:
+        assert answer.content == body
+        # The checksum is the whole object's, as on Google's service.
+        assert base64.b64encode(google_crc32c.value(b"abcdefghij").to_bytes(4, "big")).decode() in answer.headers["X-Goog-Hash"]
+
+
+def test_an_open_download_is_not_torn_by_a_new_generation(storage: Any, bucket: Any) -> None:
+    old, new = os.urandom(8 << 20), os.urandom(8 << 20)
+    bucket.blob("x").upload_from_string(old)
+    answer = requests.get(f"{storage.url}/download/storage/v1/b/{bucket.name}/o/x", params={"alt": "media"}, stream=True, timeout=10)
+    first = answer.raw.read(1000)
+    bucket.blob("x").upload_from_string(new)
+    assert first + answer.raw.read() == old
+    assert bucket.blob("x").download_as_bytes() == new
+
+
+@pytest.mark.parametrize("checksum", ["crc32c", "md5"])
+@pytest.mark.parametrize("chunk", [None, 256 * 1024])
+def test_uploads_of_every_kind_arrive_whole(bucket: Any, checksum: str, chunk: int | None) -> None:
+    """With a chunk size: resumable, in several requests; without: multipart."""
+    data = os.urandom(3 * 256 * 1024 + 17)
+    blob = bucket.blob("x", chunk_size=chunk)
+    blob.upload_from_file(io.BytesIO(data), size=len(data), checksum=checksum)
+    assert bucket.blob("x").download_as_bytes() == data
+
+
+def test_an_upload_of_unknown_length_arrives_whole(bucket: Any) -> None:
+    data = os.urandom(1 << 20)
+    with bucket.blob("x").open("wb", chunk_size=256 * 1024, if_generation_match=0) as file:
+        for start in range(0, len(data), 100_000):
+            file.write(data[start : start + 100_000])
+    assert bucket.blob("x").download_as_bytes() == data
+
+
+def test_bytes_that_do_not_match_their_checksum_are_refused(storage: Any, bucket: Any) -> None:
+    url = f"{storage.url}/upload/storage/v1/b/{bucket.name}/o?uploadType=media&name=x"
+    for header in ("crc32c=AAAAAA==", "md5=AAAAAAAAAAAAAAAAAAAAAA=="):
+        answer = requests.post(url, b"data", headers={"X-Goog-Hash": header}, timeout=10)
+        assert (answer.status_code, "doesn't match calculated" in answer.json()["error"]["message"]) == (400, True)
+    assert not bucket.blob("x").exists()
+
+
+class Resumable:
+    """A resumable upload, request by request."""
+
+    def __init__(self, storage: Any, bucket: Any, **query: str) -> None:
+        url = f"{storage.url}/upload/storage/v1/b/{bucket.name}/o"
+        begun = requests.post(url, params={"uploadType": "resumable", "name": "x", **query}, json={}, timeout=10)
+        assert begun.status_code == 200, begun.text
+        self.url = begun.headers["Location"]
+
+    def put(self, content_range: str, data: bytes = b"") -> Any:
+        return requests.put(self.url, data, headers={"Content-Range": content_range}, timeout=10)
+
+
+CHUNK = 256 * 1024
+
+
+def test_a_resumable_upload_survives_the_server(storage: Any, bucket: Any) -> None:
+    data = os.urandom(CHUNK + 5)
+    upload = Resumable(storage, bucket)
+    answer = upload.put(f"bytes 0-{CHUNK - 1}/*", data[:CHUNK])
+    assert (answer.status_code, answer.headers["Range"]) == (308, f"bytes=0-{CHUNK - 1}")
+    storage.restart()
+    asked = upload.put(f"bytes */{len(data)}")
+    assert (asked.status_code, asked.headers["Range"]) == (308, f"bytes=0-{CHUNK - 1}")
+    assert not bucket.blob("x").exists()
+    done = upload.put(f"bytes {CHUNK}-{len(data) - 1}/{len(data)}", data[CHUNK:])
+    assert (done.status_code, done.json()["size"]) == (200, str(len(data)))
+    # A client that lost that answer asks again, even of the next server.
+    storage.restart()
+    assert upload.put(f"bytes */{len(data)}").json()["generation"] == done.json()["generation"]
+    assert bucket.blob("x").download_as_bytes() == data
+
+
+def test_a_repeated_chunk_is_taken_once_and_a_missing_one_is_noticed(storage: Any, bucket: Any) -> None:
+    data = os.urandom(2 * CHUNK)
+    upload = Resumable(storage, bucket)
+    upload.put(f"bytes 0-{CHUNK - 1}/*", data[:CHUNK])
+    upload.put(f"bytes 0-{CHUNK - 1}/*", data[:CHUNK])
+    assert upload.put(f"bytes {CHUNK + 5}-{2 * CHUNK - 1}/{2 * CHUNK}", data[CHUNK + 5 :]).status_code == 503
+    assert upload.put(f"bytes {CHUNK}-{2 * CHUNK - 1}/{2 * CHUNK}", data[CHUNK:]).status_code == 200
+    assert bucket.blob("x").download_as_bytes() == data
+
+
+def test_chunks_but_the_last_are_multiples_of_256_kib(storage: Any, bucket: Any) -> None:
+    assert Resumable(storage, bucket).put("bytes 0-99/*", b"x" * 100).status_code == 400
+
+
+def test_the_precondition_of_a_resumable_upload_holds_at_its_end(storage: Any, bucket: Any) -> None:
+    upload = Resumable(storage, bucket, ifGenerationMatch="0")
+    bucket.blob("x").upload_from_string(b"faster")
+    assert upload.put("bytes 0-3/4", b"slow").status_code == 412
+    assert bucket.blob("x").download_as_bytes() == b"faster"
+
+
+def test_an_abandoned_upload_is_forgotten(storage: Any, bucket: Any) -> None:
+    upload = Resumable(storage, bucket)
+    assert requests.delete(upload.url, timeout=10).status_code == 499
+    assert upload.put("bytes */*").status_code == 404
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@given(
+    names=st.sets(st.text("ab/", min_size=1, max_size=5), max_size=12),
+    prefix=st.sampled_from(["", "a", "a/", "b//"]),
+    page=st.integers(1, 4),
+)
+def test_pages_of_a_listing_are_the_names_and_folders_in_order(client: Any, bucket: Any, names: set[str], prefix: str, page: int) -> None:
+    for blob in client.list_blobs(bucket):
+        blob.delete()
+    for name in names:
+        bucket.blob(name).upload_from_string(b"")
+    matching = sorted(name for name in names if name.startswith(prefix))
+    assert [blob.name for blob in client.list_blobs(bucket, prefix=prefix, page_size=page)] == matching
+    rolled = client.list_blobs(bucket, prefix=prefix, delimiter="/", page_size=page)
+    rest = {name: name[len(prefix) :] for name in matching}
+    assert [blob.name for blob in rolled] == [name for name in matching if "/" not in rest[name]]
+    assert rolled.prefixes == {prefix + rest[name].split("/")[0] + "/" for name in matching if "/" in rest[name]}
+
+
+def test_listings_can_begin_and_end_at_names_and_match_globs(client: Any, bucket: Any) -> None:
+    for name in ("a.txt", "b.txt", "c/d.txt", "c/e.bin"):
+        bucket.blob(name).upload_from_string(b"")
+    assert [blob.name for blob in client.list_blobs(bucket, start_offset="b", end_offset="c/e")] == ["b.txt", "c/d.txt"]
+    assert [blob.name for blob in client.list_blobs(bucket, match_glob="**.txt")] == ["a.txt", "b.txt", "c/d.txt"]
+    assert [blob.name for blob in client.list_blobs(bucket, match_glob="*.{txt,bin}")] == ["a.txt", "b.txt"]
+    assert [blob.name for blob in client.list_blobs(bucket, max_results=2)] == ["a.txt", "b.txt"]
+
+
+def test_copies_and_compositions_have_the_bytes_of_their_sources(client: Any, bucket: Any) -> None:
+    other = client.create_bucket("other-bucket")
+    one, two = bucket.blob("one"), bucket.blob("two")
+    one.upload_from_string(b"1", content_type="text/x")
+    two.upload_from_string(b"2")
+    copied = bucket.copy_blob(one, other, "copy", if_generation_match=0)
+    assert (copied.download_as_bytes(), copied.content_type) == (b"1", "text/x")
+    refused(PreconditionFailed, bucket.copy_blob, one, other, "copy", if_generation_match=0)
+    whole = bucket.blob("whole")
+    whole.compose([one, two, one], if_generation_match=0)
+    assert whole.download_as_bytes() == b"121"
+    assert bucket.rename_blob(whole, "renamed").download_as_bytes() == b"121"
+    assert not bucket.blob("whole").exists()
+
+
+def test_a_batch_does_each_of_its_calls(client: Any, bucket: Any) -> None:
+    for i in range(3):
+        bucket.blob(f"n{i}").upload_from_string(b"")
+    with client.batch():
+        for i in range(3):
+            bucket.blob(f"n{i}").delete()
+    assert not list(client.list_blobs(bucket))
+
+
+def test_objects_survive_the_server_and_half_written_ones_do_not(storage: Any, client: Any, bucket: Any) -> None:
+    blob = bucket.blob("x")
+    blob.upload_from_string(b"first")
+    blob.upload_from_string(b"second")
+    folder = storage.folder / bucket.name
+    # What a kill leaves: bytes without a name, an upload that had only begun, an older generation that was not removed yet.
+    (folder / "data" / "1").write_bytes(b"torn")
+    (folder / "incoming" / "abc").write_bytes(b"torn")
+    stale = (folder / "objects" / f"{blob.generation}.json").read_text().replace(str(blob.generation), "1")
+    (folder / "objects" / "1.json").write_text(stale)
+    storage.restart()
+    found = bucket.get_blob("x")
+    assert (found.download_as_bytes(), found.generation) == (b"second", blob.generation)
+    assert [path.name for path in (folder / "data").iterdir()] == [str(blob.generation)]
+    assert not list((folder / "incoming").iterdir())
+    blob.upload_from_string(b"third", if_generation_match=found.generation)
+    assert blob.generation > found.generation
+
+
+def test_what_is_not_a_storage_call_is_a_404_and_not_a_crash(storage: Any, bucket: Any) -> None:
+    for path in ("/storage/v1/x", "/storage/v1", "/storage", f"/storage/v1/b/{bucket.name}/o/x/y/z", "/upload/storage/v1/b"):
+        answer = requests.get(storage.url + path, timeout=10)
+        assert answer.status_code == 404, (path, answer.text)
+        assert answer.json()["error"]["errors"][0]["reason"] == "notFound"

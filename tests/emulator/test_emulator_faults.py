@@ -1,0 +1,70 @@
+"""Injected faults: what they answer, how often, and that they are consumed with what they spoil."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launcher.emulator import faults
+from launcher.emulator.catalogue import ApiError
+from launcher.emulator.state import Fault
+
+
+def test_a_stockout_spoils_as_many_creations_as_asked_and_no_more(api: Any) -> None:
+    api.state.faults.append(Fault("stockout", "tpu", left=2))
+    failures = [api.operation(api.create(f"n{i}")).failure for i in range(3)]
+    assert [failure and failure["code"] for failure in failures] == [8, 8, None]
+    assert failures[0]["message"].startswith('There is no more capacity in the zone "us-central2-b"')
+    assert not api.state.faults
+
+
+def test_a_node_that_will_not_come_gets_no_hosts(api: Any) -> None:
+    api.state.faults.append(Fault("stockout", "tpu", left=1))
+    api.create()
+    assert api.state.nodes["projects/p/locations/us-central2-b/nodes/pod"].hosts == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "words"),
+    [
+        ("quota", 429, "Quota limit 'TPUV4PerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in"),
+        ("permission", 403, "Permission denied"),
+    ],
+)
+def test_quota_and_permission_are_refused_at_once(api: Any, kind: str, status: int, words: str) -> None:
+    api.state.faults.append(Fault(kind, "tpu"))
+    for _ in range(2):
+        with pytest.raises(ApiError) as caught:
+            api.create()
+        assert caught.value.as_json()["error"]["code"] == status
+        assert words in caught.value.message
+    assert not api.state.nodes
+
+
+def test_a_fault_is_not_consumed_by_a_creation_that_is_invalid_anyway(api: Any) -> None:
+    api.state.faults.append(Fault("stockout", "tpu", left=1))
+    with pytest.raises(ApiError):
+        api.create(acceleratorType="v3-16")
+    assert len(api.state.faults) == 1
+
+
+def test_errors_hit_the_share_and_the_service_that_were_asked_for(api: Any) -> None:
+    api.state.faults.append(Fault("errors", "storage", left=2, status=503, rate=0.3))
+    assert faults.error_status(api.state, "tpu", chance=0.0) is None
+    assert faults.error_status(api.state, "storage", chance=0.5) is None
+    assert [faults.error_status(api.state, "storage", chance=0.1) for _ in range(3)] == [503, 503, None]
+
+
+def test_slowness_adds_up(api: Any) -> None:
+    api.state.faults += [Fault("slow", "tpu", seconds=0.5), Fault("slow", "tpu", seconds=1), Fault("slow", "storage", seconds=9)]
+    assert faults.delay(api.state, "tpu") == 1.5
+
+
+def test_targets_that_do_not_exist_are_named_with_what_does(api: Any) -> None:
+    api.ready()
+    with pytest.raises(faults.NoSuchTarget, match="there is no node 'x' on this emulator; nodes: pod"):
+        faults.find_node(api.state, "x")
+    with pytest.raises(faults.NoSuchTarget, match="workers 0 to 1, no worker 2"):
+        faults.find_host(api.state, "pod", 2)
+    assert faults.find_host(api.state, "pod", 1).index == 1

@@ -1,0 +1,170 @@
+"""Long-running operations against machines that boot when the test says so: every path from CREATING, and going on after a crash."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from launcher.emulator.lifecycle import Lifecycle
+from launcher.emulator.state import Fault, Host, Node, Store, from_json, to_json
+
+
+class Machines:
+    """Machines without containers: a host boots when the gate is open, and publishes its key."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.gate = threading.Event()
+        self.gate.set()
+        self.hosts: set[str] = set()
+        self.broken = False
+
+    def ensure(self, node: Node, host: Host) -> None:
+        self.gate.wait(10)
+        if self.broken:
+            raise OSError("the engine is gone")
+        self.hosts.add(host.hostname)
+        with self.store.change():
+            host.guest_attributes["hostkeys/ssh-ed25519"] = "AAAA"
+
+    def remove(self, host: Host) -> None:
+        self.hosts.discard(host.hostname)
+
+    def power_off(self, host: Host) -> None:
+        self.hosts.discard(host.hostname)
+
+    def start(self, host: Host) -> None:
+        self.ensure(None, host)  # type: ignore[arg-type]
+
+
+class Running:
+    """An API, its store, and a lifecycle that works on it, quickly."""
+
+    def __init__(self, api: Any) -> None:
+        self.api = api
+        api.state.create_seconds, api.state.update_seconds = 0.02, 0.01
+        self.serve(Store(api.state, None))
+
+    def serve(self, store: Store) -> None:
+        self.store = store
+        self.machines = Machines(store)
+        self.lifecycle = Lifecycle(store, self.machines, prepare=lambda node, host: None)  # type: ignore[arg-type]
+        store.after_change = self.lifecycle.wake
+
+    def call(self, function: Any, *arguments: Any, **named: Any) -> str:
+        self.api.now = time.time()
+        with self.store.change():
+            return str(function(*arguments, **named)["name"])
+
+    def ended(self, name: str) -> dict[str, Any]:
+        assert self.store.wait(lambda state: name in state.operations and state.operations[name].done, 10), f"{name} did not end"
+        operation = self.store._state.operations[name]
+        return operation.error or operation.response or {}
+
+    def node(self, name: str = "pod") -> dict[str, Any]:
+        found: dict[str, Any] = self.api.call("GET", "nodes", name)
+        return found
+
+
+@pytest.fixture
+def running(api: Any) -> Iterator[Running]:
+    served = Running(api)
+    yield served
+    served.machines.gate.set()
+
+
+def test_a_creation_ends_ready_with_the_node_as_its_response(running: Running) -> None:
+    response = running.ended(running.call(running.api.create))
+    assert (response["state"], response["health"], len(response["networkEndpoints"])) == ("READY", "HEALTHY", 2)
+    assert running.node()["state"] == "READY"
+
+
+def test_operations_take_their_time(running: Running) -> None:
+    running.api.state.create_seconds = 0.3
+    begun = time.monotonic()
+    running.ended(running.call(running.api.create))
+    assert time.monotonic() - begun >= 0.3
+
+
+def test_a_stockout_ends_the_operation_with_code_8_and_leaves_no_node(running: Running) -> None:
+    running.api.state.faults.append(Fault("stockout", "tpu", left=1))
+    assert running.ended(running.call(running.api.create))["code"] == 8
+    assert not running.api.state.nodes
+    assert running.ended(running.call(running.api.create))["state"] == "READY"
+
+
+def test_a_node_deleted_while_it_is_created_leaves_nothing(running: Running) -> None:
+    running.machines.gate.clear()
+    creation = running.call(running.api.create)
+    deletion = running.call(running.api.call, "DELETE", "nodes", "pod")
+    running.machines.gate.set()
+    assert running.ended(creation)["code"] == 1
+    assert running.ended(deletion)["@type"].endswith("Empty")
+    assert not running.machines.hosts
+    assert not running.api.state.nodes
+
+
+def test_a_cancelled_creation_deletes_its_node(running: Running) -> None:
+    running.machines.gate.clear()
+    creation = running.call(running.api.create)
+    with running.store.change():
+        running.api.call("POST", "operations", creation.rsplit("/", 1)[1], verb="cancel")
+    running.machines.gate.set()
+    assert running.ended(creation)["code"] == 1
+    assert running.store.wait(lambda state: not state.nodes, 10)
+    assert not running.machines.hosts
+
+
+def test_a_pending_creation_goes_on_in_the_next_server(running: Running) -> None:
+    running.machines.gate.clear()
+    creation = running.call(running.api.create)
+    running.api.state = from_json(to_json(running.api.state))
+    running.serve(Store(running.api.state, None))
+    running.lifecycle.wake()
+    assert running.ended(creation)["state"] == "READY"
+
+
+def test_a_pending_deletion_goes_on_in_the_next_server(running: Running) -> None:
+    running.ended(running.call(running.api.create))
+    running.store.after_change = lambda: None  # this server dies before it does anything
+    deletion = running.call(running.api.call, "DELETE", "nodes", "pod")
+    running.api.state = from_json(to_json(running.api.state))
+    running.serve(Store(running.api.state, None))
+    running.lifecycle.wake()
+    running.ended(deletion)
+    assert not running.api.state.nodes
+
+
+def test_an_update_is_seen_when_its_operation_has_ended(running: Running) -> None:
+    running.ended(running.call(running.api.create))
+    update = running.call(running.api.call, "PATCH", "nodes", "pod", body={"metadata": {"a": "b"}}, updateMask="metadata")
+    assert running.ended(update)["metadata"] == {"a": "b"}
+    assert running.node()["metadata"] == {"a": "b"}
+
+
+def test_a_single_host_stops_and_starts(running: Running) -> None:
+    running.ended(running.call(running.api.create, acceleratorType="v4-8"))
+    assert running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="stop"))["state"] == "STOPPED"
+    assert not running.machines.hosts
+    assert running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="start"))["state"] == "READY"
+    assert len(running.machines.hosts) == 1
+
+
+def test_a_creation_that_the_engine_refuses_ends_with_an_error_and_can_be_deleted(running: Running) -> None:
+    running.machines.broken = True
+    error = running.ended(running.call(running.api.create))
+    assert (error["code"], "the engine is gone" in error["message"]) == (13, True)
+    assert running.node()["state"] == "UNKNOWN"
+    running.ended(running.call(running.api.call, "DELETE", "nodes", "pod"))
+    assert not running.api.state.nodes
+
+
+def test_no_host_is_made_after_closing(running: Running) -> None:
+    running.lifecycle.close()
+    running.call(running.api.create)
+    time.sleep(0.1)
+    assert not running.machines.hosts
