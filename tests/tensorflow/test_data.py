@@ -1,0 +1,84 @@
+"""Claims about data and TensorFlow, to be run where TensorFlow is: it reads our shards with its own code, we read its shards, masks are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from training.data import example, prepare
+from training.data.dataset import Dataset, open_dataset
+from training.data.masking import Masker, Masking, SpecialTokens
+from training.data.masking_tensorflow import mask
+from training.data.shards import open_source
+
+TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=30_000)
+ROWS = np.random.default_rng(0).integers(5, 30_000, (1000, 128)).astype(np.int32)
+
+
+def make(folder: Path, **options: str) -> Dataset:
+    plan = prepare.Plan("train", 128, "t", 30_000, 400, **options)
+    return prepare.make(str(folder), plan, lambda: map(str, range(1000)), lambda batch: [ROWS[int(each)] for each in batch]).dataset
+
+
+def files(dataset: Dataset) -> list[str]:
+    return [f"{dataset.url}/{shard.name}" for shard in dataset.shards]
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip"])
+def test_tensorflow_reads_our_shards(tmp_path: Path, compression: str) -> None:
+    dataset = make(tmp_path, compression=compression)
+    found = []
+    for batch in tf.data.TFRecordDataset(files(dataset), compression_type="GZIP" if compression == "gzip" else None).batch(100):
+        parsed = tf.io.parse_example(batch, {"input_ids": tf.io.FixedLenFeature([], tf.string)})
+        found.append(tf.cast(tf.io.decode_raw(parsed["input_ids"], tf.uint16), tf.int32).numpy())
+    assert np.array_equal(np.concatenate(found), ROWS)
+
+
+def test_tensorflow_reads_our_shards_in_the_public_layout(tmp_path: Path) -> None:
+    spec = {name: tf.io.FixedLenFeature([128], tf.int64) for name in ("input_ids", "attention_mask")}
+    found = [tf.io.parse_example(batch, spec) for batch in tf.data.TFRecordDataset(files(make(tmp_path, layout="recipe"))).batch(100)]
+    assert np.array_equal(np.concatenate([each["input_ids"].numpy() for each in found]), ROWS)
+    assert all((each["attention_mask"].numpy() == 1).all() for each in found)
+
+
+def test_we_read_shards_that_tensorflow_wrote(tmp_path: Path) -> None:
+    for number, (start, stop) in enumerate(((0, 300), (300, 1000))):
+        with tf.io.TFRecordWriter(str(tmp_path / f"dataset-{number}-{stop - start}.tfrecord")) as writer:
+            for row in ROWS[start:stop]:
+                values = {"attention_mask": [1] * 128, "input_ids": row}
+                feature = {name: tf.train.Feature(int64_list=tf.train.Int64List(value=each)) for name, each in values.items()}
+                writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
+    assert np.array_equal(open_source(open_dataset(str(tmp_path)), vocabulary=30_000).read(0, 1000, 1000)["input_ids"], ROWS)
+
+
+def test_our_examples_are_tensorflows_bytes() -> None:
+    feature = {
+        "a": tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"x" * 300])),
+        "b": tf.train.Feature(int64_list=tf.train.Int64List(value=[-1, 0, 2**40])),
+        "c": tf.train.Feature(float_list=tf.train.FloatList(value=[0.5, -2])),
+    }
+    theirs = tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString(deterministic=True)
+    assert example.encode({"a": b"x" * 300, "b": [-1, 0, 2**40], "c": np.array([0.5, -2], np.float32)}) == theirs
+
+
+@pytest.mark.parametrize(
+    ("length", "percent", "seed", "epoch"), [(128, 15, 0, 0), (128, 40, 2**63 + 5, 7), (20, 15, 1, -1), (3, 100, 9, 2)]
+)
+def test_masks_are_the_same_integers(length: int, percent: int, seed: int, epoch: int) -> None:
+    ids = np.random.default_rng(1).integers(0, 300, (500, length)).astype(np.int32)
+    ids[0] = 3
+    records = np.arange(500) * 1_000_003
+    ours = Masker(Masking(percent), TOKENS, seed)(ids, epoch, records)
+
+    @tf.function
+    def traced(ids: Any, records: Any) -> Any:
+        return mask(ids, epoch, records, seed=seed, masking=Masking(percent), tokens=TOKENS)
+
+    theirs = traced(tf.constant(ids), tf.constant(records))
+    for one, other in zip((ours.input_ids, ours.positions, ours.labels, ours.weights), theirs, strict=True):
+        assert np.array_equal(one, other.numpy())
+        assert one.dtype == other.numpy().dtype
