@@ -120,7 +120,7 @@ class Rendezvous(Section):
 
     start_seconds: float = Field(default=600.0, gt=0)  # for all hosts to appear: images are pulled at different speeds
     seconds: float = Field(default=300.0, gt=0)  # everywhere else
-    lost_seconds: float = Field(default=6.0, ge=2)  # a silent network
+    lost_seconds: float = Field(default=4.0, ge=2)  # a silent network
 
 
 class TrainerConfig(Section):

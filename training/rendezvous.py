@@ -37,7 +37,7 @@ from training.room import Identity, Message, Outgoing, Room
 
 TICK = 0.25  # seconds between looks at the clock
 LONGEST_LINE = 4 << 20
-GRACE = 2.0  # seconds that a main thread gets to end by itself once a peer is lost
+GRACE = 1.0  # seconds that a main thread gets to end by itself once a peer is lost
 
 
 class Rendezvous(Protocol):
@@ -54,6 +54,9 @@ class Rendezvous(Protocol):
 
     def check(self) -> None:
         """Raises LostPeer if another host is known to be gone."""
+
+    def phases(self) -> str:
+        """What each host was last known to do, for messages."""
 
     def close(self, code: int, reason: str = "") -> None:
         """Says goodbye. A code other than "finished" and "saved" ends the others too."""
@@ -73,6 +76,9 @@ class Alone:
 
     def check(self) -> None:
         pass
+
+    def phases(self) -> str:
+        return ""
 
     def close(self, code: int, reason: str = "") -> None:
         pass
@@ -256,7 +262,7 @@ class Guest:
             while name not in self._answers:
                 self._raise_if_lost()
                 if not self._changed.wait(timeout=max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                    raise LostPeer(f"rendezvous {name!r}: host 0 did not answer within {wait + 10:g} s; last known phases: {self._known()}")
+                    raise LostPeer(f"rendezvous {name!r}: host 0 did not answer within {wait + 10:g} s; last known phases: {self.phases()}")
             return self._answers.pop(name)
 
     def phase(self, name: str) -> None:
@@ -290,7 +296,7 @@ class Guest:
         if self._lost:
             raise LostPeer(self._lost)
 
-    def _known(self) -> str:
+    def phases(self) -> str:
         return ", ".join(f"host {worker} {phase!r}" for worker, phase in enumerate(self._phases)) or "none"
 
     def _post(self, message: Message) -> None:
@@ -317,7 +323,8 @@ class Guest:
                 data = b""
             if not data:
                 last = self._phases[0] if self._phases else "unknown"
-                self._take({"lost": f"host 0 is gone: its connection broke in phase {last!r}"})
+                gone = f"host 0 is gone: its connection broke in phase {last!r}"
+                self._take({"lost": "this host, host 0, has lost its network" if self._cluster.is_first else gone})
                 return
             unread += data
 

@@ -56,4 +56,6 @@ class Exchange:
         while time.monotonic() < deadline:
             self._rendezvous.check()
             time.sleep(0.05)
-        raise LostPeer(f"{doing} failed, though no host is known to be gone: {str(error).splitlines()[0]}")
+        raise LostPeer(
+            f"{doing} failed, though no host is known to be gone: {str(error).splitlines()[0]}; last known phases: {self._rendezvous.phases()}"
+        )

@@ -105,7 +105,7 @@ def load(data: bytes) -> Manifest:
         body = json.loads(data)
         checksum = body.pop("crc32c")
         version = body.pop("format")
-    except (ValueError, KeyError, AttributeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{MANIFEST} can't be read ({error})") from None
     if checksum != _checksum({"format": version, **body}):
         raise Damaged(f"{MANIFEST} has a wrong crc32c")

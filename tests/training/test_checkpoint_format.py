@@ -1,0 +1,106 @@
+"""A manifest is what was written or it is damaged; parts share the work; policies never give up the newest."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.checkpoint import manifest as form
+from training.checkpoint.manifest import Damaged, Manifest, Part, TensorInfo
+from training.checkpoint.policy import EveryMinutes, EverySteps, Keep
+
+MANIFEST = Manifest(
+    step=40, parts=(Part("part-0-of-1.ab.safetensors", 100, 7),), identity={"seed": 1}, state={"first_loss": 5.5}, config={}, code="c", tensors=3
+)  # fmt: skip
+
+tensors = st.dictionaries(
+    st.text("abcdefgh/.", min_size=1),
+    st.lists(st.integers(0, 50), max_size=3).map(lambda s: TensorInfo("F32", tuple(s), 4 * int(np.prod(s)))),
+    max_size=20,
+)
+
+
+def test_a_manifest_comes_back_as_it_was() -> None:
+    assert form.load(form.dump(MANIFEST)) == MANIFEST
+
+
+@given(st.data())
+def test_any_changed_byte_of_a_manifest_is_noticed(data: st.DataObject) -> None:
+    text = bytearray(form.dump(MANIFEST))
+    at = data.draw(st.integers(0, len(text) - 1))
+    text[at] ^= data.draw(st.integers(1, 255))
+    try:
+        found = form.load(bytes(text))
+    except Damaged:
+        return
+    assert found == MANIFEST  # white space between values means nothing
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff", b'{"crc32c": 1, "format": 1}'])
+def test_what_is_no_manifest_is_damaged(text: bytes) -> None:
+    with pytest.raises(Damaged):
+        form.load(text)
+
+
+def test_a_manifest_of_a_later_format_is_refused_by_its_number() -> None:
+    body = json.loads(form.dump(MANIFEST))
+    del body["crc32c"]
+    body["format"] = 9
+    with pytest.raises(Damaged, match="format 9"):
+        form.load(json.dumps({**body, "crc32c": form._checksum(body)}).encode())
+
+
+@given(tensors, st.integers(1, 9))
+def test_every_tensor_is_written_by_exactly_one_host_and_hosts_share_the_bytes(sizes: dict[str, TensorInfo], hosts: int) -> None:
+    shares = form.assign(sizes, hosts)
+    assert len(shares) == hosts
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    loads = [sum(sizes[name].size for name in share) for share in shares]
+    assert max(loads) - min(loads) <= max((info.size for info in sizes.values()), default=0)
+
+
+@given(tensors, st.randoms())
+def test_a_snapshot_written_in_place_is_a_safetensors_file(sizes: dict[str, TensorInfo], random: object) -> None:
+    data, places = form.encode(list(sizes.items()))
+    for index, place in enumerate(places.values()):
+        place[:] = bytes([index % 256]) * len(place)
+    found = form.decode(bytes(data))
+    assert list(found) == list(sizes)
+    for index, (name, (info, content)) in enumerate(found.items()):
+        assert info == sizes[name]
+        assert bytes(content) == bytes([index % 256]) * info.size
+
+
+@pytest.mark.parametrize("data", [b"", b"\x08\0\0\0\0\0\0\0not json", b"\xff" * 40, b'\x0a\0\0\0\0\0\0\0{"a": 1}  '])
+def test_what_is_no_safetensors_file_is_damaged(data: bytes) -> None:
+    if data == b"":
+        data = b"\x02\0\0\0\0\0\0\0"
+    with pytest.raises(Damaged):
+        form.decode(data)
+
+
+def test_identities_differ_by_name_and_both_values() -> None:
+    assert form.differences({"seed": 1, "a": 2}, {"seed": 1, "a": 3, "b": 4}) == [
+        "a: the checkpoint has 2, this run 3",
+        "b: the checkpoint has None, this run 4",
+    ]
+
+
+@given(st.sets(st.integers(1, 100)), st.integers(1, 5), st.none() | st.integers(1, 20))
+def test_keeping_never_gives_up_the_newest_nor_the_multiples(steps: set[int], last: int, every: int | None) -> None:
+    gone = Keep(last, every).deletable(steps)
+    kept = steps - set(gone)
+    assert sorted(steps)[-last:] == sorted(kept)[-min(last, len(steps)) :] if steps else not gone
+    assert all(not (every and step % every == 0) for step in gone)
+
+
+def test_when_to_save() -> None:
+    assert [step for step in range(1, 13) if EverySteps(4).due(step)] == [4, 8, 12]
+    assert not EverySteps(None).due(4)
+    assert EveryMinutes(2).due(now=220.0, last=100.0)
+    assert not EveryMinutes(2).due(now=219.0, last=100.0)
+    assert not EveryMinutes(None).due(now=1e9, last=0.0)

@@ -1,0 +1,283 @@
+"""Hosts save together; whatever is killed, damaged or in the way, restoring gives a whole checkpoint. Hosts are threads here, the files are real."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from training import storage
+from training.checkpoint import inspect
+from training.checkpoint import manifest as form
+from training.checkpoint.manifest import Damaged, TensorInfo
+from training.checkpoint.policy import Keep
+from training.checkpoint.restore import Restored, committed_steps, restore, verify
+from training.checkpoint.save import Description, Saver
+from training.cluster import Cluster
+from training.errors import BadInput, LostPeer, TrainError
+from training.rendezvous import Alone, Rendezvous
+
+IDENTITY = {"seed": 1, "model.layers": 2}
+
+
+class Meeting:
+    """A rendezvous of threads with a short time-out."""
+
+    def __init__(self, hosts: int) -> None:
+        self.barriers: dict[str, threading.Barrier] = {}
+        self.payloads: dict[str, dict[int, Any]] = {}
+        self.hosts, self.lock = hosts, threading.Lock()
+
+    def of(self, worker: int) -> Rendezvous:
+        meeting = self
+
+        class Guest(Alone):
+            def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+                with meeting.lock:
+                    barrier = meeting.barriers.setdefault(name, threading.Barrier(meeting.hosts))
+                    meeting.payloads.setdefault(name, {})[worker] = payload
+                try:
+                    barrier.wait(timeout=1)
+                except threading.BrokenBarrierError:
+                    raise LostPeer(f"{name}: not everyone came") from None
+                return [meeting.payloads[name][each] for each in range(meeting.hosts)]
+
+        return Guest()
+
+
+class State:
+    """Tensors whose values tell the step."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.values = {f"model/{index}": np.full((index + 1, 3), step + index, np.float32) for index in range(6)}
+
+    def layout(self) -> dict[str, TensorInfo]:
+        return {name: TensorInfo("F32", value.shape, value.nbytes) for name, value in self.values.items()}
+
+    def copy(self, places: Mapping[str, memoryview]) -> None:
+        for name, place in places.items():
+            place[:] = self.values[name].tobytes()
+
+    def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
+        for name, (info, data) in tensors.items():
+            self.values[name] = np.frombuffer(bytes(data), np.float32).reshape(info.shape)
+
+    def is_of(self, step: int) -> bool:
+        return all(np.array_equal(value, other) for value, other in zip(self.values.values(), State(step).values.values(), strict=True))
+
+
+def on_all(hosts: int, work: Callable[[int], Any]) -> list[Any]:
+    """What `work` returns or raises on each host."""
+    results: list[Any] = [None] * hosts
+
+    def run(worker: int) -> None:
+        try:
+            results[worker] = work(worker)
+        except Exception as error:
+            results[worker] = error
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(hosts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def save(folder: Path, steps: list[int], hosts: int = 2, keep: int = 2, token: str = "t", damaged: tuple[int, ...] = ()) -> list[Any]:
+    meeting = Meeting(hosts)
+
+    def work(worker: int) -> int | None:
+        cluster = Cluster(worker, ("h",) * hosts, run_id="r")
+        saver = Saver(str(folder), cluster, meeting.of(worker), Description(IDENTITY, {}, "code", token), Keep(keep))
+        saver.restored(0, damaged)
+        for step in steps:
+            state = State(step)
+            saver.save(step, state.layout(), state.copy, {"first_loss": 9.5})
+        saver.wait()
+        return saver.committed
+
+    return on_all(hosts, work)
+
+
+def load(folder: Path, hosts: int = 1, identity: Mapping[str, Any] = IDENTITY) -> tuple[Restored | None, State, list[str]]:
+    meeting, warnings = Meeting(hosts), list[str]()
+    states = [State(-1) for _ in range(hosts)]
+    results = on_all(hosts, lambda worker: restore(str(folder), meeting.of(worker), identity, states[worker].accept, warnings.append))
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results[0], states[0], warnings
+
+
+@pytest.mark.parametrize("writers", [1, 2, 5])
+@pytest.mark.parametrize("readers", [1, 3])
+def test_what_some_hosts_wrote_any_number_of_hosts_reads(tmp_path: Path, writers: int, readers: int) -> None:
+    assert save(tmp_path, [10, 20], writers) == [20] * writers
+    restored, state, warnings = load(tmp_path, readers)
+    assert restored is not None
+    assert (restored.manifest.step, restored.manifest.state, warnings) == (20, {"first_loss": 9.5}, [])
+    assert state.is_of(20)
+    assert len(restored.manifest.parts) == writers
+
+
+def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, [10, 20, 30, 40])
+    assert committed_steps(str(tmp_path)) == [40, 30]
+    assert sorted(each.name for each in tmp_path.iterdir() if any(each.iterdir())) == ["step-00000030", "step-00000040"]
+
+
+def test_nothing_is_no_checkpoint(tmp_path: Path) -> None:
+    assert load(tmp_path)[0] is None
+
+
+def damage_byte(folder: Path) -> None:
+    part = max(folder.glob("part-1-*"))
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+
+
+def damage_length(folder: Path) -> None:
+    part = max(folder.glob("part-0-*"))
+    part.write_bytes(part.read_bytes()[:-4])
+
+
+def damage_missing(folder: Path) -> None:
+    max(folder.glob("part-1-*")).unlink()
+
+
+def damage_manifest(folder: Path) -> None:
+    manifest = folder / form.MANIFEST
+    manifest.write_bytes(manifest.read_bytes().replace(b'"step": 20', b'"step": 21'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (damage_byte, "part part-1-of-2.t.safetensors has crc32c"),
+        (damage_length, "part part-0-of-2.t.safetensors has"),
+        (damage_missing, "part part-1-of-2.t.safetensors is missing"),
+        (damage_manifest, "manifest.json has a wrong crc32c"),
+    ],
+)
+def test_damage_is_named_and_the_checkpoint_before_is_used(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
+    save(tmp_path, [10, 20])
+    damage(tmp_path / "step-00000020")
+    restored, state, warnings = load(tmp_path, 2)
+    assert restored is not None
+    assert (restored.manifest.step, restored.damaged) == (10, (20,))
+    assert state.is_of(10)
+    assert said in warnings[0]
+    text, good = inspect.verify(str(tmp_path), None)
+    assert not good
+    assert "step 10: good" in text
+    assert save(tmp_path, [20], damaged=restored.damaged, token="u") == [20, 20]
+    assert load(tmp_path)[1].is_of(20)
+
+
+def test_when_nothing_verifies_the_run_is_not_started_over(tmp_path: Path) -> None:
+    save(tmp_path, [10])
+    damage_byte(tmp_path / "step-00000010")
+    with pytest.raises(BadInput, match="none of the checkpoints of steps 10 verifies"):
+        load(tmp_path)
+
+
+def test_a_checkpoint_of_something_else_is_refused_with_the_difference(tmp_path: Path) -> None:
+    save(tmp_path, [10])
+    with pytest.raises(BadInput, match=r"model\.layers: the checkpoint has 2, this run 4"):
+        load(tmp_path, 1, {**IDENTITY, "model.layers": 4})
+
+
+def test_without_a_manifest_nothing_is_committed_and_the_next_commit_clears_it_away(tmp_path: Path) -> None:
+    save(tmp_path, [10, 20])
+    (tmp_path / "step-00000020" / form.MANIFEST).unlink()
+    restored, state, warnings = load(tmp_path)
+    assert restored is not None
+    assert (restored.manifest.step, warnings) == (10, [])
+    assert state.is_of(10)
+    save(tmp_path, [30], token="u")
+    assert not (tmp_path / "step-00000020").exists() or not any((tmp_path / "step-00000020").iterdir())
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("point", range(4))
+def test_a_host_that_dies_at_any_point_of_a_save_costs_only_that_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, point: int
+) -> None:
+    """The points are the storage calls of a save: write a part, write the manifest, list, delete."""
+    save(tmp_path, [10, 20])
+    calls = threading.local()
+    dead: set[int] = set()
+
+    class Killed(Exception):
+        pass
+
+    def dying(name: str) -> Callable[..., Any]:
+        real = getattr(storage, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            if threading.current_thread().name.startswith("checkpoint-30"):
+                calls.count = getattr(calls, "count", -1) + 1
+                written = str(arguments[0])
+                me = victim if f"part-{victim}-" in written or (victim == 0 and "part-" not in written) else 1 - victim
+                if me == victim and (calls.count == point or victim in dead):
+                    dead.add(victim)
+                    raise Killed
+            return real(*arguments, **options)
+
+        return call
+
+    for name in ("write", "listing", "delete"):
+        monkeypatch.setattr(storage, name, dying(name))
+    results = save(tmp_path, [30], token="u")
+    monkeypatch.undo()
+    restored, state, _ = load(tmp_path)
+    assert restored is not None
+    assert restored.manifest.step in (20, 30)
+    assert state.is_of(restored.manifest.step)
+    if dead and point == 0:
+        assert restored.manifest.step == 20
+        assert all(isinstance(result, (Killed, LostPeer)) for result in results)
+    assert save(tmp_path, [40], token="v") == [40, 40]
+    assert load(tmp_path)[1].is_of(40)
+
+
+def test_a_failed_save_is_raised_by_the_next_look_and_only_once(tmp_path: Path) -> None:
+    blocker = tmp_path / "step-00000010"
+    blocker.write_text("a file where a folder has to be")
+    saver = Saver(str(tmp_path), Cluster(0, ("h",)), Alone(), Description(IDENTITY, {}, "c", "t"), Keep(2))
+    saver.save(10, State(1).layout(), State(1).copy, {})
+    with pytest.raises(TrainError):
+        saver.wait()
+    saver.check()
+    assert saver.committed is None
+
+
+def test_a_second_trainer_on_the_same_run_is_noticed_at_the_commit(tmp_path: Path) -> None:
+    assert save(tmp_path, [10], hosts=1) == [10]
+    [error] = save(tmp_path, [10], hosts=1, token="other")
+    assert isinstance(error, TrainError)
+    assert "two trainers write the run 'r'" in str(error)
+    assert load(tmp_path)[1].is_of(10)
+
+
+def test_a_stale_host_can_not_touch_what_is_committed(tmp_path: Path) -> None:
+    save(tmp_path, [10], token="new")
+    save(tmp_path, [10], token="old")  # an attempt that should be dead writes the same step again
+    assert load(tmp_path)[1].is_of(10)
+
+
+def test_the_commands_show_list_and_verify(tmp_path: Path) -> None:
+    save(tmp_path / "checkpoints", [10, 20])
+    assert [line.split()[0] for line in inspect.table(str(tmp_path)).splitlines()] == ["step", "20", "10"]
+    assert '"step": 10' in inspect.show(str(tmp_path), 10)
+    assert inspect.verify(str(tmp_path), None) == ("step 20: good, 652 bytes in 2 part(s)\nstep 10: good, 652 bytes in 2 part(s)", True)
+    with pytest.raises(BadInput, match="no committed step 15; it has 20, 10"):
+        inspect.show(str(tmp_path), 15)
+    with pytest.raises(Damaged):
+        verify(str(tmp_path / "checkpoints"), 15)
