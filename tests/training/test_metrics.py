@@ -1,0 +1,116 @@
+"""Each second counts for one phase; the lines of all attempts are one history, in small objects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training import metrics, report
+from training.config import Train
+from training.metrics import Clock, MetricsLog, history, merge
+from training.schedule import adam_numbers, learning_rate, step_seed
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nested_phases_count_each_second_once() -> None:
+    time = Time()
+    clock = Clock(time)
+    with clock.phase("step"):
+        time.now += 2
+        with clock.phase("checkpoint"):
+            time.now += 3
+        time.now += 1
+    time.now += 4
+    clock.move("step", "compile", 2.5)
+    assert clock.report() == {"step": 0.5, "checkpoint": 3.0, "compile": 2.5, "other": 4.0, "total": 10.0}
+
+
+def test_lines_are_held_back_and_written_in_small_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "LINES", 4)
+    time = Time()
+    log = MetricsLog(str(tmp_path), 0, 0, time)
+    log.write({"step": 1, "loss": 0.1 + 0.2})
+    assert not (tmp_path / "metrics").exists()
+    time.now += metrics.FLUSH_SECONDS
+    for step in range(2, 8):
+        log.write({"step": step, "loss": 1.0})
+    log.finish()
+    objects = sorted(each.name for each in (tmp_path / "metrics").iterdir())
+    assert objects == ["attempt-0000.00000.jsonl", "attempt-0000.00001.jsonl"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 8))
+    assert lines[0]["loss"] == 0.1 + 0.2  # all digits
+
+
+def test_steps_that_were_trained_again_are_told_once(tmp_path: Path) -> None:
+    first = MetricsLog(str(tmp_path), 0, 0)
+    for step in (1, 2, 3, 4):
+        first.write({"step": step, "loss": float(step)})
+    first.flush()  # and then it was killed; the last commit was step 2
+    second = MetricsLog(str(tmp_path), 1, 2)
+    for step in (3, 4, 5):
+        second.write({"step": step, "loss": step + 0.5})
+    second.finish()
+    assert [line["loss"] for line in history(str(tmp_path))] == [1.0, 2.0, 3.5, 4.5, 5.5]
+
+
+def test_a_run_without_attempt_numbers_never_overwrites_its_past(tmp_path: Path) -> None:
+    for resumed_at in (0, 1):
+        log = MetricsLog(str(tmp_path), 0, resumed_at)
+        log.write({"step": resumed_at + 1, "loss": 1.0})
+        log.finish()
+    assert [line["step"] for line in history(str(tmp_path))] == [1, 2]
+
+
+def test_merging_nothing_is_nothing() -> None:
+    assert merge([]) == []
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (67, "1:07"), (7503, "2:05:03"), (-3, "0:00")])
+def test_remaining_time(seconds: float, text: str) -> None:
+    assert report.remaining(seconds) == text
+
+
+def test_the_summary_names_what_counts() -> None:
+    values: dict[str, Any] = {
+        "hosts": 2, "devices": 8, "steps": 60, "first_loss": 7.6, "last_loss": 5.1, "eval_loss": 5.2, "eval_perplexity": 181.3,
+        "examples_per_second": 1234.5, "compilations": 2, "checkpoint": "gs://b/c", "seconds": {"step": 10.0, "other": 0.01, "total": 12.0},
+    }  # fmt: skip
+    text = report.summary(values)
+    assert "7.6000 -> 5.1000" in text
+    assert "perplexity 181.30" in text
+    assert "1,234.5 examples/s" in text
+    assert "other" not in text
+
+
+def train(**changes: Any) -> Train:
+    return Train(**{"steps": 100, "global_batch_size": 8, "learning_rate": 1.0, "warmup_steps": 10, **changes})
+
+
+def test_the_learning_rate_warms_up_and_comes_down() -> None:
+    rates = [learning_rate(train(), step) for step in range(100)]
+    assert rates[:10] == pytest.approx([number / 10 for number in range(1, 11)])
+    assert rates[10] == 1.0
+    assert rates[99] == pytest.approx(1 / 90)
+    assert all(rates[10:][index] > rates[10:][index + 1] for index in range(89))
+
+
+def test_cosine_is_half_way_down_in_the_middle() -> None:
+    assert learning_rate(train(schedule="cosine", warmup_steps=0), 50) == pytest.approx(0.5)
+
+
+def test_the_numbers_of_a_step_depend_on_the_step_alone() -> None:
+    assert adam_numbers(train(), 0) == (0.1, pytest.approx(0.1), pytest.approx(0.001))
+    seeds = {step_seed(seed, step, host) for seed in range(3) for step in range(50) for host in range(4)}
+    assert len(seeds) == 600
+    assert all(0 <= seed < 2**31 for seed in seeds)
