@@ -115,8 +115,5 @@ class Provider(Protocol):
     def observe(self, worker: int, container: str, since: str | None) -> Observation:
         """One look at a container on a host: its state and its log lines from `since` (inclusive) on."""
 
-    def stop(self, container: str, *, grace: int, remove: bool) -> list[HostReport]:
-        """Stops a container on every host that can be reached: SIGTERM, then SIGKILL after `grace` seconds; removes it if asked."""
-
-    def remove(self, container: str, workers: Sequence[int]) -> None:
-        """Removes what is left of an ended container on some hosts; unreachable hosts are passed over."""
+    def stop(self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None) -> list[HostReport]:
+        """Stops a container on every host, or on some: SIGTERM, then SIGKILL after `grace` seconds; removes it if asked. Gone is fine."""

@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from launcher.errors import LaunchError
@@ -50,14 +51,18 @@ def supervise(
         for line in logs[observation.worker].take(observation.lines):
             emit(observation.worker, line)
 
-    verdict = _watch(provider, ledger, watched, limits, logs, deliver, say)
+    verdict, reachable = _watch(provider, ledger, watched, limits, logs, deliver, say)
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
         say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
-        reports = provider.stop(watched.container, grace=_FAILURE_GRACE, remove=False)
+        # A host that does not answer is not waited for: what its container left is removed when it is back and the run's next attempt starts there.
+        reports = provider.stop(watched.container, grace=_FAILURE_GRACE, remove=False, workers=reachable)
         for report in reports:
             ledger.event("stopped", attempt=watched.number, host=report.worker, ok=report.ok, detail=report.detail)
-    for worker in watched.workers:
-        _fetch_rest(provider, watched.container, worker, logs[worker], deliver)
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        rests = [pool.submit(_fetch_rest, provider, watched.container, worker, logs[worker]) for worker in reachable]
+        for rest in rests:
+            for observation in rest.result():
+                deliver(observation)
     ledger.event(
         "ended",
         attempt=watched.number,
@@ -65,7 +70,7 @@ def supervise(
         cause=None if verdict.cause is None else vars(verdict.cause),
         symptoms=list(verdict.symptoms),
     )
-    provider.remove(watched.container, watched.workers)
+    provider.stop(watched.container, grace=1, remove=True, workers=reachable)
     return verdict
 
 
@@ -87,7 +92,8 @@ def _watch(
     logs: dict[int, HostLog],
     deliver: Callable[[Observation], None],
     say: Callable[[str], None],
-) -> Verdict:
+) -> tuple[Verdict, list[int]]:
+    """The verdict that ends the attempt, and the hosts that answer."""
     begun = time.monotonic()
     views = {worker: HostView(worker, None, seen=begun) for worker in watched.workers}
     inbox: queue.Queue[Observation | str] = queue.Queue()
@@ -120,11 +126,10 @@ def _watch(
             requested = any(event["event"] == "stop" and event.get("attempt") == watched.number for event in ledger.events()[-20:])
             verdict = judge(list(views.values()), now, limits, slice_state=slice_state, stop_requested=requested)
             if verdict.kind.ended:
-                return verdict
+                silent = {verdict.cause.worker} if verdict.kind is Kind.HOST_LOST and verdict.cause else set()
+                return verdict, [view.worker for view in views.values() if view.reachable and view.worker not in silent]
     finally:
-        over.set()
-        for looker in lookers:
-            looker.join(timeout=2.0)
+        over.set()  # not joined: one may be waiting for a host that is gone
 
 
 def _look(
@@ -175,12 +180,17 @@ def _update(view: HostView, news: Observation, ledger: Ledger, attempt: int, say
     return replace(view, container=news.container, seen=now, problem="", ended_seen=ended_seen)
 
 
-def _fetch_rest(provider: Provider, container: str, worker: int, log: HostLog, deliver: Callable[[Observation], None]) -> None:
+def _fetch_rest(provider: Provider, container: str, worker: int, log: HostLog) -> list[Observation]:
+    """The looks that bring a host's last lines, in order."""
+    looks: list[Observation] = []
+    since = log.cursor.since
     for _ in range(_LAST_LOOKS):
         try:
-            observation = provider.observe(worker, container, log.cursor.since)
+            look = provider.observe(worker, container, since)
         except LaunchError:
-            return
-        deliver(observation)
-        if not observation.more:
-            return
+            break
+        looks.append(look)
+        if not look.more:
+            break
+        since = look.lines[-1].timestamp
+    return looks

@@ -62,13 +62,10 @@ class TpuVm:
             return Observation(worker, None, problem=answer.problem)
         return containers.parse_observation(worker, answer.stdout)
 
-    def stop(self, container: str, *, grace: int, remove: bool) -> list[HostReport]:
+    def stop(self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None) -> list[HostReport]:
         script = containers.stop_script(container, grace, remove=remove)
-        answers = self._connected().ask_all(script, timeout=grace + 30)
+        answers = self._connected().ask_all(script, timeout=grace + 30, workers=workers)
         return [self._report(answer, "stopped") for answer in answers]
-
-    def remove(self, container: str, workers: Sequence[int]) -> None:
-        self._connected().ask_all(containers.stop_script(container, 1, remove=True), timeout=30, workers=workers)
 
     # -- reaching hosts -----------------------------------------------------------------------------------------------
 

@@ -26,9 +26,7 @@ def trainable(emulator: Workstation) -> Workstation:
     corpus = ["--corpus", "builtin:pydoc"]
     local = ["--emulated", "local", "-f", FILE, "--", "tpu-train"]
     emulator.good(*local, "tokenizer", *corpus, "--vocabulary", "2000", "--out", "gs://rehearsal/tokenizer")
-    shards = ["shards", *corpus, "--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64"]
-    for split in ("train", "evaluation"):
-        emulator.good(*local, *shards, "--split", split, "--out", f"gs://rehearsal/data/{split}")
+    emulator.good(*local, "shards", *corpus, "--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64", "--out", "gs://rehearsal/data")
     return emulator
 
 
@@ -37,7 +35,7 @@ def trained(work: Workstation, *options: str) -> Ended:
 
 
 def settings() -> list[str]:
-    return ["--set", f"train.steps={STEPS}", "--set", "checkpoint.every_steps=5"]
+    return ["--set", f"train.steps={STEPS}", "--set", "checkpoint.every_steps=5", "--set", "train.log_every=2"]
 
 
 def summary(work: Workstation, run_id: str) -> dict[str, Any]:
@@ -84,7 +82,7 @@ def test_stop_saves_on_all_hosts_and_run_resumes(trainable: Workstation) -> None
     assert ended.code == 75, ended.output
     assert ended.json()["outcome"] == "saved"
     again = work.begin("--emulated", "run", "-f", FILE, "--json", "--set", "train.steps=500")
-    again.wait_for(r"resum.*step", 90)
+    again.wait_for(r"going on from gs:.*step-", 90)
     work.good("--emulated", "stop", "-f", FILE)
     assert again.end(60).code == 75
 
