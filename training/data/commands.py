@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any, cast
 
 import click
@@ -34,7 +35,10 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     from training.data import tokenizer as made
     from training.data.corpus import Corpus
 
-    documents = (document for corpus in corpora for document in Corpus(corpus, field).documents())
+    def documents() -> Iterator[str]:
+        for corpus in corpora:
+            yield from Corpus(corpus, field).documents()
+
     files = made.files(made.train(documents, vocabulary, cast(made.Algorithm, algorithm)))
     state = {name: _stored(storage.join(out, name)) for name in files}
     if state == files:
@@ -48,7 +52,8 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
             storage.write(storage.join(out, name), content)
     storage.write(storage.join(out, made.FILE), files[made.FILE])  # last: it is what makes the folder a tokenizer
     found = made.read(out)
-    click.echo(f"{out}: {algorithm} tokenizer of {found.special.vocabulary} ids, hash {found.hash[:12]}")
+    fewer = "" if found.special.vocabulary == vocabulary else f" (the text gives no more than that, of --vocabulary {vocabulary})"
+    click.echo(f"{out}: {algorithm} tokenizer of {found.special.vocabulary} ids{fewer}, hash {found.hash[:12]}")
 
 
 @click.command()

@@ -1,7 +1,8 @@
 """Tokenizers: trained like the public recipe's, saved as a Hugging Face tokenizer folder, and recognised by a hash.
 
 Normalisation and special tokens are those of transformers' examples/tensorflow/language-modeling-tpu/train_unigram.py: ``quotes'' become ",
-Metaspace pieces, `[CLS] text [SEP]`. The same text gives the same tokenizer, byte for byte (training runs on one thread for that).
+Metaspace pieces, `[CLS] text [SEP]`. The same text gives the same tokenizer, byte for byte: Unigram vocabularies are trained here
+(`training.data.unigram`), and WordPiece ones by the `tokenizers` library on one thread, twice, see `_wordpiece`.
 
 A folder holds tokenizer.json, tokenizer_config.json and special_tokens_map.json: `transformers.AutoTokenizer.from_pretrained(folder)` loads it. That
 function does not read gs://; `fetch` copies a folder first. Needs `tokenizers` only inside `train` and `load`.
@@ -12,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from training import storage
+from training.data import unigram
 from training.data.masking import SpecialTokens, special_tokens
 from training.errors import BadInput
 
@@ -28,6 +32,7 @@ FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"]
 ROLES = {"cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "<unk>", "pad_token": "<pad>", "mask_token": "[MASK]"}
+QUOTES = (("``", '"'), ("''", '"'))
 Algorithm = Literal["unigram", "wordpiece"]
 
 
@@ -86,18 +91,35 @@ def files(content: bytes) -> dict[str, bytes]:
     return {FILE: content, **{name: (json.dumps(value, indent=2, sort_keys=True) + "\n").encode() for name, value in dump.items()}}
 
 
-def train(documents: Iterable[str], vocabulary: int, algorithm: Algorithm) -> bytes:
-    """tokenizer.json of a tokenizer trained on the documents. Raises BadInput when the text is too small for the vocabulary."""
-    # Several threads would add up scores in an order that depends on timing.
-    with _one_thread():
-        tokenizers = _library()
-        trained = _unigram(tokenizers, vocabulary, documents) if algorithm == "unigram" else _wordpiece(tokenizers, vocabulary, documents)
-        ids = {token: trained.token_to_id(token) for token in ("[CLS]", "[SEP]")}
-        trained.post_processor = tokenizers.processors.TemplateProcessing(
-            single="[CLS]:0 $A:0 [SEP]:0", pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1", special_tokens=list(ids.items())
-        )
-        text: str = trained.to_str(pretty=True)
-        return (text + "\n").encode()
+def train(documents: Callable[[], Iterable[str]], vocabulary: int, algorithm: Algorithm) -> bytes:
+    """tokenizer.json of a tokenizer trained on the documents, with at most `vocabulary` ids. Raises BadInput when the text does not fit."""
+    tokenizers = _library()
+    trained = _unigram(tokenizers, vocabulary, documents) if algorithm == "unigram" else _wordpiece(tokenizers, vocabulary, documents)
+    ids = {token: trained.token_to_id(token) for token in ("[CLS]", "[SEP]")}
+    trained.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS]:0 $A:0 [SEP]:0", pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1", special_tokens=list(ids.items())
+    )
+    content = json.loads(trained.to_str())
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] in SPECIAL]
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def words(documents: Iterable[str]) -> dict[str, int]:
+    """The words of a Unigram vocabulary with their counts: a space is the beginning of a word and becomes part of it."""
+    special, word = re.compile("|".join(map(re.escape, SPECIAL))), re.compile("▁[^▁]*|[^▁]+")
+    counts: Counter[str] = Counter()
+    for document in documents:
+        for text in special.split(_unquoted(document)):
+            marked = text.replace(" ", "▁")
+            if marked:
+                counts.update(word.findall(marked if marked.startswith("▁") else "▁" + marked))
+    return dict(counts)
+
+
+def _unquoted(text: str) -> str:
+    for written, meant in QUOTES:
+        text = text.replace(written, meant)
+    return text
 
 
 def load(tokenizer: Tokenizer) -> Any:
@@ -119,46 +141,43 @@ def encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[npt.NDArray[np.i
     return encode
 
 
-def _unigram(tokenizers: Any, vocabulary: int, documents: Iterable[str]) -> Any:
-    trained = tokenizers.Tokenizer(tokenizers.models.Unigram())
-    trained.normalizer = tokenizers.normalizers.Sequence(
-        [tokenizers.normalizers.Replace("``", '"'), tokenizers.normalizers.Replace("''", '"')]
-    )
+def _unigram(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:
+    counts = words(documents())
+    if not counts:
+        raise BadInput("the corpus has no text to train a tokenizer on")
+    try:
+        pieces = unigram.train(counts, vocabulary - len(SPECIAL))
+    except ValueError as error:
+        raise BadInput(f"--vocabulary {vocabulary} is too small: {error}, and there are {len(SPECIAL)} special tokens") from None
+    model = tokenizers.models.Unigram([*((token, 0.0) for token in SPECIAL), *pieces], SPECIAL.index("<unk>"), False)
+    trained = tokenizers.Tokenizer(model)
+    trained.add_special_tokens(SPECIAL)
+    trained.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Replace(*each) for each in QUOTES])
     trained.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
     trained.decoder = tokenizers.decoders.Metaspace()
-    trainer = tokenizers.trainers.UnigramTrainer(vocab_size=vocabulary, unk_token="<unk>", special_tokens=SPECIAL, show_progress=False)
-    return _trained(trained, trainer, documents, vocabulary)
+    return trained
 
 
-def _wordpiece(tokenizers: Any, vocabulary: int, documents: Iterable[str]) -> Any:
-    trained = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))
-    trained.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
-    trained.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
-    trained.decoder = tokenizers.decoders.WordPiece(prefix="##")
-    trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=SPECIAL, show_progress=False)
-    return _trained(trained, trainer, documents, vocabulary)
+def _wordpiece(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:
+    """The library numbers the marked characters ("##a") in the order of a hash table, and settles ties between pairs by those numbers. So they are
+    learned in a first training, and given in order, as if they were special tokens, to a second one."""
 
+    def trained(special: list[str]) -> Any:
+        made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))
+        made.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+        made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        made.decoder = tokenizers.decoders.WordPiece(prefix="##")
+        trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False)
+        made.train_from_iterator(documents(), trainer=trainer)
+        return made
 
-def _trained(tokenizer: Any, trainer: Any, documents: Iterable[str], vocabulary: int) -> Any:
-    seen = 0
-
-    def counted() -> Iterator[str]:
-        nonlocal seen
-        for document in documents:
-            seen += 1
-            yield document
-
-    try:
-        tokenizer.train_from_iterator(counted(), trainer=trainer)
-    except Exception as error:
-        if type(error) is not Exception:  # the Rust library raises plain Exception; a reader's own error goes through
-            raise
-        raise BadInput(
-            f"a tokenizer of {vocabulary} ids can't be trained on this text: {error}. Give more text or a smaller --vocabulary"
-        ) from error
-    if not seen:
-        raise BadInput("the corpus has no text to train a tokenizer on")
-    return tokenizer
+    with _one_thread():
+        marked = sorted(token for token in trained(SPECIAL).get_vocab() if token.startswith("##") and len(token) == 3)
+        if not marked:
+            raise BadInput("the corpus has no text to train a tokenizer on")
+        if len(marked) + len(SPECIAL) > vocabulary:
+            raise BadInput(f"--vocabulary {vocabulary} is too small: the text has {len(marked)} different characters within words")
+        return trained(SPECIAL + marked)
 
 
 class _one_thread:
