@@ -88,7 +88,7 @@ class _Text:
         found = []
         for n in range(LONGEST):
             ahead = np.zeros(len(self.codes), np.uint64)
-            ahead[: len(self.codes) - n] = self.codes[n:]
+            ahead[: max(len(self.codes) - n, 0)] = self.codes[n:]
             state = (state ^ (ahead + np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xBF58476D1CE4E5B9)
             state ^= state >> np.uint64(29)
             found.append(state)
