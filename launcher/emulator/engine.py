@@ -22,6 +22,8 @@ ASKED_LABEL = "tpu-launch.emulator.asked"
 HOST_STORAGE = "http://127.0.0.1:4443"
 _OURS = (LABEL, HOST_LABEL, MACHINE_LABEL, ASKED_LABEL)
 
+# The networks that a host's containers can have.
+NETWORKS = ("bridge", "host", "none")
 # What a host may ask about one container, beyond the containers' own calls below.
 CONTAINER_ACTIONS = frozenset((
     "logs", "start", "stop", "kill", "restart", "wait", "attach", "exec", "top", "stats", "archive", "pause", "unpause", "resize", "changes",
@@ -234,6 +236,17 @@ def shown_event(value: dict[str, Any], view: View) -> dict[str, Any]:
     for key in _OURS:
         attributes.pop(key, None)
     return new
+
+
+def shown_volume(value: dict[str, Any], view: View) -> dict[str, Any]:
+    """One volume as the host sees it."""
+    return {**value, "Name": value["Name"].removeprefix(view.prefix), "Labels": _user_labels(value.get("Labels"))}
+
+
+def shown_volumes(value: dict[str, Any], view: View) -> dict[str, Any]:
+    """GET volumes as the host sees it: those that its containers made, and not the ones that are the host's own folders."""
+    own = [each for each in value.get("Volumes") or [] if each["Name"].startswith(view.prefix)]
+    return {**value, "Volumes": [shown_volume(each, view) for each in own]}
 
 
 def resolve_container(name: str, own: list[dict[str, Any]], view: View) -> str:

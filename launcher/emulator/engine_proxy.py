@@ -195,7 +195,22 @@ class Views:
             case ("DELETE" | "POST", ["images", *_]):
                 raise Refused(409, "the images of an emulated TPU VM are the workstation's: remove, tag or push them there")
             case ("GET", ["networks"]):
-                self._call(request, "/networks", None, lambda value: [each for each in value if each["Name"] in ("bridge", "host", "none")])
+                self._call(request, "/networks", None, lambda value: [each for each in value if each["Name"] in engine.NETWORKS])
+            case ("GET", ["networks", name]) if name in engine.NETWORKS:
+                self._forward(request, request.path)
+            case ("GET", ["volumes"]):
+                wanted = engine.parse_filters(request.query.get("filters", ""))
+                request.query["filters"] = json.dumps({**wanted, "label": [*wanted.get("label", []), *view.labels]})
+                self._call(request, "/volumes", None, lambda value: engine.shown_volumes(value, view))
+            case ("GET", ["volumes", name]):
+                self._call(
+                    request, f"/volumes/{quote(view.prefix + name, safe='')}", None, lambda value: engine.shown_volume(value, view), view
+                )
+            case ("DELETE", ["volumes", name]):
+                self._call(request, f"/volumes/{quote(view.prefix + name, safe='')}", None, view=view)
+            case ("GET", [kind, name, *_]):
+                # `docker inspect NAME` asks for every kind of object in turn, and goes on only after a 404.
+                raise Refused(404, f"no such {kind.removesuffix('s')}: {name} (an emulated TPU VM has containers, images and volumes)")
             case _:
                 raise Refused(403, f"{request.method} {request.path} is not available on an emulated TPU VM")
 

@@ -1,0 +1,121 @@
+"""What a host reads at metadata.google.internal, in the shapes that torch_xla, TensorFlow, JAX and Google's guest agent expect."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from email.message import Message
+from io import BytesIO
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher.emulator import metadata
+from launcher.emulator.state import Store
+from launcher.emulator.web import Body, Request, Response
+
+
+class Host:
+    """Worker 1 of a v4-32, asking."""
+
+    def __init__(self, api: Any) -> None:
+        self.api = api
+        self.node = api.ready(acceleratorType="v4-32", metadata={"greeting": "hello"})
+        self.store = Store(api.state, None)
+
+    def ask(self, path: str, method: str = "GET", body: bytes = b"", headers: dict[str, str] | None = None, **query: str) -> Response:
+        message = Message()
+        for key, value in (headers if headers is not None else {"Metadata-Flavor": "Google"}).items():
+            message[key] = value
+        request = Request(method, f"/computeMetadata/v1/{path}", query, message, Body(BytesIO(body), len(body), False))
+        return metadata.answer(self.store, lambda state: (self.node, self.node.hosts[1]), request)
+
+    def text(self, path: str, **query: str) -> str:
+        response = self.ask(path, **query)
+        assert response.status == 200, response.body
+        assert isinstance(response.body, bytes)
+        return response.body.decode()
+
+
+@pytest.fixture
+def host(api: Any) -> Host:
+    return Host(api)
+
+
+def test_the_header_is_required(host: Host) -> None:
+    assert host.ask("instance/id", headers={}).status == 403
+    assert host.ask("instance/id", headers={"Metadata-Flavor": "Google", "X-Forwarded-For": "1.2.3.4"}).status == 403
+    assert host.ask("instance/id").headers["Metadata-Flavor"] == "Google"
+
+
+def test_a_worker_learns_who_it_is(host: Host) -> None:
+    assert host.text("instance/attributes/agent-worker-number") == "1"
+    assert host.text("instance/attributes/accelerator-type") == "v4-32"
+    assert host.text("instance/attributes/greeting") == "hello"
+    assert host.text("instance/name") == host.node.hosts[1].hostname
+    assert host.text("instance/zone").endswith("/zones/us-central2-b")
+    assert host.text("project/project-id") == "p"
+
+
+def test_tpu_env_has_the_bounds_that_torch_xla_needs(host: Host) -> None:
+    values = yaml.safe_load(host.text("instance/attributes/tpu-env"))
+    assert values["TPU_PROCESS_BOUNDS"] == "1,1,4"
+    assert values["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "2,2,1"
+    assert (values["WORKER_ID"], values["TYPE"], values["TOPOLOGY"]) == ("1", "V4", "2x2x4")
+
+
+def test_v3_has_no_bounds_in_its_tpu_env(api: Any) -> None:
+    api.create("old", zone="europe-west4-a", acceleratorType="v3-32")
+    node = api.state.nodes["projects/p/locations/europe-west4-a/nodes/old"]
+    assert "BOUNDS" not in metadata.tpu_env(node, node.hosts[0])
+
+
+def test_network_endpoints_have_the_old_form_and_on_request_the_new_one(host: Host) -> None:
+    addresses = [each.address for each in host.node.hosts]
+    old = host.text("instance/attributes/worker-network-endpoints")
+    assert [each.split(":")[2] for each in old.split(",")] == addresses
+    host.api.state.plain_endpoints = True
+    assert host.text("instance/attributes/worker-network-endpoints").split(",") == addresses
+
+
+def test_the_service_account_gives_a_token(host: Host) -> None:
+    token = json.loads(host.text("instance/service-accounts/default/token"))
+    assert token["token_type"] == "Bearer"
+    assert token["expires_in"] > 0
+    assert "@" in host.text("instance/service-accounts/default/email")
+    assert "cloud-platform" in host.text("instance/service-accounts/default/scopes")
+
+
+def test_folders_are_listed_and_read_whole(host: Host) -> None:
+    assert host.ask("instance").status == 301
+    assert "attributes/\n" in host.text("instance/")
+    assert "greeting\n" in host.text("instance/attributes/")
+    whole = json.loads(host.text("", recursive="true"))
+    assert whole["instance"]["attributes"]["greeting"] == "hello"
+    assert "instance/attributes/greeting hello\n" in host.text("", recursive="true", alt="text")
+    assert host.ask("instance/nothing").status == 404
+
+
+def test_a_guest_attribute_that_is_put_is_what_the_api_shows(host: Host) -> None:
+    assert host.ask("instance/guest-attributes/hostkeys/ssh-ed25519", method="PUT", body=b"AAAA").status == 200
+    assert host.node.hosts[1].guest_attributes == {"hostkeys/ssh-ed25519": "AAAA"}
+    assert host.text("instance/guest-attributes/hostkeys/ssh-ed25519") == "AAAA"
+    assert host.ask("instance/attributes/greeting", method="PUT", body=b"x").status == 405
+
+
+def test_waiting_for_a_change_ends_with_the_change(host: Host) -> None:
+    def change() -> None:
+        with host.store.change():
+            host.node.resource["metadata"] = {"greeting": "bye"}
+
+    threading.Timer(0.1, change).start()
+    assert host.text("instance/attributes/greeting", wait_for_change="true") == "bye"
+
+
+def test_waiting_ends_at_once_for_somebody_who_missed_a_change(host: Host) -> None:
+    begun = time.monotonic()
+    assert host.text("instance/attributes/greeting", wait_for_change="true", last_etag="0") == "hello"
+    assert host.text("instance/attributes/greeting", wait_for_change="true", timeout_sec="0") == "hello"
+    assert time.monotonic() - begun < 1

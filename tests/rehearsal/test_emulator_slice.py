@@ -1,0 +1,285 @@
+"""The emulator under the real gcloud, ssh and docker: a four-host slice, its hosts' view of the engine, faults, and a server that is killed.
+
+Starts an emulator of its own with one v4-32 (four containers), and at the end looks for anything that is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.emulator import control
+from launcher.emulator.state import emulator_id
+from launcher.engine import client
+from tests.rehearsal.workstation import HOUSE
+
+ZONE = "us-central2-b"
+IMAGE = f"{ZONE[:-2]}-docker.pkg.dev/p/repo/tools"
+BUCKET = "slice-bucket"
+WHO = "curl -s -H Metadata-Flavor:Google http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number"
+
+
+class Slice:
+    """An emulator, and the environment in which the real tools talk to it."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        control.start(home, bucket=BUCKET)
+        self.environment = {**os.environ, **control.environment(home), "CLOUDSDK_CORE_PROJECT": "p"}
+
+    def run(self, *argv: str, check: bool = True, seconds: float = 90) -> str:
+        """What a command printed, standard error after standard output."""
+        ended = subprocess.run(argv, capture_output=True, text=True, env=self.environment, timeout=seconds)
+        assert not check or ended.returncode == 0, f"{argv} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}"
+        return ended.stdout + ended.stderr
+
+    def gcloud(self, *arguments: str, check: bool = True) -> str:
+        return self.run("gcloud", "compute", "tpus", "tpu-vm", *arguments, "--zone", ZONE, check=check)
+
+    def ssh(self, command: str, worker: str = "all", name: str = "pod") -> list[str]:
+        """The lines that a command prints on the workers, sorted."""
+        argv = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", f"me@{name}", "--zone", ZONE, f"--worker={worker}", f"--command={command}"]
+        ended = subprocess.run(argv, capture_output=True, text=True, env=self.environment, timeout=90)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return sorted(ended.stdout.splitlines())
+
+    def docker(self, *arguments: str) -> str:
+        return self.run(client(), *arguments).strip()
+
+    def node(self, name: str = "pod") -> dict[str, Any]:
+        found = [node for node in control.status(self.home)["nodes"] if node["name"].endswith(f"/{name}")]
+        assert len(found) == 1
+        return dict(found[0])
+
+    def until(self, condition: Any, seconds: float) -> float:
+        """How long it took until the condition held."""
+        begun = time.monotonic()
+        while not condition():
+            assert time.monotonic() - begun < seconds, f"not within {seconds} s; the emulator: {json.dumps(control.status(self.home))}"
+            time.sleep(0.05)
+        return time.monotonic() - begun
+
+
+@pytest.fixture(scope="module")
+def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slice]:
+    home = tmp_path_factory.mktemp("emulator") / "emulator"
+    found = Slice(home)
+    sockets = Path(found.environment["DOCKER_HOST"].removeprefix("unix://")).parent
+    pid = control.status(home)["pid"]
+    try:
+        found.gcloud("create", "pod", "--accelerator-type=v4-32", "--version=tpu-ubuntu2204-base")
+        found.ssh("true")  # the first one prints how gcloud makes its key
+        yield found
+    finally:
+        control.stop(home)
+    label = f"label=tpu-launch.emulator={emulator_id(home)}"
+    bare = {key: value for key, value in os.environ.items() if key != "DOCKER_HOST"}
+    for kind in ("container ls --all", "network ls", "volume ls"):
+        left = subprocess.run([client(), *kind.split(), "--quiet", "--filter", label], capture_output=True, text=True, env=bare, check=True)
+        assert left.stdout == "", f"{kind}: {left.stdout}"
+    assert not sockets.exists()
+    assert not home.exists()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.fixture(scope="module")
+def image(pod: Slice) -> str:
+    """The name, by digest, of an image that was pushed; it has curl, and sleeps when told to."""
+    local = next(
+        line for line in pod.docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines() if line.startswith("tpu-launch/host:")
+    )
+    pod.docker("tag", local, f"{IMAGE}:t")
+    try:
+        pushed = pod.docker("push", f"{IMAGE}:t")
+        digest = pod.docker("image", "inspect", "--format", "{{index .RepoDigests 0}}", f"{IMAGE}:t")
+        assert digest.split("@")[1] in pushed
+    finally:
+        pod.docker("rmi", f"{IMAGE}:t")  # the tag; a host must not need it
+    return digest
+
+
+def test_gcloud_shows_the_slice_as_it_would_show_a_real_one(pod: Slice) -> None:
+    shown = json.loads(pod.gcloud("describe", "pod", "--format=json"))
+    assert (shown["state"], shown["health"], shown["acceleratorConfig"]) == ("READY", "HEALTHY", {"topology": "2x2x4", "type": "V4"})
+    assert len(shown["networkEndpoints"]) == 4
+    refused = pod.gcloud("create", "other", "--accelerator-type=v3-16", "--version=tpu-ubuntu2204-base", check=False)
+    assert 'INVALID_ARGUMENT: CloudTpu received an invalid AcceleratorType, "v3-16" for zone "us-central2-b"' in refused
+    assert "ALREADY_EXISTS" in pod.gcloud("create", "pod", "--accelerator-type=v4-8", "--version=tpu-ubuntu2204-base", check=False)
+
+
+def test_ssh_reaches_every_worker_which_knows_who_it_is_and_reaches_its_peers(pod: Slice) -> None:
+    addresses = [host["address"] for host in pod.node()["hosts"]]
+    lines = pod.ssh(f"echo $({WHO}) $(hostname -I) $(id -nG | grep -c docker) $(sudo id -u)")
+    assert lines == [f"{worker} {address} 1 0" for worker, address in enumerate(addresses)]
+    assert pod.ssh(f'for a in {" ".join(addresses)}; do timeout 3 bash -c "</dev/tcp/$a/22" && echo ok; done') == ["ok"] * 16
+
+
+def test_files_go_to_every_worker_with_scp(pod: Slice, tmp_path: Path) -> None:
+    (tmp_path / "note").write_text("for all\n")
+    pod.gcloud("scp", str(tmp_path / "note"), "me@pod:/tmp/note", "--worker=all")
+    assert pod.ssh("cat /tmp/note") == ["for all"] * 4
+
+
+def test_a_container_on_each_host_has_that_hosts_network_and_nobody_elses_containers(pod: Slice, image: str) -> None:
+    run = f"docker run --rm --privileged --net=host -e PJRT_DEVICE=TPU --name me --entrypoint sh {image} -c 'echo $({WHO}) $(hostname) $PJRT_DEVICE'"
+    names = [host["hostname"] for host in pod.node()["hosts"]]
+    assert pod.ssh(f"docker pull -q {image} >/dev/null && {run}") == [f"{worker} {name} CPU" for worker, name in enumerate(names)]
+    pod.ssh(f"docker run -d --net=host --name only --label a=b --entrypoint sleep {image} 1000", worker="1")
+    listing = (
+        "echo $(hostname) $(docker ps --format '{{.Names}} {{.Labels}}') $(docker inspect only --format {{.Config.Image}} 2>&1 | grep .)"
+    )
+    expected = [f"{name} Error: No such object: only" for name in names]
+    expected[1] = f"{names[1]} only a=b {image}"
+    assert pod.ssh(listing) == expected
+    assert pod.ssh("docker rm -f only", worker="1") == ["only"]
+
+
+def test_images_that_were_not_pushed_are_not_found(pod: Slice) -> None:
+    assert "manifest unknown" in pod.ssh(f"docker pull {IMAGE}:other 2>&1 || true", worker="0")[0]
+
+
+DOCKER_WORK = """
+set -e
+run="--net=host --entrypoint bash IMAGE -c"
+mkdir -p /tmp/shared; echo in-the-host > /tmp/shared/f; echo copied > /tmp/note2
+docker create --name c -v /tmp/shared:/in:ro -v /dev/shm:/shm $run 'cat /etc/note /in/f; echo x > /shm/from-container; exit 7' > /dev/null
+docker cp /tmp/note2 c:/etc/note
+docker start c > /dev/null; docker wait c; docker logs c; cat /dev/shm/from-container
+docker run -d --init --name t $run 'trap "echo term; exit 3" TERM; for i in $(seq 1000); do echo tick $i; sleep 0.1; done' > /dev/null
+echo typed | docker exec -i t cat
+docker logs -f t 2>/dev/null | head -2
+docker rename t u; docker stop -t 5 u; docker inspect --format '{{.State.ExitCode}} {{.HostConfig.NetworkMode}}' u
+docker run --rm -v /etc:/e $run true 2>&1 | head -1
+docker run --rm -p 80:80 IMAGE 2>&1 | head -1
+docker network create n 2>&1 || true
+docker ps -aq | wc -l; docker rm c u; docker ps -aq | wc -l
+"""
+
+
+def test_docker_works_on_a_host_as_on_a_machine_of_its_own(pod: Slice, image: str, tmp_path: Path) -> None:
+    (tmp_path / "work.sh").write_text(DOCKER_WORK.replace("IMAGE", image))
+    pod.gcloud("scp", str(tmp_path / "work.sh"), "me@pod:/tmp/work.sh", "--worker=0")
+    printed = pod.gcloud("ssh", "me@pod", "--worker=0", "--command=bash /tmp/work.sh 2>&1").splitlines()
+    expected = [
+        "7", "copied", "in-the-host", "x", "typed", "tick 1", "tick 2", "u", "3 host",
+        "docker: Error response from daemon: invalid bind source /etc: an emulated TPU VM shares only /home, /tmp, /run, /dev/shm with its containers.",
+        "docker: Error response from daemon: publishing ports is not supported on an emulated TPU VM: use --network host, as on a TPU slice.",
+        "Error response from daemon: POST /networks/create is not available on an emulated TPU VM",
+        "2", "c", "u", "0",
+    ]  # fmt: skip
+    assert [line.strip() for line in printed if line.strip() in expected] == expected, "\n".join(printed)
+
+
+def test_the_bucket_is_the_same_from_the_workstation_a_host_and_a_container(pod: Slice, image: str) -> None:
+    code = f"from google.cloud import storage; storage.Client().bucket('{BUCKET}').blob('a/b').upload_from_string('content', if_generation_match=0)"
+    pod.run(sys.executable, "-c", code)
+    fetch = f"curl -s $STORAGE_EMULATOR_HOST/download/storage/v1/b/{BUCKET}/o/a%2Fb?alt=media; echo"
+    assert pod.ssh(fetch) == ["content"] * 4
+    assert pod.ssh(f"docker run --rm --net=host --entrypoint sh {image} -c '{fetch}'", worker="2") == ["content"]
+    assert pod.docker("run", "--rm", "--net=host", "--entrypoint", "sh", image, "-c", fetch) == "content"
+
+
+def test_builds_with_buildkit_go_through_the_emulators_socket(pod: Slice, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(
+        "FROM debian:bookworm-slim\nRUN --mount=type=secret,id=s cat /run/secrets/s > /copy\nCMD cat /copy\n"
+    )
+    (tmp_path / "secret").write_text(f"word {time.time()}")
+    pod.environment["DOCKER_BUILDKIT"] = "1"
+    name = f"tpu-launch-test/{emulator_id(pod.home)}:built"
+    pod.docker("build", "-q", "--secret", f"id=s,src={tmp_path}/secret", "-t", name, str(tmp_path))
+    try:
+        assert pod.docker("run", "--rm", name).startswith("word")
+    finally:
+        pod.docker("rmi", name)
+
+
+def test_what_runs_on_a_host_dies_with_it_and_is_seen_dead_when_the_host_is_back(pod: Slice, image: str) -> None:
+    pod.ssh(f"docker run -d --net=host --name w --entrypoint sleep {image} 1000")
+    host = pod.node()["hosts"][2]
+    subprocess.run([client(), "kill", host["hostname"]], check=True, capture_output=True)  # from outside, unknown to the emulator
+    assert pod.until(lambda: pod.node()["hosts"][2]["containers"] == {"w": "exited"}, 5) < 1.5
+    assert [each["containers"] for each in pod.node()["hosts"]] == [{"w": "running"}, {"w": "running"}, {"w": "exited"}, {"w": "running"}]
+    control.inject(pod.home, {"fault": "restore-host", "node": "pod", "worker": 2})
+    assert pod.ssh("docker inspect w --format '{{.State.ExitCode}} {{.State.Running}}'", worker="2") == ["137 false"]
+    pod.ssh("docker rm -f w")
+
+
+def test_a_host_that_is_cut_off_is_silent_and_its_containers_go_on(pod: Slice, image: str) -> None:
+    asking = f"if {WHO} -m 1 >/dev/null; then echo answered; else echo silence; fi"
+    pod.ssh(f"docker run -d --net=host --name w --entrypoint sh {image} -c 'while :; do {asking}; sleep 0.2; done'", worker="3")
+    address = pod.node()["hosts"][3]["address"]
+
+    def reachable() -> bool:
+        return subprocess.run(["timeout", "1", "bash", "-c", f"</dev/tcp/{address}/22"], capture_output=True).returncode == 0
+
+    assert reachable()
+    control.inject(pod.home, {"fault": "cut-host", "node": "pod", "worker": 3, "seconds": 3.5})
+    assert not reachable()
+    time.sleep(1.2)
+    assert pod.node()["hosts"][3]["containers"] == {"w": "running"}
+    pod.until(reachable, 10)
+    told = pod.gcloud("ssh", "me@pod", "--worker=3", "--command=sleep 1.5; docker logs w").split()
+    said = [word for word in told if word in ("answered", "silence")]
+    assert (said[0], said[-1], "silence" in said) == ("answered", "answered", True)
+    pod.ssh("docker rm -f w", worker="3")
+
+
+def test_a_killed_server_goes_on_where_it_was(pod: Slice, image: str) -> None:
+    pod.ssh(f"docker run -d --net=host --name w --entrypoint sleep {image} 1000", worker="0")
+    ended: list[str] = []
+    create = threading.Thread(
+        target=lambda: ended.append(pod.gcloud("create", "second", "--accelerator-type=v4-16", "--version=tpu-ubuntu2204-base"))
+    )
+    create.start()
+    pod.until(lambda: len(control.status(pod.home)["nodes"]) == 2, 20)
+    before = control.status(pod.home)
+    os.kill(before["pid"], signal.SIGKILL)
+    pod.until(lambda: not control.status(pod.home)["running"], 5)
+    control.start(pod.home)
+    create.join(60)
+    assert "Created tpu [second]" in ended[0]
+    assert control.environment(pod.home)["STORAGE_EMULATOR_HOST"] == before["endpoint"]
+    assert pod.ssh(WHO + "; echo; docker ps --format '{{.Names}}'", worker="0") == ["0", "w"]
+    assert pod.ssh(f"docker image inspect {image} >/dev/null && echo there", name="second") == ["there", "there"]
+    pod.ssh("docker rm -f w", worker="0")
+
+
+def test_a_preempted_slice_can_only_be_deleted(pod: Slice) -> None:
+    hosts = [host["hostname"] for host in pod.node("second")["hosts"]]
+    control.inject(pod.home, {"fault": "preempt", "node": "second"})
+    assert {host["state"] for host in pod.node("second")["hosts"]} == {"exited"}
+    assert 'terminal state "PREEMPTED"' in pod.gcloud("ssh", "second", "--worker=0", "--command=true", check=False)
+    pod.gcloud("delete", "second", "--quiet")
+    left = pod.docker("ps", "--all", "--format", "{{.Names}}") + pod.docker("volume", "ls", "--format", "{{.Name}}")
+    assert not [name for name in hosts if name in left]
+
+
+def test_a_stockout_and_a_quota_look_as_google_shows_them(pod: Slice) -> None:
+    create = ("create", "third", "--accelerator-type=v4-8", "--version=tpu-ubuntu2204-base")
+    control.inject(pod.home, {"fault": "stockout", "left": 1})
+    control.inject(pod.home, {"fault": "quota", "left": 1})
+    assert "RESOURCE_EXHAUSTED: Quota limit 'TPUV4PerProjectPerZoneForTPUAPI' has been exceeded" in pod.gcloud(*create, check=False)
+    stockout = pod.gcloud(*create, check=False)
+    assert '"code": 8' in stockout
+    assert "There is no more capacity in the zone" in stockout
+    assert "third" not in pod.gcloud("list")
+
+
+def test_a_second_start_does_nothing_and_another_port_is_refused(pod: Slice) -> None:
+    before = control.status(pod.home)["pid"]
+    control.start(pod.home)
+    assert control.status(pod.home)["pid"] == before
+    argv = [sys.executable, "-m", "launcher.emulator.commands", "start", "--port", "1234"]
+    environment = {**pod.environment, "TPU_LAUNCH_HOME": str(pod.home.parent), "PYTHONPATH": str(HOUSE)}
+    refused = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
+    assert (refused.returncode, "already runs on port" in refused.stderr) == (2, True)
