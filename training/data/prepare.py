@@ -13,8 +13,10 @@ mixed in. Two writers at once would write the same bytes to the same names.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -186,9 +188,16 @@ def existing(url: str, plan: Plan, overwrite: bool) -> Dataset | None:
 def _clear(url: str) -> None:
     """Removes what this program writes; the manifest first, so that a half-removed dataset is none."""
     storage.delete(storage.join(url, MANIFEST))
+    _remove(url, lambda name: name.endswith(".tfrecord") or f"/{PREPARING}/" in name)
+
+
+def _remove(url: str, chosen: Callable[[str], bool]) -> None:
     for each in storage.listing(url):
-        if each.url.endswith(".tfrecord") or f"/{PREPARING}/" in each.url:
+        if chosen(each.url):
             storage.delete(each.url)
+    if not storage.is_remote(url):
+        with contextlib.suppress(OSError):  # only a local folder is left when it is empty
+            os.rmdir(storage.join(url, PREPARING))
 
 
 def _begin(url: str, plan: Plan) -> list[_Mark]:
@@ -229,9 +238,7 @@ def _finish(url: str, plan: Plan, columns: dict[str, Feature], shards: list[Shar
     )
     data = dumps(manifest)
     storage.write(storage.join(url, MANIFEST), data, create_only=True)
-    for each in storage.listing(url):
-        if f"/{PREPARING}/" in each.url:
-            storage.delete(each.url)
+    _remove(url, lambda name: f"/{PREPARING}/" in name)
     return loads(data, url)
 
 

@@ -175,9 +175,10 @@ def _wordpiece(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterabl
         marked = sorted(token for token in trained(SPECIAL).get_vocab() if token.startswith("##") and len(token) == 3)
         if not marked:
             raise BadInput("the corpus has no text to train a tokenizer on")
-        if len(marked) + len(SPECIAL) > vocabulary:
-            raise BadInput(f"--vocabulary {vocabulary} is too small: the text has {len(marked)} different characters within words")
-        return trained(SPECIAL + marked)
+        result = trained(SPECIAL + marked)
+    if result.get_vocab_size() > vocabulary:
+        raise BadInput(f"--vocabulary {vocabulary} is too small: the text's characters alone take {result.get_vocab_size()} ids")
+    return result
 
 
 class _one_thread:

@@ -1,0 +1,211 @@
+"""Claims about `tpu-train tokenizer`, `shards` and `dataset` as a user runs them, and about the tokenizer folders that they make."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from training.data import tokenizer as tokenizers
+from training.data.corpus import Corpus
+from training.data.dataset import open_dataset
+from training.data.shards import open_source
+
+PYDOC = ("--corpus", "builtin:pydoc")
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "training.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def succeed(*arguments: str | Path) -> str:
+    done = run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def refused(*arguments: str | Path) -> str:
+    done = run(*arguments)
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer") / "unigram"
+    succeed("tokenizer", *PYDOC, "--vocabulary", "600", "--out", folder)
+    return folder
+
+
+@pytest.mark.parametrize("algorithm", ["unigram", "wordpiece"])
+def test_the_same_text_gives_the_same_tokenizer_byte_for_byte(tmp_path: Path, algorithm: str) -> None:
+    """Two processes, because a hash table's order changes between processes."""
+    for name in ("one", "two"):
+        succeed("tokenizer", *PYDOC, "--vocabulary", "600", "--algorithm", algorithm, "--out", tmp_path / name)
+    for path in (tmp_path / "one").iterdir():
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+    assert "already there; nothing to do" in succeed(
+        "tokenizer", *PYDOC, "--vocabulary", "600", "--algorithm", algorithm, "--out", tmp_path / "one"
+    )
+    assert "holds another tokenizer" in refused(
+        "tokenizer", *PYDOC, "--vocabulary", "601", "--algorithm", algorithm, "--out", tmp_path / "one"
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["unigram", "wordpiece"])
+def test_transformers_loads_a_tokenizer_folder(tmp_path: Path, algorithm: str) -> None:
+    succeed("tokenizer", *PYDOC, "--vocabulary", "600", "--algorithm", algorithm, "--out", tmp_path)
+    loaded, ours = AutoTokenizer.from_pretrained(str(tmp_path)), tokenizers.read(str(tmp_path))
+    assert len(loaded) == ours.special.vocabulary == 600
+    assert (loaded.mask_token_id, loaded.pad_token_id) == (ours.special.mask, ours.special.pad)
+    assert set(loaded.all_special_ids) == ours.special.special
+    ids = loaded("the continue statement", add_special_tokens=True).input_ids
+    assert (ids[0], ids[-1]) == (loaded.cls_token_id, loaded.sep_token_id)
+    assert loaded.decode(ids, skip_special_tokens=True).strip() == "the continue statement"
+    [encoded] = tokenizers.encoder(ours)(["the continue statement"])
+    assert encoded.tolist() == ids
+    loaded.save_pretrained(str(tmp_path / "again"))
+    assert tokenizers.read(str(tmp_path / "again")).hash == ours.hash, "saving it again does not make it another tokenizer"
+
+
+def test_a_quoted_word_is_normalised_as_in_the_public_recipe(tokenizer: Path) -> None:
+    encode = tokenizers.encoder(tokenizers.read(str(tokenizer)))
+    one, other = encode(["``the''", '"the"'])
+    assert one.tolist() == other.tolist()
+
+
+def test_shards_of_the_built_in_corpus(tokenizer: Path, tmp_path: Path) -> None:
+    command = ("shards", *PYDOC, "--tokenizer", tokenizer, "--sequence-length", "64", "--records-per-shard", "1000", "--out", tmp_path)
+    said = succeed(*command)
+    assert "records of 64 tokens in" in said
+    train, evaluation = open_dataset(str(tmp_path / "train")), open_dataset(str(tmp_path / "evaluation"))
+    assert train.tokenizer_hash == evaluation.tokenizer_hash == tokenizers.read(str(tokenizer)).hash
+    assert train.records > 10 * evaluation.records > 0
+    loaded, encode = AutoTokenizer.from_pretrained(str(tokenizer)), tokenizers.encoder(tokenizers.read(str(tokenizer)))
+    stream = np.concatenate(encode([text for text in Corpus("builtin:pydoc").documents() if not _in_evaluation(text)]))
+    rows = open_source(train).read(0, train.records, train.records)["input_ids"]
+    assert rows.reshape(-1).tolist() == stream[: rows.size].tolist()
+    assert len(stream) - rows.size < 64
+    assert "statement" in loaded.decode(rows[:50].reshape(-1).tolist())
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert succeed(*command).count("already there") == 2
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert "holds another dataset" in refused(*command[:-4], "--records-per-shard", "999", "--out", tmp_path)
+    succeed(*command[:-4], "--records-per-shard", "999", "--out", tmp_path, "--overwrite", "--split", "train")
+    assert open_dataset(str(tmp_path / "train")).shards[0].records == 999
+
+
+def _in_evaluation(text: str) -> bool:
+    from training.data.corpus import in_evaluation
+
+    return in_evaluation(text, 5)
+
+
+def test_killed_shards_go_on_and_end_in_the_same_bytes(tokenizer: Path, tmp_path: Path) -> None:
+    text = "\n\n".join(list(Corpus("builtin:pydoc").documents()) * 12)
+    (tmp_path / "corpus.txt").write_text(text)
+    command = (
+        "shards",
+        "--corpus",
+        tmp_path / "corpus.txt",
+        "--tokenizer",
+        tokenizer,
+        "--split",
+        "train",
+        "--records-per-shard",
+        "200",
+        "--out",
+    )
+    succeed(*command, tmp_path / "undisturbed")
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "undisturbed" / "train").iterdir()}
+    process = subprocess.Popen([sys.executable, "-m", "training.cli", *map(str, command), str(tmp_path / "killed")], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(list((tmp_path / "killed").rglob("*.tfrecord"))) < 5:
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline, "no shard within 60 s"
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+    assert not (tmp_path / "killed" / "train" / "dataset.json").exists()
+    succeed(*command, tmp_path / "killed")
+    found = {path.name: path.read_bytes() for path in (tmp_path / "killed" / "train").iterdir() if not path.name.startswith(".")}
+    assert found == expected
+
+
+def test_files_of_every_kind_give_the_same_rows(tokenizer: Path, tmp_path: Path) -> None:
+    whole = [[line for line in text.split("\n") if line.strip()] for text in list(Corpus("builtin:pydoc").documents())[:20]]
+    documents = ["\n".join(lines) for lines in whole]
+    (tmp_path / "a.txt").write_text("\n\n".join(documents))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    with (tmp_path / "c.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["id", "body"], *enumerate(documents)])
+    options = ("--tokenizer", tokenizer, "--evaluation-percent", "0", "--split", "train", "--out")
+    rows = []
+    for name, field in (("a.txt", "text"), ("b.jsonl", "text"), ("c.csv", "body")):
+        succeed("shards", "--corpus", tmp_path / name, "--field", field, *options, tmp_path / f"out-{name}")
+        dataset = open_dataset(str(tmp_path / f"out-{name}" / "train"))
+        rows.append(open_source(dataset).read(0, dataset.records, dataset.records)["input_ids"].tolist())
+    assert rows[0] == rows[1] == rows[2]
+
+
+def test_a_datasets_name_is_a_corpus(tokenizer: Path, tmp_path: Path) -> None:
+    """A folder that `datasets.load_dataset` takes: no network."""
+    (tmp_path / "data").mkdir()
+    lines = [json.dumps({"text": text}) for text in list(Corpus("builtin:pydoc").documents())[:10]]
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(lines))
+    out = ("--tokenizer", tokenizer, "--evaluation-percent", "0", "--split", "train", "--out")
+    succeed("shards", "--corpus", f"datasets:{tmp_path / 'data'}", *out, tmp_path / "one")
+    succeed("shards", "--corpus", tmp_path / "data" / "train.jsonl", *out, tmp_path / "two")
+    one, two = (open_dataset(str(tmp_path / name / "train")) for name in ("one", "two"))
+    assert [shard.crc32c for shard in one.shards] == [shard.crc32c for shard in two.shards]
+
+
+def test_verify_and_preview_show_a_dataset(tokenizer: Path, tmp_path: Path) -> None:
+    succeed("shards", *PYDOC, "--tokenizer", tokenizer, "--split", "train", "--compression", "gzip", "--out", tmp_path)
+    url = tmp_path / "train"
+    assert "600 ids" in succeed("dataset", "show", url)
+    assert "are as they were written" in succeed("dataset", "verify", url, "--tokenizer", tokenizer)
+    shown = succeed("dataset", "preview", url, "--tokenizer", tokenizer, "--rows", "2")
+    assert "128 tokens, 19 to predict (" in shown
+    assert "[" in shown.splitlines()[2]
+    [shard] = url.glob("*.tfrecord")
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    done = run("dataset", "verify", url)
+    assert done.returncode == 2
+    assert f"{shard}: record " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--corpus", "missing.txt"), "--corpus missing.txt: no such file"),
+        (("--corpus", "builtin:bible"), "the only built-in corpus is builtin:pydoc"),
+        (("--corpus", "datasets:/nowhere"), "--corpus datasets:/nowhere: "),
+        ((*PYDOC, "--evaluation-percent", "0"), "the evaluation split has 0 tokens in 0 documents, less than one row"),
+    ],
+)
+def test_what_can_not_be_read_is_said(tokenizer: Path, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused("shards", *arguments, "--tokenizer", tokenizer, "--split", "evaluation", "--out", tmp_path / "out")
+
+
+def test_a_folder_that_is_no_tokenizer_is_said(tmp_path: Path) -> None:
+    assert "is not a tokenizer folder" in refused("shards", *PYDOC, "--tokenizer", tmp_path, "--out", tmp_path / "out")
+
+
+def test_a_vocabulary_below_the_number_of_characters_is_said(tmp_path: Path) -> None:
+    for algorithm in ("unigram", "wordpiece"):
+        said = refused("tokenizer", *PYDOC, "--vocabulary", "50", "--algorithm", algorithm, "--out", tmp_path / algorithm)
+        assert "--vocabulary 50 is too small" in said
