@@ -126,6 +126,17 @@ def test_gradient_accumulation_changes_no_more_than_rounding(folder: Path) -> No
     assert pieces["eval_loss"] == pytest.approx(whole["eval_loss"], rel=1e-5)
 
 
+def test_sharded_over_two_devices_it_is_the_same_training_in_as_few_programs(folder: Path) -> None:
+    """What a TPU host does: one SPMD program over all devices. A process of its own, because devices are counted once a process."""
+    one = run(folder, "one-device", train__dropout=0.0)
+    [host] = small_runs.start(folder, "two-devices", small_runs.document(folder, train__dropout=0.0), CPU_NUM_DEVICES="2")
+    assert host.finish() == 0, host.text()
+    two = small_runs.summary(folder, "two-devices")
+    assert (two["devices"], two["compilations"]) == (2, 2)
+    assert two["last_loss"] == pytest.approx(one["last_loss"], rel=1e-5)
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+
+
 def test_bf16_trains_too(folder: Path) -> None:
     fine = run(folder, "bf16", train__precision="bf16")
     assert fine["last_loss"] < fine["first_loss"] - 0.5

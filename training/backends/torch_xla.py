@@ -211,6 +211,10 @@ class TorchXla:
         self._network.tie_weights()  # moving to XLA makes two of a tied weight
         self._name_state()
         self._moments = [{name: value.to(self._device) for name, value in group.items()} for group in self._moments]
+        if self._mesh:
+            # Said before the first step; else its outputs say it, and the second step is another program.
+            for value in self._state().values():
+                spmd.mark_sharding(value, self._mesh, (None,) * value.ndim)
         self._uploaded = True
 
     def compilations(self) -> tuple[int, float]:
