@@ -1,0 +1,104 @@
+"""The emulator's HTTP: bodies of every framing, listeners that pause, and uploads as gcloud writes them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from io import BytesIO
+from typing import Any
+
+import pytest
+import requests
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.emulator.machines import free_subnets
+from launcher.emulator.web import Acceptor, Body, Disconnected
+
+
+@given(st.lists(st.binary(min_size=1, max_size=50), max_size=6), st.integers(1, 60))
+def test_a_chunked_body_is_what_was_sent_however_it_is_read(chunks: list[bytes], size: int) -> None:
+    wire = b"".join(b"%x;ext=1\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\nTrailer: x\r\n\r\nnext request"
+    source = BytesIO(wire)
+    body = Body(source, None, True)
+    parts = []
+    while data := body.read(size):
+        assert len(data) <= size
+        parts.append(data)
+    assert b"".join(parts) == b"".join(chunks)
+    assert body.consumed
+    assert source.read() == b"next request"
+
+
+def test_a_body_that_ends_early_is_noticed() -> None:
+    for body in (Body(BytesIO(b"abc"), 5, False), Body(BytesIO(b"5\r\nabc"), None, True), Body(BytesIO(b"xyz\r\n"), None, True)):
+        with pytest.raises(Disconnected):
+            body.all()
+
+
+def test_a_body_too_large_to_be_held_is_refused() -> None:
+    with pytest.raises(Disconnected):
+        Body(BytesIO(b"x" * 100), 100, False).all(limit=10)
+
+
+def test_a_paused_listener_answers_what_waited_when_it_is_back() -> None:
+    """As a host sees its metadata server when its network was cut, or the emulator is restarted."""
+    acceptor = Acceptor()
+    acceptor.start()
+    listener = socket.create_server(("127.0.0.1", 0))
+    answered = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        connection.setblocking(True)
+        connection.sendall(b"x")
+        answered.set()
+
+    acceptor.add(listener, serve)
+    assert socket.create_connection(listener.getsockname(), timeout=5).recv(1) == b"x"
+    acceptor.remove(listener, close=False)
+    answered.clear()
+    waiting = socket.create_connection(listener.getsockname(), timeout=5)
+    assert not answered.wait(0.1)
+    acceptor.add(listener, serve)
+    assert waiting.recv(1) == b"x"
+    acceptor.remove(listener, close=True)
+
+
+@pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
+@pytest.mark.parametrize("data", [b"", b"plain", b"\r\n--almost\r\n\n", b"x" * 3_000_000])
+def test_multipart_uploads_arrive_with_either_line_ending(storage: Any, bucket: Any, newline: bytes, data: bytes) -> None:
+    """gcloud ends lines with a bare newline, the client libraries with CRLF."""
+    lines = [
+        b"--===b==",
+        b"content-type: application/json",
+        b"",
+        b'{"name": "a/b"}',
+        b"--===b==",
+        b"Content-Type: text/x",
+        b"",
+        data,
+        b"--===b==--",
+    ]
+    url = f"{storage.url}/upload/storage/v1/b/{bucket.name}/o?uploadType=multipart"
+    answer = requests.post(url, newline.join(lines), headers={"Content-Type": "multipart/related; boundary='===b=='"}, timeout=10)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["contentType"] == "text/x"
+    assert bucket.blob("a/b").download_as_bytes() == data
+
+
+def test_a_multipart_body_that_is_cut_off_makes_no_object(storage: Any, bucket: Any) -> None:
+    url = f"{storage.url}/upload/storage/v1/b/{bucket.name}/o?uploadType=multipart"
+    for body in (b"", b"--b\r\n\r\n{}\r\n", b'--b\r\n\r\n{"name": "x"}\r\n--b\r\n\r\ndata without an end'):
+        answer = requests.post(url, body, headers={"Content-Type": "multipart/related; boundary=b"}, timeout=10)
+        assert answer.status_code == 400
+    assert not bucket.blob("x").exists()
+    assert not list((storage.folder / bucket.name / "incoming").iterdir())
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_an_emulators_network_overlaps_with_no_other(number: int) -> None:
+    emulator = f"{number:08x}"
+    first = free_subnets(emulator, [])
+    assert len(first) == len(set(first)) == 64
+    assert first[0] not in free_subnets(emulator, [first[0].replace("/22", "/24"), "172.17.0.0/16"])
+    assert free_subnets(emulator, ["10.0.0.0/8"]) == []
