@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
+from launcher.emulator.state import emulator_id
 from tests.rehearsal.workstation import HOUSE, Workstation, docker
 
 KEYS = {"hosts", "steps", "first_loss", "last_loss", "eval_perplexity", "examples_per_second", "checkpoint", "committed_step", "seconds"}
 
 
-def ours() -> list[str]:
-    """Everything of ours that the engine knows."""
-    containers = docker("ps", "--all", "--format", "{{.Names}} {{.Labels}}").splitlines()
-    networks = docker("network", "ls", "--format", "{{.Name}} {{.Labels}}").splitlines()
-    volumes = docker("volume", "ls", "--format", "{{.Name}} {{.Labels}}").splitlines()
-    return [line for line in (*containers, *networks, *volumes) if "tpu-launch" in line]
+def left(work: Workstation) -> list[str]:
+    """Everything of this workstation's emulators that still exists: containers, networks, volumes, processes."""
+    home = Path(work.environment["TPU_LAUNCH_HOME"])
+    found = []
+    for emulator in (home / "emulator", home / "rehearsal" / "emulator"):
+        only = ["--filter", f"label=tpu-launch.emulator={emulator_id(emulator)}"]
+        found += docker("ps", "--all", *only, "--format", "container {{.Names}}").splitlines()
+        found += docker("network", "ls", *only, "--format", "network {{.Name}}").splitlines()
+        found += docker("volume", "ls", *only, "--format", "volume {{.Name}}").splitlines()
+    return found + [line for line in _processes() if str(home) in line]
 
 
 @pytest.mark.parametrize(("accelerator", "hosts"), [("v4-16", 2), ("v4-32", 4)])
 def test_a_rehearsal_trains_commits_and_leaves_nothing(workstation: Workstation, accelerator: str, hosts: int) -> None:
-    before = ours()
     file = str(HOUSE / "examples" / "rehearsal.yaml")
     ended = workstation.good(
         "rehearsal", "-f", file, "--set", f"slice.accelerator_type={accelerator}", "--set", "train.steps=12", seconds=600
@@ -36,22 +41,18 @@ def test_a_rehearsal_trains_commits_and_leaves_nothing(workstation: Workstation,
     assert summary["eval_perplexity"] > 1
     assert summary["checkpoint"].startswith("gs://")
     assert f"hosts                {hosts} ({accelerator}, emulated)" in ended.output
-    assert ours() == before
-    assert [line for line in _processes() if workstation.environment["TPU_LAUNCH_HOME"] in line] == []
+    assert left(workstation) == []
 
 
 def test_ctrl_c_in_the_middle_leaves_nothing(workstation: Workstation) -> None:
-    before = ours()
     running = workstation.begin("rehearsal", "-f", str(HOUSE / "examples" / "rehearsal.yaml"))
     running.wait_for(r"started on all hosts", 200)
     running.interrupt()
     assert running.end(90).code == 130
-    assert ours() == before
-    assert [line for line in _processes() if workstation.environment["TPU_LAUNCH_HOME"] in line] == []
+    assert left(workstation) == []
 
 
 def test_down_after_ctrl_c_leaves_nothing_running(workstation: Workstation) -> None:
-    before = ours()
     file = workstation.file(
         "hello.yaml", "project: p\nzone: us-central2-b\nslice: {name: hello, accelerator_type: v4-16}\nrun: {command: [sleep, '600']}\n"
     )
@@ -62,8 +63,7 @@ def test_down_after_ctrl_c_leaves_nothing_running(workstation: Workstation) -> N
     assert running.end(30).code == 130
     ended = workstation.good("--emulated", "down", "-f", file)
     assert "stopped the emulator" in ended.output
-    assert ours() == before
-    assert [line for line in _processes() if workstation.environment["TPU_LAUNCH_HOME"] in line] == []
+    assert left(workstation) == []
 
 
 def _processes() -> list[str]:
@@ -80,3 +80,13 @@ def _processes() -> list[str]:
         home = next((entry for entry in environment.split("\0") if entry.startswith("TPU_LAUNCH_HOME=")), "")
         found.append(f"{line} {home}")
     return found
+
+
+def test_an_occupied_port_is_named(workstation: Workstation) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        ended = workstation.launch("emulator", "start", "--port", str(port))
+    assert ended.code == 2, ended.output
+    assert str(port) in ended.output
+    assert "Traceback" not in ended.output
+    assert left(workstation) == []
