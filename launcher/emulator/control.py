@@ -30,6 +30,7 @@ from launcher.emulator.state import State, emulator_id, from_json, to_json, writ
 from launcher.errors import BadInput, LaunchError
 
 START_TIMEOUT = 30.0  # seconds until the server answers
+PING_TIMEOUT = 5.0  # seconds until a server that says nothing counts as not running
 STOP_TIMEOUT = 15.0  # seconds until a server that was asked to end is killed
 IMAGE = "tpu-launch/host"
 CREATE_SECONDS = 1.0  # how long operations take at least; gcloud first asks after 1 s, then every 2 s
@@ -75,6 +76,13 @@ def stop(home: Path, *, keep_data: bool = False) -> None:
     Works after a crash of the server, with a broken state file, and when nothing was running. Raises LaunchError when the engine isn't there to
     remove what it may hold.
     """
+    with _starting(home):
+        _stop(home, keep_data)
+    with contextlib.suppress(OSError):
+        home.rmdir()
+
+
+def _stop(home: Path, keep_data: bool) -> None:
     try:
         state = _read(home)
     except BadInput:
@@ -94,12 +102,10 @@ def stop(home: Path, *, keep_data: bool = False) -> None:
     shutil.rmtree(sockets, ignore_errors=True)
     with contextlib.suppress(OSError):
         sockets.parent.rmdir()  # when no other emulator uses it
-    for each in home.iterdir() if home.exists() else ():
+    for each in home.iterdir():
         if keep_data and each.name == "buckets":
             continue
         shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        home.rmdir()
 
 
 def status(home: Path) -> dict[str, Any]:
@@ -166,17 +172,27 @@ def _launch(
     (home / "user" / "gcloud").mkdir(mode=0o700, parents=True, exist_ok=True)
     log = home / "server.log"
     pid = shell.spawn([sys.executable, "-m", "launcher.emulator.server", str(home), image], log=log, env={"PYTHONPATH": _python_path()})
+    try:
+        _wait_for_server(state, pid, log)
+    except BaseException:  # also Ctrl-C: a server that nobody waits for would come up behind the back of the next command
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        raise
+    return state
+
+
+def _wait_for_server(state: State, pid: int, log: Path) -> None:
+    """Returns when the server answers. Raises LaunchError when it ended, or does not answer in time."""
     deadline = time.monotonic() + START_TIMEOUT
     while not _answers(state):
         ended = _has_ended(pid)
         if ended or time.monotonic() > deadline:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
             last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
-            what = "the emulator's server ended at once" if ended else f"the emulator's server did not answer within {START_TIMEOUT:.0f} s"
-            raise LaunchError(f"{what}: {''.join(last)} (all of it in {log})")
+            what = "ended at once" if ended else f"did not answer within {START_TIMEOUT:.0f} s"
+            raise LaunchError(
+                f"the emulator's server {what}: {''.join(last)} (all of it in {log}); `tpu-launch emulator stop` clears everything"
+            )
         time.sleep(0.03)
-    return state
 
 
 def _has_ended(pid: int) -> bool:
@@ -195,7 +211,8 @@ def _python_path() -> str:
 
 @contextlib.contextmanager
 def _starting(home: Path) -> Iterator[None]:
-    """Two starts at once: the second waits and then finds the server."""
+    """Starts and stops come one after the other: a second start waits, and then finds the server."""
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(home / "starting", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -317,7 +334,7 @@ def _answers(state: State) -> bool:
     if not state.sockets or not path.exists():
         return False
     try:
-        _raw(path, "GET", "/ping", None)
+        _raw(path, "GET", "/ping", None, timeout=PING_TIMEOUT)
     except (OSError, http.client.HTTPException):
         return False
     return True
@@ -337,8 +354,8 @@ def _ask(state: State, method: str, path: str, body: dict[str, Any] | None = Non
     return value
 
 
-def _raw(path: Path, method: str, target: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
-    connection = UnixConnection(str(path), timeout=60)
+def _raw(path: Path, method: str, target: str, body: dict[str, Any] | None, timeout: float = 60) -> tuple[int, bytes]:
+    connection = UnixConnection(str(path), timeout)
     try:
         connection.request(method, target, None if body is None else json.dumps(body).encode())
         response = connection.getresponse()
@@ -352,7 +369,7 @@ def _end_server(home: Path, sockets: Path) -> None:
     if _unlocked(home):
         return
     with contextlib.suppress(OSError, http.client.HTTPException):
-        _raw(sockets / CONTROL, "POST", "/stop", None)
+        _raw(sockets / CONTROL, "POST", "/stop", None, timeout=PING_TIMEOUT)
     deadline = time.monotonic() + STOP_TIMEOUT
     while not _unlocked(home):
         if time.monotonic() > deadline:
