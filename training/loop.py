@@ -29,7 +29,7 @@ from training.errors import StopRequested, TrainError
 from training.metrics import Clock, MetricsLog
 from training.rendezvous import Rendezvous
 from training.schedule import learning_rate
-from training.start import agree, code_hash, model_identity, open_backend
+from training.start import agree, claim, code_hash, model_identity, open_backend
 from training.stopping import Stopping
 from training.tasks.mlm import HostBatch, Mlm
 
@@ -42,6 +42,14 @@ def train(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopp
         task = Mlm(config, cluster)
         code = code_hash()
         token = agree(rendezvous, {"configuration": config.hash, "code": code, **task.hashes()}, config.rendezvous.start_seconds)
+        record = {
+            "run_id": cluster.run_id,
+            "attempt": cluster.attempt,
+            "hosts": cluster.addresses,
+            "code": code,
+            "config": config.canonical(),
+        }
+        claim(folder, cluster, rendezvous, token, record)
         rendezvous.phase("loading the framework")
         backend = open_backend(config, cluster, rendezvous, task, token)
     with clock.phase("restore"):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from training import storage
 from training.backends.protocol import Backend
 from training.cluster import Cluster, tpu_environment
 from training.config import TrainerConfig, batch_mistake
@@ -35,6 +37,28 @@ def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float
         raise BadInput("the hosts are not about to run the same thing:\n  " + "\n  ".join(found))
     token: str = told[0]["token"]
     return token
+
+
+def claim(folder: str, cluster: Cluster, rendezvous: Rendezvous, token: str, record: Mapping[str, Any]) -> None:
+    """Writes what this attempt is to the run's folder, and makes sure that all hosts have that folder in common: their parts go there.
+
+    So an output that can't be written, or that every host has for itself, is found before the first step. Raises BadInput.
+    """
+    url = storage.join(folder, "attempts", f"attempt-{cluster.attempt:04d}.{token}.json")
+    if cluster.is_first:
+        try:
+            storage.write(url, json.dumps(record, indent=1).encode() + b"\n")
+        except storage.StorageError as error:
+            if isinstance(error, storage.NotFound) or not storage.is_remote(url):
+                raise BadInput(f"output: {error}") from None
+            raise
+    rendezvous.meet("claimed")
+    blind = [worker for worker, sees in enumerate(rendezvous.meet("seen", storage.stat(url) is not None)) if not sees]
+    if blind:
+        raise BadInput(
+            f"output {folder} is not one folder for all hosts: host 0 wrote {url}, and host {', host '.join(map(str, blind))} can't see it; "
+            "use gs://, or a folder that all hosts share"
+        )
 
 
 def disagreements(told: list[Mapping[str, str]]) -> list[str]:

@@ -1,0 +1,52 @@
+"""Before the first step all hosts have the same facts and the same output folder, or the run stops and says who differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.cluster import Cluster
+from training.errors import BadInput
+from training.rendezvous import Alone
+from training.start import agree, claim, code_hash, disagreements
+
+
+def test_everyone_who_differs_from_host_0_is_named() -> None:
+    told = [{"code": "a", "configuration": "x"}, {"code": "a", "configuration": "y"}, {"code": "b", "configuration": "x"}]
+    assert disagreements(told) == ["code: host 0 has a, host 2 b", "configuration: host 0 has x, host 1 y"]
+    assert disagreements(told[:1] * 3) == []
+
+
+def test_a_group_that_agrees_gets_a_token_of_its_own() -> None:
+    assert agree(Alone(), {"code": "a"}, 1) != agree(Alone(), {"code": "a"}, 1)
+
+
+def test_the_code_hash_is_of_the_source_alone() -> None:
+    assert code_hash() == code_hash()
+    assert len(code_hash()) == 16
+
+
+class Pair(Alone):
+    """Two hosts, the other of which says what it is told to."""
+
+    def __init__(self, other: Any) -> None:
+        self.other = other
+
+    def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+        return [payload, self.other]
+
+
+def test_an_output_that_another_host_does_not_see_is_refused(tmp_path: Path) -> None:
+    cluster = Cluster(0, ("a", "b"), attempt=3)
+    claim(str(tmp_path), cluster, Pair(True), "t", {"config": {}})
+    assert [each.name for each in (tmp_path / "attempts").iterdir()] == ["attempt-0003.t.json"]
+    with pytest.raises(BadInput, match=r"not one folder for all hosts: .*and host 1 can't see it"):
+        claim(str(tmp_path), cluster, Pair(False), "t", {"config": {}})
+
+
+def test_an_output_that_can_not_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match="output: "):
+        claim(str(tmp_path / "file"), Cluster(0, ("a",)), Alone(), "t", {})
