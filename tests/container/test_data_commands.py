@@ -188,6 +188,36 @@ def test_verify_and_preview_show_a_dataset(tokenizer: Path, tmp_path: Path) -> N
     assert f"{shard}: record " in done.stdout
 
 
+def test_labelled_texts_become_a_classification_dataset(tokenizer: Path, tmp_path: Path) -> None:
+    with (tmp_path / "train.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(
+            [["text", "category"], *([f"{'many words ' * (number % 40)}{number}", f"c{number % 7}"] for number in range(200))]
+        )
+    options = (
+        "--corpus",
+        tmp_path / "train.csv",
+        "--label",
+        "category",
+        "--tokenizer",
+        tokenizer,
+        "--sequence-length",
+        "64",
+        "--out",
+        tmp_path / "out",
+    )
+    said = succeed("shards", "--task", "classification", *options, "--evaluation-percent", "20")
+    assert "records of 16 or 32 or 64 tokens" in said
+    train, evaluation = open_dataset(str(tmp_path / "out" / "train")), open_dataset(str(tmp_path / "out" / "evaluation"))
+    assert train.records + evaluation.records == 200
+    assert train.manifest.labels == evaluation.manifest.labels == [f"c{number}" for number in range(7)]
+    assert "labels     7: c0, c1" in succeed("dataset", "show", train.url)
+    assert "are as they were written" in succeed("dataset", "verify", train.url)
+    assert ": c" in succeed("dataset", "preview", train.url, "--tokenizer", tokenizer, "--global-batch-size", "16")
+    assert "has no 'label', it has: text, category" in refused(
+        "shards", "--task", "classification", "--corpus", tmp_path / "train.csv", *options[4:]
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

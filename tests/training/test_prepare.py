@@ -123,7 +123,7 @@ def test_a_half_written_or_replaced_shard_of_an_interrupted_run_is_made_again(tm
     documents = corpus(30)
     prepare.make(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "_finish", lambda *_: 1 / 0)
+        patch.setattr(prepare, "finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare.make(str(tmp_path / "x"), plan(), lambda: documents, encode)
     (tmp_path / "x" / "train-00002.tfrecord").write_bytes(b"half")
@@ -150,7 +150,7 @@ def test_a_finished_dataset_is_left_alone_and_another_one_is_not_overwritten(tmp
 def test_the_beginning_of_another_dataset_is_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, documents = str(tmp_path), corpus(30)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "_finish", lambda *_: 1 / 0)
+        patch.setattr(prepare, "finish", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             prepare.make(url, plan(), lambda: documents, encode)
     with pytest.raises(BadInput, match="holds the beginning of another dataset"):

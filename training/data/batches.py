@@ -151,13 +151,19 @@ def prefetch(function: Callable[[int], T], start: int, depth: int, *, stop: int 
         closed.set()
 
 
+def rows_of_host(dataset: Dataset, kind: str, batch: int, host: int, hosts: int) -> tuple[int, int]:
+    """The rows [first, last) of a global batch that a host holds. Raises BadInput for a dataset of another kind or a size that can't be shared."""
+    assert 0 <= host < hosts
+    dataset.require(kind=kind)
+    if batch < 1 or batch % hosts:
+        raise BadInput(f"the global batch size {batch} can't be divided among {hosts} hosts: use a multiple of {hosts}")
+    return rows(batch, host, hosts)
+
+
 def _open(
     dataset: Dataset, tokenizer: SpecialTokens, batch: int, host: int, hosts: int, on_corrupt: OnCorrupt, cache: Path | None
 ) -> Source:
-    dataset.require(kind="mlm")
-    assert 0 <= host < hosts
-    if batch < 1 or batch % hosts:
-        raise BadInput(f"the global batch size {batch} can't be divided among {hosts} hosts: use a multiple of {hosts}")
+    rows_of_host(dataset, "mlm", batch, host, hosts)
     if dataset.manifest.vocabulary > tokenizer.vocabulary:
         raise BadInput(
             f"{dataset.url} was written with a tokenizer of {dataset.manifest.vocabulary} ids, and the given one has {tokenizer.vocabulary}: "

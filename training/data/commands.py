@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import click
 
 from training import storage
-from training.data.dataset import open_dataset
+from training.data import examples, prepare
+from training.data.corpus import Corpus, in_evaluation
+from training.data.dataset import Dataset, open_dataset
 from training.errors import BadInput
 
 CORPUS = "builtin:pydoc, a file or folder (.txt .tokens .md .jsonl .ndjson .csv; local or gs://), or datasets:NAME[:CONFIG[:SPLIT]]"
@@ -33,7 +36,6 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     tpu-train tokenizer --corpus builtin:pydoc --vocabulary 2000 --out gs://my-bucket/tokenizer
     """
     from training.data import tokenizer as made
-    from training.data.corpus import Corpus
 
     def documents() -> Iterator[str]:
         for corpus in corpora:
@@ -65,6 +67,25 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 @click.option("--field", default="text", show_default=True, help="The column or key that holds the text, for .jsonl, .csv and datasets.")
 @click.option("--tokenizer", "tokenizer_url", required=True, metavar="FOLDER", help="A tokenizer folder, local or gs://.")
 @click.option("--sequence-length", type=click.IntRange(8, 1 << 16), default=128, show_default=True, help="Tokens a row.")
+@click.option(
+    "--task",
+    type=click.Choice(["mlm", "classification"]),
+    default="mlm",
+    show_default=True,
+    help="classification: one labelled example a row, from .csv, .jsonl or datasets.",
+)
+@click.option("--label", default="label", show_default=True, help="Classification: the column or key that holds the label.")
+@click.option(
+    "--labels",
+    "labels_url",
+    metavar="FILE",
+    help="Classification: a JSON list of all labels in their order (default: those of --corpus, sorted).",
+)
+@click.option(
+    "--lengths",
+    metavar="N,N,...",
+    help="Classification: lengths of rows, the last one is --sequence-length (default: halves of it down to 16).",
+)
 @click.option("--split", "splits", type=click.Choice(["train", "evaluation"]), multiple=True, help="Write only this split (default: both).")
 @click.option("--records-per-shard", type=click.IntRange(min=1), help="Rows a shard (default: shards of about 64 MB).")
 @click.option(
@@ -72,7 +93,7 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     type=click.Choice(["none", "gzip"]),
     default="none",
     show_default=True,
-    help="gzip: less than half the size, read at full speed from a bucket. Other programs must be told (TensorFlow: compression_type='GZIP').",
+    help="gzip: about half the size, and half the speed of reading. Other programs must be told (TensorFlow: compression_type='GZIP').",
 )
 @click.option(
     "--layout",
@@ -92,6 +113,10 @@ def shards(
     field: str,
     tokenizer_url: str,
     sequence_length: int,
+    task: str,
+    label: str,
+    labels_url: str | None,
+    lengths: str | None,
     splits: tuple[str, ...],
     records_per_shard: int | None,
     compression: str,
@@ -99,21 +124,26 @@ def shards(
     out: str,
     overwrite: bool,
 ) -> None:
-    """Tokenize a corpus and write TFRecord datasets for masked language modelling.
+    """Tokenize a corpus and write TFRecord datasets, for masked language modelling or for classification.
 
     Run again after an interruption, it goes on where it stopped; over the finished dataset it does nothing.
 
     \b
     tpu-train shards --corpus builtin:pydoc --tokenizer gs://b/tokenizer --sequence-length 128 --out gs://b/data
+    tpu-train shards --task classification --corpus train.csv --evaluation-corpus test.csv --label category \\
+        --tokenizer gs://b/tokenizer --sequence-length 64 --out gs://b/data
     """
-    from training.data import prepare
     from training.data import tokenizer as made
-    from training.data.corpus import Corpus, in_evaluation
 
     if layout == "recipe" and compression != "none":
         raise BadInput("--layout recipe is the public layout, which is not compressed: leave --compression out")
     found = made.read(tokenizer_url)
     encode = made.encoder(found)
+    labelled = task == "classification"
+    if labelled and (layout, compression) != ("compact", "none"):
+        raise BadInput("--task classification has the compact layout only, without compression")
+    buckets = _buckets(lengths, sequence_length)
+    labels = _labels(labels_url, Corpus(corpus, field), label) if labelled else []
     for split in splits or ("train", "evaluation"):
         whole = evaluation_corpus is not None
         source = Corpus(evaluation_corpus if evaluation_corpus is not None and split == "evaluation" else corpus, field)
@@ -126,23 +156,67 @@ def shards(
             records_per_shard=records_per_shard or prepare.records_per_shard(sequence_length, found.special.vocabulary),
             layout=layout,
             compression=compression,
-            origin={"corpus": source.name, "field": field, "fingerprint": source.fingerprint(), "evaluation_percent": percent},
+            origin={
+                "corpus": source.name,
+                "field": field,
+                "fingerprint": source.fingerprint(),
+                "evaluation_percent": percent,
+                **({"label": label, "labels": labels, "lengths": list(buckets.lengths)} if labelled else {}),
+            },
         )
 
-        def documents(source: Corpus = source, split: str = split, whole: bool = whole) -> Any:
-            return (text for text in source.documents() if whole or in_evaluation(text, evaluation_percent) == (split == "evaluation"))
+        def belongs(text: str, split: str = split, whole: bool = whole) -> bool:
+            return whole or in_evaluation(text, evaluation_percent) == (split == "evaluation")
 
         url = storage.join(out, split)
+        if labelled:
+
+            def rows(source: Corpus = source, belongs: Callable[[str], bool] = belongs) -> Iterator[examples.Row]:
+                return (row for row in examples.rows_of(source.rows(), field, label, source.name) if belongs(row[0]))
+
+            shown = examples.make(url, plan, buckets, labels, rows, encode, found.special.pad, overwrite=overwrite)
+            click.echo(_said(url, shown.dataset, shown.reused, f"{shown.cut} texts were longer than {sequence_length} tokens and were cut"))
+            continue
+
+        def documents(source: Corpus = source, belongs: Callable[[str], bool] = belongs) -> Iterator[str]:
+            return filter(belongs, source.documents())
+
         result = prepare.make(url, plan, documents, encode, overwrite=overwrite, progress=_Ticker(url))
-        dataset = result.dataset
-        size = sum(shard.bytes for shard in dataset.shards)
-        if result.reused:
-            click.echo(f"{url}: this very dataset is already there ({dataset.records} records); nothing to do")
-        else:
-            click.echo(
-                f"{url}: {dataset.records} records of {sequence_length} tokens in {len(dataset.shards)} shards, {size / 1e6:.1f} MB, "
-                f"from {result.documents} documents; {result.dropped} tokens at the end fill no row"
-            )
+        tail = f"from {result.documents} documents; {result.dropped} tokens at the end fill no row"
+        click.echo(_said(url, result.dataset, result.reused, tail))
+
+
+def _said(url: str, dataset: Dataset, reused: bool, more: str) -> str:
+    if reused:
+        return f"{url}: this very dataset is already there ({dataset.records} records); nothing to do"
+    size = sum(shard.bytes for shard in dataset.shards)
+    lengths = sorted({shard.length for shard in dataset.shards})
+    tokens = " or ".join(map(str, lengths))
+    return f"{url}: {dataset.records} records of {tokens} tokens in {len(dataset.shards)} shards, {size / 1e6:.1f} MB; {more}"
+
+
+def _buckets(lengths: str | None, longest: int) -> examples.Buckets:
+    if lengths is None:
+        return examples.Buckets(examples.default_lengths(longest))
+    try:
+        found = tuple(int(each) for each in lengths.split(","))
+    except ValueError:
+        raise BadInput(f"--lengths {lengths}: expected numbers, for example 32,64,128") from None
+    if list(found) != sorted(set(found)) or found[0] < 2 or found[-1] != longest:
+        raise BadInput(f"--lengths {lengths}: expected ascending numbers that end in --sequence-length, which is {longest}")
+    return examples.Buckets(found)
+
+
+def _labels(url: str | None, corpus: Corpus, label: str) -> list[str]:
+    if url is None:
+        return sorted({name for _, name in examples.rows_of(corpus.rows(), corpus.field, label, corpus.name)})
+    try:
+        found = json.loads(storage.read(url))
+    except ValueError as error:
+        raise BadInput(f"--labels {url}: not JSON: {error}") from None
+    if not isinstance(found, list) or not found or any(not isinstance(each, str) for each in found) or len(set(found)) != len(found):
+        raise BadInput(f"--labels {url}: expected a JSON list of different strings")
+    return found
 
 
 class _Ticker:
@@ -183,6 +257,9 @@ def show(url: str) -> None:
     click.echo(f"{url}: {manifest.kind}, {manifest.split} split, hash {found.hash[:12]}")
     click.echo(f"  {found.records} records of up to {found.sequence_length} tokens in {len(found.shards)} shards, {size / 1e6:.1f} MB")
     click.echo(f"  features   {', '.join(f'{name} {each.dtype}' for name, each in manifest.features.items())}")
+    if manifest.labels:
+        shown = ", ".join(manifest.labels[:8]) + (", ..." if len(manifest.labels) > 8 else "")
+        click.echo(f"  labels     {len(manifest.labels)}: {shown}")
     click.echo(f"  tokenizer  hash {found.tokenizer_hash[:12]}, {manifest.vocabulary} ids")
     for shard in found.shards:
         click.echo(f"  {shard.name}  {shard.records} records  {shard.bytes} bytes  crc32c {shard.crc32c:08x}")
@@ -219,16 +296,27 @@ def verify(url: str, tokenizer_url: str | None) -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="As in the run.")
 @click.option("--percent", type=click.IntRange(1, 100), default=15, show_default=True, help="How many tokens are to be predicted.")
 def preview(url: str, tokenizer_url: str, count: int, step: int, global_batch_size: int, seed: int, percent: int) -> None:
-    """Show rows of a training batch as text, with their masks: the very ones that a run with this seed sees."""
+    """Show rows of a training batch as text, with their masks or labels: the very ones that a run with this seed sees."""
     from dataclasses import fields
 
     from training.data import preview as view
     from training.data import tokenizer as made
     from training.data.batches import MlmBatch, MlmBatches
+    from training.data.classification import ClassificationBatches
     from training.data.masking import Masking
 
     given, found = made.read(tokenizer_url), open_dataset(url)
-    found.require(kind="mlm", tokenizer_hash=given.hash)
+    found.require(tokenizer_hash=given.hash)
+    if found.manifest.kind == "classification":
+        labelled = ClassificationBatches(found, tokenizer=given.special, seed=seed, global_batch_size=global_batch_size)
+        rows = labelled.batch(step)
+        labelled.close()
+        click.echo(
+            f"batch {step} of seed {seed}, {min(count, len(rows.records))} of {global_batch_size} rows of {rows.input_ids.shape[1]} tokens"
+        )
+        for line in view.render_labelled(rows, count, given.special, view.pieces(given.content), found.manifest.labels):
+            click.echo(line)
+        return
     batches = MlmBatches(found, tokenizer=given.special, seed=seed, global_batch_size=global_batch_size, masking=Masking(percent))
     batch = batches.batch(step)
     batches.close()

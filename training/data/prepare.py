@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ from training.data.dataset import MANIFEST, Dataset, Feature, Manifest, Shard, d
 from training.errors import BadInput
 
 PREPARING = ".preparing"
+MLM = {"kind": "mlm"}
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 4096
 SHARD_BYTES = 64 << 20  # before compression
@@ -121,7 +122,7 @@ def make(
     done = existing(url, plan, overwrite)
     if done is not None:
         return Made(done, 0, 0, reused=True)
-    marks = _begin(url, plan)
+    marks = begin(url, plan)
     writer = _writer(plan)
     shards = [mark.shard for mark in marks]
     read, dropped = 0, 0
@@ -149,7 +150,7 @@ def make(
         )
     progress(Progress(read, sum(shard.records for shard in shards), len(shards)))
     columns = recipe.features() if plan.layout == "recipe" else features(plan.vocabulary)
-    return Made(_finish(url, plan, columns, shards), read, dropped)
+    return Made(finish(url, plan, columns, shards), read, dropped)
 
 
 def existing(url: str, plan: Plan, overwrite: bool) -> Dataset | None:
@@ -200,7 +201,7 @@ def _remove(url: str, chosen: Callable[[str], bool]) -> None:
             os.rmdir(storage.join(url, PREPARING))
 
 
-def _begin(url: str, plan: Plan) -> list[_Mark]:
+def begin(url: str, plan: Plan) -> list[_Mark]:
     """The marks of an interrupted run, as far as their shards are really there."""
     storage.write(storage.join(url, PREPARING, "plan.json"), _dump(plan))
     there = {storage.name_of(each.url): each for each in storage.listing(url)}
@@ -220,10 +221,11 @@ def _put(url: str, mark: _Mark) -> None:
     storage.write(storage.join(url, PREPARING, f"{mark.shard.name}.json"), json.dumps(value).encode())
 
 
-def _finish(url: str, plan: Plan, columns: dict[str, Feature], shards: list[Shard]) -> Dataset:
+def finish(url: str, plan: Plan, columns: dict[str, Feature], shards: list[Shard], more: Mapping[str, Any] = MLM) -> Dataset:
+    """Writes dataset.json, which makes the shards a dataset, and clears up. `more`: other keys of the manifest"""
     manifest = Manifest.model_validate(
         {
-            "kind": "mlm",
+            **more,
             "layout": plan.layout,
             "compression": plan.compression,
             "member_records": MEMBER_RECORDS if plan.compression == "gzip" else 0,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import click
 
 from training.data.batches import MlmBatch
+from training.data.classification import ClassificationBatch
 from training.data.masking import SpecialTokens
 
 LEGEND = "[word] hidden behind the mask   [word~other] replaced by another   [word=] left as it is; all three are to be predicted"
@@ -35,6 +36,20 @@ def render(batch: MlmBatch, tokens: SpecialTokens, piece: Callable[[int], tuple[
                 text += space + click.style(f"[{word}~{piece(shown)[1]}]", fg="red")
         summary = ", ".join(f"{count} {what}" for what, count in counts.items())
         yield click.style(f"record {record}: {len(batch.input_ids[row])} tokens, {used.sum()} to predict ({summary})", bold=True)
+        yield text.strip()
+
+
+def render_labelled(
+    batch: ClassificationBatch, count: int, tokens: SpecialTokens, piece: Callable[[int], tuple[str, str]], labels: Sequence[str]
+) -> Iterator[str]:
+    """A heading with the label and a paragraph for each of the first `count` rows, without their padding."""
+    for row, record in enumerate(batch.records[:count]):
+        ids = batch.input_ids[row][batch.attention_mask[row] > 0].tolist()
+        text = "".join(
+            space + (click.style(word, dim=True) if id in tokens.special else word)
+            for id, (space, word) in zip(ids, map(piece, ids), strict=True)
+        )
+        yield click.style(f"record {record}: {labels[batch.labels[row]]}, {len(ids)} tokens", bold=True)
         yield text.strip()
 
 

@@ -1,0 +1,177 @@
+"""Claims about labelled rows: length buckets, static shapes, nothing lost, and batches that do not depend on the number of hosts."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training import storage
+from training.data import examples, prepare
+from training.data.classification import ClassificationBatch, ClassificationBatches, evaluation, schedule
+from training.data.dataset import Dataset
+from training.data.masking import SpecialTokens
+from training.errors import BadInput
+
+TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
+LABELS = ["card", "cash", "transfer"]
+BUCKETS = examples.Buckets((8, 16, 32))
+
+
+def rows(count: int, seed: int = 0) -> list[examples.Row]:
+    """Texts of 3 to 40 tokens, [CLS] number ... [SEP], which are all different; most are short."""
+    chance = random.Random(seed)
+    found = []
+    for number in range(count):
+        size = chance.choice((3, 5, 8, 8, 8, 12, 16, 20, 40))
+        found.append((" ".join(map(str, [0, 5 + number % 90, *([5 + number // 90] * (size - 3)), 1])), LABELS[number % 3]))
+    return found
+
+
+def encode(texts: list[str]) -> list[Any]:
+    return [np.array([int(word) for word in text.split()], np.int32) for text in texts]
+
+
+def make(folder: Path | str, count: int, per_shard: int = 10) -> Dataset:
+    plan = prepare.Plan("train", 32, "t", vocabulary=100, records_per_shard=per_shard)
+    return examples.make(str(folder), plan, BUCKETS, LABELS, lambda: rows(count), encode, pad=3).dataset
+
+
+def batches(dataset: Dataset, **options: Any) -> ClassificationBatches:
+    return ClassificationBatches(dataset, **{"tokenizer": TOKENS, "seed": 1, "global_batch_size": 12, **options})
+
+
+def contents(parts: list[ClassificationBatch]) -> Counter[tuple[tuple[int, ...], int]]:
+    """What rows hold, without padding."""
+    found: Counter[tuple[tuple[int, ...], int]] = Counter()
+    for batch in parts:
+        for ids, mask, label, weight in zip(batch.input_ids, batch.attention_mask, batch.labels, batch.weights, strict=True):
+            if weight:
+                found[tuple(ids[mask > 0].tolist()), int(label)] += 1
+    return found
+
+
+def expected(count: int) -> Counter[tuple[tuple[int, ...], int]]:
+    found: Counter[tuple[tuple[int, ...], int]] = Counter()
+    for text, label in rows(count):
+        ids = [int(word) for word in text.split()]
+        found[tuple(ids if len(ids) <= 32 else [*ids[:31], ids[-1]]), LABELS.index(label)] += 1
+    return found
+
+
+def test_rows_are_padded_to_their_bucket_and_cut_at_the_longest(tmp_path: Path) -> None:
+    dataset = make(tmp_path, 100)
+    assert (dataset.manifest.kind, dataset.manifest.labels, dataset.records) == ("classification", LABELS, 100)
+    assert {shard.length for shard in dataset.shards} == {8, 16, 32}
+    made = examples.make(str(tmp_path / "b"), prepare.Plan("train", 32, "t", 100, 10), BUCKETS, LABELS, lambda: rows(100), encode, pad=3)
+    assert made.cut == sum(len(text.split()) > 32 for text, _ in rows(100))
+
+
+@pytest.mark.parametrize(("count", "batch", "hosts"), [(100, 12, 1), (100, 12, 3), (7, 12, 2), (1, 4, 4), (100, 120, 2)])
+def test_evaluation_covers_each_row_once(tmp_path: Path, count: int, batch: int, hosts: int) -> None:
+    dataset = make(tmp_path, count)
+    parts = [list(evaluation(dataset, tokenizer=TOKENS, global_batch_size=batch, host=host, hosts=hosts)) for host in range(hosts)]
+    assert len({len(each) for each in parts}) == 1
+    together = [each for host in parts for each in host]
+    assert contents(together) == expected(count)
+    records = sorted(int(record) for each in together for record in each.records if record >= 0)
+    assert records == list(range(count))
+    assert {len(each.records) for each in together} == {batch // hosts}
+    assert all((each.attention_mask.sum(axis=1) > 0).all() for each in together)
+
+
+def test_training_batches_are_full_and_of_few_shapes(tmp_path: Path) -> None:
+    found = batches(make(tmp_path, 300))
+    seen = [found.batch(k) for k in range(60)]
+    assert found.lengths == (8, 16, 32)
+    assert {each.input_ids.shape for each in seen} == {(12, 8), (12, 16), (12, 32)}
+    assert all(each.weights.all() for each in seen)
+
+
+def test_a_small_bucket_is_joined_to_the_next_longer_one(tmp_path: Path) -> None:
+    dataset = make(tmp_path, 100)
+    assert batches(dataset, global_batch_size=40).lengths == (8, 32)
+    assert batches(dataset, global_batch_size=100).lengths == (32,)
+    assert batches(dataset, global_batch_size=200).lengths == (32,)
+
+
+@pytest.mark.parametrize("batch", [12, 40, 100])
+def test_every_row_is_seen_equally_often(tmp_path: Path, batch: int) -> None:
+    """After some epochs each row was seen once an epoch, give or take the batches that span two."""
+    found, epochs = batches(make(tmp_path, 100), global_batch_size=batch), 12
+    steps = -(-100 * epochs // batch)
+    seen: Counter[int] = Counter()
+    for k in range(steps):
+        seen.update(found.batch(k).records.tolist())
+    assert len(seen) == 100
+    assert max(abs(count - epochs) for count in seen.values()) <= 1
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=5), st.integers(1, 200), st.integers(0, 2**32), st.integers(0, 300))
+def test_the_schedule_gives_every_bucket_its_batches_in_order(records: list[int], batch: int, seed: int, steps: int) -> None:
+    taken: dict[int, list[int]] = {}
+    for k in range(steps):
+        bucket, number = schedule(tuple(records), batch, seed, k)
+        taken.setdefault(bucket, []).append(number)
+    for bucket, numbers in taken.items():
+        assert numbers == list(range(len(numbers)))
+        share = steps * records[bucket] / sum(records)
+        assert abs(len(numbers) - share) <= 2 + max(records) / batch + len(records)
+
+
+@pytest.mark.parametrize("hosts", [2, 3, 4])
+def test_batches_do_not_depend_on_the_number_of_hosts_or_on_what_was_read(tmp_path: Path, hosts: int) -> None:
+    dataset = make(tmp_path, 300)
+    alone = [batches(dataset).batch(k) for k in range(40)]
+    several = [batches(dataset, host=host, hosts=hosts) for host in range(hosts)]
+    for k in (39, 0, 7, 20):
+        parts = [each.batch(k) for each in several]
+        for name, values in vars(alone[k]).items():
+            assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), values)
+
+
+def test_a_damaged_row_is_replaced_alike_on_every_host(tmp_path: Path) -> None:
+    dataset = make(tmp_path, 100, per_shard=1000)
+    for shard in dataset.shards:
+        path = tmp_path / shard.name
+        data = bytearray(path.read_bytes())
+        data[40] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(BadInput, match="record 0 at byte 0"):
+        [batches(dataset).batch(k) for k in range(20)]
+    alone = batches(dataset, on_corrupt="skip", global_batch_size=40)
+    pair = [batches(dataset, on_corrupt="skip", global_batch_size=40, host=host, hosts=2) for host in (0, 1)]
+    for k in range(10):
+        assert np.array_equal(np.concatenate([each.batch(k).input_ids for each in pair]), alone.batch(k).input_ids)
+    assert alone.skipped == 3
+
+
+def test_writing_again_does_nothing_and_other_labels_are_refused(tmp_path: Path) -> None:
+    plan = prepare.Plan("train", 32, "t", vocabulary=100, records_per_shard=10)
+    first = {each.url: storage.read(each.url) for each in storage.listing(make(tmp_path, 50).url)}
+    again = examples.make(str(tmp_path), plan, BUCKETS, LABELS, lambda: 1 / 0, encode, pad=3)
+    assert again.reused
+    assert {each.url: storage.read(each.url) for each in storage.listing(str(tmp_path))} == first
+    with pytest.raises(BadInput, match="label 'transfer' is not among the 2 labels"):
+        examples.make(str(tmp_path / "x"), plan, BUCKETS, LABELS[:2], lambda: rows(50), encode, pad=3)
+
+
+def test_rows_without_text_or_label_are_named() -> None:
+    assert list(examples.rows_of([{"text": "a", "label": 3}], "text", "label", "f")) == [("a", "3")]
+    with pytest.raises(BadInput, match=r"f: row 2 has no 'label', it has: text. Name the columns with --field and --label"):
+        list(examples.rows_of([{"text": "a", "label": "x"}, {"text": "a"}], "text", "label", "f"))
+    with pytest.raises(BadInput, match="'text' is not text but int"):
+        list(examples.rows_of([{"text": 1, "label": "x"}], "text", "label", "f"))
+
+
+def test_default_buckets_halve_down_to_16() -> None:
+    assert examples.default_lengths(128) == (16, 32, 64, 128)
+    assert examples.default_lengths(100) == (25, 50, 100)
+    assert examples.default_lengths(8) == (8,)
+    assert [BUCKETS.of(size) for size in (1, 8, 9, 32, 99)] == [8, 8, 16, 32, 32]

@@ -1,0 +1,215 @@
+"""Batches of labelled rows, of a few static lengths. `batch(k)` is a pure function, as in `training.data.batches`.
+
+All rows of a global batch are of one bucket. Each bucket is an endless stream of epochs of its own records, cut into full batches; nothing is dropped
+or repeated. Which bucket step k takes: in epoch e (counted over the whole dataset) bucket b has as many batches as bring it to floor((e + 1) * N_b / B)
+in all, so each record is seen once an epoch, give or take the batch that spans two; their order within the epoch is shuffled.
+
+A bucket with fewer records than a batch would fill it with the same rows twice: it is joined to the next longer one, and its rows are padded further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from training import storage
+from training.data.batches import rows_of_host
+from training.data.dataset import Dataset
+from training.data.masking import SpecialTokens
+from training.data.mixing import stream
+from training.data.order import Ints, Sequential, Shuffled, geometry
+from training.data.reader import Reader
+from training.data.shards import Arrays, FixedShards, OnCorrupt
+
+
+@dataclass(frozen=True)
+class ClassificationBatch:
+    """One host's rows of a global batch; their length is one of a few.
+
+    input_ids, attention_mask: (rows, length) int32; labels: (rows,) int32; weights: (rows,) float32, 0 in a row that only fills an evaluation batch;
+    records: (rows,) int64, -1 in such a row."""
+
+    input_ids: npt.NDArray[np.int32]
+    attention_mask: npt.NDArray[np.int32]
+    labels: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+    records: npt.NDArray[np.int64]
+
+
+class Padded:
+    """Several buckets as one `training.data.shards.Source`: the shorter ones first, all rows of the longest's length."""
+
+    def __init__(self, parts: Sequence[FixedShards], pad: int) -> None:
+        self.parts, self.pad = parts, pad
+        self.length = parts[-1].length
+        self.records = sum(part.records for part in parts)
+        self.record_bytes, self.unit = parts[-1].record_bytes, 0
+
+    def empty(self, count: int) -> Arrays:
+        return self.parts[-1].empty(count)
+
+    def skipped(self) -> int:
+        return sum(part.skipped() for part in self.parts)
+
+    def read(self, first: int, last: int, block: int) -> Arrays:
+        if len(self.parts) == 1:
+            return self.parts[0].read(first, last, block)
+        result, start = self.empty(last - first), 0
+        result["input_ids"][:] = self.pad
+        for part in self.parts:
+            # Block by block, so that a bad record's replacement does not depend on which blocks are read together.
+            for begin in range(first, last, block):
+                low, high = max(begin, start), min(begin + block, last, start + part.records)
+                if low < high:
+                    for name, values in part.read(low - start, high - start, block).items():
+                        result[name][low - first : high - first, : values.shape[1]] = values
+            start += part.records
+        return result
+
+
+class ClassificationBatches:
+    """Endless training batches. `close` ends its threads."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        tokenizer: SpecialTokens,
+        seed: int,
+        global_batch_size: int,
+        host: int = 0,
+        hosts: int = 1,
+        on_corrupt: OnCorrupt = "stop",
+    ) -> None:
+        self.dataset, self.global_batch_size, self.seed = dataset, global_batch_size, seed
+        self._pad = tokenizer.pad
+        rows = rows_of_host(dataset, "classification", global_batch_size, host, hosts)
+        self._sources = _buckets(dataset, tokenizer, on_corrupt, at_least=global_batch_size)
+        self.lengths = tuple(source.length for source in self._sources)
+        self._starts = np.cumsum([0, *(source.records for source in self._sources)])
+        self._readers = [
+            # A bucket's own seed: otherwise buckets of one size would be shuffled alike.
+            Reader(
+                source,
+                Shuffled(geometry(source.records, source.record_bytes), seed + source.length, global_batch_size),
+                global_batch_size,
+                *rows,
+                threads=_threads(dataset),
+            )
+            for source in self._sources
+        ]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which as many rows are read as there are records."""
+        return -(-self.dataset.records // self.global_batch_size)
+
+    @property
+    def skipped(self) -> int:
+        """Damaged records that this host has replaced (on_corrupt: skip)."""
+        return sum(source.skipped() for source in self._sources)
+
+    def batch(self, k: int) -> ClassificationBatch:
+        """This host's rows of global batch k."""
+        bucket, number = schedule(tuple(source.records for source in self._sources), self.global_batch_size, self.seed, k)
+        _, records, arrays = self._readers[bucket].rows(number * self.global_batch_size, (number + 1) * self.global_batch_size)
+        return _batch(arrays, records + self._starts[bucket], self._pad)
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+
+
+def schedule(records: tuple[int, ...], batch: int, seed: int, k: int) -> tuple[int, int]:
+    """Which bucket step k takes, and which of that bucket's batches it is. `records`: of each bucket."""
+    epoch = max(0, k * batch // sum(records) - 1)
+    while _first_step(records, batch, epoch + 1) <= k:
+        epoch += 1
+    while _first_step(records, batch, epoch) > k:
+        epoch -= 1
+    order = _epoch_order(records, batch, seed, epoch)
+    place = k - _first_step(records, batch, epoch)
+    bucket = int(order[place])
+    return bucket, epoch * records[bucket] // batch + int(np.count_nonzero(order[:place] == bucket))
+
+
+def _first_step(records: tuple[int, ...], batch: int, epoch: int) -> int:
+    return sum(epoch * count // batch for count in records)
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(records: tuple[int, ...], batch: int, seed: int, epoch: int) -> Ints:
+    """The bucket of each step of an epoch."""
+    counts = [(epoch + 1) * count // batch - epoch * count // batch for count in records]
+    order = np.repeat(np.arange(len(records)), counts)
+    shuffled: Ints = order[np.argsort(stream(seed, "buckets", epoch, len(order)), kind="stable")]
+    return shuffled
+
+
+def evaluation(
+    dataset: Dataset,
+    *,
+    tokenizer: SpecialTokens,
+    global_batch_size: int,
+    host: int = 0,
+    hosts: int = 1,
+    on_corrupt: OnCorrupt = "stop",
+) -> Iterator[ClassificationBatch]:
+    """All records once, bucket by bucket; the last batch of each is filled up with rows of weight 0 (record -1). Every host gets as many batches."""
+    first, last = rows_of_host(dataset, "classification", global_batch_size, host, hosts)
+    start = 0
+    for source in _buckets(dataset, tokenizer, on_corrupt, at_least=global_batch_size):
+        order = Sequential(geometry(source.records, source.record_bytes))
+        with Reader(source, order, global_batch_size, first, last, threads=_threads(dataset)) as reader:
+            for place in range(0, source.records, global_batch_size):
+                _, records, arrays = reader.rows(place, min(place + global_batch_size, source.records))
+                yield _filled(_batch(arrays, records + start, tokenizer.pad), last - first, tokenizer.pad)
+        start += source.records
+
+
+def _buckets(dataset: Dataset, tokenizer: SpecialTokens, on_corrupt: OnCorrupt, at_least: int) -> list[Padded]:
+    """The buckets, joined until each has `at_least` so many records, as far as there are as many."""
+    lengths = sorted({shard.length for shard in dataset.shards if shard.records})
+    parts = [FixedShards(dataset, length=length, vocabulary=tokenizer.vocabulary, on_corrupt=on_corrupt) for length in lengths]
+    groups: list[list[FixedShards]] = [[]]
+    for part in parts:
+        groups[-1].append(part)
+        if sum(each.records for each in groups[-1]) >= at_least:
+            groups.append([])
+    rest = groups.pop()
+    if rest and groups:
+        groups[-1] += rest
+    elif rest:
+        groups = [rest]
+    return [Padded(group, tokenizer.pad) for group in groups]
+
+
+def _threads(dataset: Dataset) -> int:
+    return 8 if storage.is_remote(dataset.url) else 1
+
+
+def _batch(arrays: Arrays, records: Ints, pad: int) -> ClassificationBatch:
+    ids = arrays["input_ids"].astype(np.int32)
+    labels = arrays["label"][:, 0].astype(np.int32)
+    return ClassificationBatch(ids, (ids != pad).astype(np.int32), labels, np.ones(len(ids), np.float32), records)
+
+
+def _filled(batch: ClassificationBatch, count: int, pad: int) -> ClassificationBatch:
+    missing = count - len(batch.records)
+    if not missing:
+        return batch
+    length = batch.input_ids.shape[1]
+    # One token of attention: a row without any would divide by zero in a softmax.
+    mask = np.zeros((missing, length), np.int32)
+    mask[:, 0] = 1
+    return ClassificationBatch(
+        np.concatenate([batch.input_ids, np.full((missing, length), pad, np.int32)]),
+        np.concatenate([batch.attention_mask, mask]),
+        np.concatenate([batch.labels, np.zeros(missing, np.int32)]),
+        np.concatenate([batch.weights, np.zeros(missing, np.float32)]),
+        np.concatenate([batch.records, np.full(missing, -1)]),
+    )
