@@ -6,18 +6,21 @@ finds its containers running attaches to them.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.config import TRAINER_SECTIONS, Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.provider import Attempt, HostReport, LogLine, Provider
+from launcher.provider import Attempt, HostReport, LogLine, Observation, Provider
 from launcher.run import ledger as ledgers
 from launcher.run.ledger import Ledger, RunRecord
-from launcher.run.supervise import Watched, supervise
-from launcher.run.verdict import Limits, Verdict
+from launcher.run.recovery import Budgets, Next, decide, spent_so_far
+from launcher.run.supervise import Watched, explain, supervise
+from launcher.run.verdict import Kind, Limits, Verdict
 
 CONFIG_FILE = "config.yaml"  # below /etc/tpu-launch in the container
 TRAINER_COMMAND = ("tpu-train", "train", f"/etc/tpu-launch/{CONFIG_FILE}")
@@ -36,46 +39,40 @@ class Outcome:
 def run(
     config: Config, provider: Provider, home: Path, image: Callable[[], str], *, run_id: str | None, new: bool, say: Say, emit: Emit
 ) -> Outcome:
-    """Starts the run's next attempt on every host and watches it to its end.
+    """Starts the run's next attempt on every host, watches it, and starts further attempts as the budgets allow.
 
-    Without `run_id`, the newest run of this slice that has not finished and means the same is resumed, unless `new`. `image` is called when an attempt is
-    really started, and returns what hosts must run.
+    Without `run_id`, the newest run of this slice that has not finished and means the same is resumed, unless `new`. `image` is called when a first attempt
+    is really started, and returns what hosts must run.
     """
     ledger = _choose(config, home, run_id, new)
     with ledger.supervising():
         _require_ready(config, provider)
-        running = _running_attempt(config, provider, ledger)
-        if running is not None:
-            say(f"run {ledger.folder.name}: attempt {running.number} is there already; attaching to it")
-            return _watch(config, provider, ledger, running, say, emit)
-        number = ledger.attempts
-        attempt = make_attempt(config, ledger.folder.name, number, image())
-        before = f" (resumes: the last attempt ended with {ledger.outcome!r})" if number and ledger.outcome else ""
-        say(f"run {ledger.folder.name}: attempt {number} on {config.accelerator.hosts} hosts{before}")
-        ledger.event("attempt", attempt=number, image=attempt.image, command=list(attempt.command))
-        try:
-            _start_everywhere(provider, attempt, ledger)
-        except LaunchError as error:
-            ledger.event("ended", attempt=number, outcome="not started", cause={"what": str(error)}, symptoms=[])
-            raise
-        say(f"run {ledger.folder.name}: started on all hosts; Ctrl-C detaches")
-        return _watch(config, provider, ledger, _watched(config, ledger, number), say, emit)
+        watched = _open_attempt(config, provider, ledger)
+        if watched is not None:
+            say(f"run {ledger.folder.name}: attempt {watched.number} is there already; attaching to it")
+            over = not any(_status(look) == "running" for look in _looks(provider, watched))
+            outcome = _go_on(config, provider, ledger, watched, say, emit)
+            if not over or outcome.verdict.kind is Kind.FINISHED:
+                return outcome
+            # It had ended while nobody watched: what was asked for now is to resume it.
+            say(f"run {ledger.folder.name}: attempt {watched.number} had ended: {explain(outcome.verdict)[0]}")
+        return _go_on(config, provider, ledger, _begin(config, provider, ledger, image(), say), say, emit)
 
 
 def attach(config: Config, provider: Provider, home: Path, run_id: str | None, *, say: Say, emit: Emit) -> Outcome:
     """Goes on watching a run that was started before, from this terminal or another."""
-    ledger = ledgers.find(home, run_id, slice_name=config.slice.name)
+    ledger = ledgers.find(home, run_id, slice_name=config.slice.name, provider=config.provider)
     with ledger.supervising():
         if ledger.attempts == 0 or ledger.outcome is not None:
             raise BadInput(
                 f"run {ledger.folder.name} is not running: its last attempt ended with {ledger.outcome!r}; `tpu-launch logs` shows its lines"
             )
-        return _watch(config, provider, ledger, _watched(config, ledger, ledger.attempts - 1), say, emit)
+        return _go_on(config, provider, ledger, _watched(config, ledger, ledger.attempts - 1), say, emit)
 
 
 def stop(config: Config, provider: Provider, home: Path, run_id: str | None, *, grace: int | None, say: Say) -> list[HostReport]:
     """Asks the run's containers on all hosts to stop (SIGTERM; SIGKILL after the grace), and waits until they have."""
-    ledger = ledgers.find(home, run_id, slice_name=config.slice.name)
+    ledger = ledgers.find(home, run_id, slice_name=config.slice.name, provider=config.provider)
     if ledger.attempts == 0:
         raise BadInput(f"run {ledger.folder.name} was never started")
     number = ledger.attempts - 1
@@ -83,6 +80,42 @@ def stop(config: Config, provider: Provider, home: Path, run_id: str | None, *, 
     say(f"stopping run {ledger.folder.name} on {config.accelerator.hosts} hosts")
     seconds = config.run.stop_seconds if grace is None else grace
     return provider.stop(_watched(config, ledger, number).container, grace=seconds, remove=False)
+
+
+def _begin(config: Config, provider: Provider, ledger: Ledger, image: str, say: Say) -> Watched:
+    """Starts the next attempt on all hosts."""
+    number = ledger.attempts
+    attempt = make_attempt(config, ledger.folder.name, number, image)
+    before = f" (resumes: the last attempt ended with {ledger.outcome!r})" if number and ledger.outcome else ""
+    say(f"run {ledger.folder.name}: attempt {number} on {config.accelerator.hosts} hosts{before}")
+    ledger.event("attempt", attempt=number, image=attempt.image, command=list(attempt.command))
+    try:
+        _start_everywhere(provider, attempt, ledger)
+    except LaunchError as error:
+        ledger.event("ended", attempt=number, outcome="not started", cause={"what": str(error)}, symptoms=[])
+        raise
+    say(f"run {ledger.folder.name}: started on all hosts; Ctrl-C detaches")
+    return _watched(config, ledger, number)
+
+
+def _go_on(config: Config, provider: Provider, ledger: Ledger, watched: Watched, say: Say, emit: Emit) -> Outcome:
+    """Watches an attempt, and the attempts after it that the budgets allow; the outcome of the last one."""
+    budgets = Budgets(config.run.preemption_retries, config.run.failure_retries)
+    while True:
+        verdict = supervise(provider, ledger, watched, limits=Limits(lost=config.run.host_lost_seconds), emit=emit, say=say)
+        events = ledger.events()
+        stopped = any(event["event"] == "stop" and event.get("attempt") == watched.number for event in events)
+        decision = decide(verdict, spent_so_far(events), budgets, stop_requested=stopped)
+        if decision.next is Next.END:
+            return Outcome(ledger.folder.name, watched.number, verdict)
+        for line in explain(verdict):
+            say(f"run {ledger.folder.name}, attempt {watched.number}: {line}")
+        say(f"run {ledger.folder.name}: starting again ({decision.reason})" + (f" in {decision.delay:.0f} s" if decision.delay else ""))
+        ledger.event("recover", after=verdict.kind.value, attempt=watched.number, reason=decision.reason, delay=decision.delay)
+        time.sleep(decision.delay)
+        provider.create()  # finds the slice READY, waits for it, or deletes and creates it, as its state demands
+        image = next(event["image"] for event in reversed(events) if event["event"] == "attempt")
+        watched = _begin(config, provider, ledger, image, say)
 
 
 def make_attempt(config: Config, run_id: str, number: int, image: str) -> Attempt:
@@ -102,12 +135,12 @@ def make_attempt(config: Config, run_id: str, number: int, image: str) -> Attemp
 def meaning(config: Config) -> str:
     """What makes two starts the same run: the trainer's part of the file and the command, not where it runs."""
     trainer = {key: value for key, value in config.document.value.items() if key in TRAINER_SECTIONS}
-    return ledgers.config_hash(repr(sorted(trainer.items(), key=lambda item: item[0])), config.run.command or [])
+    return ledgers.config_hash(json.dumps(trainer, sort_keys=True, default=str), config.run.command or [])
 
 
 def _choose(config: Config, home: Path, run_id: str | None, new: bool) -> Ledger:
     if run_id is not None:
-        known = ledgers.find(home, run_id)
+        known = ledgers.find(home, run_id, provider=config.provider)
         if known.record.config_hash != meaning(config):
             raise BadInput(
                 f"run {run_id} was started with another configuration or command (see {known.folder / 'config.yaml'}): "
@@ -117,7 +150,12 @@ def _choose(config: Config, home: Path, run_id: str | None, new: bool) -> Ledger
     if not new:
         for ledger in reversed(ledgers.runs(home)):
             record = ledger.record
-            if record.slice == config.slice.name and record.project == config.project and record.zone == config.zone:
+            if (
+                record.slice == config.slice.name
+                and record.project == config.project
+                and record.zone == config.zone
+                and record.provider == config.provider
+            ):
                 if ledger.outcome != "finished" and record.config_hash == meaning(config):
                     return ledger
                 break  # only the newest run of the slice can be meant
@@ -135,6 +173,7 @@ def _record(config: Config, run_id: str) -> RunRecord:
         command=list(config.run.command or TRAINER_COMMAND),
         config_hash=meaning(config),
         created=time.time(),
+        provider=config.provider,
     )
 
 
@@ -155,16 +194,25 @@ def _require_ready(config: Config, provider: Provider) -> None:
         raise LaunchError(f"slice {found.name} is {found.state}, not READY: `tpu-launch up` waits for it", exit_code=Exit.CONFLICT)
 
 
-def _running_attempt(config: Config, provider: Provider, ledger: Ledger) -> Watched | None:
-    """The open attempt, if any host still has its container. One that no host has any more is recorded as ended."""
+def _open_attempt(config: Config, provider: Provider, ledger: Ledger) -> Watched | None:
+    """The attempt that was not seen to end, if any host still has its container. One that no host has any more is recorded as ended."""
     if ledger.attempts == 0 or ledger.outcome is not None:
         return None
     watched = _watched(config, ledger, ledger.attempts - 1)
-    looks = [provider.observe(worker, watched.container, None) for worker in watched.workers]
-    if any(look.container is not None and look.container.status in ("running", "exited") for look in looks):
+    if any(_status(look) in ("running", "exited") for look in _looks(provider, watched)):
         return watched
     ledger.event("ended", attempt=watched.number, outcome="vanished", cause={"what": "no host has its container any more"}, symptoms=[])
     return None
+
+
+def _looks(provider: Provider, watched: Watched) -> list[Observation]:
+    newest = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())  # no lines are wanted
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        return list(pool.map(lambda worker: provider.observe(worker, watched.container, newest), watched.workers))
+
+
+def _status(look: Observation) -> str:
+    return look.container.status if look.container is not None else ""
 
 
 def _start_everywhere(provider: Provider, attempt: Attempt, ledger: Ledger) -> None:
@@ -194,8 +242,3 @@ def _require_all(reports: Sequence[HostReport], what: str) -> None:
             f"the slice is in use:\n{details}\n  wait for it, or stop it with `tpu-launch stop --run RUN`", exit_code=Exit.CONFLICT
         )
     raise LaunchError(f"{len(failed)} of {len(reports)} hosts could not {what} the container:\n{details}")
-
-
-def _watch(config: Config, provider: Provider, ledger: Ledger, watched: Watched, say: Say, emit: Emit) -> Outcome:
-    limits = Limits(lost=config.run.host_lost_seconds)
-    return Outcome(ledger.folder.name, watched.number, supervise(provider, ledger, watched, limits=limits, emit=emit, say=say))

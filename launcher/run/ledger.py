@@ -41,6 +41,7 @@ class RunRecord:
     command: list[str]
     config_hash: str
     created: float
+    provider: str = "tpu-vm"
 
 
 class Ledger:
@@ -113,9 +114,9 @@ def runs(home: Path) -> list[Ledger]:
     return sorted(found, key=lambda ledger: (ledger.record.created, ledger.folder.name))
 
 
-def find(home: Path, run_id: str | None, *, slice_name: str | None = None) -> Ledger:
-    """The run of that id, or the newest one (of that slice). Raises BadInput when there is none."""
-    known = [ledger for ledger in runs(home) if slice_name is None or ledger.record.slice == slice_name]
+def find(home: Path, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None) -> Ledger:
+    """The run of that id, or the newest one (of that slice, on that provider). Raises BadInput when there is none."""
+    known = [ledger for ledger in runs(home) if slice_name in (None, ledger.record.slice) and provider in (None, ledger.record.provider)]
     if run_id is not None:
         for ledger in known:
             if ledger.folder.name == run_id:

@@ -63,7 +63,7 @@ def status(config: Config, provider: Provider, home: Path) -> Status:
     """Asks the API and, while an attempt is open, every host once."""
     found = provider.describe()
     try:
-        ledger = ledgers.find(home, None, slice_name=config.slice.name)
+        ledger = ledgers.find(home, None, slice_name=config.slice.name, provider=config.provider)
     except BadInput:
         return Status(config.slice.name, found, None, None, None, [], [])
     number = ledger.attempts - 1
@@ -100,7 +100,7 @@ def logs(
 
     While another process supervises the run, it fetches the lines and this one reads its files.
     """
-    ledger = ledgers.find(home, run_id, slice_name=config.slice.name)
+    ledger = ledgers.find(home, run_id, slice_name=config.slice.name, provider=config.provider)
     number = ledger.attempts - 1
     if number < 0:
         raise BadInput(f"run {ledger.folder.name} was never started: there are no lines")
@@ -150,10 +150,10 @@ def _last_line(ledger: Ledger, number: int, worker: int) -> str:
 
 def _story(ledger: Ledger) -> list[str]:
     """The last things that happened, one line each."""
-    told = {"attempt", "started", "ended", "stop", "host out of reach", "host back"}
+    told = {"attempt", "started", "ended", "stop", "recover", "host out of reach", "host back"}
     lines = []
     for event in [event for event in ledger.events() if event["event"] in told][-6:]:
-        details = event.get("outcome") or event.get("problem") or ""
+        details = event.get("outcome") or event.get("problem") or event.get("reason") or ""
         cause = event.get("cause") or {}
         where = (
             f" host {event['host']}"

@@ -34,6 +34,7 @@ class TpuVm:
         return slices.describe(self.config)
 
     def create(self) -> None:
+        self.close()  # a slice that is made anew has other addresses and keys
         slices.create(self.config, self.say)
         self._first_contact()
 

@@ -178,3 +178,43 @@ def test_plan_prints_every_command_and_touches_nothing(two_hosts: TwoHosts) -> N
     assert "docker" in shown
     assert "gcloud compute tpus tpu-vm delete other" in shown
     assert work.good("emulator", "status", "--json").output == before
+
+
+def test_a_failure_is_tried_again_within_its_budget_with_the_same_image(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    script = (
+        'echo "attempt $TPU_LAUNCH_ATTEMPT"; [ "$TPU_LAUNCH_ATTEMPT" = 1 ] && exit 0; [ "$TPU_WORKER_ID" = 0 ] && exit 7; exec sleep 60'
+    )
+    ended = work.good("--emulated", "run", "--new", "--json", "-f", file, "--set", "run.failure_retries=1", *command(script))
+    assert "failure 1 of 1" in ended.output
+    assert "[0] attempt 1" in ended.output
+    told = ended.json()
+    assert (told["outcome"], told["attempt"]) == ("finished", 1)
+    events = [event["event"] for event in work.events(told["run"])]
+    assert events.count("attempt") == 2
+    assert events.count("recover") == 1
+    shown = work.good("--emulated", "status", "-f", file).output
+    assert "failure 1 of 1" in shown
+
+
+def test_a_preempted_slice_is_created_again_and_the_run_goes_on(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    script = 'echo "attempt $TPU_LAUNCH_ATTEMPT"; [ "$TPU_LAUNCH_ATTEMPT" = 1 ] && exit 0; exec sleep 600'
+    running = work.begin("--emulated", "run", "--new", "--json", "-f", file, "--set", "run.preemption_retries=1", *command(script))
+    running.wait_for(r"^\[1\] attempt 0")
+    work.good("emulator", "inject", "preempt", "two")
+    ended = running.end(120)
+    assert ended.code == 0, ended.output
+    assert ended.json()["attempt"] == 1
+    assert "PREEMPTED" in ended.output
+    assert work.containers_of_runs() == []
+
+
+def test_a_preempted_slice_without_a_budget_ends_the_run_with_its_own_code(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    running = work.begin("--emulated", "run", "--new", "--json", "-f", file, *command("echo here; exec sleep 600"))
+    running.wait_for(r"^\[1\] here")
+    work.good("emulator", "inject", "preempt", "two")
+    ended = running.end(90)
+    assert ended.code == 12, ended.output
+    work.good("--emulated", "up", "-f", file)  # deletes what was preempted and creates it again

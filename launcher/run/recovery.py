@@ -1,0 +1,85 @@
+"""What to do when an attempt has ended: pure, so that every case can be read and tested.
+
+Two budgets, because two different things go wrong. *Preemptions* (the slice was taken away, a host was lost, the trainer was asked to stop by its machine and
+saved) are the price of cheap capacity: starting again helps. *Failures* are the program's own: starting again rarely helps. What its owner stopped, and what
+was configured wrongly, is never started again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launcher.run.verdict import Kind, Verdict
+
+_PREEMPTIONS = frozenset({Kind.PREEMPTED, Kind.HOST_LOST, Kind.SAVED})
+_FIRST_DELAY = 5.0  # seconds before the first new attempt after a failure; doubles
+_LONGEST_DELAY = 300.0
+
+
+class Next(enum.Enum):
+    END = "end"
+    RECOVER = "recover"  # make the slice READY again, as the API demands, and start the next attempt
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """How many attempts may be started because of each, in the whole run."""
+
+    preemptions: int = 0
+    failures: int = 0
+
+
+@dataclass(frozen=True)
+class Spent:
+    """How much of the budgets is used."""
+
+    preemptions: int = 0
+    failures: int = 0
+
+    def plus(self, kind: Kind) -> Spent:
+        if kind in _PREEMPTIONS:
+            return Spent(self.preemptions + 1, self.failures)
+        return Spent(self.preemptions, self.failures + 1)
+
+
+@dataclass(frozen=True)
+class Decision:
+    next: Next
+    reason: str  # for a person
+    delay: float = 0.0  # seconds to wait before recovering
+
+
+def decide(verdict: Verdict, spent: Spent, budgets: Budgets, *, stop_requested: bool) -> Decision:
+    """What follows an attempt that ended with `verdict`. `spent` does not count it yet."""
+    kind = verdict.kind
+    assert kind.ended
+    if kind is Kind.FINISHED:
+        return Decision(Next.END, "finished")
+    if stop_requested or kind is Kind.STOPPED:
+        return Decision(Next.END, "its owner stopped it")
+    if kind is Kind.BAD_INPUT:
+        return Decision(Next.END, "trying again changes nothing")
+    if kind in _PREEMPTIONS:
+        return _within("preemption", spent.preemptions, budgets.preemptions, 0.0)
+    delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0**spent.failures)
+    return _within("failure", spent.failures, budgets.failures, delay)
+
+
+def spent_so_far(events: Sequence[Mapping[str, Any]]) -> Spent:
+    """What a run's event log says was spent: the budgets hold for the run, however often the launcher was started."""
+    spent = Spent()
+    for event in events:
+        if event.get("event") == "recover":
+            spent = spent.plus(Kind(event["after"]))
+    return spent
+
+
+def _within(word: str, spent: int, budget: int, delay: float) -> Decision:
+    if budget == 0:
+        return Decision(Next.END, f"run.{word}_retries is 0")
+    if spent >= budget:
+        return Decision(Next.END, f"the {word} budget is used up ({budget})")
+    return Decision(Next.RECOVER, f"{word} {spent + 1} of {budget}", delay)

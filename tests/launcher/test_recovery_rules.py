@@ -1,0 +1,55 @@
+"""Claims about `launcher.run.recovery`: when a run is started again, and when not."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.run.recovery import Budgets, Next, Spent, decide, spent_so_far
+from launcher.run.verdict import Kind, Verdict
+
+ENDED = [kind for kind in Kind if kind.ended]
+PREEMPTIONS = [Kind.PREEMPTED, Kind.HOST_LOST, Kind.SAVED]
+
+
+@pytest.mark.parametrize("kind", PREEMPTIONS)
+def test_what_the_machine_did_uses_the_preemption_budget(kind: Kind) -> None:
+    assert decide(Verdict(kind), Spent(0, 9), Budgets(1, 0), stop_requested=False).next is Next.RECOVER
+    assert decide(Verdict(kind), Spent(1, 0), Budgets(1, 9), stop_requested=False).next is Next.END
+
+
+def test_what_the_program_did_uses_the_failure_budget() -> None:
+    assert decide(Verdict(Kind.FAILED), Spent(9, 0), Budgets(0, 1), stop_requested=False).next is Next.RECOVER
+    assert decide(Verdict(Kind.FAILED), Spent(0, 1), Budgets(9, 1), stop_requested=False).next is Next.END
+
+
+@pytest.mark.parametrize("kind", [Kind.FINISHED, Kind.BAD_INPUT, Kind.STOPPED])
+def test_some_ends_are_final_whatever_the_budgets(kind: Kind) -> None:
+    assert decide(Verdict(kind), Spent(), Budgets(9, 9), stop_requested=False).next is Next.END
+
+
+@pytest.mark.parametrize("kind", ENDED)
+def test_what_its_owner_stopped_is_not_started_again(kind: Kind) -> None:
+    assert decide(Verdict(kind), Spent(), Budgets(9, 9), stop_requested=True).next is Next.END
+
+
+def test_without_budgets_nothing_is_started_again() -> None:
+    for kind in ENDED:
+        assert decide(Verdict(kind), Spent(), Budgets(), stop_requested=False).next is Next.END
+
+
+def test_failures_wait_longer_each_time_and_preemptions_do_not_wait() -> None:
+    delays = [decide(Verdict(Kind.FAILED), Spent(0, n), Budgets(0, 99), stop_requested=False).delay for n in range(9)]
+    assert delays == sorted(delays)
+    assert delays[0] > 0
+    assert max(delays) <= 300
+    assert decide(Verdict(Kind.PREEMPTED), Spent(5, 0), Budgets(9, 0), stop_requested=False).delay == 0
+
+
+@given(st.lists(st.sampled_from(ENDED)), st.integers(0, 5), st.integers(0, 5))
+def test_no_history_starts_more_attempts_than_the_budgets_allow(kinds: list[Kind], preemptions: int, failures: int) -> None:
+    events: list[dict[str, str]] = []
+    for kind in kinds:
+        if decide(Verdict(kind), spent_so_far(events), Budgets(preemptions, failures), stop_requested=False).next is Next.RECOVER:
+            events.append({"event": "recover", "after": kind.value})
+    assert sum(event["after"] in {kind.value for kind in PREEMPTIONS} for event in events) <= preemptions
+    assert sum(event["after"] == Kind.FAILED.value for event in events) <= failures
