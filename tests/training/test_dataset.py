@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from training import storage
-from training.data.dataset import find_shards, loads, open_dataset
+from training.data.dataset import Manifest, check, dumps, find_shards, loads, open_dataset, tokenizer_hash
 from training.errors import BadInput
 
 
@@ -121,6 +121,26 @@ def test_another_shard_of_the_same_size_is_found_in_a_bucket_without_reading_it(
     with pytest.raises(BadInput, match=r"gs://bucket/data/train-00001.tfrecord is not the shard that dataset.json lists"):
         find_shards(dataset)
     assert not [path for _, path, _ in gcs.requests if path.startswith("/download/")]
+
+
+def test_a_run_is_checked_against_its_data_before_anything_is_rented(samples: Any, gcs: Any) -> None:
+    dataset = samples.make("gs://bucket/data", 25)
+    content = {"model": {"type": "WordLevel", "vocab": {}}, "added_tokens": [], "truncation": None}
+    storage.write("gs://bucket/tokenizer/tokenizer.json", json.dumps(content).encode())
+    with pytest.raises(BadInput, match="was written with another tokenizer"):
+        check("gs://bucket/data", kind="mlm", tokenizer="gs://bucket/tokenizer")
+    with pytest.raises(BadInput, match="gs://bucket/nothing is not a tokenizer folder"):
+        check("gs://bucket/data", kind="mlm", tokenizer="gs://bucket/nothing")
+    hash = tokenizer_hash(json.dumps({**content, "truncation": {"max_length": 5}}).encode())
+    body = {**json.loads(storage.read("gs://bucket/data/dataset.json")), "tokenizer_hash": hash}
+    body.pop("hash")
+    storage.write(
+        "gs://bucket/data/dataset.json", dumps(Manifest.model_validate({k: v for k, v in body.items() if k not in ("format", "version")}))
+    )
+    assert check("gs://bucket/data", kind="mlm", tokenizer="gs://bucket/tokenizer", sequence_length=8).shards == dataset.shards
+    storage.delete("gs://bucket/data/train-00002.tfrecord")
+    with pytest.raises(BadInput, match=r"train-00002.tfrecord is missing"):
+        check("gs://bucket/data", kind="mlm", tokenizer="gs://bucket/tokenizer")
 
 
 def test_no_mutated_manifest_is_taken_for_another_dataset(samples: Any, tmp_path: Path) -> None:

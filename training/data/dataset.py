@@ -177,7 +177,12 @@ def open_dataset(url: str) -> Dataset:
     try:
         data = storage.read(storage.join(url, MANIFEST))
     except storage.NotFound as error:
-        from training.data import recipe  # needs numpy
+        try:
+            from training.data import recipe
+        except ModuleNotFoundError as missing:  # numpy, on a light workstation
+            raise BadInput(
+                f"{url} has no {MANIFEST}, and looking for the public recipe's layout needs {missing.name}: pip install it"
+            ) from None
 
         found = recipe.open_folder(url)
         if found is None:
@@ -205,6 +210,28 @@ def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
         if stat.stored_crc32c not in (None, shard.crc32c):
             raise BadInput(f"{url} is not the shard that {MANIFEST} lists: its checksum (CRC-32C) differs; {again}")
     return {shard.name: there[shard.name] for shard in dataset.shards}
+
+
+def tokenizer_hash(content: bytes) -> str:
+    """Names what turns text into ids: tokenizer.json without the truncation and padding that `save_pretrained` may have left in it."""
+    parsed = {key: value for key, value in json.loads(content).items() if key not in ("truncation", "padding")}
+    return hashlib.sha256(json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def check(url: str, *, kind: str, tokenizer: str, sequence_length: int | None = None) -> Dataset:
+    """All that can be said of a dataset without reading its records: the manifest is whole, it is for this task, length and tokenizer (a folder),
+    and every shard is there with the right size. Raises BadInput, StorageError."""
+    dataset = open_dataset(url)
+    where = storage.join(tokenizer, "tokenizer.json")
+    try:
+        found = tokenizer_hash(storage.read(where))
+    except storage.NotFound as error:
+        raise BadInput(f"{tokenizer} is not a tokenizer folder: {error}. Make one with `tpu-train tokenizer --out {tokenizer}`") from None
+    except (ValueError, AttributeError) as error:
+        raise BadInput(f"{where} is not a tokenizer of the `tokenizers` library: {error}") from None
+    dataset.require(kind=kind, tokenizer_hash=found, sequence_length=sequence_length)
+    find_shards(dataset)
+    return dataset
 
 
 def _hash(body: Mapping[str, Any]) -> str:

@@ -10,7 +10,6 @@ function does not read gs://; `fetch` copies a folder first. Needs `tokenizers` 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -25,6 +24,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data import unigram
+from training.data.dataset import tokenizer_hash
 from training.data.masking import SpecialTokens, special_tokens
 from training.errors import BadInput
 
@@ -58,13 +58,7 @@ def read(url: str) -> Tokenizer:
         special = special_tokens(parsed, where)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BadInput(f"{where} is not a tokenizer of the `tokenizers` library: {error!r}") from None
-    return Tokenizer(url, content, hash_of(content), special)
-
-
-def hash_of(content: bytes) -> str:
-    """Names what turns text into ids: tokenizer.json without the truncation and padding that `save_pretrained` may have left in it."""
-    parsed = {key: value for key, value in json.loads(content).items() if key not in ("truncation", "padding")}
-    return hashlib.sha256(json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return Tokenizer(url, content, tokenizer_hash(content), special)
 
 
 def fetch(url: str, folder: Path) -> Path:
