@@ -21,6 +21,7 @@ from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit,
 
 LOOK_EVERY = 1.0  # seconds between two looks at a host
 _SLICE_EVERY = 15.0  # seconds between two questions to the API while a host is out of reach
+_COMPLAIN_EVERY = 30.0  # seconds between two complaints that nobody answers
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
 _LAST_LOOKS = 50  # looks of 4 MB: bounds the fetching of a huge rest of a log
 
@@ -106,7 +107,7 @@ def _watch(
     ]
     for looker in lookers:
         looker.start()
-    slice_state, slice_asked = "READY", begun
+    slice_state, slice_asked, complained = "READY", begun, begun
     try:
         while True:
             try:
@@ -123,6 +124,9 @@ def _watch(
             if any(not view.reachable for view in views.values()) and now - slice_asked > _SLICE_EVERY:
                 slice_asked = now
                 threading.Thread(target=_ask_slice, args=(provider, inbox), daemon=True).start()
+            if not any(view.reachable for view in views.values()) and now - complained > _COMPLAIN_EVERY:
+                complained = now
+                say(f"no host answers ({views[watched.workers[0]].problem}); still trying. The run goes on without us: Ctrl-C detaches")
             requested = any(event["event"] == "stop" and event.get("attempt") == watched.number for event in ledger.events()[-20:])
             verdict = judge(list(views.values()), now, limits, slice_state=slice_state, stop_requested=requested)
             if verdict.kind.ended:

@@ -42,13 +42,17 @@ class Address:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command on a host printed, or why it could not be asked (`problem`)."""
+    """What a command on a host printed, or why it could not be asked (`problem`).
+
+    `refused`: the host is there, but ssh as we speak it does not work (keys, host keys, a proxy): gcloud may still reach it.
+    """
 
     worker: int
     returncode: int | None
     stdout: str = ""
     stderr: str = ""
     problem: str = ""
+    refused: bool = False
 
     @property
     def reached(self) -> bool:
@@ -113,7 +117,11 @@ class Hosts:
             except CommandTimedOut:
                 self._drop(worker)
                 return Answer(worker, None, problem=f"no answer within {timeout:.0f} s")
-            except (OSError, EOFError, paramiko.SSHException) as error:
+            except paramiko.SSHException as error:
+                connected = worker in self._connections
+                self._drop(worker)
+                return Answer(worker, None, problem=_say(error), refused=not connected)
+            except (OSError, EOFError) as error:
                 self._drop(worker)
                 return Answer(worker, None, problem=_say(error))
         if result.return_code == -1:  # paramiko: the channel closed without a status

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from launcher import shell
 from launcher.config import Config
@@ -58,14 +59,21 @@ class TpuVm:
         return self._through_gcloud(containers.start_script(attempt), "started", timeout=self.config.run.start_minutes * 60)
 
     def observe(self, worker: int, container: str, since: str | None) -> Observation:
-        answer = self._connected().ask(worker, containers.observe_script(container, since), timeout=_LOOK_SECONDS)
+        script = containers.observe_script(container, since)
+        answer = None if self._gcloud_alone else self._connected().ask(worker, script, timeout=_LOOK_SECONDS)
+        if answer is None or answer.refused:
+            answer = self._ask_through_gcloud(worker, script)
         if not answer.reached:
             return Observation(worker, None, problem=answer.problem)
         return containers.parse_observation(worker, answer.stdout)
 
     def stop(self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None) -> list[HostReport]:
         script = containers.stop_script(container, grace, remove=remove)
-        answers = self._connected().ask_all(script, timeout=grace + 30, workers=workers)
+        asked = list(range(self.config.accelerator.hosts)) if workers is None else list(workers)
+        answers = [] if self._gcloud_alone else self._connected().ask_all(script, timeout=grace + 30, workers=asked)
+        if all(answer.refused for answer in answers):
+            with ThreadPoolExecutor(max_workers=16) as pool:
+                answers = list(pool.map(lambda worker: self._ask_through_gcloud(worker, script), asked))
         return [self._report(answer, "stopped") for answer in answers]
 
     # -- reaching hosts -----------------------------------------------------------------------------------------------
@@ -75,6 +83,10 @@ class TpuVm:
         if found is None:
             raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
         return list(found.hosts)
+
+    @property
+    def _gcloud_alone(self) -> bool:
+        return self.config.run.transport == "gcloud"
 
     def _connected(self) -> Hosts:
         if self._hosts is None:
@@ -106,10 +118,20 @@ class TpuVm:
 
     def _everywhere(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
         """Over open connections; hosts that can't be reached so are asked through gcloud, which also spreads a missing key."""
-        answers = self._connected().ask_all(script, timeout=timeout)
-        if all(answer.reached for answer in answers):
+        answers = [] if self._gcloud_alone else self._connected().ask_all(script, timeout=timeout)
+        if answers and all(answer.reached for answer in answers):
             return [self._report(answer, word) for answer in answers]
         return self._through_gcloud(script, word, timeout=timeout)
+
+    def _ask_through_gcloud(self, worker: int, script: str) -> Answer:
+        """One host by gcloud alone: some seconds a question, for workstations from which our own ssh does not get through."""
+        try:
+            result = shell.run(gcloud.ssh_command(self.config, script, worker=str(worker)), timeout=_LOOK_SECONDS * 2)
+        except CommandTimeout as error:
+            return Answer(worker, None, problem=str(error).splitlines()[0])
+        if not result.ok:
+            return Answer(worker, None, problem=gcloud.essence(result.stderr))
+        return Answer(worker, 0, result.stdout, result.stderr)
 
     def _through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
         argv = gcloud.ssh_command(self.config, script)

@@ -218,3 +218,16 @@ def test_a_preempted_slice_without_a_budget_ends_the_run_with_its_own_code(two_h
     ended = running.end(90)
     assert ended.code == 12, ended.output
     work.good("--emulated", "up", "-f", file)  # deletes what was preempted and creates it again
+
+
+def test_gcloud_alone_is_enough_as_transport(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    ended = work.launch(
+        "--emulated",
+        *("run", "--new", "--json", "-f", file, "--set", "run.transport=gcloud"),
+        *command('echo "host $TPU_WORKER_ID"; [ "$TPU_WORKER_ID" = 1 ] && sleep 3 && exit 4; exec sleep 60'),
+    )
+    assert ended.code == 10, ended.output
+    assert ended.json()["cause"]["worker"] == 1
+    assert "[0] host 0" in ended.output
+    assert work.containers_of_runs() == []
