@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -43,10 +43,10 @@ def cli(context: click.Context, emulated: bool) -> None:
 def _configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--file")) -> Function:
     """Adds the options that every verb has, loads the file, and hands it over as `config`."""
 
-    def wrapped(context: click.Context, /, path: Path, overrides: tuple[str, ...], emulated: bool, **options: Any) -> Any:
+    def wrapped(context: click.Context, /, path: Path, overrides: tuple[str, ...], provider: str, emulated: bool, **options: Any) -> Any:
         from launcher.config import load
 
-        config = load(path, overrides, command=options.get("command", ()))
+        config = replace(load(path, overrides, command=options.get("command", ())), provider=provider)
         if not (emulated or context.find_root().obj):
             return function(config, **options)
         from launcher.emulator import session
@@ -58,6 +58,7 @@ def _configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--f
     decorated: Any = click.pass_context(wrapped)
     for option in (
         click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud."),
+        click.option("--provider", type=click.Choice(["tpu-vm", "gke"]), default="tpu-vm", show_default=True, help="Where the hosts are."),
         click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the file: --set train.steps=100."),
         click.option(
             *file_flags, "path", type=click.Path(path_type=Path), default=_DEFAULT_FILE, show_default=True, help="The run's YAML file."
@@ -68,6 +69,10 @@ def _configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--f
 
 
 def _provider(config: Any) -> Any:
+    if config.provider == "gke":
+        from launcher.gke.gke import Gke
+
+        return Gke(config, terminal.say)
     from launcher import checks
     from launcher.tpu_vm.tpu_vm import TpuVm
 
@@ -235,6 +240,20 @@ def plan(config: Any, as_json: bool, command: tuple[str, ...]) -> None:
     else:
         for step in found:
             click.echo(step.text())
+
+
+@cli.command(context_settings={"ignore_unknown_options": True})
+@click.option("--kind", type=click.Choice(["jobset", "job"]), default="jobset", show_default=True, help="job: a cluster without JobSet.")
+@click.option("--name", metavar="NAME", help="Of the objects and of the run.  [default: run.name]")
+@click.option("--image", metavar="IMAGE", help="REPOSITORY@sha256:...  [default: the file's, built and pushed before]")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@_configured
+def manifest(config: Any, kind: str, name: str | None, image: str | None, command: tuple[str, ...]) -> None:
+    """Print the run as Kubernetes objects for GKE, to be read and given to `kubectl apply -f -`. Touches nothing."""
+    from launcher.gke import standalone
+
+    config.require_something_to_run()
+    click.echo(standalone.manifest(config, kind=kind, name=name, image=image), nl=False)
 
 
 @cli.command("local", context_settings={"ignore_unknown_options": True})

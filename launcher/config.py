@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -24,7 +24,10 @@ TRAINER_SECTIONS = tuple(TrainerConfig.model_fields)
 
 _NODE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
 _LABEL = re.compile(r"[a-z0-9_-]{0,63}")
+IMAGE_BY_DIGEST = r"^[^@\s]+@sha256:[0-9a-f]{64}$"
+
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET_KEY = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-._a-zA-Z0-9]+")
 
 
 def _name(value: str) -> str:
@@ -54,6 +57,15 @@ def _environment(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+def _secrets(value: dict[str, str]) -> dict[str, str]:
+    for key, source in value.items():
+        if not _VARIABLE.fullmatch(key):
+            raise ValueError(f"{key!r} is not the name of an environment variable")
+        if not _SECRET_KEY.fullmatch(source):
+            raise ValueError(f"{key}: {source!r} must be SECRET/KEY, the names of a Kubernetes Secret and of a key in it")
+    return value
+
+
 Name = Annotated[str, AfterValidator(_name)]
 
 
@@ -75,6 +87,8 @@ class SliceSection(Section):
 class ImageSection(Section):
     """`image`: what runs on every host."""
 
+    reference: Annotated[str, Field(pattern=IMAGE_BY_DIGEST)] | None = None  # REPOSITORY@sha256:...: this one, and nothing is built
+
     backend: Literal["torch-xla"] = "torch-xla"
     repository: str | None = None  # REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME; absent: the hosts must have the image
     dockerfile: str | None = None  # your own Dockerfile instead of ours
@@ -95,6 +109,38 @@ class RunSection(Section):
     stop_seconds: int = Field(default=30, ge=1, le=600)  # between SIGTERM and SIGKILL
     host_lost_seconds: float = Field(default=120, gt=0)  # a host unreachable for so long, while others answer, is lost
     start_minutes: float = Field(default=15, gt=0)  # pulling the image and starting, all hosts
+    transport: Literal["auto", "gcloud"] = (
+        "auto"  # how hosts are watched: open ssh connections, and gcloud where those fail; or gcloud alone
+    )
+    preemption_retries: int = Field(default=0, ge=0)  # attempts started again after a preemption or a lost host, in the whole run
+    failure_retries: int = Field(default=0, ge=0)  # attempts started again after the command failed
+
+
+class GcsFuseSection(Section):
+    """`gke.gcsfuse`: a bucket as a folder of the container, through GKE's Cloud Storage FUSE driver."""
+
+    bucket: Annotated[str, Field(min_length=3)]
+    folder: Annotated[str, Field(pattern=r"^/[^:]+$")]  # where it is mounted
+    read_only: bool = False
+    options: str = "implicit-dirs"  # the driver's mountOptions
+
+
+class GkeSection(Section):
+    """`gke`: the cluster, for `tpu-launch manifest` and `--provider gke`. What belongs to the slice is in `slice`."""
+
+    context: str | None = None  # of kubectl's configuration; kubectl's current one when absent
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")] = "default"
+    topology: str | None = None  # checked against the accelerator type
+    hosts: int | None = None  # the same
+    queue: Annotated[str, Field(min_length=1)] | None = None  # Kueue's LocalQueue
+    service_account: Annotated[str, Field(min_length=1)] | None = None  # Kubernetes', bound to Google's by Workload Identity
+    secrets: Annotated[dict[str, str], AfterValidator(_secrets)] = {}  # variable: "secret/key", of the namespace's Secrets
+    gcsfuse: GcsFuseSection | None = None
+    node_selector: dict[str, str] = {}  # more labels that the nodes must have: a node pool, a reservation
+    cpu: str | None = None  # requested for each host's container, "100"
+    memory: str | None = None  # "300Gi"
+    restarts: int = Field(default=10, ge=0)  # by the cluster, of a manifest that is applied with kubectl
+    privileged: bool = False  # GKE before 1.28 needs it
 
 
 class _Root(Section):
@@ -103,6 +149,7 @@ class _Root(Section):
     slice: SliceSection
     image: ImageSection = ImageSection()
     run: RunSection = RunSection()
+    gke: GkeSection = GkeSection()
 
 
 @dataclass(frozen=True)
@@ -116,6 +163,8 @@ class Config:
     image: ImageSection
     run: RunSection
     trainer: TrainerConfig | None
+    gke: GkeSection = field(default_factory=GkeSection)
+    provider: str = "tpu-vm"  # or "gke": the command line's choice, not the file's
 
     @property
     def accelerator(self) -> Accelerator:
@@ -157,4 +206,4 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
     has_trainer = any(key in document.value for key in TRAINER_SECTIONS)
     run = root.run.model_copy(update={"command": list(command)}) if command else root.run
     trainer = from_document(document) if has_trainer and not run.command else None
-    return Config(document, root.project, root.zone, root.slice, root.image, run, trainer)
+    return Config(document, root.project, root.zone, root.slice, root.image, run, trainer, root.gke)

@@ -40,18 +40,24 @@ def spec(config: Config) -> images.ImageSpec:
 
 
 def build_commands(config: Config) -> list[list[str]]:
-    """The docker commands that would build and push the image. Touches nothing."""
+    """The docker commands that would build and push the image; none when the file names one. Touches nothing."""
+    if config.image.reference:
+        return []
     return images.commands(spec(config))
 
 
 def check(config: Config) -> None:
-    """The image could be built here: an engine answers, its files are there. Raises BadInput."""
+    """The image could be built here: an engine answers, its files are there. Nothing is asked of one that is only named. Raises BadInput."""
+    if config.image.reference:
+        return
     spec(config)
     engine.require_engine()
 
 
 def image(config: Config, say: Callable[[str], None]) -> str:
     """Builds and pushes the image unless that was done before; returns what hosts must be told to run."""
+    if config.image.reference:
+        return config.image.reference
     return images.ensure(spec(config), say).reference
 
 

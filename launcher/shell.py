@@ -100,10 +100,11 @@ def stream(
     timeout: float,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    on_start: Callable[[Callable[[], None]], None] | None = None,
 ) -> Result:
     """Runs `argv`, hands each line of its output (stdout and stderr together) to `on_line` as it comes; the result's stdout holds them all.
 
-    Used for long work that shows progress. Time-out and errors as for `run`.
+    Used for long work that shows progress. Time-out and errors as for `run`. `on_start` is given a function that ends the command early.
     """
     find(argv[0])
     process = subprocess.Popen(
@@ -117,6 +118,8 @@ def stream(
         text=True,
         errors="replace",
     )
+    if on_start is not None:
+        on_start(lambda: _kill_group(process))
     lines: list[str] = []
     timed_out = False
 

@@ -71,6 +71,34 @@ class Accelerator:
         return (x, y, z)
 
 
+@dataclass(frozen=True)
+class GkeNodes:
+    """What GKE calls the nodes of a slice."""
+
+    accelerator: str  # the label cloud.google.com/gke-tpu-accelerator
+    machine_type: str  # of the node pool
+
+
+def gke_nodes(slice_: Accelerator) -> GkeNodes:
+    """The nodes that make up a slice on GKE, one a host, each with all its chips (`google.com/tpu`) for one pod.
+
+    Source: GKE's machine type table in its cluster autoscaler, and cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus, read in
+    November 2026. Raises ValueError for a generation that GKE does not have.
+    """
+    generation, chips = slice_.generation.name, slice_.chips_per_host
+    if generation == "v2":
+        others = ", ".join(each.name for each in GENERATIONS if each.name != "v2")
+        raise ValueError(f"GKE has no nodes for {slice_.name}: it never offered TPU v2 (it has {others}); TPU VMs have v2")
+    if generation == "v3":
+        return GkeNodes("tpu-v3-device", "ct3-hightpu-4t") if slice_.hosts == 1 else GkeNodes("tpu-v3-slice", "ct3p-hightpu-4t")
+    return {
+        "v4": GkeNodes("tpu-v4-podslice", f"ct4p-hightpu-{chips}t"),
+        "v5e": GkeNodes("tpu-v5-lite-podslice", f"ct5lp-hightpu-{chips}t"),
+        "v5p": GkeNodes("tpu-v5p-slice", f"ct5p-hightpu-{chips}t"),
+        "v6e": GkeNodes("tpu-v6e-slice", f"ct6e-standard-{chips}t"),
+    }[generation]
+
+
 _V5E_ZONES = (
     "us-central1-a",
     "us-south1-a",

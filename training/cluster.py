@@ -2,7 +2,8 @@
 
 Asked in this order, the first that answers wins:
 1. the environment that `tpu-launch` sets: TPU_WORKER_ID, TPU_WORKER_HOSTNAMES, TPU_ACCELERATOR_TYPE (GKE's webhook sets the same),
-   with JOB_COMPLETION_INDEX of an indexed Kubernetes Job standing in for a missing TPU_WORKER_ID;
+   with JOB_COMPLETION_INDEX of an indexed Kubernetes Job standing in for a missing TPU_WORKER_ID, and TPU_LAUNCH_HOSTS and
+   TPU_LAUNCH_HOST_NAME ("job-*.service", * being the worker index) of our manifests for missing TPU_WORKER_HOSTNAMES;
 2. the metadata server of a TPU VM, only where PJRT_DEVICE=TPU: `worker-network-endpoints` comes in two formats, the old
    `name:id:ip,...` and the new plain list of addresses;
 3. nobody: a single host, worker 0.
@@ -64,12 +65,21 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     """The cluster that the variables describe; None when they say nothing about hosts. Raises BadInput when they contradict."""
-    names = parse_hostnames(environment.get("TPU_WORKER_HOSTNAMES", ""))
+    names = parse_hostnames(environment.get("TPU_WORKER_HOSTNAMES", "")) or _composed(environment)
     index = environment.get("TPU_WORKER_ID") or environment.get("JOB_COMPLETION_INDEX") or ""
     if not names and not index:
         return None
     worker = _number("TPU_WORKER_ID" if environment.get("TPU_WORKER_ID") else "JOB_COMPLETION_INDEX", index or "0")
     return _cluster(worker, names or ("localhost",), environment.get("TPU_ACCELERATOR_TYPE") or None, environment)
+
+
+def _composed(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The hosts' names in a Kubernetes Job whose Service gives each pod a name."""
+    pattern = environment.get("TPU_LAUNCH_HOST_NAME", "")
+    if not pattern:
+        return ()
+    hosts = _number("TPU_LAUNCH_HOSTS", environment.get("TPU_LAUNCH_HOSTS", ""))
+    return tuple(pattern.replace("*", str(worker)) for worker in range(hosts))
 
 
 def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, str]) -> Cluster | None:

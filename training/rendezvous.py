@@ -38,6 +38,7 @@ from training.room import Identity, Message, Outgoing, Room
 TICK = 0.25  # seconds between looks at the clock
 LONGEST_LINE = 4 << 20
 GRACE = 1.0  # seconds that a main thread gets to end by itself once a peer is lost
+NAME_SECONDS = 60.0  # for a cluster's name service to learn of this host
 
 
 class Rendezvous(Protocol):
@@ -346,6 +347,17 @@ class Guest:
 
 
 def _listen(address: str, port: int) -> socket.socket:
+    deadline = time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(address, port)
+            break
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise TrainError(
+                    f"this host is worker 0, but its own name {address} was not known within {NAME_SECONDS:g} s: {error}"
+                ) from None
+            time.sleep(0.5)
     try:
         return socket.create_server((address, port), backlog=1024, reuse_port=False)
     except OSError as error:

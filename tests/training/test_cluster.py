@@ -29,6 +29,13 @@ def test_an_indexed_job_stands_in_for_the_worker_id() -> None:
     assert (cluster.worker, cluster.addresses) == (3, ("a.s", "b.s", "c.s", "d.s"))
 
 
+def test_the_jobs_index_and_service_are_enough() -> None:
+    job = {"JOB_COMPLETION_INDEX": "1", "TPU_LAUNCH_HOSTS": "2", "TPU_LAUNCH_HOST_NAME": "demo-w-0-*.demo", "TPU_LAUNCH_RUN_ID": "demo"}
+    assert from_environment(job) == Cluster(1, ("demo-w-0-0.demo", "demo-w-0-1.demo"), None, "demo")
+    told = from_environment({**job, "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a.s,b.s"})
+    assert told == Cluster(0, ("a.s", "b.s"), None, "demo"), "what GKE tells comes first"
+
+
 def test_without_variables_this_is_a_single_host() -> None:
     cluster = discover({})
     assert (cluster.hosts, cluster.worker, cluster.run_id, cluster.attempt) == (1, 0, "local", 0)
@@ -55,6 +62,7 @@ def test_both_formats_of_the_metadata(text: str, addresses: tuple[str, ...]) -> 
     [
         ({"TPU_WORKER_ID": "2", "TPU_WORKER_HOSTNAMES": "a,b"}, "worker 2, but only 2 host"),
         ({"TPU_WORKER_ID": "one", "TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID is 'one'"),
+        ({"JOB_COMPLETION_INDEX": "0", "TPU_LAUNCH_HOST_NAME": "a-*.a"}, "TPU_LAUNCH_HOSTS is ''"),
         ({**LAUNCHER, "TPU_LAUNCH_RENDEZVOUS_PORT": "x"}, "TPU_LAUNCH_RENDEZVOUS_PORT"),
     ],
 )

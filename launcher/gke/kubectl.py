@@ -1,0 +1,128 @@
+"""Calls of kubectl, and what its errors mean. Every call is bounded in time; `explain` is pure.
+
+The messages in `_MEANINGS` are those of kubectl 1.32 and of API servers; the more specific ones come first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from launcher import shell
+from launcher.errors import Exit, LaunchError
+from launcher.gke.manifest import Kind
+
+SECONDS = 20.0  # for one question
+JOBSET_RELEASE = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.12.0/manifests.yaml"
+
+
+@dataclass(frozen=True)
+class Kubectl:
+    """One namespace of one cluster. `context` None: kubectl's current one."""
+
+    context: str | None
+    namespace: str
+
+    def argv(self, *words: str, seconds: float | None = SECONDS) -> list[str]:
+        """The command as it would be typed. `seconds` bounds one request; None for those that go on (watching, following)."""
+        where = ["--context", self.context] if self.context else []
+        bound = [f"--request-timeout={seconds:.0f}s"] if seconds else []
+        return ["kubectl", *where, "--namespace", self.namespace, *bound, *words]
+
+    def call(self, *words: str, input: str | None = None, seconds: float = SECONDS) -> str:
+        """What it printed. Raises the LaunchError that explains its failure."""
+        argv = self.argv(*words, seconds=seconds)
+        result = shell.run(argv, timeout=seconds + 10, input=input)
+        if not result.ok:
+            raise explain(result.stderr, argv)
+        return result.stdout
+
+    def follow(self, *words: str, on_line: Callable[[str], None], on_start: Callable[[Callable[[], None]], None], seconds: float) -> None:
+        """A command that goes on: every line of its output, until it ends, is ended, or `seconds` have passed."""
+        # Bounded by kubectl itself as well, so that nothing is left behind when this process is killed.
+        shell.stream(self.argv(*words, seconds=seconds), on_line, timeout=seconds + 10, on_start=on_start)
+
+
+# (pattern of what kubectl said, exit code, what to tell; {0}, {1} ... are the pattern's groups)
+_MEANINGS: tuple[tuple[str, Exit, str], ...] = (
+    (
+        r"context \"?([^\"\n]+?)\"? does not exist|no context exists with the name: \"([^\"]+)\"|context was not found for specified context: (\S+)",
+        Exit.BAD_INPUT,
+        "kubectl has no context {0}: `kubectl config get-contexts` lists those it has, `gcloud container clusters get-credentials CLUSTER "
+        "--location LOCATION --project PROJECT` adds one; then correct gke.context",
+    ),
+    (
+        r"current-context is not set|server localhost:8080 was refused|\[::1\]:8080|127\.0\.0\.1:8080",
+        Exit.BAD_INPUT,
+        "kubectl knows no cluster: `gcloud container clusters get-credentials CLUSTER --location LOCATION --project PROJECT`, or set gke.context",
+    ),
+    (
+        r"gke-gcloud-auth-plugin.*(?:not found|no such file)",
+        Exit.BAD_INPUT,
+        "kubectl lacks GKE's login: install gke-gcloud-auth-plugin (`gcloud components install gke-gcloud-auth-plugin`)",
+    ),
+    (
+        r"\(Unauthorized\)|You must be logged in to the server|getting credentials: (.*)",
+        Exit.PERMISSION,
+        "the cluster does not know who you are: `gcloud auth login`, then `gcloud container clusters get-credentials ...` again",
+    ),
+    (
+        r"is forbidden: exceeded quota: ([^,\s]+)(.*)",
+        Exit.QUOTA,
+        "the namespace's ResourceQuota {0} is used up{1}: end something, or have it raised",
+    ),
+    (
+        r"User \"([^\"]+)\" cannot (\S+) resource \"([^\"]+)\"(?: in API group \"[^\"]*\")?(?: in the namespace \"([^\"]+)\")?",
+        Exit.PERMISSION,
+        "{0} may not {1} {2} in namespace {3}: have the role of k8s/README.md bound to it",
+    ),
+    (
+        r"\(Forbidden\): (.*)",
+        Exit.PERMISSION,
+        "the cluster refuses: {0}",
+    ),
+    (
+        r"doesn't have a resource type \"jobsets?\"|no matches for kind \"JobSet\"|could not find the requested resource.*jobset",
+        Exit.BAD_INPUT,
+        f"the cluster has no JobSet: its administrator installs it with `kubectl apply --server-side -f {JOBSET_RELEASE}`; without it, "
+        f"`tpu-launch manifest --kind {Kind.JOB.value}` makes a plain Job",
+    ),
+    (
+        r"namespaces? \"([^\"]+)\" not found",
+        Exit.BAD_INPUT,
+        "the cluster has no namespace {0}: `kubectl create namespace {0}`, or correct gke.namespace",
+    ),
+    (
+        r"strict decoding error: (.*)",
+        Exit.BAD_INPUT,
+        f"the cluster's JobSet does not know all of the manifest ({{0}}): it is older than the one this was made for ({JOBSET_RELEASE})",
+    ),
+    (r"admission webhook \"([^\"]+)\" denied the request: (.*)", Exit.BAD_INPUT, "the cluster's {0} refuses it: {1}"),
+    (r"\(AlreadyExists\): (.*)", Exit.CONFLICT, "somebody else made it first: {0}"),
+    (r" is invalid: ([\s\S]*)", Exit.BAD_INPUT, "the cluster refuses the manifest: {0}"),
+    (
+        r"x509: (.*)|certificate (?:signed by unknown|has expired|is not trusted).*",
+        Exit.CLOUD_ERROR,
+        "the cluster's certificate is not trusted ({0}): `gcloud container clusters get-credentials ...` again",
+    ),
+    (
+        r"The connection to the server (\S+) was refused|Unable to connect to the server: (.*)|(i/o timeout|TLS handshake timeout|no such host)"
+        r"|(context deadline exceeded|Client\.Timeout exceeded)|(unexpected EOF|connection reset by peer)",
+        Exit.CLOUD_ERROR,
+        "the cluster does not answer ({0}): is it running, and are you on a network that may reach it?",
+    ),
+    (r"\((TooManyRequests|ServiceUnavailable|InternalError|Timeout|ServerTimeout)\): (.*)", Exit.CLOUD_ERROR, "the cluster is in trouble: {1}"),
+)  # fmt: skip
+
+
+def explain(stderr: str, argv: list[str]) -> LaunchError:
+    """The error that a failed kubectl command means: what happened, and what to do."""
+    for pattern, code, meaning in _MEANINGS:
+        found = re.search(pattern, stderr)
+        if found:
+            groups = [group.strip() for group in found.groups() if group is not None] or [found.group(0)]
+            groups += ["?"] * (4 - len(groups))
+            return LaunchError(meaning.format(*groups), exit_code=code)
+    said = [line for line in stderr.strip().splitlines() if line.strip()]
+    return LaunchError(f"{shell.quote(argv)} failed: {' '.join(said[-3:]) if said else 'it gave no reason'}")

@@ -1,0 +1,169 @@
+"""What the API says of a pod, in the provider's words; and what a log holds. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from launcher.errors import Exit, LaunchError
+from launcher.gke.manifest import CONTAINER
+from launcher.provider import ContainerState, LogLine
+
+INDEX = "batch.kubernetes.io/job-completion-index"
+_OWN_END = (0, 2, 75)  # exit codes that say more than that the pod was taken away
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A host's pod. `container` is None as long as the kubelet has said nothing of it."""
+
+    name: str
+    uid: str
+    worker: int
+    created: str
+    phase: str
+    node: str
+    container: ContainerState | None
+    waiting: str = ""  # why the container has not started: ImagePullBackOff, CreateContainerConfigError, ...
+    message: str = ""  # more about it
+    unschedulable: str = ""  # why no node takes it
+    deleting: bool = False
+    disruption: str = ""  # why it was taken away: evicted, preempted, its node shut down
+    gone: bool = False  # from the API
+
+    @property
+    def ended(self) -> bool:
+        return self.gone or self.phase in ("Succeeded", "Failed") or (self.container is not None and self.container.ended)
+
+    @property
+    def started(self) -> bool:
+        return self.container is not None and self.container.status in ("running", "exited")
+
+    def state(self) -> tuple[ContainerState | None, str]:
+        """The container's state, or None and why it can't be known (provider.Observation)."""
+        code = self.container.exit_code if self.container else None
+        if self.disruption and self.ended and code not in _OWN_END:
+            return None, f"its pod was taken away: {self.disruption}"
+        if self.container is not None and (self.container.ended or not self.ended):
+            return self.container, ""
+        if self.gone or self.phase == "Succeeded":
+            return ContainerState("absent"), ""
+        if self.phase == "Failed":
+            return None, f"its pod failed: {self.message or 'no reason given'}"
+        return ContainerState("created"), ""
+
+
+def parse(document: Mapping[str, Any]) -> Pod:
+    """A pod as the API gives it."""
+    metadata, status = document["metadata"], document.get("status", {})
+    labels = {**metadata.get("annotations", {}), **metadata.get("labels", {})}
+    conditions = {each["type"]: each for each in status.get("conditions", [])}
+    statuses = [each for each in status.get("containerStatuses", []) if each["name"] == CONTAINER]
+    state = statuses[0].get("state", {}) if statuses else {}
+    waiting = state.get("waiting", {})
+    scheduled = conditions.get("PodScheduled", {})
+    disrupted = conditions.get("DisruptionTarget", {})
+    disruption = ""
+    if disrupted.get("status") == "True":
+        disruption = _words(disrupted)
+    elif status.get("phase") == "Failed" and status.get("reason") in ("Evicted", "Preempting", "NodeShutdown", "Terminated", "NodeLost"):
+        disruption = _words(status)
+    return Pod(
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        worker=int(labels.get(INDEX, 0)),
+        created=metadata.get("creationTimestamp", ""),
+        phase=status.get("phase", ""),
+        node=document.get("spec", {}).get("nodeName", ""),
+        container=_container(state, statuses[0].get("imageID", "")) if statuses else None,
+        waiting=waiting.get("reason", ""),
+        message=waiting.get("message", "") or status.get("message", "") or status.get("reason", ""),
+        unschedulable=_words(scheduled) if scheduled.get("status") == "False" else "",
+        deleting="deletionTimestamp" in metadata,
+        disruption=disruption,
+    )
+
+
+def _words(said: Mapping[str, Any]) -> str:
+    return ": ".join(part for part in (said.get("reason", ""), said.get("message", "")) if part)
+
+
+def _container(state: Mapping[str, Any], image: str) -> ContainerState:
+    ended = state.get("terminated")
+    if ended:
+        reason = ended.get("reason", "")
+        message = ended.get("message", "") if reason not in ("Completed", "Error", "OOMKilled") else ""  # else: lines of its log
+        return ContainerState(
+            "exited",
+            exit_code=int(ended["exitCode"]),
+            oom_killed=reason == "OOMKilled",
+            started_at=ended.get("startedAt") or "",
+            finished_at=ended.get("finishedAt") or "",
+            error=message,
+            image=image,
+        )
+    if "running" in state:
+        return ContainerState("running", started_at=state["running"].get("startedAt") or "", image=image)
+    return ContainerState("created", image=image)
+
+
+def newest(pods: list[Pod]) -> dict[int, Pod]:
+    """The last pod of each host."""
+    return {pod.worker: pod for pod in sorted(pods, key=lambda pod: (pod.created, not pod.gone))}
+
+
+def trouble(pod: Pod, image: str) -> LaunchError | None:
+    """Why a pod will never start, if that is sure."""
+    host = f"host {pod.worker} (pod {pod.name})"
+    if pod.waiting in ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
+        said = f": {pod.message}" if pod.message else ""
+        if re.search(r"40[13]|denied|[Uu]nauthorized|[Ff]orbidden", pod.message):
+            return LaunchError(
+                f"{host} may not pull {image}{said}\n  give the node pool's service account roles/artifactregistry.reader on the repository",
+                exit_code=Exit.PERMISSION,
+            )
+        return LaunchError(f"{host} can't pull {image}{said}\n  was it pushed, and to this repository?", exit_code=Exit.BAD_INPUT)
+    if pod.waiting in ("CreateContainerConfigError", "CreateContainerError"):
+        return LaunchError(
+            f"{host} can't make its container: {pod.message or pod.waiting}\n  the Secrets that gke.secrets names must be in the namespace",
+            exit_code=Exit.BAD_INPUT,
+        )
+    return None
+
+
+def waits_for(pod: Pod) -> str:
+    """What a pod that has not started waits for, in words."""
+    if pod.unschedulable:
+        return f"no node takes its pod ({pod.unschedulable})"
+    if pod.waiting:
+        return f"{pod.waiting}: {pod.message}" if pod.message else pod.waiting
+    return "its node was not found yet" if not pod.node else f"its container is being made on {pod.node}"
+
+
+def log_lines(output: str, limit: int) -> tuple[list[LogLine], bool]:
+    """What `kubectl logs --timestamps --limit-bytes=limit` printed, and whether it was cut; a line that was cut is left out."""
+    cut = len(output.encode(errors="replace")) >= limit
+    lines = output.split("\n")  # and on nothing else: progress bars write \r, text may hold U+2028
+    last = lines.pop()
+    if last and not cut:
+        lines.append(last)
+    return [log_line(line) for line in lines if line], cut
+
+
+def log_line(line: str) -> LogLine:
+    timestamp, _, text = line.partition(" ")
+    return LogLine(_utc(timestamp), text.rstrip("\r")) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)
+
+
+def _utc(timestamp: str) -> str:
+    """A node's time as nine digits of UTC, so that times can be compared as text."""
+    found = re.fullmatch(r"([-\dT:]+)(?:\.(\d+))?(Z|[-+]\d\d:\d\d)", timestamp)
+    if not found:
+        return timestamp
+    second, fraction, zone = found.groups()
+    if zone != "Z":
+        second = datetime.fromisoformat(second + zone).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    return f"{second}.{(fraction or '').ljust(9, '0')[:9]}Z"

@@ -1,0 +1,53 @@
+"""A manifest for people who use kubectl alone: the file's run under a name of its own, restarted by the cluster."""
+
+from __future__ import annotations
+
+import re
+
+from launcher import images, local
+from launcher.config import IMAGE_BY_DIGEST, Config
+from launcher.errors import BadInput
+from launcher.gke import manifest as manifests
+from launcher.gke.manifest import Kind, Workload
+from launcher.run.launch import CONFIG_FILE, TRAINER_COMMAND
+
+HEADING = "A run on {hosts} host(s) of {accelerator} on GKE, as `tpu-launch manifest` renders it from {file}."
+
+
+def manifest(config: Config, *, kind: str = "jobset", name: str | None = None, image: str | None = None) -> str:
+    """The manifest's text. Raises BadInput for what GKE does not have, and for an image without a digest."""
+    manifests.check(config)
+    work = workload(config, name or config.run_name, _image(config, image))
+    slice_ = config.accelerator
+    file = config.document.name.rpartition("/")[2]
+    heading = HEADING.format(hosts=slice_.hosts, accelerator=slice_.name, file=file)
+    return manifests.render(config, work, Kind(kind), heading)
+
+
+def workload(config: Config, name: str, image: str) -> Workload:
+    """The run of that name, whose attempts the cluster counts."""
+    return Workload(
+        name=name,
+        run_id=name,
+        attempt=None,
+        image=image,
+        command=tuple(config.run.command or TRAINER_COMMAND),
+        environment=config.run.environment,
+        files={CONFIG_FILE: config.document.dump()},
+        shm_size=config.run.shm_size,
+        user=config.run.user,
+    )
+
+
+def _image(config: Config, given: str | None) -> str:
+    if given is not None and not re.match(IMAGE_BY_DIGEST, given):
+        raise BadInput(f"--image {given}: name it by digest, REPOSITORY@sha256:..., so that every host runs the same")
+    found = given or config.image.reference
+    if found is None and config.image.repository:
+        found = images.plan(local.spec(config)).pushed
+    if found is None:
+        raise BadInput(
+            f"{config.document.name}: no image is known by digest: give --image REPOSITORY@sha256:..., or image.reference, or build and push "
+            "the file's own with `tpu-launch run` (image.repository) first"
+        )
+    return found
