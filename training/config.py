@@ -18,7 +18,7 @@ from training.accelerators import UnknownAccelerator, accelerator
 from training.yaml_file import ConfigError, Document, Section, refuse_unknown, validate
 from training.yaml_file import load as load_document
 
-LAUNCHER_SECTIONS = frozenset({"project", "zone", "slice", "image", "run"})
+LAUNCHER_SECTIONS = frozenset({"project", "zone", "slice", "image", "run", "gke"})
 
 # The published BERT family (https://github.com/google-research/bert) and RoBERTa-base, by name:
 # hidden size, layers, attention heads, intermediate size, positions.
