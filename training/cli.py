@@ -3,6 +3,8 @@
     tpu-train tokenizer ...                 make a tokenizer            (training/data/commands.py)
     tpu-train shards ...                    make a dataset
     tpu-train train CONFIG                  train, on every host of the slice
+    tpu-train export RUN OUT                write a run's model as a Hugging Face folder
+    tpu-train predict FOLDER TEXT           fill the mask in a text
     tpu-train checkpoint list|show|verify   look at a run's checkpoints
 
 Groups import what they need when they are called, so that `--help` is quick.
@@ -101,6 +103,33 @@ def train(config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
         rendezvous.close(code, message)
         # The framework's threads may not survive an orderly end of the interpreter, and the exit code is a promise.
         _leave(code)
+
+
+@tpu_train.command()
+@click.argument("run")
+@click.argument("out")
+@click.option("--step", type=int, help="Of this checkpoint; the newest, unless given.")
+def export(run: str, out: str, step: int | None) -> None:
+    """Write the model of RUN, a run's folder, to OUT in Hugging Face's layout."""
+    from training.export import from_checkpoint
+
+    click.echo(f"{out}: the model after step {from_checkpoint(run, out, step)}")
+
+
+@tpu_train.command()
+@click.argument("folder")
+@click.argument("text")
+@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="How many answers.")
+def predict(folder: str, text: str, top: int) -> None:
+    """Fill the mask in TEXT with the model in FOLDER, as `export` writes it.
+
+    \b
+    tpu-train predict runs/local/model "The [MASK] statement ends a loop."
+    """
+    from training.predict import fill_mask
+
+    for answer in fill_mask(folder, text, top):
+        click.echo(f"{answer.score:.4f}  {answer.token!r}  {answer.text}")
 
 
 @tpu_train.group()

@@ -115,6 +115,12 @@ class Checkpoint(Section):
     background: bool = True  # write while the next steps run
 
 
+class Export(Section):
+    """The result as a Hugging Face folder: `model` in the run's folder."""
+
+    at_end: bool = True
+
+
 class Rendezvous(Section):
     """How long hosts wait for each other, in seconds."""
 
@@ -135,6 +141,7 @@ class TrainerConfig(Section):
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
     rendezvous: Rendezvous = Rendezvous()
+    export: Export = Export()
     output: str
 
     @property

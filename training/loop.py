@@ -17,7 +17,7 @@ from typing import Any
 
 import google_crc32c
 
-from training import report, storage
+from training import export, report, storage
 from training.backends.protocol import SUMS, Asks, Backend, Outcome, Pending
 from training.checkpoint.manifest import step_folder
 from training.checkpoint.policy import EveryMinutes, EverySteps, Keep
@@ -26,6 +26,7 @@ from training.checkpoint.save import Description, Saver
 from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.errors import StopRequested, TrainError
+from training.hugging_face import config_of
 from training.metrics import Clock, MetricsLog
 from training.rendezvous import Rendezvous
 from training.schedule import learning_rate
@@ -220,6 +221,12 @@ class _Run:
             raise TrainError(
                 f"the hosts ended with different weights (crc32c by host: {', '.join(checksums)}): they did not train the same model"
             )
+        if self.cluster.is_first and self.config.export.at_end:
+            with self.clock.phase("export"):
+                config = config_of(self.config.model, vocabulary=self.task.vocabulary, pad=self.task.pad, dropout=self.config.train.dropout)
+                export.write(
+                    storage.join(self.folder, "model"), self.backend.layout(), self.backend.copy, config, self.config.data.tokenizer
+                )
         count, _ = self.backend.compilations()
         step_seconds = self.step_seconds()
         summary = {
@@ -228,7 +235,8 @@ class _Run:
             "eval_loss": self.figures.get("loss"), "eval_perplexity": self.figures.get("perplexity"), "eval_accuracy": self.figures.get("accuracy"),
             "examples_per_second": self.trained * self.config.train.global_batch_size / step_seconds if step_seconds else 0.0,
             "checkpoint": storage.join(self.saver.folder, step_folder(self.step)), "committed_step": self.saver.committed,
-            "compilations": count, "checkpoint_blocked_seconds": round(self.saver.blocked_seconds, 3),
+            "model": storage.join(self.folder, "model") if self.config.export.at_end else None, "compilations": count,
+            "checkpoint_blocked_seconds": round(self.saver.blocked_seconds, 3),
             "final_weights_crc32c": checksums[0], "seconds": self.clock.report(),
         }  # fmt: skip
         if self.log:

@@ -37,11 +37,18 @@ def write_tokenizer(folder: Path) -> str:
     ]
     content = {
         "version": "1.0",
+        "truncation": None,
+        "padding": None,
         "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
         "model": {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(words)}, "unk_token": "<unk>"},
     }
     folder.mkdir(parents=True)
-    (folder / "tokenizer.json").write_text(json.dumps(content))
+    for name, data in tokenizers.files(json.dumps(content).encode()).items():
+        (folder / name).write_bytes(data)
     return tokenizers.read(str(folder)).hash
 
 

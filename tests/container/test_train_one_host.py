@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from training import metrics
 from training.cluster import Cluster
 from training.config import from_document
 from training.errors import BadInput, StopRequested, TrainError
+from training.export import from_checkpoint
 from training.loop import train
 from training.metrics import Clock
+from training.predict import fill_mask
 from training.rendezvous import Alone
 from training.stopping import Stopping
 from training.yaml_file import Document
@@ -151,6 +154,36 @@ def test_an_infinite_loss_stops_the_run_and_names_the_records(folder: Path) -> N
     with pytest.raises(TrainError, match=r"loss of step \d+ is (nan|inf).*[Rr]ecords.*\d") as raised:
         run(folder, "nan", train__learning_rate=1e30, train__clip_norm=None, train__warmup_steps=0)
     assert "last finite" in str(raised.value)
+
+
+def test_the_result_is_a_model_that_fill_mask_loads(undisturbed: dict[str, Any], folder: Path) -> None:
+    model = Path(undisturbed["model"])
+    exported = folder / "exported"
+    assert from_checkpoint(str(folder / "runs" / "undisturbed"), str(exported)) == 12
+    assert (exported / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    answers = fill_mask(str(model), "w1 w8 [MASK] w2 w9", 3)
+    assert len(answers) == 3
+    assert answers[0].score >= answers[1].score > 0
+    with pytest.raises(BadInput, match="exactly once"):
+        fill_mask(str(model), "no mask", 3)
+
+
+def test_a_run_starts_from_a_model_folder(undisturbed: dict[str, Any], folder: Path) -> None:
+    """Its first loss is about where the other run ended."""
+    tuned = run(folder, "tuned", model={"path": undisturbed["model"]}, train__steps=2)
+    assert tuned["first_loss"] < undisturbed["first_loss"] - 0.5
+
+
+def test_a_model_folder_that_lacks_weights_is_refused(undisturbed: dict[str, Any], folder: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    broken = folder / "broken"
+    shutil.copytree(undisturbed["model"], broken)
+    weights = load_file(broken / "model.safetensors")
+    del weights["bert.encoder.layer.1.output.dense.weight"]
+    save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=r"lacks 1 of the model's weights: bert\.encoder\.layer\.1\.output\.dense\.weight"):
+        run(folder, "broken", model={"path": str(broken)})
 
 
 def test_rows_longer_than_the_model_are_refused(folder: Path) -> None:

@@ -14,15 +14,17 @@ from torch.nn import functional
 
 from training.config import Model
 from training.errors import BadInput
+from training.hugging_face import config_of
 
 
 def build(model: Model, *, vocabulary: int, pad: int, sequence_length: int, dropout: float, seed: int) -> torch.nn.Module:
     """A masked-language model in training mode on the CPU. The same seed gives the same weights on every host."""
-    network = _named(model, vocabulary, pad, dropout, seed) if model.path is None else _from_folder(model.path, dropout)
-    have = network.config.max_position_embeddings - (pad + 1 if model.family == "roberta" else 0)
-    if sequence_length > have:
+    values = config_of(model, vocabulary=vocabulary, pad=pad, dropout=dropout)
+    network = _fresh(values, seed) if model.path is None else _from_folder(model.path, dropout)
+    positions = network.config.max_position_embeddings - (pad + 1 if network.config.model_type == "roberta" else 0)
+    if sequence_length > positions:
         raise BadInput(
-            f"the dataset's rows have {sequence_length} tokens, but the model has only {have} positions; set model.max_positions, or make shorter rows"
+            f"the dataset's rows have {sequence_length} tokens, but the model has only {positions} positions; set model.max_positions, or make shorter rows"
         )
     if vocabulary > network.config.vocab_size:
         raise BadInput(
@@ -33,43 +35,39 @@ def build(model: Model, *, vocabulary: int, pad: int, sequence_length: int, drop
     return network
 
 
-def _named(model: Model, vocabulary: int, pad: int, dropout: float, seed: int) -> Any:
-    hidden, layers, heads, intermediate, positions = model.shape
-    sizes = {
-        "vocab_size": model.vocabulary_size or vocabulary,
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "intermediate_size": intermediate,
-        "hidden_dropout_prob": dropout,
-        "attention_probs_dropout_prob": dropout,
-        "pad_token_id": pad,
-        "attn_implementation": "eager",
-    }
+def _fresh(values: dict[str, Any], seed: int) -> Any:
     torch.manual_seed(seed)
-    if model.family == "roberta":
+    if values["model_type"] == "roberta":
         from transformers.models.roberta.configuration_roberta import RobertaConfig
         from transformers.models.roberta.modeling_roberta import RobertaForMaskedLM
 
-        # RoBERTa counts positions from pad + 1.
-        return RobertaForMaskedLM(
-            RobertaConfig(**sizes, max_position_embeddings=positions + pad + 1, type_vocab_size=1, layer_norm_eps=1e-5)
-        )
+        return RobertaForMaskedLM(RobertaConfig(**values, attn_implementation="eager"))
     from transformers.models.bert.configuration_bert import BertConfig
     from transformers.models.bert.modeling_bert import BertForMaskedLM
 
-    return BertForMaskedLM(BertConfig(**sizes, max_position_embeddings=positions))
+    return BertForMaskedLM(BertConfig(**values, attn_implementation="eager"))
 
 
 def _from_folder(path: str, dropout: float) -> Any:
+    """A model folder's network and weights. A weight that the folder lacks is refused: it would be random."""
     from transformers import AutoModelForMaskedLM
 
     try:
-        return AutoModelForMaskedLM.from_pretrained(
-            path, attn_implementation="eager", hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, dtype=torch.float32
+        network, report = AutoModelForMaskedLM.from_pretrained(
+            path,
+            attn_implementation="eager",
+            hidden_dropout_prob=dropout,
+            attention_probs_dropout_prob=dropout,
+            dtype=torch.float32,
+            output_loading_info=True,
+            local_files_only=True,
         )
     except (OSError, ValueError) as error:
         raise BadInput(f"model.path {path}: {error}") from None
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise BadInput(f"model.path {path} lacks {len(missing)} of the model's weights: {', '.join(missing[:5])}")
+    return network
 
 
 def mlm_sums(network: Any, batch: dict[str, Tensor]) -> Tensor:

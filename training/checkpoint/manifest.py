@@ -122,7 +122,7 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
     ]
 
 
-def encode(tensors: Sequence[tuple[str, TensorInfo]]) -> tuple[bytearray, dict[str, memoryview]]:
+def encode(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str] | None = None) -> tuple[bytearray, dict[str, memoryview]]:
     """An empty safetensors file and, for each tensor, the place in it where its bytes go, so that a snapshot of the state is the file already.
 
     The layout (https://github.com/huggingface/safetensors#format): 8 bytes length of the header, the header as JSON, then the tensors.
@@ -132,7 +132,7 @@ def encode(tensors: Sequence[tuple[str, TensorInfo]]) -> tuple[bytearray, dict[s
     for name, info in tensors:
         header[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [offset, offset + info.size]}
         offset += info.size
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps({"__metadata__": dict(metadata), **header} if metadata else header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
     data = bytearray(start + offset)

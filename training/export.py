@@ -1,0 +1,67 @@
+"""The result: a folder in Hugging Face's layout, which `transformers.pipeline("fill-mask", model=folder)` loads in plain torch.
+
+It is made of a run's weights, a config.json and the tokenizer's files, whichever backend trained them; no framework is needed to write it. The order of
+the writes is: tokenizer, config.json, and last model.safetensors; a folder without it is not finished.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from training import storage
+from training.checkpoint.inspect import find
+from training.checkpoint.manifest import Damaged, TensorInfo, decode, encode
+from training.checkpoint.restore import read_manifest, read_part
+from training.config import TrainerConfig
+from training.data import tokenizer as tokenizers
+from training.errors import BadInput
+from training.hugging_face import CONFIG, WEIGHTS, config_of
+
+PREFIX = "model/"
+_EMBEDDINGS = "embeddings.word_embeddings.weight"
+
+
+def write(
+    folder: str,
+    weights: Mapping[str, TensorInfo],
+    copy: Callable[[Mapping[str, memoryview]], None],
+    config: Mapping[str, Any],
+    tokenizer: str,
+) -> None:
+    """Writes a model folder. `weights` and `copy` are as in `Backend.layout` and `Backend.copy`; tensors of other groups are left out."""
+    for each in storage.listing(tokenizer):
+        if each.url.removeprefix(tokenizer.rstrip("/") + "/").count("/") == 0 and storage.name_of(each.url) not in (CONFIG, WEIGHTS):
+            storage.write(storage.join(folder, storage.name_of(each.url)), storage.read(each.url))
+    storage.write(storage.join(folder, CONFIG), json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True).encode() + b"\n")
+    names = [name for name in sorted(weights) if name.startswith(PREFIX)]
+    data, places = encode([(name.removeprefix(PREFIX), weights[name]) for name in names], {"format": "pt"})
+    copy({PREFIX + name: place for name, place in places.items()})
+    storage.write(storage.join(folder, WEIGHTS), bytes(data))
+
+
+def from_checkpoint(run: str, out: str, step: int | None = None) -> int:
+    """Writes the model of a run's checkpoint (the newest, unless `step` is given) to `out`, and returns its step. Raises BadInput."""
+    place, steps = find(run)
+    chosen = steps[0] if step is None else step
+    if chosen not in steps:
+        raise BadInput(f"{place} has no committed step {chosen}; it has {', '.join(map(str, steps))}")
+    tensors: dict[str, tuple[TensorInfo, memoryview]] = {}
+    try:
+        manifest = read_manifest(place, chosen)
+        for part in manifest.parts:
+            tensors.update({name: value for name, value in decode(read_part(place, chosen, part)).items() if name.startswith(PREFIX)})
+    except Damaged as error:
+        raise BadInput(f"checkpoint of step {chosen} in {place} is damaged ({error}); choose another with --step") from None
+    settings = TrainerConfig.model_validate(manifest.config)
+    tokenizer = tokenizers.read(settings.data.tokenizer)
+    vocabulary = next((info.shape[0] for name, (info, _) in tensors.items() if name.endswith(_EMBEDDINGS)), tokenizer.special.vocabulary)
+    config = config_of(settings.model, vocabulary=vocabulary, pad=tokenizer.special.pad, dropout=settings.train.dropout)
+
+    def copy(places: Mapping[str, memoryview]) -> None:
+        for name, target in places.items():
+            target[:] = tensors[name][1]
+
+    write(out, {name: info for name, (info, _) in tensors.items()}, copy, config, settings.data.tokenizer)
+    return chosen
