@@ -24,7 +24,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 METADATA = "http://169.254.169.254/computeMetadata/v1/"
 EMULATOR = "/.emulator/agent.sock"
@@ -119,7 +119,7 @@ def wanted_keys(attributes):
         if " google-ssh " in key:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 expires = json.loads(key.split(" google-ssh ", 1)[1])["expireOn"]
-                if datetime.strptime(expires, "%Y-%m-%dT%H:%M:%S%z") < datetime.now(timezone.utc):
+                if datetime.strptime(expires, "%Y-%m-%dT%H:%M:%S%z") < datetime.now(UTC):
                     continue
         users.setdefault(user, []).append(key)
     return users

@@ -1,6 +1,6 @@
 """The emulator's process: opens the sockets, wires the services together, and keeps hosts as the state says.
 
-Started by control.start as `python -m launcher.emulator.server HOME`. It listens on 127.0.0.1 (Cloud TPU, Compute, Cloud Storage), on unix sockets
+Started by control.start as `python -m launcher.emulator.server HOME IMAGE`. It listens on 127.0.0.1 (Cloud TPU, Compute, Cloud Storage), on unix sockets
 in a private folder (control, the workstation's engine, one a host for its agent), and on the listeners that hosts hand over. It holds a lock on
 HOME/lock for its life, and can be killed at any moment.
 """

@@ -78,6 +78,11 @@ class Body:
         while data := self.read():
             yield data
 
+    def drain(self) -> None:
+        """Reads what the handler left: a connection closed with unread bytes is reset, and the client would never see its answer."""
+        for _ in self.blocks():
+            pass
+
     @property
     def consumed(self) -> bool:
         return self._ended
@@ -157,7 +162,9 @@ def serve_http(connection: socket.socket, handler: Handler) -> None:
             except Exception:
                 log.exception("%s %s", self.command, self.path)
                 response = json_response({"error": {"code": 500, "message": "the emulator failed; see its log", "status": "INTERNAL"}}, 500)
-            if not body.consumed:
+            try:
+                body.drain()
+            except Disconnected:
                 self.close_connection = True
             self.send(response)
 

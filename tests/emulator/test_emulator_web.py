@@ -102,3 +102,12 @@ def test_an_emulators_network_overlaps_with_no_other(number: int) -> None:
     assert len(first) == len(set(first)) == 64
     assert first[0] not in free_subnets(emulator, [first[0].replace("/22", "/24"), "172.17.0.0/16"])
     assert free_subnets(emulator, ["10.0.0.0/8"]) == []
+
+
+def test_an_upload_that_is_refused_at_once_still_gets_its_answer(storage: Any) -> None:
+    """Without reading the body first, the connection would be reset and the client would see no status."""
+    url = f"{storage.url}/upload/storage/v1/b/no-such-bucket/o?uploadType=media&name=x"
+    with requests.Session() as session:
+        for _ in range(3):
+            answer = session.post(url, b"x" * 5_000_000, timeout=10)
+            assert (answer.status_code, answer.headers.get("Connection")) == (404, None)
