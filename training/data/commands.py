@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import click
 
 from training import storage
 from training.data import examples, prepare
-from training.data.corpus import Corpus, in_evaluation
+from training.data.corpus import Corpus, Part
 from training.data.dataset import Dataset, open_dataset
 from training.errors import BadInput
 
@@ -102,6 +103,14 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     show_default=True,
     help="recipe: int64 input_ids and attention_mask in <split>-<i>-<count>.tfrecord, for other programs; larger and slower.",
 )
+@click.option("--runner", metavar="NAME", help="Run as an Apache Beam pipeline: DirectRunner, DataflowRunner, ... (extra `beam`).")
+@click.option(
+    "--runner-option",
+    "runner_options",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="An option of that runner, for example region=us-central1.",
+)
 @click.option(
     "--out", required=True, metavar="FOLDER", help="Splits go to FOLDER/train and FOLDER/evaluation; local or gs://bucket/folder."
 )
@@ -121,6 +130,8 @@ def shards(
     records_per_shard: int | None,
     compression: str,
     layout: str,
+    runner: str | None,
+    runner_options: tuple[str, ...],
     out: str,
     overwrite: bool,
 ) -> None:
@@ -140,8 +151,8 @@ def shards(
     found = made.read(tokenizer_url)
     encode = made.encoder(found)
     labelled = task == "classification"
-    if labelled and (layout, compression) != ("compact", "none"):
-        raise BadInput("--task classification has the compact layout only, without compression")
+    if labelled and (layout, compression, runner) != ("compact", "none", None):
+        raise BadInput("--task classification has the compact layout only, without compression and without --runner")
     buckets = _buckets(lengths, sequence_length)
     labels = _labels(labels_url, Corpus(corpus, field), label) if labelled else []
     for split in splits or ("train", "evaluation"):
@@ -165,23 +176,28 @@ def shards(
             },
         )
 
-        def belongs(text: str, split: str = split, whole: bool = whole) -> bool:
-            return whole or in_evaluation(text, evaluation_percent) == (split == "evaluation")
-
+        part = Part(split, percent)
         url = storage.join(out, split)
         if labelled:
 
-            def rows(source: Corpus = source, belongs: Callable[[str], bool] = belongs) -> Iterator[examples.Row]:
-                return (row for row in examples.rows_of(source.rows(), field, label, source.name) if belongs(row[0]))
+            def rows(source: Corpus = source, part: Part = part) -> Iterator[examples.Row]:
+                return (row for row in examples.rows_of(source.rows(), field, label, source.name) if part.holds(row[0]))
 
             shown = examples.make(url, plan, buckets, labels, rows, encode, found.special.pad, overwrite=overwrite)
             click.echo(_said(url, shown.dataset, shown.reused, f"{shown.cut} texts were longer than {sequence_length} tokens and were cut"))
             continue
+        if runner is not None:
+            from training.data import pipeline
 
-        def documents(source: Corpus = source, belongs: Callable[[str], bool] = belongs) -> Iterator[str]:
-            return filter(belongs, source.documents())
+            result = pipeline.make(
+                url, plan, source, part, partial(made.encoder_of, tokenizer_url), runner=runner, options=runner_options, overwrite=overwrite
+            )
+        else:
 
-        result = prepare.make(url, plan, documents, encode, overwrite=overwrite, progress=_Ticker(url))
+            def documents(source: Corpus = source, part: Part = part) -> Iterator[str]:
+                return filter(part.holds, source.documents())
+
+            result = prepare.make(url, plan, documents, encode, overwrite=overwrite, progress=_Ticker(url))
         tail = f"from {result.documents} documents; {result.dropped} tokens at the end fill no row"
         click.echo(_said(url, result.dataset, result.reused, tail))
 

@@ -49,7 +49,7 @@ class Corpus:
         elif self.name.startswith("datasets:"):
             yield from _hugging_face(self.name.removeprefix("datasets:"))
         else:
-            for url in self._files():
+            for url in self.files():
                 yield from _file_rows(url, self.field)
 
     def documents(self) -> Iterator[str]:
@@ -77,13 +77,16 @@ class Corpus:
         elif self.name.startswith("datasets:"):
             digest.update(str(_load(self.name.removeprefix("datasets:"), streaming=False)._fingerprint).encode())
         else:
-            for url in self._files():
+            for url in self.files():
                 stat = storage.stat(url)
                 assert stat is not None
                 digest.update(f"\0{storage.name_of(url)}\0{stat.size}\0{stat.crc32c}".encode())
         return digest.hexdigest()
 
-    def _files(self) -> list[str]:
+    def files(self) -> list[str]:
+        """What the corpus consists of, in order; a name with a scheme is one thing. Raises BadInput."""
+        if self.name.startswith(("builtin:", "datasets:")):
+            return [self.name]
         if storage.stat(self.name) is not None:
             return [self.name]
         found = [each.url for each in storage.listing(self.name) if each.url.endswith(TEXT + LINES + TABLE)]
@@ -91,6 +94,18 @@ class Corpus:
             kinds = ", ".join(TEXT + LINES + TABLE)
             raise BadInput(f"--corpus {self.name}: no such file, and no folder with files of a known kind ({kinds})")
         return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which documents of a corpus are in a split; `percent` None: all of them."""
+
+    split: str
+    percent: float | None
+
+    def holds(self, text: str) -> bool:
+        """Whether a document is in this split."""
+        return self.percent is None or in_evaluation(text, self.percent) == (self.split == "evaluation")
 
 
 def in_evaluation(text: str, percent: float) -> bool:

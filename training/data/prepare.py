@@ -123,7 +123,7 @@ def make(
     if done is not None:
         return Made(done, 0, 0, reused=True)
     marks = begin(url, plan)
-    writer = _writer(plan)
+    write = writer(plan)
     shards = [mark.shard for mark in marks]
     read, dropped = 0, 0
     waiting: list[tuple[int, Ids]] = []  # (document at which its batch starts, ids not yet in a row)
@@ -136,21 +136,31 @@ def make(
         waiting.append((first[0], ids[used.setdefault(first[0], 0) :]))
         while sum(len(each) for _, each in waiting) >= per_shard:
             rows, waiting, mark = _take(waiting, used, per_shard)
-            shards.append(writer(url, len(shards), rows.reshape(-1, plan.length)))
+            shards.append(write(url, len(shards), rows.reshape(-1, plan.length)))
             _put(url, _Mark(len(shards) - 1, shards[-1], *mark))
             progress(Progress(read, sum(shard.records for shard in shards), len(shards)))
     rest = np.concatenate([each for _, each in waiting]) if waiting else np.zeros(0, np.int32)
     dropped = len(rest) % plan.length
     if len(rest) >= plan.length:
-        shards.append(writer(url, len(shards), rest[: len(rest) - dropped].reshape(-1, plan.length)))
+        shards.append(write(url, len(shards), rest[: len(rest) - dropped].reshape(-1, plan.length)))
     if not shards:
+        refuse_empty(url, plan, len(rest), read)
+    progress(Progress(read, sum(shard.records for shard in shards), len(shards)))
+    return Made(finish(url, plan, columns(plan), shards), read, dropped)
+
+
+def refuse_empty(url: str, plan: Plan, tokens: int, documents: int) -> None:
+    """Raises BadInput when there is not even one row."""
+    if tokens < plan.length:
         raise BadInput(
-            f"{url}: the {plan.split} split has {len(rest)} tokens in {read} documents, less than one row of {plan.length}: give more text, "
+            f"{url}: the {plan.split} split has {tokens} tokens in {documents} documents, less than one row of {plan.length}: give more text, "
             "a shorter --sequence-length, or another --evaluation-percent"
         )
-    progress(Progress(read, sum(shard.records for shard in shards), len(shards)))
-    columns = recipe.features() if plan.layout == "recipe" else features(plan.vocabulary)
-    return Made(finish(url, plan, columns, shards), read, dropped)
+
+
+def columns(plan: Plan) -> dict[str, Feature]:
+    """The features of the planned dataset."""
+    return recipe.features() if plan.layout == "recipe" else features(plan.vocabulary)
 
 
 def existing(url: str, plan: Plan, overwrite: bool) -> Dataset | None:
@@ -197,8 +207,9 @@ def _remove(url: str, chosen: Callable[[str], bool]) -> None:
         if chosen(each.url):
             storage.delete(each.url)
     if not storage.is_remote(url):
-        with contextlib.suppress(OSError):  # only a local folder is left when it is empty
-            os.rmdir(storage.join(url, PREPARING))
+        for parent, _, _ in os.walk(storage.join(url, PREPARING), topdown=False):  # only local folders are left when they are empty
+            with contextlib.suppress(OSError):
+                os.rmdir(parent)
 
 
 def begin(url: str, plan: Plan) -> list[_Mark]:
@@ -221,7 +232,7 @@ def _put(url: str, mark: _Mark) -> None:
     storage.write(storage.join(url, PREPARING, f"{mark.shard.name}.json"), json.dumps(value).encode())
 
 
-def finish(url: str, plan: Plan, columns: dict[str, Feature], shards: list[Shard], more: Mapping[str, Any] = MLM) -> Dataset:
+def finish(url: str, plan: Plan, names: dict[str, Feature], shards: list[Shard], more: Mapping[str, Any] = MLM) -> Dataset:
     """Writes dataset.json, which makes the shards a dataset, and clears up. `more`: other keys of the manifest"""
     manifest = Manifest.model_validate(
         {
@@ -231,7 +242,7 @@ def finish(url: str, plan: Plan, columns: dict[str, Feature], shards: list[Shard
             "member_records": MEMBER_RECORDS if plan.compression == "gzip" else 0,
             "split": plan.split,
             "sequence_length": plan.length,
-            "features": {name: feature.model_dump() for name, feature in columns.items()},
+            "features": {name: feature.model_dump() for name, feature in names.items()},
             "tokenizer_hash": plan.tokenizer_hash,
             "vocabulary": plan.vocabulary,
             "origin": {"plan": json.loads(_dump(plan))},
@@ -265,11 +276,11 @@ def _take(waiting: list[tuple[int, Ids]], used: dict[int, int], count: int) -> t
     raise AssertionError("fewer ids wait than were counted")
 
 
-def _writer(plan: Plan) -> Callable[[str, int, Ids], Shard]:
+def writer(plan: Plan) -> Callable[[str, int, Ids], Shard]:
+    """Writes rows (n, length) as shard `number` of a folder: (url, number, rows)"""
     compact = form.layout(features(plan.vocabulary), plan.length)
 
     def write(url: str, number: int, rows: Ids) -> Shard:
-        """Writes rows (n, length) as shard `number`."""
         if int(rows.max()) >= plan.vocabulary:
             raise BadInput(
                 f"the tokenizer gave id {int(rows.max())}, beyond its own vocabulary of {plan.vocabulary}: its tokenizer.json is damaged"

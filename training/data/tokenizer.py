@@ -135,6 +135,11 @@ def encoder(tokenizer: Tokenizer) -> Callable[[list[str]], list[npt.NDArray[np.i
     return encode
 
 
+def encoder_of(url: str) -> Callable[[list[str]], list[npt.NDArray[np.int32]]]:
+    """`encoder` for a tokenizer folder."""
+    return encoder(read(url))
+
+
 def _unigram(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:
     counts = words(documents())
     if not counts:

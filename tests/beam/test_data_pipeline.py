@@ -1,0 +1,74 @@
+"""Claims about the Beam pipeline, to be run where apache-beam and tokenizers are: several workers write what the local path writes, byte for byte."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training import storage
+from training.data import pipeline, prepare
+from training.data import tokenizer as tokenizers
+from training.data.corpus import Corpus, Part
+from training.errors import BadInput
+
+SEVERAL = ("direct_num_workers=2", "direct_running_mode=multi_processing")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("tokenizer"))
+    for name, content in tokenizers.files(tokenizers.train(Corpus("builtin:pydoc").documents, 600, "unigram")).items():
+        storage.write(storage.join(folder, name), content)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Three files, the second of which is empty."""
+    folder, texts = tmp_path_factory.mktemp("corpus"), list(Corpus("builtin:pydoc").documents())
+    (folder / "a.txt").write_text("\n\n".join(texts[:50]))
+    (folder / "b.txt").write_text("")
+    (folder / "c.txt").write_text("\n\n".join(texts[50:]))
+    return Corpus(str(folder))
+
+
+def plan(tokenizer: str, **changes: Any) -> prepare.Plan:
+    found = tokenizers.read(tokenizer)
+    return prepare.Plan(
+        **{"split": "train", "length": 64, "tokenizer_hash": found.hash, "vocabulary": 600, "records_per_shard": 300, **changes}
+    )
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {each.url.removeprefix(str(folder)): storage.read(each.url) for each in storage.listing(str(folder))}
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}, {"layout": "recipe"}])
+@pytest.mark.parametrize("workers", [(), SEVERAL])
+def test_the_shards_are_those_of_the_local_path(
+    tmp_path: Path, tokenizer: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], workers: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 1 << 14)
+    part, wanted = Part("train", 10.0), plan(tokenizer, **options)
+    local = prepare.make(str(tmp_path / "local"), wanted, lambda: filter(part.holds, corpus.documents()), tokenizers.encoder_of(tokenizer))
+    encoder = partial(tokenizers.encoder_of, tokenizer)
+    beam = pipeline.make(str(tmp_path / "beam"), wanted, corpus, part, encoder, runner="DirectRunner", options=workers)
+    assert content(tmp_path / "beam") == content(tmp_path / "local")
+    assert (beam.documents, beam.dropped) == (local.documents, local.dropped)
+    assert len(beam.dataset.shards) > 3
+    assert not (tmp_path / "beam" / prepare.PREPARING).exists()
+
+
+def test_a_finished_dataset_is_left_alone_and_too_little_text_is_said(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo")
+    encoder = partial(tokenizers.encoder_of, tokenizer)
+    run = partial(
+        pipeline.make, corpus=Corpus(str(tmp_path / "a.txt")), part=Part("train", None), encoder=encoder, runner="DirectRunner", options=()
+    )
+    with pytest.raises(BadInput, match=r"the train split has \d+ tokens in 2 documents, less than one row of 64"):
+        run(str(tmp_path / "out"), plan(tokenizer))
+    assert not run(str(tmp_path / "out"), plan(tokenizer, length=2), overwrite=True).reused
+    assert run(str(tmp_path / "out"), plan(tokenizer, length=2)).reused
