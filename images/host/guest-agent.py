@@ -67,7 +67,9 @@ def hand_over(listeners):
 
 
 def metadata(path, data=None, timeout=30):
-    request = urllib.request.Request(METADATA + path, data=data, method="GET" if data is None else "PUT", headers={"Metadata-Flavor": "Google"})
+    request = urllib.request.Request(
+        METADATA + path, data=data, method="GET" if data is None else "PUT", headers={"Metadata-Flavor": "Google"}
+    )
     with urllib.request.urlopen(request, timeout=timeout) as response:
         return response.read().decode(), response.headers.get("ETag", "0")
 
@@ -205,4 +207,5 @@ def main():
             sshd.terminate()
 
 
-main()
+if __name__ == "__main__":
+    main()

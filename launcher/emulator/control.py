@@ -390,6 +390,3 @@ def _unlocked(home: Path) -> bool:
         return True
     except BlockingIOError:
         return False
-
-
-__all__ = ["default_home", "environment", "inject", "start", "status", "stop"]
