@@ -245,6 +245,18 @@ def test_the_cache_saves_the_second_reading(samples: Any, gcs: Any, tmp_path: Pa
     assert not [path for _, path, _ in gcs.requests if path.startswith("/download/")]
 
 
+def test_the_cache_keeps_each_block_once_whatever_is_read_together(samples: Any, gcs: Any, tmp_path: Path) -> None:
+    dataset, expected = samples.make("gs://bucket/data", 100, per_shard=30), samples.ids(100)
+    source = FixedShards(dataset, cache=tmp_path)
+    for first, last in ((20, 40), (0, 100), (60, 100), (0, 20)):
+        assert np.array_equal(source.read(first, last, 10)["input_ids"], expected[first:last])
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in kept) == 100 * size_of(dataset)
+    gcs.requests.clear()
+    assert np.array_equal(source.read(30, 100, 10)["input_ids"], expected[30:])
+    assert not gcs.requests
+
+
 def test_a_damaged_cache_is_fetched_again(samples: Any, gcs: Any, tmp_path: Path) -> None:
     dataset = samples.make("gs://bucket/data", 300, per_shard=100)
     expected = batches(dataset, cache=tmp_path).batch(7)

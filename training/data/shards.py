@@ -6,7 +6,8 @@ Every record's CRC is verified. What is done about a bad one is `on_corrupt`:
          replacement on every host, whatever was read before. A block without a good record stops the run.
 A shard that was replaced after it was opened stops the run in either case, as does an id that the tokenizer does not have.
 
-With a cache folder, blocks that came from a bucket are kept on the host's disk: `<cache>/<dataset hash>/<first>-<last>`, written whole or not at all and
+With a cache folder, blocks that came from a bucket are kept on the host's disk,
+`<cache>/<dataset hash>/<length>-<first record>`, written whole or not at all and
 checked like any other bytes when read back; a damaged one is fetched again.
 """
 
@@ -92,12 +93,13 @@ class FixedShards:
 
     def read(self, first: int, last: int, block: int) -> Arrays:
         assert 0 <= first < last <= self.records
-        data = self._bytes(first, last)
+        data = self._bytes(first, last, block)
         bad = form.broken(self._layout, data)
-        if bad and self._cache is not None:
-            self._cached(first, last).unlink(missing_ok=True)
-            data = self._bytes(first, last)
+        if bad and self._cache is not None:  # was it the cache?
+            data = self._fetched(first, last)
             bad = form.broken(self._layout, data)
+            for start in range(first, last, block):
+                self._cached(start).unlink(missing_ok=True)
         if bad and self.on_corrupt == "stop":
             raise self._corrupt(first + bad[0], data[bad[0] * self.record_bytes : (bad[0] + 1) * self.record_bytes])
         arrays: Arrays = {each.name: form.column(self._layout, data, each.name) for each in self._layout.columns}
@@ -123,10 +125,26 @@ class FixedShards:
         at = bisect.bisect_right(self._starts, record) - 1
         return self._shards[at], record - self._starts[at]
 
-    def _bytes(self, first: int, last: int) -> bytes:
-        path = self._cached(first, last) if self._cache is not None else None
-        if path is not None and path.is_file() and path.stat().st_size == (last - first) * self.record_bytes:
-            return path.read_bytes()
+    def _bytes(self, first: int, last: int, block: int) -> bytes:
+        """Records [first, last) as they stand in uncompressed shards; first is a multiple of `block`."""
+        if self._cache is None:
+            return self._fetched(first, last)
+        parts: dict[int, bytes] = {}
+        for start in range(first, last, block):
+            path, size = self._cached(start), (min(start + block, last) - start) * self.record_bytes
+            if path.is_file() and path.stat().st_size == size:
+                parts[start] = path.read_bytes()
+        missing = [start for start in range(first, last, block) if start not in parts]
+        while missing:
+            run = [start for number, start in enumerate(missing) if start == missing[0] + number * block]  # neighbours are one request
+            data = self._fetched(run[0], min(run[-1] + block, last))
+            for start in run:
+                parts[start] = data[(start - run[0]) * self.record_bytes : (start - run[0] + block) * self.record_bytes]
+                storage.write(str(self._cached(start)), parts[start])
+            missing = missing[len(run) :]
+        return b"".join(parts[start] for start in sorted(parts))
+
+    def _fetched(self, first: int, last: int) -> bytes:
         pieces = []
         record = first
         while record < last:
@@ -134,14 +152,11 @@ class FixedShards:
             stop = min(shard.records, number + last - record)
             pieces.append(self._range(shard, number, stop))
             record += stop - number
-        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-        if path is not None:
-            storage.write(str(path), data)
-        return data
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _cached(self, first: int, last: int) -> Path:
+    def _cached(self, first: int) -> Path:
         assert self._cache is not None
-        return self._cache / f"{self.length}-{first}-{last}"
+        return self._cache / f"{self.length}-{first}"
 
     def _range(self, shard: Shard, first: int, last: int) -> bytes:
         if self.unit:
