@@ -53,6 +53,8 @@ def _block(node: Any, indent: str) -> list[str]:
     lines: list[str] = []
     if isinstance(node, Noted):
         return [*_comment(node.comment, indent), *_block(node.value, indent)]
+    if not node:
+        return [indent + _scalar(node)]
     if isinstance(node, dict):
         for key, noted in node.items():
             value, comment = _split(noted)
@@ -103,7 +105,10 @@ def _scalar(value: Any) -> str:
         return json.dumps(value)  # numbers, booleans, {} and []
     if re.fullmatch(r"[A-Za-z0-9_./$(][-A-Za-z0-9_./$()@:=+]*", value) and not value.endswith(":") and yaml.safe_load(value) == value:
         return value
-    return json.dumps(value)
+    # With YAML's own escapes where needed: JSON's surrogate pairs mean nothing to it.
+    return (
+        json.dumps(value) if value.isascii() else yaml.safe_dump(value, default_style='"', allow_unicode=True, width=1 << 30).rstrip("\n")
+    )
 
 
 def _comment(comment: str, indent: str) -> list[str]:

@@ -1,0 +1,50 @@
+"""Manifests as they are to be, kept beside this file so that a review shows what a change does to them.
+
+To write them again after a change that is wanted: python -m tests.kubernetes.golden
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from launcher.config import load
+from launcher.gke import standalone
+
+FOLDER = Path(__file__).resolve().parent / "golden"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gke.yaml"
+IMAGE = "us-central2-docker.pkg.dev/my-project/tpu-launch/torch-xla@sha256:" + "0123456789abcdef" * 4
+
+# name: (kind, changes to examples/gke.yaml)
+CASES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "jobset-v4-16": ("jobset", ()),
+    "job-v4-16": ("job", ()),
+    "jobset-v5litepod-8": ("jobset", ("slice.accelerator_type=v5litepod-8",)),
+    "jobset-v3-32-everything": (
+        "jobset",
+        (
+            "slice.accelerator_type=v3-32",
+            "slice.capacity=spot",
+            "gke.queue=tpu-queue",
+            "gke.namespace=research",
+            "gke.restarts=3",
+            "gke.cpu='40'",
+            "gke.memory=300Gi",
+            "gke.secrets={HF_TOKEN: huggingface/token}",
+            "gke.gcsfuse={bucket: my-bucket, folder: /bucket, read_only: true}",
+            "gke.node_selector={cloud.google.com/gke-nodepool: v3-32}",
+            "run.environment={WANDB_MODE: offline, GREETING: 'a b: c # d'}",
+            "run.user='1000:1000'",
+            "run.shm_size=64g",
+        ),
+    ),
+}
+
+
+def render(name: str) -> str:
+    kind, changes = CASES[name]
+    return standalone.manifest(load(EXAMPLE, changes), kind=kind, image=IMAGE)
+
+
+if __name__ == "__main__":
+    for each in CASES:
+        (FOLDER / f"{each}.yaml").write_text(render(each))

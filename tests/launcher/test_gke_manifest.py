@@ -1,0 +1,206 @@
+"""Claims about rendered manifests. For every size of every accelerator they are valid; what can't be is refused in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.config import load
+from launcher.errors import BadInput
+from launcher.gke import standalone, yaml_text
+from launcher.gke.manifest import Kind, Restarts, check_name, host_name, objects
+from launcher.gke.yaml_text import Noted
+from tests.kubernetes import golden, schemas
+from tests.kubernetes.golden import EXAMPLE, IMAGE
+from training.accelerators import ACCELERATORS, gke_nodes
+from training.cluster import Cluster, from_environment
+
+ON_GKE = [name for name, each in ACCELERATORS.items() if each.generation.name != "v2"]
+
+
+def of_size(name: str) -> list[str]:
+    return [f"slice.accelerator_type={name}", f"train.global_batch_size={ACCELERATORS[name].devices}"]
+
+
+def rendered(*changes: str, kind: str = "jobset") -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(standalone.manifest(load(EXAMPLE, changes), kind=kind, image=IMAGE)))
+
+
+def pod_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    spec = documents[-1]["spec"]
+    if documents[-1]["kind"] == "JobSet":
+        spec = spec["replicatedJobs"][0]["template"]["spec"]
+    pod: dict[str, Any] = spec["template"]["spec"]
+    return pod
+
+
+def job_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    spec: dict[str, Any] = documents[-1]["spec"]
+    return spec if documents[-1]["kind"] == "Job" else spec["replicatedJobs"][0]["template"]["spec"]
+
+
+@pytest.mark.parametrize("name", ON_GKE)
+def test_every_size_of_every_accelerator_is_valid_and_has_its_hosts_and_chips(name: str) -> None:
+    slice_ = ACCELERATORS[name]
+    for kind in ("jobset", "job"):
+        documents = rendered(*of_size(name), kind=kind)
+        for document in documents:
+            assert schemas.mistakes(document) == []
+        job, pod = job_of(documents), pod_of(documents)
+        assert (job["parallelism"], job["completions"], job["completionMode"]) == (slice_.hosts, slice_.hosts, "Indexed")
+        resources = pod["containers"][0]["resources"]
+        assert resources["limits"]["google.com/tpu"] == resources["requests"]["google.com/tpu"] == str(slice_.chips_per_host)
+        assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == slice_.topology_name
+        assert int(gke_nodes(slice_).machine_type.rsplit("-", 1)[1].removesuffix("t")) == slice_.chips_per_host
+
+
+def test_what_tpu_launch_itself_runs_is_valid_too() -> None:
+    for name in ON_GKE:
+        config = load(EXAMPLE, of_size(name))
+        work = standalone.workload(config, "demo", IMAGE)
+        for document in objects(config, work, Kind.JOBSET, Restarts.BY_LAUNCHER):
+            assert schemas.mistakes(yaml_text.plain(document)) == []
+
+
+@pytest.mark.parametrize("name", schemas.CUSTOM)
+def test_the_kept_schemas_judge_as_the_published_definitions_do(name: str) -> None:
+    for version in schemas.whole_definition(name):
+        kept = schemas.custom()[version["group"], version["version"], version["kind"]]
+        assert [kept] == [each["schema"] for each in schemas.reduce([version])]
+    if name.startswith("jobset"):
+        for whole in schemas.whole_definition(name):
+            for case in golden.CASES:
+                for document in yaml.safe_load_all(golden.render(case)):
+                    if document["kind"] == "JobSet":
+                        assert schemas._custom(document, whole["schema"]) == []
+
+
+def test_the_schemas_find_what_is_wrong() -> None:
+    jobset = rendered()[-1]
+    jobset["spec"]["failurePolicy"]["rules"][0]["action"] = "GiveUp"
+    jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["paralelism"] = 2
+    jobset["spec"]["restarts"] = 1
+    found = "\n".join(schemas.mistakes(jobset))
+    assert "GiveUp" in found
+    assert "paralelism" in found
+    assert "'restarts' was unexpected" in found
+
+
+@pytest.mark.parametrize("name", golden.CASES)
+def test_manifests_are_as_they_were_reviewed(name: str) -> None:
+    kept = (golden.FOLDER / f"{name}.yaml").read_text()
+    assert golden.render(name) == kept, "if this is wanted: python -m tests.kubernetes.golden, and review the difference"
+    for document in yaml.safe_load_all(kept):
+        assert schemas.mistakes(document) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["slice.accelerator_type=v2-32"], ["never offered TPU v2", "v3, v4, v5e, v5p, v6e", "TPU VMs have v2"]),
+        (["slice.accelerator_type=v3-16"], ["v3-16", "v3-8, v3-32"]),
+        (["gke.topology=2x4"], ["v4-16 is 2x2x2, not 2x4", "v4-32 (2x2x4, 4 hosts)"]),
+        (["gke.hosts=3"], ["v4-16 has 2 hosts of 4 chips, not 3", "v4-8 (2x2x1, 1 host)"]),
+        (["slice.capacity=reserved"], ["gke.node_selector"]),
+        (["run.environment={HF_TOKEN: hf_x}"], ["HF_TOKEN", "gke.secrets"]),
+        (["gke.secrets={HF_TOKEN: hf_x}"], ["SECRET/KEY"]),
+        (["gke.secrets={A: s/k}", "run.environment={A: b}"], ["A is in run.environment too"]),
+        (["run.user=trainer"], ["UID"]),
+        (["run.name=" + "n" * 51], ["50 characters"]),
+        (["gke.gcsfuse={bucket: my-bucket, folder: relative}"], ["gke.gcsfuse.folder"]),
+    ],
+)
+def test_what_can_not_be_is_refused_with_what_can(changes: list[str], words: list[str]) -> None:
+    with pytest.raises(BadInput) as refused:
+        rendered(*changes)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_an_image_must_be_named_by_its_digest() -> None:
+    with pytest.raises(BadInput, match="by digest"):
+        standalone.manifest(load(EXAMPLE), image="us-docker.pkg.dev/p/r/i:latest")
+    with pytest.raises(BadInput, match=r"image\.reference"):
+        load(EXAMPLE, ["image.reference=us-docker.pkg.dev/p/r/i:latest"])
+    reference = f"image.reference={IMAGE}"
+    assert f"image: {IMAGE}" in standalone.manifest(load(EXAMPLE, [reference]))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "asked", "given_"), [("on-demand", 60, 60), ("on-demand", 600, 600), ("spot", 10, 10), ("spot", 60, 25)]
+)
+def test_the_grace_period_is_what_the_capacity_gives(capacity: str, asked: int, given_: int) -> None:
+    pod = pod_of(rendered(f"slice.capacity={capacity}", f"run.stop_seconds={asked}"))
+    assert pod["terminationGracePeriodSeconds"] == given_
+    assert ("cloud.google.com/gke-spot" in pod["nodeSelector"]) == (capacity == "spot")
+    assert any(each["key"] == "cloud.google.com/gke-spot" for each in pod["tolerations"]) == (capacity == "spot")
+
+
+@pytest.mark.parametrize("kind", ["jobset", "job"])
+def test_no_pod_is_privileged_or_on_the_nodes_network_unless_asked(kind: str) -> None:
+    pod = pod_of(rendered(kind=kind))
+    assert "hostNetwork" not in pod
+    assert pod["containers"][0]["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert pod_of(rendered("gke.privileged=true", kind=kind))["containers"][0]["securityContext"] == {"privileged": True}
+
+
+def test_secrets_come_from_kubernetes_secrets_only() -> None:
+    documents = rendered("gke.secrets={HF_TOKEN: huggingface/token}")
+    entry = next(each for each in pod_of(documents)["containers"][0]["env"] if each["name"] == "HF_TOKEN")
+    assert entry == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "huggingface", "key": "token"}}}
+
+
+def test_only_a_slice_of_several_hosts_asks_for_a_node_pool_of_its_own() -> None:
+    key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
+    assert rendered()[-1]["metadata"]["annotations"] == {key: "cloud.google.com/gke-nodepool"}
+    assert "annotations" not in rendered("slice.accelerator_type=v4-8")[-1]["metadata"]
+
+
+@pytest.mark.parametrize("kind", [Kind.JOBSET, Kind.JOB])
+def test_the_trainer_finds_its_peers_by_what_the_manifest_says_alone(kind: Kind) -> None:
+    pod = pod_of(rendered("slice.accelerator_type=v4-32", kind=kind.value))
+    environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
+    names = tuple(host_name("demo", kind, str(index)) for index in range(4))
+    assert from_environment({**environment, "JOB_COMPLETION_INDEX": "2"}) == Cluster(2, names, "v4-32", "demo")
+
+
+def test_tpu_launchs_own_jobsets_leave_every_decision_to_it() -> None:
+    config = load(EXAMPLE)
+    jobset = yaml_text.plain(objects(config, standalone.workload(config, "demo", IMAGE), Kind.JOBSET, Restarts.BY_LAUNCHER)[-1])
+    job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 0}
+    assert job["backoffLimitPerIndex"] == 0
+    assert "podFailurePolicy" not in job
+
+
+def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
+    assert check_name("a" * 50)
+    with pytest.raises(BadInput, match="too long"):
+        check_name("a" * 51)
+    longest = host_name("a" * 50, Kind.JOBSET, "255").split(".")[0]
+    assert len(longest) <= 63
+    with pytest.raises(BadInput, match="lower-case"):
+        check_name("Demo")
+
+
+plain_values = st.recursive(
+    st.text() | st.integers() | st.booleans() | st.just({}) | st.just([]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(min_size=1), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(min_size=1), plain_values, max_size=4))
+def test_commented_yaml_says_what_was_given(value: dict[str, Any]) -> None:
+    noted = {key: Noted(each, "what it is for, at some length " * 5) for key, each in value.items()}
+    assert yaml.safe_load(yaml_text.text(noted)) == value
+
+
+def test_the_example_is_a_file_that_can_be_used() -> None:
+    assert Path(EXAMPLE).exists()
+    assert load(EXAMPLE).trainer is not None
