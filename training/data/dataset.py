@@ -163,6 +163,10 @@ def loads(data: bytes, url: str) -> Dataset:
         raise BadInput(broken.format("a shard is listed twice"))
     if any(shard.length > manifest.sequence_length for shard in manifest.shards):
         raise BadInput(broken.format("a shard has rows longer than sequence_length"))
+    if manifest.kind == "mlm" and any(shard.length != manifest.sequence_length for shard in manifest.shards):
+        raise BadInput(broken.format("a shard has rows of another length"))
+    if missing := {"mlm": {"input_ids"}, "classification": {"input_ids", "label"}}[manifest.kind] - set(manifest.features):
+        raise BadInput(broken.format(f"no feature {missing.pop()}"))
     unit = manifest.member_records
     if (manifest.compression == "gzip") != bool(unit):
         raise BadInput(broken.format("member_records and compression do not fit together"))
