@@ -9,20 +9,17 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import click
 
 from launcher import terminal
 from launcher.errors import Exit, LaunchError
+from launcher.options import configured as _configured
 from training.errors import TrainError
-
-_DEFAULT_FILE = Path("tpu-launch.yaml")
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -87,11 +84,14 @@ def _home() -> Path:
 
 
 @cli.command()
+@click.option("--max-cost", type=click.FloatRange(0, min_open=True), metavar="DOLLARS", help="Refuse a slice that costs more an hour.")
 @_configured
-def up(config: Any) -> None:
+def up(config: Any, max_cost: float | None) -> None:
     """Create the slice and wait until every host answers. Idempotent: goes on waiting for a slice that is on its way."""
     from launcher import checks
 
+    if max_cost is not None:
+        config = replace(config, slice=config.slice.model_copy(update={"max_cost_per_hour": max_cost}))
     checks.buckets(config)
     provider = _provider(config)
     provider.create()
@@ -143,6 +143,10 @@ def run(config: Any, run_id: str | None, new: bool, attach: bool, as_json: bool,
         provider.close()
     for line in explain(outcome.verdict):
         terminal.say(f"run {outcome.run_id}, attempt {outcome.attempt}: {line}")
+    if outcome.last_lines and outcome.verdict.cause is not None:
+        terminal.say(f"the last lines of host {outcome.verdict.cause.worker}:")
+        for line in outcome.last_lines:
+            terminal.say(f"  {line}")
     if as_json:
         verdict = outcome.verdict
         cause = None if verdict.cause is None else asdict(verdict.cause)
@@ -153,6 +157,7 @@ def run(config: Any, run_id: str | None, new: bool, attach: bool, as_json: bool,
                 "outcome": verdict.kind.value,
                 "cause": cause,
                 "symptoms": list(verdict.symptoms),
+                "last_lines": outcome.last_lines,
             }
         )
     sys.exit(outcome.verdict.kind.exit_code)
@@ -163,6 +168,7 @@ def run(config: Any, run_id: str | None, new: bool, attach: bool, as_json: bool,
 @_configured
 def status(config: Any, as_json: bool) -> None:
     """Show the slice, its newest run, and what each host is doing."""
+    from launcher import costs
     from launcher.run import look
 
     provider = _provider(config)
@@ -175,6 +181,8 @@ def status(config: Any, as_json: bool) -> None:
     else:
         for line in shown.lines():
             click.echo(line)
+        if shown.slice is not None and (told := costs.since(config, shown.slice.created, time.time())):
+            click.echo(told)
         if shown.hosts:
             terminal.table(["host", "address", "container", "last line"], shown.rows())
 
@@ -231,6 +239,7 @@ def down(config: Any) -> None:
 @_configured
 def plan(config: Any, as_json: bool, command: tuple[str, ...]) -> None:
     """Print every gcloud and docker command that up, run and down would use. Touches nothing."""
+    from launcher import costs
     from launcher.plan import steps
 
     config.require_something_to_run()
@@ -238,6 +247,7 @@ def plan(config: Any, as_json: bool, command: tuple[str, ...]) -> None:
     if as_json:
         terminal.dump([asdict(step) for step in found])
     else:
+        click.echo(f"# {costs.line(config)}\n")
         for step in found:
             click.echo(step.text())
 
@@ -270,9 +280,10 @@ def main() -> None:
     """The console script. Turns every error into one message and its exit code."""
     from launcher.emulator.commands import emulator
     from launcher.emulator.rehearsal import rehearsal
+    from launcher.housekeeping import gc, list_
 
-    cli.add_command(emulator)
-    cli.add_command(rehearsal)
+    for command in (emulator, rehearsal, list_, gc):
+        cli.add_command(command)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         sys.exit(cli(standalone_mode=False))

@@ -20,6 +20,7 @@ class SliceState:
     accelerator_type: str
     hosts: tuple[str, ...]  # internal addresses in worker order
     detail: str = ""  # what the API says about health or symptoms
+    created: str = ""  # when, RFC 3339; empty when the API doesn't say
 
     @property
     def ready(self) -> bool:
@@ -117,3 +118,6 @@ class Provider(Protocol):
 
     def stop(self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None) -> list[HostReport]:
         """Stops a container on every host, or on some: SIGTERM, then SIGKILL after `grace` seconds; removes it if asked. Gone is fine."""
+
+    def stacks(self, container: str) -> dict[int, str]:
+        """Where the processes of a container are, on every host that answers: text for a person. Never raises for a host."""

@@ -19,7 +19,7 @@ from launcher.provider import Attempt, HostReport, LogLine, Observation, Provide
 from launcher.run import ledger as ledgers
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.recovery import Budgets, Next, decide, spent_so_far
-from launcher.run.supervise import Watched, explain, supervise
+from launcher.run.supervise import Watched, explain, last_lines, supervise
 from launcher.run.verdict import Kind, Limits, Verdict
 
 CONFIG_FILE = "config.yaml"  # below /etc/tpu-launch in the container
@@ -31,9 +31,12 @@ Emit = Callable[[int, LogLine], None]
 
 @dataclass(frozen=True)
 class Outcome:
+    """How a run ended here: its last attempt's verdict, and what the host that is the cause wrote last."""
+
     run_id: str
     attempt: int
     verdict: Verdict
+    last_lines: list[str]
 
 
 def run(
@@ -100,14 +103,16 @@ def _begin(config: Config, provider: Provider, ledger: Ledger, image: str, say: 
 
 def _go_on(config: Config, provider: Provider, ledger: Ledger, watched: Watched, say: Say, emit: Emit) -> Outcome:
     """Watches an attempt, and the attempts after it that the budgets allow; the outcome of the last one."""
+    stall = None if config.run.stall_minutes is None else config.run.stall_minutes * 60
+    limits = Limits(lost=config.run.host_lost_seconds, stall=stall)
     budgets = Budgets(config.run.preemption_retries, config.run.failure_retries)
     while True:
-        verdict = supervise(provider, ledger, watched, limits=Limits(lost=config.run.host_lost_seconds), emit=emit, say=say)
+        verdict = supervise(provider, ledger, watched, limits=limits, emit=emit, say=say)
         events = ledger.events()
         stopped = any(event["event"] == "stop" and event.get("attempt") == watched.number for event in events)
         decision = decide(verdict, spent_so_far(events), budgets, stop_requested=stopped)
         if decision.next is Next.END:
-            return Outcome(ledger.folder.name, watched.number, verdict)
+            return Outcome(ledger.folder.name, watched.number, verdict, last_lines(ledger, watched.number, verdict))
         for line in explain(verdict):
             say(f"run {ledger.folder.name}, attempt {watched.number}: {line}")
         say(f"run {ledger.folder.name}: starting again ({decision.reason})" + (f" in {decision.delay:.0f} s" if decision.delay else ""))

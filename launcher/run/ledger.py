@@ -4,6 +4,7 @@
     run.json        how the run was started: written once, atomically
     config.yaml     the resolved document that every host is given
     events.jsonl    one JSON object a line: time, event, and what belongs to it; appended, never rewritten
+    stacks/attempt-<n>/host-<worker>.txt  where the processes were when a run hung
     logs/attempt-<n>/host-<worker>.log    each line as "<engine's time> <line>", appended by whoever holds the lock
     lock            held (flock) by the one process that supervises the run
 
@@ -88,6 +89,14 @@ class Ledger:
         folder = self.folder / "logs" / f"attempt-{attempt}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder / f"host-{worker}.log"
+
+    def stacks_folder(self, attempt: int) -> Path:
+        return self.folder / "stacks" / f"attempt-{attempt}"
+
+    def write_stack(self, attempt: int, worker: int, text: str) -> None:
+        folder = self.stacks_folder(attempt)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write(folder / f"host-{worker}.txt", text)
 
     @contextlib.contextmanager
     def supervising(self) -> Iterator[None]:

@@ -16,13 +16,14 @@ from dataclasses import dataclass, replace
 from launcher.errors import LaunchError
 from launcher.provider import LogLine, Observation, Provider
 from launcher.run.ledger import Ledger
-from launcher.run.logs import HostLog
+from launcher.run.logs import HostLog, tail
 from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
 
 LOOK_EVERY = 1.0  # seconds between two looks at a host
 _SLICE_EVERY = 15.0  # seconds between two questions to the API while a host is out of reach
 _COMPLAIN_EVERY = 30.0  # seconds between two complaints that nobody answers
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
+_LAST_LINES, _LAST_BYTES = 8, 20_000  # of the host that is the cause, in the report
 _LAST_LOOKS = 50  # looks of 4 MB: bounds the fetching of a huge rest of a log
 
 
@@ -34,6 +35,13 @@ class Watched:
     number: int
     container: str
     workers: Sequence[int]
+
+
+@dataclass(frozen=True)
+class SliceNews:
+    """What the API says of the slice; None: it doesn't exist."""
+
+    state: str | None
 
 
 def supervise(
@@ -48,13 +56,17 @@ def supervise(
     """Watches an attempt to its end, ends it on every host, and records how it ended. KeyboardInterrupt leaves everything running."""
     logs = {worker: HostLog(ledger.log_file(watched.number, worker)) for worker in watched.workers}
 
-    def deliver(observation: Observation) -> None:
-        for line in logs[observation.worker].take(observation.lines):
+    def deliver(observation: Observation) -> bool:
+        fresh = logs[observation.worker].take(observation.lines)
+        for line in fresh:
             emit(observation.worker, line)
+        return bool(fresh)
 
     verdict, reachable = _watch(provider, ledger, watched, limits, logs, deliver, say)
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
         say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
+        if verdict.kind is Kind.STALLED:
+            _save_stacks(provider, ledger, watched, say)
         # A host that does not answer is not waited for: what its container left is removed when it is back and the run's next attempt starts there.
         reports = provider.stop(watched.container, grace=_FAILURE_GRACE, remove=False, workers=reachable)
         for report in reports:
@@ -70,9 +82,18 @@ def supervise(
         outcome=verdict.kind.value,
         cause=None if verdict.cause is None else vars(verdict.cause),
         symptoms=list(verdict.symptoms),
+        last_lines=last_lines(ledger, watched.number, verdict),
     )
     provider.stop(watched.container, grace=1, remove=True, workers=reachable)
     return verdict
+
+
+def last_lines(ledger: Ledger, attempt: int, verdict: Verdict) -> list[str]:
+    """What the host that is the cause wrote last."""
+    if verdict.cause is None or verdict.cause.worker < 0:
+        return []
+    path = ledger.log_file(attempt, verdict.cause.worker)
+    return [line.text for line in tail(path, _LAST_BYTES)[-_LAST_LINES:]] if path.exists() else []
 
 
 def explain(verdict: Verdict) -> list[str]:
@@ -91,13 +112,13 @@ def _watch(
     watched: Watched,
     limits: Limits,
     logs: dict[int, HostLog],
-    deliver: Callable[[Observation], None],
+    deliver: Callable[[Observation], bool],
     say: Callable[[str], None],
 ) -> tuple[Verdict, list[int]]:
     """The verdict that ends the attempt, and the hosts that answer."""
     begun = time.monotonic()
     views = {worker: HostView(worker, None, seen=begun) for worker in watched.workers}
-    inbox: queue.Queue[Observation | str] = queue.Queue()
+    inbox: queue.Queue[Observation | SliceNews] = queue.Queue()
     over = threading.Event()
     lookers = [
         threading.Thread(
@@ -107,7 +128,8 @@ def _watch(
     ]
     for looker in lookers:
         looker.start()
-    slice_state, slice_asked, complained = "READY", begun, begun
+    slice_state: str | None = "READY"
+    slice_asked = complained = last_line = begun
     try:
         while True:
             try:
@@ -115,10 +137,11 @@ def _watch(
             except queue.Empty:
                 pass
             else:
-                if isinstance(news, str):
-                    slice_state = news
+                if isinstance(news, SliceNews):
+                    slice_state = news.state
                 else:
-                    deliver(news)
+                    if deliver(news) or news.problem:  # what an unreachable host does is not known
+                        last_line = time.monotonic()
                     views[news.worker] = _update(views[news.worker], news, ledger, watched.number, say)
             now = time.monotonic()
             if any(not view.reachable for view in views.values()) and now - slice_asked > _SLICE_EVERY:
@@ -128,7 +151,7 @@ def _watch(
                 complained = now
                 say(f"no host answers ({views[watched.workers[0]].problem}); still trying. The run goes on without us: Ctrl-C detaches")
             requested = any(event["event"] == "stop" and event.get("attempt") == watched.number for event in ledger.events()[-20:])
-            verdict = judge(list(views.values()), now, limits, slice_state=slice_state, stop_requested=requested)
+            verdict = judge(list(views.values()), now, limits, slice_state=slice_state, stop_requested=requested, quiet=now - last_line)
             if verdict.kind.ended:
                 silent = {verdict.cause.worker} if verdict.kind is Kind.HOST_LOST and verdict.cause else set()
                 return verdict, [view.worker for view in views.values() if view.reachable and view.worker not in silent]
@@ -137,7 +160,7 @@ def _watch(
 
 
 def _look(
-    provider: Provider, container: str, log: HostLog, worker: int, inbox: queue.Queue[Observation | str], over: threading.Event
+    provider: Provider, container: str, log: HostLog, worker: int, inbox: queue.Queue[Observation | SliceNews], over: threading.Event
 ) -> None:
     """Looks at one host until told to stop. Every look is answered into `inbox`, whatever happened."""
     asked_from: str | None = log.cursor.since
@@ -156,12 +179,12 @@ def _look(
         asked_from = log.cursor.since or asked_from
 
 
-def _ask_slice(provider: Provider, inbox: queue.Queue[Observation | str]) -> None:
+def _ask_slice(provider: Provider, inbox: queue.Queue[Observation | SliceNews]) -> None:
     try:
         found = provider.describe()
     except LaunchError:
         return  # the API does not answer either: nothing is known
-    inbox.put("TERMINATED" if found is None else found.state)
+    inbox.put(SliceNews(None if found is None else found.state))
 
 
 def _update(view: HostView, news: Observation, ledger: Ledger, attempt: int, say: Callable[[str], None]) -> HostView:
@@ -182,6 +205,13 @@ def _update(view: HostView, news: Observation, ledger: Ledger, attempt: int, say
             "host ended", attempt=attempt, host=view.worker, exit_code=news.container.exit_code, oom=news.container.oom_killed, what=what
         )
     return replace(view, container=news.container, seen=now, problem="", ended_seen=ended_seen)
+
+
+def _save_stacks(provider: Provider, ledger: Ledger, watched: Watched, say: Callable[[str], None]) -> None:
+    """Where every host's processes are: the one thing that tells why a run hangs, gone once they are stopped."""
+    for worker, text in provider.stacks(watched.container).items():
+        ledger.write_stack(watched.number, worker, text)
+    say(f"the stacks of all hosts' processes are in {ledger.stacks_folder(watched.number)}")
 
 
 def _fetch_rest(provider: Provider, container: str, worker: int, log: HostLog) -> list[Observation]:

@@ -30,6 +30,7 @@ class Kind(enum.Enum):
     BAD_INPUT = "bad input"  # the trainer refused its configuration or data
     HOST_LOST = "host lost"
     PREEMPTED = "preempted"
+    STALLED = "stalled"  # no host has shown a sign of life for too long
     STOPPED = "stopped"  # somebody stopped it; nothing was saved
 
     @property
@@ -48,6 +49,7 @@ _EXIT_CODES = {
     Kind.BAD_INPUT: Exit.BAD_INPUT,
     Kind.HOST_LOST: Exit.HOST_LOST,
     Kind.PREEMPTED: Exit.PREEMPTED,
+    Kind.STALLED: Exit.STALLED,
     Kind.STOPPED: Exit.STOPPED,
 }
 
@@ -74,6 +76,7 @@ class Limits:
     settle: float = 4.0  # for asking all hosts once more after a failure
     blip: float = 2.5  # a host out of reach for less may just have had a hiccup
     lost: float = 120.0  # a host out of reach for so long is lost even if nobody complains
+    stall: float | None = None  # no line of any host for so long, while all answer: the run hangs
 
 
 @dataclass(frozen=True)
@@ -94,8 +97,22 @@ class Verdict:
     symptoms: tuple[str, ...] = ()
 
 
-def judge(views: Sequence[HostView], now: float, limits: Limits, *, slice_state: str = "READY", stop_requested: bool = False) -> Verdict:
-    """The state of an attempt. `slice_state` is what the API last said of the slice; `stop_requested` whether its owner asked to stop."""
+def judge(
+    views: Sequence[HostView],
+    now: float,
+    limits: Limits,
+    *,
+    slice_state: str | None = "READY",
+    stop_requested: bool = False,
+    quiet: float = 0.0,
+) -> Verdict:
+    """The state of an attempt.
+
+    `slice_state` is what the API last said of the slice (None: there is none), `stop_requested` whether its owner asked to stop, `quiet` for how many
+    seconds no host has written a line.
+    """
+    if slice_state is None:
+        return Verdict(Kind.PREEMPTED, Cause(-1, "the slice does not exist any more"))
     if slice_state in ("PREEMPTED", "TERMINATED", "STOPPED"):
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {slice_state}"))
     ended = [view for view in views if view.container is not None and view.container.ended]
@@ -110,6 +127,8 @@ def judge(views: Sequence[HostView], now: float, limits: Limits, *, slice_state:
         overdue = [view for view in unreachable if now - view.seen > limits.lost and not (view.container and view.container.ended)]
         if overdue and len(unreachable) < len(views):
             return Verdict(Kind.HOST_LOST, _lost(min(overdue, key=lambda view: view.seen), now))
+        if limits.stall is not None and quiet > limits.stall and not unreachable and not stop_requested:
+            return Verdict(Kind.STALLED, Cause(-1, f"no host has written a line for {quiet / 60:.1f} minutes"))
         return Verdict(Kind.RUNNING)
 
     first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *vanished))

@@ -142,6 +142,20 @@ def observe_script(container: str, since: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def stacks_script(container: str) -> str:
+    """Prints the stack of every Python process of the container (py-spy is in our images), and its process list."""
+    name = shlex.quote(container)
+    inside = (
+        "for p in /proc/[0-9]*; do case $(readlink $p/exe) in *python*) "
+        "py-spy dump --nonblocking --pid ${p#/proc/} 2>&1 || { cat $p/comm $p/wchan $p/status | head -n 12; } ;; esac; done"
+    )
+    return (
+        "docker=docker\n[ -w /var/run/docker.sock ] || docker='sudo -n docker'\n"
+        f"$docker top {name} 2>&1\n"
+        f"$docker exec --user 0 {name} sh -c {shlex.quote(inside)} 2>&1\n"
+    )
+
+
 def stop_script(container: str, grace: int, *, remove: bool) -> str:
     """SIGTERM, SIGKILL after `grace` seconds; a container that has ended or is gone is fine. Reports `stopped`."""
     name = shlex.quote(container)

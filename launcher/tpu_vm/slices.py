@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from launcher import costs
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.provider import SliceState
@@ -22,10 +23,17 @@ _SECONDS = 60.0  # for one question to the API
 _DELETE_MINUTES = 15.0
 
 
-def owner_labels(config: Config) -> dict[str, str]:
-    """What marks a slice as ours: who made it, and for which run."""
-    user = re.sub(r"[^a-z0-9_-]", "-", getpass.getuser().lower())[:63]
-    return {"tpu-launch": "1", "tpu-launch-owner": user, "tpu-launch-run": config.run_name}
+def owner() -> str:
+    """Who makes slices here, as a label's value."""
+    return re.sub(r"[^a-z0-9_-]", "-", getpass.getuser().lower())[:63]
+
+
+def owner_labels(config: Config, now: float | None = None) -> dict[str, str]:
+    """What marks a slice as ours: who made it, for which run, and (slice.expires_hours) when it should be gone, in Unix seconds."""
+    labels = {"tpu-launch": "1", "tpu-launch-owner": owner(), "tpu-launch-run": config.run_name}
+    if config.slice.expires_hours is not None:
+        labels["tpu-launch-expires"] = str(round((time.time() if now is None else now) + config.slice.expires_hours * 3600))
+    return labels
 
 
 def parse_state(text: str) -> SliceState:
@@ -39,6 +47,7 @@ def parse_state(text: str) -> SliceState:
         accelerator_type=node.get("acceleratorType", ""),
         hosts=tuple(endpoint.get("ipAddress", "") for endpoint in node.get("networkEndpoints", [])),
         detail="; ".join(filter(None, [node.get("healthDescription", ""), *symptoms])),
+        created=node.get("createTime", ""),
     )
 
 
@@ -64,9 +73,11 @@ def create(
         delete(config, say)
         found = None
     if found is None:
+        costs.check(config)
         say(
             f"creating {config.slice.accelerator_type} slice {config.slice.name} in {config.zone} ({config.accelerator.hosts} hosts, {config.slice.capacity})"
         )
+        say(costs.line(config))
         gcloud.call_with_progress(gcloud.create_command(config, owner_labels(config)), timeout=config.slice.create_minutes * 60)
         found = describe(config)
     shown = ""
@@ -110,7 +121,8 @@ def delete(
     found = describe(config)
     if found is None:
         return False
-    say(f"deleting slice {found.name}")
+    told = costs.since(config, found.created, time.time())
+    say(f"deleting slice {found.name}{f' ({told})' if told else ''}")
     while found is not None:
         try:
             if found.state != "DELETING":

@@ -76,6 +76,10 @@ class TpuVm:
                 answers = list(pool.map(lambda worker: self._ask_through_gcloud(worker, script), asked))
         return [self._report(answer, "stopped") for answer in answers]
 
+    def stacks(self, container: str) -> dict[int, str]:
+        answers = self._connected().ask_all(containers.stacks_script(container), timeout=60)
+        return {answer.worker: answer.stdout + answer.stderr + answer.problem for answer in answers}
+
     # -- reaching hosts -----------------------------------------------------------------------------------------------
 
     def _addresses(self) -> list[str]:

@@ -135,3 +135,25 @@ def test_every_attempt_with_a_failure_is_judged_within_the_settling_time(codes: 
     if failed:
         assert verdict.cause is not None
         assert codes[verdict.cause.worker] not in (None, 0, 75)
+
+
+def test_a_run_that_says_nothing_for_too_long_is_stalled() -> None:
+    limits = Limits(stall=60)
+    views = [running(0, seen=1000.0), running(1, seen=1000.0)]
+    assert judge(views, 1000.0, limits, quiet=59).kind is Kind.RUNNING
+    verdict = judge(views, 1000.0, limits, quiet=61)
+    assert verdict.kind is Kind.STALLED
+    assert verdict.kind.exit_code is Exit.STALLED
+
+
+def test_silence_is_no_stall_while_a_host_can_not_be_asked_or_without_a_limit() -> None:
+    views = [running(0, seen=1000.0), running(1, seen=999.0, problem="timed out")]
+    assert judge(views, 1000.0, Limits(stall=60), quiet=999).kind is Kind.RUNNING
+    assert judge([running(0), running(1)], 100.0, LIMITS, quiet=1e9).kind is Kind.RUNNING
+
+
+def test_a_deleted_slice_ends_the_run_and_says_so() -> None:
+    verdict = judge([running(0, problem="no route"), running(1, problem="no route")], 100.0, LIMITS, slice_state=None)
+    assert verdict.kind is Kind.PREEMPTED
+    assert verdict.cause is not None
+    assert "does not exist" in verdict.cause.what

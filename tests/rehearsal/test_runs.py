@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections import Counter
@@ -160,11 +159,10 @@ def test_the_hosts_see_only_their_own_containers_and_no_image_is_copied(two_host
     work, file = two_hosts
     running = work.begin("--emulated", "run", "--new", "-f", file, *command("echo up; exec sleep 60"))
     running.wait_for(r"^\[1\] up")
-    sizes = docker("ps", "--all", "--size", "--filter", "label=tpu-launch.run", "--format", "{{json .}}").splitlines()
+    names = [entry.split()[0] for entry in work.containers_of_runs()]
+    sizes = [docker("inspect", "--size", "--format", "{{.SizeRw}}", name).strip() for name in names]
     assert len(sizes) == 2
-    for size in sizes:
-        own = json.loads(size)["Size"].split()[0]
-        assert own.endswith(("0B", "kB", "B")), f"a host's container adds {own} to the image"
+    assert all(int(size) < 1_000_000 for size in sizes), f"bytes that the hosts' containers add to the image: {sizes}"
     work.good("--emulated", "stop", "-f", file)
     assert running.end(60).code == 14
 
@@ -231,3 +229,28 @@ def test_gcloud_alone_is_enough_as_transport(two_hosts: TwoHosts) -> None:
     assert ended.json()["cause"]["worker"] == 1
     assert "[0] host 0" in ended.output
     assert work.containers_of_runs() == []
+
+
+def test_a_run_that_hangs_is_ended_and_its_stacks_are_kept(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    program = "import time\ndef waits_for_ever():\n    time.sleep(600)\nprint('begun', flush=True)\nwaits_for_ever()"
+    ended = work.launch(
+        "--emulated", *("run", "--new", "--json", "-f", file, "--set", "run.stall_minutes=0.1"), *("--", "python", "-c", program)
+    )
+    assert ended.code == 13, ended.output
+    told = ended.json()
+    assert told["outcome"] == "stalled"
+    folder = Path(work.environment["TPU_LAUNCH_HOME"]) / "runs" / told["run"] / "stacks" / "attempt-0"
+    for worker in (0, 1):
+        assert "waits_for_ever" in (folder / f"host-{worker}.txt").read_text()
+    assert work.containers_of_runs() == []
+
+
+def test_the_last_lines_of_the_host_that_failed_are_shown_again(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    ended = work.launch(
+        *("--emulated", "run", "--new", "--json", "-f", file),
+        *command('[ "$TPU_WORKER_ID" = 0 ] && exec sleep 60; echo one; echo the reason; exit 9'),
+    )
+    assert ended.code == 10, ended.output
+    assert ended.json()["last_lines"] == ["one", "the reason"]
