@@ -1,0 +1,91 @@
+"""Claims about k8s/: it is what the code renders, and kubectl builds from it what tpu-launch would apply."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.shell import find
+from tests.kubernetes import schemas
+from tools import kustomize
+from training.accelerators import ACCELERATORS, gke_nodes
+
+K8S = kustomize.FOLDER
+
+
+def built(folder: Path) -> list[dict[str, Any]]:
+    text = subprocess.run([find("kubectl"), "kustomize", str(folder)], capture_output=True, text=True, check=True, timeout=60).stdout
+    return list(yaml.safe_load_all(text))
+
+
+def test_every_file_is_what_the_code_renders() -> None:
+    for path, text in kustomize.files().items():
+        assert (K8S / path).read_text() == text, "if this is wanted: python -m tools.kustomize, and review the difference"
+    kept = {str(path.relative_to(K8S)) for folder in ("base", "overlays") for path in (K8S / folder).rglob("*") if path.is_file()}
+    assert kept == set(kustomize.files())
+
+
+@pytest.mark.parametrize("name", kustomize.OVERLAYS)
+def test_kubectl_builds_from_an_overlay_what_tpu_launch_renders(name: str) -> None:
+    found = {each["kind"]: each for each in built(K8S / "overlays" / name)}
+    for wanted in kustomize.objects_of(name):
+        assert schemas.mistakes(found[wanted["kind"]]) == []
+        if name == "torch-xla":  # differs by the reader's own repository alone
+            text = yaml.safe_dump(found[wanted["kind"]]).replace("MY-PROJECT/MY-REPOSITORY", "my-project/tpu-launch")
+            found[wanted["kind"]] = yaml.safe_load(text)
+        for each in (found[wanted["kind"]], wanted):
+            if "data" in each:  # kustomize takes the last line's end from a patch
+                each["data"] = {key: text.rstrip("\n") for key, text in each["data"].items()}
+        assert found[wanted["kind"]] == wanted
+    assert len(found) == 2
+
+
+def test_the_base_is_valid_as_it_is() -> None:
+    assert [schemas.mistakes(each) for each in built(K8S / "base")] == [[], []]
+
+
+def test_the_queue_and_the_role_are_valid() -> None:
+    for path in ("overlays/kueue/queue.yaml", "role.yaml"):
+        for document in yaml.safe_load_all((K8S / path).read_text()):
+            assert schemas.mistakes(document) == []
+
+
+def test_the_readme_names_every_machine_type() -> None:
+    readme = (K8S / "README.md").read_text()
+    for slice_ in ACCELERATORS.values():
+        if slice_.generation.name != "v2":
+            assert f"`{gke_nodes(slice_).machine_type}`" in readme
+
+
+values = st.recursive(st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+
+
+@given(st.dictionaries(st.text(), values, max_size=3), st.dictionaries(st.text(), values, max_size=3))
+def test_a_patch_turns_one_into_the_other(old: dict[str, Any], new: dict[str, Any]) -> None:
+    assert apply(kustomize.json_patch(old, new), old) == new
+
+
+def apply(operations: list[dict[str, Any]], document: Any) -> Any:
+    """RFC 6902, as far as it is used."""
+    result = yaml.safe_load(yaml.safe_dump(document))
+    for each in operations:
+        *above, last = [part.replace("~1", "/").replace("~0", "~") for part in each["path"].split("/")[1:]]
+        place = result
+        for part in above:
+            place = place[int(part)] if isinstance(place, list) else place[part]
+        if each["op"] == "remove":
+            del place[last]
+        elif isinstance(place, list):
+            if each["op"] == "add":
+                place.append(each["value"])
+            else:
+                place[int(last)] = each["value"]
+        else:
+            place[last] = each["value"]
+    return result

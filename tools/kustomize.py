@@ -1,0 +1,156 @@
+"""Writes k8s/: what `tpu-launch manifest` renders, as a kustomize base and overlays, for people who use kubectl alone.
+
+An overlay is what becomes different in the base when keys of examples/gke.yaml are changed: a JSON patch (RFC 6902), made by comparing both renderings.
+A test checks that k8s/ is what this writes and that kubectl builds it. To write it again: .venv/bin/python -m tools.kustomize
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.config import load
+from launcher.gke import standalone, yaml_text
+from launcher.gke.manifest import Kind, Restarts, node_selector, objects
+from launcher.gke.yaml_text import Noted
+
+HOUSE = Path(__file__).resolve().parent.parent
+FOLDER = HOUSE / "k8s"
+EXAMPLE = HOUSE / "examples" / "gke.yaml"
+MADE = "Made by tools/kustomize.py; its source is launcher/gke/manifest.py with examples/gke.yaml."
+IMAGE = "us-central2-docker.pkg.dev/my-project/tpu-launch/torch-xla"
+NO_DIGEST = "sha256:" + "0" * 64  # stands for the reader's own
+QUEUE = "tpu-queue"
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """What is different, in the words of the YAML file, or a whole kustomization's own words."""
+
+    about: str
+    changes: tuple[str, ...] = ()
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+OVERLAYS: dict[str, Overlay] = {
+    "v3": Overlay("A v3-32: 4 hosts, 32 devices.", ("slice.accelerator_type=v3-32",)),
+    "v4": Overlay("A v4-32: 4 hosts, 16 devices.", ("slice.accelerator_type=v4-32",)),
+    "v5e": Overlay("A v5litepod-16: 4 hosts, 16 devices.", ("slice.accelerator_type=v5litepod-16",)),
+    "spot": Overlay("Spot nodes: cheaper, and taken away 30 s after a notice, of which 25 are for saving.", ("slice.capacity=spot",)),
+    "kueue": Overlay("Waits in a Kueue queue until all hosts can start together. An administrator makes queue.yaml once.", (f"gke.queue={QUEUE}",)),
+    "torch-xla": Overlay(
+        "The PyTorch/XLA image of your own repository.",
+        more={
+            "images": [
+                {"name": IMAGE, "newName": Noted("us-central2-docker.pkg.dev/MY-PROJECT/MY-REPOSITORY/torch-xla", "Yours."), "digest": NO_DIGEST}
+            ]
+        },
+    ),
+}  # fmt: skip
+
+
+def files() -> dict[str, str]:
+    """Every file that is made, by its path below k8s/."""
+    base = _rendered(())
+    names = {"ConfigMap": "config.yaml", "JobSet": "jobset.yaml"}
+    made = {f"base/{names[_plain(each)['kind']]}": yaml_text.documents([each], MADE) for each in base}
+    made["base/kustomization.yaml"] = _kustomization("A v4-16 (2 hosts, 8 devices), on demand.", {"resources": list(names.values())})
+    for name, overlay in OVERLAYS.items():
+        made[f"overlays/{name}/kustomization.yaml"] = _kustomization(
+            overlay.about, {"resources": ["../../base"], **overlay.more, **_patches(overlay)}
+        )
+    made["overlays/kueue/queue.yaml"] = yaml_text.documents(queue(), MADE)
+    return made
+
+
+def objects_of(name: str) -> list[dict[str, Any]]:
+    """What kubectl must build from an overlay."""
+    return [_plain(each) for each in _rendered(OVERLAYS[name].changes)]
+
+
+def queue() -> list[Any]:
+    """Kueue's objects for the base's nodes."""
+    config = load(EXAMPLE)
+    api = "kueue.x-k8s.io/v1beta1"
+    chips = config.accelerator.chips
+    quota = {"name": "google.com/tpu", "nominalQuota": Noted(chips, "Chips that may be in use at once: those of one slice.")}
+    return [
+        Noted(
+            {
+                "apiVersion": api,
+                "kind": "ResourceFlavor",
+                "metadata": {"name": config.accelerator.name},
+                "spec": {"nodeLabels": node_selector(config)},
+            },
+            "The nodes.",
+        ),
+        {
+            "apiVersion": api,
+            "kind": "ClusterQueue",
+            "metadata": {"name": "tpu"},
+            "spec": {
+                "namespaceSelector": {},
+                "resourceGroups": [
+                    {"coveredResources": ["google.com/tpu"], "flavors": [{"name": config.accelerator.name, "resources": [quota]}]}
+                ],
+            },
+        },
+        Noted(
+            {
+                "apiVersion": api,
+                "kind": "LocalQueue",
+                "metadata": {"name": QUEUE, "namespace": config.gke.namespace},
+                "spec": {"clusterQueue": "tpu"},
+            },
+            "What gke.queue names.",
+        ),
+    ]
+
+
+def json_patch(old: Any, new: Any, path: str = "") -> list[dict[str, Any]]:
+    """The operations (RFC 6902) that turn `old` into `new`."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        found = [{"op": "remove", "path": f"{path}/{_escape(key)}"} for key in old if key not in new]
+        for key, value in new.items():
+            below = f"{path}/{_escape(key)}"
+            found += json_patch(old[key], value, below) if key in old else [{"op": "add", "path": below, "value": value}]
+        return found
+    if isinstance(old, list) and isinstance(new, list) and len(new) >= len(old):
+        found = [each for index, value in enumerate(old) for each in json_patch(value, new[index], f"{path}/{index}")]
+        return found + [{"op": "add", "path": f"{path}/-", "value": value} for value in new[len(old) :]]
+    return [] if old == new else [{"op": "replace", "path": path, "value": new}]
+
+
+def _escape(key: str) -> str:
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+def _patches(overlay: Overlay) -> dict[str, Any]:
+    patches = []
+    for old, new in zip(_rendered(()), _rendered(overlay.changes), strict=True):
+        operations = json_patch(_plain(old), _plain(new))
+        if operations:
+            target = {"kind": _plain(old)["kind"], "name": _plain(old)["metadata"]["name"]}
+            patches.append({"target": target, "patch": yaml_text.text(operations)})
+    return {"patches": patches} if patches else {}
+
+
+def _rendered(changes: tuple[str, ...]) -> list[Any]:
+    config = load(EXAMPLE, changes)
+    return objects(config, standalone.workload(config, config.run_name, f"{IMAGE}@{NO_DIGEST}"), Kind.JOBSET, Restarts.BY_CLUSTER)
+
+
+def _kustomization(about: str, content: dict[str, Any]) -> str:
+    node = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", **content}
+    return yaml_text.documents([Noted(node, about)], MADE)
+
+
+def _plain(node: Any) -> Any:
+    return yaml_text.plain(node)
+
+
+if __name__ == "__main__":
+    for path, text in files().items():
+        (FOLDER / path).parent.mkdir(parents=True, exist_ok=True)
+        (FOLDER / path).write_text(text)
