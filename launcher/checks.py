@@ -39,14 +39,15 @@ def buckets(config: Config) -> None:
 
 
 def data(config: Config) -> None:
-    """The datasets are there and are what the configuration says."""
+    """The datasets are there, whole, and what the configuration says, down to the tokenizer that wrote them and the size of every shard."""
     if config.trainer is None:
         return
-    from training.data.dataset import open_dataset
+    from training.data.dataset import check
 
+    length: int | None = None
     for key, url in _datasets(config):
         try:
-            open_dataset(url)
+            length = check(url, kind=config.trainer.task, tokenizer=config.trainer.data.tokenizer, sequence_length=length).sequence_length
         except TrainError as error:
             raise BadInput(f"{config.document.place(key)}: {'.'.join(key)}: {error}") from None
 
