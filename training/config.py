@@ -98,6 +98,7 @@ class Train(Section):
     precision: Literal["fp32", "bf16"] = "fp32"
     gradient_accumulation: int = Field(default=1, ge=1)
     log_every: int = Field(default=10, ge=1)
+    strict: bool = False  # a program compiled after warm-up ends the run, instead of a warning
     prefetch: int = Field(default=2, ge=1)  # batches read ahead
 
 

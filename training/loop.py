@@ -7,6 +7,7 @@ after the same step: a host that is asked to stop says so in its next step's ask
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -104,6 +105,8 @@ class _Run:
     trained: int = 0  # steps of this attempt
     last_save: float = field(default_factory=time.monotonic)
     reported: tuple[float, int] = (0.0, 0)  # seconds in steps, and steps, of this attempt at the last progress line
+    compiled: int = 0  # programs of training steps
+    compiled_evaluating: int = 0  # programs of evaluations
     seconds_each: float = 0.0  # of a step, at the last progress line
 
     def go_on(self, step: int, state: Any, damaged: tuple[int, ...]) -> None:
@@ -119,15 +122,15 @@ class _Run:
             EverySteps(self.config.evaluation.every),
         )
         self.asked = Asks(stop=any(self.rendezvous.meet("ready", self.stopping.requested)))
-        batches = self.task.batches(self.step) if self.step < steps and not self.asked.stop else iter(())
-        while self.step < steps and not self.asked.stop:
-            with self.clock.phase("data_wait"):
-                batch = next(batches)
-            self.train_on(batch)
-            if save.due(self.step) or self.asked.save:
-                self.save()
-            if evaluate.due(self.step) and self.step < steps and not self.asked.stop:
-                self.evaluate()
+        with contextlib.closing(self.task.batches(self.step)) as batches:
+            while self.step < steps and not self.asked.stop:
+                with self.clock.phase("data_wait"):
+                    batch = next(batches)
+                self.train_on(batch)
+                if save.due(self.step) or self.asked.save:
+                    self.save()
+                if evaluate.due(self.step) and self.step < steps and not self.asked.stop:
+                    self.evaluate()
         self.save()
         if self.asked.stop:
             self.stop()
@@ -143,6 +146,17 @@ class _Run:
         self.observe(finished)
         self.saver.check()
         self.rendezvous.check()
+        self.watch_compilations(batch)
+
+    def watch_compilations(self, batch: HostBatch) -> None:
+        """The first step of an attempt compiles, and none after it."""
+        before, self.compiled = self.compiled, self.backend.compilations()[0] - self.compiled_evaluating
+        if self.trained > 1 and self.compiled > before:
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in batch.arrays.items())
+            message = f"step {self.step - 1} compiled another program, the {self.compiled}th of training; its arrays were {shapes}"
+            if self.config.train.strict:
+                raise TrainError(f"{message} (train.strict)")
+            warn(message)
 
     def read_outcomes(self, leave: int) -> list[tuple[Outcome, HostBatch]]:
         """Waits for steps, oldest first, until `leave` are in flight."""
@@ -193,7 +207,7 @@ class _Run:
     def evaluate(self) -> None:
         """Over the whole evaluation set, unless all hosts learn meanwhile that one is to stop."""
         self.observe(self.read_outcomes(leave=0))
-        totals = dict.fromkeys(SUMS, 0.0)
+        totals, compiled = dict.fromkeys(SUMS, 0.0), self.backend.compilations()[0]
         with self.compiling("evaluation"), self.clock.phase("evaluation"):
             for number, batch in enumerate(self.task.evaluation_batches()):
                 self.rendezvous.phase(f"evaluation after step {self.step}, batch {number}")
@@ -203,6 +217,7 @@ class _Run:
                 if outcome.asked.stop:
                     self.asked = Asks(stop=True)
                     return
+        self.compiled_evaluating += self.backend.compilations()[0] - compiled
         self.figures = self.task.figures(Outcome(totals, NOTHING))
         self.say(report.evaluation(self.step, self.figures))
         if self.log:
@@ -216,7 +231,8 @@ class _Run:
                 self.stop()
         with self.clock.phase("checkpoint"):
             self.saver.wait()
-        checksums = self.rendezvous.meet("end", self.weights_crc32c())
+        told = self.rendezvous.meet("end", [self.weights_crc32c(), self.task.skipped])
+        checksums = [checksum for checksum, _ in told]
         if len(set(checksums)) > 1:
             raise TrainError(
                 f"the hosts ended with different weights (crc32c by host: {', '.join(checksums)}): they did not train the same model"
@@ -237,6 +253,7 @@ class _Run:
             "checkpoint": storage.join(self.saver.folder, step_folder(self.step)), "committed_step": self.saver.committed,
             "model": storage.join(self.folder, "model") if self.config.export.at_end else None, "compilations": count,
             "checkpoint_blocked_seconds": round(self.saver.blocked_seconds, 3),
+            "host_fallbacks": self.backend.fallbacks(), "skipped_records": sum(skipped for _, skipped in told),
             "final_weights_crc32c": checksums[0], "seconds": self.clock.report(),
         }  # fmt: skip
         if self.log:

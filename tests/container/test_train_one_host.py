@@ -156,6 +156,20 @@ def test_an_infinite_loss_stops_the_run_and_names_the_records(folder: Path) -> N
     assert "last finite" in str(raised.value)
 
 
+def test_a_missing_evaluation_shard_is_found_before_the_first_step(folder: Path) -> None:
+    cut = folder / "cut"
+    shutil.copytree(folder / "evaluation", cut)
+    next(cut.glob("*.tfrecord")).unlink()
+    with pytest.raises(BadInput, match="is missing"):
+        run(folder, "cut", data__evaluation=str(cut))
+    assert not (folder / "runs" / "cut" / "checkpoints").exists()
+
+
+def test_nothing_of_a_step_runs_on_the_host(undisturbed: dict[str, Any]) -> None:
+    assert undisturbed["host_fallbacks"] == []
+    assert undisturbed["skipped_records"] == 0
+
+
 def test_the_result_is_a_model_that_fill_mask_loads(undisturbed: dict[str, Any], folder: Path) -> None:
     model = Path(undisturbed["model"])
     exported = folder / "exported"

@@ -74,5 +74,8 @@ class Backend(Protocol):
     def compilations(self) -> tuple[int, float]:
         """How many programs were compiled so far, and the seconds that took."""
 
+    def fallbacks(self) -> list[str]:
+        """Operations that ran on the host because the device has none: each costs a round trip every step."""
+
     def close(self) -> None:
         """Leaves the other hosts. The process may end without it."""

@@ -108,8 +108,10 @@ class Saver:
         step, cluster = manifest.step, self._cluster
         folder = storage.join(self.folder, form.step_folder(step))
         self._rendezvous.aside(f"saving {step}: writing its part")
-        part = Part(form.part_name(cluster.worker, cluster.hosts, self._description.token), len(data), google_crc32c.value(bytes(data)))
-        self._write_part(storage.join(folder, part.name), data, part)
+        content = bytes(data)
+        data.clear()  # one copy of this host's share, not two
+        part = Part(form.part_name(cluster.worker, cluster.hosts, self._description.token), len(content), google_crc32c.value(content))
+        self._write_part(storage.join(folder, part.name), content, part)
         self._rendezvous.aside(f"saving {step}: waiting for all parts")
         told = self._rendezvous.meet(f"checkpoint {step}", {"name": part.name, "size": part.size, "crc32c": part.crc32c})
         if not cluster.is_first:
@@ -127,8 +129,8 @@ class Saver:
         self._damaged -= {step}
         self._delete_old(step)
 
-    def _write_part(self, url: str, data: bytearray, part: Part) -> None:
-        written = storage.write(url, bytes(data))
+    def _write_part(self, url: str, content: bytes, part: Part) -> None:
+        written = storage.write(url, content)
         if (written.size, written.crc32c) != (part.size, part.crc32c):
             raise TrainError(
                 f"{url} was stored with size {written.size} and crc32c {written.crc32c:08x}, but {part.size} and {part.crc32c:08x} were sent"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.batches import MlmBatch, MlmBatches, evaluation, prefetch
-from training.data.dataset import Dataset, open_dataset
+from training.data.dataset import Dataset, find_shards, open_dataset
 from training.data.masking import Masking
 
 
@@ -30,7 +31,7 @@ class Mlm:
     """The data of one run. Opening it reads manifests only. Raises BadInput for anything that does not fit together."""
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
-        self._config, self._cluster = config, cluster
+        self._config = config
         tokenizer = tokenizers.read(config.data.tokenizer)
         self.tokens, tokenizer_hash = tokenizer.special, tokenizer.hash
         self.train = self._open(config.data.train, tokenizer_hash, None)
@@ -38,6 +39,17 @@ class Mlm:
         self.sequence_length = self.train.sequence_length
         self.vocabulary, self.pad = self.tokens.vocabulary, self.tokens.pad
         self._masking = Masking(config.data.masking.percent, config.data.masking.predictions)
+        self._reading: dict[str, Any] = {
+            "tokenizer": self.tokens,
+            "masking": self._masking,
+            "host": cluster.worker,
+            "hosts": cluster.hosts,
+            "on_corrupt": config.data.on_corrupt,
+        }
+        # Both look at every shard now: a missing one is found before the first step, not at the first evaluation.
+        self._source = MlmBatches(self.train, seed=config.seed, global_batch_size=config.train.global_batch_size, **self._reading)
+        if self.evaluation:
+            find_shards(self.evaluation)
 
     def _open(self, url: str, tokenizer_hash: str, sequence_length: int | None) -> Dataset:
         dataset = open_dataset(url)
@@ -61,23 +73,20 @@ class Mlm:
             "tokenizer": self.train.tokenizer_hash,
         }
 
-    def batches(self, start: int) -> Iterator[HostBatch]:
-        """This host's rows of batch `start`, `start` + 1, ..., read ahead in the background."""
-        train = self._config.train
-        source = MlmBatches(
-            self.train, tokenizer=self.tokens, seed=self._config.seed, global_batch_size=train.global_batch_size, masking=self._masking,
-            host=self._cluster.worker, hosts=self._cluster.hosts, on_corrupt=self._config.data.on_corrupt,
-        )  # fmt: skip
-        return prefetch(lambda number: _host_batch(source.batch(number)), start, train.prefetch)
+    def batches(self, start: int) -> Generator[HostBatch, None, None]:
+        """This host's rows of batch `start`, `start` + 1, ..., read ahead in the background once the first is asked for. Close it in the end."""
+        with contextlib.closing(self._source):
+            yield from prefetch(lambda number: _host_batch(self._source.batch(number)), start, self._config.train.prefetch)
 
     def evaluation_batches(self) -> Iterator[HostBatch]:
         """This host's rows of the whole evaluation set, in record order; the same masks each time."""
         assert self.evaluation is not None
-        batches = evaluation(
-            self.evaluation, tokenizer=self.tokens, global_batch_size=self._config.evaluation_batch_size, masking=self._masking,
-            host=self._cluster.worker, hosts=self._cluster.hosts, on_corrupt=self._config.data.on_corrupt,
-        )  # fmt: skip
-        return map(_host_batch, batches)
+        return map(_host_batch, evaluation(self.evaluation, global_batch_size=self._config.evaluation_batch_size, **self._reading))
+
+    @property
+    def skipped(self) -> int:
+        """Damaged training records that this host has replaced (data.on_corrupt: skip)."""
+        return self._source.skipped
 
     def figures(self, total: Outcome) -> dict[str, float]:
         """Over exactly the evaluation set."""
