@@ -37,34 +37,6 @@ def cli(context: click.Context, emulated: bool) -> None:
     context.obj = emulated
 
 
-def _configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--file")) -> Function:
-    """Adds the options that every verb has, loads the file, and hands it over as `config`."""
-
-    def wrapped(context: click.Context, /, path: Path, overrides: tuple[str, ...], provider: str, emulated: bool, **options: Any) -> Any:
-        from launcher.config import load
-
-        config = replace(load(path, overrides, command=options.get("command", ())), provider=provider)
-        if not (emulated or context.find_root().obj):
-            return function(config, **options)
-        from launcher.emulator import session
-
-        with session.emulated(terminal.say):
-            return function(config, **options)
-
-    functools.update_wrapper(wrapped, function)
-    decorated: Any = click.pass_context(wrapped)
-    for option in (
-        click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud."),
-        click.option("--provider", type=click.Choice(["tpu-vm", "gke"]), default="tpu-vm", show_default=True, help="Where the hosts are."),
-        click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the file: --set train.steps=100."),
-        click.option(
-            *file_flags, "path", type=click.Path(path_type=Path), default=_DEFAULT_FILE, show_default=True, help="The run's YAML file."
-        ),
-    ):
-        decorated = option(decorated)
-    return cast(Function, decorated)
-
-
 def _provider(config: Any) -> Any:
     if config.provider == "gke":
         from launcher.gke.gke import Gke

@@ -82,6 +82,8 @@ class SliceSection(Section):
     service_account: str | None = None
     labels: Annotated[dict[str, str], AfterValidator(_labels)] = {}
     create_minutes: float = Field(default=30, gt=0)  # how long `up` waits for READY
+    expires_hours: float | None = Field(default=None, gt=0)  # after so long `tpu-launch gc` removes it
+    max_cost_per_hour: float | None = Field(default=None, gt=0)  # dollars; what costs more, or an unknown price, is not created
 
 
 class ImageSection(Section):
@@ -109,6 +111,7 @@ class RunSection(Section):
     stop_seconds: int = Field(default=30, ge=1, le=600)  # between SIGTERM and SIGKILL
     host_lost_seconds: float = Field(default=120, gt=0)  # a host unreachable for so long, while others answer, is lost
     start_minutes: float = Field(default=15, gt=0)  # pulling the image and starting, all hosts
+    stall_minutes: float | None = Field(default=None, gt=0)  # no line from any host for so long: save stacks, end the attempt
     transport: Literal["auto", "gcloud"] = (
         "auto"  # how hosts are watched: open ssh connections, and gcloud where those fail; or gcloud alone
     )
@@ -169,6 +172,11 @@ class Config:
     @property
     def accelerator(self) -> Accelerator:
         return accelerator(self.slice.accelerator_type)
+
+    @property
+    def zones(self) -> list[str]:
+        """The zones in which the slice may be, in the order in which they are tried."""
+        return [self.zone]
 
     @property
     def runtime_version(self) -> str:

@@ -110,6 +110,8 @@ def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str,
             return {"name": f"{parent}/runtimeVersions/{name}", "version": name}
         case ("GET", ("acceleratorTypes" | "runtimeVersions", name), ""):
             raise ApiError(catalogue.NOT_FOUND, f"Resource '{parent}/{rest[0]}/{name}' was not found")
+        case ("GET", ("queuedResources",), ""):
+            return _page("queuedResources", [], call)
         case (_, ("queuedResources", *_), _):
             raise ApiError(
                 catalogue.UNIMPLEMENTED, "queued resources are not emulated; create the node with `gcloud compute tpus tpu-vm create`"

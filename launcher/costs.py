@@ -1,0 +1,138 @@
+"""What a slice costs: list prices per chip and hour, by generation, region and kind of capacity.
+
+A table with a date, not an oracle: Google changes spot prices up to once a month, and a contract or a reservation has prices of its own. What the table
+does not know is unknown, never guessed; a limit (`slice.max_cost_per_hour`) refuses what can't be shown to be below it.
+
+Source: Google's price list (cloud.google.com/tpu/pricing) as SkyPilot's catalogue reads it through Google's billing API
+(github.com/skypilot-org/skypilot-catalog, catalogs/v8/gcp/vms.csv at 8427bbff), slices divided by their chips. US dollars, without taxes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from launcher.config import Config
+from launcher.errors import BadInput
+from training.accelerators import Accelerator, accelerator
+
+AS_OF = "2026-11"  # when the table was read
+SOURCE = "SkyPilot's catalogue of Google's prices"
+
+
+@dataclass(frozen=True)
+class Price:
+    """Dollars per chip and hour; None where it isn't known."""
+
+    on_demand: float | None
+    spot: float | None
+
+
+# (generation, one host or several, region). Slices of v2 and v3 on one host are priced apart from larger ones.
+_V2_ONE = {"us-central1": Price(1.125, 0.3375), "europe-west4": Price(1.2375, 0.31556), "asia-east1": Price(1.305, 0.3915)}
+_V2_MORE = {"us-central1": Price(1.5, 0.3825), "europe-west4": Price(1.5, 0.3825)}
+_V3_ONE = {"us-central1": Price(2.0, 0.51), "europe-west4": Price(2.2, 0.561), "us-east1": Price(2.0, None)}
+_V3_MORE = {"europe-west4": Price(2.0, 0.66), "us-east1": Price(2.0, 0.6)}
+_V4 = {"us-central2": Price(3.22, 0.9215)}
+_V5E = {
+    "us-central1": Price(1.2, 0.24493),
+    "us-south1": Price(1.416, 0.5664),
+    "us-west1": Price(1.2, 0.24493),
+    "us-west4": Price(1.2, 0.48),
+    "us-east1": Price(1.2, 0.24493),
+    "us-east5": Price(1.2, 0.6),
+    "europe-west4": Price(1.56, 0.40453),
+    "asia-southeast1": Price(1.56, 0.78),
+}
+_V5P = {"us-central1": Price(4.2, 0.92856), "us-east5": Price(4.2, 1.68), "europe-west4": Price(4.2525, 1.34849)}
+_V6E = {
+    "us-central1": Price(2.7, 0.57285),
+    "us-east1": Price(2.7, 0.57285),
+    "us-east5": Price(2.7, 1.35),
+    "us-south1": Price(2.7, 1.35),
+    "europe-west4": Price(2.97, 1.03748),
+    "asia-northeast1": Price(3.24, 0.85774),
+    "southamerica-west1": Price(2.7, None),
+}
+
+
+def _table(wanted: Accelerator) -> dict[str, Price]:
+    one = wanted.hosts == 1
+    tables = {"v2": _V2_ONE if one else _V2_MORE, "v3": _V3_ONE if one else _V3_MORE, "v4": _V4, "v5e": _V5E, "v5p": _V5P, "v6e": _V6E}
+    return tables.get(wanted.generation.name, {})
+
+
+def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
+    """Dollars an hour for a whole slice; None when the table does not know. `capacity` is that of `slice.capacity`.
+
+    Reserved capacity is counted at the on-demand price, its upper bound: what a contract says is not public.
+    """
+    wanted = accelerator(accelerator_type)
+    price = _table(wanted).get(zone.rsplit("-", 1)[0])
+    if price is None:
+        return None
+    each = price.spot if capacity == "spot" else price.on_demand
+    return None if each is None else each * wanted.chips
+
+
+def line(config: Config) -> str:
+    """What the slice of this file costs an hour, with the table's date."""
+    cost = per_hour(config.slice.accelerator_type, config.zone, config.slice.capacity)
+    what = f"{config.slice.accelerator_type}, {config.slice.capacity}, {config.zone}"
+    if cost is None:
+        return f"cost: unknown ({what} is not in the price table of {AS_OF}); see https://cloud.google.com/tpu/pricing"
+    upper = ", at most: a reservation has a price of its own" if config.slice.capacity == "reserved" else ""
+    return f"cost: about ${cost:.2f} an hour ({what}; list prices of {AS_OF}{upper})"
+
+
+def so_far(accelerator_type: str, zone: str, capacity: str, seconds: float) -> float | None:
+    """Dollars for a slice that exists since `seconds`; None when its price isn't known."""
+    try:
+        cost = per_hour(accelerator_type, zone, capacity)
+    except ValueError:  # a type that was made by something else
+        return None
+    return None if cost is None else cost * max(0.0, seconds) / 3600
+
+
+def since(config: Config, created: str, now: float) -> str:
+    """How long the slice of this file exists, and what that cost; empty when the API doesn't say when it was created."""
+    begun = parse_time(created)
+    if begun is None:
+        return ""
+    cost = so_far(config.slice.accelerator_type, config.zone, config.slice.capacity, now - begun)
+    told = f"cost so far: about ${cost:.2f} (list prices of {AS_OF})" if cost is not None else "cost so far: unknown"
+    return f"created {duration(now - begun)} ago, {told}"
+
+
+def check(config: Config) -> None:
+    """Raises BadInput when the slice would cost more an hour than `slice.max_cost_per_hour`, or when that can't be told."""
+    limit = config.slice.max_cost_per_hour
+    if limit is None:
+        return
+    cost = per_hour(config.slice.accelerator_type, config.zone, config.slice.capacity)
+    if cost is None:
+        raise BadInput(
+            f"the limit (slice.max_cost_per_hour, --max-cost) is ${limit:.2f} an hour, but {line(config)}. Without a limit it is created"
+        )
+    if cost > limit:
+        raise BadInput(f"the limit (slice.max_cost_per_hour, --max-cost) is ${limit:.2f} an hour, but {line(config)}. Nothing was created")
+
+
+def parse_time(text: str) -> float | None:
+    """Unix seconds of an RFC 3339 time as Google prints it; None for an empty one."""
+    if not text:
+        return None
+    head, _, fraction = text.removesuffix("Z").partition(".")
+    begun = datetime.fromisoformat(head).replace(tzinfo=UTC).timestamp()
+    return begun + (float(f"0.{fraction}") if fraction.isdigit() else 0.0)
+
+
+def duration(seconds: float) -> str:
+    """ "3 d 4 h", "2 h 5 min", "40 s"."""
+    whole = int(abs(seconds))
+    days, hours, minutes = whole // 86400, whole % 86400 // 3600, whole % 3600 // 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min" if minutes else f"{whole} s"
