@@ -236,6 +236,19 @@ def test_a_host_reads_only_what_its_rows_need(samples: Any, gcs: Any, monkeypatc
     assert sum(int(end) - int(start) + 1 for start, end in epoch) < 0.5 * 2000 * size_of(dataset)
 
 
+def test_a_dataset_that_fits_into_one_window_is_read_once(samples: Any, gcs: Any) -> None:
+    dataset, expected = samples.make("gs://bucket/data", 300, per_shard=100), samples.ids(300)
+    found = batches(dataset)
+    found.batch(0)
+    gcs.requests.clear()
+    for k in range(100):
+        batch = found.batch(k)
+        shown, used = batch.input_ids.copy(), batch.weights > 0
+        shown[np.nonzero(used)[0], batch.positions[used]] = batch.labels[used]
+        assert np.array_equal(shown, expected[batch.records])
+    assert not [path for _, path, _ in gcs.requests if path.startswith("/download/")]
+
+
 def test_the_cache_saves_the_second_reading(samples: Any, gcs: Any, tmp_path: Path) -> None:
     dataset = samples.make("gs://bucket/data", 300, per_shard=100)
     expected = batches(dataset, cache=tmp_path).batch(7)

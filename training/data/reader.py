@@ -3,6 +3,7 @@
 A `Reader` joins an order (which record comes when) and a source (records by number). It works window by window (see `training.data.order`): when a
 window is first touched, all blocks that hold a row of this host are requested at once, in the order of first use, by a few threads; neighbouring
 blocks are one request. When the last block is there, the next window is begun. A batch waits only for the blocks that it needs.
+A dataset that fits into one window is read once, not once an epoch.
 
 Memory: at most three windows of this host's rows (the one before, in case a batch spans two; the current; the next), each about
 order.WINDOW_BLOCKS * order.BLOCK_BYTES = 64 MB over the number of hosts, and one request a thread.
@@ -75,7 +76,8 @@ class Reader:
         if found is None:
             cells = np.flatnonzero(cells_of_rows(self.order, self.batch, epoch, number, self.first, self.last))
             records = self.order.window(epoch, number)[cells]
-            found = _Window(self.source, cells, records, self.order.geometry.block, self._workers)
+            last = next(reversed(self._windows.values()), None)
+            found = _Window(self.source, cells, records, self.order.geometry.block, self._workers, last)
             self._windows[epoch, number] = found
             while len(self._windows) > WINDOWS_KEPT:
                 _, old = self._windows.popitem(last=False)
@@ -87,14 +89,22 @@ class Reader:
 class _Window:
     """This host's records of one window. `cells` are their places in it, ascending; `records` their numbers; both (n,)."""
 
-    def __init__(self, source: Source, cells: Ints, records: Ints, block: int, workers: _Workers) -> None:
+    def __init__(self, source: Source, cells: Ints, records: Ints, block: int, workers: _Workers, last: _Window | None) -> None:
         self.cells, self.records = cells, records
+        self.complete: bool
+        self._arrays: Arrays
+        self._futures: list[Future[None]] = []
         self._source, self._block = source, block
         needed, first_use, slot = np.unique(records // block, return_index=True, return_inverse=True)  # (blocks,), (blocks,), (n,)
+        self._needed = needed
+        if last is not None and last.complete and np.array_equal(last._needed, needed):
+            # A dataset that fits into one window needs the same blocks in every epoch: they are here.
+            self._arrays, self._location, self.complete = last._arrays, slot * block + records % block, True
+            return
         self._arrays = source.empty(len(needed) * block)
         self._location = slot * block + records % block  # (n,) rows of the arrays
         self._run_of_slot = _runs(needed, max(1, RUN_BYTES // (block * source.record_bytes)))
-        self._futures: list[Future[None]] = [Future() for _ in range(int(self._run_of_slot[-1]) + 1 if len(needed) else 0)]
+        self._futures = [Future() for _ in range(int(self._run_of_slot[-1]) + 1 if len(needed) else 0)]
         self.complete = not self._futures
         runs = np.split(np.arange(len(needed)), np.flatnonzero(np.diff(self._run_of_slot)) + 1)
         for number in sorted(range(len(self._futures)), key=lambda number: int(first_use[runs[number]].min())):
