@@ -197,14 +197,14 @@ def _update(view: HostView, news: Observation, ledger: Ledger, attempt: int, say
     if not view.reachable:
         ledger.event("host back", attempt=attempt, host=view.worker)
         say(f"host {view.worker} answers again")
-    ended_seen = view.ended_seen
+    ended_seen, ended_away = view.ended_seen, view.ended_away
     if (news.container.ended or news.container.status == "absent") and ended_seen is None:
-        ended_seen = now
+        ended_seen, ended_away = now, not view.reachable
         what = describe_exit(news.container) if news.container.ended else "its container is gone"
         ledger.event(
             "host ended", attempt=attempt, host=view.worker, exit_code=news.container.exit_code, oom=news.container.oom_killed, what=what
         )
-    return replace(view, container=news.container, seen=now, problem="", ended_seen=ended_seen)
+    return replace(view, container=news.container, seen=now, problem="", ended_seen=ended_seen, ended_away=ended_away)
 
 
 def _save_stacks(provider: Provider, ledger: Ledger, watched: Watched, say: Callable[[str], None]) -> None:

@@ -3,7 +3,8 @@
 The first host that fails ends an attempt, and it, not the hosts that failed because of it, is the *first cause*. In data-parallel training the death of
 one host breaks the others within milliseconds, so order of arrival proves little. The rules, most certain first:
 
-1. A host that can't be reached, while others answer, is the cause of failures seen at the same time.
+1. A host that can't be reached, while others answer, is the cause of failures seen at the same time; so is one that was away and
+   whose container was killed meanwhile.
 2. An exit that says "I lost a peer" (76) is a symptom as long as anything else explains it.
 3. Of other failures, the one that its engine recorded first.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from launcher.errors import Exit
 from launcher.provider import ContainerState
@@ -63,6 +64,7 @@ class HostView:
     seen: float  # when the host last answered
     problem: str = ""  # why it does not answer now; empty when it does
     ended_seen: float | None = None  # when its container was first seen to have ended
+    ended_away: bool = False  # its container ended while the host was out of reach
 
     @property
     def reachable(self) -> bool:
@@ -147,12 +149,20 @@ def judge(
     if dead:
         cause = min(dead, key=lambda view: view.seen)
         return Verdict(Kind.HOST_LOST, _lost(cause, now), _symptoms([view for view in failed if view is not cause]))
+    restarted = [view for view in failed if view.ended_away and _code(view) in _KILLED]
+    if restarted:
+        cause = min(restarted, key=lambda view: view.container.finished_at if view.container else "")
+        what = "the host went away and came back; its container was killed with it"
+        return Verdict(Kind.HOST_LOST, replace(_exit(cause), what=what), _symptoms([view for view in failed if view is not cause]))
     causes = [view for view in failed if _code(view) != TrainerExit.LOST_PEER]
     if not causes and vanished:
         return Verdict(Kind.FAILED, Cause(vanished[0].worker, "its container was removed by somebody else"), _symptoms(failed))
     first = min(causes or failed, key=lambda view: view.container.finished_at if view.container else "")
     kind = Kind.BAD_INPUT if _code(first) == TrainerExit.BAD_INPUT else Kind.FAILED
     return Verdict(kind, _exit(first), _symptoms([view for view in failed if view is not first]))
+
+
+_KILLED = (137, 143)  # how a container ends when its machine goes down
 
 
 def _code(view: HostView) -> int | None:

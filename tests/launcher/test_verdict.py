@@ -157,3 +157,19 @@ def test_a_deleted_slice_ends_the_run_and_says_so() -> None:
     assert verdict.kind is Kind.PREEMPTED
     assert verdict.cause is not None
     assert "does not exist" in verdict.cause.what
+
+
+def test_a_host_that_restarted_is_lost_not_a_failed_program() -> None:
+    killed = ContainerState("exited", exit_code=137, finished_at="2026-01-01T00:00:05Z")
+    views = [exited(0, 76, ended_seen=99.0), HostView(1, killed, seen=100.0, ended_seen=99.5, ended_away=True)]
+    verdict = judge(views, 100.0, LIMITS)
+    assert verdict.kind is Kind.HOST_LOST
+    assert verdict.cause is not None
+    assert (verdict.cause.worker, verdict.cause.exit_code) == (1, 137)
+    assert "went away and came back" in verdict.cause.what
+
+
+def test_a_program_that_failed_while_its_host_was_out_of_reach_is_a_failure() -> None:
+    failed = ContainerState("exited", exit_code=1, finished_at="2026-01-01T00:00:05Z")
+    views = [exited(0, 76, ended_seen=99.0), HostView(1, failed, seen=100.0, ended_seen=99.5, ended_away=True)]
+    assert judge(views, 100.0, LIMITS).kind is Kind.FAILED

@@ -26,7 +26,9 @@ def trainable(emulator: Workstation) -> Workstation:
     corpus = ["--corpus", "builtin:pydoc"]
     local = ["--emulated", "local", "-f", FILE, "--", "tpu-train"]
     emulator.good(*local, "tokenizer", *corpus, "--vocabulary", "2000", "--out", "gs://rehearsal/tokenizer")
-    emulator.good(*local, "shards", *corpus, "--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64", "--out", "gs://rehearsal/data")
+    emulator.good(
+        *local, "shards", *corpus, "--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64", "--out", "gs://rehearsal/data"
+    )
     return emulator
 
 
@@ -99,3 +101,23 @@ def test_a_bucket_that_does_not_exist_is_refused_with_its_place(trainable: Works
     assert ended.code == 2, ended.output
     assert "--set output" in ended.output
     assert "gs://no-such-bucket does not exist" in ended.output
+
+
+def test_a_host_that_comes_back_is_waited_for_and_training_goes_on_within_a_minute(trainable: Workstation) -> None:
+    work = trainable
+    running = work.begin("--emulated", "run", "--new", "-f", FILE, "--json", *settings(), "--set", "run.preemption_retries=1")
+    running.wait_for(r"^\[0\].*\bstep +[6-9]/")
+    begun = time.monotonic()
+    work.good("emulator", "inject", "kill-host", "rehearsal", "1", "--for", "5")
+    running.wait_for(r"attempt 1 on 2 hosts", 60)
+    started = time.monotonic() - begun
+    running.wait_for(r"^\[0\] going on from gs:.*step-", 90)
+    seen = len(running.lines)
+    while not any(line.startswith("[0] step") for line in running.lines[seen:]):
+        assert time.monotonic() - begun < 120, "\n".join(running.lines)
+        time.sleep(0.1)
+    stepped = time.monotonic() - begun
+    ended = running.end(120)
+    assert ended.code == 0, ended.output
+    assert ended.json()["attempt"] == 1
+    assert stepped < 60, f"{stepped:.1f} s from the host's death to the first new step ({started:.1f} s to the next attempt's start)"
