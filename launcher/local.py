@@ -43,7 +43,8 @@ def build_commands(config: Config) -> list[list[str]]:
     """The docker commands that would build and push the image; none when the file names one. Touches nothing."""
     if config.image.reference:
         return []
-    return images.commands(spec(config))
+    commands = images.commands(spec(config))
+    return [["env", "DOCKER_BUILDKIT=1", *command] if "build" in command[:2] else command for command in commands]
 
 
 def check(config: Config) -> None:

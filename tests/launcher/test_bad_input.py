@@ -95,7 +95,7 @@ def test_plan_prints_the_commands_and_leaves_no_trace(folder: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "gcloud compute tpus tpu-vm create demo" in ended.stdout
     assert "--worker=all" in ended.stdout
-    assert "--name 'tpu-launch-<run id>-0'" in ended.stdout
+    assert "tpu-launch-<run id>-0" in ended.stdout
     assert not (folder / ".tpu-launch").exists()
 
 
