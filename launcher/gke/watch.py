@@ -158,18 +158,18 @@ class PodWatch:
 
 
 class _Documents:
-    """The JSON objects in a stream of indented ones, each handed over when its last line has come."""
+    """The JSON objects in a stream, one a line or indented, each handed over when its last line has come."""
 
     def __init__(self, take: Callable[[dict[str, Any]], None]) -> None:
         self._take = take
-        self._open: list[str] | None = None
+        self._open: list[str] = []
 
     def line(self, line: str) -> None:
-        if line == "{":
+        if line.startswith("{"):
             self._open = []
-        if self._open is None:
+        elif not self._open:
             return  # a warning between two objects
         self._open.append(line)
-        if line == "}":
-            document, self._open = "\n".join(self._open), None
+        if line.startswith(("{", "}")) and line.endswith("}"):
+            document, self._open = "\n".join(self._open), []
             self._take(json.loads(document))

@@ -1,0 +1,260 @@
+"""The controllers of JobSet and of Indexed Jobs, and what GKE adds to their pods: one pass over all objects at a time.
+
+Sources: kubernetes.io/docs/concepts/workloads/controllers/job (pod failure policy, back-off limits, Indexed completion mode), and the
+documentation of JobSet's failure policy. Back-off delays are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+from tests.kubernetes.cluster.store import Object, Store, condition, now, set_condition
+
+INDEX = "batch.kubernetes.io/job-completion-index"
+RESTARTS = "jobset.sigs.k8s.io/restart-attempt"
+JOBSET = "jobset.sigs.k8s.io/jobset-name"
+CONTAINER_DEVICES = "google.com/tpu"
+
+
+def reconcile(store: Store) -> None:
+    for jobset in store.all("jobsets"):
+        _jobset(store, jobset)
+    for job in store.all("jobs"):
+        _job(store, job)
+
+
+# -- JobSet ---------------------------------------------------------------------------------------------------------------
+
+
+def _jobset(store: Store, jobset: Object) -> None:
+    name = jobset["metadata"]["name"]
+    jobs = store.all("jobs", {JOBSET: name})
+    if "deletionTimestamp" in jobset["metadata"]:
+        for job in jobs:
+            _delete_job(store, job)
+        if not jobs:
+            for service in store.all("services", {JOBSET: name}):
+                store.remove("services", service["metadata"]["name"])
+            store.remove("jobsets", name)
+        return
+    status = jobset.setdefault("status", {})
+    if jobset["spec"].get("suspend") or status.get("terminalState"):
+        return
+    subdomain = jobset["spec"].get("network", {}).get("subdomain", name)
+    if store.get("services", subdomain) is None:
+        store.create("services", {"metadata": {"name": subdomain, "labels": {JOBSET: name}}, "spec": {"clusterIP": "None"}})
+    restarts = status.setdefault("restarts", 0)
+    status.setdefault("restartsCountTowardsMax", 0)
+    current = [job for job in jobs if job["metadata"]["labels"][RESTARTS] == str(restarts)]
+    for old in jobs:
+        if old not in current:
+            _delete_job(store, old)
+    if current:
+        failed = [(job, found) for job in current if (found := condition(job, "Failed"))]
+        if failed:
+            _fail(jobset, failed[0][1])
+        elif all(condition(job, "Complete") for job in current):
+            _end(jobset, "Completed", "AllJobsCompleted", "jobset completed successfully")
+    elif not jobs:  # the old ones are gone with their pods
+        for each in jobset["spec"]["replicatedJobs"]:
+            for index in range(each.get("replicas", 1)):
+                store.create("jobs", _job_of(jobset, each, index, restarts))
+    store.put("jobsets", jobset)
+
+
+def _fail(jobset: Object, failure: Object) -> None:
+    policy = jobset["spec"].get("failurePolicy", {})
+    status = jobset["status"]
+    action = "RestartJobSet"
+    for rule in policy.get("rules", []):
+        reasons, patterns = rule.get("onJobFailureReasons", []), rule.get("onJobFailureMessagePatterns", [])
+        if (not reasons or failure["reason"] in reasons) and (
+            not patterns or any(re.search(each, failure["message"]) for each in patterns)
+        ):
+            action = rule["action"]
+            break
+    if action == "FailJobSet":
+        _end(jobset, "Failed", "FailJobSetFailurePolicyAction", failure["message"])
+    elif action == "RestartJobSetAndIgnoreMaxRestarts":
+        status["restarts"] += 1
+    elif status["restartsCountTowardsMax"] >= policy.get("maxRestarts", 0):
+        _end(jobset, "Failed", "ReachedMaxRestarts" if policy.get("maxRestarts") else "FailedJobs", failure["message"])
+    else:
+        status["restarts"] += 1
+        status["restartsCountTowardsMax"] += 1
+
+
+def _end(jobset: Object, state: str, reason: str, message: str) -> None:
+    jobset["status"]["terminalState"] = state
+    set_condition(jobset, state, reason, message)
+
+
+def _job_of(jobset: Object, replicated: Object, index: int, restarts: int) -> Object:
+    name = jobset["metadata"]["name"]
+    template = replicated["template"]
+    labels = {
+        JOBSET: name,
+        "jobset.sigs.k8s.io/replicatedjob-name": replicated["name"],
+        "jobset.sigs.k8s.io/job-index": str(index),
+        RESTARTS: str(restarts),
+    }
+    job: Object = {
+        "metadata": {
+            "name": f"{name}-{replicated['name']}-{index}",
+            "labels": {**template.get("metadata", {}).get("labels", {}), **labels},
+        },
+        "spec": {**template["spec"]},
+    }
+    pod = job["spec"]["template"]
+    pod["metadata"] = {**pod.get("metadata", {}), "labels": {**pod.get("metadata", {}).get("labels", {}), **labels}}
+    pod["spec"]["subdomain"] = jobset["spec"].get("network", {}).get("subdomain", name)
+    return job
+
+
+def _delete_job(store: Store, job: Object) -> None:
+    """In the foreground: the pods end first, each with its grace period."""
+    pods = _pods(store, job)
+    for pod in pods:
+        delete_pod(store, pod["metadata"]["name"])
+    job["metadata"].setdefault("deletionTimestamp", now())
+    store.put("jobs", job)
+    if not pods:
+        store.remove("jobs", job["metadata"]["name"])
+
+
+# -- Job ------------------------------------------------------------------------------------------------------------------
+
+
+def _pods(store: Store, job: Object) -> list[Object]:
+    return [pod for pod in store.all("pods") if any(each["uid"] == job["metadata"]["uid"] for each in pod["metadata"]["ownerReferences"])]
+
+
+def _job(store: Store, job: Object) -> None:
+    pods = _pods(store, job)
+    for pod in pods:
+        if _over(pod) and not pod["metadata"].get("counted"):
+            _count(job, pod)
+            pod["metadata"]["counted"] = True  # stands for the Job controller's finalizer
+            store.put("pods", pod)
+        if _over(pod) and "deletionTimestamp" in pod["metadata"]:
+            store.remove("pods", pod["metadata"]["name"])
+    if "deletionTimestamp" in job["metadata"] or condition(job, "Failed") or condition(job, "Complete"):
+        store.put("jobs", job)
+        return
+    status, spec = job.setdefault("status", {}), job["spec"]
+    succeeded, failed = set(status.get("succeededIndexes", [])), set(status.get("failedIndexesList", []))
+    target = condition(job, "FailureTarget")
+    active = [pod for pod in pods if not _over(pod)]
+    if target:
+        for pod in active:
+            delete_pod(store, pod["metadata"]["name"])
+        if not active:
+            set_condition(job, "Failed", target["reason"], target["message"])
+    elif len(succeeded) == spec["completions"]:
+        set_condition(job, "Complete", "CompletionsReached", "Reached expected number of succeeded pods")
+    elif len(succeeded | failed) == spec["completions"]:
+        set_condition(job, "Failed", "FailedIndexes", "Job has failed indexes")
+    else:
+        busy = {int(pod["metadata"]["annotations"][INDEX]) for pod in active}
+        for index in range(spec["completions"]):
+            if index not in busy | succeeded | failed:
+                store.create("pods", _pod_of(job, index))
+    store.put("jobs", job)
+
+
+def _over(pod: Object) -> bool:
+    return pod["status"]["phase"] in ("Succeeded", "Failed")
+
+
+def _count(job: Object, pod: Object) -> None:
+    """What the end of a pod means for its Job."""
+    status, spec = job.setdefault("status", {}), job["spec"]
+    index = int(pod["metadata"]["annotations"][INDEX])
+    if pod["status"]["phase"] == "Succeeded":
+        status["succeededIndexes"] = sorted({*status.get("succeededIndexes", []), index})
+        return
+    action, message = _judge(spec, pod)
+    if action == "Ignore":
+        return
+    if action == "FailJob":
+        if not condition(job, "FailureTarget"):
+            set_condition(job, "FailureTarget", "PodFailurePolicy", message)
+        return
+    status["failed"] = status.get("failed", 0) + 1
+    if "backoffLimitPerIndex" in spec:
+        failures = status.setdefault("failuresByIndex", {})
+        failures[str(index)] = failures.get(str(index), 0) + 1
+        if failures[str(index)] > spec["backoffLimitPerIndex"]:
+            status["failedIndexesList"] = sorted({*status.get("failedIndexesList", []), index})
+    elif status["failed"] > spec.get("backoffLimit", 6) and not condition(job, "FailureTarget"):
+        set_condition(job, "FailureTarget", "BackoffLimitExceeded", "Job has reached the specified backoff limit")
+
+
+def _judge(spec: Object, pod: Object) -> tuple[str, str]:
+    """The first rule of the pod failure policy that matches, and Kubernetes' message about it."""
+    full = f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
+    ended = {
+        each["name"]: each["state"]["terminated"]["exitCode"]
+        for each in pod["status"].get("containerStatuses", [])
+        if "terminated" in each["state"]
+    }
+    for number, rule in enumerate(spec.get("podFailurePolicy", {}).get("rules", [])):
+        codes = rule.get("onExitCodes")
+        if codes:
+            code = ended.get(codes["containerName"])
+            if code is not None and code != 0 and (code in codes["values"]) == (codes["operator"] == "In"):
+                text = f"Container {codes['containerName']} for pod {full} failed with exit code {code} matching {rule['action']} rule at index {number}"
+                return rule["action"], text
+        for wanted in rule.get("onPodConditions", []):
+            if condition(pod, wanted["type"]):
+                return rule["action"], f"Pod {full} has condition {wanted['type']} matching {rule['action']} rule at index {number}"
+    return "Count", ""
+
+
+def _pod_of(job: Object, index: int) -> Object:
+    template = job["spec"]["template"]
+    name = job["metadata"]["name"]
+    metadata = template.get("metadata", {})
+    spec: Object = {**template["spec"], "hostname": f"{name}-{index}"}
+    spec["containers"] = [_injected(container, job, index) for container in spec["containers"]]
+    return {
+        "metadata": {
+            "name": f"{name}-{index}-{secrets.token_hex(3)[:5]}",
+            "labels": {**metadata.get("labels", {}), INDEX: str(index), "batch.kubernetes.io/job-name": name, "job-name": name},
+            "annotations": {**metadata.get("annotations", {}), INDEX: str(index)},
+            "ownerReferences": [{"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"], "controller": True}],
+        },
+        "spec": spec,
+        "status": {"phase": "Pending"},
+    }
+
+
+def _injected(container: Object, job: Object, index: int) -> Object:
+    """The Job controller tells the index; GKE tells pods that ask for chips who they are: its device plugin those of a single host, its webhook
+    those of several, if they have names (Indexed, parallelism above 1, a subdomain)."""
+    told: list[Any] = [{"name": "JOB_COMPLETION_INDEX", "value": str(index)}]
+    if CONTAINER_DEVICES in container.get("resources", {}).get("limits", {}):
+        spec = job["spec"]
+        told.append({"name": "TPU_SKIP_MDS_QUERY", "value": "true"})
+        if spec["parallelism"] == 1:
+            told += [{"name": "TPU_WORKER_ID", "value": "0"}, {"name": "TPU_WORKER_HOSTNAMES", "value": "localhost"}]
+        elif spec["completionMode"] == "Indexed" and "subdomain" in spec["template"]["spec"]:
+            subdomain = spec["template"]["spec"]["subdomain"]
+            names = [f"{job['metadata']['name']}-{each}.{subdomain}" for each in range(spec["parallelism"])]
+            told += [{"name": "TPU_WORKER_ID", "value": str(index)}, {"name": "TPU_WORKER_HOSTNAMES", "value": ",".join(names)}]
+    return {**container, "env": [*container.get("env", []), *told]}
+
+
+def delete_pod(store: Store, name: str, grace: int | None = None) -> None:
+    """Asks for a pod's end. It stays until its container has ended."""
+    with store.lock:
+        pod = store.get("pods", name)
+        if pod is None:
+            return
+        if not pod["metadata"].get("deletionTimestamp"):
+            pod["metadata"]["deletionTimestamp"] = now()
+            seconds = pod["spec"].get("terminationGracePeriodSeconds", 30) if grace is None else grace
+            pod["metadata"]["deletionGracePeriodSeconds"] = seconds
+            store.put("pods", pod)

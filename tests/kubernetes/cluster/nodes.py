@@ -1,0 +1,290 @@
+"""Scheduler and nodes: pods find a node by their selectors, tolerations and chips, and run there as containers of this machine's engine.
+
+A container gets exactly its pod's image, command, environment, user, capabilities, volumes and grace period, on a private network in which it is
+known by the names that its Service gives it. Instead of chips a node has a CPU: PJRT_DEVICE says so to the container, whatever the pod says.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import threading
+from base64 import b64decode
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.kubernetes.cluster.controllers import CONTAINER_DEVICES, delete_pod
+from tests.kubernetes.cluster.store import Object, Store, now, set_condition
+
+LABEL = "tpu-launch.test-cluster"
+POOL = "cloud.google.com/gke-nodepool"
+_TAINTS = ("google.com/tpu", "cloud.google.com/gke-spot")
+
+
+class CanNotStart(Exception):
+    """reason and message, as a kubelet gives them for a waiting container."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Nodes:
+    def __init__(self, store: Store, docker: str, identity: str, images: dict[str, str], environment: dict[str, str]) -> None:
+        self.store = store
+        self.docker = docker
+        self.network = f"tpu-launch-test-{identity}"
+        self.label = f"{LABEL}={identity}"
+        self.images = images  # what the registry has: reference -> image of this machine
+        self.environment = environment
+        self._folder = tempfile.TemporaryDirectory(prefix="tpu-launch-test-cluster-")
+        self._begun: set[str] = set()
+        self._stopping: set[str] = set()
+        self.engine("network", "create", "--label", self.label, self.network)
+        inspected = json.loads(self.engine("network", "inspect", self.network))[0]
+        self.gateway = str(inspected["IPAM"]["Config"][0]["Gateway"])
+
+    def engine(self, *words: str, check: bool = True, seconds: float = 120) -> str:
+        return subprocess.run([self.docker, *words], capture_output=True, text=True, check=check, timeout=seconds).stdout
+
+    def add_pool(self, pool: str, nodes: int, chips: int, labels: dict[str, str]) -> None:
+        """As `gcloud container node-pools create` with a machine type of so many chips."""
+        for index in range(nodes):
+            taints = [{"key": CONTAINER_DEVICES, "value": "present", "effect": "NoSchedule"}]
+            if "cloud.google.com/gke-spot" in labels:
+                taints.append({"key": "cloud.google.com/gke-spot", "value": "true", "effect": "NoSchedule"})
+            node = {
+                "metadata": {"name": f"gke-{pool}-{index}", "labels": {POOL: pool, **labels}},
+                "spec": {"taints": taints},
+                "status": {"allocatable": {CONTAINER_DEVICES: str(chips)}},
+            }
+            self.store.create("nodes", node)
+
+    def reconcile(self) -> None:
+        pods = self.store.all("pods")
+        for pod in pods:
+            name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
+            if pod["status"]["phase"] in ("Succeeded", "Failed"):
+                continue
+            if "deletionTimestamp" in pod["metadata"]:
+                if uid not in self._begun:
+                    self._update(name, lambda each: each["status"].update(phase="Failed"))
+                elif uid not in self._stopping:
+                    self._stopping.add(uid)
+                    self._aside(self._stop, pod, pod["metadata"]["deletionGracePeriodSeconds"])
+            elif "nodeName" not in pod["spec"]:
+                self._schedule(pod)
+            elif uid not in self._begun:
+                self._begun.add(uid)
+                self._aside(self._live, pod)
+
+    def close(self) -> None:
+        left = self.engine("ps", "--all", "--quiet", "--filter", f"label={self.label}").split()
+        if left:
+            self.engine("rm", "--force", *left)
+        self.engine("network", "rm", self.network, check=False)
+        self._folder.cleanup()
+
+    # -- what happens to nodes ------------------------------------------------------------------------------------------
+
+    def preempt(self, pool: str, notice: int = 25) -> None:
+        """Spot: the nodes are told, their pods have what is left of 30 s, and the nodes are gone."""
+        for node in self.store.all("nodes", {POOL: pool}):
+            self.store.remove("nodes", node["metadata"]["name"])
+            for pod in self.store.all("pods"):
+                if pod["spec"].get("nodeName") == node["metadata"]["name"] and pod["status"]["phase"] == "Running":
+                    self._disrupt(
+                        pod, "TerminationByKubelet", "Pod was terminated in response to imminent node shutdown.", status_reason="Terminated"
+                    )
+                    self._stopping.add(pod["metadata"]["uid"])
+                    self._aside(self._stop, pod, min(notice, pod["spec"]["terminationGracePeriodSeconds"]))
+
+    def evict(self, pod: Object) -> None:
+        """As `kubectl drain` does."""
+        self._disrupt(pod, "EvictionByEvictionAPI", "Eviction API: evicting")
+        delete_pod(self.store, pod["metadata"]["name"])
+
+    def out_of_memory(self, pod: Object) -> None:
+        """The node is low on memory and the kubelet ends the pod at once."""
+        self._disrupt(pod, "TerminationByKubelet", "The node was low on resource: memory.", status_reason="Evicted")
+        self._stopping.add(pod["metadata"]["uid"])
+        self.engine("kill", self._container(pod), check=False)
+
+    def _disrupt(self, pod: Object, reason: str, message: str, status_reason: str = "") -> None:
+        def change(each: Object) -> None:
+            set_condition(each, "DisruptionTarget", reason, message)
+            if status_reason:
+                each["status"] |= {"reason": status_reason, "message": message}
+
+        self._update(pod["metadata"]["name"], change)
+
+    # -- the scheduler --------------------------------------------------------------------------------------------------
+
+    def _schedule(self, pod: Object) -> None:
+        spec = pod["spec"]
+        wanted = int(spec["containers"][0].get("resources", {}).get("limits", {}).get(CONTAINER_DEVICES, 0))
+        others = [
+            each for each in self.store.all("pods") if each["status"]["phase"] in ("Pending", "Running") and "nodeName" in each["spec"]
+        ]
+        siblings = [each for each in others if each["metadata"]["labels"]["job-name"] == pod["metadata"]["labels"]["job-name"]]
+        nodes = self.store.all("nodes")
+        matching = [
+            node for node in nodes if spec.get("nodeSelector", {}).items() <= node["metadata"]["labels"].items() and _tolerated(spec, node)
+        ]
+        busy = {each["spec"]["nodeName"] for each in others}
+        free = [
+            node
+            for node in matching
+            if node["metadata"]["name"] not in busy and int(node["status"]["allocatable"][CONTAINER_DEVICES]) == wanted
+        ]
+        if siblings:  # exclusive topology
+            pools = {
+                node["metadata"]["labels"][POOL]
+                for node in nodes
+                if node["metadata"]["name"] in {each["spec"]["nodeName"] for each in siblings}
+            }
+            free = [node for node in free if node["metadata"]["labels"][POOL] in pools]
+        name = pod["metadata"]["name"]
+        if free:
+            self._update(name, lambda each: each["spec"].update(nodeName=free[0]["metadata"]["name"]))
+            self._update(name, lambda each: set_condition(each, "PodScheduled", "", ""))
+            return
+        why = f"{len(nodes) - len(matching)} node(s) didn't match Pod's node affinity/selector" if len(matching) < len(nodes) else ""
+        if matching:
+            why = f"{len(matching)} Insufficient {CONTAINER_DEVICES}"
+        message = f"0/{len(nodes)} nodes are available: {why}." if nodes else "no nodes available to schedule pods"
+        self._update(name, lambda each: set_condition(each, "PodScheduled", "Unschedulable", message, status="False"))
+
+    # -- the kubelet ----------------------------------------------------------------------------------------------------
+
+    def _live(self, pod: Object) -> None:
+        """A pod's whole life on its node."""
+        name = self._container(pod)
+        try:
+            self.engine("create", "--name", name, *self._arguments(pod))
+        except CanNotStart as error:
+            self._waiting(pod, error.reason, str(error))
+            return
+        started = subprocess.run([self.docker, "start", name], capture_output=True, text=True, timeout=120)
+        if started.returncode:
+            state = {"exitCode": 128, "reason": "StartError", "message": started.stderr.strip(), "startedAt": None, "finishedAt": now()}
+            self._status(pod, "Failed", {"terminated": state})
+            return
+        begun = json.loads(self.engine("inspect", name))[0]["State"]["StartedAt"]
+        self._status(pod, "Running", {"running": {"startedAt": begun}})
+        self.engine("wait", name, seconds=3600)
+        found = json.loads(self.engine("inspect", name))[0]["State"]
+        code = found["ExitCode"]
+        reason = "OOMKilled" if found["OOMKilled"] else "Error" if code else "Completed"
+        ended = {"exitCode": code, "reason": reason, "startedAt": found["StartedAt"], "finishedAt": found["FinishedAt"]}
+        self._status(pod, "Failed" if code else "Succeeded", {"terminated": ended})
+
+    def _arguments(self, pod: Object) -> list[str]:
+        """Of `docker create`. Raises CanNotStart."""
+        spec, container = pod["spec"], pod["spec"]["containers"][0]
+        assert len(spec["containers"]) == 1
+        assert spec["restartPolicy"] == "Never"
+        image = self.images.get(container["image"])
+        if image is None:
+            raise CanNotStart("ImagePullBackOff", f'Back-off pulling image "{container["image"]}": failed to resolve reference: not found')
+        arguments = ["--label", self.label, "--network", self.network, "--hostname", spec["hostname"]]
+        if "subdomain" in spec and self.store.get("services", spec["subdomain"]):
+            arguments += ["--network-alias", f"{spec['hostname']}.{spec['subdomain']}"]
+        security = {**spec.get("securityContext", {}), **container.get("securityContext", {})}
+        assert not security.get("privileged")
+        user = [str(security[key]) for key in ("runAsUser", "runAsGroup") if key in security]
+        if user:
+            arguments += ["--user", ":".join(user)]
+        for capability in security.get("capabilities", {}).get("drop", []):
+            arguments += ["--cap-drop", capability]
+        if security.get("allowPrivilegeEscalation") is False:
+            arguments += ["--security-opt", "no-new-privileges"]
+        arguments += self._volumes(spec, container)
+        for key, value in {**self._variables(pod, container), "PJRT_DEVICE": "CPU", **self.environment}.items():
+            arguments += ["--env", f"{key}={value}"]
+        command = container.get("command", [])
+        return [*arguments, *(["--entrypoint", command[0]] if command else []), image, *command[1:], *container.get("args", [])]
+
+    def _volumes(self, spec: Object, container: Object) -> list[str]:
+        volumes = {each["name"]: each for each in spec.get("volumes", [])}
+        arguments = []
+        for mount in container.get("volumeMounts", []):
+            volume = volumes[mount["name"]]
+            if "configMap" in volume:
+                source = self.store.get("configmaps", volume["configMap"]["name"])
+                if source is None:
+                    raise CanNotStart("ContainerCreating", f"configmap {volume['configMap']['name']!r} not found")
+                folder = Path(tempfile.mkdtemp(dir=self._folder.name))
+                folder.chmod(0o755)
+                for file, text in source["data"].items():
+                    (folder / file).write_text(text)
+                arguments += ["--volume", f"{folder}:{mount['mountPath']}:ro"]
+            elif volume.get("emptyDir", {}).get("medium") == "Memory":
+                size = volume["emptyDir"]["sizeLimit"].removesuffix("i").lower()
+                arguments += ["--tmpfs", f"{mount['mountPath']}:rw,mode=1777,size={size}"]
+            else:
+                raise CanNotStart("ContainerCreating", f"this cluster has no volumes of this kind: {volume}")
+        return arguments
+
+    def _variables(self, pod: Object, container: Object) -> dict[str, str]:
+        found = {}
+        for each in container.get("env", []):
+            source = each.get("valueFrom", {})
+            if "fieldRef" in source:
+                path = source["fieldRef"]["fieldPath"]
+                assert path.startswith("metadata.labels['")
+                found[each["name"]] = pod["metadata"]["labels"].get(path[len("metadata.labels['") : -2], "")
+            elif "secretKeyRef" in source:
+                reference = source["secretKeyRef"]
+                secret = self.store.get("secrets", reference["name"])
+                if secret is None:
+                    raise CanNotStart("CreateContainerConfigError", f'secret "{reference["name"]}" not found')
+                found[each["name"]] = b64decode(secret["data"][reference["key"]]).decode()
+            else:
+                found[each["name"]] = each["value"]
+        return found
+
+    def _waiting(self, pod: Object, reason: str, message: str) -> None:
+        self._status(pod, "Pending", {"waiting": {"reason": reason, "message": message}})
+
+    def _status(self, pod: Object, phase: str, state: dict[str, Any]) -> None:
+        container = pod["spec"]["containers"][0]
+        statuses = [
+            {
+                "name": container["name"],
+                "image": container["image"],
+                "imageID": container["image"],
+                "ready": phase == "Running",
+                "state": state,
+            }
+        ]
+        self._update(pod["metadata"]["name"], lambda each: each["status"].update(phase=phase, containerStatuses=statuses))
+
+    def _stop(self, pod: Object, grace: int) -> None:
+        self.engine("stop", "--time", str(grace), self._container(pod), check=False, seconds=grace + 60)
+        found = self.store.get("pods", pod["metadata"]["name"])
+        if found and found["status"]["phase"] == "Pending":  # its container could not be made
+            self._update(pod["metadata"]["name"], lambda each: each["status"].update(phase="Failed"))
+
+    def _container(self, pod: Object) -> str:
+        return f"k8s-{pod['metadata']['name']}-{pod['metadata']['uid'][:8]}"
+
+    def container_of(self, pod: Object) -> str:
+        return self._container(pod)
+
+    def _update(self, name: str, change: Callable[[Object], Any]) -> None:
+        with self.store.lock:
+            pod = self.store.get("pods", name)
+            if pod is not None:
+                change(pod)
+                self.store.put("pods", pod)
+
+    def _aside(self, function: Callable[..., None], *arguments: Any) -> None:
+        threading.Thread(target=function, args=arguments, daemon=True).start()
+
+
+def _tolerated(spec: Object, node: Object) -> bool:
+    tolerated = {each["key"] for each in spec.get("tolerations", [])}
+    return all(taint["key"] in tolerated for taint in node["spec"]["taints"])

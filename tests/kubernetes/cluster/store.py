@@ -1,0 +1,133 @@
+"""The objects of the cluster, their versions, and every change to them in order. Held in memory, for one namespace."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Resource:
+    group: str
+    version: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+
+RESOURCES = {
+    "configmaps": Resource("", "v1", "ConfigMap"),
+    "nodes": Resource("", "v1", "Node", namespaced=False),
+    "pods": Resource("", "v1", "Pod"),
+    "secrets": Resource("", "v1", "Secret"),
+    "services": Resource("", "v1", "Service"),
+    "jobs": Resource("batch", "v1", "Job"),
+    "jobsets": Resource("jobset.x-k8s.io", "v1alpha2", "JobSet"),
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    version: int
+    resource: str
+    type: str  # ADDED, MODIFIED, DELETED
+    object: Object
+
+
+class AlreadyThere(Exception):
+    pass
+
+
+class Store:
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.version = 1
+        self.events: list[Event] = []
+        self._objects: dict[tuple[str, str], Object] = {}
+
+    def create(self, resource: str, document: Object) -> Object:
+        with self.lock:
+            name = document["metadata"]["name"]
+            if (resource, name) in self._objects:
+                raise AlreadyThere(name)
+            made = copy.deepcopy(document)
+            made["metadata"] |= {"uid": str(uuid.uuid4()), "creationTimestamp": now()}
+            if RESOURCES[resource].namespaced:
+                made["metadata"].setdefault("namespace", "default")
+            made.setdefault("apiVersion", RESOURCES[resource].api_version)
+            made.setdefault("kind", RESOURCES[resource].kind)
+            self._keep(resource, made, "ADDED")
+            return copy.deepcopy(made)
+
+    def get(self, resource: str, name: str) -> Object | None:
+        with self.lock:
+            return copy.deepcopy(self._objects.get((resource, name)))
+
+    def all(self, resource: str, labels: dict[str, str] | None = None) -> list[Object]:
+        with self.lock:
+            return [
+                copy.deepcopy(each) for (kind, _), each in sorted(self._objects.items()) if kind == resource and has(each, labels or {})
+            ]
+
+    def put(self, resource: str, document: Object) -> None:
+        """The object's new state; nothing happens when nothing changed, or when it is gone."""
+        with self.lock:
+            known = self._objects.get((resource, document["metadata"]["name"]))
+            if known is None or known["metadata"]["uid"] != document["metadata"]["uid"]:
+                return
+            document = copy.deepcopy(document)
+            document["metadata"]["resourceVersion"] = known["metadata"]["resourceVersion"]
+            if document != known:
+                self._keep(resource, document, "MODIFIED")
+
+    def remove(self, resource: str, name: str) -> None:
+        with self.lock:
+            known = self._objects.pop((resource, name), None)
+            if known is not None:
+                self._happened(resource, known, "DELETED")
+
+    def after(self, version: int, resource: str) -> Iterator[Event]:
+        with self.lock:
+            yield from [event for event in self.events if event.version > version and event.resource == resource]
+
+    def _keep(self, resource: str, document: Object, type_: str) -> None:
+        self._objects[resource, document["metadata"]["name"]] = document
+        self._happened(resource, document, type_)
+
+    def _happened(self, resource: str, document: Object, type_: str) -> None:
+        self.version += 1
+        document["metadata"]["resourceVersion"] = str(self.version)
+        self.events.append(Event(self.version, resource, type_, copy.deepcopy(document)))
+        self.changed.notify_all()
+
+
+def has(document: Object, labels: dict[str, str]) -> bool:
+    own = document["metadata"].get("labels", {})
+    return all(own.get(key) == value for key, value in labels.items())
+
+
+def now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def condition(document: Object, type_: str) -> Object | None:
+    return next(
+        (each for each in document.get("status", {}).get("conditions", []) if each["type"] == type_ and each["status"] == "True"), None
+    )
+
+
+def set_condition(document: Object, type_: str, reason: str, message: str, status: str = "True") -> None:
+    status_of = document.setdefault("status", {})
+    kept = [each for each in status_of.get("conditions", []) if each["type"] != type_]
+    status_of["conditions"] = [*kept, {"type": type_, "status": status, "reason": reason, "message": message, "lastTransitionTime": now()}]
