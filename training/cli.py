@@ -24,6 +24,7 @@ import click
 from training.errors import Exit, LostPeer, StopRequested, TrainError
 
 _BEGAN = time.monotonic()
+OUT_OF_MEMORY = "lower train.global_batch_size, raise train.gradient_accumulation, or take precision: bf16"
 # Commands that live elsewhere: name -> (module, attribute, short help). Imported when used.
 _ELSEWHERE = {
     "tokenizer": ("training.data.commands", "tokenizer", "Make a tokenizer from text."),
@@ -86,7 +87,7 @@ def train(config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
         rendezvous = (
             Alone()
             if cluster.hosts == 1
-            else join(cluster, start_seconds=waits.start_seconds, seconds=waits.seconds, lost_seconds=waits.lost_seconds)
+            else join(cluster, asked, start_seconds=waits.start_seconds, seconds=waits.seconds, lost_seconds=waits.lost_seconds)
         )
     code, message = Exit.FAILED, "unexpected error"
     try:
@@ -97,8 +98,11 @@ def train(config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
     except TrainError as error:
         code, message = error.exit_code, _report(error)
     except Exception as error:
-        traceback.print_exc()
         message = f"{type(error).__name__}: {error}"
+        if "RESOURCE_EXHAUSTED" in message:
+            print(f"tpu-train: error: out of device memory: {OUT_OF_MEMORY}\n  {message}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
     finally:
         rendezvous.close(code, message)
         # The framework's threads may not survive an orderly end of the interpreter, and the exit code is a promise.

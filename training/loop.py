@@ -122,6 +122,7 @@ class _Run:
             EverySteps(self.config.evaluation.every),
         )
         self.asked = Asks(stop=any(self.rendezvous.meet("ready", self.stopping.requested)))
+        self.stopping.nothing_to_lose = False
         with contextlib.closing(self.task.batches(self.step)) as batches:
             while self.step < steps and not self.asked.stop:
                 with self.clock.phase("data_wait"):

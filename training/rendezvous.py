@@ -29,10 +29,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from training.cluster import Cluster
-from training.errors import Exit, LostPeer, TrainError
+from training.errors import Exit, LostPeer, StopRequested, TrainError
 from training.rendezvous_server import Server, send_line, watch
 from training.room import Message
+from training.stopping import Stopping
 
+PATIENCE = 10.0  # seconds that a host waits for others at start-up after it was asked to stop
 GRACE = 1.0  # seconds that a main thread gets to end by itself once a peer is lost
 
 
@@ -80,13 +82,17 @@ class Alone:
         pass
 
 
-def join(cluster: Cluster, *, start_seconds: float, seconds: float, lost_seconds: float) -> Rendezvous:
-    """Starts the server on host 0 and connects. Raises LostPeer when host 0 does not answer in time, TrainError when it refuses."""
+def join(cluster: Cluster, stopping: Stopping, *, start_seconds: float, seconds: float, lost_seconds: float) -> Rendezvous:
+    """Starts the server on host 0 and connects.
+
+    Raises LostPeer when host 0 does not answer in time, TrainError when it refuses, StopRequested when asked to stop meanwhile."""
     if cluster.hosts == 1:
         return Alone()
     server = Server(cluster, lost_seconds) if cluster.is_first else None
     try:
-        return Guest(cluster, server, start_seconds=start_seconds, seconds=seconds, lost_seconds=lost_seconds, on_stuck=_leave_stuck)
+        return Guest(
+            cluster, server, stopping, start_seconds=start_seconds, seconds=seconds, lost_seconds=lost_seconds, on_stuck=_leave_stuck
+        )
     except BaseException:
         if server:
             server.close(0)
@@ -106,6 +112,7 @@ class Guest:
         self,
         cluster: Cluster,
         server: Server | None,
+        stopping: Stopping,
         *,
         start_seconds: float,
         seconds: float,
@@ -114,6 +121,7 @@ class Guest:
     ) -> None:
         self._cluster = cluster
         self._server = server
+        self._stopping = stopping
         self._seconds = seconds
         self._on_stuck = on_stuck
         self._changed = threading.Condition()
@@ -123,7 +131,7 @@ class Guest:
         self._closing = threading.Event()
         self._main, self._aside, self._told = "connected", "", ""
         self._phases: list[str] = []
-        self._socket, unread = _connect(cluster, start_seconds, lost_seconds)
+        self._socket, unread = _connect(cluster, stopping, start_seconds, lost_seconds)
         threading.Thread(target=self._listen, args=(unread,), name="rendezvous-listener", daemon=True).start()
         threading.Thread(target=self._tell, name="rendezvous-phase", daemon=True).start()
 
@@ -132,10 +140,18 @@ class Guest:
         self._post({"phase": self._phase})
         self._post({"arrive": name, "payload": payload, "seconds": wait})
         deadline = time.monotonic() + wait + 10  # the server's answer says more than ours could
+        patience = time.monotonic() + PATIENCE
         with self._changed:
             while name not in self._answers:
                 self._raise_if_lost()
-                if not self._changed.wait(timeout=max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                self._changed.wait(timeout=0.5)
+                if not self._stopping.leave_now:
+                    patience = time.monotonic() + PATIENCE
+                elif time.monotonic() >= patience:
+                    raise StopRequested(
+                        f"asked to stop while waiting for the other hosts at {name!r}; nothing was trained and nothing is lost"
+                    )
+                if time.monotonic() >= deadline:
                     raise LostPeer(f"rendezvous {name!r}: host 0 did not answer within {wait + 10:g} s; last known phases: {self.phases()}")
             return self._answers.pop(name)
 
@@ -167,6 +183,8 @@ class Guest:
         self._socket.close()
 
     def _raise_if_lost(self) -> None:
+        if self._lost and self._stopping.leave_now:
+            raise StopRequested(f"asked to stop before training began ({self._lost}); nothing is lost")
         if self._lost:
             raise LostPeer(self._lost)
 
@@ -219,13 +237,18 @@ class Guest:
             self._on_stuck(message)
 
 
-def _connect(cluster: Cluster, start_seconds: float, lost_seconds: float) -> tuple[socket.socket, bytes]:
+def _connect(cluster: Cluster, stopping: Stopping, start_seconds: float, lost_seconds: float) -> tuple[socket.socket, bytes]:
     """A connection that host 0 has welcomed, and what it sent after the welcome. Keeps trying until `start_seconds` are over."""
     address = (cluster.addresses[0], cluster.rendezvous_port)
     deadline = time.monotonic() + start_seconds
+    patience = time.monotonic() + PATIENCE
     why = "no answer"
     while time.monotonic() < deadline:
         connection = None
+        if not stopping.leave_now:
+            patience = time.monotonic() + PATIENCE
+        elif time.monotonic() >= patience:
+            raise StopRequested("asked to stop while waiting for host 0; nothing was trained and nothing is lost")
         try:
             connection = socket.create_connection(address, timeout=min(lost_seconds, start_seconds))
             watch(connection, lost_seconds)

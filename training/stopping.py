@@ -24,10 +24,16 @@ class Stopping:
 
     def __init__(self) -> None:
         self._requested = threading.Event()
+        self.nothing_to_lose = True  # until all hosts are ready for the first step: leaving before loses nothing
 
     @property
     def requested(self) -> bool:
         return self._requested.is_set()
+
+    @property
+    def leave_now(self) -> bool:
+        """Asked to stop while nothing was trained yet: there is no need to wait for anyone."""
+        return self.requested and self.nothing_to_lose
 
     def request(self) -> None:
         """A first request is noted; a second one ends the process."""

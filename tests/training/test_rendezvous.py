@@ -20,13 +20,19 @@ HOUSE = Path(__file__).resolve().parents[2]
 
 # A host: does what its lines say, then leaves as `tpu-train` does.
 PROGRAM = """
-import json, os, sys, time
+import json, os, sys, threading, time
+from training import rendezvous
 from training.cluster import discover
 from training.errors import Exit, TrainError
 from training.rendezvous import join
+from training.stopping import Stopping
 code, why, meeting = 1, "", None
+rendezvous.PATIENCE = 1.0
 try:
-    meeting = join(discover(), start_seconds=float(os.environ.get("START", "20")), seconds=float(os.environ.get("WAIT", "20")), lost_seconds=3)
+    stopping = Stopping()
+    if os.environ.get("ASKED"):
+        threading.Timer(float(os.environ["ASKED"]), stopping.request).start()
+    meeting = join(discover(), stopping, start_seconds=float(os.environ.get("START", "20")), seconds=float(os.environ.get("WAIT", "20")), lost_seconds=3)
     for line in sys.argv[1:]:
         what, _, rest = line.partition(" ")
         if what == "meet":
@@ -199,6 +205,16 @@ def test_a_second_process_of_the_same_host_is_turned_away(hosts: Hosts) -> None:
     assert code == Exit.LOST_PEER
     assert "worker 1 is here already" in text
     assert end(first)[0] == end(second)[0] == 0
+
+
+def test_who_is_asked_to_stop_before_the_others_came_leaves_soon_and_loses_nothing(hosts: Hosts) -> None:
+    without_host_0 = hosts.start(1, 2, "meet start", ASKED="0.5")
+    code, text = end(without_host_0)
+    assert (code, "waiting for host 0" in text) == (Exit.SAVED, True), text
+    both = [hosts.start(worker, 3, "meet start", ASKED="0.5") for worker in (0, 1)]
+    for process in both:  # the third never comes; whoever leaves first ends the other
+        code, text = end(process)
+        assert (code, "nothing is lost" in text) == (Exit.SAVED, True), text
 
 
 def test_an_occupied_port_is_said_plainly(hosts: Hosts) -> None:
