@@ -131,7 +131,7 @@ def lines(url: str) -> Iterator[str]:
         number += len(whole)
         yield from (line.removesuffix("\r") for line in whole)
     if rest:
-        yield rest
+        yield rest.removesuffix("\r")
 
 
 def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,108 @@
+"""Claims about corpora: every kind of file streams as documents, mistakes are named with file and line, and the split follows from the text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training import storage
+from training.data import corpus
+from training.data.corpus import Corpus, Part
+from training.errors import BadInput
+
+
+def documents(path: Path | str, field: str = "text") -> list[str]:
+    return list(Corpus(str(path), field).documents())
+
+
+def test_the_built_in_corpus_is_pythons_help() -> None:
+    found = documents("builtin:pydoc")
+    assert len(found) > 50
+    assert sum(map(len, found)) > 300_000
+    assert found == documents("builtin:pydoc")
+
+
+def test_paragraphs_of_a_text_file_are_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\ntwo\n\n  \n\nthree\r\n")
+    assert documents(tmp_path / "a.txt") == ["one\ntwo", "three"]
+
+
+def test_a_folder_is_all_its_files_in_order(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}\n\n{"text": "  "}\n')
+    (tmp_path / "sub" / "c.csv").write_text('text\n"third, with ""quotes"" and\na new line"\n')
+    (tmp_path / "picture.png").write_bytes(b"\xff")
+    assert documents(tmp_path) == ["first", "second", 'third, with "quotes" and\na new line']
+
+
+def test_a_bucket_is_a_folder_too(gcs: object) -> None:
+    storage.write("gs://bucket/corpus/a.txt", "zwei größere\n\nAbsätze".encode())
+    assert documents("gs://bucket/corpus") == documents("gs://bucket/corpus/a.txt") == ["zwei größere", "Absätze"]
+
+
+@given(st.text(alphabet="aé漢𝔘\n \r", max_size=60), st.integers(1, 9))
+def test_lines_do_not_depend_on_where_pieces_are_cut(tmp_path_factory: pytest.TempPathFactory, text: str, piece: int) -> None:
+    path = tmp_path_factory.mktemp("x") / "a.txt"
+    path.write_bytes(text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "_PIECE", piece)
+        found = list(corpus.lines(str(path)))
+    expected = text.split("\n")
+    assert found == [line.removesuffix("\r") for line in (expected if expected[-1] else expected[:-1])]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"good\n\nb\xff", r"a.txt: not UTF-8 text near byte 7 \(after line 1\)"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a.jsonl:2: not JSON"),
+        ("a.jsonl", b"[1]\n", r"a.jsonl:1: expected a JSON object"),
+        ("a.jsonl", b'{"body": "x"}\n', r"a row has no 'text', it has: body. Name the text with --field"),
+        ("a.jsonl", b'{"text": 5}\n', r"'text' is not text but int"),
+        ("a.csv", b"text,b\nx\n", r"a.csv:2: 2 columns expected, as in the header"),
+        ("a.csv", b"text\nx,y\n", r"a.csv:2: 1 columns expected, as in the header"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_its_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(BadInput, match=message):
+        documents(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["builtin:other", "nothing.txt", "datasets:x"])
+def test_a_corpus_that_is_not_there_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    with pytest.raises(BadInput, match=f"--corpus {name}"):
+        documents(name)
+
+
+@given(st.lists(st.text(max_size=8), max_size=30), st.floats(0, 100))
+def test_every_document_is_in_exactly_one_split(texts: list[str], percent: float) -> None:
+    for text in texts:
+        assert Part("train", percent).holds(text) != Part("evaluation", percent).holds(text)
+        assert Part("train", None).holds(text)
+        assert Part("evaluation", None).holds(text)
+
+
+def test_the_evaluation_split_has_its_percentage() -> None:
+    chosen = sum(corpus.in_evaluation(str(number), 5) for number in range(20_000))
+    assert 900 < chosen < 1100
+    assert not any(corpus.in_evaluation(str(number), 0) for number in range(1000))
+    assert all(corpus.in_evaluation(str(number), 100) for number in range(1000))
+
+
+def test_a_fingerprint_changes_with_the_text(tmp_path: Path, gcs: object) -> None:
+    for folder in (str(tmp_path), "gs://bucket/x"):
+        url = storage.join(folder, "a.jsonl")
+        storage.write(url, json.dumps({"text": "one"}).encode())
+        first = Corpus(folder).fingerprint()
+        assert Corpus(folder).fingerprint() == first
+        storage.write(url, json.dumps({"text": "two"}).encode())
+        assert Corpus(folder).fingerprint() != first
+        assert Corpus(folder, "body").fingerprint() != Corpus(folder).fingerprint()
+    assert Corpus("builtin:pydoc").fingerprint() == Corpus("builtin:pydoc").fingerprint()

@@ -1,0 +1,47 @@
+"""Claims about what `dataset preview` shows."""
+
+from __future__ import annotations
+
+import json
+
+import click
+import numpy as np
+
+from training.data import preview
+from training.data.batches import MlmBatch
+from training.data.classification import ClassificationBatch
+from training.data.masking import SpecialTokens
+
+PIECES = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]", "▁the", "▁cat", "s", "▁sat", "▁dog"]
+TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=10)
+
+
+def tokenizer(pieces: list[str], kind: str) -> bytes:
+    added = [{"id": number, "content": pieces[number], "special": True} for number in range(5)]
+    vocabulary = [[piece, 0.0] for piece in pieces] if kind == "Unigram" else {piece: number for number, piece in enumerate(pieces)}
+    return json.dumps({"added_tokens": added, "model": {"type": kind, "vocab": vocabulary, "continuing_subword_prefix": "##"}}).encode()
+
+
+def test_hidden_replaced_and_kept_words_are_told_apart() -> None:
+    batch = MlmBatch(
+        input_ids=np.array([[0, 5, 4, 7, 9, 5, 1]], np.int32),
+        positions=np.array([[2, 4, 5, 0]], np.int32),
+        labels=np.array([[6, 8, 5, 0]], np.int32),
+        weights=np.array([[1, 1, 1, 0]], np.float32),
+        records=np.array([42]),
+    )
+    heading, text = map(click.unstyle, preview.render(batch, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram"))))
+    assert heading == "record 42: 7 tokens, 3 to predict (1 hidden, 1 replaced, 1 left)"
+    assert text == "[CLS] the [cat]s [sat~dog] [the=] [SEP]"
+
+
+def test_wordpieces_are_joined() -> None:
+    piece = preview.pieces(tokenizer([*PIECES[:5], "play", "##ing"], "WordPiece"))
+    assert "".join(space + word for space, word in map(piece, (0, 5, 6, 5, 1))) == " [CLS] playing play [SEP]"
+
+
+def test_a_labelled_row_is_shown_without_padding() -> None:
+    ids = np.array([[0, 5, 6, 1, 3, 3]], np.int32)
+    batch = ClassificationBatch(ids, (ids != 3).astype(np.int32), np.array([1], np.int32), np.ones(1, np.float32), np.array([7]))
+    shown = preview.render_labelled(batch, 5, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), ["dog", "cat"])
+    assert list(map(click.unstyle, shown)) == ["record 7: cat, 4 tokens", "[CLS] the cat [SEP]"]
