@@ -26,6 +26,7 @@ _NODE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
 _LABEL = re.compile(r"[a-z0-9_-]{0,63}")
 IMAGE_BY_DIGEST = r"^[^@\s]+@sha256:[0-9a-f]{64}$"
 
+_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIALS?)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SECRET_KEY = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-._a-zA-Z0-9]+")
 
@@ -48,10 +49,21 @@ def _labels(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
+def _variable_names(value: list[str]) -> list[str]:
+    for name in value:
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of an environment variable")
+    return value
+
+
 def _environment(value: dict[str, str]) -> dict[str, str]:
     for key, text in value.items():
         if not _VARIABLE.fullmatch(key):
             raise ValueError(f"{key!r} is not the name of an environment variable")
+        if _SECRET_NAME.search(key):
+            raise ValueError(
+                f"{key} looks like a secret, and values here are visible in files and to `docker inspect`: name it in run.secrets instead"
+            )
         if "\n" in text or "\0" in text:
             raise ValueError(f"the value of {key} may not contain a line break")
     return value
@@ -106,6 +118,7 @@ class RunSection(Section):
     name: Name | None = None  # prefix of run ids; the slice's name when absent
     command: list[str] | None = None  # instead of the trainer
     environment: Annotated[dict[str, str], AfterValidator(_environment)] = {}
+    secrets: Annotated[list[str], AfterValidator(_variable_names)] = []  # variables of your environment that only the command may see
     shm_size: Annotated[str, Field(pattern=r"^[0-9]+[kmg]$")] = "16g"
     user: str | None = None  # inside the container; the image's own when absent
     stop_seconds: int = Field(default=30, ge=1, le=600)  # between SIGTERM and SIGKILL

@@ -44,6 +44,7 @@ class Attempt:
     files: Mapping[str, bytes] = field(default_factory=dict)  # name -> content, below /etc/tpu-launch
     shm_size: str = "16g"
     user: str | None = None
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # environment variables that nothing but the command may see
 
     @property
     def container(self) -> str:

@@ -7,6 +7,7 @@ finds its containers running attaches to them.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ def run(
     Without `run_id`, the newest run of this slice that has not finished and means the same is resumed, unless `new`. `image` is called when a first attempt
     is really started, and returns what hosts must run.
     """
+    require_secrets(config)
     ledger = _choose(config, home, run_id, new)
     with ledger.supervising():
         _require_ready(config, provider)
@@ -134,7 +136,22 @@ def make_attempt(config: Config, run_id: str, number: int, image: str) -> Attemp
         files={CONFIG_FILE: config.document.dump().encode()},
         shm_size=config.run.shm_size,
         user=config.run.user,
+        secrets=secrets(config),
     )
+
+
+def secrets(config: Config) -> dict[str, str]:
+    """The values of run.secrets, from this process's environment; absent ones are left out (`require_secrets` refuses them before a start)."""
+    return {name: os.environ[name] for name in config.run.secrets if name in os.environ}
+
+
+def require_secrets(config: Config) -> None:
+    """Raises BadInput when a secret that the file names is not in the environment."""
+    missing = [name for name in config.run.secrets if name not in os.environ]
+    if missing:
+        raise BadInput(
+            f"{config.document.place(('run', 'secrets'))}: run.secrets: not in the environment: {', '.join(missing)}; export them, then run again"
+        )
 
 
 def meaning(config: Config) -> str:

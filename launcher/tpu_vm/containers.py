@@ -22,6 +22,16 @@ LABEL_ATTEMPT = "tpu-launch.attempt"
 
 LOG_BYTES = 4_000_000  # of one look: bounds memory and time, not what is delivered
 
+# Secrets reach the command as environment variables, by standard input into the container's own memory: no argument, no file on a disk and no
+# `docker inspect` holds them. The command waits for them, takes them, and removes them.
+_SECRETS = "/run/tpu-launch"
+_WAIT_FOR_SECRETS = (
+    f"cd {_SECRETS} || exit 1; i=0; "
+    "while [ ! -e ready ]; do i=$((i+1)); "
+    'if [ $i -gt 1200 ]; then echo "tpu-launch: the secrets of this run did not arrive within 120 s" >&2; exit 1; fi; sleep 0.1; done; '
+    '. ./secrets; rm -f secrets; : > taken; cd "$OLDPWD"; exec "$@"'
+)
+
 _PRELUDE = """\
 set -u
 docker=docker
@@ -47,7 +57,9 @@ def docker_create(attempt: Attempt, hosts: Sequence[str], accelerator_type: str)
         command += ["--user", attempt.user]
     for key, value in environment(attempt, hosts, accelerator_type).items():
         command += ["--env", f"{key}={value}"]
-    return [*command, attempt.image, *attempt.command]
+    if not attempt.secrets:
+        return [*command, attempt.image, *attempt.command]
+    return [*command, "--tmpfs", f"{_SECRETS}:mode=1777,size=1m", attempt.image, "sh", "-c", _WAIT_FOR_SECRETS, "sh", *attempt.command]
 
 
 def environment(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> dict[str, str]:
@@ -124,6 +136,22 @@ def start_script(attempt: Attempt) -> str:
         "say started",
     ]
     return "\n".join(lines) + "\n"
+
+
+def secrets_script(attempt: Attempt) -> str:
+    """Passes its standard input (`secrets_input`) on into the started container, once. Reports `given`."""
+    name = shlex.quote(attempt.container)
+    inside = f"cd {_SECRETS} && if [ -e taken ]; then cat > /dev/null; else umask 077 && cat > secrets && : > ready; fi"
+    return (
+        _PRELUDE.replace("curl -sf", "curl -sf </dev/null", 1)
+        + f'$docker exec --interactive {name} sh -c {shlex.quote(inside)} || {{ say failed "the secrets can not be passed on"; exit 1; }}\n'
+        + "say given\n"
+    )
+
+
+def secrets_input(secrets: Mapping[str, str]) -> str:
+    """What `secrets_script` reads: shell lines, so that any value survives."""
+    return "".join(f"export {key}={shlex.quote(value)}\n" for key, value in sorted(secrets.items()))
 
 
 def observe_script(container: str, since: str | None) -> str:

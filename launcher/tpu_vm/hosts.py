@@ -7,6 +7,7 @@ connect with exactly that, so keys are checked as gcloud checks them. A host tha
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import re
 import shlex
@@ -108,12 +109,15 @@ class Hosts:
     def workers(self) -> list[int]:
         return sorted(self.addresses)
 
-    def ask(self, worker: int, script: str, *, timeout: float) -> Answer:
-        """Runs `script` on a host. Never raises for what a network or a host does: the answer says it."""
+    def ask(self, worker: int, script: str, *, timeout: float, given: str | None = None) -> Answer:
+        """Runs `script` on a host, with `given` as its standard input. Never raises for what a network or a host does: the answer says it."""
+        stdin = io.StringIO(given) if given is not None else False
         with self._locks[worker]:
             try:
                 connection = self._connect(worker)
-                result = connection.run(f"sh -c {shlex.quote(script)}", hide=True, warn=True, in_stream=False, timeout=timeout)
+                result = connection.run(
+                    f"sh -c {shlex.quote(script)}", hide=True, warn=True, in_stream=stdin, echo_stdin=False, timeout=timeout
+                )
             except CommandTimedOut:
                 self._drop(worker)
                 return Answer(worker, None, problem=f"no answer within {timeout:.0f} s")
@@ -129,13 +133,13 @@ class Hosts:
             return Answer(worker, None, problem="the connection closed before the command ended")
         return Answer(worker, result.return_code, result.stdout, result.stderr)
 
-    def ask_all(self, script: str, *, timeout: float, workers: Sequence[int] | None = None) -> list[Answer]:
+    def ask_all(self, script: str, *, timeout: float, workers: Sequence[int] | None = None, given: str | None = None) -> list[Answer]:
         """The same question to all hosts at once (or to some), answers in worker order."""
         asked = self.workers if workers is None else sorted(workers)
         if not asked:
             return []
         with ThreadPoolExecutor(max_workers=min(64, len(asked))) as pool:
-            return list(pool.map(lambda worker: self.ask(worker, script, timeout=timeout), asked))
+            return list(pool.map(lambda worker: self.ask(worker, script, timeout=timeout, given=given), asked))
 
     def close(self) -> None:
         for worker in list(self._connections):

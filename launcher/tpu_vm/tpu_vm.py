@@ -56,7 +56,10 @@ class TpuVm:
         return self._everywhere(script, "ready", timeout=self.config.run.start_minutes * 60)
 
     def start(self, attempt: Attempt) -> list[HostReport]:
-        return self._through_gcloud(containers.start_script(attempt), "started", timeout=self.config.run.start_minutes * 60)
+        started = self._through_gcloud(containers.start_script(attempt), "started", timeout=self.config.run.start_minutes * 60)
+        if not attempt.secrets or not all(report.ok for report in started):
+            return started
+        return self._give_secrets(attempt)
 
     def observe(self, worker: int, container: str, since: str | None) -> Observation:
         script = containers.observe_script(container, since)
@@ -79,6 +82,15 @@ class TpuVm:
     def stacks(self, container: str) -> dict[int, str]:
         answers = self._connected().ask_all(containers.stacks_script(container), timeout=60)
         return {answer.worker: answer.stdout + answer.stderr + answer.problem for answer in answers}
+
+    def _give_secrets(self, attempt: Attempt) -> list[HostReport]:
+        script, given = containers.secrets_script(attempt), containers.secrets_input(attempt.secrets)
+        answers = [] if self._gcloud_alone else self._connected().ask_all(script, timeout=60, given=given)
+        if all(answer.refused for answer in answers):
+            with ThreadPoolExecutor(max_workers=16) as pool:
+                workers = range(self.config.accelerator.hosts)
+                answers = list(pool.map(lambda worker: self._ask_through_gcloud(worker, script, given), workers))
+        return [self._report(answer, "given") for answer in answers]
 
     # -- reaching hosts -----------------------------------------------------------------------------------------------
 
@@ -127,10 +139,10 @@ class TpuVm:
             return [self._report(answer, word) for answer in answers]
         return self._through_gcloud(script, word, timeout=timeout)
 
-    def _ask_through_gcloud(self, worker: int, script: str) -> Answer:
+    def _ask_through_gcloud(self, worker: int, script: str, given: str | None = None) -> Answer:
         """One host by gcloud alone: some seconds a question, for workstations from which our own ssh does not get through."""
         try:
-            result = shell.run(gcloud.ssh_command(self.config, script, worker=str(worker)), timeout=_LOOK_SECONDS * 2)
+            result = shell.run(gcloud.ssh_command(self.config, script, worker=str(worker)), timeout=_LOOK_SECONDS * 2, input=given)
         except CommandTimeout as error:
             return Answer(worker, None, problem=str(error).splitlines()[0])
         if not result.ok:

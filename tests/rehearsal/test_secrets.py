@@ -1,0 +1,54 @@
+"""Claims about secrets: the command gets them, and nothing else shows them. Starts one slice of two hosts; about half a minute."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.rehearsal.workstation import Workstation, docker
+
+VALUE = "v3ry-s3cret 'value' \"with\" $(quotes) and ü"
+NEEDLE = b"v3ry-s3cret"
+
+
+@pytest.mark.parametrize("transport", ["auto", "gcloud"])
+def test_a_secret_reaches_the_command_and_nothing_else_shows_it(two_hosts: tuple[Workstation, str], transport: str) -> None:
+    work, file = two_hosts
+    program = "import hashlib, os, time; print(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest(), flush=True); time.sleep(8)"
+    digest = hashlib.sha256(VALUE.encode()).hexdigest()
+    running = work.begin(
+        *("--emulated", "run", "--new", "-f", file, "--set", "run.secrets=[HF_TOKEN]", "--set", f"run.transport={transport}"),
+        *("--", "python", "-c", program),
+        environment={"HF_TOKEN": VALUE},
+    )
+    running.wait_for(rf"^\[0\] {digest}")
+    running.wait_for(rf"^\[1\] {digest}")
+    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not [line for line in commands if NEEDLE in line], "no process may have it in its arguments"
+    names = [entry.split()[0] for entry in work.containers_of_runs()]
+    assert len(names) == 2
+    assert NEEDLE.decode() not in docker("inspect", *names)
+    assert running.end(60).code == 0
+    assert NEEDLE not in "\n".join(running.lines).encode()
+    home = Path(work.environment["TPU_LAUNCH_HOME"])
+    found = subprocess.run(
+        ["grep", "--recursive", "--files-with-matches", "--text", NEEDLE.decode(), str(home)], capture_output=True, text=True, check=False
+    )
+    assert found.stdout == "", "no file may hold it: runs, events, logs, gcloud's own logs"
+
+
+def test_a_secret_that_is_not_in_the_environment_is_named_before_anything_starts(two_hosts: tuple[Workstation, str]) -> None:
+    work, file = two_hosts
+    ended = work.launch("--emulated", "run", "--new", "-f", file, "--set", "run.secrets=[NO_SUCH_TOKEN]", "--", "true")
+    assert ended.code == 2, ended.output
+    assert "NO_SUCH_TOKEN" in ended.output
+
+
+def test_a_secret_in_the_plain_environment_is_refused(two_hosts: tuple[Workstation, str]) -> None:
+    work, file = two_hosts
+    ended = work.launch("--emulated", "run", "--new", "-f", file, "--set", "run.environment={HF_TOKEN: abc}", "--", "true")
+    assert ended.code == 2, ended.output
+    assert "run.secrets" in ended.output
