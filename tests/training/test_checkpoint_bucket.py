@@ -1,0 +1,132 @@
+"""A run's folder in a bucket: saves, restores, metrics, the claim and the exported model. The server enforces preconditions and can misbehave."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from training import export, metrics, storage
+from training.checkpoint import manifest as form
+from training.checkpoint.manifest import TensorInfo
+from training.checkpoint.policy import Keep
+from training.checkpoint.restore import committed_steps, restore
+from training.checkpoint.save import Description, Saver
+from training.cluster import Cluster
+from training.config import TrainerConfig
+from training.errors import BadInput, TrainError
+from training.rendezvous import Alone
+from training.start import claim
+
+RUN = "gs://bucket/runs/r"
+FOLDER = f"{RUN}/checkpoints"
+TOKENIZER = {
+    "added_tokens": [{"id": 0, "content": "[MASK]", "special": True}, {"id": 1, "content": "<pad>", "special": True}],
+    "model": {"vocab": {"a": 2}},
+}
+CONFIG = {
+    "model": {"name": "bert-tiny"},
+    "data": {"train": "gs://bucket/data", "tokenizer": "gs://bucket/tokenizer"},
+    "train": {"steps": 9, "global_batch_size": 8},
+    "output": "gs://bucket/runs",
+}
+
+
+class State:
+    def __init__(self, step: int) -> None:
+        self.values = {
+            "model/bert.embeddings.word_embeddings.weight": np.full((3, 128), step, np.float32),
+            "adam_m/x": np.full(7, -step, np.float32),
+        }
+
+    def layout(self) -> dict[str, TensorInfo]:
+        return {name: TensorInfo("F32", value.shape, value.nbytes) for name, value in self.values.items()}
+
+    def copy(self, places: Mapping[str, memoryview]) -> None:
+        for name, place in places.items():
+            place[:] = self.values[name].tobytes()
+
+    def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
+        for name, (info, data) in tensors.items():
+            self.values[name] = np.frombuffer(bytes(data), np.float32).reshape(info.shape)
+
+
+def save(*steps: int, keep: int = 2, token: str = "t") -> Saver:
+    config = TrainerConfig.model_validate(CONFIG).canonical()
+    saver = Saver(FOLDER, Cluster(0, ("h",), run_id="r"), Alone(), Description({"seed": 1}, config, "code", token), Keep(keep))
+    for step in steps:
+        saver.save(step, State(step).layout(), State(step).copy, {"first_loss": 1.5})
+    saver.wait()
+    return saver
+
+
+def load() -> tuple[int, State, list[str]]:
+    state, warnings = State(0), list[str]()
+    restored = restore(FOLDER, Alone(), {"seed": 1}, state.accept, warnings.append)
+    assert restored is not None
+    return restored.manifest.step, state, warnings
+
+
+def test_saves_are_kept_deleted_and_restored(gcs: Any) -> None:
+    assert save(10, 20, 30).committed == 30
+    assert committed_steps(FOLDER) == [30, 20]
+    assert [each.url for each in storage.listing(f"{FOLDER}/step-00000010")] == []
+    step, state, warnings = load()
+    assert (step, warnings) == (30, [])
+    assert state.values["adam_m/x"].tolist() == [-30.0] * 7
+
+
+def test_a_part_that_was_replaced_is_noticed(gcs: Any) -> None:
+    save(10, 20)
+    part = next(each.url for each in storage.listing(f"{FOLDER}/step-00000020") if "part-" in each.url)
+    storage.write(part, storage.read(part)[:-1] + b"\1")
+    step, _, warnings = load()
+    assert step == 10
+    assert "crc32c" in warnings[0]
+
+
+def test_a_manifest_is_written_by_exactly_one_of_two_trainers(gcs: Any) -> None:
+    save(10)
+    with pytest.raises(TrainError, match="two trainers write the run 'r'"):
+        save(10, token="other")
+    assert load()[0] == 10
+
+
+def test_a_bucket_that_answers_503_for_a_while_costs_nothing(gcs: Any) -> None:
+    from launcher.emulator.web import Response
+
+    answers = iter(range(1000))
+    gcs.fault = lambda request: Response(503, b"") if next(answers) % 3 == 0 else None
+    save(10, 20)
+    assert load()[0] == 20
+
+
+def test_the_claim_says_that_there_is_no_such_bucket(gcs: Any) -> None:
+    with pytest.raises(BadInput, match="bucket gs://nowhere does not exist"):
+        claim("gs://nowhere/runs/r", Cluster(0, ("a",)), Alone(), "t", {})
+    claim(RUN, Cluster(0, ("a",)), Alone(), "t", {"hosts": ["a"]})
+    assert json.loads(storage.read(f"{RUN}/attempts/attempt-0000.t.json")) == {"hosts": ["a"]}
+
+
+def test_metrics_grow_in_small_objects(gcs: Any) -> None:
+    log = metrics.MetricsLog(RUN, 0, 0)
+    log.write({"step": 1, "loss": 2.5})
+    log.finish()
+    assert storage.read(f"{RUN}/metrics.jsonl") == b'{"step": 1, "loss": 2.5}\n'
+
+
+def test_a_checkpoint_becomes_a_model_folder(gcs: Any) -> None:
+    storage.write("gs://bucket/tokenizer/tokenizer.json", json.dumps(TOKENIZER).encode())
+    save(10, 20)
+    assert export.from_checkpoint(RUN, "gs://bucket/model") == 20
+    config = json.loads(storage.read("gs://bucket/model/config.json"))
+    assert (config["model_type"], config["vocab_size"], config["pad_token_id"]) == ("bert", 3, 1)
+    weights = form.decode(storage.read("gs://bucket/model/model.safetensors"))
+    assert list(weights) == ["bert.embeddings.word_embeddings.weight"]
+    assert storage.read("gs://bucket/model/tokenizer.json") == json.dumps(TOKENIZER).encode()
+    assert export.from_checkpoint(RUN, "gs://bucket/model10", step=10) == 10
+    with pytest.raises(BadInput, match="no committed step 15; it has 20, 10"):
+        export.from_checkpoint(RUN, "gs://bucket/model", step=15)
