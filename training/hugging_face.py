@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from training import storage
@@ -37,6 +41,18 @@ def config_of(model: Model, *, vocabulary: int, pad: int, dropout: float) -> dic
         return {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], **common, **own}
     own = {"max_position_embeddings": positions, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
     return {"model_type": "bert", "architectures": ["BertForMaskedLM"], **common, **own}
+
+
+@contextlib.contextmanager
+def local(folder: str) -> Iterator[str]:
+    """The folder itself, or for as long as the block runs a copy of it when it is in a bucket."""
+    if not storage.is_remote(folder):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        for each in storage.listing(folder):
+            storage.download(each.url, Path(scratch) / storage.name_of(each.url))
+        yield scratch
 
 
 def _read(folder: str) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
 
 from training import storage
 from training.errors import BadInput
-from training.hugging_face import WEIGHTS
+from training.hugging_face import WEIGHTS, local
 
 
 @dataclass(frozen=True)
@@ -26,17 +24,9 @@ def fill_mask(folder: str, text: str, top: int) -> list[Answer]:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from transformers import pipeline
 
-    with tempfile.TemporaryDirectory() as scratch:
-        filler = pipeline("fill-mask", model=_local(folder, Path(scratch)), framework="pt", device="cpu")
+    with local(folder) as here:
+        filler = pipeline("fill-mask", model=here, framework="pt", device="cpu")
         mask = filler.tokenizer.mask_token
         if text.count(mask) != 1:
             raise BadInput(f"the text must hold {mask} exactly once, not {text.count(mask)} times: {text!r}")
         return [Answer(answer["score"], answer["token_str"], answer["sequence"]) for answer in filler(text, top_k=top)]
-
-
-def _local(folder: str, scratch: Path) -> str:
-    if not storage.is_remote(folder):
-        return folder
-    for each in storage.listing(folder):
-        storage.download(each.url, scratch / storage.name_of(each.url))
-    return str(scratch)

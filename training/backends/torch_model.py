@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from training.config import Model
 from training.errors import BadInput
-from training.hugging_face import config_of
+from training.hugging_face import config_of, local
 
 
 def build(model: Model, *, vocabulary: int, pad: int, sequence_length: int, dropout: float, seed: int) -> torch.nn.Module:
@@ -53,15 +53,16 @@ def _from_folder(path: str, dropout: float) -> Any:
     from transformers import AutoModelForMaskedLM
 
     try:
-        network, report = AutoModelForMaskedLM.from_pretrained(
-            path,
-            attn_implementation="eager",
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
-            dtype=torch.float32,
-            output_loading_info=True,
-            local_files_only=True,
-        )
+        with local(path) as folder:
+            network, report = AutoModelForMaskedLM.from_pretrained(
+                folder,
+                attn_implementation="eager",
+                hidden_dropout_prob=dropout,
+                attention_probs_dropout_prob=dropout,
+                dtype=torch.float32,
+                output_loading_info=True,
+                local_files_only=True,
+            )
     except (OSError, ValueError) as error:
         raise BadInput(f"model.path {path}: {error}") from None
     if report["missing_keys"]:

@@ -82,7 +82,7 @@ class TorchXla:
         xm.set_rng_state(step_seed(self._config.seed, number, 0 if self._spmd else self._cluster.worker), self._device)
         numbers = self._replicated(np.array(adam_numbers(self._train, number), dtype=np.float32))
         if not self._exchange:
-            sums = self._apply(*self._gradients(batch, asks), numbers)
+            sums = self._on_all(self._apply(*self._gradients(batch, asks), numbers))
             torch_xla.sync()
             return _PendingStep(sums)
         flat = self._flat(*self._gradients(batch, asks))
@@ -146,7 +146,7 @@ class TorchXla:
             sums = mlm_sums(self._network, self._rows(batch))
         self._network.train()
         asked = self._asks(asks)
-        sums = torch.cat([asked[: len(SUMS)] + sums, asked[len(SUMS) :]])
+        sums = self._on_all(torch.cat([asked[: len(SUMS)] + sums, asked[len(SUMS) :]]))
         torch_xla.sync()
         if self._exchange:
             sums = sums.cpu()
@@ -179,6 +179,12 @@ class TorchXla:
             return tensor.to(self._device)
         spec = spmd.ShardingSpec(self._mesh, axes, minibatch=self._cluster.hosts > 1 and axes[0] == "data")
         return cast(Tensor, xm.send_cpu_data_to_device([tensor], self._device, input_sharding=spec)[0])
+
+    def _on_all(self, sums: Tensor) -> Tensor:
+        """Every host reads the sums, so every device must have all of them; left alone, the compiler may shard them."""
+        if self._mesh:
+            spmd.mark_sharding(sums, self._mesh, (None,))
+        return sums
 
     # --- state
 
