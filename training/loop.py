@@ -246,6 +246,7 @@ class _Run:
                 )
         count, _ = self.backend.compilations()
         step_seconds = self.step_seconds()
+        seconds = self.clock.report()
         summary = {
             "run_id": self.cluster.run_id, "attempt": self.cluster.attempt, "hosts": self.cluster.hosts, "devices": self.backend.devices, "steps": self.step,
             "first_loss": self.losses["first"], "last_loss": self.losses["last"],
@@ -255,7 +256,7 @@ class _Run:
             "model": storage.join(self.folder, "model") if self.config.export.at_end else None, "compilations": count,
             "checkpoint_blocked_seconds": round(self.saver.blocked_seconds, 3),
             "host_fallbacks": self.backend.fallbacks(), "skipped_records": sum(skipped for _, skipped in told),
-            "final_weights_crc32c": checksums[0], "seconds": self.clock.report(),
+            "final_weights_crc32c": checksums[0], "goodput": round(seconds.get("step", 0.0) / seconds["total"], 4), "seconds": seconds,
         }  # fmt: skip
         if self.log:
             self.log.finish()

@@ -111,5 +111,6 @@ def test_every_known_model_has_heads_of_64(name: str) -> None:
     assert intermediate == 4 * hidden
 
 
-def test_the_rehearsals_file_is_right() -> None:
-    assert isinstance(load(HOUSE / "examples" / "rehearsal.yaml"), TrainerConfig)
+@pytest.mark.parametrize("name", ["rehearsal", "mlm"])
+def test_the_examples_are_right(name: str) -> None:
+    assert isinstance(load(HOUSE / "examples" / f"{name}.yaml"), TrainerConfig)
