@@ -252,9 +252,9 @@ def main() -> None:
     """The console script. Turns every error into one message and its exit code."""
     from launcher.emulator.commands import emulator
     from launcher.emulator.rehearsal import rehearsal
-    from launcher.housekeeping import gc, list_
+    from launcher.more_commands import COMMANDS
 
-    for command in (emulator, rehearsal, list_, gc):
+    for command in (emulator, rehearsal, *COMMANDS):
         cli.add_command(command)
     signal.signal(signal.SIGTERM, _interrupt)
     try:

@@ -147,6 +147,20 @@ def stream(
     return Result(tuple(argv), process.returncode, "".join(lines), "")
 
 
+def attached(argv: Sequence[str]) -> int:
+    """Runs `argv` on this terminal, until it ends or the person ends it (Ctrl-C is the command's, not ours); returns its exit code."""
+    find(argv[0])
+    process = subprocess.Popen(list(argv))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        return process.wait()
+    except BaseException:  # SIGTERM
+        process.terminate()
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> int:
     """Starts `argv` as a process of its own that outlives this one, writing to `log` (appended, mode 0600); returns its process id."""
     find(argv[0])

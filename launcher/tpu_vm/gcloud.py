@@ -89,6 +89,21 @@ def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bo
     return [*command, f"--command={script}"]
 
 
+def shell_command(config: Config, worker: int, flags: Sequence[str] = ()) -> list[str]:
+    """A person's own ssh session on one host, or (with flags of ssh's) a tunnel to it."""
+    command = [*_base(config, "ssh", config.slice.name), f"--worker={worker}", *_SSH_FLAGS, *(f"--ssh-flag={flag}" for flag in flags)]
+    return [*command, "--internal-ip"] if config.slice.internal_ips else command
+
+
+def accelerator_types_command(config: Config) -> list[str]:
+    """What the zone offers; the answer also tells whether the project, the API and the permissions are in order."""
+    return [*_base(config, "accelerator-types", "list"), "--format=value(name.basename())"]
+
+
+def runtime_versions_command(config: Config) -> list[str]:
+    return [*_base(config, "versions", "list"), "--format=value(name.basename())"]
+
+
 def call(argv: Sequence[str], *, timeout: float) -> str:
     """Runs a gcloud command and returns its standard output. Raises the LaunchError that its message means."""
     result = shell.run(argv, timeout=timeout)
@@ -115,6 +130,8 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
      "no capacity in the zone right now: try again later, another zone, or another accelerator type"),
     (r"Quota limit|[Qq]uota .*(exceeded|exhausted)|RESOURCE_EXHAUSTED", QuotaExceeded,
      "quota: ask for more in the Cloud console (IAM & Admin > Quotas), or use what you have elsewhere; waiting does not help"),
+    (r"SERVICE_DISABLED|has not been used in project|API .*is disabled|is not enabled", PermissionDenied,
+     "the Cloud TPU API is off in this project: gcloud services enable tpu.googleapis.com"),
     (r"PERMISSION_DENIED|[Pp]ermission .*denied|does not have permission|forbidden", PermissionDenied,
      "the account lacks a permission, the zone is not open to the project, or the zone does not exist"),
     (r"ALREADY_EXISTS|already exists", Conflict, "something of that name exists already"),

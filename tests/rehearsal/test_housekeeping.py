@@ -1,12 +1,16 @@
-"""Claims about looking after slices: costs, list, gc (real gcloud, emulated API). Starts one emulator; about 40 s."""
+"""Claims about looking after slices: doctor, costs, list, ssh, tunnel, gc (real gcloud, emulated API). Starts four slices at once; about 45 s."""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 from launcher.emulator import control
 from tests.rehearsal.conftest import SLICE
@@ -30,7 +34,9 @@ def test_a_slice_above_the_limit_is_not_created(emulator: Workstation) -> None:
     assert gcloud(emulator, "tpu-vm", "list", "--format=value(name)") == ""
 
 
-def test_gc_removes_what_expired_or_was_preempted_and_nothing_else(emulator: Workstation) -> None:
+@pytest.fixture(scope="module")
+def four(emulator: Workstation) -> Workstation:
+    """Two slices of ours, `old` (expired) and `lost`; one that a colleague's tpu-launch made; one that is nobody's business."""
     for name in ("old", "lost"):
         emulator.file(f"{name}.yaml", ONE.replace("NAME", name))
     node = ["--accelerator-type=v4-8", "--version=tpu-ubuntu2204-base"]
@@ -44,6 +50,46 @@ def test_gc_removes_what_expired_or_was_preempted_and_nothing_else(emulator: Wor
         ]
     for each in made:
         each.result()
+    return emulator
+
+
+def test_doctor_finds_nothing_wrong_with_an_emulated_slice_and_names_a_wrong_zone(emulator: Workstation) -> None:
+    file = emulator.file("doctor.yaml", ONE.replace("NAME", "doctor"))
+    rows = emulator_json(emulator, "doctor", "-f", file)
+    assert {row["verdict"] for row in rows} == {"PASS", "WARN"}, rows
+    ended = emulator.launch("--emulated", "doctor", "-f", file, "--set", "zone=europe-west4-a")
+    assert ended.code == 2
+    assert "to mend it: zone: one of us-central2-b" in ended.output
+    assert emulator.launch("--emulated", "doctor", "-f", file, "--set", "zone=mars-west1-a").code == 2
+
+
+def test_ssh_runs_words_as_they_are_and_its_exit_code_is_ours(four: Workstation) -> None:
+    ended = four.good("--emulated", "ssh", "-f", "old.yaml", "--", "echo", "a  b", "$HOME", "it's; exit 9")
+    assert "a  b $HOME it's; exit 9\n" in ended.output
+    ended = four.launch("--emulated", "ssh", "-f", "old.yaml", "--", "sh", "-c", "echo once; exit 255")
+    assert (ended.code, ended.output.count("once")) == (254, 1), "gcloud would run it again"
+    assert four.launch("--emulated", "ssh", "-f", "old.yaml", "--host", "1", "--", "true").code == 2
+
+
+def test_a_tunnel_listens_on_loopback_until_ctrl_c(four: Workstation) -> None:
+    server = "nohup python3 -m http.server 8123 --bind 127.0.0.1 >/dev/null 2>&1 &"
+    four.good("--emulated", "ssh", "-f", "old.yaml", "--", "sh", "-c", server)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert four.launch("--emulated", "tunnel", "-f", "old.yaml", "--port", "8123", "--local-port", str(port)).code == 2
+    running = four.begin("--emulated", "tunnel", "-f", "old.yaml", "--port", "8123", "--local-port", str(port))
+    line = running.wait_for(r"http://127\.0\.0\.1:\d+ leads to port 8123 of host 0", 30)
+    assert f"127.0.0.1:{port} " in line
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=10) as answer:
+        assert answer.status == 200
+    running.interrupt()
+    assert running.end(20).code == 0
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", port), 1)
+
+
+def test_gc_removes_what_expired_or_was_preempted_and_nothing_else(four: Workstation) -> None:
+    emulator = four
     emulator.good("emulator", "inject", "preempt", "theirs")
 
     listed = {each["name"]: each for each in emulator_json(emulator, "list", "-f", "lost.yaml")}

@@ -1,0 +1,240 @@
+"""`tpu-launch doctor`: what a run needs, looked at one by one, each with the command that mends it. Changes nothing.
+
+A check is a function that returns rows and never raises: what it meets is the row. Checks run side by side, since most of them wait for gcloud.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import stat
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import checks, engine, home, shell
+from launcher.config import Config
+from launcher.errors import LaunchError
+from launcher.tpu_vm import gcloud
+
+_SECONDS = 60.0
+_TESTED = "528.0.0"
+_NEEDS_LOGIN = ("pkg.dev", "gcr.io")
+
+
+class Verdict(enum.Enum):
+    PASS = "PASS"
+    WARN = "WARN"  # may be fine: a person decides
+    FAIL = "FAIL"  # a run can't work
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that was looked at; `fix` is a command, or a sentence where none would do."""
+
+    check: str
+    verdict: Verdict
+    detail: str
+    fix: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        return {"check": self.check, "verdict": self.verdict.value, "detail": self.detail, "fix": self.fix}
+
+
+def examine(config: Config) -> list[Row]:
+    """All rows, in the order in which they should be mended."""
+    looks: list[Callable[[], list[Row]]] = [
+        lambda: [_cost(config)],
+        _gcloud_and_account,
+        lambda: _zone(config),
+        lambda: _runtime(config),
+        lambda: [_ssh_key(Path.home() / ".ssh" / "google_compute_engine")],
+        lambda: [_engine(config)],
+        lambda: [_registry(config)],
+        lambda: [_buckets(config)],
+        lambda: [_folder()],
+    ]
+    with ThreadPoolExecutor(len(looks)) as pool:
+        return [row for rows in pool.map(lambda look: look(), looks) for row in rows]
+
+
+def failed(rows: Sequence[Row]) -> bool:
+    return any(row.verdict is Verdict.FAIL for row in rows)
+
+
+def _cost(config: Config) -> Row:
+    from launcher import costs
+
+    try:
+        costs.check(config)
+    except LaunchError as error:
+        return Row("cost", Verdict.FAIL, str(error), "change slice.max_cost_per_hour, or the slice")
+    told = costs.line(config)
+    return Row("cost", Verdict.WARN if "unknown" in told else Verdict.PASS, told.removeprefix("cost: "))
+
+
+# -- gcloud and what it can reach -----------------------------------------------------------------------------------------------------------
+
+
+def _gcloud_and_account() -> list[Row]:
+    try:
+        shell.find("gcloud")
+        shell.find("ssh")
+        info = json.loads(gcloud.call(["gcloud", "info", "--format=json", "--quiet"], timeout=_SECONDS))
+    except LaunchError as error:
+        return [Row("gcloud", Verdict.FAIL, str(error).splitlines()[0], "https://cloud.google.com/sdk/docs/install")]
+    return [version_row(info), account_row(info)]
+
+
+def version_row(info: dict[str, Any]) -> Row:
+    """The SDK's version against what is known of its defects."""
+    version = str(info.get("basic", {}).get("version", ""))
+    if version == _TESTED:
+        known = "its known defects are avoided (--output-directory, subsets of --worker, commands run again after exit code 255)"
+        return Row("gcloud", Verdict.PASS, f"{version}, which this was tested with: {known}")
+    if _numbers(version) < _numbers(_TESTED):
+        return Row(
+            "gcloud", Verdict.WARN, f"{version} is older than {_TESTED}, the version this was tested with", "gcloud components update"
+        )
+    return Row("gcloud", Verdict.PASS, f"{version} (tested with {_TESTED}; the defects known there are avoided)")
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def account_row(info: dict[str, Any]) -> Row:
+    config = info.get("config", {})
+    auth = config.get("properties", {}).get("auth", {}).get("disable_credentials", "")
+    if isinstance(auth, dict):  # {"value": ..., "source": ...} in newer SDKs
+        auth = auth.get("value", "")
+    if str(auth).lower() == "true":
+        return Row("account", Verdict.PASS, "credentials are switched off (auth/disable_credentials): an emulated API needs none")
+    if account := config.get("account"):
+        return Row("account", Verdict.PASS, str(account))
+    return Row("account", Verdict.FAIL, "no active account", "gcloud auth login && gcloud auth application-default login")
+
+
+def _zone(config: Config) -> list[Row]:
+    """Project, API, zone and accelerator: one question tells them apart."""
+    wanted = config.slice.accelerator_type
+    place = f"{wanted} in {config.zone}"
+    try:
+        offered = gcloud.call(gcloud.accelerator_types_command(config), timeout=_SECONDS).split()
+    except LaunchError as error:
+        return [Row("project, API, zone", Verdict.FAIL, str(error).splitlines()[0], _fix_of(config, error))]
+    rows = [Row("project, API, zone", Verdict.PASS, f"{config.project}: the Cloud TPU API answers for {config.zone}")]
+    if wanted in offered:
+        return [*rows, Row("accelerator", Verdict.PASS, f"{place} (capacity is known only when it is asked for)")]
+    known = ", ".join(config.accelerator.generation.zones)
+    return [*rows, Row("accelerator", Verdict.FAIL, f"no {place}; the zone has {', '.join(offered) or 'none'}", f"zone: one of {known}")]
+
+
+def _fix_of(config: Config, error: LaunchError) -> str:
+    if isinstance(error, gcloud.PermissionDenied):
+        text = str(error)
+        if "services enable" in text:
+            return f"gcloud services enable tpu.googleapis.com --project={config.project}"
+        if "auth login" in text:
+            return "gcloud auth login"
+        return f"gcloud compute tpus locations list --project={config.project}; the account needs roles/tpu.admin"
+    return str(error).splitlines()[-1].strip()
+
+
+def _runtime(config: Config) -> list[Row]:
+    try:
+        offered = gcloud.call(gcloud.runtime_versions_command(config), timeout=_SECONDS).split()
+    except LaunchError:
+        return []  # told by the row of the zone
+    if config.runtime_version in offered:
+        return [Row("runtime version", Verdict.PASS, config.runtime_version)]
+    fix = f"slice.runtime_version: {config.accelerator.generation.runtime_version}"
+    return [Row("runtime version", Verdict.FAIL, f"{config.zone} has no runtime version {config.runtime_version}", fix)]
+
+
+# -- this machine ----------------------------------------------------------------------------------------------------------------------------
+
+
+def _ssh_key(path: Path) -> Row:
+    """The key that gcloud uses: there, private, and usable without asking for a passphrase."""
+    if not path.exists():
+        return Row(
+            "ssh key",
+            Verdict.WARN,
+            f"{path} is not there yet: gcloud makes one at the first connection",
+            f"ssh-keygen -t rsa -N '' -f {path}",
+        )
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        return Row("ssh key", Verdict.FAIL, f"{path} can be read by others: ssh refuses it", f"chmod 600 {path}")
+    try:
+        if shell.run(["ssh-keygen", "-y", "-P", "", "-f", str(path)], timeout=20).ok:
+            return Row("ssh key", Verdict.PASS, f"{path}, without a passphrase")
+        mine = shell.run(["ssh-keygen", "-l", "-f", str(path)], timeout=20).stdout.split()[1:2]
+        if mine and mine[0] in shell.run(["ssh-add", "-l"], timeout=20).stdout:
+            return Row("ssh key", Verdict.PASS, f"{path}, held by the ssh agent")
+    except LaunchError as error:
+        return Row("ssh key", Verdict.FAIL, str(error))
+    return Row("ssh key", Verdict.FAIL, f"{path} asks for a passphrase (or is damaged), and nobody is there to type it", f"ssh-add {path}")
+
+
+def _engine(config: Config) -> Row:
+    try:
+        docker = engine.require_engine()
+    except LaunchError as error:
+        if config.image.reference:
+            return Row("container engine", Verdict.PASS, "none, and none is needed: image.reference is given")
+        return Row(
+            "container engine", Verdict.FAIL, str(error).splitlines()[0], "systemctl start docker (Debian: apt-get install docker.io)"
+        )
+    return Row("container engine", Verdict.PASS, f"{docker} builds with BuildKit, and its engine answers")
+
+
+def _registry(config: Config) -> Row:
+    if config.image.repository is None:
+        if config.image.reference:
+            return Row("registry", Verdict.PASS, "not pushed to: image.reference is given")
+        return Row("registry", Verdict.WARN, "image.repository is not given: only emulated hosts have this machine's images",
+                   f"image.repository: REGION-docker.pkg.dev/{config.project}/REPOSITORY/NAME")  # fmt: skip
+    host = config.image.repository.split("/")[0]
+    folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        settings = {}
+    return registry_row(host, settings)
+
+
+def registry_row(host: str, settings: dict[str, Any]) -> Row:
+    """Whether docker has something to show to that registry. `settings`: docker's config.json."""
+    for kind in ("credHelpers", "auths"):
+        if host in settings.get(kind, {}):
+            return Row("registry", Verdict.PASS, f"docker has credentials for {host} ({kind})")
+    if settings.get("credsStore"):
+        return Row("registry", Verdict.WARN, f"docker asks {settings['credsStore']} for {host}; whether it has an answer is not looked at")
+    if host.endswith(_NEEDS_LOGIN):
+        return Row("registry", Verdict.FAIL, f"docker has no credentials for {host}", f"gcloud auth configure-docker {host} --quiet")
+    return Row("registry", Verdict.WARN, f"docker has no credentials for {host}", f"docker login {host}")
+
+
+def _buckets(config: Config) -> Row:
+    if config.trainer is None:
+        return Row("buckets", Verdict.PASS, "the file names none")
+    try:
+        checks.buckets(config)
+    except LaunchError as error:
+        text, _, fix = str(error).partition(": create it with ")
+        return Row("buckets", Verdict.FAIL, text, fix or "gcloud auth application-default login")
+    return Row("buckets", Verdict.PASS, "every bucket that the file names is there")
+
+
+def _folder() -> Row:
+    try:
+        path = home.home()
+    except LaunchError as error:
+        return Row("folder", Verdict.FAIL, str(error))
+    if not os.access(path, os.W_OK):
+        return Row("folder", Verdict.FAIL, f"{path} can't be written", "set TPU_LAUNCH_HOME to a folder you can write")
+    return Row("folder", Verdict.PASS, str(path))
