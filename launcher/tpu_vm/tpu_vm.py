@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from launcher import shell
 from launcher.config import Config
-from launcher.errors import CommandTimeout, LaunchError
+from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.provider import Attempt, HostReport, Observation, SliceState
-from launcher.tpu_vm import containers, gcloud, slices
+from launcher.tpu_vm import containers, gcloud, host_checks, slices
 from launcher.tpu_vm.hosts import Answer, Hosts, parse_dry_run
 
 _LOOK_SECONDS = 20.0
@@ -52,6 +52,7 @@ class TpuVm:
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def prepare(self, attempt: Attempt) -> list[HostReport]:
+        self._check(attempt)
         script = containers.prepare_script(attempt, self._addresses(), self.config.slice.accelerator_type)
         return self._everywhere(script, "ready", timeout=self.config.run.start_minutes * 60)
 
@@ -82,6 +83,33 @@ class TpuVm:
     def stacks(self, container: str) -> dict[int, str]:
         answers = self._connected().ask_all(containers.stacks_script(container), timeout=60)
         return {answer.worker: answer.stdout + answer.stderr + answer.problem for answer in answers}
+
+    def _check(self, attempt: Attempt) -> None:
+        """One look at all hosts. Raises LaunchError with a line and a fix for each thing that would make the run fail; warns of the rest."""
+        if self._gcloud_alone:
+            return  # a look through gcloud alone costs seconds; `prepare` finds what matters most
+        asked = time.time()
+        answers = self._connected().ask_all(
+            host_checks.script(attempt.image, attempt.run_id, containers.LABEL_RUN), timeout=_LOOK_SECONDS * 2
+        )
+        if not any(answer.reached for answer in answers):
+            return  # gcloud may still get through: `prepare` tries
+        answered = time.time()
+        facts = [
+            host_checks.Facts(answer.worker, host_checks.parse(answer.stdout), asked, answered) for answer in answers if answer.reached
+        ]
+        found = host_checks.problems(facts, self.config.accelerator.hosts)
+        found += [
+            host_checks.Problem(a.worker, f"can't be reached: {a.problem}", "`tpu-launch up` waits for it")
+            for a in answers
+            if not a.reached
+        ]
+        fatal = [problem for problem in found if problem.fatal]
+        if fatal:
+            busy = any("is on this host" in problem.what for problem in fatal)
+            raise LaunchError(f"the hosts are not ready for a run:\n{host_checks.table(fatal)}", exit_code=Exit.CONFLICT if busy else None)
+        for problem in found:
+            self.say(f"host {problem.worker}: {problem.what}; {problem.fix}")
 
     def _give_secrets(self, attempt: Attempt) -> list[HostReport]:
         script, given = containers.secrets_script(attempt), containers.secrets_input(attempt.secrets)

@@ -149,7 +149,7 @@ def test_another_run_on_the_slice_is_not_touched(two_hosts: TwoHosts) -> None:
     running.wait_for(r"^\[1\] mine")
     refused = work.launch("--emulated", "run", "--new", "-f", file, *command("echo other"))
     assert refused.code == 23, refused.output
-    assert "in use" in refused.output
+    assert "is on this host" in refused.output
     assert len([name for name in work.containers_of_runs() if " Up " in name]) == 2
     work.good("--emulated", "stop", "-f", file, "--run", run_id_of("\n".join(running.lines)))
     assert running.end(60).code == 14
