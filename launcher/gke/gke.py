@@ -29,6 +29,7 @@ LOG_BYTES = 16_000_000  # of one look
 _LOG_SECONDS = 15.0
 _GONE_SECONDS = 120.0  # for objects to vanish once they are deleted
 _LOOKS_AT_ONCE = 8  # kubectl is a heavy client
+_STACK = "py-spy dump --nonblocking --pid 1 2>&1 || cat /proc/1/comm /proc/1/wchan /proc/1/status"
 _JOBSETS = "jobsets.jobset.x-k8s.io"
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 
@@ -111,6 +112,7 @@ class Gke:
         """Creates the JobSet, unless it is there, and waits until every host's container has started. Raises the error that keeps one from it."""
         name = _name(attempt.container)
         if not any(jobset["metadata"]["name"] == name for jobset in self._jobsets()):
+            self._delete("configmaps", name)  # of a start that broke off half-way
             self._create(attempt)
         try:
             self._wait_started(attempt, name)
@@ -157,6 +159,17 @@ class Gke:
             for worker in wanted
         ]
 
+    def stacks(self, container: str) -> dict[int, str]:
+        """By `kubectl exec`, for which k8s/role.yaml has a rule of its own."""
+        found = {}
+        for worker, pod in self._watch(container).pods().items():
+            if pod.started and not pod.ended:
+                try:
+                    found[worker] = self._kubectl.call("exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", _STACK)
+                except LaunchError as error:
+                    found[worker] = str(error)
+        return found
+
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _jobsets(self) -> list[dict[str, Any]]:
@@ -187,14 +200,21 @@ class Gke:
         hosts = set(range(self.config.accelerator.hosts))
         told = ""
         while True:
-            pods = watch.pods()
+            try:
+                pods = watch.pods()
+            except LaunchError as error:  # the cluster may be back before the time is over
+                if error.exit_code is not Exit.CLOUD_ERROR or time.monotonic() > deadline:
+                    raise
+                self.say(str(error))
+                time.sleep(2.0)
+                continue
             waiting = {worker: pods.get(worker) for worker in hosts if not ((pod := pods.get(worker)) and (pod.started or pod.ended))}
             if not waiting:
                 return
             for pod in waiting.values():
-                error = parsing.trouble(pod, attempt.image) if pod else None
-                if error:
-                    raise error
+                trouble = parsing.trouble(pod, attempt.image) if pod else None
+                if trouble:
+                    raise trouble
             reasons = _waiting(waiting) if any(waiting.values()) else self._queued(name)
             if time.monotonic() > deadline:
                 raise LaunchError(

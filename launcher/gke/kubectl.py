@@ -75,7 +75,7 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
     (
         r"User \"([^\"]+)\" cannot (\S+) resource \"([^\"]+)\"(?: in API group \"[^\"]*\")?(?: in the namespace \"([^\"]+)\")?",
         Exit.PERMISSION,
-        "{0} may not {1} {2} in namespace {3}: have the role of k8s/README.md bound to it",
+        "{0} may not {1} {2} in namespace {3}: k8s/role.yaml is the role that is needed",
     ),
     (
         r"\(Forbidden\): (.*)",

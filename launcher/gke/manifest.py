@@ -34,7 +34,6 @@ LIBTPU_PORT = 8471
 
 _CONFIG_FOLDER = "/etc/tpu-launch"
 _LONGEST_NAME = 63 - len("-w-0-0000") - len("-000")
-_SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY)$", re.IGNORECASE)
 
 
 class Restarts(enum.Enum):
@@ -84,12 +83,12 @@ def check(config: Config) -> None:
             f"{place(('slice', 'capacity'))}: slice.capacity: a reservation belongs to a node pool on GKE: name the pool in gke.node_selector, "
             "cloud.google.com/gke-nodepool: NAME"
         )
-    for name in config.run.environment:
-        if _SECRET_NAME.search(name):
-            raise BadInput(
-                f"{place(('run', 'environment', name))}: run.environment.{name} would stand in clear text in the manifest: put it into a "
-                f"Kubernetes Secret, and name that in gke.secrets ({name}: SECRET/KEY)"
-            )
+    without = [name for name in config.run.secrets if name not in wanted.secrets]
+    if without:
+        raise BadInput(
+            f"{place(('run', 'secrets'))}: run.secrets: on GKE, secrets are Kubernetes' own: put {without[0]} into a Secret of namespace "
+            f"{wanted.namespace}, and name it in gke.secrets ({without[0]}: SECRET/KEY)"
+        )
     doubled = sorted(set(wanted.secrets) & set(config.run.environment))
     if doubled:
         raise BadInput(f"{place(('gke', 'secrets', doubled[0]))}: {doubled[0]} is in run.environment too: remove one")

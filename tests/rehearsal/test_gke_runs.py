@@ -1,0 +1,301 @@
+"""Claims about runs of any command on GKE: the real kubectl, a small cluster of this machine's containers. About 2 minutes.
+
+What the cluster does and what it lacks is told in tests/kubernetes/cluster.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher import shell
+from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
+from tests.kubernetes.golden import IMAGE
+from tests.rehearsal.workstation import HOUSE, Running, Workstation
+
+FILE = f"""\
+project: my-project
+zone: us-central2-b
+slice: {{name: two, accelerator_type: v4-16}}
+image: {{reference: "{IMAGE}"}}
+run: {{start_minutes: 2}}
+gke: {{context: {CONTEXT}}}
+"""
+SAVING = "import signal,sys,time\nsignal.signal(signal.SIGTERM,lambda *_:(print('saving',flush=True),sys.exit(75)))\nprint('up',flush=True)\ntime.sleep(600)"
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    """Any image with a shell and Python will do: the newest of ours."""
+    from launcher import images
+
+    return images.ensure(images.default_spec("torch-xla"), print).reference
+
+
+@pytest.fixture(scope="module")
+def cluster(image: str) -> Iterator[Cluster]:
+    with Cluster(images={IMAGE: image}) as made:
+        made.add_pool("two", "v4-16")
+        yield made
+        assert made.mistakes == []
+
+
+@pytest.fixture(scope="module")
+def work(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Workstation:
+    folder = tmp_path_factory.mktemp("gke")
+    environment = {key: value for key, value in os.environ.items() if key != "STORAGE_EMULATOR_HOST"}
+    environment |= {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(HOUSE), "PYTHONUNBUFFERED": "1"}
+    environment |= {"KUBECONFIG": str(cluster.kubeconfig(folder / "kubeconfig")), "KUBECACHEDIR": str(folder / "cache")}
+    made = Workstation(folder, environment)
+    made.file("two.yaml", FILE)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster: Cluster, work: Workstation) -> Iterator[None]:
+    """Every run removes its objects when it has been watched to its end."""
+    yield
+    cluster.api.missing.clear()
+    work.good("down", *GKE)
+    assert cluster.pods() == []
+    assert cluster.store.all("configmaps") == []
+
+
+GKE = ("--provider", "gke", "-f", "two.yaml")
+
+
+def run(*command: str) -> list[str]:
+    return ["run", *GKE, "--new", "--json", "--", *command]
+
+
+def sh(script: str) -> list[str]:
+    return run("sh", "-c", script)
+
+
+def run_id_of(running: Running) -> str:
+    found = re.search(r"run (\S+): attempt \d+ on", running.wait_for(r"run \S+: attempt \d+ on"))
+    assert found
+    return found[1]
+
+
+def test_a_command_runs_on_every_host_and_hosts_reach_each_other(work: Workstation) -> None:
+    script = (
+        "import os, socket, time\n"
+        "me, names = int(os.environ['TPU_WORKER_ID']), os.environ['TPU_WORKER_HOSTNAMES'].split(',')\n"
+        "server = socket.create_server(('', 8490)); server.settimeout(30)\n"
+        "for _ in range(100):\n  try:\n    link = socket.create_connection((names[1 - me], 8490), 1); break\n  except OSError: time.sleep(0.2)\n"
+        "peer, _ = server.accept(); link.sendall(b'hello from %d' % me); print(peer.recv(12).decode())\n"
+        "print(os.environ['TPU_ACCELERATOR_TYPE'], os.environ['TPU_LAUNCH_ATTEMPT'], os.listdir('/etc/tpu-launch'), os.getuid())\n"
+    )
+    ended = work.good(*run("python3", "-c", script))
+    assert "[0] hello from 1" in ended.output
+    assert "[1] hello from 0" in ended.output
+    assert re.search(r"^\[1\] v4-16 0 \[.*'config.yaml'.*\] 0$", ended.output, re.MULTILINE)
+    assert ended.json()["outcome"] == "finished"
+
+
+def test_the_first_host_that_fails_ends_the_run_and_is_named(work: Workstation) -> None:
+    running = work.begin(*sh('if [ "$TPU_WORKER_ID" = 1 ]; then echo about to fail; exit 3; fi; echo waiting; exec sleep 600'))
+    running.wait_for(r"^\[1\] about to fail")
+    begun = time.monotonic()
+    ended = running.end(30)
+    assert time.monotonic() - begun < 10, "the other hosts must be stopped within 10 s"
+    assert ended.code == 10
+    assert (ended.json()["cause"]["worker"], ended.json()["cause"]["exit_code"]) == (1, 3)
+
+
+def test_a_host_that_lost_another_is_a_symptom(work: Workstation) -> None:
+    ended = work.launch(*sh('if [ "$TPU_WORKER_ID" = 1 ]; then sleep 1; exit 1; fi; sleep 0.5; exit 76'))
+    assert ended.code == 10
+    assert ended.json()["cause"]["worker"] == 1
+    assert "lost the connection" in ended.json()["symptoms"][0]
+
+
+def test_bad_input_of_the_trainer_ends_with_its_code(work: Workstation) -> None:
+    ended = work.launch(*sh("echo wrong; exit 2"))
+    assert (ended.code, ended.json()["outcome"]) == (2, "bad input")
+
+
+def test_a_command_that_the_image_lacks_is_told_in_words(work: Workstation) -> None:
+    ended = work.launch(*run("no-such-command"))
+    assert ended.code == 10
+    assert "no-such-command" in ended.output
+    assert "Traceback" not in ended.output
+
+
+def test_every_line_arrives_once_although_the_launcher_is_killed_twice(work: Workstation) -> None:
+    running = work.begin(
+        *sh('i=0; while [ $i -lt 500 ]; do echo "line $i"; [ $((i % 3)) = 0 ] && echo "error $i" >&2; i=$((i+1)); sleep 0.02; done')
+    )
+    run_id = run_id_of(running)
+    for moment in ("line 60", "line 200"):
+        running.wait_for(rf"^\[0\] {moment}$")
+        running.process.kill()
+        running.process.wait()
+        running = work.begin("run", *GKE, "--attach")
+    assert running.end(90).code == 0
+    folder = Path(work.environment["TPU_LAUNCH_HOME"]) / "runs" / run_id / "logs" / "attempt-0"
+    wanted = Counter([f"line {i}" for i in range(500)] + [f"error {i}" for i in range(0, 500, 3)])
+    for worker in (0, 1):
+        lines = [line.split(" ", 1)[1] for line in (folder / f"host-{worker}.log").read_text().splitlines()]
+        assert Counter(lines) == wanted
+
+
+def test_stop_from_another_terminal_saves_and_no_last_line_is_lost(work: Workstation) -> None:
+    running = work.begin(*run("python3", "-c", SAVING))
+    for worker in (0, 1):
+        running.wait_for(rf"^\[{worker}\] up")
+    shown = work.good("status", *GKE, "--json").json()
+    assert [host["container"] for host in shown["hosts"]] == ["running", "running"]
+    assert shown["hosts"][1]["address"].endswith("-w-0-1." + shown["hosts"][1]["address"].partition("-w-0-1.")[2])
+    work.good("stop", *GKE)
+    ended = running.end(30)
+    assert ended.code == 75
+    assert "[0] saving" in ended.output
+    assert "[1] saving" in ended.output
+    assert ended.json()["outcome"] == "saved"
+
+
+def test_ctrl_c_detaches_and_run_again_attaches_instead_of_starting_twice(work: Workstation) -> None:
+    command = ["sh", "-c", "echo only once; sleep 6"]
+    running = work.begin("run", *GKE, "--new", "--", *command)
+    running.wait_for(r"^\[0\] only once")
+    running.interrupt()
+    assert running.end(30).code == 130
+    ended = work.good("run", *GKE, "--", *command)
+    assert "attempt 0" in ended.output
+    assert work.good("logs", "--provider", "gke", "--file", "two.yaml").output.count("[0] only once") == 1
+
+
+def test_another_run_on_the_slice_is_not_touched(work: Workstation, cluster: Cluster) -> None:
+    running = work.begin(*sh("echo mine; exec sleep 60"))
+    running.wait_for(r"^\[1\] mine")
+    before = [pod["metadata"]["uid"] for pod in cluster.pods()]
+    refused = work.launch(*sh("echo other"))
+    assert refused.code == 23
+    assert "in use" in refused.output
+    assert [pod["metadata"]["uid"] for pod in cluster.pods()] == before
+    work.good("stop", *GKE, "--grace", "1", "--run", run_id_of(running))
+    assert running.end(60).code == 14
+
+
+def test_a_pod_that_is_evicted_and_saves_has_saved(work: Workstation, cluster: Cluster) -> None:
+    script = SAVING.replace("time.sleep(600)", "import os\nwhile os.environ['TPU_WORKER_ID']=='0' or True: time.sleep(0.1)")
+    running = work.begin(*run("python3", "-c", script))
+    for worker in (0, 1):
+        running.wait_for(rf"^\[{worker}\] up")
+    for worker in (0, 1):  # a drained node pool: every pod is asked to leave
+        cluster.nodes.evict(cluster.pod(worker))
+    ended = running.end(60)
+    assert (ended.code, ended.json()["outcome"]) == (75, "saved")
+    assert "[1] saving" in ended.output
+
+
+def test_a_pod_that_is_taken_away_is_the_cause_and_its_peers_end_a_symptom(work: Workstation, cluster: Cluster) -> None:
+    script = 'echo up; if [ "$TPU_WORKER_ID" = 1 ]; then exec sleep 600; fi; while getent hosts "${TPU_WORKER_HOSTNAMES#*,}"; do sleep 0.2; done; exit 76'
+    running = work.begin(*sh(script))
+    running.wait_for(r"^\[1\] up")
+    cluster.nodes.out_of_memory(cluster.pod(1))
+    ended = running.end(60)
+    assert (ended.code, ended.json()["outcome"]) == (11, "host lost")
+    assert ended.json()["cause"]["worker"] == 1
+    assert "low on resource: memory" in ended.json()["cause"]["what"]
+
+
+def test_a_pod_that_no_node_takes_is_told_with_what_it_needs(work: Workstation) -> None:
+    changes = ("--set", "slice.accelerator_type=v4-32", "--set", "run.start_minutes=0.05")
+    ended = work.launch("run", *GKE, *changes, "--new", "--", "true")
+    assert ended.code == 20
+    assert "didn't match Pod's node affinity/selector" in ended.output
+    assert "--machine-type ct4p-hightpu-4t --tpu-topology 2x2x4 --num-nodes 4" in ended.output
+
+
+def test_an_image_that_can_not_be_pulled_is_told_at_once(work: Workstation) -> None:
+    other = IMAGE.replace("torch-xla@", "other@")
+    ended = work.launch("run", *GKE, "--set", f"image.reference={other}", "--new", "--", "true", seconds=60)
+    assert ended.code == 2
+    assert "can't pull" in ended.output
+    assert "was it pushed" in ended.output
+
+
+def test_a_secret_that_is_not_there_is_told_at_once(work: Workstation) -> None:
+    ended = work.launch("run", *GKE, "--set", "gke.secrets={HF_TOKEN: huggingface/token}", "--new", "--", "true", seconds=60)
+    assert ended.code == 2
+    assert 'secret "huggingface" not found' in ended.output
+
+
+def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: Cluster) -> None:
+    cluster.store.create("secrets", {"metadata": {"name": "huggingface"}, "data": {"token": "aGZfdmVyeXNlY3JldA=="}})
+    check = '[ "$HF_TOKEN" = "hf_very""secret" ] && echo right'
+    ended = work.good("run", *GKE, "--set", "gke.secrets={HF_TOKEN: huggingface/token}", "--new", "--", "sh", "-c", check)
+    assert "[1] right" in ended.output
+    cluster.store.remove("secrets", "huggingface")
+    kept = [
+        path for path in Path(work.environment["TPU_LAUNCH_HOME"]).rglob("*") if path.is_file() and b"hf_verysecret" in path.read_bytes()
+    ]
+    assert kept == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        (("gke.context=elsewhere",), 2, ["no context elsewhere", "get-contexts"]),
+        (("gke.context=dead",), 24, ["does not answer"]),
+        (("gke.namespace=default", "slice.accelerator_type=v2-8"), 2, ["never offered TPU v2"]),
+    ],
+)
+def test_a_cluster_that_is_not_there_is_told_in_words(work: Workstation, changes: tuple[str, ...], code: int, words: list[str]) -> None:
+    options = [word for change in changes for word in ("--set", change)]
+    ended = work.launch("run", *GKE, *options, "--new", "--", "true", seconds=60)
+    assert ended.code == code
+    for word in words:
+        assert word in ended.output
+    assert "Traceback" not in ended.output
+
+
+def test_without_permission_it_says_who_may_not_do_what(work: Workstation, cluster: Cluster) -> None:
+    role = cluster.api.role
+    cluster.api.role = [rule if "jobsets" not in rule["resources"] else {**rule, "verbs": ["get", "list", "delete"]} for rule in role]
+    try:
+        ended = work.launch(*sh("true"))
+    finally:
+        cluster.api.role = role
+    assert ended.code == 22
+    assert "alice@example.com may not create jobsets in namespace default" in ended.output
+    assert "role.yaml" in ended.output
+
+
+def test_without_jobset_it_says_how_to_install_it(work: Workstation, cluster: Cluster) -> None:
+    cluster.api.missing.add("jobsets")
+    shutil.rmtree(work.environment["KUBECACHEDIR"], ignore_errors=True)
+    ended = work.launch(*sh("true"))
+    cluster.api.missing.clear()
+    shutil.rmtree(work.environment["KUBECACHEDIR"], ignore_errors=True)
+    assert ended.code == 2
+    assert "the cluster has no JobSet" in ended.output
+    assert "kubectl apply --server-side -f" in ended.output
+
+
+def test_the_role_has_what_is_asked_for_and_manifests_are_judged_strictly(work: Workstation, cluster: Cluster) -> None:
+    text = shell.run(
+        [sys.executable, "-m", "launcher.cli", "manifest", *GKE[2:], "--", "true"], timeout=60, cwd=work.folder, env=work.environment
+    ).stdout
+    kubectl = ["kubectl", "--context", CONTEXT]
+    wrong = text.replace("parallelism:", "paralelism:")
+    refused = shell.run([*kubectl, "create", "--validate=strict", "--filename", "-"], timeout=60, input=wrong, env=work.environment)
+    assert "paralelism" in refused.stderr
+    assert not refused.ok
+    cluster.store.remove("configmaps", "two")  # was made before the JobSet was refused
+    assert shell.run([*kubectl, "apply", "--filename", "-"], timeout=60, input=text, env=work.environment).ok
+    deadline = time.monotonic() + 30
+    while not cluster.store.all("jobsets")[0].get("status", {}).get("terminalState") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert cluster.store.all("jobsets")[0]["status"]["terminalState"] == "Completed"
