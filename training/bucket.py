@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import google_crc32c
 
-from training.storage import AlreadyExists, Changed, NotFound, Stat, StorageError, split_remote
+from training.objects import AlreadyExists, Changed, NotFound, Stat, StorageError, split_remote
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ win, and a read pinned to a generation never mixes two versions of an object. Wh
   again; if the object then exists with the very bytes that were sent, it counts as written.
 * A ranged read that breaks off is repeated whole, so no half range is ever returned.
 
-Retries, time-outs and the mapping of the server's errors are in `training.bucket`, which is imported when the first `gs://` URL is seen.
+Retries, time-outs and the mapping of the server's errors are in `training.bucket`, which imports Google's library at the first `gs://` URL.
 """
 
 from __future__ import annotations
@@ -18,78 +18,40 @@ import contextlib
 import os
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import google_crc32c
 
-from training.errors import BadInput, TrainError
+from training import bucket
+from training.objects import (
+    REMOTE,
+    AlreadyExists,
+    Changed,
+    NotFound,
+    Stat,
+    StorageError,
+    is_remote,
+    join,
+    local_errors,
+    name_of,
+    split_remote,
+)
 
-REMOTE = "gs://"
+# What callers need of `training.objects` is had here too: storage is the one room they know.
+__all__ = [
+    "REMOTE", "AlreadyExists", "Changed", "NotFound", "Stat", "StorageError", "delete", "download", "is_remote", "join", "listing", "name_of", "read",
+    "split_remote", "stat", "upload", "write",
+]  # fmt: skip
+
 _PARTIAL = ".partial"
 _PIECE = 8 << 20
-
-
-class StorageError(TrainError):
-    """A file or object could not be read or written; the message names it."""
-
-
-class NotFound(StorageError):
-    """The object, or its bucket, does not exist."""
-
-
-class AlreadyExists(StorageError):
-    """A create-only write found an object in place."""
-
-
-class Changed(StorageError):
-    """The object is not the generation that the caller pinned."""
-
-
-@dataclass(frozen=True)
-class Stat:
-    """What is known of an object without reading it. `generation` of a local file is its st_mtime_ns."""
-
-    url: str
-    size: int
-    generation: int
-    stored_crc32c: int | None = field(default=None, compare=False)
-
-    @property
-    def crc32c(self) -> int:
-        """CRC-32C of the content. Cloud Storage keeps it; a local file is read to compute it."""
-        if self.stored_crc32c is not None:
-            return self.stored_crc32c
-        crc = 0
-        with _local_errors(self.url), open(self.url, "rb") as file:
-            while piece := file.read(_PIECE):
-                crc = google_crc32c.extend(crc, piece)
-        return crc
-
-
-def is_remote(url: str) -> bool:
-    """Whether `url` is in Cloud Storage. A local path such as `./gs` is not."""
-    return url.startswith(REMOTE)
-
-
-def join(base: str, *names: str) -> str:
-    """`base/name/...`; names are relative."""
-    parts = [name.strip("/") for name in names if name.strip("/")]
-    return "/".join([base.rstrip("/") or "/", *parts]) if base.rstrip("/") else "/" + "/".join(parts)
-
-
-def name_of(url: str) -> str:
-    """The last part of a URL."""
-    return url.rstrip("/").rsplit("/", 1)[-1]
 
 
 def stat(url: str) -> Stat | None:
     """Size and generation of an object, None if there is none."""
     if is_remote(url):
-        from training import bucket
-
         return bucket.stat(url)
-    with _local_errors(url):
+    with local_errors(url):
         try:
             status = os.stat(url)
         except (FileNotFoundError, NotADirectoryError):
@@ -102,11 +64,9 @@ def stat(url: str) -> Stat | None:
 def listing(folder: str) -> list[Stat]:
     """Everything below a folder, recursively, sorted by URL; [] when there is nothing."""
     if is_remote(folder):
-        from training import bucket
-
         return bucket.listing(folder)
     found = []
-    with _local_errors(folder):
+    with local_errors(folder):
         for parent, _, names in os.walk(folder):
             for name in names:
                 if not _is_partial(name):
@@ -121,10 +81,8 @@ def read(url: str, start: int = 0, end: int | None = None, *, generation: int | 
     if start < 0 or (end is not None and end < start):
         raise ValueError(f"{url}: bytes [{start}, {end}) is not a range")
     if is_remote(url):
-        from training import bucket
-
         return bucket.read(url, start, end, generation)
-    with _local_errors(url), open(url, "rb", buffering=0) as file:
+    with local_errors(url), open(url, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         if generation is not None and status.st_mtime_ns != generation:
             raise Changed(f"{url} was changed while it was in use: don't write to data that is being read; start again")
@@ -142,10 +100,8 @@ def read(url: str, start: int = 0, end: int | None = None, *, generation: int | 
 def write(url: str, data: bytes, *, create_only: bool = False) -> Stat:
     """Writes a whole object. With `create_only` raises AlreadyExists when there is one, and of several writers exactly one wins."""
     if is_remote(url):
-        from training import bucket
-
         return bucket.write(url, data, create_only)
-    with _local_errors(url):
+    with local_errors(url):
         with _replacing(url, create_only) as descriptor:
             view = memoryview(data)
             while view:
@@ -156,11 +112,9 @@ def write(url: str, data: bytes, *, create_only: bool = False) -> Stat:
 def upload(path: Path, url: str, *, create_only: bool = False) -> Stat:
     """As `write`, from a local file that may be larger than memory."""
     if is_remote(url):
-        from training import bucket
-
         return bucket.upload(path, url, create_only)
     crc = size = 0
-    with _local_errors(url):
+    with local_errors(url):
         with open(path, "rb") as source, _replacing(url, create_only) as descriptor:
             while piece := source.read(_PIECE):
                 crc = google_crc32c.extend(crc, piece)
@@ -177,7 +131,7 @@ def download(url: str, path: Path) -> None:
     if source is None:
         raise NotFound(f"{url} does not exist")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _local_errors(str(path)), _replacing(str(path), create_only=False) as descriptor:
+    with local_errors(str(path)), _replacing(str(path), create_only=False) as descriptor:
         for start in range(0, source.size, 4 * _PIECE):
             view = memoryview(read(url, start, start + 4 * _PIECE, generation=source.generation))
             while view:
@@ -187,11 +141,9 @@ def download(url: str, path: Path) -> None:
 def delete(url: str) -> None:
     """Removes an object; a missing one is fine."""
     if is_remote(url):
-        from training import bucket
-
         bucket.delete(url)
         return
-    with _local_errors(url), contextlib.suppress(FileNotFoundError):
+    with local_errors(url), contextlib.suppress(FileNotFoundError):
         os.unlink(url)
 
 
@@ -231,21 +183,3 @@ def _replacing(url: str, create_only: bool) -> Iterator[int]:
         os.fsync(parent)
     finally:
         os.close(parent)
-
-
-@contextlib.contextmanager
-def _local_errors(url: str) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise NotFound(f"{url} does not exist") from None
-    except OSError as error:
-        raise StorageError(f"{url}: {error.strerror or error}") from error
-
-
-def split_remote(url: str) -> tuple[str, str]:
-    """`gs://bucket/a/b` -> ("bucket", "a/b"). Raises BadInput."""
-    bucket, _, name = url.removeprefix(REMOTE).partition("/")
-    if not bucket:
-        raise BadInput(f"{url}: expected gs://bucket/name")
-    return bucket, name

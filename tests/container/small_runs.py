@@ -16,7 +16,7 @@ import google_crc32c
 import numpy as np
 import yaml
 
-from training.data import dataset as datasets
+from training.data import manifest as datasets
 from training.data import example, tfrecord
 from training.data import tokenizer as tokenizers
 

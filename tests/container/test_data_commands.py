@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from training.data import tokenizer as tokenizers
 from training.data.corpus import Corpus
 from training.data.dataset import open_dataset
-from training.data.shards import open_source
+from training.data.source import open_source
 
 PYDOC = ("--corpus", "builtin:pydoc")
 

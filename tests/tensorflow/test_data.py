@@ -10,10 +10,11 @@ import pytest
 import tensorflow as tf
 
 from training.data import example, prepare
-from training.data.dataset import Dataset, open_dataset
+from training.data.dataset import open_dataset
+from training.data.manifest import Dataset
 from training.data.masking import Masker, Masking, SpecialTokens
 from training.data.masking_tensorflow import mask
-from training.data.shards import open_source
+from training.data.source import open_source
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=30_000)
 ROWS = np.random.default_rng(0).integers(5, 30_000, (1000, 128)).astype(np.int32)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from training.data import prepare
-from training.data.dataset import Dataset
+from training.data.manifest import Dataset
 from training.data.masking import SpecialTokens
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from training import storage
 from training.data import examples, prepare
 from training.data.classification import ClassificationBatch, ClassificationBatches, evaluation, schedule
-from training.data.dataset import Dataset
+from training.data.manifest import Dataset
 from training.data.masking import SpecialTokens
 from training.errors import BadInput
 

@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 
 from training import storage
-from training.data.dataset import Manifest, check, dumps, find_shards, loads, open_dataset, tokenizer_hash
+from training.data.dataset import check, open_dataset
+from training.data.manifest import Manifest, dumps, find_shards, loads, tokenizer_hash
 from training.errors import BadInput
 
 
 def edit(folder: Path, **changes: Any) -> None:
     """Changes dataset.json and makes its hash right again, as a careful editor would."""
-    from training.data import dataset
+    from training.data import manifest
 
     body = {**json.loads((folder / "dataset.json").read_bytes()), **changes}
     body.pop("hash")
-    (folder / "dataset.json").write_text(json.dumps({**body, "hash": dataset._hash(body)}))
+    (folder / "dataset.json").write_text(json.dumps({**body, "hash": manifest._hash(body)}))
 
 
 def test_a_dataset_says_what_it_holds(samples: Any, tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import pytest
 from training import storage
 from training.data import example, prepare, recipe, tfrecord, verify
 from training.data.batches import MlmBatches
-from training.data.dataset import Dataset, open_dataset
+from training.data.dataset import open_dataset
+from training.data.manifest import Dataset
 from training.data.masking import Masking, SpecialTokens
-from training.data.shards import FixedShards, open_source
+from training.data.shards import FixedShards
+from training.data.source import open_source
 from training.data.tfrecord import Corrupt
 from training.errors import BadInput
 

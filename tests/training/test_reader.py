@@ -15,7 +15,7 @@ from training import bucket, storage
 from training.data import records as form
 from training.data import shards
 from training.data.batches import MlmBatches
-from training.data.dataset import Dataset
+from training.data.manifest import Dataset
 from training.data.masking import Masking, SpecialTokens
 from training.data.order import geometry
 from training.data.shards import FixedShards
@@ -291,7 +291,7 @@ def test_an_error_is_raised_again_by_every_batch_that_needs_the_record(samples: 
 
 def test_a_layout_is_that_of_a_single_encoded_record() -> None:
     from training.data import example, tfrecord
-    from training.data.dataset import Feature
+    from training.data.manifest import Feature
 
     features = {
         "label": Feature(dtype="int32", shape=[]),

@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from training import storage
-from training.data.dataset import Dataset
+from training.data.manifest import Dataset
 from training.data.masking import Masked, Masker, Masking, SpecialTokens
 from training.data.order import Ints, Order, Sequential, Shuffled, geometry, rows
 from training.data.reader import Reader
-from training.data.shards import OnCorrupt, Source, open_source
+from training.data.shards import OnCorrupt, Source
+from training.data.source import open_source
 from training.errors import BadInput
 
 T = TypeVar("T")

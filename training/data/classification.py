@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data.batches import rows_of_host
-from training.data.dataset import Dataset
+from training.data.manifest import Dataset
 from training.data.masking import SpecialTokens
 from training.data.mixing import stream
 from training.data.order import Ints, Sequential, Shuffled, geometry

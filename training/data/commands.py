@@ -17,7 +17,8 @@ import click
 from training import storage
 from training.data import examples, prepare
 from training.data.corpus import Corpus, Part
-from training.data.dataset import Dataset, open_dataset
+from training.data.dataset import open_dataset
+from training.data.manifest import Dataset
 from training.errors import BadInput
 
 CORPUS = "builtin:pydoc, a file or folder (.txt .tokens .md .jsonl .ndjson .csv; local or gs://), or datasets:NAME[:CONFIG[:SPLIT]]"

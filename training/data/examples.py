@@ -1,7 +1,7 @@
 """From labelled texts to a classification dataset: one example a row, in shards by length.
 
 A row is padded to the shortest of a few lengths (buckets) that holds it, so that a batch of short texts is not computed at the longest one's length;
-texts longer than the longest bucket are cut, and counted. Shards are those of `training.data.dataset` with one more feature, `label`, the number of
+texts longer than the longest bucket are cut, and counted. Shards are those of `training.data.manifest` with one more feature, `label`, the number of
 the label in the manifest's `labels`. Such datasets are small: an interrupted run starts again, and writes the same bytes.
 """
 
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from training import storage
 from training.data import prepare
 from training.data import records as form
-from training.data.dataset import Dataset, Feature, Shard
+from training.data.manifest import Dataset, Feature, Shard
 from training.errors import BadInput
 
 BATCH = 4096

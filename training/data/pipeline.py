@@ -26,7 +26,7 @@ import numpy as np
 from training import storage
 from training.data import prepare
 from training.data.corpus import Corpus, Part
-from training.data.dataset import Shard
+from training.data.manifest import Shard
 from training.errors import BadInput
 
 Key = tuple[int, int]  # number of the file, number of the batch in it

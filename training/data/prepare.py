@@ -28,7 +28,7 @@ import numpy.typing as npt
 from training import storage
 from training.data import recipe
 from training.data import records as form
-from training.data.dataset import MANIFEST, Dataset, Feature, Manifest, Shard, dumps, loads
+from training.data.manifest import MANIFEST, Dataset, Feature, Manifest, Shard, dumps, loads
 from training.errors import BadInput
 
 PREPARING = ".preparing"

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data import example, tfrecord
-from training.data.dataset import Dataset, Feature, Manifest, Shard, find_shards
+from training.data.manifest import Dataset, Feature, Manifest, Shard, find_shards
 from training.data.shards import Arrays, OnCorrupt, replacement
 from training.errors import BadInput
 from training.storage import Stat

@@ -1,6 +1,6 @@
 """Fixed-size records: between numpy arrays and the bytes of a shard, a whole block at once.
 
-A `Layout` knows where each feature's numbers stand in every record of a shard (see `training.data.dataset`). A block of n records is
+A `Layout` knows where each feature's numbers stand in every record of a shard (see `training.data.manifest`). A block of n records is
 then one (n, size) matrix of bytes: framing, Example tags and lengths are the same in every row, and only the numbers and the CRC of
 each row differ.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from training.data import example, tfrecord
-from training.data.dataset import Feature
+from training.data.manifest import Feature
 
 _GZIP = 16 + zlib.MAX_WBITS
 _LEVEL = 6

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data import records as form
-from training.data.dataset import Dataset, Shard, find_shards
+from training.data.manifest import Dataset, Shard, find_shards
 from training.data.tfrecord import HEADER, Corrupt
 from training.errors import BadInput
 
@@ -210,12 +210,3 @@ def replacement(row: int, bad: set[int], block: int, count: int, error: BadInput
         if other not in bad:
             return other
     raise error
-
-
-def open_source(dataset: Dataset, **options: Any) -> Source:
-    """The source for a dataset's layout; options as of FixedShards."""
-    if dataset.manifest.layout == "recipe":
-        from training.data import recipe
-
-        return recipe.RecipeShards(dataset, **options)
-    return FixedShards(dataset, **options)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data import unigram
-from training.data.dataset import tokenizer_hash
+from training.data.manifest import tokenizer_hash
 from training.data.masking import SpecialTokens, special_tokens
 from training.errors import BadInput
 

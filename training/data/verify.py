@@ -14,7 +14,7 @@ import numpy as np
 from training import storage
 from training.data import recipe, tfrecord
 from training.data import records as form
-from training.data.dataset import MANIFEST, Dataset, Shard
+from training.data.manifest import MANIFEST, Dataset, Shard
 from training.errors import TrainError
 from training.storage import Stat
 

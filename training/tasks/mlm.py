@@ -15,7 +15,8 @@ from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.batches import MlmBatch, MlmBatches, evaluation, prefetch
-from training.data.dataset import Dataset, find_shards, open_dataset
+from training.data.dataset import open_dataset
+from training.data.manifest import Dataset, find_shards
 from training.data.masking import Masking
 
 
