@@ -79,6 +79,8 @@ def status(as_json: bool) -> None:
             notes = "".join(f" {note}" for note in ("killed", "cut") if host[note])
             inside = ", ".join(f"{name} ({state})" for name, state in host["containers"].items()) or "no containers"
             click.echo(f"  host {host['worker']}  {host['address']}  {host['hostname']}  {host['state']}{notes}  {inside}")
+    for queued in found["queued_resources"]:
+        click.echo(f"{queued['name']}  {queued['state']['state']}")
     for name, bucket in found["buckets"].items():
         click.echo(f"gs://{name}  {bucket['objects']} objects, {bucket['bytes']} bytes")
     for fault in found["faults"]:

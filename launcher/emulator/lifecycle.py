@@ -45,7 +45,7 @@ class Lifecycle:
     def wake(self) -> None:
         """Starts a thread for each pending operation that has none."""
         with self._store.read() as state:
-            pending = [operation.name for operation in state.operations.values() if not operation.done]
+            pending = [operation.name for operation in state.operations.values() if not operation.done and "/nodes/" in operation.target]
         with self._lock:
             new = [name for name in pending if name not in self._running]
             self._running.update(new)

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from launcher.emulator import catalogue, faults, metadata, tpu_api
+from launcher.emulator import catalogue, faults, metadata, queued_resources, tpu_api
 from launcher.emulator.bucket import Buckets
 from launcher.emulator.bucket_api import StorageApi
 from launcher.emulator.catalogue import ApiError
@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 # Names of the sockets in the private folder.
 CONTROL, ENGINE = "control.sock", "engine.sock"
+QUEUE_SECONDS = 0.3  # between looks at the queued resources
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -82,10 +83,24 @@ class Server:
         self.store.after_change = self.lifecycle.wake
         self.lifecycle.wake()
         self.hosts.watch()
+        threading.Thread(target=self._advance_queue, name="queue", daemon=True).start()
         self.acceptor.add(unix_listener(self.sockets / CONTROL, 0o600), lambda connection: serve_http(connection, self.control))
         log.info("serving %s", self.home)
         self.stopping.wait()
         self.lifecycle.close()
+
+    def _advance_queue(self) -> None:
+        """Queued resources wait, are granted and expire whether anybody looks or not."""
+        while not self.stopping.wait(QUEUE_SECONDS):
+            with self.store.read() as state:
+                idle = not state.queued
+            if idle:
+                continue
+            try:
+                with self.store.change() as state:
+                    queued_resources.advance(state, time.time())
+            except Exception:
+                log.exception("queued resources")
 
     # -- Google's services ----------------------------------------------------------------------------------------------------------------
 
@@ -107,12 +122,13 @@ class Server:
             if not (segments[0] in ("v2", "v2alpha1") or locations_only) or len(segments) < 3:
                 raise ApiError(catalogue.NOT_FOUND, f"The requested URL was not found: {request.path}")
             call = tpu_api.parse(request.method, segments[1:], request.query, request.json())
+            answer = queued_resources.answer if queued_resources.concerns(call) else tpu_api.answer
             if call.method == "GET" or call.verb == "getGuestAttributes":
                 with self.store.read() as state:
-                    return json_response(tpu_api.answer(state, call, time.time()))
+                    return json_response(answer(state, call, time.time()))
             with self.store.change() as state:
                 try:
-                    return json_response(tpu_api.answer(state, call, time.time()))
+                    return json_response(answer(state, call, time.time()))
                 except ApiError as error:  # answered inside, so that a fault which it consumed is written
                     return json_response(error.as_json(), catalogue.CODES[error.code][0])
         except ApiError as error:
@@ -177,6 +193,7 @@ class Server:
                 "docker_host": f"unix://{self.sockets / ENGINE}",
                 "subnet": state.subnet,
                 "nodes": [self._status_of(node) for node in state.nodes.values()],
+                "queued_resources": [queued_resources.to_json(each) for each in state.queued.values()],
                 "operations": [tpu_api.operation_json(each) for each in state.operations.values() if not each.done],
                 "pushed": {repository: dict(versions) for repository, versions in state.pushed.items()},
                 "faults": [vars(fault) for fault in state.faults],

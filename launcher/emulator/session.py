@@ -31,6 +31,7 @@ def emulated(say: Callable[[str], None]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-        if mark.exists() and not control.status(folder).get("nodes"):
+        found = control.status(folder) if mark.exists() else {}
+        if found and not found.get("nodes") and not found.get("queued_resources"):
             control.stop(folder, keep_data=True)
             say("stopped the emulator: it has no slices left")

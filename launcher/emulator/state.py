@@ -81,6 +81,21 @@ class Operation:
 
 
 @dataclass
+class QueuedResource:
+    """A request for a node that may have to wait. See queued_resources.py."""
+
+    name: str  # projects/P/locations/Z/queuedResources/Q
+    resource: dict[str, Any]  # what the API shows, without its state
+    node: str  # full name of the node that it becomes
+    state: str  # ACCEPTED, WAITING_FOR_RESOURCES, ...
+    created: float
+    until: float | None  # not granted after
+    initiator: str = "USER"
+    error: dict[str, Any] | None = None
+    next_try: float = 0.0
+
+
+@dataclass
 class Fault:
     """Something that will go wrong `left` more times (None: until cleared). See faults.py."""
 
@@ -107,6 +122,7 @@ class State:
     nodes: dict[str, Node] = field(default_factory=dict)
     operations: dict[str, Operation] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    queued: dict[str, QueuedResource] = field(default_factory=dict)
     pushed: dict[str, dict[str, str]] = field(default_factory=dict)  # repository -> tag or digest -> image id
     format: int = FORMAT
 
@@ -131,6 +147,7 @@ def from_json(text: str) -> State:
         }
         value["operations"] = {name: Operation(**operation) for name, operation in value["operations"].items()}
         value["faults"] = [Fault(**fault) for fault in value["faults"]]
+        value["queued"] = {name: QueuedResource(**queued) for name, queued in value.get("queued", {}).items()}
         return State(**value)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not an emulator state: {error!r}") from None

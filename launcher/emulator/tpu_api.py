@@ -1,7 +1,7 @@
 """The Cloud TPU API v2, and the few Compute calls that gcloud makes: pure request -> response over the state.
 
 `answer(state, call, now)` changes the state and returns what Google would. Nothing here starts a container: a new operation is entered into the
-state as pending, and lifecycle.py works on whatever is pending there. Queued resources belong into a module of their own beside this one.
+state as pending, and lifecycle.py works on whatever is pending there. Queued resources have a module of their own beside this one.
 
 Reference: gcloud 528, generated_clients/apis/tpu/v2/tpu_v2_{client,messages}.py.
 """
@@ -53,7 +53,7 @@ def answer(state: State, call: Call, now: float) -> dict[str, Any]:
     match call.path:
         case ("projects", project, "locations"):
             names = [{"name": f"projects/{project}/locations/{zone}", "locationId": zone} for zone in catalogue.ZONES]
-            return _page("locations", names, call)
+            return page("locations", names, call)
         case ("projects", project, "locations", zone):
             catalogue.check_zone(zone)
             return {"name": f"projects/{project}/locations/{zone}", "locationId": zone}
@@ -61,7 +61,7 @@ def answer(state: State, call: Call, now: float) -> dict[str, Any]:
             if zone != "-":
                 catalogue.check_zone(zone)
             return _in_zone(state, call, project, zone, tuple(rest), now)
-    raise _no_method(call)
+    raise no_method(call)
 
 
 def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str, ...], now: float) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str,
     match (call.method, rest, call.verb):
         case ("GET", ("nodes",), ""):
             prefix = f"projects/{project}/locations/" + ("" if zone == "-" else f"{zone}/")
-            return _page("nodes", [node_json(node) for name, node in sorted(state.nodes.items()) if name.startswith(prefix)], call)
+            return page("nodes", [node_json(node) for name, node in sorted(state.nodes.items()) if name.startswith(prefix)], call)
         case ("POST", ("nodes",), ""):
             return operation_json(_create(state, call, parent, now))
         case ("GET", ("nodes", name), ""):
@@ -84,7 +84,7 @@ def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str,
             return operation_json(_stop_or_start(state, _node(state, f"{parent}/nodes/{name}"), call.verb, now))
         case ("GET", ("operations",), ""):
             prefix = f"{parent}/operations/"
-            return _page(
+            return page(
                 "operations", [operation_json(each) for name, each in sorted(state.operations.items()) if name.startswith(prefix)], call
             )
         case ("GET", ("operations", name), ""):
@@ -97,11 +97,11 @@ def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str,
             operation.cancelled = operation.cancelled or not operation.done
             return {}
         case ("GET", ("acceleratorTypes",), ""):
-            return _page("acceleratorTypes", [_accelerator_json(parent, name) for name in catalogue.accelerators_in(zone)], call)
+            return page("acceleratorTypes", [_accelerator_json(parent, name) for name in catalogue.accelerators_in(zone)], call)
         case ("GET", ("acceleratorTypes", name), "") if name in catalogue.accelerators_in(zone):
             return _accelerator_json(parent, name)
         case ("GET", ("runtimeVersions",), ""):
-            return _page(
+            return page(
                 "runtimeVersions",
                 [{"name": f"{parent}/runtimeVersions/{each}", "version": each} for each in catalogue.runtime_versions()],
                 call,
@@ -110,13 +110,7 @@ def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str,
             return {"name": f"{parent}/runtimeVersions/{name}", "version": name}
         case ("GET", ("acceleratorTypes" | "runtimeVersions", name), ""):
             raise ApiError(catalogue.NOT_FOUND, f"Resource '{parent}/{rest[0]}/{name}' was not found")
-        case ("GET", ("queuedResources",), ""):
-            return _page("queuedResources", [], call)
-        case (_, ("queuedResources", *_), _):
-            raise ApiError(
-                catalogue.UNIMPLEMENTED, "queued resources are not emulated; create the node with `gcloud compute tpus tpu-vm create`"
-            )
-    raise _no_method(call)
+    raise no_method(call)
 
 
 def compute_project(project: str) -> dict[str, Any]:
@@ -147,7 +141,7 @@ def _create(state: State, call: Call, parent: str, now: float) -> Operation:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{name}' already exists")
     faults.refuse_create(state, wanted, zone)
     hosts = new_hosts(state, name, wanted.hosts, now)
-    operation = _start(state, "create", name, now, state.create_seconds)
+    operation = start_operation(state, "create", name, now, state.create_seconds)
     operation.failure = faults.stockout(state, zone)
     # A stock-out is known before any VM exists.
     node = Node(name, _new_resource(call.body, name, wanted, zone, project, now), [] if operation.failure else hosts)
@@ -205,7 +199,7 @@ def _delete(state: State, node: Node, now: float) -> Operation:
 def start_delete(state: State, node: Node, now: float) -> Operation:
     """Begins the deletion of a node, whatever it was doing."""
     node.resource["state"] = "DELETING"
-    return _start(state, "delete", node.name, now, state.update_seconds)
+    return start_operation(state, "delete", node.name, now, state.update_seconds)
 
 
 _UPDATABLE: dict[str, Callable[[Any], None]] = {
@@ -231,7 +225,7 @@ def _update(state: State, node: Node, call: Call, now: float) -> Operation:
     change = {part: call.body.get(part, empty[part]) for part in mask}
     for part, value in change.items():
         _UPDATABLE[part](value)
-    operation = _start(state, "update", node.name, now, state.update_seconds)
+    operation = start_operation(state, "update", node.name, now, state.update_seconds)
     operation.change = change
     return operation
 
@@ -247,7 +241,7 @@ def _stop_or_start(state: State, node: Node, verb: str, now: float) -> Operation
             catalogue.FAILED_PRECONDITION, f"Cloud TPU received a bad request. {verb} is not supported while in state {node.state}"
         )
     node.resource["state"] = during
-    return _start(state, verb, node.name, now, state.update_seconds)
+    return start_operation(state, verb, node.name, now, state.update_seconds)
 
 
 def _guest_attributes(node: Node, body: dict[str, Any]) -> dict[str, Any]:
@@ -307,7 +301,7 @@ def _accelerator_json(parent: str, name: str) -> dict[str, Any]:
     return {"name": f"{parent}/acceleratorTypes/{name}", "type": name, "acceleratorConfigs": [config]}
 
 
-def _page(key: str, items: list[dict[str, Any]], call: Call) -> dict[str, Any]:
+def page(key: str, items: list[dict[str, Any]], call: Call) -> dict[str, Any]:
     """One page; the token is the index of the next item."""
     try:
         start = int(call.query.get("pageToken") or 0)
@@ -318,7 +312,7 @@ def _page(key: str, items: list[dict[str, Any]], call: Call) -> dict[str, Any]:
     return {**page, "nextPageToken": str(start + size)} if start + size < len(items) else page
 
 
-def _start(state: State, verb: str, target: str, now: float, seconds: float) -> Operation:
+def start_operation(state: State, verb: str, target: str, now: float, seconds: float) -> Operation:
     parent = target.rsplit("/", 2)[0]
     number = _number(f"{verb} {target} {len(state.operations)}", now)
     name = f"{parent}/operations/operation-{int(now * 1000)}-{number:013x}"
@@ -338,7 +332,7 @@ def _operation(state: State, name: str) -> Operation:
     return state.operations[name]
 
 
-def _no_method(call: Call) -> ApiError:
+def no_method(call: Call) -> ApiError:
     return ApiError(catalogue.NOT_FOUND, f"The requested URL was not found: {call.method} /v2/{'/'.join(call.path)}")
 
 

@@ -112,12 +112,6 @@ def test_missing_things_are_404(api: Any) -> None:
     assert refusal(api.call, "DELETE", "nodes", "x") == (404, "Resource 'projects/p/locations/us-central2-b/nodes/x' was not found")
 
 
-def test_queued_resources_say_that_they_are_not_emulated(api: Any) -> None:
-    status, message = refusal(api.call, "POST", "queuedResources")
-    assert status == 501
-    assert "queued resources are not emulated" in message
-
-
 def test_addresses_are_never_shared_and_come_back_after_deletion(api: Any) -> None:
     first, second = api.ready("one"), api.ready("two")
     assert not {host.address for host in first.hosts} & {host.address for host in second.hosts}

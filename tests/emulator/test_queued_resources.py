@@ -1,0 +1,162 @@
+"""Claims about queued resources: every state, and what may be done in it. Pure: a state in memory, a clock that the test sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launcher.emulator import queued_resources, tpu_api
+from launcher.emulator.catalogue import ApiError
+from launcher.emulator.state import Fault, State, from_json, to_json
+
+ZONE = "us-central2-b"
+PARENT = f"projects/p/locations/{ZONE}"
+NODE = {"acceleratorType": "v4-16", "runtimeVersion": "tpu-ubuntu2204-base", "networkConfig": {"enableExternalIps": True}}
+
+
+class Queue:
+    """Requests against one state."""
+
+    def __init__(self) -> None:
+        self.state = State("0badcafe", 1, "/nowhere", "/nowhere", create_seconds=1.0, update_seconds=0.5, subnet="10.200.0.0/22")
+        self.now = 1_700_000_000.0
+
+    def call(self, method: str, *path: str, verb: str = "", body: dict[str, Any] | None = None, **query: str) -> dict[str, Any]:
+        call = tpu_api.Call(method, ("projects", "p", "locations", ZONE, "queuedResources", *path), verb, query, body or {})
+        assert queued_resources.concerns(call)
+        return queued_resources.answer(self.state, call, self.now)
+
+    def create(self, seconds: int = 60, **changes: Any) -> dict[str, Any]:
+        spec = {"parent": PARENT, "nodeId": "n", "node": NODE}
+        body = {"tpu": {"nodeSpec": [spec]}, "queueingPolicy": {"validUntilDuration": f"{seconds}s"}, **changes}
+        return self.call("POST", body=body, queuedResourceId="q")
+
+    def advance(self, seconds: float = 0.0) -> str:
+        """The state after so many seconds, looked at as the server does."""
+        self.now += seconds
+        queued_resources.advance(self.state, self.now)
+        return str(self.shown()["state"]) if self.state.queued else "gone"
+
+    def shown(self) -> dict[str, Any]:
+        return dict(self.call("GET", "q")["state"])
+
+    def finish_node(self, state: str | None) -> None:
+        """As lifecycle.py does, without machines: the node gets a state, or is gone."""
+        if state is None:
+            del self.state.nodes[f"{PARENT}/nodes/n"]
+        else:
+            self.state.nodes[f"{PARENT}/nodes/n"].resource["state"] = state
+
+    def activate(self) -> None:
+        self.create()
+        assert self.advance() == "PROVISIONING"
+        self.finish_node("READY")
+        assert self.advance() == "ACTIVE"
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return Queue()
+
+
+def refusal(queue: Queue, *arguments: Any, **more: Any) -> tuple[int, str]:
+    with pytest.raises(ApiError) as refused:
+        queue.call(*arguments, **more)
+    return refused.value.as_json()["error"]["code"], refused.value.message
+
+
+def test_a_request_is_accepted_provisioned_and_active_and_its_node_names_it(queue: Queue) -> None:
+    operation = queue.create(spot={})
+    assert operation["done"]
+    assert operation["response"]["state"] == {"state": "ACCEPTED", "stateInitiator": "USER", "acceptedData": {}}
+    assert queue.advance() == "PROVISIONING"
+    node = queue.state.nodes[f"{PARENT}/nodes/n"].resource
+    assert node["queuedResource"] == f"{PARENT}/queuedResources/q"
+    assert node["schedulingConfig"] == {"spot": True}
+    queue.finish_node("READY")
+    assert queue.advance() == "ACTIVE"
+    assert [each["name"] for each in queue.call("GET")["queuedResources"]] == [f"{PARENT}/queuedResources/q"]
+
+
+def test_without_capacity_it_waits_and_fails_when_its_time_is_over(queue: Queue) -> None:
+    queue.state.faults.append(Fault("stockout", "tpu"))
+    queue.create(seconds=30)
+    assert queue.advance() == "WAITING_FOR_RESOURCES"
+    assert queue.advance(29) == "WAITING_FOR_RESOURCES"
+    assert queue.advance(2) == "FAILED"
+    assert queue.shown()["failedData"]["error"]["code"] == 8
+    queue.state.faults.clear()
+    assert queue.advance(10) == "FAILED", "never granted afterwards"
+
+
+def test_it_is_granted_when_capacity_comes(queue: Queue) -> None:
+    queue.state.faults.append(Fault("stockout", "tpu", left=2))
+    queue.create()
+    assert [queue.advance(1.1) for _ in range(3)] == ["WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "PROVISIONING"]
+
+
+@pytest.mark.parametrize(("node", "initiator"), [("PREEMPTED", "SERVICE"), ("DELETING", "USER")])
+def test_a_lost_node_suspends_it_and_says_who_did_it(queue: Queue, node: str, initiator: str) -> None:
+    queue.activate()
+    queue.finish_node(node)
+    assert queue.advance() == "SUSPENDING"
+    queue.advance()
+    assert queue.state.nodes[f"{PARENT}/nodes/n"].state == "DELETING"
+    queue.finish_node(None)
+    assert queue.advance() == "SUSPENDED"
+    assert queue.shown()["stateInitiator"] == initiator
+
+
+def test_deleting_one_that_has_a_node_needs_force_and_takes_the_node_along(queue: Queue) -> None:
+    queue.activate()
+    assert refusal(queue, "DELETE", "q")[0] == 400
+    operation = queue.call("DELETE", "q", force="true")
+    assert not operation["done"]
+    assert refusal(queue, "DELETE", "q", force="true")[0] == 409
+    assert queue.advance() == "DELETING"
+    assert queue.state.nodes[f"{PARENT}/nodes/n"].state == "DELETING"
+    queue.finish_node(None)
+    assert queue.advance() == "gone"
+    assert queue.state.operations[operation["name"]].done
+    assert refusal(queue, "GET", "q")[0] == 404
+
+
+def test_a_waiting_one_may_be_deleted_without_force(queue: Queue) -> None:
+    queue.state.faults.append(Fault("stockout", "tpu"))
+    queue.create()
+    assert queue.advance() == "WAITING_FOR_RESOURCES"
+    queue.call("DELETE", "q")
+    assert queue.advance() == "gone"
+
+
+def test_a_reset_asks_again_for_a_suspended_one(queue: Queue) -> None:
+    queue.activate()
+    queue.finish_node(None)
+    queue.advance()
+    assert queue.advance() == "SUSPENDED"
+    queue.call("POST", "q", verb="reset")
+    assert queue.shown()["state"] == "ACCEPTED"
+    assert queue.advance(2) == "PROVISIONING"
+
+
+def test_what_google_refuses_is_refused(queue: Queue) -> None:
+    queue.create()
+    with pytest.raises(ApiError, match="already exists"):
+        queue.create()
+    queue.state.queued.clear()
+    with pytest.raises(ApiError, match="is not in us-central2-b"):
+        queue.create(reservationName="projects/p/locations/None/reservations/-")
+    with pytest.raises(ApiError, match="one node only"):
+        queue.create(tpu={"nodeSpec": [{"parent": PARENT, "multisliceParams": {"nodeCount": 2}, "node": NODE}]})
+    with pytest.raises(ApiError, match="invalid AcceleratorType"):
+        queue.create(tpu={"nodeSpec": [{"parent": PARENT, "nodeId": "n", "node": {**NODE, "acceleratorType": "v3-8"}}]})
+    queue.state.faults.append(Fault("quota", "tpu", left=1))
+    with pytest.raises(ApiError, match="Quota limit"):
+        queue.create()
+    assert queue.state.queued == {}
+
+
+def test_requests_survive_the_server(queue: Queue) -> None:
+    queue.activate()
+    assert from_json(to_json(queue.state)) == queue.state
