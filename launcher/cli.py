@@ -142,6 +142,7 @@ def status(config: Any, as_json: bool) -> None:
     """Show the slice, its newest run, and what each host is doing."""
     from launcher import costs
     from launcher.run import look
+    from launcher.tpu_vm import placement
 
     provider = _provider(config)
     try:
@@ -153,7 +154,7 @@ def status(config: Any, as_json: bool) -> None:
     else:
         for line in shown.lines():
             click.echo(line)
-        if shown.slice is not None and (told := costs.since(config, shown.slice.created, time.time())):
+        if shown.slice is not None and (told := costs.since(placement.placed(config), shown.slice.created, time.time())):
             click.echo(told)
         if shown.hosts:
             terminal.table(["host", "address", "container", "last line"], shown.rows())
@@ -248,13 +249,18 @@ def local_(config: Any, command: tuple[str, ...]) -> None:
     sys.exit(local.run(config, command, terminal.say))
 
 
-def main() -> None:
-    """The console script. Turns every error into one message and its exit code."""
+def commands() -> list[click.Command]:
+    """The verbs that live in rooms of their own."""
     from launcher.emulator.commands import emulator
     from launcher.emulator.rehearsal import rehearsal
     from launcher.more_commands import COMMANDS
 
-    for command in (emulator, rehearsal, *COMMANDS):
+    return [emulator, rehearsal, *COMMANDS]
+
+
+def main() -> None:
+    """The console script. Turns every error into one message and its exit code."""
+    for command in commands():
         cli.add_command(command)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
