@@ -25,7 +25,7 @@ help: ## this list
 rehearsal: need-containers $(VENV_READY) ## a whole run on an emulated slice: up, train, down (SET="slice.accelerator_type=v4-32 ...")
 	@tools/with-engine.sh $(BIN)/tpu-launch rehearsal -f examples/rehearsal.yaml $(foreach each,$(SET),--set '$(each)')
 
-test: need-containers $(VENV_READY) ## everything: lint, fast tests, tests inside the image, emulated slices
+test: need-containers $(VENV_READY) ## everything: lint, fast tests, tests inside the images, emulated slices
 	@tools/with-engine.sh $(BIN)/python tools/run_tests.py
 
 test-fast: $(VENV_READY) ## the tests that need no container (ARGS="-k words")
@@ -47,6 +47,9 @@ lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
 	$(LOCK) --universal pyproject.toml requirements-dev.in --extra dev --output-file requirements-dev.txt
 	for each in requirements requirements-test requirements-installer; do \
 	    $(LOCK_IMAGE) images/torch-xla/$$each.in --output-file images/torch-xla/$$each.txt; \
+	done
+	for each in requirements requirements-test requirements-installer requirements-beam; do \
+	    $(LOCK_IMAGE) --override images/tensorflow/overrides.in images/tensorflow/$$each.in --output-file images/tensorflow/$$each.txt; \
 	done
 
 clean: export IMAGES := $(IMAGES)

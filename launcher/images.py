@@ -84,7 +84,7 @@ def default_spec(
     ca_bundle: Path | None = None,
     target: str | None = None,
 ) -> ImageSpec:
-    """Our own image for `backend` ("torch-xla"): images/<backend>, and the `training` package of this installation.
+    """Our own image for `backend` ("torch-xla", "tensorflow"): images/<backend>, and the `training` package of this installation.
 
     Without `ca_bundle`, the file that TPU_LAUNCH_CA_BUNDLE names is used. Raises BadInput.
     """

@@ -1,4 +1,4 @@
-"""Everything `make test` runs: lint, fast tests, tests inside the image, whole emulated slices. run_tests.py [stage...]
+"""Everything `make test` runs: lint, fast tests, tests inside the images, whole emulated slices. run_tests.py [stage...]
 
 A stage that fails does not keep the next from running. Each stage's output goes to the screen and to .tpu-launch/tests/<stage>.log; at the
 end comes a table of what ran and how long it took, and as the last line "N passed, N failed", also in .tpu-launch/tests/closing-line.
@@ -48,6 +48,8 @@ STAGES = (
     Stage("lint", ("make", "--no-print-directory", "lint"), 300, runs_tests=False),
     Stage("fast", (*PYTEST, "--durations=5"), 600),
     Stage("container", (sys.executable, "tools/container_tests.py"), 1500),
+    Stage("tensorflow", (sys.executable, "tools/container_tests.py", "tensorflow"), 900),
+    Stage("beam", (sys.executable, "tools/container_tests.py", "beam"), 600),
     Stage("rehearsal", (*PYTEST, "tests/rehearsal", "--durations=0", "--durations-min=1"), 1800),
 )
 

@@ -70,8 +70,9 @@ def test_tag_tells_any_two_sets_of_arguments_apart(spec: ImageSpec, one: dict[st
     assert (tag(one) == tag(other)) == (one == other)
 
 
-def test_default_image_holds_the_trainer_but_no_leftovers_of_running_it() -> None:
-    paths = [path for path, _ in images.default_spec("torch-xla").context]
+@pytest.mark.parametrize("backend", ["torch-xla", "tensorflow"])
+def test_default_image_holds_the_trainer_but_no_leftovers_of_running_it(backend: str) -> None:
+    paths = [path for path, _ in images.default_spec(backend).context]
     assert "training/errors.py" in paths
     assert "requirements.txt" in paths
     assert not [path for path in paths if "__pycache__" in path or path.endswith((".pyc", ".in")) or path == "Dockerfile"]
