@@ -30,6 +30,7 @@ class Cluster:
         self.api = Api(self.store, self.nodes, yaml.safe_load(ROLE.read_text())["rules"])
         self.server = serve(self.api)
         self.mistakes: list[str] = []
+        self.webhook = True  # GKE's
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._go_on, daemon=True)
 
@@ -73,6 +74,12 @@ class Cluster:
         }
         self.nodes.add_pool(name, slice_.hosts, slice_.chips_per_host, labels)
 
+    def log(self, worker: int) -> str:
+        """What a host's container has printed so far; empty as long as there is none."""
+        pods = [pod for pod in self.pods() if pod["metadata"]["annotations"][controllers.INDEX] == str(worker)]
+        name = self.nodes.container_of(pods[-1]) if pods else ""
+        return self.nodes.engine("logs", name, check=False) if name else ""
+
     def pods(self) -> list[Object]:
         return self.store.all("pods")
 
@@ -82,7 +89,7 @@ class Cluster:
     def _go_on(self) -> None:
         while not self._over.wait(0.1):
             try:
-                controllers.reconcile(self.store)
+                controllers.reconcile(self.store, webhook=self.webhook)
                 self.nodes.reconcile()
             except Exception:
                 self.mistakes.append(traceback.format_exc())

@@ -18,11 +18,12 @@ JOBSET = "jobset.sigs.k8s.io/jobset-name"
 CONTAINER_DEVICES = "google.com/tpu"
 
 
-def reconcile(store: Store) -> None:
+def reconcile(store: Store, *, webhook: bool = True) -> None:
+    """`webhook`: whether the cluster has GKE's that tells the pods of several hosts who they are."""
     for jobset in store.all("jobsets"):
         _jobset(store, jobset)
     for job in store.all("jobs"):
-        _job(store, job)
+        _job(store, job, webhook)
 
 
 # -- JobSet ---------------------------------------------------------------------------------------------------------------
@@ -131,7 +132,7 @@ def _pods(store: Store, job: Object) -> list[Object]:
     return [pod for pod in store.all("pods") if any(each["uid"] == job["metadata"]["uid"] for each in pod["metadata"]["ownerReferences"])]
 
 
-def _job(store: Store, job: Object) -> None:
+def _job(store: Store, job: Object, webhook: bool) -> None:
     pods = _pods(store, job)
     for pod in pods:
         if _over(pod) and not pod["metadata"].get("counted"):
@@ -160,7 +161,7 @@ def _job(store: Store, job: Object) -> None:
         busy = {int(pod["metadata"]["annotations"][INDEX]) for pod in active}
         for index in range(spec["completions"]):
             if index not in busy | succeeded | failed:
-                store.create("pods", _pod_of(job, index))
+                store.create("pods", _pod_of(job, index, webhook))
     store.put("jobs", job)
 
 
@@ -213,12 +214,12 @@ def _judge(spec: Object, pod: Object) -> tuple[str, str]:
     return "Count", ""
 
 
-def _pod_of(job: Object, index: int) -> Object:
+def _pod_of(job: Object, index: int, webhook: bool) -> Object:
     template = job["spec"]["template"]
     name = job["metadata"]["name"]
     metadata = template.get("metadata", {})
     spec: Object = {**template["spec"], "hostname": f"{name}-{index}"}
-    spec["containers"] = [_injected(container, job, index) for container in spec["containers"]]
+    spec["containers"] = [_injected(container, job, index, webhook) for container in spec["containers"]]
     return {
         "metadata": {
             "name": f"{name}-{index}-{secrets.token_hex(3)[:5]}",
@@ -231,7 +232,7 @@ def _pod_of(job: Object, index: int) -> Object:
     }
 
 
-def _injected(container: Object, job: Object, index: int) -> Object:
+def _injected(container: Object, job: Object, index: int, webhook: bool) -> Object:
     """The Job controller tells the index; GKE tells pods that ask for chips who they are: its device plugin those of a single host, its webhook
     those of several, if they have names (Indexed, parallelism above 1, a subdomain)."""
     told: list[Any] = [{"name": "JOB_COMPLETION_INDEX", "value": str(index)}]
@@ -240,7 +241,7 @@ def _injected(container: Object, job: Object, index: int) -> Object:
         told.append({"name": "TPU_SKIP_MDS_QUERY", "value": "true"})
         if spec["parallelism"] == 1:
             told += [{"name": "TPU_WORKER_ID", "value": "0"}, {"name": "TPU_WORKER_HOSTNAMES", "value": "localhost"}]
-        elif spec["completionMode"] == "Indexed" and "subdomain" in spec["template"]["spec"]:
+        elif webhook and spec["completionMode"] == "Indexed" and "subdomain" in spec["template"]["spec"]:
             subdomain = spec["template"]["spec"]["subdomain"]
             names = [f"{job['metadata']['name']}-{each}.{subdomain}" for each in range(spec["parallelism"])]
             told += [{"name": "TPU_WORKER_ID", "value": str(index)}, {"name": "TPU_WORKER_HOSTNAMES", "value": ",".join(names)}]

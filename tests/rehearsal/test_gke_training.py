@@ -1,0 +1,210 @@
+"""Claims about training on GKE: a manifest given to kubectl, restarted by the cluster, and a run watched by tpu-launch give the same bits.
+
+Real trainers in the pods of rendered manifests, on the small cluster of tests/kubernetes/cluster, with the emulated bucket. About 3 minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher import images, shell
+from launcher.emulator.bucket import Buckets
+from launcher.emulator.bucket_api import StorageApi
+from launcher.emulator.web import Acceptor, serve_http
+from tests.container import small_runs
+from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
+from tests.kubernetes.cluster.store import Object
+from tests.kubernetes.golden import IMAGE
+from tests.rehearsal.workstation import HOUSE, Workstation
+from training import storage
+
+STEPS = 300
+SAME = ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", "committed_step", "steps")
+
+
+@dataclass
+class Room:
+    work: Workstation
+    cluster: Cluster
+    kubectl: list[str]
+
+    def apply(self, *options: str, changes: tuple[str, ...] = ()) -> None:
+        """tpu-launch manifest ... | kubectl apply -f -"""
+        settings = [word for change in changes for word in ("--set", change)]
+        manifest = [option for option in options if option != "--"]
+        command = manifest[manifest.index("sh") :] if "sh" in manifest else []
+        flags = manifest[: len(manifest) - len(command)]
+        text = self.work.good("manifest", "-f", "run.yaml", *settings, *flags, *(["--", *command] if command else [])).output
+        applied = shell.run([*self.kubectl, "apply", "--filename", "-"], timeout=60, input=text, env=self.work.environment)
+        assert applied.ok, applied.stderr
+
+    def end_of(self, name: str, seconds: float = 180) -> Object:
+        """The JobSet or Job, once it has ended."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            found = self.cluster.store.get("jobsets", name) or self.cluster.store.get("jobs", name)
+            conditions = (found or {}).get("status", {}).get("conditions", [])
+            if found and any(each["type"] in ("Completed", "Complete", "Failed") for each in conditions):
+                return found
+            time.sleep(0.2)
+        pytest.fail(f"{name} did not end within {seconds} s: {self.cluster.store.get('jobsets', name)}\n{self.cluster.log(0)}")
+
+    def wait(self, true: Callable[[], Any], what: str, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > deadline:
+                pytest.fail(f"{what}: not within {seconds} s\n{self.cluster.pods()}\n{self.cluster.log(0)}\n{self.cluster.log(1)}")
+            time.sleep(0.1)
+
+    def remove(self, kind: str, name: str) -> None:
+        self.cluster.store.remove("configmaps", name)
+        found = self.cluster.store.get(kind, name)
+        assert found
+        found["metadata"]["deletionTimestamp"] = "now"
+        self.cluster.store.put(kind, found)
+        for pod in self.cluster.pods():
+            pod["metadata"]["deletionTimestamp"] = "now"
+            self.cluster.store.put("pods", pod)
+        self.wait(lambda: not self.cluster.pods(), "pods are gone")
+
+    def summary(self, run_id: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(storage.read(f"gs://data/runs/{run_id}/summary.json"))
+        return found
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
+    folder = tmp_path_factory.mktemp("gke-training")
+    image = images.ensure(images.default_spec("torch-xla"), print).reference
+    acceptor = Acceptor()
+    acceptor.start()
+    with Cluster(images={IMAGE: image}) as cluster, pytest.MonkeyPatch.context() as patch:
+        listener = socket.create_server((cluster.nodes.gateway, 0), backlog=128)
+        buckets = Buckets(folder / "buckets")
+        buckets.ensure("data")
+        api = StorageApi(buckets)
+        acceptor.add(listener, lambda connection: serve_http(connection, api.answer))
+        url = f"http://{cluster.nodes.gateway}:{listener.getsockname()[1]}"
+        cluster.nodes.environment["STORAGE_EMULATOR_HOST"] = url
+        for name in [key for key in os.environ if key.lower().endswith("_proxy")]:
+            patch.delenv(name)
+        patch.setenv("STORAGE_EMULATOR_HOST", url)
+        write_data(folder / "data")
+        environment = dict(os.environ) | {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(HOUSE), "PYTHONUNBUFFERED": "1"}
+        environment |= {"KUBECONFIG": str(cluster.kubeconfig(folder / "kubeconfig")), "KUBECACHEDIR": str(folder / "cache")}
+        work = Workstation(folder, environment)
+        work.file("run.yaml", yaml.safe_dump(document(folder / "data")))
+        yield Room(work, cluster, ["kubectl", "--context", CONTEXT])
+        acceptor.remove(listener, close=True)
+        assert cluster.mistakes == []
+
+
+def write_data(folder: Path) -> None:
+    small_runs.prepare(folder)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            storage.upload(path, f"gs://data/{path.relative_to(folder)}")
+
+
+def document(folder: Path) -> dict[str, Any]:
+    told = small_runs.document(folder, train__steps=STEPS, train__log_every=5, checkpoint__every_steps=50)
+    text = json.dumps(told).replace(str(folder), "gs://data")
+    where = {"project": "p", "zone": "us-central2-b", "slice": {"name": "trained", "accelerator_type": "v4-16", "capacity": "spot"}}
+    speed = {"environment": {"XLA_FLAGS": "--xla_backend_optimization_level=0"}}
+    return {**where, "image": {"reference": IMAGE}, "run": speed, "gke": {"context": CONTEXT, "restarts": 1}, **json.loads(text)}
+
+
+def at_step(room: Room, pattern: str) -> Callable[[], Any]:
+    return lambda: re.search(rf"\bstep +{pattern}\b", room.cluster.log(0))
+
+
+def test_however_it_is_restarted_training_gives_the_same_bits(room: Room) -> None:
+    cluster = room.cluster
+
+    # A Job and its Service, nothing injected, undisturbed: the hosts find each other by the index and the Service.
+    cluster.add_pool("first", "v4-16", spot=True)
+    cluster.webhook = False
+    room.apply("--kind", "job", "--name", "plain")
+    job = room.end_of("plain")
+    assert [each["type"] for each in job["status"]["conditions"]] == ["Complete"], cluster.log(0)
+    cluster.webhook = True
+    room.remove("jobs", "plain")
+
+    # A JobSet whose spot nodes are taken away once; the cluster restarts it on new ones.
+    room.apply("--name", "restarted")
+    room.wait(at_step(room, "[1-9][05]"), "the JobSet trains")
+    cluster.nodes.preempt("first")
+    room.wait(lambda: (cluster.store.get("jobsets", "restarted") or {})["status"]["restarts"] == 1, "the JobSet is restarted")
+    cluster.add_pool("second", "v4-16", spot=True)
+    jobset = room.end_of("restarted")
+    assert jobset["status"]["terminalState"] == "Completed", cluster.log(0)
+    assert jobset["status"]["restartsCountTowardsMax"] == 0, "to save and leave is no failure"
+    assert "attempt 1" in cluster.log(0)
+    assert "going on from gs://data/runs/restarted/checkpoints" in cluster.log(0)
+    room.remove("jobsets", "restarted")
+
+    # The same, watched by tpu-launch, which starts the next attempt itself.
+    running = room.work.begin("run", "--provider", "gke", "-f", "run.yaml", "--json", "--set", "run.preemption_retries=1")
+    running.wait_for(r"^\[0\].*\bstep +[1-9][05]\b", 120)
+    cluster.nodes.preempt("second")
+    running.wait_for(r"starting again", 60)
+    cluster.add_pool("third", "v4-16", spot=True)
+    ended = running.end(180)
+    assert ended.code == 0, ended.output
+    assert ended.json()["attempt"] == 1
+    assert "going on from gs://data/runs/" in ended.output
+
+    undisturbed = room.summary("plain")
+    for run_id in ("restarted", ended.json()["run"]):
+        after = room.summary(run_id)
+        for key in SAME:
+            assert after[key] == undisturbed[key], f"{run_id}: {key}: {after[key]}, undisturbed {undisturbed[key]}"
+    assert cluster.pods() == []
+
+
+@pytest.mark.parametrize(
+    ("script", "state", "restarts", "counted"),
+    [
+        ("exit 2", "Failed", 0, 0),
+        ("exit 1", "Failed", 1, 1),
+        ('[ "$TPU_LAUNCH_ATTEMPT" -ge 3 ] || exit 75', "Completed", 3, 0),
+        ('[ "$TPU_LAUNCH_ATTEMPT" = 1 ] || { [ "$TPU_WORKER_ID" = 0 ] && exit 76; sleep 1; exit 1; }', "Completed", 1, 1),
+    ],
+    ids=["refused", "failed", "saved three times", "a failure that others felt first"],
+)
+def test_the_cluster_knows_what_to_restart(room: Room, script: str, state: str, restarts: int, counted: int) -> None:
+    room.cluster.add_pool("rules", "v4-16", spot=True)
+    try:
+        room.apply("--name", "rules", "sh", "-c", script)
+        status = room.end_of("rules", 60)["status"]
+        assert (status["terminalState"], status["restarts"], status["restartsCountTowardsMax"]) == (state, restarts, counted)
+        room.remove("jobsets", "rules")
+    finally:
+        room.cluster.nodes.preempt("rules")
+
+
+def test_a_plain_job_makes_a_host_that_saved_again_and_does_not_count_it(room: Room) -> None:
+    room.cluster.add_pool("rules", "v4-16", spot=True)
+    script = "if ! mkdir /dev/shm/x; then exit 1; fi; echo ran; [ $(( $(date +%s) % 4 )) = 0 ] || { sleep 0.5; exit 75; }"
+    room.apply("--kind", "job", "--name", "saving", "sh", "-c", script)
+    job = room.end_of("saving", 90)
+    assert job["status"].get("failed", 0) == 0
+    assert job["status"]["succeededIndexes"] == [0, 1]
+    room.remove("jobs", "saving")
+    room.apply("--kind", "job", "--name", "refusing", "sh", "-c", "exit 2")
+    job = room.end_of("refusing", 60)
+    reasons = {each["type"]: each["reason"] for each in job["status"]["conditions"]}
+    assert reasons["Failed"] == "PodFailurePolicy"
+    room.remove("jobs", "refusing")
+    room.cluster.nodes.preempt("rules")
