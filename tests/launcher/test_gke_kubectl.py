@@ -1,0 +1,204 @@
+"""Claims about what kubectl's errors, pods and logs mean. The errors are quoted from kubectl 1.32 and API servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from launcher.errors import Exit
+from launcher.gke import pods as parsing
+from launcher.gke.gke import _waiting
+from launcher.gke.kubectl import Kubectl, explain
+from launcher.gke.watch import _Documents
+from launcher.provider import ContainerState, LogLine
+
+SAID = [
+    ('error: context "x" does not exist', Exit.BAD_INPUT, "no context x"),
+    ("error: current-context is not set", Exit.BAD_INPUT, "knows no cluster"),
+    (
+        "The connection to the server localhost:8080 was refused - did you specify the right host or port?",
+        Exit.BAD_INPUT,
+        "knows no cluster",
+    ),
+    (
+        "Unable to connect to the server: getting credentials: exec: executable gke-gcloud-auth-plugin not found",
+        Exit.BAD_INPUT,
+        "install gke-gcloud-auth-plugin",
+    ),
+    ("error: You must be logged in to the server (Unauthorized)", Exit.PERMISSION, "gcloud auth login"),
+    (
+        'Error from server (Forbidden): jobsets.jobset.x-k8s.io is forbidden: User "a@b.c" cannot list resource "jobsets" in API group '
+        '"jobset.x-k8s.io" in the namespace "research"',
+        Exit.PERMISSION,
+        "a@b.c may not list jobsets in namespace research",
+    ),
+    (
+        'Error from server (Forbidden): error when creating "STDIN": pods "x" is forbidden: exceeded quota: tpus, requested: '
+        "requests.google.com/tpu=8, used: requests.google.com/tpu=8, limited: requests.google.com/tpu=8",
+        Exit.QUOTA,
+        "ResourceQuota tpus is used up, requested: requests.google.com/tpu=8",
+    ),
+    ('error: the server doesn\'t have a resource type "jobsets"', Exit.BAD_INPUT, "no JobSet: its administrator installs it"),
+    (
+        'error: resource mapping not found for name: "demo" namespace: "default" from "STDIN": no matches for kind "JobSet" in version '
+        '"jobset.x-k8s.io/v1alpha2"\nensure CRDs are installed first',
+        Exit.BAD_INPUT,
+        "the cluster has no JobSet",
+    ),
+    ('Error from server (NotFound): namespaces "research" not found', Exit.BAD_INPUT, "kubectl create namespace research"),
+    (
+        'Error from server (BadRequest): error when creating "STDIN": JobSet in version "v1alpha2" cannot be handled as a JobSet: strict decoding '
+        'error: unknown field "spec.failurePolicy.rules[0].onJobFailureMessagePatterns"',
+        Exit.BAD_INPUT,
+        "older than the one this was made for",
+    ),
+    (
+        'Error from server (Forbidden): admission webhook "vjobset.kb.io" denied the request: name too long',
+        Exit.PERMISSION,
+        "name too long",
+    ),
+    (
+        'Error from server: admission webhook "vjobset.kb.io" denied the request: name too long',
+        Exit.BAD_INPUT,
+        "vjobset.kb.io refuses it: name too long",
+    ),
+    ('Error from server (AlreadyExists): jobsets.jobset.x-k8s.io "demo" already exists', Exit.CONFLICT, "already exists"),
+    ('The JobSet "demo" is invalid: spec.replicatedJobs[0].name: Required value', Exit.BAD_INPUT, "Required value"),
+    ("Unable to connect to the server: x509: certificate signed by unknown authority", Exit.CLOUD_ERROR, "certificate is not trusted"),
+    (
+        "The connection to the server 10.0.0.2 was refused - did you specify the right host or port?",
+        Exit.CLOUD_ERROR,
+        "does not answer (10.0.0.2)",
+    ),
+    ("Unable to connect to the server: dial tcp 34.1.2.3:443: i/o timeout", Exit.CLOUD_ERROR, "does not answer"),
+    ("Unable to connect to the server: dial tcp: lookup nowhere on 10.0.0.1:53: no such host", Exit.CLOUD_ERROR, "does not answer"),
+    ("Error from server (ServiceUnavailable): the server is currently unable to handle the request", Exit.CLOUD_ERROR, "unable to handle"),
+    ("something nobody has seen", Exit.CLOUD_ERROR, "something nobody has seen"),
+    ("", Exit.CLOUD_ERROR, "it gave no reason"),
+]
+
+
+@pytest.mark.parametrize(("said", "code", "words"), SAID, ids=[said[:40] for said, _, _ in SAID])
+def test_what_kubectl_says_becomes_what_to_do(said: str, code: Exit, words: str) -> None:
+    error = explain(said, ["kubectl", "get", "jobsets"])
+    assert error.exit_code is code, str(error)
+    assert words in str(error)
+    assert "{" not in str(error)
+
+
+def test_commands_name_the_context_and_are_bounded() -> None:
+    assert Kubectl("c", "n").argv("get", "pods") == [
+        "kubectl",
+        "--context",
+        "c",
+        "--namespace",
+        "n",
+        "--request-timeout=20s",
+        "get",
+        "pods",
+    ]
+    assert "--context" not in Kubectl(None, "n").argv("get", "pods")
+
+
+def pod(phase: str, state: dict[str, Any] | None = None, conditions: list[dict[str, str]] | None = None, **status: str) -> parsing.Pod:
+    statuses = [] if state is None else [{"name": "trainer", "imageID": "i", "state": state}]
+    metadata = {"name": "p", "uid": "u", "creationTimestamp": "2026-11-20T00:00:00Z", "labels": {parsing.INDEX: "3"}}
+    return parsing.parse(
+        {"metadata": metadata, "status": {"phase": phase, "containerStatuses": statuses, "conditions": conditions or [], **status}}
+    )
+
+
+def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
+    return {"terminated": {"exitCode": code, "reason": reason, "message": message, "startedAt": "a", "finishedAt": "b"}}
+
+
+TAKEN = [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "Eviction API: evicting"}]
+
+
+def test_a_container_is_told_as_an_engine_would_tell_it() -> None:
+    assert pod("Running", {"running": {"startedAt": "a"}}).state() == (ContainerState("running", started_at="a", image="i"), "")
+    assert pod("Failed", ended(3, message="lines of its log")).state()[0] == ContainerState("exited", 3, False, "a", "b", "", "i")
+    oom = pod("Failed", ended(137, "OOMKilled")).state()[0]
+    assert oom is not None
+    assert oom.oom_killed
+    missing = pod("Failed", ended(128, "StartError", 'exec: "x": not found')).state()[0]
+    assert missing is not None
+    assert missing.error == 'exec: "x": not found'
+    assert pod("Pending").state() == (ContainerState("created"), "")
+    assert pod("Running", {"running": {}}).worker == 3
+
+
+def test_a_pod_that_was_taken_away_is_a_lost_host_unless_its_trainer_said_more() -> None:
+    for code in (137, 143, 1):
+        state, problem = pod("Failed", ended(code), TAKEN).state()
+        assert state is None
+        assert "EvictionByEvictionAPI: Eviction API: evicting" in problem
+    for code in (0, 2, 75):
+        state, problem = pod("Failed", ended(code), TAKEN).state()
+        assert state is not None
+        assert state.exit_code == code
+    state, problem = pod("Failed", None, reason="Evicted", message="The node was low on resource: memory.").state()
+    assert state is None
+    assert "low on resource" in problem
+    assert pod("Running", {"running": {}}, TAKEN).state()[0] is not None, "it still runs: it may save"
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "code"),
+    [
+        ("ImagePullBackOff", "failed to resolve reference: not found", Exit.BAD_INPUT),
+        ("ImagePullBackOff", "failed to authorize: failed to fetch oauth token: 403 Forbidden", Exit.PERMISSION),
+        ("InvalidImageName", "", Exit.BAD_INPUT),
+        ("CreateContainerConfigError", 'secret "x" not found', Exit.BAD_INPUT),
+    ],
+)
+def test_a_pod_that_will_never_start_is_told_at_once(reason: str, message: str, code: Exit) -> None:
+    error = parsing.trouble(pod("Pending", {"waiting": {"reason": reason, "message": message}}), "repository@sha256:1")
+    assert error is not None
+    assert error.exit_code is code
+    assert message in str(error)
+
+
+def test_a_pod_that_may_still_start_is_no_trouble() -> None:
+    for reason in ("ContainerCreating", "ErrImagePull"):
+        assert parsing.trouble(pod("Pending", {"waiting": {"reason": reason}}), "i") is None
+    unschedulable = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}]
+    waiting = pod("Pending", None, unschedulable)
+    assert parsing.trouble(waiting, "i") is None
+    assert _waiting({0: waiting, 1: waiting, 2: None}) == (
+        "hosts 0, 1: no node takes its pod (Unschedulable: 0/3 nodes are available); host 2: it has no pod yet"
+    )
+
+
+def test_times_of_lines_can_be_compared_as_text() -> None:
+    assert parsing.log_line("2026-11-20T08:00:00.5Z x").timestamp == "2026-11-20T08:00:00.500000000Z"
+    assert parsing.log_line("2026-11-20T09:00:00.123456789+01:00 x y") == LogLine("2026-11-20T08:00:00.123456789Z", "x y")
+    assert parsing.log_line("no time") == LogLine("", "no time")
+
+
+def test_a_line_that_the_limit_cut_is_left_for_the_next_look() -> None:
+    text = "2026-11-20T08:00:00.000000000Z one\n2026-11-20T08:00:00.000000001Z tw"
+    lines, cut = parsing.log_lines(text, len(text))
+    assert cut
+    assert [line.text for line in lines] == ["one"]
+    lines, cut = parsing.log_lines(text, 1000)
+    assert not cut
+    assert [line.text for line in lines] == ["one", "tw"]
+
+
+def test_watched_objects_are_read_in_either_form_and_warnings_are_passed_over() -> None:
+    seen: list[dict[str, Any]] = []
+    reader = _Documents(seen.append)
+    for line in [
+        '{"type":"ADDED"}',
+        "warning: something",
+        "{",
+        '    "type": "DELETED",',
+        '    "object": {',
+        "    }",
+        "}",
+        '{"type":"MODIFIED"}',
+    ]:
+        reader.line(line)
+    assert [each["type"] for each in seen] == ["ADDED", "DELETED", "MODIFIED"]
