@@ -11,8 +11,10 @@ from typing import Any, TypeVar, cast
 import click
 
 from launcher import terminal
+from launcher.errors import BadInput
 
 DEFAULT_FILE = Path("tpu-launch.yaml")
+_GKE_VERBS = ("up", "run", "status", "logs", "stop", "down", "manifest")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -23,8 +25,13 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
     def wrapped(context: click.Context, /, path: Path, overrides: tuple[str, ...], provider: str, emulated: bool, **options: Any) -> Any:
         from launcher.config import load
 
+        emulated = emulated or bool(context.find_root().obj)
+        if provider == "gke" and function.__name__ not in _GKE_VERBS:
+            raise BadInput(f"tpu-launch {function.__name__} is for TPU VMs; with --provider gke there are {', '.join(_GKE_VERBS)}")
+        if provider == "gke" and emulated:
+            raise BadInput("--emulated is a slice of TPU VMs; a cluster is not emulated")
         config = replace(load(path, overrides, command=options.get("command", ())), provider=provider)
-        if not (emulated or context.find_root().obj):
+        if not emulated:
             return function(config, **options)
         from launcher.emulator import session
 

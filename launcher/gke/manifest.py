@@ -22,6 +22,7 @@ from launcher.gke.yaml_text import Noted
 from training.accelerators import ACCELERATORS, Accelerator, gke_nodes
 from training.cluster import GLOO_PORT, RENDEZVOUS_PORT
 from training.errors import Exit
+from training.storage import is_remote
 
 LABEL_RUN = "tpu-launch/run"
 LABEL_ATTEMPT = "tpu-launch/attempt"
@@ -33,7 +34,7 @@ KEPT_SECONDS = 3 * 24 * 3600  # ended objects that nobody fetched
 LIBTPU_PORT = 8471
 
 _CONFIG_FOLDER = "/etc/tpu-launch"
-_LONGEST_NAME = 63 - len("-w-0-0000") - len("-000")
+_LONGEST_NAME = 63 - len("-w-0-000") - len("-abcde")  # a pod's name: JobSet's part for a host, and a random end
 
 
 class Restarts(enum.Enum):
@@ -92,6 +93,11 @@ def check(config: Config) -> None:
     doubled = sorted(set(wanted.secrets) & set(config.run.environment))
     if doubled:
         raise BadInput(f"{place(('gke', 'secrets', doubled[0]))}: {doubled[0]} is in run.environment too: remove one")
+    mounted = wanted.gcsfuse.folder + "/" if wanted.gcsfuse else None
+    if config.trainer and not is_remote(config.trainer.output) and not (mounted and config.trainer.output.startswith(mounted)):
+        raise BadInput(
+            f"{place(('output',))}: output: {config.trainer.output} is lost with its pod: give a gs:// folder, or one below gke.gcsfuse.folder"
+        )
     if config.run.user is not None and not re.fullmatch(r"\d+(:\d+)?", config.run.user):
         raise BadInput(f"{place(('run', 'user'))}: run.user: Kubernetes wants numbers, UID or UID:GID, not {config.run.user!r}")
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.cli import cli
 from launcher.config import load
 from launcher.errors import BadInput
 from launcher.gke import standalone, yaml_text
@@ -112,6 +114,7 @@ def test_manifests_are_as_they_were_reviewed(name: str) -> None:
         (["gke.secrets={HF_TOKEN: hf_x}"], ["SECRET/KEY"]),
         (["gke.secrets={A: s/k}", "run.environment={A: b}"], ["A is in run.environment too"]),
         (["run.user=trainer"], ["UID"]),
+        (["output=runs"], ["runs is lost with its pod", "gs://"]),
         (["run.name=" + "n" * 51], ["50 characters"]),
         (["gke.gcsfuse={bucket: my-bucket, folder: relative}"], ["gke.gcsfuse.folder"]),
     ],
@@ -121,6 +124,10 @@ def test_what_can_not_be_is_refused_with_what_can(changes: list[str], words: lis
         rendered(*changes)
     for word in words:
         assert word in str(refused.value)
+
+
+def test_output_may_be_below_a_mounted_bucket() -> None:
+    assert rendered("output=/bucket/runs", "gke.gcsfuse={bucket: my-bucket, folder: /bucket}")
 
 
 def test_an_image_must_be_named_by_its_digest() -> None:
@@ -180,10 +187,10 @@ def test_tpu_launchs_own_jobsets_leave_every_decision_to_it() -> None:
 
 
 def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
-    assert check_name("a" * 50)
+    assert check_name("a" * 49)
     with pytest.raises(BadInput, match="too long"):
-        check_name("a" * 51)
-    longest = host_name("a" * 50, Kind.JOBSET, "255").split(".")[0]
+        check_name("a" * 50)
+    longest = host_name("a" * 49, Kind.JOBSET, "255").split(".")[0]
     assert len(longest) <= 63
     with pytest.raises(BadInput, match="lower-case"):
         check_name("Demo")
@@ -205,3 +212,25 @@ def test_commented_yaml_says_what_was_given(value: dict[str, Any]) -> None:
 def test_the_example_is_a_file_that_can_be_used() -> None:
     assert Path(EXAMPLE).exists()
     assert load(EXAMPLE).trainer is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "--provider", "gke"], "tpu-launch plan is for TPU VMs; with --provider gke there are up, run"),
+        (["--emulated", "run", "--provider", "gke"], "a cluster is not emulated"),
+    ],
+)
+def test_verbs_that_know_no_cluster_say_so(words: list[str], message: str) -> None:
+    result = CliRunner().invoke(cli, words)
+    assert isinstance(result.exception, BadInput)
+    assert message in str(result.exception)
+
+
+def test_the_command_prints_a_manifest_and_nothing_else() -> None:
+    result = CliRunner().invoke(cli, ["manifest", "-f", str(EXAMPLE), "--image", IMAGE, "--kind", "job", "--name", "other", "--", "true"])
+    assert result.exit_code == 0
+    documents = list(yaml.safe_load_all(result.stdout))
+    assert [each["kind"] for each in documents] == ["ConfigMap", "Service", "Job"]
+    assert {each["metadata"]["name"] for each in documents} == {"other"}
+    assert pod_of(documents)["containers"][0]["command"] == ["true"]
