@@ -23,6 +23,7 @@ from training.yaml_file import load as load_document
 TRAINER_SECTIONS = tuple(TrainerConfig.model_fields)
 
 _NODE_NAME = re.compile(r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?")
+ZONE = r"^[a-z]+-[a-z]+[0-9]+-[a-z0-9]+$"
 _LABEL = re.compile(r"[a-z0-9_-]{0,63}")
 IMAGE_BY_DIGEST = r"^[^@\s]+@sha256:[0-9a-f]{64}$"
 
@@ -81,6 +82,18 @@ def _secrets(value: dict[str, str]) -> dict[str, str]:
 Name = Annotated[str, AfterValidator(_name)]
 
 
+class QueuedSection(Section):
+    """`slice.queued`: ask through a queued resource, which waits for capacity, instead of creating the node at once."""
+
+    valid_until_hours: float = Field(default=24, gt=0)  # not granted any more after so long
+
+
+def _zone(value: str) -> str:
+    if not re.fullmatch(ZONE, value):
+        raise ValueError(f"{value!r} is not the name of a zone, like us-central2-b")
+    return value
+
+
 class SliceSection(Section):
     """`slice`: the TPU node to create."""
 
@@ -94,6 +107,9 @@ class SliceSection(Section):
     service_account: str | None = None
     labels: Annotated[dict[str, str], AfterValidator(_labels)] = {}
     create_minutes: float = Field(default=30, gt=0)  # how long `up` waits for READY
+    zones: list[Annotated[str, AfterValidator(_zone)]] = []  # tried after `zone`, in this order, when there is no capacity
+    stockout_minutes: float = Field(default=0, ge=0)  # without capacity anywhere, go on trying for so long
+    queued: QueuedSection | None = None
     expires_hours: float | None = Field(default=None, gt=0)  # after so long `tpu-launch gc` removes it
     max_cost_per_hour: float | None = Field(default=None, gt=0)  # dollars; what costs more, or an unknown price, is not created
 
@@ -161,7 +177,7 @@ class GkeSection(Section):
 
 class _Root(Section):
     project: Annotated[str, Field(min_length=1)]
-    zone: Annotated[str, Field(pattern=r"^[a-z]+-[a-z]+[0-9]+-[a-z0-9]+$")]
+    zone: Annotated[str, Field(pattern=ZONE)]
     slice: SliceSection
     image: ImageSection = ImageSection()
     run: RunSection = RunSection()
@@ -189,7 +205,7 @@ class Config:
     @property
     def zones(self) -> list[str]:
         """The zones in which the slice may be, in the order in which they are tried."""
-        return [self.zone]
+        return list(dict.fromkeys([self.zone, *self.slice.zones]))
 
     @property
     def runtime_version(self) -> str:

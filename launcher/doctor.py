@@ -6,6 +6,7 @@ A check is a function that returns rows and never raises: what it meets is the r
 from __future__ import annotations
 
 import enum
+import functools
 import json
 import os
 import stat
@@ -18,7 +19,7 @@ from typing import Any
 from launcher import checks, engine, home, shell
 from launcher.config import Config
 from launcher.errors import LaunchError
-from launcher.tpu_vm import gcloud
+from launcher.tpu_vm import gcloud, placement
 
 _SECONDS = 60.0
 _TESTED = "528.0.0"
@@ -49,8 +50,8 @@ def examine(config: Config) -> list[Row]:
     looks: list[Callable[[], list[Row]]] = [
         lambda: [_cost(config)],
         _gcloud_and_account,
-        lambda: _zone(config),
-        lambda: _runtime(config),
+        *(functools.partial(_zone, here) for here in placement.in_order(config)),
+        *(functools.partial(_runtime, here) for here in placement.in_order(config)),
         lambda: [_ssh_key(Path.home() / ".ssh" / "google_compute_engine")],
         lambda: [_engine(config)],
         lambda: [_registry(config)],

@@ -48,4 +48,5 @@ def table(columns: list[str], rows: list[list[str]]) -> None:
         drawn.add_column(column, overflow="fold")
     for row in rows:
         drawn.add_row(*row)
-    Console(file=sys.stdout, highlight=False, soft_wrap=not sys.stdout.isatty()).print(drawn)
+    # Into a file or a pipe, a row stays a line.
+    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 1000).print(drawn)

@@ -8,12 +8,14 @@ or one worker, and no remote command returns 255.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 
 from launcher import shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
+from launcher.tpu_vm import placement
 
 # gcloud has no time-outs of its own for ssh: a dead host would hang each call for minutes.
 _SSH_FLAGS = ("--ssh-flag=-oConnectTimeout=10", "--ssh-flag=-oServerAliveInterval=15", "--ssh-flag=-oServerAliveCountMax=3")
@@ -46,14 +48,23 @@ class Refused(LaunchError):
 
 
 def _base(config: Config, *words: str) -> list[str]:
-    return ["gcloud", "compute", "tpus", "tpu-vm", *words, f"--project={config.project}", f"--zone={config.zone}", "--quiet"]
+    return ["gcloud", "compute", "tpus", "tpu-vm", *words, f"--project={config.project}", f"--zone={zone(config)}", "--quiet"]
+
+
+def zone(config: Config) -> str:
+    """Where the slice is; of several zones, where it was created."""
+    return placement.zone(config)
 
 
 def create_command(config: Config, labels: dict[str, str]) -> list[str]:
     """Creates the node and waits for the operation."""
+    return [*_base(config, "create", config.slice.name), f"--version={config.runtime_version}", *node_flags(config, labels)]
+
+
+def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
+    """What a node is to be, for its creation and for a request in the queue. The type always: gcloud's default is a v2-8."""
     wanted = config.slice
-    command = _base(config, "create", wanted.name)
-    command += [f"--accelerator-type={wanted.accelerator_type}", f"--version={config.runtime_version}"]
+    command = [f"--accelerator-type={wanted.accelerator_type}"]
     if wanted.capacity != "on-demand":
         command.append(f"--{wanted.capacity}")
     if wanted.network:
@@ -162,4 +173,7 @@ def essence(stderr: str) -> str:
     errors = [number for number, line in enumerate(lines) if line.startswith("ERROR:")]
     chosen = lines[errors[0] :] if errors else lines[-5:]
     text = "\n".join(chosen[:12]).removeprefix("ERROR: ").strip()
-    return re.sub(r"^\(gcloud[\w.-]*\)\s*", "gcloud: ", text) or "gcloud failed without a message"
+    text = re.sub(r"^\(gcloud[\w.-]*\)\s*", "gcloud: ", text)
+    if match := re.search(r'\{\s*"code": \d+,\s*"message": "((?:[^"\\]|\\.)*)"', text):  # an operation's error, as JSON
+        text = text[: match.start()] + json.loads(f'"{match.group(1)}"')
+    return text or "gcloud failed without a message"

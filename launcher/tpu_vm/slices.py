@@ -1,13 +1,14 @@
 """The life of a slice: created, described, deleted, through gcloud.
 
 `create` is idempotent: it finds what exists and goes on from there. A node that was preempted must be deleted before its name can be used again, as the
-API demands.
+API demands. A slice may come from a request in the queue (queued.py), and may be in one of several zones (placement.py).
 """
 
 from __future__ import annotations
 
 import getpass
 import json
+import random
 import re
 import time
 from collections.abc import Callable
@@ -17,10 +18,11 @@ from launcher import costs
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.provider import SliceState
-from launcher.tpu_vm import gcloud
+from launcher.tpu_vm import gcloud, placement, queued
 
 _SECONDS = 60.0  # for one question to the API
 _DELETE_MINUTES = 15.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0  # seconds, between rounds through zones without capacity
 
 
 def owner() -> str:
@@ -52,7 +54,32 @@ def parse_state(text: str) -> SliceState:
 
 
 def describe(config: Config) -> SliceState | None:
-    """The slice, or None when it doesn't exist."""
+    """The slice, or None when it doesn't exist. A request that waits in the queue counts, in its own state and without hosts."""
+    here = placement.zone(config)
+    found = _look(placement.at(config, here))
+    if found is not None or len(config.zones) == 1:
+        return found
+    for other in config.zones:
+        if other != here and (found := _look(placement.at(config, other))) is not None:
+            placement.remember(config, other)
+            return found
+    return None
+
+
+def _look(config: Config) -> SliceState | None:
+    """In one zone."""
+    found = _node(config)
+    if found is not None or config.slice.queued is None:
+        return found
+    asked = queued.describe(config)
+    if asked is None:
+        return None
+    # A suspended request lost its node, which is what PREEMPTED says of a node.
+    state = "PREEMPTED" if asked.lost else asked.state
+    return SliceState(asked.name, state, "HEALTH_UNSPECIFIED", config.slice.accelerator_type, (), asked.error or "queued resource")
+
+
+def _node(config: Config) -> SliceState | None:
     try:
         return parse_state(gcloud.call(gcloud.describe_command(config), timeout=_SECONDS))
     except gcloud.NotFound:
@@ -64,13 +91,40 @@ def create(
 ) -> SliceState:
     """Returns the slice when it is READY; creates it when it is missing, waits when it is on its way.
 
-    Raises Conflict when the name is taken by a slice of another type, Stockout, QuotaExceeded, PermissionDenied, Refused as Google says.
+    Zones without capacity are passed over; after the last one all are tried again for slice.stockout_minutes, with growing pauses. Raises Conflict when
+    the name is taken by a slice of another type, Stockout, QuotaExceeded, PermissionDenied, Refused as Google says; only a stock-out is tried again.
     """
-    deadline = clock() + config.slice.create_minutes * 60
-    found = describe(config)
+    begun, pause = clock(), _FIRST_PAUSE
+    order = placement.in_order(config)
+    if len(order) > 1 and describe(config) is not None:  # what is there, or on its way, is gone on with
+        order.sort(key=lambda each: each.zone != placement.zone(config))
+    while True:
+        for here in order:
+            placement.remember(config, here.zone)
+            try:
+                return _create_in(here, say, clock, sleep)
+            except gcloud.Stockout as error:
+                last = error
+                if len(order) > 1:
+                    say(str(error).splitlines()[0])
+        wait = pause * (0.5 + random.random())  # jitter: others wait for the same capacity
+        left = config.slice.stockout_minutes * 60 - (clock() - begun)
+        if wait > left:
+            placement.forget(config)
+            raise last
+        say(
+            f"no capacity in {', '.join(config.zones)}: trying again in {wait:.0f} s, for {costs.duration(left)} more (slice.stockout_minutes)"
+        )
+        sleep(wait)
+        pause = min(pause * 2, _LONGEST_PAUSE)
+
+
+def _create_in(config: Config, say: Callable[[str], None], clock: Callable[[], float], sleep: Callable[[float], None]) -> SliceState:
+    """As `create`, in one zone and once."""
+    found = _node(config)
     if found is not None and found.gone_for_good:
         say(f"slice {found.name} is {found.state}: deleting it, as its name can't be used before")
-        delete(config, say)
+        _delete_in(config, say, clock, sleep)
         found = None
     if found is None:
         costs.check(config)
@@ -78,8 +132,12 @@ def create(
             f"creating {config.slice.accelerator_type} slice {config.slice.name} in {config.zone} ({config.accelerator.hosts} hosts, {config.slice.capacity})"
         )
         say(costs.line(config))
-        gcloud.call_with_progress(gcloud.create_command(config, owner_labels(config)), timeout=config.slice.create_minutes * 60)
-        found = describe(config)
+        if config.slice.queued is not None:
+            queued.obtain(config, owner_labels(config), lambda: _node(config), say, clock=clock, sleep=sleep)
+        else:
+            gcloud.call_with_progress(gcloud.create_command(config, owner_labels(config)), timeout=config.slice.create_minutes * 60)
+        found = _node(config)
+    deadline = clock() + config.slice.create_minutes * 60
     shown = ""
     while found is None or not found.ready:
         if found is None:
@@ -96,7 +154,7 @@ def create(
                 f"slice {found.name} is {found.state} and not READY after {config.slice.create_minutes:.0f} minutes (slice.create_minutes)"
             )
         sleep(2.0)
-        found = describe(config)
+        found = _node(config)
     _check_type(config, found)
     return found
 
@@ -116,20 +174,34 @@ def _check_type(config: Config, found: SliceState) -> None:
 def delete(
     config: Config, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
 ) -> bool:
-    """Deletes the slice and waits until the API says that it is gone. Returns whether there was one."""
+    """Deletes the slice, in whichever zone it is, with the request that it came from, and waits until the API says that both are gone.
+
+    Returns whether there was one. A request is deleted first, with force: one that was granted after somebody gave up takes its node along.
+    """
+    there = [_delete_in(here, say, clock, sleep) for here in placement.in_order(config)]
+    placement.forget(config)
+    return any(there)
+
+
+def _delete_in(config: Config, say: Callable[[str], None], clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
     deadline = clock() + _DELETE_MINUTES * 60
-    found = describe(config)
-    if found is None:
+    asked = queued.describe(config)  # also when the file says nothing of queues (any more): it would keep the quota
+    found = _node(config)
+    if asked is None and found is None:
         return False
-    told = costs.since(config, found.created, time.time())
-    say(f"deleting slice {found.name}{f' ({told})' if told else ''}")
+    told = costs.since(config, found.created, time.time()) if found is not None else ""
+    say(f"deleting slice {config.slice.name}{f' ({told})' if told else ''}")
+    if asked is not None:
+        say(f"its queued resource is {asked.state}: deleted with what belongs to it")
+        queued.remove(config, clock=clock, sleep=sleep)
+        found = _node(config)
     while found is not None:
         try:
             if found.state != "DELETING":
                 gcloud.call(gcloud.delete_command(config), timeout=_DELETE_MINUTES * 60)
         except (gcloud.NotFound, gcloud.Conflict):
             pass  # gone meanwhile, or another operation is on it: the next look tells
-        found = describe(config)
+        found = _node(config)
         if found is not None:
             if clock() > deadline:
                 raise CommandTimeout(
