@@ -12,7 +12,6 @@ from launcher import shell, terminal
 from launcher.errors import BadInput, Exit
 from launcher.options import DEFAULT_FILE, configured
 
-
 _COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "red"}
 
 
