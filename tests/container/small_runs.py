@@ -16,8 +16,8 @@ import google_crc32c
 import numpy as np
 import yaml
 
-from training.data import manifest as datasets
 from training.data import example, tfrecord
+from training.data import manifest as datasets
 from training.data import tokenizer as tokenizers
 
 # Tiny models are trained for moments: compiling fast matters more than fast programs. Read when torch_xla is first imported.
