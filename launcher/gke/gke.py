@@ -133,10 +133,8 @@ class Gke:
                 return Observation(worker, state, problem=problem)
             lines = watch.last_words(pod, since)
             more = False
-            if lines is None:
+            if lines is None:  # asked for after the state: an ended pod's log is whole
                 lines, more = self._log(pod, since)
-                if pod.ended:
-                    lines, more = self._log(pod, since) if watch.pods()[worker] != pod else (lines, more)
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
         return Observation(worker, state, tuple(lines), more=more, problem=problem)

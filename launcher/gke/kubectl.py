@@ -39,9 +39,12 @@ class Kubectl:
         return result.stdout
 
     def follow(self, *words: str, on_line: Callable[[str], None], on_start: Callable[[Callable[[], None]], None], seconds: float) -> None:
-        """A command that goes on: every line of its output, until it ends, is ended, or `seconds` have passed."""
+        """A command that goes on: every line of its output, until it ends, is ended, or `seconds` have passed. Raises what its failure means."""
         # Bounded by kubectl itself as well, so that nothing is left behind when this process is killed.
-        shell.stream(self.argv(*words, seconds=seconds), on_line, timeout=seconds + 10, on_start=on_start)
+        argv = self.argv(*words, seconds=seconds)
+        result = shell.stream(argv, on_line, timeout=seconds + 10, on_start=on_start)
+        if result.returncode > 0:
+            raise explain(result.stdout[-2000:], argv)
 
 
 # (pattern of what kubectl said, exit code, what to tell; {0}, {1} ... are the pattern's groups)

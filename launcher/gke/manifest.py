@@ -241,6 +241,7 @@ def _jobset(config: Config, work: Workload, restarts: Restarts) -> Any:
         template["backoffLimitPerIndex"] = Noted(
             0, "A host that fails does not end the others: tpu-launch finds out who was first, and ends them itself."
         )
+        template["podReplacementPolicy"] = Noted("Failed", "A host that is being stopped has not failed yet: it may save.")
     template["template"] = _pod(config, work, Kind.JOBSET)
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",

@@ -7,7 +7,6 @@ deleted, its log. A list every few seconds mends what a broken watch missed, and
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launcher.errors import LaunchError
+from launcher.errors import Exit, LaunchError
 from launcher.gke import pods as parsing
 from launcher.gke.kubectl import Kubectl
 from launcher.gke.manifest import CONTAINER
@@ -50,6 +49,7 @@ class PodWatch:
         self._closed = threading.Event()
         self._kills: set[Callable[[], None]] = set()
         self._watching = False
+        self._refused: LaunchError | None = None
         self._asked_from: dict[int, str | None] = {}  # where the next look at a host's log begins
         self._last_words: dict[int, _LastWords] = {}
 
@@ -61,6 +61,8 @@ class PodWatch:
             if not self._watching and not self._closed.is_set():
                 self._watching = True
                 threading.Thread(target=self._watch, name="watch-pods", daemon=True).start()
+        if self._refused is not None:
+            raise self._refused
         with self._lock:
             return parsing.newest(list(self._pods.values()))
 
@@ -100,12 +102,16 @@ class PodWatch:
         """Follows all changes until closed. A watch that ends is begun again; the list tells whether the cluster is there at all."""
         while not self._closed.is_set():
             reader = _Documents(self._event)
-            with contextlib.suppress(LaunchError):
+            try:
                 self._follow(
                     ["get", "pods", "--selector", self._selector, "--watch", "--output-watch-events", "--output", "json"],
                     reader.line,
                     _WATCH_SECONDS,
                 )
+            except LaunchError as error:
+                if error.exit_code is Exit.PERMISSION:
+                    self._refused = error
+                    return
             self._closed.wait(1.0)
 
     def _event(self, event: dict[str, Any]) -> None:

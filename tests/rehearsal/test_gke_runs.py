@@ -273,6 +273,18 @@ def test_without_permission_it_says_who_may_not_do_what(work: Workstation, clust
     assert "role.yaml" in ended.output
 
 
+def test_who_may_list_pods_but_not_watch_them_is_told_so(work: Workstation, cluster: Cluster) -> None:
+    role = cluster.api.role
+    cluster.api.role = [rule if "pods" not in rule["resources"] else {**rule, "verbs": ["get", "list", "delete"]} for rule in role]
+    try:
+        ended = work.launch(*sh("sleep 30"))
+    finally:
+        cluster.api.role = role
+    assert ended.code == 22
+    assert "may not watch pods" in ended.output
+    assert cluster.store.all("jobsets") == []
+
+
 def test_without_jobset_it_says_how_to_install_it(work: Workstation, cluster: Cluster) -> None:
     cluster.api.missing.add("jobsets")
     shutil.rmtree(work.environment["KUBECACHEDIR"], ignore_errors=True)
