@@ -185,17 +185,23 @@ def stacks_script(container: str) -> str:
 
 
 def stop_script(container: str, grace: int, *, remove: bool) -> str:
-    """SIGTERM, SIGKILL after `grace` seconds; a container that has ended or is gone is fine. Reports `stopped`."""
+    """SIGTERM once, SIGKILL after `grace` seconds; a container that has ended or is gone is fine. Reports `stopped`.
+
+    A replay, or a second stop, must not send a second SIGTERM, which tells the trainer to leave without saving: it waits, and kills in the end.
+    """
     name = shlex.quote(container)
+    mark = shlex.quote(f"/tmp/{container}.stopping")
     lines = [
         _PRELUDE,
         f"if $docker inspect {name} >/dev/null 2>&1; then",
-        f"  $docker stop --time {grace} {name} >/dev/null 2>&1",
+        f"  if mkdir {mark} 2>/dev/null; then $docker stop --time {grace} {name} >/dev/null 2>&1",
+        f"  else timeout {grace} $docker wait {name} >/dev/null 2>&1 || $docker kill {name} >/dev/null 2>&1; fi",
         f"  if [ \"$($docker inspect --format '{{{{.State.Running}}}}' {name} 2>/dev/null)\" = true ]; then",
         '    say failed "the container can not be stopped"; exit 1',
         "  fi",
         *([f"  $docker rm --force {name} >/dev/null 2>&1"] if remove else []),
         "fi",
+        *([f"rmdir {mark} 2>/dev/null"] if remove else []),
         "say stopped",
     ]
     return "\n".join(lines) + "\n"

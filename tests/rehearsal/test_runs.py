@@ -254,3 +254,17 @@ def test_the_last_lines_of_the_host_that_failed_are_shown_again(two_hosts: TwoHo
     )
     assert ended.code == 10, ended.output
     assert ended.json()["last_lines"] == ["one", "the reason"]
+
+
+def test_a_stop_that_is_sent_twice_reaches_the_program_once(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    script = (
+        "n=0; trap 'n=$((n+1)); echo \"asked $n\"' TERM; echo begun; i=0; "
+        "while [ $i -lt 60 ]; do i=$((i+1)); sleep 0.1; [ $n -gt 0 ] && [ $i -gt 50 ] && exit 75; done; exit 1"
+    )
+    running = work.begin("--emulated", "run", "--new", "-f", file, *command(script))
+    running.wait_for(r"^\[1\] begun")
+    stops = [work.begin("--emulated", "stop", "-f", file) for _ in range(2)]
+    assert [each.end(60).code for each in stops] == [0, 0]
+    assert running.end(60).code == 75
+    assert sum("asked 2" in line for line in running.lines) == 0, "\n".join(running.lines)
