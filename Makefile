@@ -17,7 +17,7 @@ LOCK := $(BIN)/uv pip compile --quiet --generate-hashes --no-header --python-ver
 LOCK_IMAGE := $(LOCK) --python-platform x86_64-manylinux_2_36
 PYTHON_CODE := launcher training tests tools $(wildcard benchmarks)
 
-.PHONY: help rehearsal test test-fast lint benchmark lock clean need-python need-containers
+.PHONY: help rehearsal test test-fast lint benchmark lock clean need-python need-containers need-kubectl
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -25,10 +25,10 @@ help: ## this list
 rehearsal: need-containers $(VENV_READY) ## a whole run on an emulated slice: up, train, down (SET="slice.accelerator_type=v4-32 ...")
 	@tools/with-engine.sh $(BIN)/tpu-launch rehearsal -f examples/rehearsal.yaml $(foreach each,$(SET),--set '$(each)')
 
-test: need-containers $(VENV_READY) ## everything: lint, fast tests, tests inside the images, emulated slices
+test: need-containers need-kubectl $(VENV_READY) ## everything: lint, fast tests, tests inside the images, emulated slices
 	@tools/with-engine.sh $(BIN)/python tools/run_tests.py
 
-test-fast: $(VENV_READY) ## the tests that need no container (ARGS="-k words")
+test-fast: need-kubectl $(VENV_READY) ## the tests that need no container (ARGS="-k words")
 	@$(BIN)/pytest $(ARGS)
 
 lint: $(VENV_READY) ## ruff, its formatter's opinion, and mypy
@@ -61,6 +61,9 @@ need-python:
 
 need-containers:
 	@tools/need.sh python containers gcloud
+
+need-kubectl:
+	@tools/need.sh kubectl
 
 $(VENV_READY): requirements-dev.txt pyproject.toml tools/venv.sh | need-python
 	@tools/venv.sh $(VENV) && touch $@

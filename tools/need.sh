@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Looks for the programs that a target needs: need.sh [python] [containers] [gcloud]
+# Looks for the programs that a target needs: need.sh [python] [containers] [gcloud] [kubectl]
 #
 # On Debian as root, what is missing is installed; otherwise one message says what to install, and the exit code is 2.
 set -euo pipefail
@@ -28,6 +28,8 @@ look() {
                 ;;
             gcloud)
                 command -v gcloud >/dev/null || missing+=("gcloud, the Google Cloud CLI (https://cloud.google.com/sdk/docs/install); no account is needed for a rehearsal") ;;
+            kubectl)
+                command -v kubectl >/dev/null || missing+=("kubectl, which tests of GKE use (https://kubernetes.io/docs/tasks/tools/); no cluster is needed") ;;
             *) echo "need.sh: unknown: $what" >&2; exit 2 ;;
         esac
     done
