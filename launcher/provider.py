@@ -1,6 +1,7 @@
 """What a place that runs containers on hosts must be able to do, and the words in which it reports.
 
-`launcher.run` supervises a run through this Protocol alone; `launcher.tpu_vm` implements it over gcloud and Fabric. Nothing here decides anything.
+`launcher.run` supervises a run through this Protocol alone; `launcher.tpu_vm` implements it over gcloud and Fabric,
+`launcher.gke` over kubectl. Nothing here decides anything.
 """
 
 from __future__ import annotations
