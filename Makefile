@@ -48,7 +48,7 @@ lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
 	for each in requirements requirements-test requirements-installer; do \
 	    $(LOCK_IMAGE) images/torch-xla/$$each.in --output-file images/torch-xla/$$each.txt; \
 	done
-	for each in requirements requirements-test requirements-installer requirements-beam; do \
+	for each in requirements requirements-tpu requirements-test requirements-installer requirements-beam; do \
 	    $(LOCK_IMAGE) --override images/tensorflow/overrides.in images/tensorflow/$$each.in --output-file images/tensorflow/$$each.txt; \
 	done
 
