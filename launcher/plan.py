@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from launcher import local, shell
 from launcher.config import Config
 from launcher.run.launch import make_attempt
-from launcher.tpu_vm import containers, gcloud, slices
+from launcher.tpu_vm import containers, gcloud, placement, queued, slices
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,7 @@ def steps(config: Config) -> list[Step]:
     start = containers.start_script(attempt)
     look = containers.observe_script(attempt.container, "<time of the newest line>")
     stop = containers.stop_script(attempt.container, config.run.stop_seconds, remove=False)
-    planned = [
-        Step("up", "look for the slice", gcloud.describe_command(config)),
-        Step("up", f"create it: {config.accelerator.hosts} hosts", gcloud.create_command(config, slices.owner_labels(config))),
-    ]
+    planned = [Step("up", "look for the slice", gcloud.describe_command(config)), *_creation(config)]
     planned += [Step("run", "build the image, if nothing has it", command) for command in local.build_commands(config)]
     planned += [
         Step("run", "how to reach the hosts", gcloud.ssh_command(config, "true", dry_run=True)),
@@ -44,6 +41,27 @@ def steps(config: Config) -> list[Step]:
         Step("run", "start on every host", gcloud.ssh_command(config, start)),
         Step("run", "look at every host, once a second (over open ssh connections; by hand it is)", gcloud.ssh_command(config, look)),
         Step("stop", "stop on every host (over open ssh connections; by hand it is)", gcloud.ssh_command(config, stop)),
-        Step("down", "delete the slice", gcloud.delete_command(config)),
+        *_deletion(config),
     ]
     return planned
+
+
+def _creation(config: Config) -> list[Step]:
+    hosts, labels = f"{config.accelerator.hosts} hosts", slices.owner_labels(config)
+    planned = []
+    for here in placement.in_order(config):
+        tried = "" if here.zone == config.zone else ", when the zones before have no capacity"
+        if here.slice.queued is None:
+            planned.append(Step("up", f"create it: {hosts}{tried}", gcloud.create_command(here, labels)))
+            continue
+        asked = queued.create_command(here, labels, here.slice.queued.valid_until_hours * 3600)
+        planned += [
+            Step("up", f"ask the queue for it: {hosts}{tried}", asked),
+            Step("up", "look at the request until it is ACTIVE", queued.describe_command(here)),
+        ]
+    return planned
+
+
+def _deletion(config: Config) -> list[Step]:
+    request = Step("down", "delete the request in the queue, if there is one, with its node", queued.delete_command(config))
+    return [*([request] if config.slice.queued else []), Step("down", "delete the slice", gcloud.delete_command(config))]

@@ -20,7 +20,7 @@ from launcher.provider import SliceState
 from launcher.tpu_vm import gcloud
 
 _SECONDS = 120.0  # for one question; creating and deleting a request is quick, providing it is not
-_POLL_SECONDS = 3.0
+_POLL_SECONDS = 2.0
 _TELL_SECONDS = 60.0
 _DELETE_SECONDS = 900.0
 _LATE_SECONDS = 60.0  # the API may be this late in failing a request whose time is over

@@ -12,6 +12,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from launcher import costs
@@ -59,10 +60,12 @@ def describe(config: Config) -> SliceState | None:
     found = _look(placement.at(config, here))
     if found is not None or len(config.zones) == 1:
         return found
-    for other in config.zones:
-        if other != here and (found := _look(placement.at(config, other))) is not None:
-            placement.remember(config, other)
-            return found
+    others = [each for each in placement.in_order(config) if each.zone != here]
+    with ThreadPoolExecutor(len(others)) as pool:
+        for other, found in zip(others, pool.map(_look, others), strict=True):
+            if found is not None:
+                placement.remember(config, other.zone)
+                return found
     return None
 
 
@@ -124,7 +127,7 @@ def _create_in(config: Config, say: Callable[[str], None], clock: Callable[[], f
     found = _node(config)
     if found is not None and found.gone_for_good:
         say(f"slice {found.name} is {found.state}: deleting it, as its name can't be used before")
-        _delete_in(config, say, clock, sleep)
+        _delete_in(config, queued.describe(config), found, say, clock, sleep)
         found = None
     if found is None:
         costs.check(config)
@@ -178,17 +181,27 @@ def delete(
 
     Returns whether there was one. A request is deleted first, with force: one that was granted after somebody gave up takes its node along.
     """
-    there = [_delete_in(here, say, clock, sleep) for here in placement.in_order(config)]
+    zones = placement.in_order(config)
+    with ThreadPoolExecutor(2 * len(zones)) as pool:
+        # The queue is looked at also when the file says nothing of it (any more): a request would keep its quota.
+        requests, nodes = pool.map(queued.describe, zones), pool.map(_node, zones)
+        there = [each for each in zip(zones, requests, nodes, strict=True) if each[1:] != (None, None)]
+    for here, asked, found in there:
+        _delete_in(here, asked, found, say, clock, sleep)
     placement.forget(config)
-    return any(there)
+    return bool(there)
 
 
-def _delete_in(config: Config, say: Callable[[str], None], clock: Callable[[], float], sleep: Callable[[float], None]) -> bool:
+def _delete_in(
+    config: Config,
+    asked: queued.Request | None,
+    found: SliceState | None,
+    say: Callable[[str], None],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> None:
+    """What was found in one zone."""
     deadline = clock() + _DELETE_MINUTES * 60
-    asked = queued.describe(config)  # also when the file says nothing of queues (any more): it would keep the quota
-    found = _node(config)
-    if asked is None and found is None:
-        return False
     told = costs.since(config, found.created, time.time()) if found is not None else ""
     say(f"deleting slice {config.slice.name}{f' ({told})' if told else ''}")
     if asked is not None:
@@ -208,4 +221,3 @@ def _delete_in(config: Config, say: Callable[[str], None], clock: Callable[[], f
                     f"slice {found.name} is {found.state} and not gone after {_DELETE_MINUTES:.0f} minutes; run `tpu-launch down` again"
                 )
             sleep(2.0)
-    return True

@@ -1,0 +1,89 @@
+"""Claims about requests in the queue and about several zones: command lines, what the API answers, where a slice is remembered."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.config import Config, load
+from launcher.errors import BadInput
+from launcher.tpu_vm import gcloud, placement, queued
+
+SLICE = "{name: s, accelerator_type: v5litepod-8, zones: [us-central1-a, us-west4-a, us-west1-c], capacity: reserved, queued: {valid_until_hours: 6}}"
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
+    (tmp_path / "run.yaml").write_text(f"project: p\nzone: us-west1-c\nslice: {SLICE}\n")
+    return load(tmp_path / "run.yaml")
+
+
+def test_a_request_always_names_zone_type_and_end(config: Config) -> None:
+    command = queued.create_command(config, {"tpu-launch": "1"}, 21600)
+    assert command[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "s"], "the GA track: alpha contradicts itself"
+    for flag in ("--zone=us-west1-c", "--node-id=s", "--accelerator-type=v5litepod-8", "--runtime-version=v2-alpha-tpuv5-lite",
+                 "--valid-until-duration=21600s", "--reserved", "--labels=tpu-launch=1"):  # fmt: skip
+        assert flag in command
+    assert "--force" in queued.delete_command(config)
+
+
+@pytest.mark.parametrize(
+    "state", ["CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE", "SUSPENDING", "SUSPENDED", "DELETING"]
+)
+def test_every_state_is_read(state: str) -> None:
+    found = queued.parse(answer({"state": state, "stateInitiator": "SERVICE"}))
+    assert (found.name, found.state, found.initiator, found.error) == ("s", state, "SERVICE", "")
+    assert found.lost == (state in ("SUSPENDING", "SUSPENDED"))
+    assert found.created == 1795161600.0
+
+
+def test_a_failure_says_why() -> None:
+    error = {"code": 8, "message": "There is no more capacity in the zone"}
+    assert queued.parse(answer({"state": "FAILED", "failedData": {"error": error}})).error == error["message"]
+
+
+def answer(state: dict[str, Any]) -> str:
+    return json.dumps(
+        {"name": "projects/p/locations/us-west1-c/queuedResources/s", "state": state, "createTime": "2026-11-20T08:00:00.000000000Z"}
+    )
+
+
+def test_zones_are_tried_in_order_and_each_once(config: Config) -> None:
+    assert config.zones == ["us-west1-c", "us-central1-a", "us-west4-a"]
+    assert [here.zones for here in placement.in_order(config)] == [["us-west1-c"], ["us-central1-a"], ["us-west4-a"]]
+
+
+def test_every_command_goes_to_the_zone_where_the_slice_is(config: Config) -> None:
+    assert "--zone=us-west1-c" in gcloud.describe_command(config)
+    placement.remember(config, "us-west4-a")
+    for command in (gcloud.describe_command(config), gcloud.ssh_command(config, "true"), queued.delete_command(config)):
+        assert "--zone=us-west4-a" in command
+    assert placement.placed(config).zone == "us-west4-a"
+    placement.forget(config)
+    assert "--zone=us-west1-c" in gcloud.describe_command(config)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"zone": "mars-west1-a"}', '{"zone": 3}'])
+def test_a_memory_that_is_broken_or_of_another_file_is_no_memory(config: Config, text: str) -> None:
+    placement.remember(config, "us-west4-a")
+    next((Path(config.folder) / "home" / "slices").iterdir()).write_text(text)
+    assert placement.zone(config) == "us-west1-c"
+
+
+def test_a_zone_that_can_not_be_one_is_named_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("project: p\nzone: us-west1-c\nslice:\n  name: s\n  accelerator_type: v4-8\n  zones:\n  - europe\n")
+    with pytest.raises(BadInput, match=r"run\.yaml:7: .*'europe' is not the name of a zone"):
+        load(tmp_path / "run.yaml")
+
+
+def test_an_operations_error_is_told_by_its_message() -> None:
+    said = (
+        'Create request issued\nERROR: (gcloud.create) {\n  "code": 8,\n  "message": "There is no more capacity in the zone \\"z\\""\n}\n'
+    )
+    error = gcloud.explain(said, ["gcloud"])
+    assert isinstance(error, gcloud.Stockout)
+    assert str(error).splitlines()[0] == 'gcloud: There is no more capacity in the zone "z"'
