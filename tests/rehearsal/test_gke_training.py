@@ -129,19 +129,30 @@ def at_step(room: Room, pattern: str) -> Callable[[], Any]:
     return lambda: re.search(rf"\bstep +{pattern}\b", room.cluster.log(0))
 
 
-def test_however_it_is_restarted_training_gives_the_same_bits(room: Room) -> None:
-    cluster = room.cluster
+def same_bits(room: Room, run_id: str, undisturbed: dict[str, Any]) -> None:
+    after = room.summary(run_id)
+    for key in SAME:
+        assert after[key] == undisturbed[key], f"{run_id}: {key}: {after[key]}, undisturbed {undisturbed[key]}"
 
-    # A Job and its Service, nothing injected, undisturbed: the hosts find each other by the index and the Service.
-    cluster.add_pool("first", "v4-16", spot=True)
+
+@pytest.fixture(scope="module")
+def undisturbed(room: Room) -> dict[str, Any]:
+    """The summary of a plain Job that nothing happened to, in a cluster that injects nothing: the hosts find each other by index and Service."""
+    cluster = room.cluster
+    cluster.add_pool("quiet", "v4-16", spot=True)
     cluster.webhook = False
     room.apply("--kind", "job", "--name", "plain")
     job = room.end_of("plain")
-    assert [each["type"] for each in job["status"]["conditions"]] == ["Complete"], cluster.log(0)
     cluster.webhook = True
+    assert [each["type"] for each in job["status"]["conditions"]] == ["Complete"], cluster.log(0)
     room.remove("jobs", "plain")
+    cluster.nodes.preempt("quiet")
+    return room.summary("plain")
 
-    # A JobSet whose spot nodes are taken away once; the cluster restarts it on new ones.
+
+def test_a_jobset_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, undisturbed: dict[str, Any]) -> None:
+    cluster = room.cluster
+    cluster.add_pool("first", "v4-16", spot=True)
     room.apply("--name", "restarted")
     room.wait(at_step(room, "[1-9][05]"), "the JobSet trains")
     cluster.nodes.preempt("first")
@@ -153,24 +164,40 @@ def test_however_it_is_restarted_training_gives_the_same_bits(room: Room) -> Non
     assert "attempt 1" in cluster.log(0)
     assert "going on from gs://data/runs/restarted/checkpoints" in cluster.log(0)
     room.remove("jobsets", "restarted")
+    cluster.nodes.preempt("second")
+    same_bits(room, "restarted", undisturbed)
 
-    # The same, watched by tpu-launch, which starts the next attempt itself.
+
+def test_a_plain_job_goes_on_with_the_same_bits_after_an_eviction(room: Room, undisturbed: dict[str, Any]) -> None:
+    cluster = room.cluster
+    cluster.add_pool("first", "v4-16", spot=True)
+    room.apply("--kind", "job", "--name", "evicted")
+    room.wait(at_step(room, "[1-9][05]"), "the Job trains")
+    cluster.nodes.evict(cluster.pod(1))
+    job = room.end_of("evicted")
+    assert "Complete" in [each["type"] for each in job["status"]["conditions"]], cluster.log(0)
+    assert job["status"].get("failed", 0) == 0
+    assert "going on from gs://data/runs/evicted/checkpoints" in cluster.log(0)
+    room.remove("jobs", "evicted")
+    cluster.nodes.preempt("first")
+    same_bits(room, "evicted", undisturbed)
+
+
+def test_a_watched_run_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, undisturbed: dict[str, Any]) -> None:
+    cluster = room.cluster
+    cluster.add_pool("first", "v4-16", spot=True)
     running = room.work.begin("run", "--provider", "gke", "-f", "run.yaml", "--json", "--set", "run.preemption_retries=1")
     running.wait_for(r"^\[0\].*\bstep +[1-9][05]\b", 120)
-    cluster.nodes.preempt("second")
+    cluster.nodes.preempt("first")
     running.wait_for(r"starting again", 60)
-    cluster.add_pool("third", "v4-16", spot=True)
+    cluster.add_pool("second", "v4-16", spot=True)
     ended = running.end(180)
     assert ended.code == 0, ended.output
     assert ended.json()["attempt"] == 1
     assert "going on from gs://data/runs/" in ended.output
-
-    undisturbed = room.summary("plain")
-    for run_id in ("restarted", ended.json()["run"]):
-        after = room.summary(run_id)
-        for key in SAME:
-            assert after[key] == undisturbed[key], f"{run_id}: {key}: {after[key]}, undisturbed {undisturbed[key]}"
     assert cluster.pods() == []
+    cluster.nodes.preempt("second")
+    same_bits(room, ended.json()["run"], undisturbed)
 
 
 @pytest.mark.parametrize(
