@@ -50,7 +50,7 @@ STAGES = (
     Stage("container", (sys.executable, "tools/container_tests.py"), 1500),
     Stage("tensorflow", (sys.executable, "tools/container_tests.py", "tensorflow"), 900),
     Stage("beam", (sys.executable, "tools/container_tests.py", "beam"), 600),
-    Stage("rehearsal", (*PYTEST, "tests/rehearsal", "--durations=0", "--durations-min=1"), 1800),
+    Stage("rehearsal", (*PYTEST, "tests/rehearsal", "--durations=0", "--durations-min=1"), 2700),
 )
 
 
