@@ -288,7 +288,7 @@ def test_who_may_list_pods_but_not_watch_them_is_told_so(work: Workstation, clus
     role = cluster.api.role
     cluster.api.role = [rule if "pods" not in rule["resources"] else {**rule, "verbs": ["get", "list", "delete"]} for rule in role]
     try:
-        ended = work.launch(*sh("sleep 30"))
+        ended = work.launch("run", *GKE, "--set", "run.stop_seconds=1", "--new", "--", "sleep", "30")
     finally:
         cluster.api.role = role
     assert ended.code == 22
