@@ -141,13 +141,18 @@ def make_attempt(config: Config, run_id: str, number: int, image: str) -> Attemp
 
 
 def secrets(config: Config) -> dict[str, str]:
-    """The values of run.secrets, from this process's environment; absent ones are left out (`require_secrets` refuses them before a start)."""
+    """The values of run.secrets, from this process's environment; absent ones are left out (`require_secrets` refuses them before a start).
+
+    On GKE there are none: gke.secrets names where the cluster has them.
+    """
+    if config.provider == "gke":
+        return {}
     return {name: os.environ[name] for name in config.run.secrets if name in os.environ}
 
 
 def require_secrets(config: Config) -> None:
     """Raises BadInput when a secret that the file names is not in the environment."""
-    missing = [name for name in config.run.secrets if name not in os.environ]
+    missing = [name for name in config.run.secrets if name not in os.environ and config.provider != "gke"]
     if missing:
         raise BadInput(
             f"{config.document.place(('run', 'secrets'))}: run.secrets: not in the environment: {', '.join(missing)}; export them, then run again"

@@ -246,7 +246,19 @@ def test_a_secret_that_is_not_there_is_told_at_once(work: Workstation) -> None:
 def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: Cluster) -> None:
     cluster.store.create("secrets", {"metadata": {"name": "huggingface"}, "data": {"token": "aGZfdmVyeXNlY3JldA=="}})
     check = '[ "$HF_TOKEN" = "hf_very""secret" ] && echo right'
-    ended = work.good("run", *GKE, "--set", "gke.secrets={HF_TOKEN: huggingface/token}", "--new", "--", "sh", "-c", check)
+    ended = work.good(
+        "run",
+        *GKE,
+        "--set",
+        "gke.secrets={HF_TOKEN: huggingface/token}",
+        "--set",
+        "run.secrets=[HF_TOKEN]",
+        "--new",
+        "--",
+        "sh",
+        "-c",
+        check,
+    )
     assert "[1] right" in ended.output
     cluster.store.remove("secrets", "huggingface")
     kept = [
