@@ -41,7 +41,7 @@ lint: $(VENV_READY) ## ruff, its formatter's opinion, and mypy
 benchmark: need-containers $(VENV_READY) ## one benchmark: NAME=x runs benchmarks/x.py (ARGS="--json")
 	@test -n "$(NAME)" || { echo "make benchmark NAME=x, where x is one of: $(basename $(notdir $(wildcard benchmarks/*.py)))" >&2; exit 2; }
 	@test -f "benchmarks/$(NAME).py" || { echo "there is no benchmarks/$(NAME).py" >&2; exit 2; }
-	@tools/with-engine.sh $(BIN)/python "benchmarks/$(NAME).py" $(ARGS)
+	@tools/with-engine.sh $(BIN)/python tools/benchmark.py "$(NAME)" $(ARGS)
 
 lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
 	$(LOCK) --universal pyproject.toml requirements-dev.in --extra dev --output-file requirements-dev.txt

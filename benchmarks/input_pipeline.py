@@ -1,6 +1,6 @@
 """How fast, how small and how quick to resume the input pipeline is, beside what TensorFlow users have.
 
-    python benchmarks/input_pipeline.py [--json] [--records 60000] [--repeat 3]
+    make benchmark NAME=input_pipeline [ARGS="--json --records 60000 --repeat 3"]
 
 Everything is measured on this machine, on the same generated text: 60,000 rows of 128 ids distributed as words are (Zipf). Each measurement is a
 process of its own; the best of `--repeat` is kept, for ours and theirs alike. Rows that compare with TensorFlow need `tensorflow` and
@@ -40,6 +40,7 @@ from training.data.batches import MlmBatches, prefetch
 from training.data.dataset import open_dataset
 from training.data.masking import Masking, SpecialTokens
 
+RUNS_IN = "tensorflow"  # the image that has what we compare with
 VOCABULARY, LENGTH, BATCH = 50_000, 128, 256
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=VOCABULARY)
 LATENCY = 0.020

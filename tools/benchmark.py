@@ -1,0 +1,45 @@
+"""Runs one benchmark where it must run: benchmark.py NAME [the benchmark's arguments]
+
+A benchmark that needs a framework says so in a line of its own, `RUNS_IN = "tensorflow"` (or "torch-xla"): it then runs in that image's test stage, from this
+checkout, as the current user. Otherwise it runs here. Either way it writes .tpu-launch/benchmarks/NAME.json.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from launcher import engine, images
+from launcher.errors import LaunchError
+
+HOUSE = Path(__file__).resolve().parent.parent
+MOUNTED = ("benchmarks", "training", "launcher", "examples")
+
+
+def main(arguments: list[str]) -> int:
+    name, *rest = arguments
+    script = HOUSE / "benchmarks" / f"{name}.py"
+    place = re.search(r'^RUNS_IN = "([\w-]+)"', script.read_text(), re.MULTILINE)
+    if place is None:
+        return subprocess.run([sys.executable, str(script), *rest], check=False).returncode
+    out = HOUSE / ".tpu-launch"
+    (out / "benchmarks").mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        image = images.ensure(images.default_spec(place.group(1), target="test"), lambda line: print(line, file=sys.stderr, flush=True))
+        docker = engine.client()
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    mounts = [f"--volume={HOUSE / each}:/src/{each}:ro" for each in MOUNTED]
+    container = [docker, "run", "--rm", "--init", "--network=none", "--shm-size=1g", "--workdir=/src", *mounts, f"--volume={out}:/out"]
+    container += [f"--user={os.getuid()}:{os.getgid()}", "--label=tpu-launch.tests=benchmark"]
+    for variable in ("HOME=/tmp", "PYTHONPATH=/src", "PYTHONDONTWRITEBYTECODE=1", "PJRT_DEVICE=CPU", "TPU_LAUNCH_HOME=/out"):
+        container.append(f"--env={variable}")
+    return subprocess.run([*container, image.reference, "/opt/venv/bin/python", f"benchmarks/{name}.py", *rest], check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
