@@ -34,6 +34,7 @@ class Found:
     created: float | None  # Unix seconds
     expires: float | None
     labels: dict[str, str]
+    request: str = ""  # the queued resource that a node came from
 
     def cost(self, now: float) -> float | None:
         """Dollars so far; None when unknown, 0 for a request that holds nothing."""
@@ -137,6 +138,7 @@ def _found(name: str, zone: str, kind: str, state: str, node: dict[str, Any], sc
         created=costs.parse_time(created),
         expires=float(expires) if expires.isdigit() else None,
         labels=labels,
+        request=node.get("queuedResource", "").rsplit("/", 1)[-1],
     )
 
 
@@ -146,7 +148,8 @@ def leftovers(found: Sequence[Found], now: float, *, owner: str | None) -> list[
 
 
 def delete_command(project: str, each: Found) -> list[str]:
-    ends = [each.name, f"--project={project}", f"--zone={each.zone}", "--quiet"]
-    if each.kind == "node":
-        return ["gcloud", "compute", "tpus", "tpu-vm", "delete", *ends]
-    return ["gcloud", "compute", "tpus", "queued-resources", "delete", *ends, "--force"]
+    """A node that came from the queue goes with its request, which would keep the quota."""
+    ends = [f"--project={project}", f"--zone={each.zone}", "--quiet"]
+    if each.kind == "node" and not each.request:
+        return ["gcloud", "compute", "tpus", "tpu-vm", "delete", each.name, *ends]
+    return ["gcloud", "compute", "tpus", "queued-resources", "delete", each.request or each.name, *ends, "--force"]

@@ -89,6 +89,16 @@ def _node(config: Config) -> SliceState | None:
         return None
 
 
+def _request(config: Config) -> queued.Request | None:
+    """The request in the queue. An account that may not look there has none of ours there, unless the file says so."""
+    try:
+        return queued.describe(config)
+    except gcloud.PermissionDenied:
+        if config.slice.queued is not None:
+            raise
+        return None
+
+
 def create(
     config: Config, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
 ) -> SliceState:
@@ -127,7 +137,7 @@ def _create_in(config: Config, say: Callable[[str], None], clock: Callable[[], f
     found = _node(config)
     if found is not None and found.gone_for_good:
         say(f"slice {found.name} is {found.state}: deleting it, as its name can't be used before")
-        _delete_in(config, queued.describe(config), found, say, clock, sleep)
+        _delete_in(config, _request(config), found, say, clock, sleep)
         found = None
     if found is None:
         costs.check(config)
@@ -184,7 +194,7 @@ def delete(
     zones = placement.in_order(config)
     with ThreadPoolExecutor(2 * len(zones)) as pool:
         # The queue is looked at also when the file says nothing of it (any more): a request would keep its quota.
-        requests, nodes = pool.map(queued.describe, zones), pool.map(_node, zones)
+        requests, nodes = pool.map(_request, zones), pool.map(_node, zones)
         there = [each for each in zip(zones, requests, nodes, strict=True) if each[1:] != (None, None)]
     for here, asked, found in there:
         _delete_in(here, asked, found, say, clock, sleep)

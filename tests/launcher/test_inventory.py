@@ -65,5 +65,11 @@ def test_a_dead_request_is_deleted_with_force_and_a_waiting_one_is_left_alone() 
     ]
 
 
+def test_a_node_from_the_queue_goes_with_its_request() -> None:
+    found = inventory.parse_node(node(queuedResource="projects/p/locations/us-central2-b/queuedResources/q"))
+    assert inventory.delete_command("p", found)[3:6] == ["queued-resources", "delete", "q"]
+    assert inventory.delete_command("p", inventory.parse_node(node()))[3:6] == ["tpu-vm", "delete", "n"]
+
+
 def test_a_request_for_several_slices_is_not_ours_to_count() -> None:
     assert inventory.parse_queued({"name": "a/b/c/d/e/f", "tpu": {"nodeSpec": [{"multisliceParams": {"nodeCount": 2}}]}}) is None

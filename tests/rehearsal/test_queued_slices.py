@@ -59,7 +59,10 @@ def test_a_wait_can_be_interrupted_and_gone_on_with_and_down_takes_what_was_gran
 
 def test_a_request_that_lost_its_node_is_deleted_and_made_again(emulator: Workstation) -> None:
     file = emulator.file("lost.yaml", QUEUED.replace("NAME", "lost"))
-    emulator.good("--emulated", "up", "-f", file)
+    running = emulator.begin("--emulated", "up", "-f", file)
+    running.wait_for("request lost is ACTIVE", 60)
+    running.interrupt()
+    assert running.end(20).code == 130
     control.inject(home(emulator), {"fault": "preempt", "node": "lost"})
     wait_until(emulator, {"requests": {"lost": "SUSPENDED"}, "nodes": {}})
     ended = emulator.launch("--emulated", "run", "-f", file, "--", "true")
