@@ -4,7 +4,7 @@
     tpu-train shards ...                    make a dataset
     tpu-train train CONFIG                  train, on every host of the slice
     tpu-train export RUN OUT                write a run's model as a Hugging Face folder
-    tpu-train predict FOLDER TEXT           fill the mask in a text
+    tpu-train predict FOLDER TEXT           fill the mask in a text, or name its class
     tpu-train checkpoint list|show|verify   look at a run's checkpoints
 
 Groups import what they need when they are called, so that `--help` is quick.
@@ -125,13 +125,18 @@ def export(run: str, out: str, step: int | None) -> None:
 @click.argument("text")
 @click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="How many answers.")
 def predict(folder: str, text: str, top: int) -> None:
-    """Fill the mask in TEXT with the model in FOLDER, as `export` writes it.
+    """Fill the mask in TEXT, or name its class, with the model in FOLDER, as `export` writes it.
 
     \b
     tpu-train predict runs/local/model "The [MASK] statement ends a loop."
+    tpu-train predict runs/banking77/model "My card has not arrived yet."
     """
-    from training.predict import fill_mask
+    from training.predict import classify, fill_mask, is_classifier
 
+    if is_classifier(folder):
+        for label in classify(folder, text, top):
+            click.echo(f"{label.score:.4f}  {label.name}")
+        return
     for answer in fill_mask(folder, text, top):
         click.echo(f"{answer.score:.4f}  {answer.token!r}  {answer.text}")
 

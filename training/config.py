@@ -79,7 +79,7 @@ class Data(Section):
     train: str
     evaluation: str | None = None
     tokenizer: str
-    masking: MaskingSection = MaskingSection()
+    masking: MaskingSection = MaskingSection()  # task: mlm
     on_corrupt: Literal["stop", "skip"] = "stop"
 
 
@@ -134,7 +134,7 @@ class TrainerConfig(Section):
     """Everything `tpu-train train` reads."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
-    task: Literal["mlm"] = "mlm"
+    task: Literal["mlm", "classification"] = "mlm"
     backend: Literal["torch-xla"] = "torch-xla"
     model: Model
     data: Data
@@ -213,6 +213,8 @@ def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list
         ]
         if sizes:
             found.append((("model", sizes[0]), f"model.path brings its own sizes; remove {', '.join(sizes)}"))
+    if config.task == "classification" and "masking" in config.data.model_fields_set:
+        found.append((("data", "masking"), "classification predicts labels, not masked tokens: remove data.masking, or set task: mlm"))
     if config.evaluation.every is not None and config.data.evaluation is None:
         found.append((("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every"))
     if train.warmup_steps > train.steps:

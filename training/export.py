@@ -1,4 +1,4 @@
-"""The result: a folder in Hugging Face's layout, which `transformers.pipeline("fill-mask", model=folder)` loads in plain torch.
+"""The result: a folder in Hugging Face's layout, which `transformers.pipeline("fill-mask" or "text-classification", model=folder)` loads in plain torch.
 
 It is made of a run's weights, a config.json and the tokenizer's files, whichever backend trained them; no framework is needed to write it. The order of
 the writes is: tokenizer, config.json, and last model.safetensors; a folder without it is not finished.
@@ -57,7 +57,8 @@ def from_checkpoint(run: str, out: str, step: int | None = None) -> int:
     settings = TrainerConfig.model_validate(manifest.config)
     tokenizer = tokenizers.read(settings.data.tokenizer)
     vocabulary = next((info.shape[0] for name, (info, _) in tensors.items() if name.endswith(_EMBEDDINGS)), tokenizer.special.vocabulary)
-    config = config_of(settings.model, vocabulary=vocabulary, pad=tokenizer.special.pad, dropout=settings.train.dropout)
+    labels = manifest.identity.get("labels")
+    config = config_of(settings.model, vocabulary=vocabulary, pad=tokenizer.special.pad, dropout=settings.train.dropout, labels=labels)
 
     def copy(places: Mapping[str, memoryview]) -> None:
         for name, target in places.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,41 @@ from training.errors import BadInput
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 
+# model_type -> what the names of its networks begin with: the families that get a classification head.
+FAMILIES = {"bert": "Bert", "roberta": "Roberta"}
 
-def config_of(model: Model, *, vocabulary: int, pad: int, dropout: float) -> dict[str, Any]:
-    """The values of config.json. `vocabulary` is the tokenizer's. Raises BadInput when model.path has none."""
-    if model.path is not None:
-        return _read(model.path)
+
+def config_of(model: Model, *, vocabulary: int, pad: int, dropout: float, labels: Sequence[str] | None = None) -> dict[str, Any]:
+    """The values of config.json: of a masked-language model, or with `labels` of a classifier. `vocabulary` is the tokenizer's.
+
+    Raises BadInput when model.path has no config.json, or one of a family that is not known here."""
+    try:
+        values = _of_name(model, vocabulary, pad, dropout) if model.path is None else read_config(model.path)
+    except BadInput as error:
+        raise BadInput(f"model.path: {error}") from None
+    return values if labels is None else _with_labels(values, labels, model)
+
+
+def labels_of(config: Mapping[str, Any]) -> list[str]:
+    """The names of a classifier's classes, by number."""
+    return [name for _, name in sorted(config.get("id2label", {}).items(), key=lambda item: int(item[0]))]
+
+
+def _with_labels(values: dict[str, Any], labels: Sequence[str], model: Model) -> dict[str, Any]:
+    if values.get("model_type") not in FAMILIES:
+        raise BadInput(
+            f"model.path {model.path} is a {values.get('model_type')} model, and classification starts from one of: {', '.join(FAMILIES)}"
+        )
+    own = {
+        "architectures": [f"{FAMILIES[values['model_type']]}ForSequenceClassification"],
+        "id2label": {str(number): name for number, name in enumerate(labels)},
+        "label2id": {name: number for number, name in enumerate(labels)},
+        "problem_type": "single_label_classification",
+    }
+    return {**{name: value for name, value in values.items() if name not in ("_name_or_path", "num_labels")}, **own}
+
+
+def _of_name(model: Model, vocabulary: int, pad: int, dropout: float) -> dict[str, Any]:
     hidden, layers, heads, intermediate, positions = model.shape
     common = {
         "vocab_size": model.vocabulary_size or vocabulary,
@@ -55,12 +85,13 @@ def local(folder: str) -> Iterator[str]:
         yield scratch
 
 
-def _read(folder: str) -> dict[str, Any]:
+def read_config(folder: str) -> dict[str, Any]:
+    """The values of a model folder's config.json. Raises BadInput."""
     url = storage.join(folder, CONFIG)
     try:
         value: dict[str, Any] = json.loads(storage.read(url))
     except storage.NotFound:
-        raise BadInput(f"model.path {folder} is not a model folder: it has no {CONFIG}") from None
+        raise BadInput(f"{folder} is not a model folder: it has no {CONFIG}") from None
     except ValueError as error:
         raise BadInput(f"{url} is not JSON: {error}") from None
     return value

@@ -19,7 +19,7 @@ from typing import Any
 import google_crc32c
 
 from training import export, report, storage
-from training.backends.protocol import SUMS, Asks, Backend, Outcome, Pending
+from training.backends.protocol import Asks, Backend, Outcome, Pending
 from training.checkpoint.manifest import step_folder
 from training.checkpoint.policy import EveryMinutes, EverySteps, Keep
 from training.checkpoint.restore import restore
@@ -31,9 +31,9 @@ from training.hugging_face import config_of
 from training.metrics import Clock, MetricsLog
 from training.rendezvous import Rendezvous
 from training.schedule import learning_rate
-from training.start import agree, claim, code_hash, model_identity, open_backend
+from training.start import agree, claim, code_hash, model_identity, open_backend, open_task
 from training.stopping import Stopping
-from training.tasks.mlm import HostBatch, Mlm
+from training.tasks.task import HostBatch, Task
 
 
 def train(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopping: Stopping, clock: Clock) -> dict[str, Any]:
@@ -41,9 +41,9 @@ def train(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopp
     folder = storage.join(config.output, cluster.run_id)
     with clock.phase("start"):
         rendezvous.phase("opening the data")
-        task = Mlm(config, cluster)
+        task = open_task(config, cluster)
         code = code_hash()
-        token = agree(rendezvous, {"configuration": config.hash, "code": code, **task.hashes()}, config.rendezvous.start_seconds)
+        token = agree(rendezvous, {"configuration": config.hash, "code": code, **task.data.hashes()}, config.rendezvous.start_seconds)
         record = {
             "run_id": cluster.run_id,
             "attempt": cluster.attempt,
@@ -68,7 +68,7 @@ def train(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopp
         saver = Saver(checkpoints, cluster, rendezvous, description, keep, background=config.checkpoint.background)
         run = _Run(config, cluster, rendezvous, stopping, clock, task, backend, saver, folder)
         run.say(
-            f"run {cluster.run_id}, attempt {cluster.attempt}: {cluster.hosts} host(s), {backend.devices} device(s), {task.train.records} records"
+            f"run {cluster.run_id}, attempt {cluster.attempt}: {cluster.hosts} host(s), {backend.devices} device(s), {task.data.train.records} records"
         )
         if restored:
             run.go_on(restored.manifest.step, restored.manifest.state, restored.damaged)
@@ -91,7 +91,7 @@ class _Run:
     rendezvous: Rendezvous
     stopping: Stopping
     clock: Clock
-    task: Mlm
+    task: Task
     backend: Backend
     saver: Saver
     folder: str
@@ -106,6 +106,7 @@ class _Run:
     last_save: float = field(default_factory=time.monotonic)
     reported: tuple[float, int] = (0.0, 0)  # seconds in steps, and steps, of this attempt at the last progress line
     compiled: int = 0  # programs of training steps
+    shapes: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)  # of the training batches of this attempt
     compiled_evaluating: int = 0  # programs of evaluations
     seconds_each: float = 0.0  # of a step, at the last progress line
 
@@ -150,9 +151,12 @@ class _Run:
         self.watch_compilations(batch)
 
     def watch_compilations(self, batch: HostBatch) -> None:
-        """The first step of an attempt compiles, and none after it."""
+        """In an attempt the first step of each shape compiles, and no other does; the task knows how many shapes there are."""
+        shape = tuple(array.shape for array in batch.arrays.values())
+        first = shape not in self.shapes and len(self.shapes) < self.task.shapes
+        self.shapes.add(shape)
         before, self.compiled = self.compiled, self.backend.compilations()[0] - self.compiled_evaluating
-        if self.trained > 1 and self.compiled > before:
+        if self.compiled > before and not first:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in batch.arrays.items())
             message = f"step {self.step - 1} compiled another program, the {self.compiled}th of training; its arrays were {shapes}"
             if self.config.train.strict:
@@ -208,18 +212,18 @@ class _Run:
     def evaluate(self) -> None:
         """Over the whole evaluation set, unless all hosts learn meanwhile that one is to stop."""
         self.observe(self.read_outcomes(leave=0))
-        totals, compiled = dict.fromkeys(SUMS, 0.0), self.backend.compilations()[0]
+        total, compiled = Outcome.nothing(), self.backend.compilations()[0]
         with self.compiling("evaluation"), self.clock.phase("evaluation"):
             for number, batch in enumerate(self.task.evaluation_batches()):
                 self.rendezvous.phase(f"evaluation after step {self.step}, batch {number}")
                 outcome = self.backend.evaluate(batch.arrays, Asks(stop=self.stopping.requested)).outcome()
-                totals = {name: totals[name] + outcome.sums[name] for name in SUMS}
+                total = total.plus(outcome)
                 self.rendezvous.check()
                 if outcome.asked.stop:
                     self.asked = Asks(stop=True)
                     return
         self.compiled_evaluating += self.backend.compilations()[0] - compiled
-        self.figures = self.task.figures(Outcome(totals, NOTHING))
+        self.figures = self.task.figures(total)
         self.say(report.evaluation(self.step, self.figures))
         if self.log:
             self.log.write({"step": self.step, **{f"eval_{name}": value for name, value in self.figures.items()}})
@@ -240,7 +244,10 @@ class _Run:
             )
         if self.cluster.is_first and self.config.export.at_end:
             with self.clock.phase("export"):
-                config = config_of(self.config.model, vocabulary=self.task.vocabulary, pad=self.task.pad, dropout=self.config.train.dropout)
+                tokens, dropout = self.task.data.tokens, self.config.train.dropout
+                config = config_of(
+                    self.config.model, vocabulary=tokens.vocabulary, pad=tokens.pad, dropout=dropout, labels=self.task.labels
+                )
                 export.write(
                     storage.join(self.folder, "model"), self.backend.layout(), self.backend.copy, config, self.config.data.tokenizer
                 )
@@ -250,7 +257,7 @@ class _Run:
         summary = {
             "run_id": self.cluster.run_id, "attempt": self.cluster.attempt, "hosts": self.cluster.hosts, "devices": self.backend.devices, "steps": self.step,
             "first_loss": self.losses["first"], "last_loss": self.losses["last"],
-            "eval_loss": self.figures.get("loss"), "eval_perplexity": self.figures.get("perplexity"), "eval_accuracy": self.figures.get("accuracy"),
+            **{f"eval_{name}": self.figures.get(name) for name in self.task.figure_names},
             "examples_per_second": self.trained * self.config.train.global_batch_size / step_seconds if step_seconds else 0.0,
             "checkpoint": storage.join(self.saver.folder, step_folder(self.step)), "committed_step": self.saver.committed,
             "model": storage.join(self.folder, "model") if self.config.export.at_end else None, "compilations": count,

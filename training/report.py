@@ -37,7 +37,11 @@ def summary(values: dict[str, Any]) -> str:
         f"loss {values['first_loss']:.4f} -> {values['last_loss']:.4f}"
     ]
     if values.get("eval_loss") is not None:
-        lines.append(f"evaluation: loss {values['eval_loss']:.4f}, perplexity {values['eval_perplexity']:.2f}")
+        told = (("loss", ".4f"), ("perplexity", ".2f"), ("accuracy", ".4f"), ("weighted_f1", ".4f"))
+        figures = [(name, values.get(f"eval_{name}"), form) for name, form in told]
+        lines.append(
+            "evaluation: " + ", ".join(f"{name.replace('_', ' ')} {value:{form}}" for name, value, form in figures if value is not None)
+        )
     lines.append(
         f"{values['examples_per_second']:,.1f} examples/s; {values['compilations']} compilations; seconds: {phases} (total {seconds['total']:.1f})"
     )

@@ -17,7 +17,16 @@ from training.cluster import Cluster, tpu_environment
 from training.config import TrainerConfig, batch_mistake
 from training.errors import BadInput
 from training.rendezvous import Rendezvous
+from training.tasks.classification import Classification
 from training.tasks.mlm import Mlm
+from training.tasks.task import Task
+
+TASKS: dict[str, type[Mlm] | type[Classification]] = {"mlm": Mlm, "classification": Classification}
+
+
+def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
+    """The task that the configuration names, with its data. Raises BadInput."""
+    return TASKS[config.task](config, cluster)
 
 
 def code_hash() -> str:
@@ -89,7 +98,7 @@ def device_kind() -> str:
     return os.environ.get("PJRT_DEVICE") or ("TPU" if glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*") else "CPU")
 
 
-def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Mlm, token: str) -> Backend:
+def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Task, token: str) -> Backend:
     """Imports the framework and builds the model. Raises BadInput when the batch does not divide over the devices that there are."""
     os.environ["PJRT_DEVICE"] = device_kind()
     if os.environ["PJRT_DEVICE"] == "TPU":
@@ -97,8 +106,9 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from training.backends.torch_xla import TorchXla
 
+    tokens, length = task.data.tokens, task.data.sequence_length
     backend = TorchXla(
-        config, cluster, rendezvous, vocabulary=task.vocabulary, pad=task.pad, sequence_length=task.sequence_length, token=token
+        config, cluster, rendezvous, vocabulary=tokens.vocabulary, pad=tokens.pad, sequence_length=length, labels=task.labels, token=token
     )  # fmt: skip
     mistake = batch_mistake(config, cluster.hosts, backend.devices)
     if mistake:

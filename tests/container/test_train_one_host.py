@@ -59,7 +59,8 @@ def test_loss_goes_down_and_evaluation_is_reported(undisturbed: dict[str, Any]) 
 
 def test_a_step_and_an_evaluation_are_one_program_each(undisturbed: dict[str, Any], folder: Path) -> None:
     again = run(folder, "programs", evaluation__every=3)
-    assert again["compilations"] == undisturbed["compilations"] == 2
+    assert undisturbed["compilations"] == 2
+    assert again["compilations"] == 0  # the process has them already
 
 
 def test_the_same_configuration_gives_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:

@@ -74,6 +74,12 @@ def test_an_unknown_section_is_refused() -> None:
         ),
         ("global_batch_size: 64", "global_batch_size: 12", "run.yaml:13: train.global_batch_size: train.global_batch_size is 12"),
         ("name: bert-tiny", "{path: gs://b/model, layers: 2}", "model.path brings its own sizes"),
+        ("seed: 1", "task: classify", "run.yaml:4: task: "),
+        (
+            "  tokenizer: gs://b/tokenizer",
+            "  masking: {percent: 20}\n  tokenizer: gs://b/tokenizer\ntask: classification",
+            "run.yaml:10: data.masking: classification predicts labels",
+        ),
     ],
 )
 def test_a_mistake_is_named(old: str, new: str, expected: str) -> None:

@@ -36,6 +36,18 @@ class Outcome:
 
     sums: dict[str, float]
     asked: Asks
+    counts: np.ndarray | None = None  # float64; an evaluation's further totals, of a task that has some: the confusion matrix, row by row
+
+    @staticmethod
+    def nothing() -> Outcome:
+        """Before any step."""
+        return Outcome(dict.fromkeys(SUMS, 0.0), Asks())
+
+    def plus(self, other: Outcome) -> Outcome:
+        """The totals of both."""
+        asked = Asks(self.asked.stop or other.asked.stop, self.asked.save or other.asked.save)
+        counts = other.counts if self.counts is None else self.counts if other.counts is None else self.counts + other.counts
+        return Outcome({name: self.sums[name] + other.sums[name] for name in SUMS}, asked, counts)
 
     @property
     def loss(self) -> float:
@@ -60,7 +72,7 @@ class Backend(Protocol):
         """Trains on this host's rows of batch `number`. What it does is a function of the state, `number` and the global batch alone."""
 
     def evaluate(self, batch: Arrays, asks: Asks) -> Pending:
-        """Adds up the sums without changing anything. Called by all hosts with batches of one shape."""
+        """Adds up the sums, and the task's counts, without changing anything. Called by all hosts with batches of one shape."""
 
     def layout(self) -> dict[str, TensorInfo]:
         """All tensors of the state: `model/...`, and the optimizer's moments `adam_m/...` and `adam_v/...`."""
@@ -72,7 +84,7 @@ class Backend(Protocol):
         """Replaces these tensors of the state. Raises Damaged for one that has no place in it."""
 
     def compilations(self) -> tuple[int, float]:
-        """How many programs were compiled so far, and the seconds that took."""
+        """How many programs were compiled for this run so far, and the seconds that took."""
 
     def fallbacks(self) -> list[str]:
         """Operations that ran on the host because the device has none: each costs a round trip every step."""

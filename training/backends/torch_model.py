@@ -6,6 +6,7 @@ Model code is Hugging Face's; only the classes in use are imported, because impo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +15,31 @@ from torch.nn import functional
 
 from training.config import Model
 from training.errors import BadInput
-from training.hugging_face import config_of, local
+from training.hugging_face import config_of, labels_of, local, read_config
+
+HEAD = ("classifier.", "bert.pooler.")  # of a classifier: what an encoder's folder need not have
+
+Sums = Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor | None]]
 
 
-def build(model: Model, *, vocabulary: int, pad: int, sequence_length: int, dropout: float, seed: int) -> torch.nn.Module:
-    """A masked-language model in training mode on the CPU. The same seed gives the same weights on every host."""
-    values = config_of(model, vocabulary=vocabulary, pad=pad, dropout=dropout)
-    network = _fresh(values, seed) if model.path is None else _from_folder(model.path, dropout)
+def build(
+    model: Model,
+    *,
+    vocabulary: int,
+    pad: int,
+    sequence_length: int,
+    dropout: float,
+    seed: int,
+    labels: tuple[str, ...] | None = None,
+) -> torch.nn.Module:
+    """A masked-language model, or with `labels` a classifier, in training mode on the CPU. The same seed gives the same weights on every host."""
+    values = config_of(model, vocabulary=vocabulary, pad=pad, dropout=dropout, labels=labels)
+    if model.path is None:
+        network = _fresh(values, seed)
+    elif labels is None:
+        network = _from_folder(model.path, dropout)
+    else:
+        network = _with_fresh_head(model.path, values, dropout, seed)
     positions = network.config.max_position_embeddings - (pad + 1 if network.config.model_type == "roberta" else 0)
     if sequence_length > positions:
         raise BadInput(
@@ -36,42 +55,57 @@ def build(model: Model, *, vocabulary: int, pad: int, sequence_length: int, drop
 
 
 def _fresh(values: dict[str, Any], seed: int) -> Any:
-    torch.manual_seed(seed)
+    """The network named in `architectures`."""
     if values["model_type"] == "roberta":
-        from transformers.models.roberta.configuration_roberta import RobertaConfig
-        from transformers.models.roberta.modeling_roberta import RobertaForMaskedLM
+        from transformers.models.roberta import modeling_roberta as networks
+        from transformers.models.roberta.configuration_roberta import RobertaConfig as Config
+    else:
+        from transformers.models.bert import modeling_bert as networks
+        from transformers.models.bert.configuration_bert import BertConfig as Config
 
-        return RobertaForMaskedLM(RobertaConfig(**values, attn_implementation="eager"))
-    from transformers.models.bert.configuration_bert import BertConfig
-    from transformers.models.bert.modeling_bert import BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(**values, attn_implementation="eager"))
+    torch.manual_seed(seed)
+    return getattr(networks, values["architectures"][0])(Config(**values, attn_implementation="eager"))
 
 
 def _from_folder(path: str, dropout: float) -> Any:
     """A model folder's network and weights. A weight that the folder lacks is refused: it would be random."""
     from transformers import AutoModelForMaskedLM
 
-    try:
-        with local(path) as folder:
-            network, report = AutoModelForMaskedLM.from_pretrained(
-                folder,
-                attn_implementation="eager",
-                hidden_dropout_prob=dropout,
-                attention_probs_dropout_prob=dropout,
-                dtype=torch.float32,
-                output_loading_info=True,
-                local_files_only=True,
-            )
-    except (OSError, ValueError) as error:
-        raise BadInput(f"model.path {path}: {error}") from None
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise BadInput(f"model.path {path} lacks {len(missing)} of the model's weights: {', '.join(missing[:5])}")
+    network, absent = _load(path, AutoModelForMaskedLM, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
+    _refuse(path, absent)
     return network
 
 
-def mlm_sums(network: Any, batch: dict[str, Tensor]) -> Tensor:
+def _with_fresh_head(path: str, values: dict[str, Any], dropout: float, seed: int) -> Any:
+    """A classifier with an encoder's weights from a folder. Its head is fresh, unless the folder is a classifier of the same labels."""
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "classifier_dropout": dropout}
+    network = _fresh({**values, **dropouts}, seed)
+    loaded, absent = _load(path, type(network), config=network.config, ignore_mismatched_sizes=True)
+    _refuse(path, {name for name in absent if not name.startswith(HEAD)})
+    fresh = tuple(absent) if labels_of(read_config(path)) == labels_of(values) else (*absent, "classifier.")
+    found = {name: value for name, value in loaded.state_dict().items() if not name.startswith(fresh)}
+    network.load_state_dict(found, strict=False)
+    return network
+
+
+def _load(path: str, network: Any, **options: Any) -> tuple[Any, set[str]]:
+    """A network with a folder's weights, and the names of those that the folder does not have, or not in the right shape."""
+    try:
+        with local(path) as folder:
+            loaded, report = network.from_pretrained(
+                folder, attn_implementation="eager", dtype=torch.float32, output_loading_info=True, local_files_only=True, **options
+            )
+    except (OSError, ValueError) as error:
+        raise BadInput(f"model.path {path}: {error}") from None
+    return loaded, {*report["missing_keys"], *(each[0] for each in report["mismatched_keys"])}
+
+
+def _refuse(path: str, absent: set[str]) -> None:
+    if absent:
+        raise BadInput(f"model.path {path} lacks {len(absent)} of the model's weights: {', '.join(sorted(absent)[:5])}")
+
+
+def _mlm(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
     """(3,): weighted loss, weights, weighted hits (protocol.SUMS), over this host's rows. The head sees the masked positions only."""
     ids = batch["input_ids"].long()  # (rows, sequence)
     # Rows have no padding. Without any mask the model would look for some, which costs a device-to-host round trip each step.
@@ -81,6 +115,27 @@ def mlm_sums(network: Any, batch: dict[str, Tensor]) -> Tensor:
     logits = head(torch.gather(hidden, 1, positions)).float().flatten(0, 1)  # (rows * predictions, vocabulary)
     labels = batch["labels"].long().flatten().clamp(min=0)  # (rows * predictions,)
     weights = batch["weights"].flatten()
+    return _totals(logits, labels, weights), None
+
+
+def _classification(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The same over rows, and (labels, labels): weights of the rows of each class (first axis) that were taken for each (second axis)."""
+    logits = network(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"].long()).logits.float()  # (rows, labels)
+    labels, weights = batch["labels"].long(), batch["weights"]  # (rows,)
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    true = (labels.unsqueeze(1) == classes).float() * weights.unsqueeze(1)  # (rows, labels)
+    predicted = (logits.argmax(-1).unsqueeze(1) == classes).float()  # (rows, labels)
+    # Not a matrix product: in bf16 that would round the counts.
+    confusion = (true.unsqueeze(2) * predicted.unsqueeze(1)).sum(0)  # (labels, labels)
+    return _totals(logits, labels, weights), confusion
+
+
+def _totals(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """(3,) from (predictions, classes), (predictions,) and (predictions,)."""
     losses = functional.cross_entropy(logits, labels, reduction="none")
     hits = (logits.argmax(-1) == labels).float()
     return torch.stack([(losses * weights).sum(), weights.sum(), (hits * weights).sum()])
+
+
+# For each task a function that gives the sums (protocol.SUMS), and what else an evaluation counts, over this host's rows.
+SUMS_OF: dict[str, Sums] = {"mlm": _mlm, "classification": _classification}

@@ -24,7 +24,7 @@ import torch_xla.runtime as xla_runtime
 from torch import Tensor
 
 from training.backends.protocol import SUMS, Arrays, Asks, Outcome
-from training.backends.torch_model import build, mlm_sums
+from training.backends.torch_model import SUMS_OF, build
 from training.checkpoint.manifest import Damaged, TensorInfo
 from training.cluster import Cluster
 from training.config import TrainerConfig
@@ -46,6 +46,7 @@ class TorchXla:
         vocabulary: int,
         pad: int,
         sequence_length: int,
+        labels: tuple[str, ...] | None,
         token: str,
     ) -> None:
         self._config, self._train, self._cluster = config, config.train, cluster
@@ -63,8 +64,16 @@ class TorchXla:
         self.in_flight = 0 if self._exchange else 2 if self._spmd else 1
         rendezvous.phase("building the model")
         self._network: Any = build(
-            config.model, vocabulary=vocabulary, pad=pad, sequence_length=sequence_length, dropout=self._train.dropout, seed=config.seed
+            config.model,
+            vocabulary=vocabulary,
+            pad=pad,
+            sequence_length=sequence_length,
+            dropout=self._train.dropout,
+            seed=config.seed,
+            labels=labels,
         )
+        self._sums = SUMS_OF[config.task]
+        self._compiled_before = _compiled()  # by earlier runs in this process
         self._name_state()
         self._moments = [{name: torch.zeros_like(value, requires_grad=False) for name, value in self._parameters.items()} for _ in range(2)]
         self._uploaded = False
@@ -101,7 +110,7 @@ class TorchXla:
         sums = self._asks(asks)
         for piece in self._pieces(batch):
             with torch.autocast("xla", dtype=torch.bfloat16, enabled=self._train.precision == "bf16"):
-                each = mlm_sums(self._network, piece)
+                each, _ = self._sums(self._network, piece)  # counts that nobody reads are not computed
             # On autograd's own thread the results would stay alive a little longer than here, sometimes beyond the sync: another program.
             with torch.autograd.set_multithreading_enabled(False):
                 more = torch.autograd.grad(each[0], parameters, allow_unused=True, materialize_grads=True)
@@ -143,10 +152,12 @@ class TorchXla:
         self._upload()
         self._network.eval()
         with torch.no_grad(), torch.autocast("xla", dtype=torch.bfloat16, enabled=self._train.precision == "bf16"):
-            sums = mlm_sums(self._network, self._rows(batch))
+            sums, counts = self._sums(self._network, self._rows(batch))
         self._network.train()
         asked = self._asks(asks)
-        sums = self._on_all(torch.cat([asked[: len(SUMS)] + sums, asked[len(SUMS) :]]))
+        further = [] if counts is None else [counts.flatten()]
+        sums = self._on_all(torch.cat([asked[: len(SUMS)] + sums, asked[len(SUMS) :], *further]))
+        del counts, further  # alive at the sync, they would be outputs too
         torch_xla.sync()
         if self._exchange:
             sums = sums.cpu()
@@ -224,8 +235,8 @@ class TorchXla:
         self._uploaded = True
 
     def compilations(self) -> tuple[int, float]:
-        data = xla_metrics.metric_data("CompileTime")
-        return (int(data[0]), data[1] / 1e9) if data else (0, 0.0)
+        (count, seconds), (before, seconds_before) = _compiled(), self._compiled_before
+        return count - before, seconds - seconds_before
 
     def fallbacks(self) -> list[str]:
         # Reading a number (an outcome) is counted as one, but is meant.
@@ -235,11 +246,18 @@ class TorchXla:
         self._exchange = None
 
 
+def _compiled() -> tuple[int, float]:
+    """Programs, and the seconds they took, of this process."""
+    data = xla_metrics.metric_data("CompileTime")
+    return (int(data[0]), data[1] / 1e9) if data else (0, 0.0)
+
+
 class _PendingStep:
     def __init__(self, sums: Tensor) -> None:
         self._sums = sums
 
     def outcome(self) -> Outcome:
         values = self._sums.cpu().tolist()
-        stop, save = values[len(SUMS) :]
-        return Outcome(dict(zip(SUMS, values, strict=False)), Asks(stop > 0, save > 0))
+        stop, save = values[len(SUMS) : _EXTRA]
+        counts = np.array(values[_EXTRA:]) if len(values) > _EXTRA else None
+        return Outcome(dict(zip(SUMS, values, strict=False)), Asks(stop > 0, save > 0), counts)

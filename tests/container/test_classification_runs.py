@@ -1,0 +1,174 @@
+"""A classifier is trained: it learns, two hosts train as one, going on changes no bit, and the result is a model that people load."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.container import small_runs
+from training import metrics
+from training.cli import tpu_train
+from training.cluster import Cluster
+from training.config import from_document
+from training.data import examples, prepare
+from training.data import tokenizer as tokenizers
+from training.errors import BadInput, StopRequested
+from training.export import from_checkpoint
+from training.loop import train
+from training.metrics import Clock
+from training.predict import classify
+from training.rendezvous import Alone
+from training.stopping import Stopping
+from training.yaml_file import Document
+
+LABELS = ["calm", "wild"]  # texts of words below 100, and of those above
+LONGEST = 16
+
+
+def rows(count: int, seed: int) -> list[examples.Row]:
+    chance = random.Random(seed)
+    found = []
+    for number in range(count):
+        first, size = (5, 100)[number % 2], (4, 5, 6, 12)[number // 2 % 4]
+        found.append((" ".join(f"w{chance.randrange(first, first + 90)}" for _ in range(size)), LABELS[number % 2]))
+    return found
+
+
+def write(folder: Path, tokenizer: Path, count: int, seed: int, labels: list[str] = LABELS) -> None:
+    found = tokenizers.read(str(tokenizer))
+    encode = tokenizers.encoder(found)
+
+    def framed(texts: list[str]) -> list[Any]:
+        return [np.array([0, *ids, 1], np.int32) for ids in encode(texts)]  # [CLS] text [SEP]
+
+    plan = prepare.Plan("train", LONGEST, found.hash, vocabulary=small_runs.VOCABULARY, records_per_shard=100)
+    examples.make(str(folder), plan, examples.Buckets((8, LONGEST)), labels, lambda: rows(count, seed), framed, found.special.pad)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs")
+    small_runs.write_tokenizer(place / "tokenizer")
+    write(place / "train", place / "tokenizer", 96, 1)
+    write(place / "evaluation", place / "tokenizer", 37, 2)
+    return place
+
+
+def document(folder: Path, **changes: Any) -> dict[str, Any]:
+    sizes = {"name": "bert-tiny", "hidden_size": 32, "layers": 1, "heads": 2, "max_positions": LONGEST}
+    steps = {
+        "train__steps": 40,
+        "train__learning_rate": 0.01,
+        "train__strict": True,
+        "checkpoint__every_steps": 10,
+        "evaluation__every": 20,
+    }
+    return small_runs.document(folder, **{"task": "classification", "model": sizes, **steps, **changes})
+
+
+def run(folder: Path, run_id: str, stopping: Stopping | None = None, attempt: int = 0, **changes: Any) -> dict[str, Any]:
+    config = from_document(Document("test", document(folder, **changes), {}))
+    return train(config, Cluster(0, ("localhost",), run_id=run_id, attempt=attempt), Alone(), stopping or Stopping(), Clock())
+
+
+class StopAfter(Stopping):
+    """Asked to stop once `steps` steps have looked."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    @property
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[str, Any]:
+    return run(folder, "undisturbed")
+
+
+def test_it_learns(undisturbed: dict[str, Any], folder: Path) -> None:
+    told = [line["eval_accuracy"] for line in metrics.history(str(folder / "runs" / "undisturbed")) if "eval_accuracy" in line]
+    assert len(told) == 2
+    assert undisturbed["eval_accuracy"] == told[-1] > 0.9
+    assert undisturbed["eval_weighted_f1"] == pytest.approx(undisturbed["eval_accuracy"], abs=0.05)
+    assert undisturbed["last_loss"] < undisturbed["first_loss"] / 2
+    assert (undisturbed["eval_accuracy"] * 37) == pytest.approx(round(undisturbed["eval_accuracy"] * 37))  # over exactly the 37 examples
+
+
+def test_each_length_is_compiled_once(undisturbed: dict[str, Any]) -> None:
+    assert undisturbed["compilations"] == 4  # two lengths: a step and an evaluation for each
+    assert undisturbed["host_fallbacks"] == []
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(StopRequested):
+        run(folder, "stopped", StopAfter(13))
+    resumed = run(folder, "stopped", attempt=1)
+    for key in ("first_loss", "last_loss", "eval_loss", "eval_weighted_f1", "final_weights_crc32c"):
+        assert resumed[key] == undisturbed[key]
+
+
+def test_two_hosts_train_as_one(folder: Path) -> None:
+    changes = {"train__dropout": 0.0, "train__steps": 15, "evaluation__every": None}
+    hosts = small_runs.start(folder, "as-two", document(folder, **changes), hosts=2)
+    one = run(folder, "as-one", **changes)
+    assert [host.finish() for host in hosts] == [0, 0], hosts[0].text() + hosts[1].text()
+    two = small_runs.summary(folder, "as-two")
+    losses = [[line["loss"] for line in metrics.history(str(folder / "runs" / name)) if "loss" in line] for name in ("as-one", "as-two")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(losses[0]) == 15
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+    assert (two["eval_accuracy"], two["eval_weighted_f1"]) == (one["eval_accuracy"], one["eval_weighted_f1"])
+
+
+def test_the_result_is_a_model_that_text_classification_loads(undisturbed: dict[str, Any], folder: Path) -> None:
+    model, exported = Path(undisturbed["model"]), folder / "exported"
+    assert from_checkpoint(str(folder / "runs" / "undisturbed"), str(exported)) == 40
+    for name in ("config.json", "model.safetensors"):
+        assert (exported / name).read_bytes() == (model / name).read_bytes()
+    assert json.loads((model / "config.json").read_bytes())["id2label"] == {"0": "calm", "1": "wild"}
+    for text, label in (("[CLS] w10 w20 w30 w40 [SEP]", "calm"), ("[CLS] w110 w120 w130 w140 [SEP]", "wild")):
+        best, other = classify(str(model), text, 2)
+        assert (best.name, best.score + other.score) == (label, pytest.approx(1))
+    told = CliRunner().invoke(tpu_train, ["predict", str(model), "[CLS] w110 w120 w130 " + "w140 " * 50]).output
+    assert told.splitlines()[0].endswith("  wild")
+
+
+def test_an_encoder_gets_a_fresh_head_and_a_classifier_of_the_same_labels_keeps_its_own(undisturbed: dict[str, Any], folder: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    encoder = folder / "encoder"
+    shutil.copytree(undisturbed["model"], encoder)
+    weights = load_file(encoder / "model.safetensors")
+    body = {name.removeprefix("bert."): value for name, value in weights.items() if name.startswith("bert.") and "pooler" not in name}
+    save_file(body, encoder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((encoder / "config.json").read_bytes())
+    (encoder / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"], "id2label": {"0": "a", "1": "b"}}))
+    fresh = run(folder, "fresh", model={"path": str(encoder)}, train__steps=2)
+    kept = run(folder, "kept", model={"path": undisturbed["model"]}, train__steps=2)
+    assert kept["first_loss"] < undisturbed["first_loss"] / 2 < fresh["first_loss"]
+
+    del body["encoder.layer.0.output.dense.weight"]
+    save_file(body, encoder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInput, match=r"lacks 1 of the model's weights: bert\.encoder\.layer\.0\.output\.dense\.weight"):
+        run(folder, "lacking", model={"path": str(encoder)})
+
+
+def test_what_does_not_fit_together_is_refused(folder: Path) -> None:
+    with pytest.raises(BadInput, match=r"the tokenizer has 200 tokens, but the model only 100"):
+        run(folder, "vocabulary", model__vocabulary_size=100)
+    write(folder / "other", folder / "tokenizer", 20, 3, ["calm", "other", "wild"])
+    with pytest.raises(BadInput, match=r"has 3 labels and .* 2; label 1 is 'other' in the one and 'wild' in the other"):
+        run(folder, "labels", data__evaluation=str(folder / "other"))
+    with pytest.raises(BadInput, match="holds classification records, and the task needs mlm"):
+        run(folder, "task", task="mlm")

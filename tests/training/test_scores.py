@@ -1,0 +1,80 @@
+"""Figures of a classifier follow from its confusion matrix, as they would from the examples one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.backends.protocol import Asks, Outcome
+from training.config import Model
+from training.errors import BadInput
+from training.hugging_face import config_of, labels_of
+from training.tasks.classification import accuracy, check_labels, weighted_f1
+
+Pairs = Sequence[tuple[int, int]]  # true, predicted
+CLASSES = 4
+
+
+def confusion(pairs: Pairs) -> np.ndarray:
+    counts = np.zeros((CLASSES, CLASSES))
+    for true, predicted in pairs:
+        counts[true, predicted] += 1
+    return counts
+
+
+def naive_weighted_f1(pairs: Pairs) -> float:
+    """By its definition: precision and recall of each class, one example at a time."""
+    total = 0.0
+    for each in range(CLASSES):
+        true, predicted = sum(t == each for t, _ in pairs), sum(p == each for _, p in pairs)
+        hits = sum(t == p == each for t, p in pairs)
+        if hits:
+            precision, recall = hits / predicted, hits / true
+            total += true * 2 * precision * recall / (precision + recall)
+    return total / len(pairs)
+
+
+def test_weighted_f1_of_a_small_matrix() -> None:
+    # Class 0: 3 of 4 found, 3 of 5 right: F1 2/3. Class 1: 4 of 6, 4 of 5: F1 8/11.
+    counts = np.array([[3.0, 1.0], [2.0, 4.0]])
+    assert weighted_f1(counts) == pytest.approx((4 * 2 / 3 + 6 * 8 / 11) / 10)
+    assert accuracy(counts) == pytest.approx(0.7)
+
+
+def test_a_perfect_classifier_has_1_and_no_examples_have_no_figure() -> None:
+    assert (weighted_f1(np.diag([3.0, 0.0, 5.0])), accuracy(np.diag([3.0, 0.0, 5.0]))) == (1, 1)
+    assert np.isnan([weighted_f1(np.zeros((2, 2))), accuracy(np.zeros((2, 2)))]).all()
+
+
+classes = st.integers(0, CLASSES - 1)
+
+
+@given(st.lists(st.tuples(classes, classes), min_size=1, max_size=40))
+def test_figures_of_the_matrix_are_those_of_the_examples(pairs: Pairs) -> None:
+    assert weighted_f1(confusion(pairs)) == pytest.approx(naive_weighted_f1(pairs))
+    assert accuracy(confusion(pairs)) == pytest.approx(sum(t == p for t, p in pairs) / len(pairs))
+
+
+def test_outcomes_add_up_and_one_that_counts_nothing_further_adds_nothing() -> None:
+    first = Outcome({"loss": 1.0, "weight": 2.0, "correct": 1.0}, Asks(), np.array([1.0, 0.0]))
+    total = Outcome.nothing().plus(first).plus(Outcome({"loss": 2.0, "weight": 1.0, "correct": 0.0}, Asks(stop=True), np.array([0.0, 1.0])))
+    assert (total.sums, total.asked) == ({"loss": 3.0, "weight": 3.0, "correct": 1.0}, Asks(stop=True))
+    assert total.counts is not None
+    assert total.counts.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_outside_the_range_is_named_with_its_record(label: int) -> None:
+    with pytest.raises(BadInput, match=rf"gs://b/train: record 12 has label {label}, and the dataset has 3 labels, 0 to 2"):
+        check_labels("gs://b/train", np.array([0, label, 2], np.int32), np.array([11, 12, 13]), 3)
+
+
+def test_a_classifiers_config_names_its_labels_in_order() -> None:
+    names = [f"intent {number}" for number in range(12)]
+    config = config_of(Model(name="bert-tiny"), vocabulary=100, pad=0, dropout=0.1, labels=names)
+    assert config["architectures"] == ["BertForSequenceClassification"]
+    assert labels_of(config) == names
