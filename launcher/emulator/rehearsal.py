@@ -43,6 +43,10 @@ def steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
     """The commands between `emulator start` and `emulator stop`. Raises BadInput when the file is not one that can be rehearsed."""
     if config.trainer is None:
         raise BadInput(f"{path}: a rehearsal trains: the file needs the trainer's sections (task, model, data, train, output)")
+    if config.trainer.task != "mlm":
+        raise BadInput(
+            f"{config.document.place(('task',))}: task: a rehearsal trains mlm, because that is what it has data for, not {config.trainer.task!r}"
+        )
     buckets = {storage.split_remote(url)[0] for url in _urls(config) if storage.is_remote(url)}
     if len(buckets) != 1:
         raise BadInput(
