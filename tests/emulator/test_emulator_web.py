@@ -50,8 +50,8 @@ def test_a_paused_listener_answers_what_waited_when_it_is_back() -> None:
 
     def serve(connection: socket.socket) -> None:
         connection.setblocking(True)
+        answered.set()  # before the byte: who has read it knows that this is done
         connection.sendall(b"x")
-        answered.set()
 
     acceptor.add(listener, serve)
     assert socket.create_connection(listener.getsockname(), timeout=5).recv(1) == b"x"
