@@ -194,6 +194,9 @@ def serve_http(connection: socket.socket, handler: Handler) -> None:
         Connection(connection, "", None)  # type: ignore[arg-type]
 
 
+_CHANGE_SECONDS = 5.0  # for the accepting thread to notice a change
+
+
 class Acceptor:
     """Accepts on any number of listeners; each connection gets a thread that runs the listener's function and then closes it."""
 
@@ -213,15 +216,19 @@ class Acceptor:
         self._later(lambda: self._selector.register(listener, selectors.EVENT_READ, serve))
 
     def remove(self, listener: socket.socket, *, close: bool) -> None:
-        """Stops accepting; what connects waits in the backlog unless the listener is closed too."""
+        """Nothing is accepted after this returns; what connects waits in the backlog unless the listener is closed too."""
+        done = threading.Event()
 
         def change() -> None:
             with contextlib.suppress(KeyError, ValueError):
                 self._selector.unregister(listener)
             if close:
                 listener.close()
+            done.set()
 
         self._later(change)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            done.wait(_CHANGE_SECONDS)
 
     def _later(self, change: Callable[[], object]) -> None:
         with self._lock:
@@ -241,6 +248,8 @@ class Acceptor:
                         except (OSError, KeyError, ValueError):
                             log.exception("changing a listener")
                     continue
+                if key.fd not in self._selector.get_map():
+                    continue  # removed a moment ago
                 try:
                     connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
                 except OSError:

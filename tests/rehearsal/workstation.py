@@ -93,7 +93,8 @@ class Workstation:
     def begin(self, *arguments: str, environment: dict[str, str] | None = None) -> Running:
         """Starts `tpu-launch ARGUMENTS`."""
         process = subprocess.Popen(
-            [sys.executable, "-m", "launcher.cli", *arguments],
+            # Ctrl-C must mean something even where the tests run in the background, which ignores it and hands that on.
+            ["env", "--default-signal=INT", sys.executable, "-m", "launcher.cli", *arguments],
             cwd=self.folder,
             env={**self.environment, **(environment or {})},
             stdin=subprocess.DEVNULL,
