@@ -80,6 +80,9 @@ class Data(Section):
     evaluation: str | None = None
     tokenizer: str
     masking: MaskingSection = MaskingSection()  # task: mlm
+    cache: str | None = (
+        None  # task: mlm. A folder on the host's disk: blocks that came from gs:// are kept there for the next epoch or attempt
+    )
     on_corrupt: Literal["stop", "skip"] = "stop"
 
 
@@ -213,6 +216,8 @@ def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list
         ]
         if sizes:
             found.append((("model", sizes[0]), f"model.path brings its own sizes; remove {', '.join(sizes)}"))
+    if config.task == "classification" and config.data.cache is not None:
+        found.append((("data", "cache"), "classification does not read through a cache: remove data.cache"))
     if config.task == "classification" and "masking" in config.data.model_fields_set:
         found.append((("data", "masking"), "classification predicts labels, not masked tokens: remove data.masking, or set task: mlm"))
     if config.evaluation.every is not None and config.data.evaluation is None:

@@ -80,6 +80,11 @@ def test_an_unknown_section_is_refused() -> None:
             "  masking: {percent: 20}\n  tokenizer: gs://b/tokenizer\ntask: classification",
             "run.yaml:10: data.masking: classification predicts labels",
         ),
+        (
+            "  tokenizer: gs://b/tokenizer",
+            "  cache: /tmp/blocks\n  tokenizer: gs://b/tokenizer\ntask: classification",
+            "run.yaml:10: data.cache: classification does not read through a cache",
+        ),
     ],
 )
 def test_a_mistake_is_named(old: str, new: str, expected: str) -> None:
@@ -120,3 +125,10 @@ def test_every_known_model_has_heads_of_64(name: str) -> None:
 @pytest.mark.parametrize("name", ["rehearsal", "mlm"])
 def test_the_examples_are_right(name: str) -> None:
     assert isinstance(load(HOUSE / "examples" / f"{name}.yaml"), TrainerConfig)
+
+
+def test_blocks_of_the_bucket_may_be_kept_on_the_host() -> None:
+    config = from_document(
+        parse(changed("  tokenizer: gs://b/tokenizer", "  cache: /tmp/blocks\n  tokenizer: gs://b/tokenizer"), "run.yaml")
+    )
+    assert config.data.cache == "/tmp/blocks"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 from training import report
@@ -25,7 +26,8 @@ class Mlm:
         self._config = config
         self.data = open_data(config)
         self._masking = Masking(config.data.masking.percent, config.data.masking.predictions)
-        self._reading = {**reading(config, cluster, self.data), "masking": self._masking}
+        cache = Path(config.data.cache) if config.data.cache else None
+        self._reading = {**reading(config, cluster, self.data), "masking": self._masking, "cache": cache}
         self._source = MlmBatches(self.data.train, seed=config.seed, global_batch_size=config.train.global_batch_size, **self._reading)
 
     def identity(self) -> dict[str, Any]:
