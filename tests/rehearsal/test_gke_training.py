@@ -29,7 +29,7 @@ from tests.kubernetes.golden import IMAGE
 from tests.rehearsal.workstation import HOUSE, Workstation
 from training import storage
 
-STEPS = 80
+STEPS = 300  # long enough on any machine: what happens in the middle must not come after the end
 SAME = ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", "committed_step", "steps")
 
 
@@ -118,7 +118,7 @@ def write_data(folder: Path) -> None:
 
 
 def document(folder: Path) -> dict[str, Any]:
-    told = small_runs.document(folder, train__steps=STEPS, train__log_every=5, checkpoint__every_steps=20)
+    told = small_runs.document(folder, train__steps=STEPS, train__log_every=5, checkpoint__every_steps=50)
     text = json.dumps(told).replace(str(folder), "gs://data")
     where = {"project": "p", "zone": "us-central2-b", "slice": {"name": "trained", "accelerator_type": "v4-16", "capacity": "spot"}}
     speed = {"environment": {"XLA_FLAGS": "--xla_backend_optimization_level=0"}}

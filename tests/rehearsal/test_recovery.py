@@ -15,7 +15,7 @@ import pytest
 from tests.rehearsal.workstation import HOUSE, Ended, Workstation
 
 FILE = "rehearsal.yaml"
-STEPS = 24
+STEPS = 48
 
 
 @pytest.fixture(scope="module")

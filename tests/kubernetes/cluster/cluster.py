@@ -75,9 +75,10 @@ class Cluster:
         self.nodes.add_pool(name, slice_.hosts, slice_.chips_per_host, labels)
 
     def log(self, worker: int) -> str:
-        """What a host's container has printed so far; empty as long as there is none."""
+        """What a host's newest container has printed so far; empty as long as there is none. Names end at random: they tell no order."""
         pods = [pod for pod in self.pods() if pod["metadata"]["annotations"][controllers.INDEX] == str(worker)]
-        name = self.nodes.container_of(pods[-1]) if pods else ""
+        newest = max(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]), default=None)
+        name = self.nodes.container_of(newest) if newest else ""
         return self.nodes.engine("logs", name, check=False) if name else ""
 
     def pods(self) -> list[Object]:
