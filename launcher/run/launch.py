@@ -111,7 +111,7 @@ def _go_on(config: Config, provider: Provider, ledger: Ledger, watched: Watched,
     while True:
         verdict = supervise(provider, ledger, watched, limits=limits, emit=emit, say=say)
         events = ledger.events()
-        stopped = any(event["event"] == "stop" and event.get("attempt") == watched.number for event in events)
+        stopped = ledger.stop_requested(watched.number)
         decision = decide(verdict, spent_so_far(events), budgets, stop_requested=stopped)
         if decision.next is Next.END:
             return Outcome(ledger.folder.name, watched.number, verdict, last_lines(ledger, watched.number, verdict))

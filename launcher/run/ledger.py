@@ -85,6 +85,10 @@ class Ledger:
                 return None
         return None
 
+    def stop_requested(self, attempt: int) -> bool:
+        """Whether the run's owner asked this attempt to stop."""
+        return any(event["event"] == "stop" and event.get("attempt") == attempt for event in self.events())
+
     def log_file(self, attempt: int, worker: int) -> Path:
         folder = self.folder / "logs" / f"attempt-{attempt}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

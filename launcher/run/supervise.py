@@ -150,7 +150,7 @@ def _watch(
             if not any(view.reachable for view in views.values()) and now - complained > _COMPLAIN_EVERY:
                 complained = now
                 say(f"no host answers ({views[watched.workers[0]].problem}); still trying. The run goes on without us: Ctrl-C detaches")
-            requested = any(event["event"] == "stop" and event.get("attempt") == watched.number for event in ledger.events()[-20:])
+            requested = ledger.stop_requested(watched.number)
             verdict = judge(list(views.values()), now, limits, slice_state=slice_state, stop_requested=requested, quiet=now - last_line)
             if verdict.kind.ended:
                 silent = {verdict.cause.worker} if verdict.kind is Kind.HOST_LOST and verdict.cause else set()
