@@ -29,9 +29,11 @@ from training.config import TrainerConfig
 from training.errors import StopRequested, TrainError
 from training.hugging_face import config_of
 from training.metrics import Clock, MetricsLog
+from training.model_flops import Work, mfu, peak
 from training.rendezvous import Rendezvous
 from training.schedule import learning_rate
-from training.start import agree, claim, code_hash, model_identity, open_backend, open_task
+from training.screen import Screen
+from training.start import agree, claim, code_hash, device_kind, model_identity, open_backend, open_task
 from training.stopping import Stopping
 from training.tasks.task import HostBatch, Task
 
@@ -72,9 +74,16 @@ def train(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopp
         )
         if restored:
             run.go_on(restored.manifest.step, restored.manifest.state, restored.damaged)
-        run.log = MetricsLog(folder, cluster.attempt, run.step) if cluster.is_first else None
-    run.loop()
-    return run.finish()
+        run.log = MetricsLog(folder, cluster.attempt, run.step, tensorboard=True) if cluster.is_first else None
+    try:
+        run.loop()
+        return run.finish()
+    except BaseException:
+        run.screen.close()
+        if run.log:
+            with contextlib.suppress(storage.StorageError):  # what ended the run is the news
+                run.log.flush()
+        raise
 
 
 NOTHING = Asks()
@@ -95,6 +104,8 @@ class _Run:
     backend: Backend
     saver: Saver
     folder: str
+    screen: Screen = field(init=False)
+    work: Work = field(init=False)
     log: MetricsLog | None = None  # host 0 only
     step: int = 0  # steps done, or at least started
     seen: int = 0  # steps whose outcome was read
@@ -109,6 +120,10 @@ class _Run:
     shapes: set[tuple[tuple[int, ...], ...]] = field(default_factory=set)  # of the training batches of this attempt
     compiled_evaluating: int = 0  # programs of evaluations
     seconds_each: float = 0.0  # of a step, at the last progress line
+
+    def __post_init__(self) -> None:
+        self.screen = Screen(self.cluster.is_first)
+        self.work = Work(self.model_config(), self.cluster.hosts)
 
     def go_on(self, step: int, state: Any, damaged: tuple[int, ...]) -> None:
         self.step = self.seen = step
@@ -144,6 +159,7 @@ class _Run:
             wishes = Asks(self.stopping.requested, self.cluster.is_first and minutes.due(time.monotonic(), self.last_save))
             self.pending.append((self.backend.step(self.step, batch.arrays, wishes), batch))
             self.step, self.trained = self.step + 1, self.trained + 1
+            self.work.add(batch.arrays)
             finished = self.read_outcomes(leave=self.backend.in_flight)
         self.observe(finished)
         self.saver.check()
@@ -192,7 +208,7 @@ class _Run:
             self.reported = (seconds, trained)
         rate = self.config.train.global_batch_size / self.seconds_each if self.seconds_each > 0 else 0.0
         steps = self.config.train.steps
-        self.say(report.progress(self.seen, steps, loss, rate, (steps - self.seen) * self.seconds_each))
+        self.screen.progress(report.progress(self.seen, steps, loss, rate, (steps - self.seen) * self.seconds_each))
         log.write(
             {"step": self.seen, "loss": loss, "learning_rate": learning_rate(self.config.train, self.seen - 1), "examples_per_second": rate}
         )
@@ -244,14 +260,9 @@ class _Run:
             )
         if self.cluster.is_first and self.config.export.at_end:
             with self.clock.phase("export"):
-                tokens, dropout = self.task.data.tokens, self.config.train.dropout
-                config = config_of(
-                    self.config.model, vocabulary=tokens.vocabulary, pad=tokens.pad, dropout=dropout, labels=self.task.labels
-                )
-                export.write(
-                    storage.join(self.folder, "model"), self.backend.layout(), self.backend.copy, config, self.config.data.tokenizer
-                )
-        count, _ = self.backend.compilations()
+                model = storage.join(self.folder, "model")
+                export.write(model, self.backend.layout(), self.backend.copy, self.model_config(), self.config.data.tokenizer)
+        count, compile_seconds = self.backend.compilations()
         step_seconds = self.step_seconds()
         seconds = self.clock.report()
         summary = {
@@ -259,8 +270,11 @@ class _Run:
             "first_loss": self.losses["first"], "last_loss": self.losses["last"],
             **{f"eval_{name}": self.figures.get(name) for name in self.task.figure_names},
             "examples_per_second": self.trained * self.config.train.global_batch_size / step_seconds if step_seconds else 0.0,
+            "tokens_per_second": round(self.work.tokens / step_seconds, 1) if step_seconds else 0.0,
+            "mfu": mfu(self.work.flops, step_seconds, peak(self.cluster.accelerator_type, device_kind())),
             "checkpoint": storage.join(self.saver.folder, step_folder(self.step)), "committed_step": self.saver.committed,
             "model": storage.join(self.folder, "model") if self.config.export.at_end else None, "compilations": count,
+            "compile_seconds": round(compile_seconds, 3), **self.backend.counters(),
             "checkpoint_blocked_seconds": round(self.saver.blocked_seconds, 3),
             "host_fallbacks": self.backend.fallbacks(), "skipped_records": sum(skipped for _, skipped in told),
             "final_weights_crc32c": checksums[0], "goodput": round(seconds.get("step", 0.0) / seconds["total"], 4), "seconds": seconds,
@@ -299,9 +313,13 @@ class _Run:
     def step_seconds(self) -> float:
         return self.clock.seconds.get("step", 0.0) + self.clock.seconds.get("data_wait", 0.0)
 
+    def model_config(self) -> dict[str, Any]:
+        """The values of the model's config.json."""
+        tokens, dropout = self.task.data.tokens, self.config.train.dropout
+        return config_of(self.config.model, vocabulary=tokens.vocabulary, pad=tokens.pad, dropout=dropout, labels=self.task.labels)
+
     def say(self, message: str) -> None:
-        if self.cluster.is_first:
-            print(message, flush=True)
+        self.screen.say(message)
 
 
 @dataclass

@@ -4,6 +4,7 @@
 
     <run folder>/metrics/attempt-0002.00000.jsonl     one small object after another, each rewritten until it is full
     <run folder>/metrics.jsonl                        the whole history of the run, written when an attempt ends in good order
+    <run folder>/tensorboard/                         the same for TensorBoard (training/events.py)
 
 An object store can't append, and limits how often one name is overwritten. So lines are held back for `FLUSH_SECONDS` and the newest object is rewritten
 whole, at most `LINES` lines of it. A killed attempt loses only what it held back. An attempt that went on from step s supersedes
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from training import storage
+from training.events import EventLog
 
 LINES = 1000
 FLUSH_SECONDS = 20.0
@@ -76,20 +78,27 @@ class Clock:
 class MetricsLog:
     """The lines of one attempt. Host 0 has the only one."""
 
-    def __init__(self, folder: str, attempt: int, resumed_at: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, folder: str, attempt: int, resumed_at: int, now: Callable[[], float] = time.monotonic, *, tensorboard: bool = False
+    ) -> None:
         """`resumed_at` steps were done before. A number that was used before (a local run has no attempts) is never overwritten."""
         self._folder, self._now = folder, now
         self._attempt = max([attempt, *(used + 1 for used, _ in _objects(folder))])
+        self._events = EventLog(folder, self._attempt, resumed_at) if tensorboard else None
         self._chunk, self._lines, self._dirty, self._flushed = 0, [json.dumps({"attempt": attempt, "resumed_at": resumed_at})], True, now()
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Adds a line. Floats keep all their digits."""
         self._lines.append(json.dumps(line))
+        if self._events:
+            self._events.write(line)
         self._dirty = True
         if len(self._lines) >= LINES or self._now() - self._flushed >= FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
+        if self._events:
+            self._events.flush()
         if self._dirty:
             name = f"attempt-{self._attempt:04d}.{self._chunk:05d}.jsonl"
             storage.write(storage.join(self._folder, "metrics", name), _join(self._lines))

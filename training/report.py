@@ -28,6 +28,18 @@ def evaluation(step: int, results: dict[str, float]) -> str:
     return f"evaluation after step {step}: " + "  ".join(f"{name} {value:.5f}" for name, value in results.items())
 
 
+def hygiene(values: dict[str, Any]) -> str:
+    """What the framework's own counts say of a run: each of these costs time that the model does not use."""
+    syncs, fallbacks = values.get("device_to_host_syncs"), values.get("host_fallbacks") or []
+    told = [f"{values['compilations']} compilations in {values.get('compile_seconds', 0.0):.1f} s"]
+    if "graphs" in values:
+        told.append(f"{values['graphs']} graphs")
+    if syncs is not None:
+        told.append(f"{syncs} unplanned device-to-host syncs")
+    told.append(f"{len(fallbacks)} operations on the host" + (f" ({', '.join(fallbacks)})" if fallbacks else ""))
+    return f"programs: {', '.join(told)}"
+
+
 def summary(values: dict[str, Any]) -> str:
     """A few lines for people; summary.json has all of it."""
     seconds: dict[str, float] = values["seconds"]
@@ -42,8 +54,10 @@ def summary(values: dict[str, Any]) -> str:
         lines.append(
             "evaluation: " + ", ".join(f"{name.replace('_', ' ')} {value:{form}}" for name, value, form in figures if value is not None)
         )
-    lines.append(
-        f"{values['examples_per_second']:,.1f} examples/s; {values['compilations']} compilations; seconds: {phases} (total {seconds['total']:.1f})"
-    )
+    speed = [f"{values['examples_per_second']:,.1f} examples/s", f"{values.get('tokens_per_second', 0.0):,.0f} tokens/s"]
+    if values.get("mfu") is not None:
+        speed.append(f"MFU {values['mfu']:.1%}")
+    lines.append(f"speed: {', '.join(speed)}; seconds: {phases} (total {seconds['total']:.1f})")
+    lines.append(hygiene(values))
     lines.append(f"checkpoint: {values['checkpoint']}")
     return "\n".join(lines)

@@ -39,7 +39,7 @@ from training.objects import (
 
 # What callers need of `training.objects` is had here too: storage is the one room they know.
 __all__ = [
-    "REMOTE", "AlreadyExists", "Changed", "NotFound", "Stat", "StorageError", "delete", "download", "is_remote", "join", "listing", "name_of", "read",
+    "REMOTE", "AlreadyExists", "Changed", "NotFound", "Stat", "StorageError", "append", "delete", "download", "is_remote", "join", "listing", "name_of", "read",
     "split_remote", "stat", "upload", "write",
 ]  # fmt: skip
 
@@ -107,6 +107,14 @@ def write(url: str, data: bytes, *, create_only: bool = False) -> Stat:
             while view:
                 view = view[os.write(descriptor, view) :]
         return Stat(url, len(data), os.stat(url).st_mtime_ns, google_crc32c.value(bytes(data)))
+
+
+def append(path: str, data: bytes) -> None:
+    """Adds to a local file, which need not be there yet; a crash may leave a part of `data`. Objects of a bucket can't grow."""
+    with local_errors(path):
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with open(path, "ab") as file:
+            file.write(data)
 
 
 def upload(path: Path, url: str, *, create_only: bool = False) -> Stat:

@@ -136,7 +136,7 @@ def test_sharded_over_two_devices_it_is_the_same_training_in_as_few_programs(fol
     [host] = small_runs.start(folder, "two-devices", small_runs.document(folder, train__dropout=0.0), CPU_NUM_DEVICES="2")
     assert host.finish() == 0, host.text()
     two = small_runs.summary(folder, "two-devices")
-    assert (two["devices"], two["compilations"]) == (2, 2)
+    assert (two["devices"], two["compilations"], two["device_to_host_syncs"]) == (2, 2, 0)
     assert two["last_loss"] == pytest.approx(one["last_loss"], rel=1e-5)
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
 
@@ -168,6 +168,7 @@ def test_a_missing_evaluation_shard_is_found_before_the_first_step(folder: Path)
 
 def test_nothing_of_a_step_runs_on_the_host(undisturbed: dict[str, Any]) -> None:
     assert undisturbed["host_fallbacks"] == []
+    assert undisturbed["device_to_host_syncs"] == 0 < undisturbed["device_to_host_transfers"]
     assert undisturbed["skipped_records"] == 0
 
 

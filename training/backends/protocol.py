@@ -86,6 +86,11 @@ class Backend(Protocol):
     def compilations(self) -> tuple[int, float]:
         """How many programs were compiled for this run so far, and the seconds that took."""
 
+    def counters(self) -> dict[str, int]:
+        """What the framework counted for this run so far: "graphs" (different programs that it traced), "device_to_host_transfers", and
+        "device_to_host_syncs" (those transfers that neither an outcome nor a copy of the state asked for: the model's own, each of which stalls the
+        device). A count that the framework does not have is absent."""
+
     def fallbacks(self) -> list[str]:
         """Operations that ran on the host because the device has none: each costs a round trip every step."""
 

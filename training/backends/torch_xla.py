@@ -73,7 +73,8 @@ class TorchXla:
             labels=labels,
         )
         self._sums = SUMS_OF[config.task]
-        self._compiled_before = _compiled()  # by earlier runs in this process
+        self._compiled_before, self._counted_before = _compiled(), _counted()  # by earlier runs in this process
+        self._meant = 0  # transfers to the host that were asked for here
         self._name_state()
         self._moments = [{name: torch.zeros_like(value, requires_grad=False) for name, value in self._parameters.items()} for _ in range(2)]
         self._uploaded = False
@@ -93,15 +94,15 @@ class TorchXla:
         if not self._exchange:
             sums = self._on_all(self._apply(*self._gradients(batch, asks), numbers))
             torch_xla.sync()
-            return _PendingStep(sums)
+            return _PendingStep(self, sums)
         flat = self._flat(*self._gradients(batch, asks))
         torch_xla.sync()
-        on_host = flat.cpu()
+        on_host = self.to_host(flat)
         self._exchange.sum(on_host)
         flat = on_host.to(self._device)
         self._apply(*self._unflat(flat), numbers)
         torch_xla.sync()
-        return _PendingStep(on_host[-_EXTRA:])
+        return _PendingStep(self, on_host[-_EXTRA:])
 
     def _gradients(self, batch: Arrays, asks: Asks) -> tuple[list[Tensor], Tensor]:
         """Of the summed loss over this host's rows (under SPMD: over all rows), with the sums and the asks: (5,)."""
@@ -160,9 +161,9 @@ class TorchXla:
         del counts, further  # alive at the sync, they would be outputs too
         torch_xla.sync()
         if self._exchange:
-            sums = sums.cpu()
+            sums = self.to_host(sums)
             self._exchange.sum(sums)
-        return _PendingStep(sums)
+        return _PendingStep(self, sums)
 
     # --- arrays to devices
 
@@ -199,6 +200,11 @@ class TorchXla:
 
     # --- state
 
+    def to_host(self, value: Tensor) -> Tensor:
+        """A copy that is meant, and counted as such."""
+        self._meant += value.device.type == "xla"
+        return value.cpu()
+
     def layout(self) -> dict[str, TensorInfo]:
         return {name: TensorInfo("F32", tuple(value.shape), value.numel() * 4) for name, value in self._state().items()}
 
@@ -206,7 +212,7 @@ class TorchXla:
         state = self._state()
         for name, place in places.items():
             # (bytes,) of the tensor into its place
-            np.frombuffer(place, dtype=np.float32)[:] = state[name].detach().cpu().numpy().reshape(-1)
+            np.frombuffer(place, dtype=np.float32)[:] = self.to_host(state[name].detach()).numpy().reshape(-1)
 
     def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
         assert not self._uploaded, "restore before the first step"
@@ -238,6 +244,11 @@ class TorchXla:
         (count, seconds), (before, seconds_before) = _compiled(), self._compiled_before
         return count - before, seconds - seconds_before
 
+    def counters(self) -> dict[str, int]:
+        now = _counted()
+        found = {name: now[name] - self._counted_before[name] for name in now}
+        return {**found, "device_to_host_syncs": found["device_to_host_transfers"] - self._meant}
+
     def fallbacks(self) -> list[str]:
         # Reading a number (an outcome) is counted as one, but is meant.
         return sorted(name for name in xla_metrics.counter_names() if name.startswith("aten::") and name != "aten::_local_scalar_dense")
@@ -252,12 +263,18 @@ def _compiled() -> tuple[int, float]:
     return (int(data[0]), data[1] / 1e9) if data else (0, 0.0)
 
 
+def _counted() -> dict[str, int]:
+    """What torch_xla counted in this process."""
+    transfers = xla_metrics.metric_data("TransferFromDeviceTime")
+    return {"graphs": xla_metrics.counter_value("UncachedCompile") or 0, "device_to_host_transfers": int(transfers[0]) if transfers else 0}
+
+
 class _PendingStep:
-    def __init__(self, sums: Tensor) -> None:
-        self._sums = sums
+    def __init__(self, backend: TorchXla, sums: Tensor) -> None:
+        self._backend, self._sums = backend, sums
 
     def outcome(self) -> Outcome:
-        values = self._sums.cpu().tolist()
+        values = self._backend.to_host(self._sums).tolist()
         stop, save = values[len(SUMS) : _EXTRA]
         counts = np.array(values[_EXTRA:]) if len(values) > _EXTRA else None
         return Outcome(dict(zip(SUMS, values, strict=False)), Asks(stop > 0, save > 0), counts)

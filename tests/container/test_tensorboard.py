@@ -1,0 +1,80 @@
+"""TensorBoard's own reader reads what a run leaves, and a step that was trained twice is told once."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from training import events, metrics
+from training.metrics import MetricsLog
+
+
+def line(step: int, loss: float) -> dict[str, float]:
+    return {"step": step, "loss": loss, "learning_rate": 1e-3, "examples_per_second": 10.0}
+
+
+def read(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder / events.FOLDER))
+    found.Reload()
+    return found
+
+
+def test_resumed_runs_are_one_curve(tmp_path: Path) -> None:
+    first = MetricsLog(str(tmp_path), 0, 0, tensorboard=True)
+    for step in (1, 2, 3, 4):
+        first.write(line(step, float(step)))
+    first.flush()  # and then it was killed; the last commit was step 2
+    second = MetricsLog(str(tmp_path), 1, 2, tensorboard=True)
+    for step in (3, 4, 5):
+        second.write(line(step, step + 0.5))
+    second.write({"step": 5, "eval_loss": 1.25, "eval_perplexity": math.exp(1.25)})
+    second.finish()
+    found = read(tmp_path)
+    assert [(each.step, each.value) for each in found.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5), (5, 5.5)]
+    assert found.Scalars("evaluation/perplexity")[0].value == pytest.approx(math.exp(1.25))
+    assert set(found.Tags()["scalars"]) == {
+        *("train/loss", "train/learning_rate", "train/examples_per_second"),
+        *("evaluation/loss", "evaluation/perplexity"),
+    }
+
+
+def test_a_file_grows_in_place_on_a_disk(tmp_path: Path) -> None:
+    log = events.EventLog(str(tmp_path), 0, 0)
+    log.write(line(1, 1.0))
+    log.flush()
+    [file] = (tmp_path / events.FOLDER).iterdir()
+    before = (file.stat().st_ino, file.read_bytes())
+    log.write(line(2, 2.0))
+    log.flush()
+    assert file.stat().st_ino == before[0]  # a reader that keeps the file open sees the rest
+    assert file.read_bytes().startswith(before[1])
+    assert len(read(tmp_path).Scalars("train/loss")) == 2
+
+
+def test_in_a_bucket_objects_are_rewritten_whole_and_then_the_next_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+
+    def write(url: str, data: bytes) -> None:
+        written.append(url.rsplit(".", 1)[-1])
+        path = tmp_path / url.removeprefix("gs://bucket/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    monkeypatch.setattr(events.storage, "write", write)
+    monkeypatch.setattr(events, "ROLL_BYTES", 600)
+    log = events.EventLog("gs://bucket", 0, 0)
+    for step in range(1, 13):
+        log.write(line(step, float(step)))
+        log.flush()
+    assert written == sorted(written)
+    assert 1 < len(set(written)) < len(written)
+    assert [each.step for each in read(tmp_path).Scalars("train/loss")] == list(range(1, 13))
+
+
+def test_metrics_need_no_tensorboard(tmp_path: Path) -> None:
+    MetricsLog(str(tmp_path), 0, 0).finish()
+    assert metrics.history(str(tmp_path)) == []
+    assert not (tmp_path / events.FOLDER).exists()

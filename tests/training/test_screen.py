@@ -1,0 +1,43 @@
+"""The progress line changes in place on a terminal, and nowhere else."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from training.screen import Screen
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@contextmanager
+def on(out: io.StringIO) -> Iterator[Screen]:
+    screen = Screen(True, out)
+    yield screen
+    screen.close()
+
+
+def test_on_a_terminal_progress_stays_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    with on(Terminal()) as screen:
+        screen.progress("step 1")
+        screen.progress("step 2" + "x" * 30)
+        screen.say("evaluation")
+        screen.progress("step 3")
+    assert screen._out.getvalue() == "step 1\r\x1b[2Kstep 2xxxxxxxxxxxxx\r\x1b[2Kevaluation\nstep 3\n"  # type: ignore[attr-defined]
+
+
+def test_elsewhere_each_is_a_line_and_other_hosts_say_nothing() -> None:
+    with on(io.StringIO()) as screen:
+        screen.progress("step 1")
+        screen.say("evaluation")
+    assert screen._out.getvalue() == "step 1\nevaluation\n"  # type: ignore[attr-defined]
+    silent = io.StringIO()
+    Screen(False, silent).say("step 1")
+    assert silent.getvalue() == ""
