@@ -88,13 +88,11 @@ class TorchXla:
 
     def step(self, number: int, batch: Arrays, asks: Asks) -> _PendingStep:
         # Every tensor that is alive at a sync becomes an output of its program. So gradients live in no variable here.
-        self._upload()
-        xm.set_rng_state(step_seed(self._config.seed, number, 0 if self._spmd else self._cluster.worker), self._device)
-        numbers = self._replicated(np.array(adam_numbers(self._train, number), dtype=np.float32))
         if not self._exchange:
-            sums = self._on_all(self._apply(*self._gradients(batch, asks), numbers))
+            sums = self.traced_step(number, batch, asks)
             torch_xla.sync()
             return _PendingStep(self, sums)
+        numbers = self._numbers(number)
         flat = self._flat(*self._gradients(batch, asks))
         torch_xla.sync()
         on_host = self.to_host(flat)
@@ -103,6 +101,17 @@ class TorchXla:
         self._apply(*self._unflat(flat), numbers)
         torch_xla.sync()
         return _PendingStep(self, on_host[-_EXTRA:])
+
+    def traced_step(self, number: int, batch: Arrays, asks: Asks) -> Tensor:
+        """A step that has not run: its sums, and the state becomes what the step makes of it. What a host without other hosts runs at the next sync."""
+        numbers = self._numbers(number)
+        return self._on_all(self._apply(*self._gradients(batch, asks), numbers))
+
+    def _numbers(self, number: int) -> Tensor:
+        """(3,) of the schedule, after putting the state on the devices and seeding dropout."""
+        self._upload()
+        xm.set_rng_state(step_seed(self._config.seed, number, 0 if self._spmd else self._cluster.worker), self._device)
+        return self._replicated(np.array(adam_numbers(self._train, number), dtype=np.float32))
 
     def _gradients(self, batch: Arrays, asks: Asks) -> tuple[list[Tensor], Tensor]:
         """Of the summed loss over this host's rows (under SPMD: over all rows), with the sums and the asks: (5,)."""
@@ -150,6 +159,15 @@ class TorchXla:
         return sums
 
     def evaluate(self, batch: Arrays, asks: Asks) -> _PendingStep:
+        sums = self.traced_evaluation(batch, asks)
+        torch_xla.sync()
+        if self._exchange:
+            sums = self.to_host(sums)
+            self._exchange.sum(sums)
+        return _PendingStep(self, sums)
+
+    def traced_evaluation(self, batch: Arrays, asks: Asks) -> Tensor:
+        """The sums and counts of an evaluation that has not run."""
         self._upload()
         self._network.eval()
         with torch.no_grad(), torch.autocast("xla", dtype=torch.bfloat16, enabled=self._train.precision == "bf16"):
@@ -157,13 +175,7 @@ class TorchXla:
         self._network.train()
         asked = self._asks(asks)
         further = [] if counts is None else [counts.flatten()]
-        sums = self._on_all(torch.cat([asked[: len(SUMS)] + sums, asked[len(SUMS) :], *further]))
-        del counts, further  # alive at the sync, they would be outputs too
-        torch_xla.sync()
-        if self._exchange:
-            sums = self.to_host(sums)
-            self._exchange.sum(sums)
-        return _PendingStep(self, sums)
+        return self._on_all(torch.cat([asked[: len(SUMS)] + sums, asked[len(SUMS) :], *further]))
 
     # --- arrays to devices
 
