@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field
 
 from launcher.errors import BadInput
 from training.accelerators import Accelerator, UnknownAccelerator, accelerator
-from training.config import LAUNCHER_SECTIONS, TrainerConfig, from_document
+from training.config import LAUNCHER_SECTIONS, Backend, TrainerConfig, from_document
 from training.yaml_file import ConfigError, Document, Section, refuse_unknown, validate
 from training.yaml_file import load as load_document
 
@@ -119,7 +119,7 @@ class ImageSection(Section):
 
     reference: Annotated[str, Field(pattern=IMAGE_BY_DIGEST)] | None = None  # REPOSITORY@sha256:...: this one, and nothing is built
 
-    backend: Literal["torch-xla"] = "torch-xla"
+    backend: Backend | None = None  # whose image; the trainer's `backend` when absent
     repository: str | None = None  # REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME; absent: the hosts must have the image
     dockerfile: str | None = None  # your own Dockerfile instead of ours
     context: str | None = None  # its build context; the Dockerfile's folder when absent
@@ -203,6 +203,11 @@ class Config:
         return accelerator(self.slice.accelerator_type)
 
     @property
+    def backend(self) -> str:
+        """Whose image is built: `image.backend`, or the trainer's `backend`."""
+        return self.image.backend or (self.trainer.backend if self.trainer else str(self.document.value.get("backend", "torch-xla")))
+
+    @property
     def zones(self) -> list[str]:
         """The zones in which the slice may be, in the order in which they are tried."""
         return list(dict.fromkeys([self.zone, *self.slice.zones]))
@@ -243,4 +248,9 @@ def _from_document(document: Document, command: tuple[str, ...]) -> Config:
     has_trainer = any(key in document.value for key in TRAINER_SECTIONS)
     run = root.run.model_copy(update={"command": list(command)}) if command else root.run
     trainer = from_document(document) if has_trainer and not run.command else None
+    if trainer and root.image.backend not in (None, trainer.backend):
+        raise ConfigError(
+            f"{document.place(('image', 'backend'))}: image.backend: this image is of {root.image.backend}, and `backend` is {trainer.backend}: "
+            "remove image.backend"
+        )
     return Config(document, root.project, root.zone, root.slice, root.image, run, trainer, root.gke)

@@ -24,7 +24,7 @@ def spec(config: Config) -> images.ImageSpec:
     bundle = (config.folder / wanted.ca_bundle) if wanted.ca_bundle else None
     if wanted.dockerfile is None:
         return images.default_spec(
-            wanted.backend, repository=wanted.repository, build_args=wanted.build_args, ca_bundle=bundle, target=wanted.target
+            config.backend, repository=wanted.repository, build_args=wanted.build_args, ca_bundle=bundle, target=wanted.target
         )
     dockerfile = config.folder / wanted.dockerfile
     context = config.folder / wanted.context if wanted.context else dockerfile.parent

@@ -18,6 +18,8 @@ from training.accelerators import UnknownAccelerator, accelerator
 from training.yaml_file import ConfigError, Document, Section, refuse_unknown, validate
 from training.yaml_file import load as load_document
 
+Backend = Literal["torch-xla", "tensorflow"]
+
 LAUNCHER_SECTIONS = frozenset({"project", "zone", "slice", "image", "run", "gke"})
 
 # The published BERT family (https://github.com/google-research/bert) and RoBERTa-base, by name:
@@ -103,6 +105,7 @@ class Train(Section):
     log_every: int = Field(default=10, ge=1)
     strict: bool = False  # a program compiled after warm-up ends the run, instead of a warning
     prefetch: int = Field(default=2, ge=1)  # batches read ahead
+    jit_compile: bool = False  # backend: tensorflow. On a CPU too, the step is one program of XLA
 
 
 class Evaluation(Section):
@@ -138,7 +141,7 @@ class TrainerConfig(Section):
 
     seed: int = Field(default=0, ge=0, lt=2**31)
     task: Literal["mlm", "classification"] = "mlm"
-    backend: Literal["torch-xla"] = "torch-xla"
+    backend: Backend = "torch-xla"
     model: Model
     data: Data
     train: Train

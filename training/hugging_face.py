@@ -1,4 +1,4 @@
-"""A model's `config.json` in Hugging Face's terms: what the torch backends build from, and what the result is written with. Framework-free."""
+"""A model's `config.json` in Hugging Face's terms: what the backends build from, and what the result is written with. Framework-free."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ WEIGHTS = "model.safetensors"
 
 # model_type -> what the names of its networks begin with: the families that get a classification head.
 FAMILIES = {"bert": "Bert", "roberta": "Roberta"}
+HEAD = ("classifier.", "bert.pooler.")  # of a classifier: what an encoder's folder need not have
 
 
 def config_of(model: Model, *, vocabulary: int, pad: int, dropout: float, labels: Sequence[str] | None = None) -> dict[str, Any]:
@@ -71,6 +72,22 @@ def _of_name(model: Model, vocabulary: int, pad: int, dropout: float) -> dict[st
         return {"model_type": "roberta", "architectures": ["RobertaForMaskedLM"], **common, **own}
     own = {"max_position_embeddings": positions, "type_vocab_size": 2, "layer_norm_eps": 1e-12}
     return {"model_type": "bert", "architectures": ["BertForMaskedLM"], **common, **own}
+
+
+def require_room(configuration: Any, *, vocabulary: int, pad: int, sequence_length: int) -> None:
+    """The network has a position for each token of a row, and an embedding for each token of the tokenizer. Raises BadInput.
+
+    `configuration` is the network's, as transformers' PretrainedConfig."""
+    positions = configuration.max_position_embeddings - (pad + 1 if configuration.model_type == "roberta" else 0)
+    if sequence_length > positions:
+        raise BadInput(
+            f"the dataset's rows have {sequence_length} tokens, but the model has only {positions} positions; set model.max_positions, or make shorter rows"
+        )
+    if vocabulary > configuration.vocab_size:
+        raise BadInput(
+            f"the tokenizer has {vocabulary} tokens, but the model only {configuration.vocab_size}; "
+            "train with the model's own tokenizer, or set model.vocabulary_size"
+        )
 
 
 @contextlib.contextmanager

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import importlib.util
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +105,32 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
     if os.environ["PJRT_DEVICE"] == "TPU":
         os.environ.update(tpu_environment(cluster))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from training.backends.torch_xla import TorchXla
-
+    opener = _tensorflow() if config.backend == "tensorflow" else _torch_xla()
     tokens, length = task.data.tokens, task.data.sequence_length
-    backend = TorchXla(
+    backend = opener(
         config, cluster, rendezvous, vocabulary=tokens.vocabulary, pad=tokens.pad, sequence_length=length, labels=task.labels, token=token
     )  # fmt: skip
     mistake = batch_mistake(config, cluster.hosts, backend.devices)
     if mistake:
         raise BadInput(mistake)
     return backend
+
+
+def _torch_xla() -> Callable[..., Backend]:
+    _require("torch_xla", "torch-xla")
+    from training.backends.torch_xla import TorchXla
+
+    return TorchXla
+
+
+def _tensorflow() -> Callable[..., Backend]:
+    _require("tensorflow", "tensorflow")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when TensorFlow is imported
+    from training.backends.tensorflow import TensorFlow
+
+    return TensorFlow
+
+
+def _require(module: str, backend: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise BadInput(f"backend: {backend} needs {module}, which is not installed here: run in the image of that backend")

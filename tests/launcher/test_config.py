@@ -77,3 +77,21 @@ def test_all_mistakes_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(BadInput) as caught:
         load(path, command=["true"])
     assert len(str(caught.value).splitlines()) == 2
+
+
+TRAINS = """\
+model: {name: bert-tiny}
+data: {train: d, tokenizer: t}
+train: {steps: 1, global_batch_size: 8}
+output: o
+"""
+
+
+def test_the_image_is_that_of_the_trainers_backend(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD + TRAINS)
+    assert load(path).backend == "torch-xla"
+    assert load(path, ["backend=tensorflow"]).backend == "tensorflow"
+    assert load(path, ["backend=tensorflow"], command=["true"]).backend == "tensorflow"
+    assert load(path, ["image.backend=tensorflow"], command=["true"]).backend == "tensorflow"
+    with pytest.raises(BadInput, match=r"image\.backend: this image is of tensorflow, and `backend` is torch-xla: remove image\.backend"):
+        load(path, ["image.backend=tensorflow"])

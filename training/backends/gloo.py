@@ -7,17 +7,15 @@ which ends the process even while it is stuck in here.
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from training.backends.exchange import lost
 from training.cluster import Cluster
-from training.errors import LostPeer, TrainError
+from training.errors import TrainError
 from training.rendezvous import Rendezvous
-
-NAMING_SECONDS = 5.0  # how long to wait for the rendezvous to say who is gone
 
 
 class Exchange:
@@ -40,7 +38,7 @@ class Exchange:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=cluster.addresses[cluster.worker])]
             self._group = dist.ProcessGroupGloo(dist.PrefixStore(token, store), cluster.worker, cluster.hosts, options)
         except RuntimeError as error:
-            self._lost("connecting the hosts", error)
+            lost(rendezvous, "connecting the hosts", error)
         self._store = store  # host 0's is the server: it lives as long as the group
 
     def sum(self, flat: torch.Tensor) -> None:
@@ -48,14 +46,4 @@ class Exchange:
         try:
             self._group.allreduce([flat]).wait()
         except RuntimeError as error:
-            self._lost("adding up gradients", error)
-
-    def _lost(self, doing: str, error: RuntimeError) -> None:
-        """The rendezvous knows who is gone, a moment later."""
-        deadline = time.monotonic() + NAMING_SECONDS
-        while time.monotonic() < deadline:
-            self._rendezvous.check()
-            time.sleep(0.05)
-        raise LostPeer(
-            f"{doing} failed, though no host is known to be gone: {str(error).splitlines()[0]}; last known phases: {self._rendezvous.phases()}"
-        )
+            lost(self._rendezvous, "adding up gradients", error)

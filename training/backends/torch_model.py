@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from training.backends.initial import weight
 from training.config import Model
 from training.errors import BadInput
-from training.hugging_face import config_of, labels_of, local, read_config
-
-HEAD = ("classifier.", "bert.pooler.")  # of a classifier: what an encoder's folder need not have
+from training.hugging_face import HEAD, config_of, labels_of, local, read_config, require_room
 
 Sums = Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor | None]]
 
@@ -40,16 +39,7 @@ def build(
         network = _from_folder(model.path, dropout)
     else:
         network = _with_fresh_head(model.path, values, dropout, seed)
-    positions = network.config.max_position_embeddings - (pad + 1 if network.config.model_type == "roberta" else 0)
-    if sequence_length > positions:
-        raise BadInput(
-            f"the dataset's rows have {sequence_length} tokens, but the model has only {positions} positions; set model.max_positions, or make shorter rows"
-        )
-    if vocabulary > network.config.vocab_size:
-        raise BadInput(
-            f"the tokenizer has {vocabulary} tokens, but the model only {network.config.vocab_size}; "
-            "train with the model's own tokenizer, or set model.vocabulary_size"
-        )
+    require_room(network.config, vocabulary=vocabulary, pad=pad, sequence_length=sequence_length)
     network.train()
     return network
 
@@ -63,8 +53,12 @@ def _fresh(values: dict[str, Any], seed: int) -> Any:
         from transformers.models.bert import modeling_bert as networks
         from transformers.models.bert.configuration_bert import BertConfig as Config
 
-    torch.manual_seed(seed)
-    return getattr(networks, values["architectures"][0])(Config(**values, attn_implementation="eager"))
+    network = getattr(networks, values["architectures"][0])(Config(**values, attn_implementation="eager"))
+    about = {"deviation": network.config.initializer_range, "model_type": values["model_type"], "pad": network.config.pad_token_id}
+    with torch.no_grad():
+        for name, value in network.named_parameters():
+            value.copy_(torch.from_numpy(weight(name, tuple(value.shape), seed=seed, **about)))
+    return network
 
 
 def _from_folder(path: str, dropout: float) -> Any:
