@@ -190,24 +190,26 @@ class TensorFlow:
             norm = tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in gradients])) * scale
             scale = scale * tf.minimum(train.clip_norm / (norm + 1e-6), 1)
 
-        def update(decay: float) -> Callable[..., None]:
-            def change(
-                value: Any, first: Any, second: Any, gradient: Any, scale: Any, rate: Any, correction1: Any, correction2: Any
-            ) -> None:
-                gradient = gradient * scale
-                m = first.assign(train.adam_beta1 * first + (1 - train.adam_beta1) * gradient, read_value=True)
-                v = second.assign(train.adam_beta2 * second + (1 - train.adam_beta2) * gradient * gradient, read_value=True)
-                step = (m / correction1) / (tf.sqrt(v / correction2) + train.adam_epsilon)
-                value.assign_sub(rate * (step + decay * value))
+        def update(strategy: Any, gradients: list[Any], *numbers: Any) -> None:
+            for each, first, second, gradient in zip(self._parameters, *self._moments, gradients, strict=True):
+                strategy.extended.update(each.variable, self._change(each.decayed), args=(first, second, gradient, *numbers))
 
-            return change
-
-        context = tf.distribute.get_replica_context()
-        for each, first, second, gradient in zip(self._parameters, *self._moments, gradients, strict=True):
-            change = update(train.weight_decay if each.decayed else 0.0)
-            arguments = (first, second, gradient, scale, rate, correction1, correction2)
-            context.update(each.variable, change, args=arguments) if self._replicas > 1 else change(each.variable, *arguments)
+        tf.distribute.get_replica_context().merge_call(update, args=(gradients, scale, rate, correction1, correction2))
         return sums
+
+    def _change(self, decayed: bool) -> Callable[..., None]:
+        """Adam's rule for one variable and its moments, on one device."""
+        train = self._train
+        decay = train.weight_decay if decayed else 0.0
+
+        def change(value: Any, first: Any, second: Any, gradient: Any, scale: Any, rate: Any, correction1: Any, correction2: Any) -> None:
+            gradient = gradient * scale
+            m = first.assign(train.adam_beta1 * first + (1 - train.adam_beta1) * gradient)
+            v = second.assign(train.adam_beta2 * second + (1 - train.adam_beta2) * gradient * gradient)
+            step = (m / correction1) / (tf.sqrt(v / correction2) + train.adam_epsilon)
+            value.assign_sub(rate * (step + decay * value))
+
+        return change
 
     # --- arrays to devices
 
