@@ -254,6 +254,9 @@ class TensorFlow:
     def compilations(self) -> tuple[int, float]:
         return sum(program.experimental_get_tracing_count() for program in self._programs.values()), self._tracing_seconds
 
+    def counters(self) -> dict[str, int]:
+        return {"graphs": self.compilations()[0]}
+
     def fallbacks(self) -> list[str]:
         return []  # a program is refused as a whole when the device lacks an operation
 
