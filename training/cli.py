@@ -5,6 +5,7 @@
     tpu-train train CONFIG                  train, on every host of the slice
     tpu-train export RUN OUT                write a run's model as a Hugging Face folder
     tpu-train predict FOLDER TEXT           fill the mask in a text, or name its class
+    tpu-train report RUN                    write report.html of a run
     tpu-train checkpoint list|show|verify   look at a run's checkpoints
 
 Groups import what they need when they are called, so that `--help` is quick.
@@ -139,6 +140,16 @@ def predict(folder: str, text: str, top: int) -> None:
         return
     for answer in fill_mask(folder, text, top):
         click.echo(f"{answer.score:.4f}  {answer.token!r}  {answer.text}")
+
+
+@tpu_train.command("report")
+@click.argument("run")
+@click.option("--out", help="Another file than report.html in the run's folder.")
+def write_report(run: str, out: str | None) -> None:
+    """Write report.html from what is in RUN, a run's folder: finished, stopped or failed."""
+    from training import page
+
+    click.echo(page.write(run, out))
 
 
 @tpu_train.group()

@@ -18,7 +18,7 @@ from typing import Any
 
 import google_crc32c
 
-from training import export, report, storage
+from training import export, page, report, storage
 from training.backends.protocol import Asks, Backend, Outcome, Pending
 from training.checkpoint.manifest import step_folder
 from training.checkpoint.policy import EveryMinutes, EverySteps, Keep
@@ -26,6 +26,7 @@ from training.checkpoint.restore import restore
 from training.checkpoint.save import Description, Saver
 from training.cluster import Cluster
 from training.config import TrainerConfig
+from training.ending import Ending, last_words
 from training.errors import StopRequested, TrainError
 from training.hugging_face import config_of
 from training.metrics import Clock, MetricsLog
@@ -49,11 +50,34 @@ def train(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopp
         record = {
             "run_id": cluster.run_id,
             "attempt": cluster.attempt,
+            "began": round(time.time(), 3),
+            "accelerator": cluster.accelerator_type if device_kind() == "TPU" else None,
             "hosts": cluster.addresses,
             "code": code,
             "config": config.canonical(),
         }
-        claim(folder, cluster, rendezvous, token, record)
+        start = claim(folder, cluster, rendezvous, token, record)
+    ending = Ending(Screen(cluster.is_first))
+    with last_words(folder, start, clock, ending, warn) if cluster.is_first else contextlib.nullcontext():
+        run = _open(config, cluster, rendezvous, stopping, clock, task, code, token, ending)
+        run.loop()
+        return run.finish()
+
+
+def _open(
+    config: TrainerConfig,
+    cluster: Cluster,
+    rendezvous: Rendezvous,
+    stopping: Stopping,
+    clock: Clock,
+    task: Task,
+    code: str,
+    token: str,
+    ending: Ending,
+) -> _Run:
+    """The model, as it was when the run was last committed."""
+    folder = storage.join(config.output, cluster.run_id)
+    with clock.phase("start"):
         rendezvous.phase("loading the framework")
         backend = open_backend(config, cluster, rendezvous, task, token)
     with clock.phase("restore"):
@@ -68,22 +92,15 @@ def train(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopp
         keep = Keep(config.checkpoint.keep_last, config.checkpoint.keep_every)
         description = Description(identity, config.canonical(), code, token)
         saver = Saver(checkpoints, cluster, rendezvous, description, keep, background=config.checkpoint.background)
-        run = _Run(config, cluster, rendezvous, stopping, clock, task, backend, saver, folder)
+        run = _Run(config, cluster, rendezvous, stopping, clock, task, backend, saver, folder, ending.screen)
         run.say(
             f"run {cluster.run_id}, attempt {cluster.attempt}: {cluster.hosts} host(s), {backend.devices} device(s), {task.data.train.records} records"
         )
         if restored:
             run.go_on(restored.manifest.step, restored.manifest.state, restored.damaged)
         run.log = MetricsLog(folder, cluster.attempt, run.step, tensorboard=True) if cluster.is_first else None
-    try:
-        run.loop()
-        return run.finish()
-    except BaseException:
-        run.screen.close()
-        if run.log:
-            with contextlib.suppress(storage.StorageError):  # what ended the run is the news
-                run.log.flush()
-        raise
+        ending.log, ending.step = run.log, lambda: run.step
+    return run
 
 
 NOTHING = Asks()
@@ -104,7 +121,7 @@ class _Run:
     backend: Backend
     saver: Saver
     folder: str
-    screen: Screen = field(init=False)
+    screen: Screen
     work: Work = field(init=False)
     log: MetricsLog | None = None  # host 0 only
     step: int = 0  # steps done, or at least started
@@ -113,6 +130,7 @@ class _Run:
     pending: deque[tuple[Pending, HostBatch]] = field(default_factory=deque)
     losses: dict[str, float | None] = field(default_factory=lambda: {"first": None, "last": None})
     figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    confusion: Any = None  # (classes, classes) counts of the last evaluation, of a task that has them
     trained: int = 0  # steps of this attempt
     last_save: float = field(default_factory=time.monotonic)
     reported: tuple[float, int] = (0.0, 0)  # seconds in steps, and steps, of this attempt at the last progress line
@@ -122,7 +140,6 @@ class _Run:
     seconds_each: float = 0.0  # of a step, at the last progress line
 
     def __post_init__(self) -> None:
-        self.screen = Screen(self.cluster.is_first)
         self.work = Work(self.model_config(), self.cluster.hosts)
 
     def go_on(self, step: int, state: Any, damaged: tuple[int, ...]) -> None:
@@ -239,7 +256,7 @@ class _Run:
                     self.asked = Asks(stop=True)
                     return
         self.compiled_evaluating += self.backend.compilations()[0] - compiled
-        self.figures = self.task.figures(total)
+        self.figures, self.confusion = self.task.figures(total), total.counts
         self.say(report.evaluation(self.step, self.figures))
         if self.log:
             self.log.write({"step": self.step, **{f"eval_{name}": value for name, value in self.figures.items()}})
@@ -281,7 +298,9 @@ class _Run:
         }  # fmt: skip
         if self.log:
             self.log.finish()
-            storage.write(storage.join(self.folder, "summary.json"), json.dumps(summary, indent=1).encode() + b"\n")
+            if self.confusion is not None and self.task.labels:
+                page.confusion(self.folder, self.task.labels, self.confusion.reshape(len(self.task.labels), -1).tolist())
+            storage.write(storage.join(self.folder, page.SUMMARY), json.dumps(summary, indent=1).encode() + b"\n")
             self.say(report.summary(summary))
             self.say("summary: " + json.dumps(summary))
         return summary

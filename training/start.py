@@ -49,10 +49,11 @@ def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float
     return token
 
 
-def claim(folder: str, cluster: Cluster, rendezvous: Rendezvous, token: str, record: Mapping[str, Any]) -> None:
+def claim(folder: str, cluster: Cluster, rendezvous: Rendezvous, token: str, record: Mapping[str, Any]) -> str:
     """Writes what this attempt is to the run's folder, and makes sure that all hosts have that folder in common: their parts go there.
 
-    So an output that can't be written, or that every host has for itself, is found before the first step. Raises BadInput.
+    So an output that can't be written, or that every host has for itself, is found before the first step. Returns where it was written.
+    Raises BadInput.
     """
     url = storage.join(folder, "attempts", f"attempt-{cluster.attempt:04d}.{token}.json")
     if cluster.is_first:
@@ -69,6 +70,7 @@ def claim(folder: str, cluster: Cluster, rendezvous: Rendezvous, token: str, rec
             f"output {folder} is not one folder for all hosts: host 0 wrote {url}, and host {', host '.join(map(str, blind))} can't see it; "
             "use gs://, or a folder that all hosts share"
         )
+    return url
 
 
 def disagreements(told: list[Mapping[str, str]]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,19 @@ def test_it_learns(undisturbed: dict[str, Any], folder: Path) -> None:
     assert undisturbed["eval_weighted_f1"] == pytest.approx(undisturbed["eval_accuracy"], abs=0.05)
     assert undisturbed["last_loss"] < undisturbed["first_loss"] / 2
     assert (undisturbed["eval_accuracy"] * 37) == pytest.approx(round(undisturbed["eval_accuracy"] * 37))  # over exactly the 37 examples
+
+
+def test_the_confusion_matrix_is_a_picture_and_in_the_report(undisturbed: dict[str, Any], folder: Path) -> None:
+    place = folder / "runs" / "undisturbed"
+    found = json.loads((place / "confusion.json").read_text())
+    counts = np.array(found["counts"])
+    assert (found["labels"], counts.sum()) == (LABELS, 37)
+    assert np.trace(counts) / 37 == pytest.approx(undisturbed["eval_accuracy"])
+    picture = ElementTree.parse(place / "confusion.svg").getroot()
+    assert "calm taken for calm" in " ".join(picture.itertext())
+    page = " ".join(ElementTree.fromstring((place / "report.html").read_text().split("\n", 1)[1]).itertext())
+    for words in ("finished", "calm taken for calm", "Confusion matrix", "Where the time went"):
+        assert words in page
 
 
 def test_each_length_is_compiled_once(undisturbed: dict[str, Any]) -> None:

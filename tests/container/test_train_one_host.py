@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
 from pathlib import Path
@@ -155,6 +156,9 @@ def test_an_infinite_loss_stops_the_run_and_names_the_records(folder: Path) -> N
     with pytest.raises(TrainError, match=r"loss of step \d+ is (nan|inf).*[Rr]ecords.*\d") as raised:
         run(folder, "nan", train__learning_rate=1e30, train__clip_norm=None, train__warmup_steps=0)
     assert "last finite" in str(raised.value)
+    told = (folder / "runs" / "nan" / "report.html").read_text()
+    assert html.escape(str(raised.value)) in told
+    assert "failed" in told
 
 
 def test_a_missing_evaluation_shard_is_found_before_the_first_step(folder: Path) -> None:

@@ -1,0 +1,127 @@
+"""report.html is valid XML that fetches nothing, says what happened, and can be made of any run's folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from training import attempts, charts, page
+from training.cli import tpu_train
+from training.errors import BadInput, LostPeer, StopRequested, TrainError
+from training.metrics import MetricsLog
+
+SECONDS = {"start": 2.0, "step": 6.0, "compile": 2.0, "total": 10.0}
+
+
+def attempt(folder: Path, number: int, resumed_at: int, steps: range, error: BaseException | None, *, ended: bool = True) -> None:
+    """What an attempt leaves in the run's folder."""
+    start = folder / "attempts" / f"attempt-{number:04d}.t{number}.json"
+    start.parent.mkdir(parents=True, exist_ok=True)
+    record = {"run_id": "bert-<1>", "began": 1795169047.0 + number, "hosts": ["a", "b"], "code": "c0de", "config": {"seed": 1}}
+    start.write_text(json.dumps(record))
+    log = MetricsLog(str(folder), number, resumed_at)
+    for step in steps:
+        log.write({"step": step, "loss": 8.0 / step, "learning_rate": 1e-4, "examples_per_second": 100.0 + step})
+    log.write({"step": steps[-1], "eval_loss": 2.5, "eval_accuracy": 0.25})
+    log.flush()
+    if ended:
+        attempts.write_end(str(start), error, steps[-1], SECONDS)
+
+
+def texts(document: str) -> str:
+    """All text of a page, which must be well-formed and must not fetch or run anything."""
+    root = ElementTree.fromstring(document.split("\n", 1)[1])
+    for element in root.iter():
+        name = element.tag.rpartition("}")[2]
+        assert name not in ("script", "link", "iframe", "img", "image", "use"), name
+        for attribute, value in element.attrib.items():
+            assert not attribute.endswith(("href", "src")), (name, attribute)
+            assert "http" not in value, value
+    assert "url(" not in document
+    assert "@import" not in document
+    return " ".join(" ".join(root.itertext()).split())
+
+
+def test_a_run_that_failed_is_told_with_all_its_attempts(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 0, range(1, 31), StopRequested("stopped after step 30"))
+    attempt(tmp_path, 1, 30, range(31, 41), None, ended=False)
+    attempt(tmp_path, 2, 20, range(21, 51), TrainError("the loss of step 50 is nan & <infinite>"))
+    said = texts(page.render(page.read(str(tmp_path))))
+    assert "bert-<1> failed" in said
+    assert "the loss of step 50 is nan & <infinite>" in said
+    for words in ("stopped after step 30", "going on, or killed", "8.0000 → 0.1600", "evaluation accuracy", "None was committed"):
+        assert words in said
+    assert "Goodput, the share of the time that was spent in steps: 60.0% of 20.0 s" in said
+
+
+def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Path) -> None:
+    attempt(tmp_path, 0, 0, range(1, 31), None)
+    summary: dict[str, Any] = {
+        "run_id": "bank", "examples_per_second": 1234.5, "tokens_per_second": 9876.0, "mfu": 0.412, "goodput": 0.9, "compilations": 4,
+        "compile_seconds": 3.0, "graphs": 4, "device_to_host_syncs": 0, "host_fallbacks": [], "skipped_records": 3,
+    }  # fmt: skip
+    (tmp_path / page.SUMMARY).write_text(json.dumps(summary))
+    page.confusion(str(tmp_path), ["card <lost>", "card stolen", "other"], [[7.0, 3.0, 0.0], [1.0, 9.0, 0.0], [0.0, 0.0, 5.0]])
+    result = CliRunner().invoke(tpu_train, ["report", str(tmp_path)])
+    assert result.output.strip() == str(tmp_path / "report.html")
+    said = texts((tmp_path / "report.html").read_text())
+    for words in (
+        "bank finished",
+        "1,234.5",
+        "9,876",
+        "41.2%",
+        "90.0%",
+        "4 graphs",
+        "3 damaged records",
+        "card <lost> taken for card stolen: 3 of 10",
+    ):
+        assert words in said
+    picture = ElementTree.parse(tmp_path / "confusion.svg").getroot()
+    assert "card stolen taken for card <lost>: 1 of 10" in " ".join(picture.itertext())
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="not a run's folder"):
+        page.read(str(tmp_path / "nothing"))
+
+
+def test_how_an_attempt_ended() -> None:
+    told = [attempts.how(error) for error in (None, StopRequested(""), BadInput(""), LostPeer(""), TrainError(""), ValueError())]
+    assert told == ["finished", "stopped", "refused", "lost a host", "failed", "failed"]
+
+
+def test_curves_keep_spikes_and_leave_out_what_is_not_finite() -> None:
+    points = [(float(step), 1.0) for step in range(10_000)]
+    points[5_000] = (5_000.0, 99.0)
+    thinned = charts.thin(points, 800)
+    assert len(thinned) <= 801
+    assert (5_000.0, 99.0) in thinned
+    drawn = ElementTree.fromstring(charts.curves("Loss", [charts.Curve("a", [(1, 2.0), (2, math.nan), (3, math.inf), (4, 1.0)])]))
+    [line] = [each for each in drawn.iter() if each.tag.endswith("polyline")]
+    assert len(line.attrib["points"].split()) == 2
+    assert "nothing was recorded" in charts.curves("Loss", [charts.Curve("a", [(1, math.nan)])])
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.2, 3.9), (1.0, 1.0), (0.0, 0.0), (-5.0, 7.0), (1e-6, 4e-4), (1, 123_456)])
+def test_ticks_surround_the_values(low: float, high: float) -> None:
+    found = charts.ticks(low, high, 5)
+    assert found[0] <= low <= high <= found[-1]
+    assert 2 <= len(found) <= 9
+
+
+def test_the_most_confused_pairs_come_first() -> None:
+    found = charts.most_confused(["a", "b", "c"], [[5, 2, 0], [4, 5, 0], [0, 1, 0]])
+    assert [(each.true, each.predicted, each.count, each.of) for each in found] == [("b", "a", 4, 9), ("a", "b", 2, 7), ("c", "b", 1, 1)]
+
+
+def test_77_classes_fit_on_the_page() -> None:
+    names = [f"a_rather_long_intent_{number}" for number in range(77)]
+    picture = ElementTree.fromstring(charts.alone(charts.confusion(names, [[float(a == b) for a in range(77)] for b in range(77)])))
+    assert float(picture.attrib["width"]) < 1000
+    assert sum(each.tag.endswith("title") for each in picture.iter()) == 77
