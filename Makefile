@@ -17,16 +17,19 @@ LOCK := $(BIN)/uv pip compile --quiet --generate-hashes --no-header --python-ver
 LOCK_IMAGE := $(LOCK) --python-platform x86_64-manylinux_2_36
 PYTHON_CODE := launcher training tests tools $(wildcard benchmarks)
 
-.PHONY: help rehearsal test test-fast lint benchmark lock clean need-python need-containers need-kubectl
+.PHONY: help rehearsal test test-nightly test-fast lint benchmark lock clean need-python need-containers need-kubectl
 
 help: ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
 
 rehearsal: need-containers $(VENV_READY) ## a whole run on an emulated slice: up, train, down (SET="slice.accelerator_type=v4-32 ...")
 	@tools/with-engine.sh $(BIN)/tpu-launch rehearsal -f examples/rehearsal.yaml $(foreach each,$(SET),--set '$(each)')
 
 test: need-containers need-kubectl $(VENV_READY) ## everything: lint, fast tests, tests inside the images, emulated slices
 	@tools/with-engine.sh $(BIN)/python tools/run_tests.py
+
+test-nightly: need-containers $(VENV_READY) ## trainers killed at every point of a save, and the bucket failing: KILLS=100 times
+	@TPU_LAUNCH_KILLS=$(or $(KILLS),100) tools/with-engine.sh $(BIN)/python tools/container_tests.py torch-xla tests/container/test_kill_anywhere.py
 
 test-fast: need-kubectl $(VENV_READY) ## the tests that need no container (ARGS="-k words")
 	@$(BIN)/pytest $(ARGS)

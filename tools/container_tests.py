@@ -20,7 +20,7 @@ from launcher import engine, images
 from launcher.errors import LaunchError
 
 HOUSE = Path(__file__).resolve().parent.parent
-MOUNTED = ("tests", "examples", "pyproject.toml")
+MOUNTED = ("tests", "examples", "launcher", "pyproject.toml")  # of the launcher tests use the emulated bucket
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     mounts = [f"--volume={HOUSE / name}:/src/{name}:ro" for name in MOUNTED if (HOUSE / name).exists()]
-    passed_on = [f"--env={name}" for name in ("CI", "TPU_LAUNCH_NO_SKIPS") if name in os.environ]
+    passed_on = [f"--env={name}" for name in ("CI", "TPU_LAUNCH_NO_SKIPS", "TPU_LAUNCH_KILLS") if name in os.environ]
     # No network but loopback: a test that needs more isn't a single-host test.
     container = [docker, "run", "--rm", "--init", "--network=none", "--shm-size=1g", "--workdir=/src", *mounts, *passed_on]
     container += [

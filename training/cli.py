@@ -18,11 +18,14 @@ import os
 import sys
 import time
 import traceback
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from training.errors import Exit, LostPeer, StopRequested, TrainError
+
+if TYPE_CHECKING:
+    from training.rendezvous import Rendezvous
 
 _BEGAN = time.monotonic()
 OUT_OF_MEMORY = "lower train.global_batch_size, raise train.gradient_accumulation, or take precision: bf16"
@@ -90,6 +93,7 @@ def train(config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
             if cluster.hosts == 1
             else join(cluster, asked, start_seconds=waits.start_seconds, seconds=waits.seconds, lost_seconds=waits.lost_seconds)
         )
+    asked.limit(settings.checkpoint.stop_seconds, lambda: _overdue(rendezvous, settings.checkpoint.stop_seconds))
     code, message = Exit.FAILED, "unexpected error"
     try:
         from training.loop import train as run
@@ -212,6 +216,14 @@ def _report(error: TrainError) -> str:
     kind = "stopped" if isinstance(error, StopRequested) else "lost peer" if isinstance(error, LostPeer) else "error"
     print(f"tpu-train: {kind}: {error}", file=sys.stderr, flush=True)
     return str(error)
+
+
+def _overdue(rendezvous: Rendezvous, seconds: float) -> NoReturn:
+    """Leaves while the main thread is in something that does not end in time. The other hosts leave too."""
+    message = f"could not stop in good order within {seconds:g} s (checkpoint.stop_seconds); the run goes on from its last commit"
+    print(f"tpu-train: stopped: {message}", file=sys.stderr, flush=True)
+    rendezvous.close(Exit.SAVED, message, overdue=True)
+    _leave(Exit.SAVED)
 
 
 def _leave(code: int) -> NoReturn:

@@ -119,6 +119,9 @@ class Checkpoint(Section):
     every_minutes: float | None = Field(default=None, gt=0)
     keep_last: int = Field(default=2, ge=1)
     keep_every: int | None = Field(default=None, ge=1)  # steps whose checkpoints are never deleted
+    stop_seconds: float = Field(
+        default=25.0, gt=0
+    )  # after SIGTERM; a host that has not saved by then leaves with the last commit as the state
     background: bool = True  # write while the next steps run
 
 

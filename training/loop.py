@@ -279,6 +279,8 @@ class _Run:
             with self.clock.phase("export"):
                 model = storage.join(self.folder, "model")
                 export.write(model, self.backend.layout(), self.backend.copy, self.model_config(), self.config.data.tokenizer)
+        if any(self.rendezvous.meet("exported", self.stopping.requested, self.config.rendezvous.start_seconds)):
+            self.stop()
         count, compile_seconds = self.backend.compilations()
         step_seconds = self.step_seconds()
         seconds = self.clock.report()

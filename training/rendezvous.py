@@ -9,8 +9,9 @@ connection at once, and a machine that vanished stops acknowledging keep-alive p
 by the time-outs of the meetings.
 
 On the wire: one JSON object a line.
-    host -> server   {"hello": worker, "run_id", "attempt", "hosts"}   {"phase"}   {"arrive": name, "payload", "seconds"}   {"goodbye": code, "reason"}
-    server -> host   {"welcome"}   {"refused": why, "final": bool}   {"complete": name, "payloads"}   {"lost": why}   {"phases": [...]}
+    host -> server   {"hello": worker, "run_id", "attempt", "hosts"}   {"phase"}   {"arrive": name, "payload", "seconds"}
+                     {"goodbye": code, "reason", "overdue"}
+    server -> host   {"welcome"}   {"refused": why, "final": bool}   {"complete": name, "payloads"}   {"lost": why, "code"}   {"phases": [...]}
 
 What can fail half-way: a server that dies after answering some hosts. Those hosts go on and learn of it from their broken connection within
 moments; whoever builds on a meeting must therefore tolerate that only some hosts know it completed (a checkpoint is committed by its manifest, not here).
@@ -56,8 +57,8 @@ class Rendezvous(Protocol):
     def phases(self) -> str:
         """What each host was last known to do, for messages."""
 
-    def close(self, code: int, reason: str = "") -> None:
-        """Says goodbye. A code other than "finished" and "saved" ends the others too."""
+    def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
+        """Says goodbye. A code other than "finished" and "saved" ends the others too, and with `overdue` so do these."""
 
 
 class Alone:
@@ -78,7 +79,7 @@ class Alone:
     def phases(self) -> str:
         return ""
 
-    def close(self, code: int, reason: str = "") -> None:
+    def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         pass
 
 
@@ -99,10 +100,10 @@ def join(cluster: Cluster, stopping: Stopping, *, start_seconds: float, seconds:
         raise
 
 
-def _leave_stuck(message: str) -> None:
+def _leave_stuck(message: str, code: int) -> None:
     """The last resort: the main thread is stuck in a collective that will never end."""
-    print(f"tpu-train: lost peer: {message}", file=sys.stderr, flush=True)
-    os._exit(Exit.LOST_PEER)
+    print(f"tpu-train: {'stopped' if code == Exit.SAVED else 'lost peer'}: {message}", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 class Guest:
@@ -117,7 +118,7 @@ class Guest:
         start_seconds: float,
         seconds: float,
         lost_seconds: float,
-        on_stuck: Callable[[str], None],
+        on_stuck: Callable[[str, int], None],
     ) -> None:
         self._cluster = cluster
         self._server = server
@@ -128,6 +129,7 @@ class Guest:
         self._sending = threading.Lock()
         self._answers: dict[str, list[Any]] = {}
         self._lost: str | None = None
+        self._lost_code = int(Exit.LOST_PEER)
         self._closing = threading.Event()
         self._main, self._aside, self._told = "connected", "", ""
         self._phases: list[str] = []
@@ -170,11 +172,11 @@ class Guest:
             with self._changed:
                 self._raise_if_lost()
 
-    def close(self, code: int, reason: str = "") -> None:
+    def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         if self._closing.is_set():
             return
         self._post({"phase": self._phase})
-        self._post({"goodbye": int(code), "reason": reason.splitlines()[0][:500] if reason else ""})
+        self._post({"goodbye": int(code), "reason": reason.splitlines()[0][:500] if reason else "", "overdue": overdue})
         self._closing.set()
         if self._server:
             self._server.close(5 if code in (Exit.FINISHED, Exit.SAVED) else 1)
@@ -186,7 +188,7 @@ class Guest:
         if self._lost and self._stopping.leave_now:
             raise StopRequested(f"asked to stop before training began ({self._lost}); nothing is lost")
         if self._lost:
-            raise LostPeer(self._lost)
+            raise StopRequested(self._lost) if self._lost_code == Exit.SAVED else LostPeer(self._lost)
 
     def phases(self) -> str:
         return ", ".join(f"host {worker} {phase!r}" for worker, phase in enumerate(self._phases)) or "none"
@@ -227,14 +229,14 @@ class Guest:
             elif "phases" in message:
                 self._phases = message["phases"]
             elif "lost" in message and self._lost is None and not self._closing.is_set():
-                self._lost = message["lost"]
-                threading.Thread(target=self._insist, args=(self._lost,), name="rendezvous-lost", daemon=True).start()
+                self._lost, self._lost_code = message["lost"], message.get("code", int(Exit.LOST_PEER))
+                threading.Thread(target=self._insist, args=(self._lost, self._lost_code), name="rendezvous-lost", daemon=True).start()
             self._changed.notify_all()
 
-    def _insist(self, message: str) -> None:
+    def _insist(self, message: str, code: int) -> None:
         """Lets the main thread end by itself; ends the process when it can't."""
         if not self._closing.wait(GRACE):
-            self._on_stuck(message)
+            self._on_stuck(message, code)
 
 
 def _connect(cluster: Cluster, stopping: Stopping, start_seconds: float, lost_seconds: float) -> tuple[socket.socket, bytes]:

@@ -125,7 +125,7 @@ class Server:
         elif "arrive" in message:
             self._send(self._room.arrive(connection.worker, message["arrive"], message["payload"], message["seconds"], now))
         elif "goodbye" in message:
-            self._send(self._room.goodbye(connection.worker, message["goodbye"], message["reason"]))
+            self._send(self._room.goodbye(connection.worker, message["goodbye"], message["reason"], message.get("overdue", False)))
 
     def _send(self, outgoing: Outgoing) -> None:
         for worker, message in outgoing:

@@ -66,6 +66,7 @@ class Room:
         self.points: dict[str, Point] = {}
         self.completed: OrderedDict[str, list[Any]] = OrderedDict()
         self.lost: str | None = None
+        self.lost_code = Exit.LOST_PEER  # what the others end with: SAVED when the one who left did so because it was asked to stop
 
     def hello(self, worker: int, guest: Identity, now: float) -> tuple[str, bool] | None:
         """Admits a host, or says why not and whether asking again is pointless."""
@@ -102,12 +103,14 @@ class Room:
             self.completed.popitem(last=False)
         return [(each, {"complete": name, "payloads": self.completed[name]}) for each in self._present()]
 
-    def goodbye(self, worker: int, code: int, reason: str) -> Outgoing:
-        """`worker` ends and says how. Any end but a good one is the end for all."""
+    def goodbye(self, worker: int, code: int, reason: str, overdue: bool = False) -> Outgoing:
+        """`worker` ends and says how. Any end but a good one is the end for all; so is a good one in the middle (`overdue`)."""
         member = self.members[worker]
         member.here = False
-        if code in (Exit.FINISHED, Exit.SAVED) and not self.points:
+        if code in (Exit.FINISHED, Exit.SAVED) and not self.points and not overdue:
             return []
+        if code == Exit.SAVED and self.lost is None:
+            self.lost_code = Exit.SAVED
         return self._lose(f"host {worker} stopped in phase {member.phase!r} with exit code {code}" + (f": {reason}" if reason else ""))
 
     def closed(self, worker: int) -> Outgoing:
@@ -145,4 +148,4 @@ class Room:
         return [(worker, self._lost_message()) for worker in self._present()]
 
     def _lost_message(self) -> Message:
-        return {"lost": self.lost}
+        return {"lost": self.lost, "code": int(self.lost_code)}

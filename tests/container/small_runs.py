@@ -135,6 +135,19 @@ def free_ports() -> tuple[int, int]:
         return first.getsockname()[1], second.getsockname()[1]
 
 
+def cluster_environment(run_id: str, attempt: int, worker: int, hosts: int, ports: tuple[int, int]) -> dict[str, str]:
+    """What the launcher tells a host, for hosts that are processes here. `ports`: of the rendezvous and of gloo."""
+    return {
+        "TPU_LAUNCH_RUN_ID": run_id,
+        "TPU_LAUNCH_ATTEMPT": str(attempt),
+        "TPU_WORKER_ID": str(worker),
+        "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * hosts),
+        "TPU_LAUNCH_RENDEZVOUS_PORT": str(ports[0]),
+        "TPU_LAUNCH_GLOO_PORT": str(ports[1]),
+        "PJRT_DEVICE": "CPU",
+    }
+
+
 def start(
     folder: Path,
     run_id: str,
@@ -151,19 +164,11 @@ def start(
     logs.mkdir(exist_ok=True)
     path = logs / f"{run_id}.{attempt}.{'all' if only is None else only}.yaml"
     path.write_text(yaml.safe_dump(config))
-    rendezvous_port, gloo_port = ports or free_ports()
+    ports = ports or free_ports()
     started = []
     for worker in range(hosts) if only is None else [only]:
         out = logs / f"{run_id}.{attempt}.{worker}.log"
-        cluster = {
-            "TPU_LAUNCH_RUN_ID": run_id,
-            "TPU_LAUNCH_ATTEMPT": str(attempt),
-            "TPU_WORKER_ID": str(worker),
-            "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * hosts),
-            "TPU_LAUNCH_RENDEZVOUS_PORT": str(rendezvous_port),
-            "TPU_LAUNCH_GLOO_PORT": str(gloo_port),
-            "PJRT_DEVICE": "CPU",
-        }
+        cluster = cluster_environment(run_id, attempt, worker, hosts, ports)
         with out.open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "training.cli", "train", str(path)],

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from tests.bucket_server import BucketServer
 from training.data import prepare
 from training.data.manifest import Dataset
 from training.data.masking import SpecialTokens
@@ -41,39 +41,12 @@ def samples() -> Samples:
     return Samples()
 
 
-class Storage:
-    """The emulator's Cloud Storage on a loopback port, with faults: `fault(request)` answers instead, or returns None."""
-
-    def __init__(self, folder: Path) -> None:
-        from launcher.emulator.bucket import Buckets
-        from launcher.emulator.bucket_api import StorageApi
-        from launcher.emulator.web import Acceptor, serve_http
-
-        buckets = Buckets(folder)
-        buckets.ensure("bucket")
-        self.api = StorageApi(buckets)
-        self.fault: Callable[[Any], Any] = lambda request: None
-        self.requests: list[tuple[str, str, str]] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._acceptor = Acceptor()
-        self._acceptor.start()
-        self._acceptor.add(self._listener, lambda connection: serve_http(connection, self.answer))
-
-    def answer(self, request: Any) -> Any:
-        self.requests.append((request.method, request.path, request.headers.get("Range", "")))
-        return self.fault(request) or self.api.answer(request)
-
-    def close(self) -> None:
-        self._acceptor.remove(self._listener, close=True)
-
-
 @pytest.fixture
-def gcs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Storage]:
+def gcs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
     """gs://bucket on this machine, and little patience."""
     from training import bucket
 
-    server = Storage(tmp_path_factory.mktemp("storage"))
+    server = BucketServer(tmp_path_factory.mktemp("storage"))
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
     quick = bucket.Patience(connect=2, silence=1, deadline=8, first_delay=0.005, longest_delay=0.05)
     monkeypatch.setattr(bucket, "patience", quick)

@@ -80,7 +80,7 @@ def test_a_broken_connection_ends_the_attempt_for_all() -> None:
     assert [worker for worker, _ in told] == [0, 1]
     assert "host 2 is gone" in told[0][1]["lost"]
     assert "step 7" in told[0][1]["lost"]
-    assert room.arrive(0, "later", None, 10, 2.0) == [(0, {"lost": room.lost})]
+    assert room.arrive(0, "later", None, 10, 2.0) == [(0, {"lost": room.lost, "code": 76})]
     assert "over" in str(room.hello(2, room.identity, 3.0))
 
 
@@ -102,6 +102,14 @@ events = st.lists(
     ),
     max_size=40,
 )
+
+
+def test_a_host_that_must_leave_before_the_others_could_save_takes_them_along_as_stopped() -> None:
+    room = room_of(2)
+    [(worker, message)] = room.goodbye(1, 75, "out of time", overdue=True)
+    assert (worker, message["code"]) == (0, 75)
+    assert "out of time" in message["lost"]
+    assert room.arrive(0, "checkpoint 4", None, 10, 2.0) == [(0, message)]
 
 
 @given(events)

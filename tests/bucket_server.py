@@ -1,0 +1,35 @@
+"""The emulator's Cloud Storage for tests that need no emulated slice: unmodified clients, one bucket, and faults on demand."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class BucketServer:
+    """The emulator's Cloud Storage on a loopback port, with faults: `fault(request)` answers instead, or returns None."""
+
+    def __init__(self, folder: Path) -> None:
+        from launcher.emulator.bucket import Buckets
+        from launcher.emulator.bucket_api import StorageApi
+        from launcher.emulator.web import Acceptor, serve_http
+
+        buckets = Buckets(folder)
+        buckets.ensure("bucket")
+        self.api = StorageApi(buckets)
+        self.fault: Callable[[Any], Any] = lambda request: None
+        self.requests: list[tuple[str, str, str]] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._acceptor = Acceptor()
+        self._acceptor.start()
+        self._acceptor.add(self._listener, lambda connection: serve_http(connection, self.answer))
+
+    def answer(self, request: Any) -> Any:
+        self.requests.append((request.method, request.path, request.headers.get("Range", "")))
+        return self.fault(request) or self.api.answer(request)
+
+    def close(self) -> None:
+        self._acceptor.remove(self._listener, close=True)

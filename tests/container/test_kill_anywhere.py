@@ -1,0 +1,172 @@
+"""Whatever is killed, whenever: restoring gives the newest whole checkpoint, every record counts once, and the last bit of the weights is the same.
+
+Each run is killed at every named point of a save and at random moments, started again after each kill, and compared with an undisturbed one. TPU_LAUNCH_KILLS
+says how many kills there are in all (20; `make test-nightly` takes 100); a failure prints the fates, which are drawn from a fixed seed.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from launcher.emulator.web import Body, Disconnected, Response, json_response
+from tests.bucket_server import BucketServer
+from tests.container import small_runs
+from tests.container.mortals import POINTS, POINTS_OF_FIRST, Fate, Run, resumed_at
+from training import metrics
+from training.errors import Exit
+
+KILLS = int(os.environ.get("TPU_LAUNCH_KILLS", "20"))
+ON_TWO, ON_FOUR, IN_BUCKET = KILLS // 2, KILLS // 5, KILLS * 3 // 10
+EPOCH = 8  # steps: 64 records in batches of 8
+SECONDS = 120 + 20 * KILLS
+
+
+def config(folder: Path, kills: int, **changes: Any) -> dict[str, Any]:
+    """One layer, a save every second step, and steps enough for every kill to come before the last."""
+    steps = -(-(4 * kills + 8) // EPOCH) * EPOCH
+    common = {"train__steps": steps, "checkpoint__every_steps": 2, "checkpoint__keep_last": 2, "export__at_end": False}
+    small = {"model__layers": 1, "model__hidden_size": 16, "data__evaluation": None}
+    return small_runs.document(folder, **common, **small, **changes)
+
+
+def fates(kills: int, hosts: int, seed: int) -> Iterator[dict[int, Fate]]:
+    """The points of a save in turn, from point number `seed` on, each on some host; every third fate strikes at a random moment, some on all hosts."""
+    draw = random.Random(seed)
+    points = [*POINTS, *POINTS_OF_FIRST]
+    for number in range(kills):
+        if number % 3 == 2:
+            # Of a step, a save or a commit, whatever happens to be going on then.
+            fate = Fate("a step", draw.randint(1, 4), draw.uniform(0.001, 0.08))
+            victims = list(range(hosts)) if draw.random() < 0.3 else [draw.randrange(hosts)]
+        else:
+            point = points[(seed + number - number // 3) % len(points)]
+            # Deletions begin with the third save.
+            fate = Fate(point, 1 if point == "between deletions" else draw.randint(1, 2))
+            victims = [0] if point in POINTS_OF_FIRST else [draw.randrange(hosts)]
+        yield dict.fromkeys(victims, fate)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_runs.prepare(tmp_path_factory.mktemp("kills"))
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    server = BucketServer(tmp_path / "storage")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    yield server
+    server.close()
+
+
+def finish_and_compare(run: Run, folder: Path) -> None:
+    """The last attempt, which nothing disturbs, and a run that nothing ever disturbed."""
+    newest = run.newest()
+    last = run.start()
+    assert last.finish() == [0] * run.hosts, last.everything()
+    assert resumed_at(last.text()) == newest
+    straight = Run(folder, f"{run.run_id}-undisturbed", run.hosts, {**run.config, "output": str(folder / "runs")})
+    undisturbed = straight.start()
+    assert undisturbed.finish() == [0] * run.hosts, undisturbed.everything()
+    for key in ("first_loss", "last_loss", "final_weights_crc32c", "committed_step"):
+        assert run.summary()[key] == straight.summary()[key], key
+    lines = [[(line["step"], line["loss"]) for line in metrics.history(each.output)] for each in (run, straight)]
+    assert lines[0][-1] == lines[1][-1]
+    assert set(lines[0]) <= set(lines[1]), "a loss in the history is not the undisturbed one"
+    history, steps = run.history(), run.config["train"]["steps"]
+    assert sorted(history) == list(range(steps))
+    for first in range(0, steps, EPOCH):
+        records = sorted(record for step in range(first, first + EPOCH) for record in history[step])
+        assert records == list(range(64)), f"epoch {first // EPOCH} did not train every record once"
+
+
+def unavailable(bucket: BucketServer, request: Any) -> Any:
+    return Response(503, b"busy")
+
+
+def full(bucket: BucketServer, request: Any) -> Any:
+    """What Google answers when a project's quota or its billing has ended."""
+    refused = {
+        "error": {"code": 403, "message": "The project exceeded its quota for this operation.", "errors": [{"reason": "quotaExceeded"}]}
+    }
+    return json_response(refused, 403) if request.method in ("POST", "PUT") else None
+
+
+def silent(bucket: BucketServer, request: Any) -> Any:
+    """Does as it is told, but the answer is lost."""
+    bucket.api.answer(request)
+    raise Disconnected
+
+
+def from_write(number: int, bucket: BucketServer, fault: Callable[[BucketServer, Any], Any]) -> Callable[[Any], Any]:
+    """The fault begins with the `number`-th write below a checkpoint and lasts."""
+    written = itertools.count(1)
+    begun = threading.Event()
+
+    def answer(request: Any) -> Any:
+        name = unquote(request.path + request.query.get("name", ""))
+        if not begun.is_set() and request.method == "POST":
+            body = request.body.all()
+            request.body = Body(io.BytesIO(body), len(body), False)
+            if (b"/checkpoints/" in body[:4096] or "/checkpoints/" in name) and next(written) >= number:
+                begun.set()
+        return fault(bucket, request) if begun.is_set() else None
+
+    return answer
+
+
+FAULTS = (full, unavailable, silent)
+
+
+def kill(run: Run, doomed: dict[int, Fate], end_seconds: float = 60) -> None:
+    """One attempt in which `doomed` hosts die; everything that was promised about its end and its beginning."""
+    newest = run.newest()
+    attempt = run.start(doomed)
+    codes = attempt.finish(end_seconds)
+    for worker, code in enumerate(codes):
+        expected = -9 if worker in doomed else Exit.LOST_PEER
+        assert code == expected or (len(doomed) > 1 and code in (-9, Exit.LOST_PEER)), f"{doomed}: {codes}\n{attempt.everything()}"
+    assert -9 in codes
+    assert resumed_at(attempt.text(0)) == newest, attempt.everything()
+    assert run.newest() >= newest
+
+
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize(("hosts", "kills", "seed"), [(2, ON_TWO, 0), (4, ON_FOUR, 7)])
+def test_killed_at_any_point_on_a_disk(folder: Path, hosts: int, kills: int, seed: int) -> None:
+    run = Run(folder, f"disk-{hosts}", hosts, config(folder, kills))
+    for doomed in fates(kills, hosts, seed):
+        kill(run, doomed)
+    finish_and_compare(run, folder)
+
+
+@pytest.mark.timeout(SECONDS)
+def test_killed_at_any_point_with_a_bucket_that_fails_too(folder: Path, bucket: BucketServer) -> None:
+    """In turns a host is killed, and the bucket fails in one of its ways from some write of a checkpoint on."""
+    run = Run(folder, "bucket", 2, config(folder, IN_BUCKET, output="gs://bucket/runs"), {"STORAGE_EMULATOR_HOST": bucket.url})
+    draw = random.Random(7)
+    for number, doomed in enumerate(fates(IN_BUCKET, 2, seed=10)):
+        if number % 2 == 0:
+            kill(run, doomed)
+            continue
+        newest = run.newest()
+        bucket.fault = from_write(draw.randint(1, 4), bucket, FAULTS[number // 2 % len(FAULTS)])
+        attempt = run.start()
+        codes = attempt.finish()
+        bucket.fault = lambda request: None
+        assert Exit.FAILED in codes, attempt.everything()
+        assert set(codes) <= {Exit.FAILED, Exit.LOST_PEER}, attempt.everything()
+        assert "Traceback" not in attempt.text(0) + attempt.text(1)
+        assert resumed_at(attempt.text(0)) == newest
+        assert run.newest() >= newest
+    finish_and_compare(run, folder)
