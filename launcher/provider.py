@@ -28,6 +28,12 @@ class SliceState:
         return self.state == "READY"
 
     @property
+    def trouble(self) -> str:
+        """What the API says is wrong with it, for a person; empty when all is well."""
+        parts = [self.state if not self.ready else "", self.health if self.health.startswith("UNHEALTHY") else "", self.detail]
+        return ", ".join(part for part in parts if part)
+
+    @property
     def gone_for_good(self) -> bool:
         """Must be deleted before anything of that name can run again."""
         return self.state in ("PREEMPTED", "TERMINATED")

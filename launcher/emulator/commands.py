@@ -76,7 +76,7 @@ def status(as_json: bool) -> None:
     for node in found["nodes"]:
         click.echo(f"{node['name']}  {node['accelerator_type']}  {node['state']}")
         for host in node["hosts"]:
-            notes = "".join(f" {note}" for note in ("killed", "cut") if host[note])
+            notes = "".join(f" {note}" for note in ("killed", "cut", "hung") if host[note])
             inside = ", ".join(f"{name} ({state})" for name, state in host["containers"].items()) or "no containers"
             click.echo(f"  host {host['worker']}  {host['address']}  {host['hostname']}  {host['state']}{notes}  {inside}")
     for queued in found["queued_resources"]:
@@ -140,12 +140,32 @@ def cut_host(node: str, worker: int, seconds: float | None, as_json: bool) -> No
     _inject("cut-host", as_json, node=node, worker=worker, seconds=seconds)
 
 
+@inject.command("hang-host")
+@click.argument("node")
+@click.argument("worker", type=int)
+@seconds_option
+@json_option
+def hang_host(node: str, worker: int, seconds: float | None, as_json: bool) -> None:
+    """Stop every process of host WORKER of NODE: connections stay open, nothing answers."""
+    _inject("hang-host", as_json, node=node, worker=worker, seconds=seconds)
+
+
+@inject.command("outage")
+@click.argument("kind", type=click.Choice(["repair", "maintenance"]))
+@click.argument("node")
+@click.option("--for", "seconds", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True)
+@json_option
+def outage(kind: str, node: str, seconds: float, as_json: bool) -> None:
+    """Take NODE's hosts down for some seconds, as REPAIRING or as a maintenance event; then they boot again."""
+    _inject(kind, as_json, node=node, seconds=seconds)
+
+
 @inject.command("restore-host")
 @click.argument("node")
 @click.argument("worker", type=int)
 @json_option
 def restore_host(node: str, worker: int, as_json: bool) -> None:
-    """Undo kill-host and cut-host: the host boots again, or gets its network back."""
+    """Undo kill-host, cut-host and hang-host: the host boots again, gets its network back, or goes on."""
     _inject("restore-host", as_json, node=node, worker=worker)
 
 
@@ -171,6 +191,44 @@ def quota(count: int | None, as_json: bool) -> None:
 def permission(count: int | None, as_json: bool) -> None:
     """Creations are answered with 403 "Permission denied on 'locations/...'"."""
     _inject("permission", as_json, left=count)
+
+
+@inject.command()
+@count_option
+@json_option
+def busy(count: int | None, as_json: bool) -> None:
+    """Creations, changes and deletions are answered with 409 "unable to queue the operation"."""
+    _inject("busy", as_json, left=count)
+
+
+@inject.command()
+@click.argument("count", type=click.IntRange(1), default=1)
+@json_option
+def stuck(count: int, as_json: bool) -> None:
+    """The operations of the next COUNT creations never end; deleting the node ends them."""
+    _inject("stuck", as_json, left=count)
+
+
+def _of_host(node: str | None, worker: int | None) -> dict[str, Any]:
+    return {} if node is None else {"node": node, "worker": worker or 0}
+
+
+@inject.command()
+@click.argument("node", required=False)
+@click.argument("worker", type=int, required=False)
+@json_option
+def registry(node: str | None, worker: int | None, as_json: bool) -> None:
+    """The image registry is down: for everybody, or only for host WORKER of NODE, which then lacks what it did not pull before."""
+    _inject("registry", as_json, **_of_host(node, worker))
+
+
+@inject.command("disk-full")
+@click.argument("node")
+@click.argument("worker", type=int)
+@json_option
+def disk_full(node: str, worker: int, as_json: bool) -> None:
+    """The disk of host WORKER of NODE is full: its engine can't pull an image or make a container."""
+    _inject("disk-full", as_json, **_of_host(node, worker))
 
 
 @inject.command()

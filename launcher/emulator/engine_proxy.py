@@ -19,7 +19,7 @@ from io import BytesIO
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlencode
 
-from launcher.emulator import engine, registry
+from launcher.emulator import engine, faults, registry
 from launcher.emulator.engine import Refused, View, split_version
 from launcher.emulator.engine_client import Engine, EngineError, UnixConnection
 from launcher.emulator.state import Store
@@ -120,6 +120,7 @@ class Views:
         return self._forward(request, request.path)
 
     def _push(self, request: EngineRequest, name: str) -> None:
+        self._require("", registry_of=name)
         reference = registry.parse(name)
         tag = request.query.get("tag") or reference.tag
         if tag:
@@ -181,10 +182,13 @@ class Views:
             case ("GET", ["images", "json"]):
                 self._forward(request, request.path)
             case ("GET", ["images", *name, "json"]) if name:
+                if self._trouble(view.hostname, registry_of="/".join(name)):  # it was not pulled before either
+                    raise Refused(404, f"No such image: {'/'.join(name)}")
                 self._inspect_image(request, "/".join(name), only_pushed=True)
             case ("GET", ["images", *name, "history"]) if name:
                 self._forward(request, f"/images/{quote(self._image_id('/'.join(name), only_pushed=True), safe=':')}/history")
             case ("POST", ["images", "create"]):
+                self._require(view.hostname, registry_of=request.query.get("fromImage", ""))
                 self._pull(request)
             case ("GET", ["distribution", *name, "json"]) if registry.is_registry("/".join(name)):
                 image = self._image_id("/".join(name), only_pushed=True)
@@ -216,6 +220,7 @@ class Views:
 
     def _create(self, request: EngineRequest, view: View) -> None:
         body = request.json()
+        self._require(view.hostname)
         name = request.query.get("name", "")
         # Without a name the engine would make one up that shows no prefix; the host's view strips only what is there.
         if name:
@@ -275,6 +280,15 @@ class Views:
         upstream.close()
 
     # -- both -----------------------------------------------------------------------------------------------------------------------------
+
+    def _trouble(self, hostname: str, *, registry_of: str = "") -> str | None:
+        with self._store.read() as state:
+            return faults.engine_trouble(state, hostname, registry=registry.is_registry(registry_of))
+
+    def _require(self, hostname: str, *, registry_of: str = "") -> None:
+        """Raises Refused while a fault says so."""
+        if trouble := self._trouble(hostname, registry_of=registry_of):
+            raise Refused(500, trouble)
 
     def _image_id(self, name: str, *, only_pushed: bool) -> str:
         """The image id of a registry's name; other names as they are. Raises Refused when only pushed ones count and it wasn't."""

@@ -41,6 +41,48 @@ def refuse_create(state: State, wanted: Accelerator, zone: str) -> None:
         raise ApiError(catalogue.RESOURCE_EXHAUSTED, f"Quota limit '{limit}' has been exceeded. Limit: 0 in zone {zone}.")
 
 
+def refuse_change(state: State) -> None:
+    """Raises what Google answers while another operation is on its way."""
+    if take(state, "busy"):
+        raise ApiError(catalogue.ABORTED, "unable to queue the operation")
+
+
+def engine_trouble(state: State, hostname: str, *, registry: bool) -> str | None:
+    """Why an engine (a host's; the workstation's has no name) can't do what it is asked for now: its registry is down, or its disk is full."""
+    for fault in state.faults:
+        if fault.host in ("", hostname):
+            if fault.kind == "registry" and registry:
+                return "received unexpected HTTP status: 503 Service Unavailable"
+            if fault.kind == "disk-full" and fault.host == hostname:
+                return "write /var/lib/docker/tmp/GetImageBlob: no space left on device"
+    return None
+
+
+# What an outage shows of a node: Google's words for its state and health.
+OUTAGES: dict[str, dict[str, Any]] = {
+    "repair": {"state": "REPAIRING", "health": "TIMEOUT", "healthDescription": "The TPU is being repaired."},
+    "maintenance": {
+        "health": "UNHEALTHY_MAINTENANCE",
+        "healthDescription": "The TPU had a maintenance event.",
+        "upcomingMaintenance": {"type": "UNSCHEDULED", "maintenanceStatus": "ONGOING"},
+    },
+}
+
+
+def begin_outage(node: Node, kind: str, until: float) -> None:
+    """The node shows that it is being worked on. Its hosts are the caller's business."""
+    node.resource |= OUTAGES[kind]
+    node.outage_until = until
+
+
+def end_outage(node: Node) -> None:
+    node.outage_until = None
+    for key in ("upcomingMaintenance", "healthDescription"):
+        node.resource.pop(key, None)
+    if node.state in ("READY", "REPAIRING"):
+        node.resource |= {"state": "READY", "health": "HEALTHY"}
+
+
 def stockout(state: State, zone: str) -> dict[str, Any] | None:
     """The error that a creation's operation ends with, when a stock-out is due."""
     if not take(state, "stockout"):

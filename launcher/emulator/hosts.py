@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlencode
 
+from launcher.emulator import faults
 from launcher.emulator.engine import Refused
 from launcher.emulator.engine_client import LABEL, MACHINE_LABEL, EngineError, UnixConnection, filters
 from launcher.emulator.machines import SHARED, Machines
@@ -113,11 +114,16 @@ class Hosts:
                 self.acceptor.remove(listener, close=False)
         self.machines.cut(host)
 
+    def hang(self, host: Host) -> None:
+        self.machines.hang(host)
+
     def restore(self, host: Host) -> None:
-        """Undoes kill and cut, and starts a host that somebody else killed."""
+        """Undoes kill, cut and hang, and starts a host that somebody else killed."""
         with self.store.change():
-            cut = host.cut
-            host.killed, host.cut, host.restore_at = False, False, None
+            cut, hung = host.cut, host.hung
+            host.killed, host.cut, host.hung, host.restore_at = False, False, False, None
+        if hung:
+            self.machines.wake(host)
         if cut:
             self.machines.join(host)
             with self.lock:
@@ -162,8 +168,13 @@ class Hosts:
                 with self.store.read() as state:
                     due = [host for host in all_hosts(state) if host.restore_at is not None and host.restore_at <= now]
                     names = {host.hostname for host in all_hosts(state)}
+                    over = [node for node in state.nodes.values() if node.outage_until is not None and node.outage_until <= now]
                 for host in due:
                     self.restore(host)
+                if over:
+                    with self.store.change():
+                        for node in over:
+                            faults.end_outage(node)
                 with self.lock:
                     gone = [name for name in self.control_sockets if name not in names]
                     for name in gone:

@@ -149,6 +149,16 @@ class Machines:
             if policy == "always" or (policy == "unless-stopped" and ended >= before["FinishedAt"]):
                 self._try("POST", f"/containers/{each['Id']}/start")
 
+    def hang(self, host: Host) -> None:
+        """Nothing on the host runs any more, and nothing is closed: connections stay open and nobody answers."""
+        for name in (*(each["Id"] for each in self.own(host.hostname) if each["State"] == "running"), host.hostname):
+            self._try("POST", f"/containers/{name}/pause")
+
+    def wake(self, host: Host) -> None:
+        """Undoes `hang`."""
+        for name in (host.hostname, *(each["Id"] for each in self.own(host.hostname) if each["State"] == "paused")):
+            self._try("POST", f"/containers/{name}/unpause")
+
     def cut(self, host: Host) -> None:
         """The cable is pulled: no ssh, no peers, nothing outside. What runs goes on."""
         self._try("POST", f"/networks/{self.network}/disconnect", body={"Container": host.hostname, "Force": True})

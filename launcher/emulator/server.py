@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 # Names of the sockets in the private folder.
 CONTROL, ENGINE = "control.sock", "engine.sock"
+_SHOWN = {"worker": "index", "hostname": "hostname", "address": "address", "killed": "killed", "cut": "cut", "hung": "hung"}
 QUEUE_SECONDS = 0.3  # between looks at the queued resources
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -210,22 +211,21 @@ class Server:
 
     @staticmethod
     def _status_of(node: Node) -> dict[str, Any]:
-        hosts = [
-            {"worker": host.index, "hostname": host.hostname, "address": host.address, "killed": host.killed, "cut": host.cut}
-            for host in node.hosts
-        ]
+        hosts = [{key: getattr(host, name) for key, name in _SHOWN.items()} for host in node.hosts]
         return {"name": node.name, "state": node.state, "accelerator_type": node.resource["acceleratorType"], "hosts": hosts}
 
     def inject(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """A fault, as commands.py describes it: {"fault": ..., and its arguments}."""
         kind = wanted.pop("fault")
-        if kind in ("preempt", "kill-host", "cut-host", "restore-host"):
+        if kind in ("preempt", "kill-host", "cut-host", "hang-host", "restore-host", *faults.OUTAGES):
             return self._inject_host(kind, wanted)
         with self.store.change() as state:
             if kind == "clear":
                 state.faults.clear()
-                broken = [host for host in all_hosts(state) if host.killed or host.cut]
+                broken = [host for host in all_hosts(state) if host.killed or host.cut or host.hung]
             else:
+                if node := wanted.pop("node", None):
+                    wanted["host"] = faults.find_host(state, node, wanted.pop("worker")).hostname
                 state.faults.append(Fault(**{"kind": kind, "service": "tpu", **wanted}))
                 broken = []
         for host in broken:
@@ -241,6 +241,14 @@ class Server:
                     raise ValueError(f"node {node.short_name} is {node.state}; only a READY one can be preempted")
                 node.resource["state"] = "PREEMPTED"
                 node.resource.pop("health", None)
+            elif kind in faults.OUTAGES:
+                hosts = list(node.hosts)
+                if node.state != "READY":
+                    raise ValueError(f"node {node.short_name} is {node.state}; only a READY one is worked on")
+                until = time.time() + wanted["seconds"]
+                faults.begin_outage(node, kind, until)
+                for host in hosts:
+                    host.killed, host.restore_at = True, until
             else:
                 host = faults.find_host(state, wanted["node"], wanted["worker"])
                 if kind == "restore-host" and node.state != "READY":
@@ -248,10 +256,10 @@ class Server:
                 hosts = [host]
                 if kind != "restore-host":
                     host.killed, host.cut = host.killed or kind == "kill-host", host.cut or kind == "cut-host"
+                    host.hung = host.hung or kind == "hang-host"
                     host.restore_at = time.time() + wanted["seconds"] if wanted.get("seconds") else None
-        act = {"preempt": self.hosts.kill, "kill-host": self.hosts.kill, "cut-host": self.hosts.cut, "restore-host": self.hosts.restore}[
-            kind
-        ]
+        acts = {"cut-host": self.hosts.cut, "hang-host": self.hosts.hang, "restore-host": self.hosts.restore}
+        act = acts.get(kind, self.hosts.kill)
         with ThreadPoolExecutor(max(1, len(hosts))) as pool:
             list(pool.map(act, hosts))
         return {"fault": kind, "node": node.name, "hosts": [host.hostname for host in hosts]}

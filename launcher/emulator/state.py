@@ -33,6 +33,7 @@ class Host:
     instance_id: int
     killed: bool = False  # by a fault: stays down until restored
     cut: bool = False  # by a fault: no network until restored
+    hung: bool = False  # by a fault: its processes stand still until restored
     restore_at: float | None = None  # when a killed or cut host comes back by itself
     guest_attributes: dict[str, str] = field(default_factory=dict)  # "hostkeys/ssh-ed25519" -> value
 
@@ -44,6 +45,7 @@ class Node:
     name: str  # projects/P/locations/Z/nodes/N
     resource: dict[str, Any]
     hosts: list[Host]
+    outage_until: float | None = None  # a repair or a maintenance that ends then
 
     @property
     def project(self) -> str:
@@ -99,12 +101,13 @@ class QueuedResource:
 class Fault:
     """Something that will go wrong `left` more times (None: until cleared). See faults.py."""
 
-    kind: str  # stockout | quota | permission | errors | slow
+    kind: str  # stockout | quota | permission | busy | stuck | errors | slow | registry | disk-full
     service: str  # tpu | storage | metadata
     left: int | None = None
     status: int = 503
     rate: float = 1.0
     seconds: float = 0.0
+    host: str = ""  # of registry and disk-full: only this host's
 
 
 @dataclass
@@ -143,7 +146,7 @@ def from_json(text: str) -> State:
         raise ValueError(f"not an emulator state of format {FORMAT}")
     try:
         value["nodes"] = {
-            name: Node(node["name"], node["resource"], [Host(**host) for host in node["hosts"]]) for name, node in value["nodes"].items()
+            name: Node(**{**node, "hosts": [Host(**host) for host in node["hosts"]]}) for name, node in value["nodes"].items()
         }
         value["operations"] = {name: Operation(**operation) for name, operation in value["operations"].items()}
         value["faults"] = [Fault(**fault) for fault in value["faults"]]

@@ -24,6 +24,7 @@ from training.accelerators import ACCELERATORS, Accelerator
 PROJECT_NUMBER = "100000000001"
 # States in which only deletion makes sense.
 _TERMINAL = {"PREEMPTED", "TERMINATED"}
+_NEVER = 1e7  # seconds
 _FIRST_HOST = 10  # of the subnet: the addresses below belong to the network
 
 
@@ -140,9 +141,12 @@ def _create(state: State, call: Call, parent: str, now: float) -> Operation:
     if name in state.nodes:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{name}' already exists")
     faults.refuse_create(state, wanted, zone)
+    faults.refuse_change(state)
     hosts = new_hosts(state, name, wanted.hosts, now)
     operation = start_operation(state, "create", name, now, state.create_seconds)
     operation.failure = faults.stockout(state, zone)
+    if faults.take(state, "stuck"):
+        operation.ends_at = now + _NEVER
     # A stock-out is known before any VM exists.
     node = Node(name, _new_resource(call.body, name, wanted, zone, project, now), [] if operation.failure else hosts)
     state.nodes[name] = node
@@ -190,6 +194,7 @@ def new_hosts(state: State, name: str, count: int, now: float) -> list[Host]:
 def _delete(state: State, node: Node, now: float) -> Operation:
     if node.state == "DELETING":
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
+    faults.refuse_change(state)
     for other in state.operations.values():
         if other.target == node.name and not other.done:
             other.cancelled = True
@@ -221,6 +226,7 @@ def _update(state: State, node: Node, call: Call, now: float) -> Operation:
         raise bad_request(f"update is not supported while in state {node.state}")
     if any(each.target == node.name and not each.done for each in state.operations.values()):
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
+    faults.refuse_change(state)
     empty: dict[str, Any] = {"metadata": {}, "labels": {}, "description": "", "tags": []}
     change = {part: call.body.get(part, empty[part]) for part in mask}
     for part, value in change.items():

@@ -6,6 +6,7 @@ finds its containers running attaches to them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -21,7 +22,7 @@ from launcher.run import ledger as ledgers
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.recovery import Budgets, Next, decide, spent_so_far
 from launcher.run.supervise import Watched, explain, last_lines, supervise
-from launcher.run.verdict import Kind, Limits, Verdict
+from launcher.run.verdict import Cause, Kind, Limits, Verdict
 
 CONFIG_FILE = "config.yaml"  # below /etc/tpu-launch in the container
 TRAINER_COMMAND = ("tpu-train", "train", f"/etc/tpu-launch/{CONFIG_FILE}")
@@ -61,7 +62,7 @@ def run(
                 return outcome
             # It had ended while nobody watched: what was asked for now is to resume it.
             say(f"run {ledger.folder.name}: attempt {watched.number} had ended: {explain(outcome.verdict)[0]}")
-        return _go_on(config, provider, ledger, _begin(config, provider, ledger, image(), say), say, emit)
+        return _go_on(config, provider, ledger, image(), say, emit)
 
 
 def attach(config: Config, provider: Provider, home: Path, run_id: str | None, *, say: Say, emit: Emit) -> Outcome:
@@ -87,42 +88,80 @@ def stop(config: Config, provider: Provider, home: Path, run_id: str | None, *, 
     return provider.stop(_watched(config, ledger, number).container, grace=seconds, remove=False)
 
 
-def _begin(config: Config, provider: Provider, ledger: Ledger, image: str, say: Say) -> Watched:
-    """Starts the next attempt on all hosts."""
+def _begin(config: Config, provider: Provider, ledger: Ledger, image: str, say: Say) -> Watched | Verdict:
+    """Starts the next attempt on all hosts. The verdict, when the slice was taken away meanwhile: a preemption like any other."""
     number = ledger.attempts
     attempt = make_attempt(config, ledger.folder.name, number, image)
     before = f" (resumes: the last attempt ended with {ledger.outcome!r})" if number and ledger.outcome else ""
     say(f"run {ledger.folder.name}: attempt {number} on {config.accelerator.hosts} hosts{before}")
+    _sweep(config, provider, ledger.folder.parent.parent)
     ledger.event("attempt", attempt=number, image=attempt.image, command=list(attempt.command))
     try:
         _start_everywhere(provider, attempt, ledger)
     except LaunchError as error:
-        ledger.event("ended", attempt=number, outcome="not started", cause={"what": str(error)}, symptoms=[])
+        taken = _taken_away(provider)
+        outcome = taken.kind.value if taken else "not started"
+        ledger.event("ended", attempt=number, outcome=outcome, cause={"what": str(error)}, symptoms=[])
+        if taken:
+            return taken
         raise
     say(f"run {ledger.folder.name}: started on all hosts; Ctrl-C detaches")
     return _watched(config, ledger, number)
 
 
-def _go_on(config: Config, provider: Provider, ledger: Ledger, watched: Watched, say: Say, emit: Emit) -> Outcome:
-    """Watches an attempt, and the attempts after it that the budgets allow; the outcome of the last one."""
+def _sweep(config: Config, provider: Provider, home: Path) -> None:
+    """Ends what attempts of ours left on hosts that were out of reach when they ended: a host that was only cut off goes on working, and holds its TPU."""
+    for ledger in ledgers.runs(home):
+        left = ledger.left_behind() if _same_slice(config, ledger.record) else []
+        for event in left:
+            with contextlib.suppress(LaunchError):
+                reports = provider.stop(event["container"], grace=1, remove=True, workers=event["hosts"])
+                if all(report.ok for report in reports):
+                    ledger.event("swept", attempt=event["attempt"], hosts=event["hosts"])
+
+
+def _same_slice(config: Config, record: RunRecord) -> bool:
+    wanted = (config.slice.name, config.project, config.zone, config.provider)
+    return (record.slice, record.project, record.zone, record.provider) == wanted
+
+
+def _taken_away(provider: Provider) -> Verdict | None:
+    """Why a start failed, when it was because the slice is gone."""
+    try:
+        found = provider.describe()
+    except LaunchError:
+        return None
+    if found is None or found.gone_for_good:
+        return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {found.state}" if found else "the slice does not exist any more"))
+    return None
+
+
+def _go_on(config: Config, provider: Provider, ledger: Ledger, begun: Watched | str, say: Say, emit: Emit) -> Outcome:
+    """Watches an attempt that runs, or starts one with the image that is given; then the attempts after it that the budgets allow.
+
+    Returns the outcome of the last one.
+    """
     stall = None if config.run.stall_minutes is None else config.run.stall_minutes * 60
     limits = Limits(lost=config.run.host_lost_seconds, stall=stall)
     budgets = Budgets(config.run.preemption_retries, config.run.failure_retries)
     while True:
-        verdict = supervise(provider, ledger, watched, limits=limits, emit=emit, say=say)
+        watched = _begin(config, provider, ledger, begun, say) if isinstance(begun, str) else begun
+        if isinstance(watched, Verdict):
+            number, verdict = ledger.attempts - 1, watched
+        else:
+            number, verdict = watched.number, supervise(provider, ledger, watched, limits=limits, emit=emit, say=say)
         events = ledger.events()
-        stopped = ledger.stop_requested(watched.number)
+        stopped = ledger.stop_requested(number)
         decision = decide(verdict, spent_so_far(events), budgets, stop_requested=stopped)
         if decision.next is Next.END:
-            return Outcome(ledger.folder.name, watched.number, verdict, last_lines(ledger, watched.number, verdict))
+            return Outcome(ledger.folder.name, number, verdict, last_lines(ledger, number, verdict))
         for line in explain(verdict):
-            say(f"run {ledger.folder.name}, attempt {watched.number}: {line}")
+            say(f"run {ledger.folder.name}, attempt {number}: {line}")
         say(f"run {ledger.folder.name}: starting again ({decision.reason})" + (f" in {decision.delay:.0f} s" if decision.delay else ""))
-        ledger.event("recover", after=verdict.kind.value, attempt=watched.number, reason=decision.reason, delay=decision.delay)
+        ledger.event("recover", after=verdict.kind.value, attempt=number, reason=decision.reason, delay=decision.delay)
         time.sleep(decision.delay)
         provider.create()  # finds the slice READY, waits for it, or deletes and creates it, as its state demands
-        image = next(event["image"] for event in reversed(events) if event["event"] == "attempt")
-        watched = _begin(config, provider, ledger, image, say)
+        begun = str(next(event["image"] for event in reversed(events) if event["event"] == "attempt"))
 
 
 def make_attempt(config: Config, run_id: str, number: int, image: str) -> Attempt:
@@ -176,14 +215,8 @@ def _choose(config: Config, home: Path, run_id: str | None, new: bool) -> Ledger
         return known
     if not new:
         for ledger in reversed(ledgers.runs(home)):
-            record = ledger.record
-            if (
-                record.slice == config.slice.name
-                and record.project == config.project
-                and record.zone == config.zone
-                and record.provider == config.provider
-            ):
-                if ledger.outcome != "finished" and record.config_hash == meaning(config):
+            if _same_slice(config, ledger.record):
+                if ledger.outcome != "finished" and ledger.record.config_hash == meaning(config):
                     return ledger
                 break  # only the newest run of the slice can be meant
     return ledgers.begin(home, lambda name: _record(config, name), config.document.dump(), config.run_name)
@@ -245,6 +278,9 @@ def _status(look: Observation) -> str:
 def _start_everywhere(provider: Provider, attempt: Attempt, ledger: Ledger) -> None:
     """Prepares all hosts, checks that they have the same image, starts all. On any failure nothing is left running."""
     prepared = provider.prepare(attempt)
+    if not all(report.ok for report in prepared):
+        with contextlib.suppress(LaunchError):  # what failed is told, not what failed after it
+            provider.stop(attempt.container, grace=1, remove=True, workers=[report.worker for report in prepared if report.ok])
     _require_all(prepared, "prepare")
     images = {report.detail for report in prepared}
     if len(images) != 1:
@@ -254,7 +290,8 @@ def _start_everywhere(provider: Provider, attempt: Attempt, ledger: Ledger) -> N
     ledger.event("prepared", attempt=attempt.number, image_id=images.pop())
     started = provider.start(attempt)
     if not all(report.ok for report in started):
-        provider.stop(attempt.container, grace=1, remove=True)
+        with contextlib.suppress(LaunchError):
+            provider.stop(attempt.container, grace=1, remove=True)
     _require_all(started, "start")
     ledger.event("started", attempt=attempt.number)
 

@@ -89,6 +89,12 @@ class Ledger:
         """Whether the run's owner asked this attempt to stop."""
         return any(event["event"] == "stop" and event.get("attempt") == attempt for event in self.events())
 
+    def left_behind(self) -> list[dict[str, Any]]:
+        """The attempts that ended while some of their hosts were out of reach, and whose hosts were not cleared since."""
+        events = self.events()
+        swept = {event["attempt"] for event in events if event["event"] == "swept"}
+        return [event for event in events if event["event"] == "left behind" and event["attempt"] not in swept]
+
     def log_file(self, attempt: int, worker: int) -> Path:
         folder = self.folder / "logs" / f"attempt-{attempt}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

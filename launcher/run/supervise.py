@@ -42,6 +42,7 @@ class SliceNews:
     """What the API says of the slice; None: it doesn't exist."""
 
     state: str | None
+    detail: str = ""  # what the API says is wrong with it
 
 
 def supervise(
@@ -67,7 +68,7 @@ def supervise(
         say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
         if verdict.kind is Kind.STALLED:
             _save_stacks(provider, ledger, watched, say)
-        # A host that does not answer is not waited for: what its container left is removed when it is back and the run's next attempt starts there.
+        # A host that does not answer is not waited for: what it still has or does is ended before the next start.
         reports = provider.stop(watched.container, grace=_FAILURE_GRACE, remove=False, workers=reachable)
         for report in reports:
             ledger.event("stopped", attempt=watched.number, host=report.worker, ok=report.ok, detail=report.detail)
@@ -84,7 +85,9 @@ def supervise(
         symptoms=list(verdict.symptoms),
         last_lines=last_lines(ledger, watched.number, verdict),
     )
-    provider.stop(watched.container, grace=1, remove=True, workers=reachable)
+    cleared = {report.worker for report in provider.stop(watched.container, grace=1, remove=True, workers=reachable) if report.ok}
+    if left := [worker for worker in watched.workers if worker not in cleared]:
+        ledger.event("left behind", attempt=watched.number, container=watched.container, hosts=left)
     return verdict
 
 
@@ -129,7 +132,9 @@ def _watch(
     for looker in lookers:
         looker.start()
     slice_state: str | None = "READY"
-    slice_asked = complained = last_line = begun
+    slice_detail = ""
+    complained = last_line = begun
+    slice_asked = begun - _SLICE_EVERY
     try:
         while True:
             try:
@@ -139,6 +144,9 @@ def _watch(
             else:
                 if isinstance(news, SliceNews):
                     slice_state = news.state
+                    if news.detail and news.detail != slice_detail:
+                        say(f"the slice: {news.detail}")
+                    slice_detail = news.detail or slice_detail
                 else:
                     if deliver(news) or news.problem:  # what an unreachable host does is not known
                         last_line = time.monotonic()
@@ -154,6 +162,8 @@ def _watch(
             verdict = judge(list(views.values()), now, limits, slice_state=slice_state, stop_requested=requested, quiet=now - last_line)
             if verdict.kind.ended:
                 silent = {verdict.cause.worker} if verdict.kind is Kind.HOST_LOST and verdict.cause else set()
+                if verdict.kind is Kind.HOST_LOST and verdict.cause and slice_detail:
+                    verdict = replace(verdict, cause=replace(verdict.cause, what=f"{verdict.cause.what} (the slice: {slice_detail})"))
                 return verdict, [view.worker for view in views.values() if view.reachable and view.worker not in silent]
     finally:
         over.set()  # not joined: one may be waiting for a host that is gone
@@ -184,7 +194,7 @@ def _ask_slice(provider: Provider, inbox: queue.Queue[Observation | SliceNews]) 
         found = provider.describe()
     except LaunchError:
         return  # the API does not answer either: nothing is known
-    inbox.put(SliceNews(None if found is None else found.state))
+    inbox.put(SliceNews(None) if found is None else SliceNews(found.state, found.trouble))
 
 
 def _update(view: HostView, news: Observation, ledger: Ledger, attempt: int, say: Callable[[str], None]) -> HostView:

@@ -127,7 +127,8 @@ def judge(
             saved = any(_code(view) == TrainerExit.SAVED for view in ended)
             return Verdict(Kind.SAVED if saved else Kind.FINISHED)
         overdue = [view for view in unreachable if now - view.seen > limits.lost and not (view.container and view.container.ended)]
-        if overdue and len(unreachable) < len(views):
+        # When nobody answers it may be our own network: a host is lost when others were heard long after it.
+        if overdue and max(view.seen for view in views) - min(view.seen for view in overdue) > limits.lost / 2:
             return Verdict(Kind.HOST_LOST, _lost(min(overdue, key=lambda view: view.seen), now))
         if limits.stall is not None and quiet > limits.stall and not unreachable and not stop_requested:
             return Verdict(Kind.STALLED, Cause(-1, f"no host has written a line for {quiet / 60:.1f} minutes"))

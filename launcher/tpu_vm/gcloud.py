@@ -9,7 +9,9 @@ or one worker, and no remote command returns 255.
 from __future__ import annotations
 
 import json
+import random
 import re
+import time
 from collections.abc import Sequence
 
 from launcher import shell
@@ -18,6 +20,7 @@ from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.tpu_vm import placement
 
 # gcloud has no time-outs of its own for ssh: a dead host would hang each call for minutes.
+_BUSY_SECONDS = 60.0  # how long another operation on the same node is waited for
 _SSH_FLAGS = ("--ssh-flag=-oConnectTimeout=10", "--ssh-flag=-oServerAliveInterval=15", "--ssh-flag=-oServerAliveCountMax=3")
 
 
@@ -38,6 +41,18 @@ class PermissionDenied(LaunchError):
 
 
 class Conflict(LaunchError):
+    exit_code = Exit.CONFLICT
+
+
+class Preempted(LaunchError):
+    """The slice was taken away; only deleting it is left."""
+
+    exit_code = Exit.PREEMPTED
+
+
+class Busy(LaunchError):
+    """Another operation is on its way; the same request works when that has ended."""
+
     exit_code = Exit.CONFLICT
 
 
@@ -116,11 +131,16 @@ def runtime_versions_command(config: Config) -> list[str]:
 
 
 def call(argv: Sequence[str], *, timeout: float) -> str:
-    """Runs a gcloud command and returns its standard output. Raises the LaunchError that its message means."""
-    result = shell.run(argv, timeout=timeout)
-    if result.ok:
-        return result.stdout
-    raise explain(result.stderr or result.stdout, argv)
+    """Runs a gcloud command and returns its standard output; waits for another operation to end. Raises the LaunchError that its message means."""
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        result = shell.run(argv, timeout=timeout)
+        if result.ok:
+            return result.stdout
+        error = explain(result.stderr or result.stdout, argv)
+        if not isinstance(error, Busy) or time.monotonic() > deadline:
+            raise error
+        time.sleep(1.0 + 2.0 * random.random())
 
 
 def call_with_progress(argv: Sequence[str], *, timeout: float) -> str:
@@ -139,6 +159,8 @@ def call_with_progress(argv: Sequence[str], *, timeout: float) -> str:
 _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
     (r"no more capacity|Insufficient (reserved )?capacity|stockout|ZONE_RESOURCE_POOL_EXHAUSTED", Stockout,
      "no capacity in the zone right now: try again later, another zone, or another accelerator type"),
+    (r"terminal state \W?(PREEMPTED|TERMINATED)", Preempted, "the slice was taken away: `tpu-launch up` deletes it and creates it again"),
+    (r"unable to queue the operation", Busy, "another operation on it has not ended yet: try again in a minute"),
     (r"Quota limit|[Qq]uota .*(exceeded|exhausted)|RESOURCE_EXHAUSTED", QuotaExceeded,
      "quota: ask for more in the Cloud console (IAM & Admin > Quotas), or use what you have elsewhere; waiting does not help"),
     (r"SERVICE_DISABLED|has not been used in project|API .*is disabled|is not enabled", PermissionDenied,
@@ -149,7 +171,7 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
     (r"NOT_FOUND|was not found|could not be found", NotFound, "it does not exist"),
     (r"INVALID_ARGUMENT|invalid AcceleratorType|invalid RuntimeVersion", Refused, "Google refuses the request: correct the file"),
     (r"do not currently have an active account|gcloud auth login|Reauthentication", PermissionDenied, "sign in first: gcloud auth login"),
-    (r"unable to queue the operation|UNAVAILABLE|DEADLINE_EXCEEDED|Connection (refused|reset)|Max retries exceeded|code=5\d\d",
+    (r"UNAVAILABLE|DEADLINE_EXCEEDED|Connection (refused|reset)|Max retries exceeded|code=5\d\d",
      LaunchError, "Google's API can't be reached or has a bad moment: try again"),
 )  # fmt: skip
 

@@ -11,7 +11,9 @@ import io
 import itertools
 import re
 import shlex
+import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ from launcher.errors import LaunchError
 
 _CONNECT_SECONDS = 5.0
 _KEEPALIVE_SECONDS = 5
+_STALE_SECONDS = 10.0
+_CHANNEL_SECONDS = 10.0  # for a host that is connected to answer at all (paramiko would wait for an hour)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Answer:
     stderr: str = ""
     problem: str = ""
     refused: bool = False
+    timed_out: bool = False
 
     @property
     def reached(self) -> bool:
@@ -80,6 +85,10 @@ def parse_dry_run(text: str) -> list[Address]:
     return addresses
 
 
+class HostKeyChanged(paramiko.SSHException):
+    """A host shows another key than the one that is known: nobody is asked to go on, and gcloud would try for 47 s before it said so."""
+
+
 class _AliasKeys(paramiko.MissingHostKeyPolicy):
     """Checks a host's key under the alias gcloud keeps it by. gcloud adds keys on its own first connection; an unknown one is refused."""
 
@@ -91,7 +100,13 @@ class _AliasKeys(paramiko.MissingHostKeyPolicy):
         if Path(self.address.known_hosts).exists():
             known.load(self.address.known_hosts)
         keys = known.lookup(self.address.alias.lower())  # OpenSSH keeps aliases in lower case
-        if keys is None or keys.get(key.get_name()) != key:
+        kept = None if keys is None else keys.get(key.get_name())
+        if kept is not None and kept != key:
+            raise HostKeyChanged(
+                f"the host key of worker {self.address.worker} ({hostname}) has changed: somebody else answers there, or the host was set up anew; "
+                f"if you know why: ssh-keygen -f {self.address.known_hosts} -R {self.address.alias.lower()}"
+            )
+        if kept is None:
             raise paramiko.SSHException(
                 f"the host key of worker {self.address.worker} ({hostname}) is not the one gcloud keeps as {self.address.alias}"
             )
@@ -103,6 +118,7 @@ class Hosts:
     def __init__(self, addresses: Sequence[Address]) -> None:
         self.addresses = {address.worker: address for address in addresses}
         self._connections: dict[int, Connection] = {}
+        self._used: dict[int, float] = {}  # when each was last asked
         self._locks = {worker: threading.Lock() for worker in self.addresses}
 
     @property
@@ -111,23 +127,32 @@ class Hosts:
 
     def ask(self, worker: int, script: str, *, timeout: float, given: str | None = None) -> Answer:
         """Runs `script` on a host, with `given` as its standard input. Never raises for what a network or a host does: the answer says it."""
-        stdin = io.StringIO(given) if given is not None else False
         with self._locks[worker]:
-            try:
-                connection = self._connect(worker)
-                result = connection.run(
-                    f"sh -c {shlex.quote(script)}", hide=True, warn=True, in_stream=stdin, echo_stdin=False, timeout=timeout
-                )
-            except CommandTimedOut:
-                self._drop(worker)
-                return Answer(worker, None, problem=f"no answer within {timeout:.0f} s")
-            except paramiko.SSHException as error:
-                connected = worker in self._connections
-                self._drop(worker)
-                return Answer(worker, None, problem=_say(error), refused=not connected)
-            except (OSError, EOFError) as error:
-                self._drop(worker)
-                return Answer(worker, None, problem=_say(error))
+            # A connection that was not used for a while may have died unnoticed; scripts may be run again.
+            stale = worker in self._connections and time.monotonic() - self._used.get(worker, 0.0) > _STALE_SECONDS
+            answer = self._ask(worker, script, timeout, given)
+            if stale and not answer.reached and not answer.timed_out:
+                answer = self._ask(worker, script, timeout, given)
+            self._used[worker] = time.monotonic()
+            return answer
+
+    def _ask(self, worker: int, script: str, timeout: float, given: str | None) -> Answer:
+        stdin = io.StringIO(given) if given is not None else False
+        try:
+            connection = self._connect(worker)
+            result = connection.run(
+                f"sh -c {shlex.quote(script)}", hide=True, warn=True, in_stream=stdin, echo_stdin=False, timeout=timeout
+            )
+        except CommandTimedOut:
+            self._drop(worker)
+            return Answer(worker, None, problem=f"no answer within {timeout:.0f} s", timed_out=True)
+        except paramiko.SSHException as error:
+            connected = worker in self._connections
+            self._drop(worker)
+            return Answer(worker, None, problem=_say(error), refused=not connected and not isinstance(error, HostKeyChanged))
+        except (OSError, EOFError) as error:
+            self._drop(worker)
+            return Answer(worker, None, problem=_say(error))
         if result.return_code == -1:  # paramiko: the channel closed without a status
             self._drop(worker)
             return Answer(worker, None, problem="the connection closed before the command ended")
@@ -162,6 +187,7 @@ class Hosts:
                 "look_for_keys": False,
                 "banner_timeout": 15,
                 "auth_timeout": 15,
+                "channel_timeout": _CHANNEL_SECONDS,
             },
         )
         connection.client.set_missing_host_key_policy(_AliasKeys(address))
@@ -169,6 +195,8 @@ class Hosts:
         transport = connection.client.get_transport()
         if transport is not None:
             transport.set_keepalive(_KEEPALIVE_SECONDS)
+            # A cable that is pulled shows only in what is not acknowledged: by default after a quarter of an hour.
+            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_CHANNEL_SECONDS * 1000))
         self._connections[worker] = connection
         return connection
 

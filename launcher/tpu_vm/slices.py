@@ -158,7 +158,7 @@ def _create_in(config: Config, say: Callable[[str], None], clock: Callable[[], f
                 f"slice {config.slice.name} disappeared while it was being created; see `gcloud compute tpus operations list --zone={config.zone}`"
             )
         if found.gone_for_good:
-            raise LaunchError(f"slice {found.name} became {found.state} while it was being created; run `tpu-launch up` again")
+            raise gcloud.Preempted(f"slice {found.name} became {found.state} while it was being created; run `tpu-launch up` again")
         if found.state != shown:
             say(f"slice {found.name} is {found.state}")
             shown = found.state

@@ -19,6 +19,7 @@ from launcher.tpu_vm.hosts import Answer, Hosts, parse_dry_run
 
 _LOOK_SECONDS = 20.0
 _FIRST_CONTACT_SECONDS = 300.0
+_SECOND_TRY_SECONDS = 3.0  # one hiccup of one connection must not keep a run from starting
 
 
 class TpuVm:
@@ -89,10 +90,13 @@ class TpuVm:
         if self._gcloud_alone:
             return  # a look through gcloud alone costs seconds; `prepare` finds what matters most
         asked = time.time()
-        answers = self._connected().ask_all(
-            host_checks.script(attempt.image, attempt.run_id, containers.LABEL_RUN), timeout=_LOOK_SECONDS * 2
-        )
-        if not any(answer.reached for answer in answers):
+        script = host_checks.script(attempt.image, attempt.run_id, containers.LABEL_RUN)
+        answers = self._connected().ask_all(script, timeout=_LOOK_SECONDS * 2)
+        if missed := [answer.worker for answer in answers if not answer.reached and not answer.refused]:
+            time.sleep(_SECOND_TRY_SECONDS)
+            again = {answer.worker: answer for answer in self._connected().ask_all(script, timeout=_LOOK_SECONDS, workers=missed)}
+            answers = [again.get(answer.worker, answer) for answer in answers]
+        if all(answer.refused for answer in answers):
             return  # gcloud may still get through: `prepare` tries
         answered = time.time()
         facts = [
@@ -154,6 +158,11 @@ class TpuVm:
                 raise CommandTimeout(
                     f"slice {self.config.slice.name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts are: "
                     + "; ".join(missing)
+                )
+            found = self.describe()
+            if found is None or found.gone_for_good:
+                raise gcloud.Preempted(
+                    f"slice {self.config.slice.name} is {found.state if found else 'gone'}: it was taken away as soon as it came; run `tpu-launch up` again"
                 )
             if missing != [waiting]:
                 self.say("waiting for the hosts: " + "; ".join(missing))

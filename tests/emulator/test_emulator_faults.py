@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launcher.emulator import faults
+from launcher.emulator import catalogue, faults
 from launcher.emulator.catalogue import ApiError
 from launcher.emulator.state import Fault
 
@@ -68,3 +68,37 @@ def test_targets_that_do_not_exist_are_named_with_what_does(api: Any) -> None:
     with pytest.raises(faults.NoSuchTarget, match="workers 0 to 1, no worker 2"):
         faults.find_host(api.state, "pod", 2)
     assert faults.find_host(api.state, "pod", 1).index == 1
+
+
+def test_a_change_is_refused_while_another_operation_is_on_its_way(api: Any) -> None:
+    api.ready()
+    api.state.faults.append(Fault("busy", "tpu", left=1))
+    with pytest.raises(ApiError, match="unable to queue the operation") as refused:
+        api.call("DELETE", "nodes", "pod")
+    assert refused.value.code == catalogue.ABORTED
+    api.call("DELETE", "nodes", "pod")
+
+
+def test_a_stuck_creation_has_no_end_in_sight(api: Any) -> None:
+    api.state.faults.append(Fault("stuck", "tpu", left=1))
+    assert api.operation(api.create()).ends_at > api.now + 1e6
+    assert api.operation(api.create("other")).ends_at < api.now + 60
+
+
+@pytest.mark.parametrize("kind", ["repair", "maintenance"])
+def test_an_outage_shows_and_leaves_no_trace(api: Any, kind: str) -> None:
+    node = api.ready()
+    before = dict(node.resource)
+    faults.begin_outage(node, kind, 1.0)
+    assert node.resource != before
+    faults.end_outage(node)
+    assert node.resource == before
+
+
+def test_a_registry_that_is_down_for_one_host_serves_the_others(api: Any) -> None:
+    api.state.faults.append(Fault("registry", "tpu", host="a"))
+    assert "503" in (faults.engine_trouble(api.state, "a", registry=True) or "")
+    assert faults.engine_trouble(api.state, "a", registry=False) is None
+    assert faults.engine_trouble(api.state, "b", registry=True) is None
+    api.state.faults.append(Fault("disk-full", "tpu", host="b"))
+    assert "no space left" in (faults.engine_trouble(api.state, "b", registry=False) or "")

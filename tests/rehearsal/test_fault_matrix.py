@@ -1,0 +1,303 @@
+"""What can go wrong around a run, row by row: the verdict, the exit code, the message, and that nothing is left behind.
+
+Starts one slice of two hosts and one more host; about 3 minutes. The whole matrix, with what is claimed elsewhere:
+
+| fault                                      | claimed by                                                                                   |
+|--------------------------------------------|----------------------------------------------------------------------------------------------|
+| ssh ends with 255 after the command ran    | test_a_start_that_gcloud_runs_again_starts_once                                              |
+| the command itself ends with 255           | test_runs.py: test_exit_code_255_is_reported_once_and_not_run_again                          |
+| slow host                                  | HOST_ROWS "slow"                                                                             |
+| host dies, hangs, is cut off               | HOST_ROWS; bit for bit: test_recovery.py: test_killing_a_host_ends_the_run_...               |
+| maintenance, REPAIRING                     | HOST_ROWS                                                                                    |
+| PREEMPTED: just created                    | test_a_slice_that_is_taken_away_as_soon_as_it_comes_is_told_at_once                          |
+| PREEMPTED: while starting                  | test_a_preemption_during_the_start_counts_as_one                                             |
+| PREEMPTED: running                         | test_runs.py: test_a_preempted_slice_...; test_recovery.py                                   |
+| PREEMPTED: while stopping                  | test_a_preemption_while_stopping_is_told                                                     |
+| PREEMPTED: before `run`                    | test_queued_slices.py: test_a_request_that_lost_its_node_is_deleted_and_made_again           |
+| stock-out, 429, 403, 409, endless operation| UP_ROWS; several zones and the queue: test_queued_slices.py                                  |
+| another operation on its way (409)         | test_another_operation_is_waited_for                                                         |
+| queued resource SUSPENDED, granted late    | test_queued_slices.py                                                                        |
+| registry down, image missing on one host   | START_ROWS                                                                                   |
+| disk full                                  | START_ROWS                                                                                   |
+| changed host key; a recreated slice        | test_a_changed_host_key_..., test_a_slice_that_was_made_anew_...                             |
+| another run on the slice                   | test_runs.py: test_another_run_on_the_slice_is_not_touched                                   |
+| launcher killed, `run --attach`            | test_runs.py: test_every_line_arrives_once_...; while starting: test_a_launcher_that_is_...  |
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.rehearsal.conftest import SLICE
+from tests.rehearsal.workstation import Ended, Running, Workstation, docker
+
+NAME = "pair"
+FILE = "pair.yaml"
+WAITS = "echo here; trap 'exit 75' TERM; while :; do sleep 0.1; done"
+SMALL = "image: {dockerfile: small/Dockerfile, repository: us-central2-docker.pkg.dev/rehearsal-project/images/small}\n"
+
+
+@pytest.fixture(scope="module")
+def pair(emulator: Workstation) -> Iterator[Workstation]:
+    """A v4-16 that is READY, and an image of little more than a shell in the registry."""
+    (emulator.folder / "small").mkdir()
+    emulator.file("small/Dockerfile", "FROM debian:bookworm-slim\nLABEL tpu-launch.test=faults\n")
+    emulator.file(FILE, SLICE.replace("NAME", NAME).replace("TYPE", "v4-16") + SMALL)
+    emulator.good("--emulated", "up", "-f", FILE)
+    yield emulator
+    emulator.good("emulator", "inject", "clear")
+    emulator.good("--emulated", "down", "-f", FILE)
+
+
+def begin(work: Workstation, script: str, *options: str) -> Running:
+    return work.begin("--emulated", "run", "--new", "--json", "-f", FILE, *options, "--", "sh", "-c", script)
+
+
+def hosts(work: Workstation, name: str = NAME) -> list[str]:
+    """The names of a slice's host containers."""
+    nodes = work.good("emulator", "status", "--json").json()["nodes"]
+    return [host["hostname"] for node in nodes if node["name"].endswith(f"/{name}") for host in node["hosts"]]
+
+
+def on_host(work: Workstation, worker: int, script: str) -> str:
+    """Runs a script on a host from beside, as root."""
+    return docker("exec", hosts(work)[worker], "sh", "-c", script)
+
+
+def bashrc(work: Workstation, worker: int, lines: str) -> None:
+    """What every ssh session of that host does first."""
+    on_host(work, worker, f"for home in /root $(ls -d /home/*/); do cat > $home/.bashrc <<'EOF'\n{lines}\nEOF\ndone")
+
+
+def told(ended: Ended, code: int, *says: str) -> None:
+    assert ended.code == code, ended.output
+    assert "Traceback" not in ended.output, ended.output
+    for words in says:
+        assert words in ended.output, ended.output
+
+
+def nothing_left(work: Workstation) -> None:
+    """No container of a run is on any host."""
+    assert work.containers_of_runs() == []
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """A fault in the middle of a run, and what `run` must make of it. "PAIR" in `inject` is the slice."""
+
+    name: str
+    inject: tuple[str, ...]
+    code: int
+    outcome: str
+    says: tuple[str, ...]
+    seconds: float = 30.0  # from the fault to the end of `run`
+
+
+HOST_ROWS = (
+    HostRow("dies", ("kill-host", NAME, "1"), 11, "host lost", ("host 1: the host has not answered",)),
+    HostRow("is cut off", ("cut-host", NAME, "1"), 11, "host lost", ("host 1: the host has not answered",), 60),
+    HostRow("hangs", ("hang-host", NAME, "0"), 11, "host lost", ("host 0: the host has not answered",), 60),
+    HostRow("maintenance", ("outage", "maintenance", NAME, "--for", "6"), 11, "host lost", ("UNHEALTHY_MAINTENANCE",), 60),
+    HostRow("REPAIRING", ("outage", "repair", NAME, "--for", "6"), 11, "host lost", ("REPAIRING",), 60),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("row", HOST_ROWS, ids=lambda row: row.name)
+def test_a_fault_of_a_host_in_the_middle_of_a_run(pair: Workstation, row: HostRow) -> None:
+    running = begin(pair, WAITS, "--set", "run.host_lost_seconds=4")
+    running.wait_for(r"^\[0\] here")
+    running.wait_for(r"^\[1\] here")
+    begun = time.monotonic()
+    pair.good("emulator", "inject", *row.inject)
+    ended = running.end(row.seconds)
+    told(ended, row.code, *row.says)
+    assert ended.json()["outcome"] == row.outcome
+    assert time.monotonic() - begun < row.seconds
+    pair.good("emulator", "inject", "clear")
+    pair.good("--emulated", "up", "-f", FILE)
+    told(begin(pair, "true").end(60), 0)  # a host that was only out of reach still held its TPU
+    nothing_left(pair)
+
+
+def test_a_slow_host_is_waited_for(pair: Workstation) -> None:
+    bashrc(pair, 1, "sleep 3")
+    ended = begin(pair, "echo one; sleep 6; echo two", "--set", "run.host_lost_seconds=8").end(120)
+    bashrc(pair, 1, "")
+    told(ended, 0, "[0] two", "[1] two")
+    assert ended.output.count("[1] one") == 1
+    nothing_left(pair)
+
+
+def test_a_start_that_gcloud_runs_again_starts_once(pair: Workstation) -> None:
+    """The connection breaks when the container has been started: ssh ends with 255, and gcloud runs the whole command again."""
+    lines = 'case "$BASH_EXECUTION_STRING" in *"docker start"*) mkdir /tmp/dropped 2>/dev/null && trap "kill -9 $PPID" EXIT ;; esac'
+    bashrc(pair, 1, lines)
+    ended = begin(pair, "echo ran; sleep 3").end(120)
+    bashrc(pair, 1, "")
+    assert "dropped" in on_host(pair, 1, "ls /tmp"), "the fault did not happen"
+    told(ended, 0)
+    assert (ended.output.count("[0] ran"), ended.output.count("[1] ran")) == (1, 1)
+    nothing_left(pair)
+
+
+@dataclass(frozen=True)
+class StartRow:
+    """What keeps a run from starting."""
+
+    name: str
+    inject: tuple[str, ...]
+    says: tuple[str, ...]
+
+
+START_ROWS = (
+    StartRow("registry down", ("registry",), ("503 Service Unavailable",)),
+    StartRow("image missing on one host", ("registry", NAME, "1"), ("host 1: the image can not be pulled", "503 Service Unavailable")),
+    StartRow("disk full", ("disk-full", NAME, "0"), ("host 0: ", "no space left on device")),
+)
+
+
+@pytest.mark.parametrize("row", START_ROWS, ids=lambda row: row.name)
+def test_what_keeps_a_run_from_starting_is_told_with_its_host(pair: Workstation, row: StartRow) -> None:
+    pair.good("emulator", "inject", *row.inject)
+    begun = time.monotonic()
+    ended = begin(pair, WAITS).end(90)
+    pair.good("emulator", "inject", "clear")
+    told(ended, 24, *row.says)
+    assert "[0] here" not in ended.output
+    assert time.monotonic() - begun < 40
+    nothing_left(pair)
+
+
+def test_a_launcher_that_is_killed_while_it_starts_can_be_called_again(pair: Workstation) -> None:
+    script = ("--", "sh", "-c", "echo once; sleep 4")
+    running = pair.begin("--emulated", "run", "--new", "-f", FILE, *script)
+    first = running.wait_for(r"run \S+: attempt 0 on 2 hosts")
+    time.sleep(0.5)
+    running.process.kill()
+    running.end()
+    ended = pair.good("--emulated", "run", "-f", FILE, *script)
+    run_id = first.split("run ")[1].split(":")[0]
+    assert run_id in ended.output, "the run that was begun goes on"
+    assert (ended.output.count("[0] once"), ended.output.count("[1] once")) == (1, 1)
+    nothing_left(pair)
+
+
+def test_another_operation_is_waited_for(pair: Workstation) -> None:
+    file = one(pair, "waits")
+    pair.good("emulator", "inject", "busy", "--count", "1")
+    pair.good("--emulated", "up", "-f", file)
+    pair.good("emulator", "inject", "busy", "--count", "1")
+    pair.good("--emulated", "down", "-f", file)
+    assert hosts(pair, "waits") == []
+
+
+def one(work: Workstation, name: str) -> str:
+    """The file of a slice of one host."""
+    return work.file(f"{name}.yaml", SLICE.replace("NAME", name).replace("TYPE", "v4-8") + SMALL)
+
+
+@dataclass(frozen=True)
+class UpRow:
+    """What Google refuses, or never ends."""
+
+    name: str
+    inject: tuple[str, ...]
+    code: int
+    says: tuple[str, ...]
+    settings: tuple[str, ...] = ()
+
+
+UP_ROWS = (
+    UpRow("stock-out", ("stockout",), 20, ("no more capacity", "try again later, another zone")),
+    UpRow("quota, 429", ("quota", "--count", "1"), 21, ("Quota limit", "waiting does not help")),
+    UpRow("permission, 403", ("permission", "--count", "1"), 22, ("Permission denied", "the account lacks a permission")),
+    UpRow("wrong name, 409", (), 23, ("exists and is a v4-8, not a v4-16",), ("--set", "slice.accelerator_type=v4-16")),
+    UpRow("an operation that never ends", ("stuck",), 24, ("no end after", "tpu-launch down"), ("--set", "slice.create_minutes=0.15")),
+)
+
+
+@pytest.mark.parametrize("row", UP_ROWS, ids=lambda row: row.name)
+def test_what_google_refuses_is_told_apart_and_down_leaves_nothing(pair: Workstation, row: UpRow) -> None:
+    file = one(pair, "single")
+    if row.inject:
+        pair.good("emulator", "inject", *row.inject)
+    else:
+        pair.good("--emulated", "up", "-f", file)
+    ended = pair.launch("--emulated", "up", "-f", file, *row.settings)
+    told(ended, row.code, *row.says)
+    pair.good("--emulated", "down", "-f", file)
+    assert hosts(pair, "single") == []
+
+
+def test_a_slice_that_is_taken_away_as_soon_as_it_comes_is_told_at_once(pair: Workstation) -> None:
+    file = one(pair, "brief")
+    running = pair.begin("--emulated", "up", "-f", file)
+    state: Any = None
+    deadline = time.monotonic() + 60
+    while state != "READY":
+        assert time.monotonic() < deadline, "\n".join(running.lines)
+        nodes = pair.good("emulator", "status", "--json").json()["nodes"]
+        state = next((node["state"] for node in nodes if node["name"].endswith("/brief")), None)
+    pair.good("emulator", "inject", "preempt", "brief")
+    told(running.end(60), 12, "slice brief ", " PREEMPTED", "run `tpu-launch up` again")
+    pair.good("--emulated", "down", "-f", file)
+
+
+def test_a_changed_host_key_is_told_at_once_and_nobody_is_trusted(pair: Workstation) -> None:
+    kinds = "for kind in ed25519 ecdsa; do f=/etc/ssh/ssh_host_${kind}_key; "
+    on_host(
+        pair,
+        1,
+        f"mkdir -p /root/kept && cp -p /etc/ssh/ssh_host_* /root/kept/; {kinds} rm $f; ssh-keygen -q -t $kind -N '' -f $f; done; pkill -HUP -o sshd",
+    )
+    try:
+        begun = time.monotonic()
+        ended = begin(pair, WAITS).end(90)
+        told(ended, 24, "host 1: ", "the host key of worker 1", "has changed")
+        assert time.monotonic() - begun < 30, "gcloud alone tries for 47 s"
+    finally:
+        on_host(pair, 1, "cp -p /root/kept/* /etc/ssh/; pkill -HUP -o sshd")
+    nothing_left(pair)
+
+
+def test_a_preemption_while_stopping_is_told(pair: Workstation) -> None:
+    running = begin(pair, "trap '' TERM; echo here; while :; do sleep 0.1; done")
+    running.wait_for(r"^\[1\] here")
+    stopping = pair.begin("--emulated", "stop", "-f", FILE, "--grace", "20")
+    stopping.wait_for("stopping run")
+    time.sleep(1)
+    pair.good("emulator", "inject", "preempt", NAME)
+    told(stopping.end(60), 24, "host 0: ")
+    ended = running.end(60)
+    told(ended, 12, "the slice is PREEMPTED")
+    assert ended.json()["outcome"] == "preempted"
+    pair.good("--emulated", "up", "-f", FILE)
+    nothing_left(pair)
+
+
+def test_a_preemption_during_the_start_counts_as_one(pair: Workstation) -> None:
+    """With a budget, the slice is made again and the run goes on: also when it is taken away before anything ran."""
+    bashrc(pair, 0, "sleep 3")
+    running = begin(pair, 'echo "attempt $TPU_LAUNCH_ATTEMPT"', "--set", "run.preemption_retries=1")
+    running.wait_for(r"attempt 0 on 2 hosts")
+    pair.good("emulator", "inject", "preempt", NAME)
+    ended = running.end(150)
+    told(ended, 0, "PREEMPTED", "preemption 1 of 1", "[0] attempt 1", "[1] attempt 1")
+    nothing_left(pair)
+
+
+def test_a_slice_that_was_made_anew_by_somebody_else_is_recognised(pair: Workstation) -> None:
+    """Same name, other hosts and keys: gcloud alone would meet the old key under the old alias."""
+    elsewhere = {"TPU_LAUNCH_HOME": pair.environment["TPU_LAUNCH_HOME"]}
+    for verb in ("down", "up"):
+        assert pair.launch("--emulated", verb, "-f", FILE, environment=elsewhere).code == 0
+    begun = time.monotonic()
+    ended = begin(pair, "echo ran").end(60)
+    told(ended, 0, "[0] ran", "[1] ran")
+    assert time.monotonic() - begun < 40
+    nothing_left(pair)
