@@ -50,8 +50,9 @@ class TorchXla:
         token: str,
     ) -> None:
         self._config, self._train, self._cluster = config, config.train, cluster
-        self._spmd = os.environ.get("PJRT_DEVICE") == "TPU" or int(os.environ.get("CPU_NUM_DEVICES") or 1) > 1
-        if self._spmd:
+        many = os.environ.get("PJRT_DEVICE") == "TPU" or int(os.environ.get("CPU_NUM_DEVICES") or 1) > 1
+        self._spmd = many or xla_runtime.is_spmd()  # preflight says so, where there is one device
+        if self._spmd and not xla_runtime.is_spmd():
             xla_runtime.use_spmd()
         self._device = torch_xla.device()
         self.devices = xla_runtime.global_runtime_device_count() if self._spmd else cluster.hosts
@@ -218,24 +219,24 @@ class TorchXla:
         return value.cpu()
 
     def layout(self) -> dict[str, TensorInfo]:
-        return {name: TensorInfo("F32", tuple(value.shape), value.numel() * 4) for name, value in self._state().items()}
+        return {name: TensorInfo("F32", tuple(value.shape), value.numel() * 4) for name, value in self.state().items()}
 
     def copy(self, places: Mapping[str, memoryview]) -> None:
-        state = self._state()
+        state = self.state()
         for name, place in places.items():
             # (bytes,) of the tensor into its place
             np.frombuffer(place, dtype=np.float32)[:] = self.to_host(state[name].detach()).numpy().reshape(-1)
 
     def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
         assert not self._uploaded, "restore before the first step"
-        state, layout = self._state(), self.layout()
+        state, layout = self.state(), self.layout()
         for name, (info, data) in tensors.items():
             if layout.get(name) != info:
                 raise Damaged(f"tensor {name} is {info.dtype} {list(info.shape)}, which has no place in this model")
             with torch.no_grad():
                 state[name].copy_(torch.frombuffer(bytearray(data), dtype=torch.float32).view(info.shape))
 
-    def _state(self) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         groups = (("model", self._parameters), ("adam_m", self._moments[0]), ("adam_v", self._moments[1]))
         return {f"{group}/{name}": value for group, values in groups for name, value in values.items()}
 
@@ -248,7 +249,7 @@ class TorchXla:
         self._moments = [{name: value.to(self._device) for name, value in group.items()} for group in self._moments]
         if self._mesh:
             # Said before the first step; else its outputs say it, and the second step is another program.
-            for value in self._state().values():
+            for value in self.state().values():
                 spmd.mark_sharding(value, self._mesh, (None,) * value.ndim)
         self._uploaded = True
 
