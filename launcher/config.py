@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from launcher.errors import BadInput
 from training.accelerators import Accelerator, UnknownAccelerator, accelerator
@@ -121,11 +121,18 @@ class ImageSection(Section):
 
     backend: Backend | None = None  # whose image; the trainer's `backend` when absent
     repository: str | None = None  # REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME; absent: the hosts must have the image
+    code: str | None = None  # a folder of your own: it comes to our image's working directory
     dockerfile: str | None = None  # your own Dockerfile instead of ours
     context: str | None = None  # its build context; the Dockerfile's folder when absent
     target: str | None = None
     build_args: dict[str, str] = {}
     ca_bundle: str | None = None  # given to the build as a secret: for networks behind a TLS proxy
+
+    @model_validator(mode="after")
+    def _one_way(self) -> ImageSection:
+        if self.code and (self.dockerfile or self.reference):
+            raise ValueError("code comes into our image: copy it in your own Dockerfile, or leave out image.dockerfile and image.reference")
+        return self
 
 
 class RunSection(Section):

@@ -83,9 +83,11 @@ def default_spec(
     build_args: Mapping[str, str] | None = None,
     ca_bundle: Path | None = None,
     target: str | None = None,
+    code: Path | None = None,
 ) -> ImageSpec:
     """Our own image for `backend` ("torch-xla", "tensorflow"): images/<backend>, and the `training` package of this installation.
 
+    `code`: a folder of the user's own, which comes to the image's working directory, but for what its .dockerignore names.
     Without `ca_bundle`, the file that TPU_LAUNCH_CA_BUNDLE names is used. Raises BadInput.
     """
     source = _images_folder() / backend
@@ -96,6 +98,8 @@ def default_spec(
     context = (
         *build_context.tree(source, ignore=("Dockerfile", "*.in")),
         *build_context.tree(package, below="training", ignore=("**/__pycache__", "**/*.pyc")),
+        # A folder that is always there: the Dockerfile copies it.
+        *(((f"code/{path}", file) for path, file in build_context.folder(code)) if code else (("code/.none", package / "__init__.py"),)),
     )
     return ImageSpec(
         f"tpu-launch/{backend}", source / "Dockerfile", context, _sorted(build_args), target, repository, _ca_bundle(ca_bundle)

@@ -24,7 +24,12 @@ def spec(config: Config) -> images.ImageSpec:
     bundle = (config.folder / wanted.ca_bundle) if wanted.ca_bundle else None
     if wanted.dockerfile is None:
         return images.default_spec(
-            config.backend, repository=wanted.repository, build_args=wanted.build_args, ca_bundle=bundle, target=wanted.target
+            config.backend,
+            repository=wanted.repository,
+            build_args=wanted.build_args,
+            ca_bundle=bundle,
+            target=wanted.target,
+            code=config.folder / wanted.code if wanted.code else None,
         )
     dockerfile = config.folder / wanted.dockerfile
     context = config.folder / wanted.context if wanted.context else dockerfile.parent

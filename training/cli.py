@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from training.errors import Exit, LostPeer, StopRequested, TrainError
+from training.errors import Exit, LostPeer, StopRequested, TrainError, is_out_of_memory
 
 if TYPE_CHECKING:
     from training.rendezvous import Rendezvous
@@ -104,8 +104,9 @@ def train(config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
         code, message = error.exit_code, _report(error)
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-        if "RESOURCE_EXHAUSTED" in message:
-            print(f"tpu-train: error: out of device memory: {OUT_OF_MEMORY}\n  {message}", file=sys.stderr, flush=True)
+        if is_out_of_memory(error):
+            message = f"out of memory: {OUT_OF_MEMORY}\n  {message}"
+            print(f"tpu-train: error: {message}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()
     finally:

@@ -40,3 +40,12 @@ class StopRequested(TrainError):
     """Asked to stop (SIGTERM), and the state is committed."""
 
     exit_code = Exit.SAVED
+
+
+# What frameworks say when memory is short: XLA on TPU and GPU, XLA on the CPU, torch on the CPU.
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "can't allocate memory")
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether there was no room, on a device or on the host."""
+    return isinstance(error, MemoryError) or any(each in str(error) for each in _OUT_OF_MEMORY)

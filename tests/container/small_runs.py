@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,9 +158,13 @@ def start(
     *,
     only: int | None = None,
     ports: tuple[int, int] | None = None,
+    homes: Sequence[Path] | None = None,
+    prefix: Sequence[str] = (),
     **environment: str,
 ) -> list[Host]:
-    """Starts the trainers of a run of `hosts` hosts on loopback: all of them, or `only` one."""
+    """Starts the trainers of a run of `hosts` hosts on loopback: all of them, or `only` one.
+
+    `homes`: the folder that each one works in. `prefix`: a command that starts them."""
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     path = logs / f"{run_id}.{attempt}.{'all' if only is None else only}.yaml"
@@ -171,10 +176,11 @@ def start(
         cluster = cluster_environment(run_id, attempt, worker, hosts, ports)
         with out.open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "training.cli", "train", str(path)],
+                [*prefix, sys.executable, "-m", "training.cli", "train", str(path)],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
+                cwd=homes[worker] if homes else None,
                 env={**os.environ, **cluster, **environment},
             )
         started.append(Host(process, out))

@@ -38,15 +38,20 @@ def test_two_hosts_report_one_run(undisturbed: dict[str, Any]) -> None:
     assert undisturbed["compilations"] == 3  # gradients, update, evaluation
 
 
-def test_two_hosts_train_as_one(folder: Path) -> None:
-    changes = {"train__dropout": 0.0, "train__steps": 20}
-    two = small_runs.start(folder, "as-two", small_runs.document(folder, **changes), hosts=2)
-    one = small_runs.start(folder, "as-one", small_runs.document(folder, **changes), hosts=1)
-    assert finish([*two, *one]) == [0, 0, 0]
-    histories = [[line["loss"] for line in metrics.history(str(folder / "runs" / name)) if "loss" in line] for name in ("as-one", "as-two")]
-    assert len(histories[0]) == 20
-    assert histories[1] == pytest.approx(histories[0], rel=1e-5)
-    assert small_runs.summary(folder, "as-two")["eval_loss"] == pytest.approx(small_runs.summary(folder, "as-one")["eval_loss"], rel=1e-5)
+@pytest.mark.timeout(600)  # seven trainers
+def test_one_two_and_four_hosts_train_alike(folder: Path) -> None:
+    config = small_runs.document(folder, train__dropout=0.0, train__steps=50, checkpoint__every_steps=None)
+    for hosts in (1, 2, 4):
+        running = small_runs.start(folder, f"on-{hosts}", config, hosts=hosts)
+        assert finish(running, 240) == [0] * hosts, "".join(host.text() for host in running)
+    one, two, four = (
+        [line["loss"] for line in metrics.history(str(folder / "runs" / f"on-{hosts}")) if "loss" in line] for hosts in (1, 2, 4)
+    )
+    assert len(one) == 50
+    assert two == pytest.approx(one, rel=1e-5)
+    assert four == pytest.approx(one, rel=1e-5)
+    evaluated = [small_runs.summary(folder, f"on-{hosts}")["eval_loss"] for hosts in (1, 2, 4)]
+    assert evaluated == pytest.approx([evaluated[0]] * 3, rel=1e-5)
 
 
 @pytest.mark.timeout(600)  # five runs of two trainers

@@ -78,6 +78,20 @@ def test_default_image_holds_the_trainer_but_no_leftovers_of_running_it(backend:
     assert not [path for path in paths if "__pycache__" in path or path.endswith((".pyc", ".in")) or path == "Dockerfile"]
 
 
+@pytest.mark.parametrize("backend", ["torch-xla", "tensorflow"])
+def test_own_code_is_part_of_the_image_and_of_its_tag(backend: str, tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "train.py").write_text("1")
+    (tmp_path / "lib" / "data.bin").write_text("2")
+    (tmp_path / ".dockerignore").write_text("lib")
+    bare, own = images.default_spec(backend), images.default_spec(backend, code=tmp_path)
+    assert [path for path, _ in own.context if path.startswith("code/")] == ["code/train.py"]
+    before = images.tag(own, BASE)
+    assert before != images.tag(bare, BASE)
+    (tmp_path / "train.py").write_text("3")
+    assert images.tag(own, BASE) != before
+
+
 def test_unknown_backend_is_bad_input_that_lists_the_known_ones() -> None:
     with pytest.raises(BadInput, match=r"no image for backend 'jax'; there are: .*torch-xla"):
         images.default_spec("jax")

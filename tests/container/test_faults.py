@@ -1,0 +1,138 @@
+"""Two hosts, and something that no training survives on one of them or on both: host 0 says what it was, and nobody is left behind.
+
+Each host works in a folder of its own with its own copy of the data, as hosts with local disks do; the runs' folder is common to both.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.container import small_runs, test_classification_runs
+from training.config import Model
+from training.data import example, tfrecord
+from training.errors import Exit
+from training.hugging_face import config_of
+
+SECONDS = 240  # for all hosts to end; a loaded machine takes a while to import frameworks
+
+
+@pytest.fixture(scope="module")
+def mlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_runs.prepare(tmp_path_factory.mktemp("mlm"))
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("labelled")
+    small_runs.write_tokenizer(place / "tokenizer")
+    for name, count, seed in (("train", 96, 1), ("evaluation", 37, 2)):
+        test_classification_runs.write(place / name, place / "tokenizer", count, seed)
+    return place
+
+
+def hosts_of(folder: Path, name: str) -> list[Path]:
+    """A folder for each of two hosts, with a copy of the data."""
+    homes = [folder / name / f"host-{worker}" for worker in (0, 1)]
+    for home in homes:
+        for each in ("tokenizer", "train", "evaluation"):
+            shutil.copytree(folder / each, home / each)
+    return homes
+
+
+def end(folder: Path, name: str, homes: list[Path], config: dict[str, Any], prefix: Sequence[str] = ()) -> tuple[list[int], list[str]]:
+    """Exit codes and output of both hosts; each must end by itself."""
+    config["data"] = {**config["data"], "train": "train", "evaluation": "evaluation", "tokenizer": "tokenizer"}
+    running = small_runs.start(folder, name, config, hosts=2, homes=homes, prefix=prefix)
+    try:
+        return [host.finish(SECONDS) for host in running], [host.text() for host in running]
+    finally:
+        for host in running:
+            host.process.kill()
+
+
+def lost(text: str, reason: str) -> None:
+    """Host 0 lost host 1 and says why that one ended."""
+    assert re.search(rf"lost peer: host 1 stopped in phase '.*' with exit code \d+: .*{reason}", text), text
+
+
+def test_a_loader_that_raises_on_one_host(mlm: Path) -> None:
+    homes = hosts_of(mlm, "loader")
+    for shard in (homes[1] / "train").glob("*.tfrecord"):
+        data = bytearray(shard.read_bytes())
+        data[-5] ^= 1  # in the last record: not the first that is read
+        shard.write_bytes(data)
+    codes, told = end(mlm, "loader", homes, small_runs.document(mlm, train__steps=50))
+    assert codes == [Exit.LOST_PEER, Exit.BAD_INPUT], "\n".join(told)
+    assert re.search(r"error: train/train-0000\d.tfrecord: record 31 at byte \d+: its checksum", told[1]), told[1]
+    lost(told[0], r"record 31 at byte \d+: its checksum")
+
+
+def test_a_label_outside_the_range_on_one_host(labelled: Path) -> None:
+    homes = hosts_of(labelled, "label")
+    for shard in (homes[1] / "train").glob("*.tfrecord"):
+        *_, (_, last) = found = list(tfrecord.walk(shard.read_bytes(), shard.name))
+        features = example.decode(last)
+        [label] = features["label"]
+        assert isinstance(label, bytes)
+        changed = example.encode(
+            {name: b"\x07" + b"\0" * (len(label) - 1) if name == "label" else values[0] for name, values in features.items()}
+        )
+        shard.write_bytes(tfrecord.join([*(record for _, record in found[:-1]), changed]))
+    codes, told = end(labelled, "label", homes, test_classification_runs.document(labelled))
+    assert codes == [Exit.LOST_PEER, Exit.BAD_INPUT], "\n".join(told)
+    assert re.search(r"error: train: record \d+ has label 7, and the dataset has 2 labels, 0 to 1", told[1]), told[1]
+    lost(told[0], r"record \d+ has label 7")
+
+
+def test_out_of_memory(mlm: Path) -> None:
+    """The step asks for some 200 GB in one piece."""
+    sizes = {"train__global_batch_size": 65536, "data__masking": {"predictions": 16}, "model__vocabulary_size": 100_000}
+    config = small_runs.document(mlm, **sizes, train__steps=2, evaluation__batch_size=8)
+    codes, told = end(mlm, "memory", hosts_of(mlm, "memory"), config, prefix=["prlimit", f"--as={64 << 30}"])
+    assert Exit.FAILED in codes, "\n".join(told)
+    assert set(codes) <= {Exit.FAILED, Exit.LOST_PEER}, "\n".join(told)
+    assert "out of memory: lower train.global_batch_size" in told[0], told[0]
+    assert "Traceback" not in "".join(told)
+
+
+def test_a_model_with_too_small_a_vocabulary(mlm: Path) -> None:
+    codes, told = end(mlm, "vocabulary", hosts_of(mlm, "vocabulary"), small_runs.document(mlm, model__vocabulary_size=100))
+    assert codes[0] in (Exit.BAD_INPUT, Exit.LOST_PEER)  # both find it; one of them may hear of the other first
+    assert codes[1] in (Exit.BAD_INPUT, Exit.LOST_PEER)
+    assert "the tokenizer has 200 tokens, but the model only 100" in told[0]
+
+
+def test_a_pretrained_folder_with_missing_weights(mlm: Path) -> None:
+    from safetensors.numpy import save_file
+
+    broken = mlm / "broken"
+    broken.mkdir()
+    values = config_of(Model(**small_runs.document(mlm)["model"]), vocabulary=small_runs.VOCABULARY, pad=3, dropout=0.1)
+    (broken / "config.json").write_text(json.dumps(values))
+    save_file(
+        {"bert.embeddings.word_embeddings.weight": np.zeros((small_runs.VOCABULARY, 32), np.float32)},
+        broken / "model.safetensors",
+        {"format": "pt"},
+    )
+    config = small_runs.document(mlm)
+    config["model"] = {"path": str(broken)}
+    codes, told = end(mlm, "weights", hosts_of(mlm, "weights"), config)
+    assert set(codes) <= {Exit.BAD_INPUT, Exit.LOST_PEER}, "\n".join(told)
+    assert re.search(r"lacks \d+ of the model's weights: bert\.embeddings", told[0]), told[0]
+
+
+def test_a_loss_that_is_not_finite(mlm: Path) -> None:
+    config = small_runs.document(mlm, train__learning_rate=1e30, train__clip_norm=None, train__warmup_steps=0)
+    codes, told = end(mlm, "infinite", hosts_of(mlm, "infinite"), config)
+    assert set(codes) <= {Exit.FAILED, Exit.LOST_PEER}, "\n".join(told)
+    assert re.search(
+        r"the loss of step \d+ is (nan|inf); the last finite one was [\d.]+\. Records of this host's batch: \d+, \d+", told[0]
+    ), told[0]
