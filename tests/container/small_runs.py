@@ -17,9 +17,16 @@ import google_crc32c
 import numpy as np
 import yaml
 
+from training.cluster import Cluster
+from training.config import from_document
 from training.data import example, tfrecord
 from training.data import manifest as datasets
 from training.data import tokenizer as tokenizers
+from training.loop import train
+from training.metrics import Clock, history
+from training.rendezvous import Alone
+from training.stopping import Stopping
+from training.yaml_file import Document
 
 # Tiny models are trained for moments: compiling fast matters more than fast programs. Read when torch_xla is first imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -190,3 +197,27 @@ def start(
 def summary(folder: Path, run_id: str) -> dict[str, Any]:
     value: dict[str, Any] = json.loads((folder / "runs" / run_id / "summary.json").read_text())
     return value
+
+
+class StopAfter(Stopping):
+    """Asked to stop once `steps` steps have looked."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    @property
+    def requested(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def train_here(config: dict[str, Any], run_id: str, stopping: Stopping | None = None, attempt: int = 0) -> dict[str, Any]:
+    """Trains on one host, in this process, and returns the summary."""
+    settings = from_document(Document("test", config, {}))
+    return train(settings, Cluster(0, ("localhost",), run_id=run_id, attempt=attempt), Alone(), stopping or Stopping(), Clock())
+
+
+def losses(folder: Path, run_id: str) -> list[float]:
+    """Of every step of a run."""
+    return [line["loss"] for line in history(str(folder / "runs" / run_id)) if "loss" in line]

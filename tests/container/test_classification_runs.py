@@ -16,18 +16,12 @@ from click.testing import CliRunner
 from tests.container import small_runs
 from training import metrics
 from training.cli import tpu_train
-from training.cluster import Cluster
-from training.config import from_document
 from training.data import examples, prepare
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput, StopRequested
 from training.export import from_checkpoint
-from training.loop import train
-from training.metrics import Clock
 from training.predict import classify
-from training.rendezvous import Alone
 from training.stopping import Stopping
-from training.yaml_file import Document
 
 LABELS = ["calm", "wild"]  # texts of words below 100, and of those above
 LONGEST = 16
@@ -75,21 +69,7 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def run(folder: Path, run_id: str, stopping: Stopping | None = None, attempt: int = 0, **changes: Any) -> dict[str, Any]:
-    config = from_document(Document("test", document(folder, **changes), {}))
-    return train(config, Cluster(0, ("localhost",), run_id=run_id, attempt=attempt), Alone(), stopping or Stopping(), Clock())
-
-
-class StopAfter(Stopping):
-    """Asked to stop once `steps` steps have looked."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
-
-    @property
-    def requested(self) -> bool:
-        self.left -= 1
-        return self.left < 0
+    return small_runs.train_here(document(folder, **changes), run_id, stopping, attempt)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +106,7 @@ def test_each_length_is_compiled_once(undisturbed: dict[str, Any]) -> None:
 
 def test_a_stopped_run_goes_on_to_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:
     with pytest.raises(StopRequested):
-        run(folder, "stopped", StopAfter(13))
+        run(folder, "stopped", small_runs.StopAfter(13))
     resumed = run(folder, "stopped", attempt=1)
     for key in ("first_loss", "last_loss", "eval_loss", "eval_weighted_f1", "final_weights_crc32c"):
         assert resumed[key] == undisturbed[key]

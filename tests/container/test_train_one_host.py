@@ -12,16 +12,10 @@ import pytest
 
 from tests.container import small_runs
 from training import metrics
-from training.cluster import Cluster
-from training.config import from_document
 from training.errors import BadInput, StopRequested, TrainError
 from training.export import from_checkpoint
-from training.loop import train
-from training.metrics import Clock
 from training.predict import fill_mask
-from training.rendezvous import Alone
 from training.stopping import Stopping
-from training.yaml_file import Document
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +24,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, run_id: str, stopping: Stopping | None = None, attempt: int = 0, **changes: Any) -> dict[str, Any]:
-    config = from_document(Document("test", small_runs.document(folder, **changes), {}))
-    return train(config, Cluster(0, ("localhost",), run_id=run_id, attempt=attempt), Alone(), stopping or Stopping(), Clock())
-
-
-class StopAfter(Stopping):
-    """Asked to stop once `steps` steps have looked."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.left = steps
-
-    @property
-    def requested(self) -> bool:
-        self.left -= 1
-        return self.left < 0
+    return small_runs.train_here(small_runs.document(folder, **changes), run_id, stopping, attempt)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +58,7 @@ def test_another_seed_gives_other_bits(undisturbed: dict[str, Any], folder: Path
 def test_a_stopped_run_goes_on_to_the_same_bits(undisturbed: dict[str, Any], folder: Path, steps: int) -> None:
     name = f"stopped-{steps}"
     with pytest.raises(StopRequested, match="committed"):
-        run(folder, name, StopAfter(steps), evaluation__every=5)
+        run(folder, name, small_runs.StopAfter(steps), evaluation__every=5)
     resumed = run(folder, name, attempt=1, evaluation__every=5)
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
         assert resumed[key] == undisturbed[key]
@@ -87,7 +67,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(undisturbed: dict[str, Any], fol
 
 def test_metrics_of_all_attempts_are_one_history(undisturbed: dict[str, Any], folder: Path) -> None:
     with pytest.raises(StopRequested):
-        run(folder, "history", StopAfter(6))
+        run(folder, "history", small_runs.StopAfter(6))
     run(folder, "history", attempt=1)
     whole = [json.loads(line) for line in (folder / "runs" / "history" / "metrics.jsonl").read_text().splitlines()]
     straight = metrics.history(str(folder / "runs" / "undisturbed"))
@@ -100,7 +80,7 @@ def test_a_damaged_part_sends_the_run_to_the_checkpoint_before(
     undisturbed: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(StopRequested):
-        run(folder, "damaged", StopAfter(9), evaluation__every=5)
+        run(folder, "damaged", small_runs.StopAfter(9), evaluation__every=5)
     checkpoints = folder / "runs" / "damaged" / "checkpoints"
     newest = max(checkpoints.iterdir())
     part = next(newest.glob("part-*"))

@@ -21,7 +21,9 @@ HOUSE = Path(__file__).resolve().parents[2]
 # A host: does what its lines say, then leaves as `tpu-train` does.
 PROGRAM = """
 import json, os, sys, threading, time
+import numpy as np
 from training import rendezvous
+from training.backends.exchange import TcpExchange
 from training.cluster import discover
 from training.errors import Exit, TrainError
 from training.rendezvous import join
@@ -50,6 +52,10 @@ try:
             time.sleep(float(rest))
         elif what == "fail":
             raise TrainError(rest)
+        elif what == "connect":
+            exchange = TcpExchange(discover(), meeting, rest, 20)
+        elif what == "sum":
+            print(json.dumps(exchange.sum(np.array(json.loads(rest), np.float32)).tolist()), flush=True)
     code = 0
 except TrainError as error:
     code, why = error.exit_code, str(error)

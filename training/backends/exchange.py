@@ -23,6 +23,7 @@ from training.rendezvous import Rendezvous
 from training.rendezvous_server import listen
 
 NAMING_SECONDS = 5.0  # how long to wait for the rendezvous to say who is gone
+GREETING_SECONDS = 10.0  # for who connects to say who it is
 _TOKEN = 16  # bytes
 _WORKER = struct.Struct("<I")
 
@@ -93,7 +94,7 @@ def _accept(listener: socket.socket, greeting: bytes, hosts: int, seconds: float
     while len(found) < hosts - 1:
         listener.settimeout(max(0.01, deadline - time.monotonic()))
         peer, _ = listener.accept()
-        peer.settimeout(seconds)
+        peer.settimeout(GREETING_SECONDS)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             said = bytes(_receive(peer, np.empty(_TOKEN + _WORKER.size, np.uint8)))
@@ -102,6 +103,7 @@ def _accept(listener: socket.socket, greeting: bytes, hosts: int, seconds: float
         if not said.startswith(greeting):
             peer.close()
             continue
+        peer.settimeout(seconds)
         found[_WORKER.unpack(said[_TOKEN:])[0]] = peer
     return [found[worker] for worker in range(1, hosts)]
 

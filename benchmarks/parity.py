@@ -1,0 +1,261 @@
+"""Whether both backends do the same training: PyTorch/XLA and TensorFlow, from the same seed, on the same dataset folder, each in its own image.
+
+    make benchmark NAME=parity            masked-language modelling and classification, on 1 and on 2 hosts: 20 steps in fp32 without dropout
+
+Compared are, integer by integer, the batches (with their masks) that every host of each backend gets, and the loss of every step. Then each backend goes on
+from the other's checkpoint of step 10, weights and moments, and is compared with the one that was never interrupted; and the model that TensorFlow
+exported is loaded in plain torch and asked the same as PyTorch's own. The text is this repository's licence and README.
+
+This file runs in three places: the workstation starts a container of each image (`compare`), whose first process starts one for each host (`in_container`),
+which trains (`as_host`). Hosts meet on loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HOUSE = Path(__file__).resolve().parent.parent
+STEPS = 20
+LENGTH = 64
+HOSTS = (1, 2)
+TASKS = ("mlm", "classification")
+BACKENDS = ("torch-xla", "tensorflow")
+PORTS = range(18500, 18600, 2)  # of the container's own loopback
+CONTAINER_SECONDS = 900
+ASKED = {"mlm": "you may add your own [MASK] notices", "classification": "a container on every host of the slice"}
+
+Job = dict[str, Any]
+
+
+# --- on the workstation
+
+
+def compare(folder: Path) -> list[dict[str, Any]]:
+    """All rows of the report; `folder` keeps the runs."""
+    for name, source in (("licence", "LICENSE"), ("readme", "README.md")):
+        (folder / f"{name}.txt").write_text((HOUSE / source).read_text())
+    examples = [(line.strip(), name) for name in ("licence", "readme") for line in (folder / f"{name}.txt").read_text().splitlines()]
+    with (folder / "examples.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": text, "label": label}) + "\n" for text, label in examples if len(text) > 30)
+    fresh = [{"task": task, "hosts": hosts} for task in TASKS for hosts in HOSTS]
+    for backend in BACKENDS:
+        in_image(backend, folder, [{**job, "backend": backend, "run": run_of(backend, **job)} for job in fresh])
+    resumed = {}
+    for backend, other in zip(BACKENDS, reversed(BACKENDS), strict=True):
+        jobs = []
+        for task in TASKS:
+            name = f"{task}-resumed-{backend}"
+            shutil.copytree(folder / "runs" / run_of(other, task, 1), folder / "runs" / name)
+            shutil.rmtree(folder / "runs" / name / "checkpoints" / f"step-{STEPS:08d}")
+            jobs.append({"task": task, "hosts": 1, "backend": backend, "run": name, "attempt": 1})
+            resumed[other, task] = name
+        in_image(backend, folder, jobs, ask=[run_of(each, task, 1) for each in BACKENDS for task in TASKS])
+    return report(folder, resumed)
+
+
+def run_of(backend: str, task: str, hosts: int) -> str:
+    return f"{task}-{hosts}-{backend}"
+
+
+def in_image(backend: str, folder: Path, jobs: list[Job], ask: list[str] | None = None) -> None:
+    """Runs jobs, one after the other, in a container of a backend's image. PyTorch's then also asks the models of these runs."""
+    from launcher import engine, images
+
+    reference = images.ensure(images.default_spec(backend), lambda line: print(line, file=sys.stderr, flush=True)).reference
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps({"jobs": jobs, "ask": ask if backend == "torch-xla" else None}))
+    container = [engine.client(), "run", "--rm", "--init", "--network=none", "--shm-size=1g", "--label=tpu-launch.tests=benchmark"]
+    container += [f"--user={os.getuid()}:{os.getgid()}", f"--volume={HOUSE / 'benchmarks'}:/src/benchmarks:ro", f"--volume={folder}:/work"]
+    for variable in ("HOME=/tmp", "PYTHONDONTWRITEBYTECODE=1", "PJRT_DEVICE=CPU", "XLA_FLAGS=--xla_backend_optimization_level=0"):
+        container.append(f"--env={variable}")
+    command = [*container, reference, "python", "/src/benchmarks/parity.py", "--plan", "/work/plan.json"]
+    with (folder / f"{backend}.log").open("a+") as log:
+        try:
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=CONTAINER_SECONDS, check=False).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+        if code:
+            log.seek(0)
+            tail = "".join(log.readlines()[-30:])
+            raise SystemExit(f"the runs of {backend} ended with {code} (-1: after {CONTAINER_SECONDS} s):\n{tail}")
+
+
+def report(folder: Path, resumed: dict[tuple[str, str], str]) -> list[dict[str, Any]]:
+    rows = []
+
+    def row(name: str, unit: str, ours: float, limit: float, goal: str) -> None:
+        ratio = ours / limit if limit else None
+        rows.append({"name": name, "unit": unit, "ours": ours, "peer_name": "limit", "peer": limit, "ratio": ratio, "goal": goal})
+
+    for task in TASKS:
+        for hosts in HOSTS:
+            torch, tensorflow = (run_of(backend, task, hosts) for backend in BACKENDS)
+            where = f"{task}, {hosts} host(s)"
+            digests = [
+                [json.loads((folder / f"{run}.{worker}.batches.json").read_text()) for worker in range(hosts)]
+                for run in (torch, tensorflow)
+            ]
+            different = sum(a != b for one, other in zip(*digests, strict=True) for a, b in zip(one, other, strict=True))
+            row(f"{where}: host batches that differ", f"of {STEPS * hosts}", different, 0, "none")
+            row(f"{where}: losses", "relative", worst(losses(folder, torch), losses(folder, tensorflow)), 1e-5, "at most 1e-5")
+        for backend, other in zip(BACKENDS, reversed(BACKENDS), strict=True):
+            far = worst(losses(folder, run_of(backend, task, 1))[STEPS // 2 :], losses(folder, resumed[backend, task])[STEPS // 2 :])
+            row(f"{task}: {other} goes on from {backend}'s step {STEPS // 2}", "relative", far, 1e-4, "at most 1e-4")
+        answers = [json.loads((folder / f"{run_of(backend, task, 1)}.answers.json").read_text()) for backend in BACKENDS]
+        far = worst(*(list(each.values()) for each in answers)) if answers[0].keys() == answers[1].keys() else float("inf")
+        row(f"{task}: TensorFlow's model in plain torch", "relative", far, 1e-4, "at most 1e-4")
+    return rows
+
+
+def losses(folder: Path, run: str) -> list[float]:
+    from training.metrics import history
+
+    found = [line["loss"] for line in history(str(folder / "runs" / run)) if "loss" in line]
+    if len(found) != STEPS:
+        raise SystemExit(f"run {run} has {len(found)} losses instead of {STEPS}")
+    return found
+
+
+def worst(one: list[float], other: list[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / abs(a) for a, b in zip(one, other, strict=True))
+
+
+# --- in a container
+
+
+def in_container(plan: Path) -> None:
+    """Data, once; then one process for everything on a single host, and two for the runs of two hosts."""
+    folder = plan.parent
+    if not (folder / "data").exists():
+        prepare(folder)
+    jobs = json.loads(plan.read_text())["jobs"]
+    parts = [(hosts, worker) for hosts in sorted({job["hosts"] for job in jobs}) for worker in range(hosts)]
+    hosts = [subprocess.Popen([sys.executable, __file__, "--plan", str(plan), "--host", f"{size}.{worker}"]) for size, worker in parts]
+    codes = [host.wait() for host in hosts]
+    if any(codes):
+        raise SystemExit(f"the hosts ended with {codes}")
+    asked = json.loads(plan.read_text())["ask"]
+    if asked:
+        ask(folder, asked)
+
+
+def prepare(folder: Path) -> None:
+    tokenizer = ["tokenizer", "--corpus", f"{folder}/licence.txt", "--corpus", f"{folder}/readme.txt", "--vocabulary", "500"]
+    shards = ["shards", "--tokenizer", f"{folder}/tokenizer", "--sequence-length", str(LENGTH)]
+    labelled = ["--task", "classification", "--corpus", f"{folder}/examples.jsonl", "--lengths", f"32,{LENGTH}"]
+    for command in (
+        [*tokenizer, "--out", f"{folder}/tokenizer"],
+        [*shards, "--corpus", f"{folder}/licence.txt", "--evaluation-percent", "0", "--split", "train", "--out", f"{folder}/data/mlm"],
+        [*shards, *labelled, "--evaluation-percent", "0", "--split", "train", "--out", f"{folder}/data/classification"],
+    ):
+        subprocess.run(["tpu-train", *command], check=True, timeout=300)
+
+
+def as_host(plan: Path, hosts: int, worker: int) -> None:
+    """Trains this host's part of all runs of so many hosts."""
+    from training.cluster import Cluster
+    from training.config import from_document
+    from training.loop import train
+    from training.metrics import Clock
+    from training.rendezvous import Alone, join
+    from training.stopping import Stopping
+    from training.yaml_file import Document
+
+    folder = plan.parent
+    for number, job in enumerate(json.loads(plan.read_text())["jobs"]):
+        if job["hosts"] != hosts:
+            continue
+        config = from_document(Document(job["run"], document(folder, job), {}))
+        cluster = Cluster(
+            worker, ("127.0.0.1",) * hosts, None, job["run"], job.get("attempt", 0), PORTS[number], PORTS[number] + 1
+        )  # fmt: skip
+        stopping = Stopping()
+        rendezvous = Alone() if hosts == 1 else join(cluster, stopping, start_seconds=300, seconds=300, lost_seconds=30)
+        digests = batches(config, cluster)
+        (folder / f"{job['run']}.{worker}.batches.json").write_text(json.dumps(digests))
+        train(config, cluster, rendezvous, stopping, Clock())
+        rendezvous.close(0)
+
+
+def document(folder: Path, job: Job) -> dict[str, Any]:
+    return {
+        "seed": 7,
+        "task": job["task"],
+        "backend": job["backend"],
+        "model": {"name": "bert-tiny", "max_positions": LENGTH},
+        "data": {"train": f"{folder}/data/{job['task']}/train", "tokenizer": f"{folder}/tokenizer"},
+        "train": {"steps": STEPS, "global_batch_size": 8, "learning_rate": 0.0005, "warmup_steps": 5, "dropout": 0.0, "log_every": 1},
+        "checkpoint": {"every_steps": STEPS // 2, "keep_last": 2},
+        "output": f"{folder}/runs",
+    }
+
+
+def batches(config: Any, cluster: Any) -> list[str]:
+    """A hash of each of this host's batches: names, dtypes, shapes and every number."""
+    from training.start import open_task
+
+    task = open_task(config, cluster)
+    found = []
+    source = task.batches(0)
+    for _ in range(STEPS):
+        digest = hashlib.sha256()
+        for name, array in sorted(next(source).arrays.items()):
+            digest.update(f"{name} {array.dtype} {array.shape} ".encode() + array.tobytes())
+        found.append(digest.hexdigest())
+    source.close()
+    return found
+
+
+def ask(folder: Path, runs: list[str]) -> None:
+    """Loads exported models in plain torch, and writes down their answers' scores."""
+    from training.predict import classify, fill_mask
+
+    for run in runs:
+        task, model = run.split("-")[0], f"{folder}/runs/{run}/model"
+        if task == "mlm":
+            found = {answer.token: answer.score for answer in fill_mask(model, ASKED[task], 5)}
+        else:
+            found = {label.name: label.score for label in classify(model, ASKED[task], 2)}
+        (folder / f"{run}.answers.json").write_text(json.dumps(dict(sorted(found.items()))))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'':60} {'found':>10} {'limit':>8}  unit"]
+    return "\n".join([*lines, *(f"{row['name']:60} {row['ours']:>10.1e} {row['peer']:>8.0e}  {row['unit']}" for row in rows)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--host", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.host:
+        hosts, worker = map(int, options.host.split("."))
+        as_host(options.plan, hosts, worker)
+        sys.stdout.flush()
+        os._exit(0)  # frameworks' threads may not survive an orderly end
+    if options.plan:
+        in_container(options.plan)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rows = compare(Path(folder))
+    home = Path(os.environ.get("TPU_LAUNCH_HOME", ".tpu-launch"))
+    (home / "benchmarks").mkdir(mode=0o700, parents=True, exist_ok=True)
+    result = json.dumps({"rows": rows})
+    (home / "benchmarks" / "parity.json").write_text(result)
+    print(result if options.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()

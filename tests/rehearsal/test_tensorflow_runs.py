@@ -1,0 +1,67 @@
+"""`backend: tensorflow` by the same commands: two hosts train, lose one, end at once, and the resumed run equals the undisturbed one bit for bit.
+
+Starts one slice of two hosts and trains three times; about a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from typing import Any
+
+import pytest
+
+from tests.rehearsal.workstation import HOUSE, Workstation
+
+FILE = "tensorflow.yaml"
+LENGTH = ["--set", "train.steps=300", "--set", "checkpoint.every_steps=20", "--set", "evaluation.every=100", "--set", "train.log_every=5"]
+
+
+def begin_to_train(work: Workstation, *options: str) -> Any:
+    return work.begin("--emulated", "run", "-f", FILE, "--json", *LENGTH, *options)
+
+
+def summary(lines: list[str]) -> dict[str, Any]:
+    """What host 0 printed last."""
+    [line] = [line for line in lines if line.startswith("[0] summary: ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("[0] summary: "))
+    return found
+
+
+@pytest.mark.timeout(1200)  # three trainings of two hosts, on a machine that may be busy
+def test_two_hosts_lose_one_end_at_once_and_go_on_to_the_same_bits(emulator: Workstation) -> None:
+    work = emulator
+    shutil.copy(HOUSE / "examples" / FILE, work.folder / FILE)
+    corpus = ["--corpus", "builtin:pydoc"]
+    local = ["--emulated", "local", "-f", FILE, "--", "tpu-train"]
+    work.good(*local, "tokenizer", *corpus, "--vocabulary", "2000", "--out", "gs://rehearsal/tokenizer")
+    shards = ["--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64", "--out", "gs://rehearsal/data"]
+    work.good(*local, "shards", *corpus, *shards)
+    work.good("--emulated", "up", "-f", FILE)
+
+    undisturbed = begin_to_train(work, "--new")
+    assert undisturbed.end(400).code == 0, undisturbed.lines
+    told = summary(undisturbed.lines)
+    assert (told["hosts"], told["devices"], told["compilations"]) == (2, 2, 3)  # gradients, update, evaluation
+    assert told["last_loss"] < told["first_loss"] - 0.5
+
+    running = begin_to_train(work, "--new")
+    running.wait_for(r"^\[0\].*\bstep +[4-9][05]/", 200)
+    work.good("emulator", "inject", "kill-host", "tensorflow", "1")
+    begun = time.monotonic()
+    ended = running.end(60)
+    assert time.monotonic() - begun < 10, "the run must end within 10 s of the host's death"
+    assert ended.code == 11, ended.output
+    assert ended.json()["cause"]["worker"] == 1
+    assert "host 1 is gone" in ended.output
+
+    work.good("emulator", "inject", "restore-host", "tensorflow", "1")
+    resumed = begin_to_train(work)
+    again = resumed.end(400)
+    assert again.code == 0, again.output
+    assert (again.json()["run"], again.json()["attempt"]) == (ended.json()["run"], 1)
+    after = summary(resumed.lines)
+    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", "committed_step", "steps"):
+        assert after[key] == told[key], f"{key}: {after[key]} after the kill, {told[key]} undisturbed"
+    work.good("--emulated", "down", "-f", FILE)

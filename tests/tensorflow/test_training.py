@@ -1,0 +1,143 @@
+"""`backend: tensorflow` on one host: what a run gives, that going on changes no bit of it, and that devices, pieces and XLA change nothing but the time.
+
+That its losses are PyTorch's is claimed by tests/rehearsal/test_parity.py, which needs both images.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.container import small_runs
+from tests.container.test_classification_runs import document as classification
+from tests.container.test_classification_runs import write as write_classification
+from training.checkpoint.manifest import decode, encode
+from training.errors import BadInput, StopRequested
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_runs.prepare(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("labelled")
+    small_runs.write_tokenizer(place / "tokenizer")
+    write_classification(place / "train", place / "tokenizer", 96, 1)
+    write_classification(place / "evaluation", place / "tokenizer", 37, 2)
+    return place
+
+
+def document(folder: Path, **changes: Any) -> dict[str, Any]:
+    return small_runs.document(folder, **{"backend": "tensorflow", "train__strict": True, **changes})
+
+
+def run(folder: Path, run_id: str, **changes: Any) -> dict[str, Any]:
+    return small_runs.train_here(document(folder, **changes), run_id)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[str, Any]:
+    return run(folder, "undisturbed", evaluation__every=5)
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, Any]:
+    """Without dropout: what depends on no seed."""
+    return run(folder, "plain", train__dropout=0.0)
+
+
+def test_it_learns_and_traces_a_step_and_an_evaluation_once(undisturbed: dict[str, Any]) -> None:
+    assert undisturbed["last_loss"] < undisturbed["first_loss"] - 0.5
+    assert undisturbed["eval_perplexity"] < 120
+    assert (undisturbed["compilations"], undisturbed["host_fallbacks"]) == (2, [])
+
+
+def test_a_stopped_run_goes_on_to_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:
+    config = document(folder, evaluation__every=5)
+    with pytest.raises(StopRequested, match="committed"):
+        small_runs.train_here(config, "stopped", small_runs.StopAfter(7))
+    resumed = small_runs.train_here(config, "stopped", attempt=1)
+    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
+        assert resumed[key] == undisturbed[key]
+
+
+def test_dropout_follows_from_the_seed_and_changes_the_losses(undisturbed: dict[str, Any], plain: dict[str, Any], folder: Path) -> None:
+    dropped, whole = (small_runs.losses(folder, name) for name in ("undisturbed", "plain"))
+    assert dropped[0] != whole[0]
+    assert dropped == pytest.approx(whole, rel=0.1)
+
+
+@pytest.mark.parametrize("task", ["mlm", "classification"])
+def test_over_two_devices_it_is_the_same_training(folder: Path, labelled: Path, task: str) -> None:
+    """MirroredStrategy over logical devices, which is TPUStrategy's path through the backend. A process of its own: devices are counted once a process."""
+    place, make = (folder, document) if task == "mlm" else (labelled, classification)
+    config = make(place, backend="tensorflow", train__dropout=0.0, train__steps=8, evaluation__every=None)
+    [host] = small_runs.start(place, "two-devices", config, CPU_NUM_DEVICES="2")
+    one = small_runs.train_here(config, "one-device")
+    assert host.finish(240) == 0, host.text()
+    two = small_runs.summary(place, "two-devices")
+    assert (two["devices"], two["compilations"]) == (2, one["compilations"])
+    assert small_runs.losses(place, "two-devices") == pytest.approx(small_runs.losses(place, "one-device"), rel=1e-5)
+    for key in ("eval_loss", "eval_accuracy"):
+        assert two[key] == pytest.approx(one[key], rel=1e-5)
+
+
+@pytest.mark.parametrize("change", [{"train__gradient_accumulation": 4}, {"train__jit_compile": True}], ids=["accumulated", "xla"])
+def test_pieces_and_xla_give_the_same_training(plain: dict[str, Any], folder: Path, change: dict[str, Any]) -> None:
+    name = "-".join(change)
+    run(folder, name, train__dropout=0.0, **change)
+    assert small_runs.losses(folder, name) == pytest.approx(small_runs.losses(folder, "plain"), rel=1e-5)
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32_weights(plain: dict[str, Any], folder: Path) -> None:
+    half = run(folder, "half", train__dropout=0.0, train__precision="bf16")
+    assert small_runs.losses(folder, "half") == pytest.approx(small_runs.losses(folder, "plain"), rel=0.02)
+    assert small_runs.losses(folder, "half") != small_runs.losses(folder, "plain")
+    assert {info.dtype for info, _ in tensors(Path(half["model"])).values()} == {"F32"}
+
+
+def tensors(model: Path) -> dict[str, Any]:
+    return decode((model / "model.safetensors").read_bytes())
+
+
+def test_a_model_folder_is_where_training_goes_on(plain: dict[str, Any], folder: Path) -> None:
+    further = run(folder, "further", model={"path": plain["model"]}, train__dropout=0.0, train__steps=2)
+    assert further["first_loss"] < plain["first_loss"] - 0.5
+    assert tensors(Path(further["model"])).keys() == tensors(Path(plain["model"])).keys()
+
+
+def test_an_encoder_gets_a_fresh_head_and_what_is_missing_is_refused(plain: dict[str, Any], labelled: Path) -> None:
+    model = labelled / "encoder"
+    shutil.copytree(plain["model"], model)
+    body = {name.removeprefix("bert."): value for name, value in tensors(model).items() if name.startswith("bert.")}
+
+    def write() -> None:
+        data, places = encode([(name, info) for name, (info, _) in body.items()], {"format": "pt"})
+        for name, place in places.items():
+            place[:] = body[name][1]
+        (model / "model.safetensors").write_bytes(data)
+
+    write()
+    config = classification(labelled, backend="tensorflow", model={"path": str(model)}, train__steps=2)
+    assert small_runs.train_here(config, "fresh-head")["first_loss"] == pytest.approx(0.69, abs=0.1)  # of two labels
+
+    lacking = "encoder.layer.0.output.dense.weight"
+    del body[lacking]
+    write()
+    with pytest.raises(BadInput, match=rf"lacks 1 of the model's weights: bert\.{lacking}"):
+        small_runs.train_here(config, "lacking")
+    values = json.loads((model / "config.json").read_bytes())
+    (model / "config.json").write_text(json.dumps({**values, "model_type": "distilbert"}))
+    with pytest.raises(BadInput, match="distilbert model"):
+        small_runs.train_here(config, "other-family")
+
+
+def test_the_other_backends_image_is_named(folder: Path) -> None:
+    with pytest.raises(BadInput, match="backend: torch-xla needs torch_xla, which is not installed here"):
+        small_runs.train_here(small_runs.document(folder), "other-backend")

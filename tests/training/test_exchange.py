@@ -1,0 +1,76 @@
+"""Claims about sums across hosts over TCP: in worker order, the same bits everywhere, and an end at once when a host is gone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.training.test_rendezvous import Hosts, end, said
+from training.errors import Exit
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    started = Hosts()
+    yield started
+    for process in started.started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return str(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(("numbers", "total"), [((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)])
+def test_the_sum_is_in_worker_order_and_the_same_on_all_hosts(hosts: Hosts, port: str, numbers: tuple[float, ...], total: float) -> None:
+    """In single precision 1e8 + 1 is 1e8: the order shows."""
+    processes = [
+        hosts.start(worker, 3, "connect token", f"sum [{number}, {worker}, 2.5]", "sum [1]", "meet end", TPU_LAUNCH_GLOO_PORT=port)
+        for worker, number in reversed(list(enumerate(numbers)))
+    ]
+    for process in processes:
+        code, text = end(process)
+        assert code == 0, text
+        assert [json.loads(line) for line in text.splitlines()[:2]] == [[total, 3, 7.5], [3]]
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, port: str, victim: int) -> None:
+    lines = ("connect token", "phase step 7", "sum [1]", "sleep 1.5", "say now")
+    processes = [
+        hosts.start(worker, 2, *lines, "hang 60" if worker == victim else "sum [1]", TPU_LAUNCH_GLOO_PORT=port) for worker in (0, 1)
+    ]
+    for process in processes:
+        said(process, "now")
+    processes[victim].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    code, text = end(processes[1 - victim])
+    assert time.monotonic() - killed < 4
+    assert (code, f"host {victim} is gone: its connection broke in phase 'step 7'" in text) == (Exit.LOST_PEER, True), text
+
+
+def test_who_has_another_token_is_not_added(hosts: Hosts, port: str) -> None:
+    first = hosts.start(0, 2, "say open", "connect token", "sum [1]", TPU_LAUNCH_GLOO_PORT=port)
+    said(first, "open")
+    deadline = time.monotonic() + 20
+    while True:  # until host 0 listens
+        try:
+            stranger = socket.create_connection(("127.0.0.1", int(port)), timeout=5)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    with stranger:
+        stranger.sendall(b"another token!!!" + b"\1\0\0\0")
+        second = hosts.start(1, 2, "connect token", "sum [2]", TPU_LAUNCH_GLOO_PORT=port)
+        for process in (first, second):
+            code, text = end(process)
+            assert (code, json.loads(text.splitlines()[-1])) == (0, [3]), text
