@@ -22,6 +22,10 @@ MADE = "Made by tools/kustomize.py; its source is launcher/gke/manifest.py with 
 IMAGE = "us-central2-docker.pkg.dev/my-project/tpu-launch/torch-xla"
 NO_DIGEST = "sha256:" + "0" * 64  # stands for the reader's own
 QUEUE = "tpu-queue"
+TENSORFLOW = (
+    "backend=tensorflow",
+    "image={repository: us-central2-docker.pkg.dev/my-project/tpu-launch/tensorflow, build_args: {REQUIREMENTS: requirements-tpu.txt}}",
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ OVERLAYS: dict[str, Overlay] = {
     "v5e": Overlay("A v5litepod-16: 4 hosts, 16 devices.", ("slice.accelerator_type=v5litepod-16",)),
     "spot": Overlay("Spot nodes: cheaper, and taken away 30 s after a notice, of which 25 are for saving.", ("slice.capacity=spot",)),
     "kueue": Overlay("Waits in a Kueue queue until all hosts can start together. An administrator makes queue.yaml once.", (f"gke.queue={QUEUE}",)),
+    "tensorflow": Overlay("TensorFlow, and its image for TPUs.", TENSORFLOW),
     "torch-xla": Overlay(
         "The PyTorch/XLA image of your own repository.",
         more={
@@ -138,7 +143,9 @@ def _patches(overlay: Overlay) -> dict[str, Any]:
 
 def _rendered(changes: tuple[str, ...]) -> list[Any]:
     config = load(EXAMPLE, changes)
-    return objects(config, standalone.workload(config, config.run_name, f"{IMAGE}@{NO_DIGEST}"), Kind.JOBSET, Restarts.BY_CLUSTER)
+    return objects(
+        config, standalone.workload(config, config.run_name, f"{config.image.repository}@{NO_DIGEST}"), Kind.JOBSET, Restarts.BY_CLUSTER
+    )
 
 
 def _kustomization(about: str, content: dict[str, Any]) -> str:

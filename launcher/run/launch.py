@@ -199,8 +199,8 @@ def require_secrets(config: Config) -> None:
 
 
 def meaning(config: Config) -> str:
-    """What makes two starts the same run: the trainer's part of the file and the command, not where it runs."""
-    trainer = {key: value for key, value in config.document.value.items() if key in TRAINER_SECTIONS}
+    """What makes two starts the same run: the trainer's part of the file and the command, not where it runs, nor which backend computes."""
+    trainer = {key: value for key, value in config.document.value.items() if key in TRAINER_SECTIONS and key != "backend"}
     return ledgers.config_hash(json.dumps(trainer, sort_keys=True, default=str), config.run.command or [])
 
 

@@ -9,15 +9,18 @@ from pathlib import Path
 
 from launcher.config import load
 from launcher.gke import standalone
+from tools import kustomize
 
 FOLDER = Path(__file__).resolve().parent / "golden"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gke.yaml"
-IMAGE = "us-central2-docker.pkg.dev/my-project/tpu-launch/torch-xla@sha256:" + "0123456789abcdef" * 4
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+IMAGE = f"{kustomize.IMAGE}@{DIGEST}"
 
 # name: (kind, changes to examples/gke.yaml)
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "jobset-v4-16": ("jobset", ()),
     "job-v4-16": ("job", ()),
+    "jobset-v4-16-tensorflow": ("jobset", kustomize.TENSORFLOW),
     "jobset-v5litepod-8": ("jobset", ("slice.accelerator_type=v5litepod-8",)),
     "jobset-v3-32-everything": (
         "jobset",
@@ -42,7 +45,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 def render(name: str) -> str:
     kind, changes = CASES[name]
-    return standalone.manifest(load(EXAMPLE, changes), kind=kind, image=IMAGE)
+    config = load(EXAMPLE, changes)
+    return standalone.manifest(config, kind=kind, image=f"{config.image.repository}@{DIGEST}")
 
 
 if __name__ == "__main__":

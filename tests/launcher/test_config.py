@@ -6,6 +6,7 @@ import pytest
 
 from launcher.config import load
 from launcher.errors import BadInput, Exit
+from launcher.run.launch import meaning
 
 GOOD = """\
 project: my-project
@@ -95,3 +96,9 @@ def test_the_image_is_that_of_the_trainers_backend(tmp_path: Path) -> None:
     assert load(path, ["image.backend=tensorflow"], command=["true"]).backend == "tensorflow"
     with pytest.raises(BadInput, match=r"image\.backend: this image is of tensorflow, and `backend` is torch-xla: remove image\.backend"):
         load(path, ["image.backend=tensorflow"])
+
+
+def test_a_run_may_go_on_with_the_other_backend_and_with_no_other_difference(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD + TRAINS)
+    assert meaning(load(path)) == meaning(load(path, ["backend=tensorflow"]))
+    assert meaning(load(path)) != meaning(load(path, ["train.steps=2"]))
