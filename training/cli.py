@@ -36,6 +36,7 @@ OUT_OF_MEMORY = "lower train.global_batch_size, raise train.gradient_accumulatio
 _ELSEWHERE = {
     "tokenizer": ("training.data.commands", "tokenizer", "Make a tokenizer from text."),
     "shards": ("training.data.commands", "shards", "Make a dataset of TFRecord shards."),
+    "preflight": ("training.preflight.commands", "preflight", "Compile the step for a TPU that is not there: does it fit?"),
     "dataset": ("training.data.commands", "dataset", "Look at a dataset, and check it."),
 }
 

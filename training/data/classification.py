@@ -175,17 +175,32 @@ def _buckets(dataset: Dataset, tokenizer: SpecialTokens, on_corrupt: OnCorrupt, 
     """The buckets, joined until each has `at_least` so many records, as far as there are as many."""
     lengths = sorted({shard.length for shard in dataset.shards if shard.records})
     parts = [FixedShards(dataset, length=length, vocabulary=tokenizer.vocabulary, on_corrupt=on_corrupt) for length in lengths]
-    groups: list[list[FixedShards]] = [[]]
-    for part in parts:
-        groups[-1].append(part)
-        if sum(each.records for each in groups[-1]) >= at_least:
+    return [Padded([parts[each] for each in group], tokenizer.pad) for group in _joined([part.records for part in parts], at_least)]
+
+
+def batch_lengths(dataset: Dataset, at_least: int) -> tuple[int, ...]:
+    """The lengths of the batches of `at_least` rows that this dataset gives, from its manifest alone."""
+    records: dict[int, int] = {}
+    for shard in dataset.shards:
+        if shard.records:
+            records[shard.length] = records.get(shard.length, 0) + shard.records
+    lengths = sorted(records)
+    return tuple(lengths[group[-1]] for group in _joined([records[length] for length in lengths], at_least))
+
+
+def _joined(records: Sequence[int], at_least: int) -> list[list[int]]:
+    """Which buckets, by number, are read as one: each has `at_least` so many records, as far as there are as many."""
+    groups: list[list[int]] = [[]]
+    for number in range(len(records)):
+        groups[-1].append(number)
+        if sum(records[each] for each in groups[-1]) >= at_least:
             groups.append([])
     rest = groups.pop()
     if rest and groups:
         groups[-1] += rest
     elif rest:
         groups = [rest]
-    return [Padded(group, tokenizer.pad) for group in groups]
+    return groups
 
 
 def _threads(dataset: Dataset) -> int:
