@@ -1,8 +1,8 @@
 #!/usr/bin/python3
 """The guest agent of an emulated TPU VM: the container's entry point, and the host's side of everything that Google does inside a VM.
 
-At boot it adds the metadata server's address to the loopback interface and opens three listening sockets in this host's own network and file
-system: 169.254.169.254:80 (metadata), 127.0.0.1:4443 (Cloud Storage) and /var/run/docker.sock. It hands them to the emulator over a unix socket
+At boot it adds the metadata server's address to the loopback interface and opens listening sockets in this host's own network and file system:
+169.254.169.254:80 (metadata), 127.0.0.1:4443 and :443 (Cloud Storage, plain and under Google's names) and /var/run/docker.sock. It hands them to the emulator over a unix socket
 (SCM_RIGHTS): the emulator accepts on them directly, so it knows which host asks, no byte is relayed, and nothing listens on an outside network.
 When the emulator restarts, the sockets are handed over again; connections made meanwhile wait in the backlog.
 
@@ -38,10 +38,11 @@ def log(message):
 
 
 def open_listeners():
-    """The sockets that the emulator will accept on, in the order that it expects: metadata, storage, engine."""
+    """The sockets that the emulator will accept on, in the order that it expects: metadata, storage, storage over TLS, engine."""
     subprocess.run(["ip", "address", "replace", "169.254.169.254/32", "dev", "lo"], check=True)
     metadata = socket.create_server(("169.254.169.254", 80), backlog=512)
     storage = socket.create_server(("127.0.0.1", 4443), backlog=512)
+    secure_storage = socket.create_server(("127.0.0.1", 443), backlog=512)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(DOCKER)
     engine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -49,7 +50,7 @@ def open_listeners():
     os.chown(DOCKER, 0, grp.getgrnam("docker").gr_gid)
     os.chmod(DOCKER, 0o660)
     engine.listen(512)
-    return metadata, storage, engine
+    return metadata, storage, secure_storage, engine
 
 
 def hand_over(listeners):

@@ -20,6 +20,7 @@ from launcher.emulator.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL
 ASKED_LABEL = "tpu-launch.emulator.asked"
 # The bucket, as a host reaches it.
 HOST_STORAGE = "http://127.0.0.1:4443"
+CONTAINER_CA = "/etc/tpu-launch-emulator-ca.pem"
 _OURS = (LABEL, HOST_LABEL, MACHINE_LABEL, ASKED_LABEL)
 
 # The networks that a host's containers can have.
@@ -62,12 +63,12 @@ def split_version(path: str) -> tuple[str, str]:
 
 
 def create_on_host(
-    body: dict[str, Any], view: View, *, bind: Callable[[str], str], volume: Callable[[str], str], image: str
+    body: dict[str, Any], view: View, *, bind: Callable[[str], str], volume: Callable[[str], str], image: str, ca: str
 ) -> dict[str, Any]:
     """The body of containers/create as the workstation's engine gets it.
 
     `bind` turns a folder of the host into one of the workstation, `volume` makes a volume of the host's and returns its name; both may raise
-    Refused. `image` is what to run (an image id when the name is a registry's).
+    Refused. `image` is what to run (an image id when the name is a registry's). `ca` is a file of the workstation: whom to believe over TLS.
     """
     new = copy.deepcopy(body)
     host = new.setdefault("HostConfig", {}) or {}
@@ -88,6 +89,9 @@ def create_on_host(
             raise Refused(400, f"HostConfig.{key} is not supported on an emulated TPU VM")
     host["Binds"] = [*(host.get("Binds_") or []), *(_bind(each, bind, volume) for each in host.get("Binds") or [])]
     host.pop("Binds_", None)
+    if not any(each.split("=")[0] == "CURL_CA_BUNDLE" for each in new["Env"]):
+        host["Binds"].append(f"{ca}:{CONTAINER_CA}:ro")
+        new["Env"].append(f"CURL_CA_BUNDLE={CONTAINER_CA}")
     for mount in host.get("Mounts") or []:
         if mount.get("Type") == "bind":
             mount["Source"] = bind(mount.get("Source", ""))

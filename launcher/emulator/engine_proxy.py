@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from email.parser import BytesParser
 from http.client import HTTPMessage, responses
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlencode
 
@@ -92,9 +93,10 @@ def receive(connection: socket.socket) -> EngineRequest | None:
 class Views:
     """Answers engine requests, of hosts and of the workstation."""
 
-    def __init__(self, store: Store, target: Engine, *, bind: Callable[[str, str], str]) -> None:
+    def __init__(self, store: Store, target: Engine, *, bind: Callable[[str, str], str], ca: Path) -> None:
         self._store = store
         self._engine = target
+        self._ca = str(ca)
         self._bind = bind  # (hostname, folder of the host) -> folder of the workstation; raises Refused
         with store.read() as state:
             self._emulator, self._storage = state.id, f"http://127.0.0.1:{state.port}"
@@ -227,7 +229,12 @@ class Views:
             request.query["name"] = view.prefix + name.removeprefix("/")
         image = self._image_id(str(body.get("Image", "")), only_pushed=True)
         new = engine.create_on_host(
-            body, view, bind=lambda path: self._bind(view.hostname, path), volume=lambda volume: self._volume(volume, view), image=image
+            body,
+            view,
+            bind=lambda path: self._bind(view.hostname, path),
+            volume=lambda volume: self._volume(volume, view),
+            image=image,
+            ca=self._ca,
         )
         self._call(request, "/containers/create", new, view=view)
 

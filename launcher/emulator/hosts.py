@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from launcher.emulator import faults
+from launcher.emulator.bucket_tls import serve_tls
 from launcher.emulator.engine import Refused
 from launcher.emulator.engine_client import LABEL, MACHINE_LABEL, EngineError, UnixConnection, filters
 from launcher.emulator.machines import SHARED, Machines
@@ -41,13 +43,14 @@ class Hosts:
         *,
         metadata: HostService,
         storage: HostService,
+        context: ssl.SSLContext,
         engine: Callable[[str, socket.socket], None],
     ) -> None:
         self.store = store
         self.machines = machines
         self.acceptor = acceptor
-        self._metadata, self._storage, self._engine = metadata, storage, engine
-        self.handed_over: dict[str, list[socket.socket]] = {}  # hostname -> metadata, storage, engine
+        self._metadata, self._storage, self._context, self._engine = metadata, storage, context, engine
+        self.handed_over: dict[str, list[socket.socket]] = {}  # hostname -> metadata, storage, storage over TLS, engine
         self.control_sockets: dict[str, socket.socket] = {}
         self.lock = threading.RLock()  # taken before the store's, never after
 
@@ -70,8 +73,8 @@ class Hosts:
     def _agent(self, hostname: str, connection: socket.socket) -> None:
         """Takes a host's listeners and serves on them until the agent goes away."""
         connection.setblocking(True)
-        _, descriptors, _, _ = socket.recv_fds(connection, 64, 3)
-        if len(descriptors) != 3:
+        _, descriptors, _, _ = socket.recv_fds(connection, 64, 4)
+        if len(descriptors) != 4:
             return
         listeners = [socket.socket(fileno=descriptor) for descriptor in descriptors]
         with self.lock:
@@ -79,7 +82,7 @@ class Hosts:
             with self.store.read() as state:
                 found = find_host(state, hostname)
                 cut = found is None or found[1].cut
-            self.acceptor.add(listeners[2], lambda each: self._engine(hostname, each))
+            self.acceptor.add(listeners[3], lambda each: self._engine(hostname, each))
             if not cut:
                 self._serve_google(hostname)
         with contextlib.suppress(OSError):
@@ -98,7 +101,12 @@ class Hosts:
             self.acceptor.add(
                 listeners[0], lambda each: serve_http(each, lambda request: self._for_host(hostname, request, self._metadata))
             )
-            self.acceptor.add(listeners[1], lambda each: serve_http(each, lambda request: self._for_host(hostname, request, self._storage)))
+
+            def storage(request: Request) -> Response:
+                return self._for_host(hostname, request, self._storage)
+
+            self.acceptor.add(listeners[1], lambda each: serve_http(each, storage))
+            self.acceptor.add(listeners[2], lambda each: serve_tls(each, self._context, storage))
 
     def _for_host(self, hostname: str, request: Request, answer: HostService) -> Response:
         """A cut-off host gets no answer at all until its network is back."""
@@ -110,7 +118,7 @@ class Hosts:
 
     def cut(self, host: Host) -> None:
         with self.lock:
-            for listener in self.handed_over.get(host.hostname, [])[:2]:
+            for listener in self.handed_over.get(host.hostname, [])[:3]:
                 self.acceptor.remove(listener, close=False)
         self.machines.cut(host)
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from launcher.emulator.bucket_tls import NAMES as STORAGE_NAMES
 from launcher.emulator.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL, Engine, EngineError, filters
 from launcher.emulator.state import Host, Node
 
@@ -99,7 +100,12 @@ class Machines:
                 "CapAdd": ["NET_ADMIN"],
                 "NetworkMode": self.network,
                 "Binds": [f"{self.folder(host)}:/.emulator", *(f"{name}:{path}" for path, name in volumes.items())],
-                "ExtraHosts": ["metadata.google.internal:169.254.169.254", "metadata:169.254.169.254", *peers],
+                "ExtraHosts": [
+                    "metadata.google.internal:169.254.169.254",
+                    "metadata:169.254.169.254",
+                    *(f"{name}:127.0.0.1" for name in STORAGE_NAMES),
+                    *peers,
+                ],
                 "LogConfig": {"Type": "json-file", "Config": {"max-size": "10m"}},
             },
             "NetworkingConfig": {"EndpointsConfig": {self.network: {"IPAMConfig": {"IPv4Address": host.address}}}},

@@ -23,6 +23,7 @@ from typing import Any
 from launcher.emulator import catalogue, faults, metadata, queued_resources, tpu_api
 from launcher.emulator.bucket import Buckets
 from launcher.emulator.bucket_api import StorageApi
+from launcher.emulator.bucket_tls import CA_FILE, tls_context
 from launcher.emulator.catalogue import ApiError
 from launcher.emulator.engine_client import LABEL, Engine, EngineError
 from launcher.emulator.engine_proxy import Views
@@ -60,9 +61,10 @@ class Server:
             self.acceptor,
             metadata=self._metadata,
             storage=lambda hostname, request: self._storage(request),
+            context=tls_context(self.sockets),
             engine=lambda hostname, connection: self.views.serve_host(hostname, connection),
         )
-        self.views = Views(self.store, self.engine, bind=self.hosts.bind)
+        self.views = Views(self.store, self.engine, bind=self.hosts.bind, ca=self.sockets / CA_FILE)
         self.lifecycle = Lifecycle(self.store, self.machines, prepare=self.hosts.prepare)
         self.stopping = threading.Event()
 

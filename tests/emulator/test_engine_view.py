@@ -14,6 +14,7 @@ from launcher.emulator.engine import Refused, View
 from launcher.emulator.engine_client import HOST_LABEL, LABEL
 
 VIEW = View("0badcafe", "t1v-n-12345678-w-0")
+CA_BIND = f"/private/ca.pem:{engine.CONTAINER_CA}:ro"
 IDS = ["a" * 64, "ab" + "c" * 62, "d" * 64]
 names = st.from_regex(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,20}", fullmatch=True)
 
@@ -24,7 +25,7 @@ def create(body: dict[str, Any], image: str = "sha256:1") -> dict[str, Any]:
             raise Refused(400, f"invalid bind source {path}")
         return f"/engine{path}"
 
-    return engine.create_on_host(body, VIEW, bind=bind, volume=lambda name: f"own.{name}", image=image)
+    return engine.create_on_host(body, VIEW, bind=bind, volume=lambda name: f"own.{name}", image=image, ca="/private/ca.pem")
 
 
 def refused(status: int, words: str, body: dict[str, Any]) -> None:
@@ -56,8 +57,12 @@ def test_host_network_means_the_hosts_network() -> None:
 
 def test_there_is_no_tpu_and_the_bucket_is_the_emulators() -> None:
     made = create({"Env": ["PJRT_DEVICE=TPU", "A=b=c"]})
-    assert made["Env"] == ["PJRT_DEVICE=CPU", "A=b=c", f"STORAGE_EMULATOR_HOST={engine.HOST_STORAGE}"]
-    assert create({"Env": ["STORAGE_EMULATOR_HOST=x", "PJRT_DEVICE=CUDA"]})["Env"] == ["STORAGE_EMULATOR_HOST=x", "PJRT_DEVICE=CUDA"]
+    added = [f"STORAGE_EMULATOR_HOST={engine.HOST_STORAGE}", f"CURL_CA_BUNDLE={engine.CONTAINER_CA}"]
+    assert made["Env"] == ["PJRT_DEVICE=CPU", "A=b=c", *added]
+    assert made["HostConfig"]["Binds"] == [CA_BIND]
+    given = ["STORAGE_EMULATOR_HOST=x", "PJRT_DEVICE=CUDA", "CURL_CA_BUNDLE=y"]
+    assert create({"Env": given})["Env"] == given
+    assert create({"Env": given})["HostConfig"]["Binds"] == []
 
 
 def test_privileged_becomes_capabilities_and_inspect_still_says_privileged() -> None:
@@ -82,7 +87,7 @@ def test_an_unprivileged_container_gets_no_capability() -> None:
 def test_namespaces_of_the_host_are_the_emulated_hosts() -> None:
     host = create({"HostConfig": {"PidMode": "host", "IpcMode": "host", "UTSMode": "host", "Binds": ["/tmp/a:/a"]}})["HostConfig"]
     assert (host["PidMode"], host["IpcMode"], host["UTSMode"]) == (f"container:{VIEW.hostname}", "private", "")
-    assert host["Binds"] == ["/engine/dev/shm:/dev/shm", "/engine/tmp/a:/a"]
+    assert host["Binds"] == ["/engine/dev/shm:/dev/shm", "/engine/tmp/a:/a", CA_BIND]
 
 
 def test_binds_are_of_the_hosts_folders_and_volumes_are_its_own() -> None:
@@ -92,7 +97,7 @@ def test_binds_are_of_the_hosts_folders_and_volumes_are_its_own() -> None:
         {"Type": "tmpfs", "Target": "/t"},
     ]
     host = create({"HostConfig": {"Binds": ["/tmp/a:/a:ro", "data:/d"], "Mounts": mounts}})["HostConfig"]
-    assert host["Binds"] == ["/engine/tmp/a:/a:ro", "own.data:/d"]
+    assert host["Binds"] == ["/engine/tmp/a:/a:ro", "own.data:/d", CA_BIND]
     assert [each.get("Source") for each in host["Mounts"]] == ["/engine/tmp/x", "own.v", None]
     refused(400, "invalid bind source /etc", {"HostConfig": {"Binds": ["/etc:/e"]}})
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -126,15 +127,20 @@ class ClassificationBatches:
 
 def schedule(records: tuple[int, ...], batch: int, seed: int, k: int) -> tuple[int, int]:
     """Which bucket step k takes, and which of that bucket's batches it is. `records`: of each bucket."""
+    epoch, place = epoch_of_step(records, batch, k)
+    order = epoch_order(records, batch, seed, epoch)
+    bucket = int(order[place])
+    return bucket, epoch * records[bucket] // batch + int(np.count_nonzero(order[:place] == bucket))
+
+
+def epoch_of_step(records: tuple[int, ...], batch: int, k: int) -> tuple[int, int]:
+    """The epoch of step k, and the step's place in it."""
     epoch = max(0, k * batch // sum(records) - 1)
     while _first_step(records, batch, epoch + 1) <= k:
         epoch += 1
     while _first_step(records, batch, epoch) > k:
         epoch -= 1
-    order = _epoch_order(records, batch, seed, epoch)
-    place = k - _first_step(records, batch, epoch)
-    bucket = int(order[place])
-    return bucket, epoch * records[bucket] // batch + int(np.count_nonzero(order[:place] == bucket))
+    return epoch, k - _first_step(records, batch, epoch)
 
 
 def _first_step(records: tuple[int, ...], batch: int, epoch: int) -> int:
@@ -142,7 +148,7 @@ def _first_step(records: tuple[int, ...], batch: int, epoch: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def _epoch_order(records: tuple[int, ...], batch: int, seed: int, epoch: int) -> Ints:
+def epoch_order(records: tuple[int, ...], batch: int, seed: int, epoch: int) -> Ints:
     """The bucket of each step of an epoch."""
     counts = [(epoch + 1) * count // batch - epoch * count // batch for count in records]
     order = np.repeat(np.arange(len(records)), counts)
@@ -173,27 +179,23 @@ def evaluation(
 
 def _buckets(dataset: Dataset, tokenizer: SpecialTokens, on_corrupt: OnCorrupt, at_least: int) -> list[Padded]:
     """The buckets, joined until each has `at_least` so many records, as far as there are as many."""
-    lengths = sorted({shard.length for shard in dataset.shards if shard.records})
-    parts = [FixedShards(dataset, length=length, vocabulary=tokenizer.vocabulary, on_corrupt=on_corrupt) for length in lengths]
-    return [Padded([parts[each] for each in group], tokenizer.pad) for group in _joined([part.records for part in parts], at_least)]
+    options: dict[str, Any] = {"vocabulary": tokenizer.vocabulary, "on_corrupt": on_corrupt}
+    return [
+        Padded([FixedShards(dataset, length=length, **options) for length in lengths], tokenizer.pad)
+        for lengths in groups_of_lengths(dataset, at_least)
+    ]
 
 
-def batch_lengths(dataset: Dataset, at_least: int) -> tuple[int, ...]:
-    """The lengths of the batches of `at_least` rows that this dataset gives, from its manifest alone."""
-    records: dict[int, int] = {}
+def groups_of_lengths(dataset: Dataset, at_least: int) -> list[list[int]]:
+    """Which lengths are one bucket: shorter ones are joined to longer ones until there are `at_least` records."""
+    counts = dict.fromkeys(sorted(shard.length for shard in dataset.shards if shard.records), 0)
     for shard in dataset.shards:
         if shard.records:
-            records[shard.length] = records.get(shard.length, 0) + shard.records
-    lengths = sorted(records)
-    return tuple(lengths[group[-1]] for group in _joined([records[length] for length in lengths], at_least))
-
-
-def _joined(records: Sequence[int], at_least: int) -> list[list[int]]:
-    """Which buckets, by number, are read as one: each has `at_least` so many records, as far as there are as many."""
+            counts[shard.length] += shard.records
     groups: list[list[int]] = [[]]
-    for number in range(len(records)):
-        groups[-1].append(number)
-        if sum(records[each] for each in groups[-1]) >= at_least:
+    for length in counts:
+        groups[-1].append(length)
+        if sum(counts[each] for each in groups[-1]) >= at_least:
             groups.append([])
     rest = groups.pop()
     if rest and groups:

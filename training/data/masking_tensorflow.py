@@ -5,51 +5,38 @@
     input_ids, positions, labels, weights = mask(ids, epoch, records, seed=0, masking=Masking(), tokens=tokens)
 
 TPUs have no 64-bit unsigned integers: this is for the input pipeline, not for the model. `seed` and the settings are Python values; `epoch` and
-`records` may be tensors. TensorFlow is imported when `mask` is called.
+`records` may be tensors.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import tensorflow as tf
+
 from training.data import mixing
 from training.data.masking import Masking, SpecialTokens
+from training.data.mixing_tensorflow import counted, in_order, keys, number
 
 
-def mask(input_ids: Any, epoch: int, records: Any, *, seed: int, masking: Masking, tokens: SpecialTokens) -> tuple[Any, Any, Any, Any]:
-    """input_ids: (n, length) int32 tensor of static length; epoch: of all rows; records: (n,) int64
+def mask(input_ids: Any, epoch: Any, records: Any, *, seed: int, masking: Masking, tokens: SpecialTokens) -> tuple[Any, Any, Any, Any]:
+    """input_ids: (n, length) int32 tensor of static length; epoch: one for all rows, or (n,) int64; records: (n,) int64
 
     Returns input_ids (n, length), positions (n, places), labels (n, places) int32 and weights (n, places) float32."""
-    import numpy as np
-    import tensorflow as tf
-
-    xor, right = tf.bitwise.bitwise_xor, tf.bitwise.right_shift
-
-    def number(value: int) -> Any:
-        return tf.constant(np.uint64(value), tf.uint64)
-
-    def mix(z: Any) -> Any:
-        z = xor(z, right(z, number(30))) * number(mixing.FIRST)
-        z = xor(z, right(z, number(27))) * number(mixing.SECOND)
-        return xor(z, right(z, number(31)))
-
-    def counted(state: Any, index: Any) -> Any:
-        return mix(state + (index + number(1)) * number(mixing.GOLDEN))
+    right = tf.bitwise.right_shift
 
     length = int(input_ids.shape[1])
     places = masking.places(length)
     ordinary = tf.constant(tokens.ordinary().astype(np.int32))
     special = tf.gather(tf.constant(np.isin(np.arange(tokens.vocabulary), sorted(tokens.special))), input_ids)  # (n, length)
 
-    state = mixing.key(seed, "masking", epoch)
-    row = mix(mix(tf.cast(records, tf.uint64) + number(mixing.GOLDEN)) + number(state))[:, None]  # (n, 1)
+    row = keys(keys(number(mixing.key(seed, "masking")), epoch), records)[:, None]  # (n, 1)
     bits = max(1, (length - 1).bit_length())
     position = tf.range(length, dtype=tf.int64)[None, :]
     rank = tf.bitwise.left_shift(right(counted(row, tf.cast(position, tf.uint64)), number(bits)), number(bits))
     rank = tf.where(special, number(2**64 - 1), tf.bitwise.bitwise_or(rank, tf.cast(position, tf.uint64)))
-    # tf.sort has no uint64; with the highest bit turned over, int64 sorts in the same order.
-    signed = tf.bitcast(xor(rank, number(2**63)), tf.int64)
-    first = tf.bitcast(tf.sort(signed, axis=1)[:, :places], tf.uint64)
+    first = tf.bitcast(tf.sort(in_order(rank), axis=1)[:, :places], tf.uint64)  # the highest bit, turned over, is masked away below
 
     candidates = length - tf.reduce_sum(tf.cast(special, tf.int64), axis=1)
     wanted = tf.clip_by_value((candidates * masking.percent + 50) // 100, 1, places)

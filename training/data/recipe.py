@@ -123,7 +123,7 @@ class RecipeShards:
 
     def _decoded(self, shard: Shard, first: int, last: int) -> list[tuple[int, npt.NDArray[np.int32] | BadInput]]:
         """(row, ids or what is wrong with them) of records [first, last) of a shard."""
-        url, offsets = storage.join(self.dataset.url, shard.name), self._offsets(shard)
+        url, offsets = storage.join(self.dataset.url, shard.name), self.offsets(shard)
         start = int(offsets[first])
         data = _read(url, start, int(offsets[last]), self._stats[shard.name], first)
         found: list[tuple[int, npt.NDArray[np.int32] | BadInput]] = []
@@ -135,7 +135,8 @@ class RecipeShards:
                 found.append((number - first, error))
         return found
 
-    def _offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
+    def offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
+        """Where each record of a shard starts, and its size; reads the shard when asked for the first time. (records + 1,)"""
         with self._lock:
             found = self._index.get(shard.name)
         if found is not None:

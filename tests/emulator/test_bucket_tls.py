@@ -1,0 +1,79 @@
+"""Claims about Cloud Storage under Google's own names: believed with the emulator's CA alone, and the paths that TensorFlow asks."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.emulator import bucket_tls
+from launcher.emulator.bucket import Buckets
+from launcher.emulator.bucket_api import StorageApi
+from launcher.emulator.web import Acceptor
+
+
+class Google:
+    """The server on a loopback port, as a name of Google's would lead to it."""
+
+    def __init__(self, folder: Path) -> None:
+        buckets = Buckets(folder / "buckets")
+        buckets.ensure("bucket")
+        api, context = StorageApi(buckets), bucket_tls.tls_context(folder)
+        self.ca = folder / bucket_tls.CA_FILE
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.acceptor = Acceptor()
+        self.acceptor.start()
+        self.acceptor.add(self.listener, lambda connection: bucket_tls.serve_tls(connection, context, api.answer))
+
+    def ask(self, name: str, method: str, path: str, body: bytes = b"", ca: Path | None = None, **headers: str) -> tuple[int, bytes, str]:
+        trusting = ssl.create_default_context(cafile=str(ca or self.ca))
+        plain = socket.create_connection(self.listener.getsockname(), timeout=30)
+        connection = http.client.HTTPConnection(name)
+        connection.sock = trusting.wrap_socket(plain, server_hostname=name)
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        found = response.status, response.read(), response.headers.get("Location", "")
+        connection.close()
+        return found
+
+
+@pytest.fixture
+def google(tmp_path: Path) -> Iterator[Google]:
+    found = Google(tmp_path)
+    yield found
+    found.acceptor.remove(found.listener, close=True)
+
+
+def test_objects_are_written_and_read_as_tensorflow_does(google: Google) -> None:
+    begun = google.ask("www.googleapis.com", "POST", "/upload/storage/v1/b/bucket/o?uploadType=resumable&name=a%2Fb%20c")
+    assert begun[0] == 200
+    assert begun[2].startswith("https://www.googleapis.com/upload/")
+    path = begun[2].removeprefix("https://www.googleapis.com")
+    assert google.ask("www.googleapis.com", "PUT", path, b"0123456789", **{"Content-Range": "bytes 0-9/10"})[0] == 200
+    assert google.ask("storage.googleapis.com", "GET", "/bucket/a%2Fb%20c", Range="bytes=2-4")[:2] == (206, b"234")
+    assert google.ask("storage.googleapis.com", "GET", "/bucket/a/b%20c")[:2] == (200, b"0123456789")
+    status, text, _ = google.ask("www.googleapis.com", "GET", "/storage/v1/b/bucket/o/a%2Fb%20c?fields=size%2Cgeneration%2Cupdated")
+    assert (status, json.loads(text)["size"]) == (200, "10")
+    assert google.ask("storage.googleapis.com", "GET", "/bucket/none")[0] == 404
+
+
+def test_only_the_emulators_ca_and_googles_storage_names_are_believed(google: Google, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    bucket_tls.tls_context(tmp_path / "other")
+    for name, ca in (("storage.googleapis.com", tmp_path / "other" / bucket_tls.CA_FILE), ("oauth2.googleapis.com", google.ca)):
+        with pytest.raises(ssl.SSLCertVerificationError):
+            google.ask(name, "GET", "/bucket/o", ca=ca)
+    assert google.ask("storage.googleapis.com", "GET", "/bucket/o")[0] == 404
+
+
+def test_no_key_is_left_on_the_disk_and_the_machines_own_cas_stay_believed(tmp_path: Path) -> None:
+    bucket_tls.tls_context(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [bucket_tls.CA_FILE]
+    text = (tmp_path / bucket_tls.CA_FILE).read_text()
+    assert "PRIVATE" not in text
+    assert text.count("BEGIN CERTIFICATE") > 1

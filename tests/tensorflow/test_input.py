@@ -1,0 +1,195 @@
+"""Claims about the tf.data input: the tensors are the integers of the numpy batches, whatever the layout, the hosts, the step, the batch and the seed."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from training.data import batches, batches_tensorflow, classification, examples, order, order_tensorflow, prepare
+from training.data.dataset import open_dataset
+from training.data.manifest import Dataset
+from training.data.masking import Masking, SpecialTokens
+from training.data.shards_tensorflow import explained
+from training.data.tfrecord import Corrupt
+from training.errors import BadInput
+
+TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=40_000)
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # an example builds a pipeline: shrinking would take minutes
+LAYOUTS: dict[str, dict[str, Any]] = {"compact": {}, "gzip": {"compression": "gzip"}, "recipe": {"layout": "recipe"}}
+
+
+def ids(count: int, length: int = 12) -> Any:
+    return np.random.default_rng(0).integers(5, TOKENS.vocabulary, (count, length)).astype(np.int32)
+
+
+def make(folder: Path | str, count: int, layout: str = "compact", per_shard: int = 70) -> Dataset:
+    rows = ids(count)
+    plan = prepare.Plan("train", 12, "t", TOKENS.vocabulary, per_shard, **LAYOUTS[layout])
+    return prepare.make(str(folder), plan, lambda: map(str, range(count)), lambda texts: [rows[int(text)] for text in texts]).dataset
+
+
+@functools.cache
+def kept(count: int, layout: str) -> Dataset:
+    """The same folder for every example of hypothesis."""
+    folder = tempfile.mkdtemp()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "MEMBER_RECORDS", 4)
+        return make(folder, count, layout)
+
+
+@functools.cache
+def labelled(counts: tuple[int, ...]) -> Dataset:
+    """Rows of the lengths 4, 8 and 16, so many of each."""
+    rng = np.random.default_rng(1)
+    texts = [
+        (rng.integers(5, 90, length).tolist(), str(rng.integers(3)))
+        for length, count in zip((4, 8, 16), counts, strict=True)
+        for _ in range(count)
+    ]
+    plan = prepare.Plan("train", 16, "t", TOKENS.vocabulary, 40)
+    return examples.make(
+        tempfile.mkdtemp(), plan, examples.Buckets((4, 8, 16)), ["0", "1", "2"],
+        lambda: ((str(number), label) for number, (_, label) in enumerate(texts)),
+        lambda numbers: [np.array(texts[int(number)][0], np.int32) for number in numbers], TOKENS.pad,
+    ).dataset  # fmt: skip
+
+
+def assert_same(ours: Any, theirs: dict[str, Any]) -> None:
+    for name, values in vars(ours).items():
+        assert values.dtype == theirs[name].dtype, name
+        assert np.array_equal(values, theirs[name]), name
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 3000), st.integers(1, 100), st.integers(1, 50), st.integers(0, 2**31 - 1), st.integers(0, 5), st.integers(0, 20),
+)  # fmt: skip
+def test_windows_are_those_of_numpy(records: int, batch: int, block: int, seed: int, epoch: int, number: int) -> None:
+    shape = order.Geometry(records, block, window=block * 7)
+    ours = order.Shuffled(shape, seed, batch)
+    number %= shape.windows
+    theirs = order_tensorflow.window(ours, tf.constant(epoch, tf.int64), tf.constant(number, tf.int64))
+    assert np.array_equal(ours.window(epoch, number), theirs.numpy())
+
+
+@settings(max_examples=14, deadline=None, phases=PHASES)
+@given(
+    st.sampled_from(sorted(LAYOUTS)), st.sampled_from([5, 130, 1000]), st.sampled_from([1, 2, 3, 4]), st.integers(1, 16),
+    st.integers(0, 200), st.integers(0, 2**31 - 1), st.booleans(),
+)  # fmt: skip
+def test_batches_are_those_of_numpy(layout: str, records: int, hosts: int, rows: int, start: int, seed: int, small: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if small:  # several windows an epoch
+            patch.setattr(order, "WINDOW_BLOCKS", 3)
+            patch.setattr(order, "MIN_BLOCK", 8)
+            patch.setattr(order, "BLOCK_BYTES", 400)
+        options: dict[str, Any] = {
+            "tokenizer": TOKENS, "seed": seed, "global_batch_size": rows * hosts, "masking": Masking(20), "host": seed % hosts, "hosts": hosts
+        }  # fmt: skip
+        dataset = kept(records, layout)
+        ours = batches.MlmBatches(dataset, **options)
+        theirs = batches_tensorflow.mlm(dataset, start=start, **options).take(8).as_numpy_iterator()
+        for k, found in enumerate(theirs, start):
+            assert_same(ours.batch(k), found)
+        ours.close()
+
+
+@settings(max_examples=4, deadline=None, phases=PHASES)
+@given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([5, 130]), st.sampled_from([1, 2, 3]), st.integers(1, 20))
+def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows: int) -> None:
+    for host in range(hosts):
+        options: dict[str, Any] = {
+            "tokenizer": TOKENS, "global_batch_size": rows * hosts, "masking": Masking(), "host": host, "hosts": hosts
+        }  # fmt: skip
+        theirs = list(batches_tensorflow.mlm_evaluation(kept(records, layout), **options).as_numpy_iterator())
+        for ours, found in zip(batches.evaluation(kept(records, layout), **options), theirs, strict=True):
+            assert_same(ours, found)
+
+
+@settings(max_examples=5, deadline=None, phases=PHASES)
+@given(
+    st.sampled_from([(50, 90, 30), (2, 60, 0), (3, 4, 5)]), st.sampled_from([1, 2]), st.integers(1, 10), st.integers(0, 60), st.integers(0, 2**31 - 1)
+)  # fmt: skip
+def test_classification_batches_are_those_of_numpy(counts: tuple[int, ...], hosts: int, rows: int, start: int, seed: int) -> None:
+    dataset = labelled(counts)
+    options: dict[str, Any] = {"tokenizer": TOKENS, "global_batch_size": rows * hosts, "host": seed % hosts, "hosts": hosts}
+    ours = classification.ClassificationBatches(dataset, seed=seed, **options)
+    theirs = batches_tensorflow.classification(dataset, seed=seed, start=start, **options).take(8).as_numpy_iterator()
+    for k, found in enumerate(theirs, start):
+        assert_same(ours.batch(k), found)
+    ours.close()
+    theirs = list(batches_tensorflow.classification_evaluation(dataset, **options).as_numpy_iterator())
+    for batch, found in zip(classification.evaluation(dataset, **options), theirs, strict=True):
+        assert_same(batch, found)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_damage_stops_the_run_with_its_place_or_is_replaced_as_by_numpy(tmp_path: Path, layout: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "MEMBER_RECORDS", 4)
+        dataset = make(tmp_path, 130, layout)
+    shard = dataset.shards[1]
+    data = bytearray((tmp_path / shard.name).read_bytes())
+    data[len(data) // 2 + 20] ^= 1  # inside a record: after a broken header, records of varying size are lost
+    (tmp_path / shard.name).write_bytes(data)
+    options: dict[str, Any] = {"tokenizer": TOKENS, "seed": 0, "global_batch_size": 130, "masking": Masking()}
+    with pytest.raises(Corrupt) as ours:
+        batches.MlmBatches(dataset, **options).batch(0)
+    with pytest.raises(Corrupt) as theirs, explained():
+        next(iter(batches_tensorflow.mlm(dataset, **options)))
+    assert (theirs.value.shard, theirs.value.record, theirs.value.offset) == (ours.value.shard, ours.value.record, ours.value.offset)
+
+    numpy = batches.MlmBatches(dataset, on_corrupt="skip", **options)
+    found = next(batches_tensorflow.mlm(dataset, on_corrupt="skip", **options).as_numpy_iterator())
+    assert_same(numpy.batch(0), found)
+    assert numpy.skipped == found["replaced"].sum() > 0
+
+
+def test_every_bit_of_a_record_is_checked(tmp_path: Path) -> None:
+    dataset = make(tmp_path, 1)
+    path = tmp_path / dataset.shards[0].name
+    good = path.read_bytes()
+    part = batches_tensorflow.open_part(dataset, vocabulary=TOKENS.vocabulary, on_corrupt="stop")
+    read = tf.function(lambda: part.read(tf.constant(0, tf.int64), tf.constant(1, tf.int64)))
+    assert np.array_equal(read()["input_ids"].numpy(), ids(1))
+    for place in range(len(good)):
+        path.write_bytes(good[:place] + bytes([good[place] ^ (1 << place % 8)]) + good[place + 1 :])
+        with pytest.raises(Corrupt, match="record 0 at byte 0"), explained():
+            read()
+
+
+def test_a_shard_that_is_gone_or_cut_is_a_clear_message(tmp_path: Path) -> None:
+    dataset = make(tmp_path, 20)
+    options: dict[str, Any] = {"tokenizer": TOKENS, "seed": 0, "global_batch_size": 4, "masking": Masking()}
+    found = batches_tensorflow.mlm(dataset, **options)
+    (tmp_path / dataset.shards[0].name).unlink()
+    with pytest.raises(BadInput, match=dataset.shards[0].name), explained():
+        next(iter(found))
+
+
+def test_ids_that_the_tokenizer_lacks_are_refused(tmp_path: Path) -> None:
+    few = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
+    part = batches_tensorflow.open_part(make(tmp_path, 20), vocabulary=few.vocabulary, on_corrupt="stop")
+    with pytest.raises(BadInput, match="a token id that the tokenizer"), explained():
+        tf.function(part.read)(tf.constant(0, tf.int64), tf.constant(20, tf.int64))
+
+
+def test_the_public_layout_without_a_manifest_is_read(tmp_path: Path) -> None:
+    with tf.io.TFRecordWriter(str(tmp_path / "wiki-0-60.tfrecord")) as writer:
+        for row in ids(60):
+            values = {"attention_mask": [1] * 12, "input_ids": row}
+            feature = {name: tf.train.Feature(int64_list=tf.train.Int64List(value=each)) for name, each in values.items()}
+            writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
+    dataset = open_dataset(str(tmp_path))
+    options: dict[str, Any] = {"tokenizer": TOKENS, "seed": 3, "global_batch_size": 16, "masking": Masking()}
+    assert_same(
+        batches.MlmBatches(dataset, **options).batch(2), next(batches_tensorflow.mlm(dataset, start=2, **options).as_numpy_iterator())
+    )
