@@ -5,6 +5,7 @@
     tpu-train train CONFIG                  train, on every host of the slice
     tpu-train export RUN OUT                write a run's model as a Hugging Face folder
     tpu-train predict FOLDER TEXT           fill the mask in a text, or name its class
+    tpu-train check CONFIG                  what in a step will be slow on a TPU
     tpu-train report RUN                    write report.html of a run
     tpu-train checkpoint list|show|verify   look at a run's checkpoints
 
@@ -14,10 +15,12 @@ Groups import what they need when they are called, so that `--help` is quick.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 import time
 import traceback
+from dataclasses import asdict
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -33,6 +36,7 @@ OUT_OF_MEMORY = "lower train.global_batch_size, raise train.gradient_accumulatio
 _ELSEWHERE = {
     "tokenizer": ("training.data.commands", "tokenizer", "Make a tokenizer from text."),
     "shards": ("training.data.commands", "shards", "Make a dataset of TFRecord shards."),
+    "preflight": ("training.preflight.commands", "preflight", "Compile the step for a TPU that is not there: does it fit?"),
     "dataset": ("training.data.commands", "dataset", "Look at a dataset, and check it."),
 }
 
@@ -145,6 +149,49 @@ def predict(folder: str, text: str, top: int) -> None:
         return
     for answer in fill_mask(folder, text, top):
         click.echo(f"{answer.score:.4f}  {answer.token!r}  {answer.text}")
+
+
+@tpu_train.command()
+@click.argument("config", required=False)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the file.")
+@click.option("--module", metavar="FILE:FUNCTION", help="Instead of CONFIG: a function that returns your torch.nn.Module.")
+@click.option(
+    "--inputs", metavar="FILE:FUNCTION", help="With --module: a function that returns its batches, on the CPU: dicts, tuples or tensors."
+)
+@click.option("--steps", type=click.IntRange(min=2), default=4, show_default=True, help="How many steps to run.")
+@click.option(
+    "--shapes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="With --module: how many different shapes its batches may have.",
+)
+@click.option("--json", "as_json", is_flag=True, help="A list of findings as JSON.")
+def check(
+    config: str | None, overrides: tuple[str, ...], module: str | None, inputs: str | None, steps: int, shapes: int, as_json: bool
+) -> None:
+    """Run a few steps on the CPU, with small batches, and report what XLA devices are slow at, each with its line.
+
+    \b
+    tpu-train check run.yaml
+    tpu-train check --module my_model.py:build --inputs my_model.py:batches
+
+    Data-dependent shapes, branches on tensors' values, and steps that compile again. Exits with 0 when there is none, with 1 when there is one.
+    """
+    from training import checks
+    from training.config import load
+
+    if (config is None) == (module is None) or (module is None) != (inputs is None):
+        raise click.UsageError("give either CONFIG, or --module and --inputs")
+    found = checks.check_files(str(module), str(inputs), steps, shapes) if config is None else checks.check(load(config, overrides), steps)
+    if as_json:
+        click.echo(json.dumps([asdict(each) for each in found], indent=1))
+    else:
+        for each in found:
+            click.echo(str(each))
+        click.echo(f"{steps} steps: {len(found)} finding(s)" if found else f"{steps} steps: clean")
+    if found:
+        sys.exit(Exit.FAILED)
 
 
 @tpu_train.command("report")

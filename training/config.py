@@ -37,10 +37,10 @@ ModelName = Literal["bert-tiny", "bert-mini", "bert-small", "bert-medium", "bert
 
 
 class Model(Section):
-    """Which network. Either a known name, some of its sizes changed, or a folder in Hugging Face's layout to start from."""
+    """Which network. Either a known name, some of its sizes changed, or a folder in Hugging Face's layout, or a name on its Hub, to start from."""
 
     name: ModelName | None = None
-    path: str | None = None  # a folder with config.json and model.safetensors: its weights are the start
+    path: str | None = None  # a folder with config.json and model.safetensors, or org/name on the Hub: its weights are the start
     hidden_size: int | None = Field(default=None, ge=8)
     layers: int | None = Field(default=None, ge=1)
     heads: int | None = Field(default=None, ge=1)

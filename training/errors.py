@@ -14,6 +14,7 @@ class Exit(enum.IntEnum):
     FINISHED = 0
     FAILED = 1  # anything else: counts against the failure budget
     BAD_INPUT = 2  # configuration or data: never retried
+    DOES_NOT_FIT = 3  # of preflight: the step would not compile for the accelerator, or not fit into its memory
     SAVED = 75  # asked to stop, committed a checkpoint: resume
     LOST_PEER = 76  # another host stopped answering: a symptom, never the first cause
 

@@ -12,6 +12,7 @@ from typing import Any
 from training import storage
 from training.config import Model
 from training.errors import BadInput
+from training.pretrained import folder_of
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -93,6 +94,7 @@ def require_room(configuration: Any, *, vocabulary: int, pad: int, sequence_leng
 @contextlib.contextmanager
 def local(folder: str) -> Iterator[str]:
     """The folder itself, or for as long as the block runs a copy of it when it is in a bucket."""
+    folder = folder_of(folder)
     if not storage.is_remote(folder):
         yield folder
         return
@@ -104,7 +106,7 @@ def local(folder: str) -> Iterator[str]:
 
 def read_config(folder: str) -> dict[str, Any]:
     """The values of a model folder's config.json. Raises BadInput."""
-    url = storage.join(folder, CONFIG)
+    url = storage.join(folder_of(folder), CONFIG)
     try:
         value: dict[str, Any] = json.loads(storage.read(url))
     except storage.NotFound:

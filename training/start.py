@@ -119,20 +119,21 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
 
 
 def _torch_xla() -> Callable[..., Backend]:
-    _require("torch_xla", "torch-xla")
+    require("torch_xla", "torch-xla")
     from training.backends.torch_xla import TorchXla
 
     return TorchXla
 
 
 def _tensorflow() -> Callable[..., Backend]:
-    _require("tensorflow", "tensorflow")
+    require("tensorflow", "tensorflow")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when TensorFlow is imported
     from training.backends.tensorflow import TensorFlow
 
     return TensorFlow
 
 
-def _require(module: str, backend: str) -> None:
+def require(module: str, backend: str) -> None:
+    """Raises BadInput where the backend's framework is not installed."""
     if importlib.util.find_spec(module) is None:
         raise BadInput(f"backend: {backend} needs {module}, which is not installed here: run in the image of that backend")

@@ -240,6 +240,11 @@ class TorchXla:
         groups = (("model", self._parameters), ("adam_m", self._moments[0]), ("adam_v", self._moments[1]))
         return {f"{group}/{name}": value for group, values in groups for name, value in values.items()}
 
+    def network(self) -> Any:
+        """The model, on the devices: for whoever looks at its programs."""
+        self._upload()
+        return self._network
+
     def _upload(self) -> None:
         if self._uploaded:
             return

@@ -186,6 +186,11 @@ def _buckets(dataset: Dataset, tokenizer: SpecialTokens, on_corrupt: OnCorrupt, 
     ]
 
 
+def batch_lengths(dataset: Dataset, at_least: int) -> tuple[int, ...]:
+    """The lengths of the batches of `at_least` rows that this dataset gives, from its manifest alone."""
+    return tuple(group[-1] for group in groups_of_lengths(dataset, at_least))
+
+
 def groups_of_lengths(dataset: Dataset, at_least: int) -> list[list[int]]:
     """Which lengths are one bucket: shorter ones are joined to longer ones until there are `at_least` records."""
     counts = dict.fromkeys(sorted(shard.length for shard in dataset.shards if shard.records), 0)

@@ -19,6 +19,7 @@ import importlib.util
 import os
 import re
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ from functools import lru_cache
 from typing import Any
 
 from training.accelerators import Accelerator
-from training.errors import BadInput
+from training.errors import BadInput, TrainError
+from training.preflight.scheduled import BACKWARD
 
 # What the private interfaces below were seen to work with; the image has these. jaxlib's version is jax's.
 SEEN_WITH = {"jax": "0.7.1", "jaxlib": "0.7.1", "libtpu": "0.0.21"}
@@ -125,21 +127,32 @@ def stand_in_for(devices: int) -> None:
 
 
 @contextmanager
-def named_operations() -> Iterator[None]:
-    """Operations that are traced in this block remember which module of the network asked for them."""
+def named_operations(network: Any) -> Iterator[None]:
+    """Operations that are traced in this block remember which module of the network asked for them; those of the backward pass, whose gradient they
+    belong to. It is written into the program as metadata, and changes nothing else."""
     import _XLAC
     from torch.nn.modules import module as modules
 
-    names: dict[int, str] = {}
+    names = {id(module): name for name, module in network.named_modules()}
     scopes: list[Any] = []
+    seen: list[Any] = []  # nodes of the backward graph, alive so that their ids stay theirs
+    backward: list[Any] = []  # the scope of the gradient under way
 
     def enter(module: Any, _arguments: Any) -> None:
-        if id(module) not in names:
-            names.update({id(each): name for name, each in module.named_modules(prefix=names.get(id(module), ""))})
-        scopes.append(_XLAC.profiler.scope_pusher(names[id(module)].rpartition(".")[2] if scopes else names[id(module)]))
+        scopes.append(_XLAC.profiler.scope_pusher(names.get(id(module), type(module).__name__)))
 
-    def leave(_module: Any, _arguments: Any, _outputs: Any) -> None:
+    def leave(module: Any, _arguments: Any, outputs: Any) -> None:
         scopes.pop()
+        node = getattr(outputs, "grad_fn", None)
+        if node is None or any(node is each for each in seen[-8:]):  # an outer module's result is the inner one's
+            return
+        seen.append(node)
+
+        def begin(_gradients: Any) -> None:
+            backward.clear()
+            backward.append(_XLAC.profiler.scope_pusher(BACKWARD + names.get(id(module), "")))
+
+        node.register_prehook(begin)
 
     before = _XLAC._get_ir_debug()
     _XLAC._set_ir_debug(True)
@@ -147,9 +160,46 @@ def named_operations() -> Iterator[None]:
     try:
         yield
     finally:
+        backward.clear()
         for hook in hooks:
             hook.remove()
         _XLAC._set_ir_debug(before)
+
+
+class DataDependent(TrainError):
+    """The step reads a value of a tensor while it is being built, or has a shape that depends on one: it would be several programs, and new ones
+    whenever the value changes."""
+
+
+@contextmanager
+def one_program() -> Iterator[None]:
+    """Raises DataDependent in this block as soon as an operation is asked for whose shape or result in Python depends on data."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    refused = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+    class Watch(TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+            if refused & set(function.tags) and any(
+                getattr(each, "device", None) is not None and each.device.type == "xla" for each in arguments
+            ):
+                raise DataDependent(
+                    f"{function} depends on the values of a tensor, not on its shape alone: a TPU would stop there every step, and compile again "
+                    f"whenever the values give another shape{_asked_by()}; use torch.where or a mask of a fixed shape instead"
+                )
+            return function(*arguments, **(options or {}))
+
+    with Watch():
+        yield
+
+
+def _asked_by() -> str:
+    """The place in the model's code, outside torch."""
+    for frame in reversed(traceback.extract_stack()):
+        if "site-packages/torch" not in frame.filename and frame.filename != __file__:
+            return f" ({frame.filename}:{frame.lineno}: {frame.line})"
+    return ""
 
 
 def program(outputs: Sequence[Any], state: Mapping[int, str]) -> Program:

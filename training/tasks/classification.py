@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from training.backends.protocol import Outcome
+from training.backends.protocol import Arrays, Outcome
 from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.data.classification import ClassificationBatch, ClassificationBatches, evaluation
@@ -74,6 +74,12 @@ class Classification:
             return HostBatch(arrays, batch.records)
 
         return convert
+
+
+def blank(rows: int, length: int) -> Arrays:
+    """The arrays of a batch, empty: for whoever needs no more than their shapes."""
+    ids = {name: np.zeros((rows, length), np.int32) for name in ("input_ids", "attention_mask")}
+    return {**ids, "labels": np.zeros(rows, np.int32), "weights": np.zeros(rows, np.float32)}
 
 
 def check_labels(url: str, labels: npt.NDArray[np.int32], records: npt.NDArray[np.int64], classes: int) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from training import report
-from training.backends.protocol import Outcome
+from training.backends.protocol import Arrays, Outcome
 from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.data.batches import MlmBatch, MlmBatches, evaluation
@@ -58,3 +60,9 @@ class Mlm:
 def _host_batch(batch: MlmBatch) -> HostBatch:
     arrays = {"input_ids": batch.input_ids, "positions": batch.positions, "labels": batch.labels, "weights": batch.weights}
     return HostBatch(arrays, batch.records)
+
+
+def blank(rows: int, length: int, places: int) -> Arrays:
+    """The arrays of a batch, empty: for whoever needs no more than their shapes."""
+    ints = {name: np.zeros((rows, size), np.int32) for name, size in (("input_ids", length), ("positions", places), ("labels", places))}
+    return {**ints, "weights": np.zeros((rows, places), np.float32)}

@@ -1,0 +1,135 @@
+"""`tpu-train check` names the line that breaks one of XLA's rules, in a user's module and in what a configuration runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from tests.container import small_runs, test_classification_runs
+from training.cli import tpu_train
+from training.errors import BadInput, Exit
+
+MODEL = """
+import torch
+from helpers import scale
+
+class Net(torch.nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.dense, self.how, self.calls = torch.nn.Linear(8, 8), how, 0
+
+    def forward(self, x):
+        y = scale(self.dense(x))
+        self.calls += 1
+        if self.how == "masked":
+            y = y[y > 0]  # line:masked
+        if self.how == "unique":
+            y = y * torch.unique(x.argmax(-1)).float().sum()  # line:unique
+        if self.how == "branch" and y.sum() > 0:  # line:branch
+            y = y * 2
+        if self.how == "item":
+            y = y / y.detach().abs().max().item()  # line:item
+        if self.how == "copied":
+            y = y + y.detach().cpu().sum().to(y.device)  # line:copied
+        if self.how == "number":
+            y = torch.roll(y, self.calls, dims=1)  # line:number
+        if self.how == "host":
+            y = torch.fft.fft(y).real  # line:host
+        if self.how == "typo":
+            y = y @ torch.ones(3, 3, device=y.device)  # line:typo
+        return torch.nn.functional.dropout(y, 0.1).square()
+
+def batches():
+    return [torch.randn(4, 8) for _ in range(4)]
+
+def ragged():
+    return [{"x": torch.randn(4 + number // 2, 8)} for number in range(4)]
+
+def nothing():
+    return []
+"""
+NAMES = ("clean", "masked", "unique", "branch", "item", "copied", "number", "host", "typo")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("users") / "my_model.py"
+    path.write_text(MODEL + "".join(f"\ndef {name}():\n    return Net('{name}')\n" for name in NAMES))
+    (path.parent / "helpers.py").write_text("def scale(x):\n    return x * 2\n")
+    return path
+
+
+def check(model: Path, name: str, inputs: str = "batches", *more: str) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code and the findings."""
+    ended = CliRunner().invoke(tpu_train, ["check", "--module", f"{model}:{name}", "--inputs", f"{model}:{inputs}", "--json", *more])
+    if isinstance(ended.exception, BadInput):
+        raise ended.exception
+    return ended.exit_code, json.loads(ended.stdout)
+
+
+def line(model: Path, name: str) -> str:
+    [number] = [number for number, text in enumerate(model.read_text().splitlines(), 1) if text.endswith(f"# line:{name}")]
+    return f"{model}:{number}"
+
+
+def test_a_clean_model_is_clean(model: Path) -> None:
+    assert check(model, "clean") == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "words"),
+    [
+        ("masked", "data-dependent shape", "index with a mask"),
+        ("unique", "data-dependent shape", "_unique2"),
+        ("branch", "value on the host", "a tensor's value is asked for"),
+        ("item", "value on the host", "a tensor's value is asked for"),
+        ("copied", "value on the host", "copied to the host"),
+        ("number", "another program", "roll([4, 8], 2, 1) after ([4, 8], 1, 1)"),
+        ("host", "operation on the host", "_fft_r2c has no XLA form"),
+    ],
+)
+def test_what_breaks_a_rule_is_named_with_its_line(model: Path, name: str, rule: str, words: str) -> None:
+    code, found = check(model, name)
+    assert code == Exit.FAILED
+    assert {each["rule"] for each in found} == {rule}
+    assert {each["place"].removesuffix(" (backward)") for each in found} == {line(model, name)}
+    assert words in found[0]["message"]
+
+
+def test_a_new_shape_is_named_unless_it_was_announced(model: Path) -> None:
+    code, [found] = check(model, "clean", "ragged")
+    assert (code, found["rule"]) == (Exit.FAILED, "another program")
+    assert "step 2 has a new shape: x [5, 8], after x [4, 8]" in found["message"]
+    assert found["place"].startswith(str(model))
+    assert check(model, "clean", "ragged", "--shapes", "2") == (0, [])
+
+
+def test_what_can_not_be_checked_is_said_in_one_message(model: Path) -> None:
+    with pytest.raises(BadInput, match=rf"{line(model, 'typo')}: RuntimeError"):
+        check(model, "typo")
+    with pytest.raises(BadInput, match="gave no batch"):
+        check(model, "clean", "nothing")
+    with pytest.raises(BadInput, match="has no function absent"):
+        check(model, "absent")
+    with pytest.raises(BadInput, match=r"must give a torch\.nn\.Module, not list"):
+        check(model, "batches")
+
+
+@pytest.mark.parametrize("task", ["mlm", "classification"])
+def test_what_our_configurations_run_is_clean(task: str, tmp_path: Path) -> None:
+    if task == "mlm":
+        document = small_runs.document(small_runs.prepare(tmp_path))
+    else:
+        small_runs.write_tokenizer(tmp_path / "tokenizer")
+        for split, count in (("train", 48), ("evaluation", 19)):
+            test_classification_runs.write(tmp_path / split, tmp_path / "tokenizer", count, 1)
+        document = test_classification_runs.document(tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**document, "output": str(tmp_path / "runs")}))
+    ended = CliRunner().invoke(tpu_train, ["check", str(tmp_path / "run.yaml")])
+    assert (ended.exit_code, ended.stdout.strip()) == (0, "4 steps: clean"), ended.stdout
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,70 @@
+"""examples/banking77.ipynb runs from its first cell to its last, on a few made-up texts, and gives what `tpu-train` gives with the same file. Half a minute."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.container import small_runs
+from training.metrics import history
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SETTINGS = [
+    "model={name: bert-tiny, hidden_size: 32, layers: 1, heads: 2, max_positions: 96}",
+    "train.steps=12",
+    "train.global_batch_size=8",
+    "train.learning_rate=0.01",
+    "evaluation.batch_size=8",
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the notebook expects beside it: texts, labels, a tokenizer."""
+    place = tmp_path_factory.mktemp("notebook")
+    for name in ("banking77.ipynb", "banking77.yaml"):
+        shutil.copyfile(EXAMPLES / name, place / name)
+    small_runs.write_tokenizer(place / "minilm")
+    (place / "banking77").mkdir()
+    (place / "banking77" / "categories.json").write_text(json.dumps(["calm", "wild"]))
+    chance = random.Random(1)
+    for name, count in (("train", 64), ("test", 20)):
+        with (place / "banking77" / f"{name}.csv").open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["text", "category"])
+            for number in range(count):
+                table.writerow([" ".join(f"w{chance.randrange(90) + 100 * (number % 2)}" for _ in range(6)), ("calm", "wild")[number % 2]])
+    return place
+
+
+def text_of(cell: Any) -> str:
+    return "".join(output.get("text", "") for output in cell.outputs)
+
+
+def test_every_cell_runs_and_the_command_gives_the_same_bits(folder: Path) -> None:
+    notebook = nbformat.read(folder / "banking77.ipynb", as_version=4)
+    [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
+    parameters.source += f"\nsettings = {SETTINGS!r}\nquery = 'w110 w120 w130 w140'"
+    NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    printed = [text_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
+    assert "64 records of 16 tokens" in printed[1], printed[1]
+    assert "weighted F1" in printed[-2], printed[-2]
+    assert printed[-1].split()[1] in ("calm", "wild"), printed[-1]
+
+    settings = [word for each in SETTINGS for word in ("--set", each)]
+    command = [sys.executable, "-m", "training.cli", "train", "banking77.yaml", "--run-id", "command", *settings]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((folder / "runs" / "command" / "summary.json").read_text())
+    assert f"weights: {summary['final_weights_crc32c']}" in printed[-2]
+    assert history(str(folder / "runs" / "notebook"))[-1]["eval_weighted_f1"] == summary["eval_weighted_f1"]

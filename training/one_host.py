@@ -1,0 +1,56 @@
+"""The trainer as Python functions on this host, for notebooks: the same code that `tpu-train` runs, without its process.
+
+    from training import one_host
+    one_host.shards("--corpus", "builtin:pydoc", "--tokenizer", "tokenizer", "--out", "data")
+    config = one_host.configuration("mlm.yaml", "train.steps=100")
+    summary = one_host.train(config, run_id="notebook")
+    one_host.predict(summary["model"], "The [MASK] statement ends a loop.")
+
+Errors are training.errors.TrainError and training.yaml_file.ConfigError, whose messages are complete. A run that was interrupted goes on from its newest
+checkpoint when it is trained again with the same run id.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from training import storage
+from training.cluster import Cluster
+from training.config import TrainerConfig, load
+from training.metrics import Clock, history
+from training.rendezvous import Alone
+from training.stopping import Stopping
+
+
+def shards(*arguments: str) -> None:
+    """`tpu-train shards ARGUMENTS`: makes a dataset; does nothing when it is there already."""
+    from training.data.commands import shards as command
+
+    command.main(list(arguments), prog_name="shards", standalone_mode=False)
+
+
+def configuration(file: str | Path, *settings: str) -> TrainerConfig:
+    """A YAML file, checked; `settings` are as with --set, for example "train.steps=100"."""
+    return load(file, settings)
+
+
+def train(config: TrainerConfig, run_id: str = "notebook") -> dict[str, Any]:
+    """Trains on this host to the last step, and returns the summary that is in the run's summary.json."""
+    from training.loop import train as run
+
+    return run(config, Cluster(0, ("localhost",), run_id=run_id), Alone(), Stopping(), Clock())
+
+
+def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, Any]]:
+    """The run's history: an object for each line of progress (step, loss, learning_rate, ...) and each evaluation."""
+    return history(storage.join(config.output, run_id))
+
+
+def predict(model: str, text: str, top: int = 5) -> list[tuple[float, str]]:
+    """(probability, class), or for a masked-language model (probability, text with its mask filled), best first."""
+    from training.predict import classify, fill_mask, is_classifier
+
+    if is_classifier(model):
+        return [(label.score, label.name) for label in classify(model, text, top)]
+    return [(answer.score, answer.text) for answer in fill_mask(model, text, top)]

@@ -1,0 +1,108 @@
+"""The programs that a run's devices would execute, from the backend's own step: traced, never run.
+
+One process traces for any slice: it has one CPU device, and stands in for all devices of the slice (`compiler.stand_in_for`).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.backends.protocol import Asks
+from training.cluster import Cluster
+from training.config import TrainerConfig
+from training.errors import TrainError
+from training.preflight import compiler
+from training.preflight.compiler import Program
+from training.preflight.shapes import Facts, Graph, batch
+from training.rendezvous import Alone
+
+
+class Untraceable(TrainError):
+    """The step can't be had as one program: the message says why, and where in the model's code."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A program of the run, and what else is in HBM while it runs."""
+
+    graph: Graph
+    program: Program
+    resident_bytes: int  # state that is not among its arguments
+    seconds: float
+
+
+def trace(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: int) -> list[Traced]:
+    """Each graph's program for so many devices. Raises Untraceable, BadInput, NoCompiler."""
+    os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    compiler.require({**compiler.SEEN_WITH, **compiler.SEEN_WITH_TORCH})
+    compiler.stand_in_for(devices)
+    found, backend = [], None
+    # An evaluation leaves the state alone; a traced step leaves it as something that was not computed. So a step comes last on its backend.
+    for graph in sorted(graphs, key=lambda each: each.kind != "evaluation"):
+        began = time.monotonic()
+        backend = backend or _backend(config, facts)
+        with _explained(graph):
+            found.append(_trace(backend, config, graph, began))
+        if graph.kind == "training":
+            backend = None
+            gc.collect()
+    return sorted(found, key=lambda each: graphs.index(each.graph))
+
+
+def _backend(config: TrainerConfig, facts: Facts) -> Any:
+    from training.backends.torch_xla import TorchXla
+
+    return TorchXla(
+        config,
+        Cluster(0, ("localhost",)),
+        Alone(),
+        vocabulary=facts.vocabulary,
+        pad=facts.pad,
+        sequence_length=max((*facts.lengths, *facts.evaluation_lengths)),
+        labels=facts.labels,
+        token="preflight",
+    )
+
+
+def _trace(backend: Any, config: TrainerConfig, graph: Graph, began: float) -> Traced:
+    arrays, asks = batch(config, graph), Asks()
+    network = backend.network()
+    state = compiler.tensor_ids(backend.state())
+    with compiler.named_operations(network), compiler.one_program():
+        if graph.kind == "training":
+            sums = backend.traced_step(0, arrays, asks)
+            outputs = [*backend.state().values(), sums]
+        else:
+            outputs = [backend.traced_evaluation(arrays, asks)]
+        program = compiler.program(outputs, state)
+    sizes = {name: info.size for name, info in backend.layout().items()}
+    resident = sum(sizes.values()) - sum(sizes[name] for name in program.arguments.values())
+    return Traced(graph, program, resident, time.monotonic() - began)
+
+
+@contextmanager
+def _explained(graph: Graph) -> Iterator[None]:
+    """Errors of the model's own code as one message with its place."""
+    try:
+        yield
+    except TrainError:
+        raise
+    except Exception as error:
+        raise Untraceable(f"the program of {graph} can't be built: {type(error).__name__}: {error}{_where(error)}") from None
+
+
+def _where(error: BaseException) -> str:
+    """The innermost place outside the frameworks."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if "site-packages/torch" not in frame.filename and not frame.filename.startswith(str(Path(__file__).parent)):
+            return f" ({frame.filename}:{frame.lineno}: {frame.line})"
+    return ""

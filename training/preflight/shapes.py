@@ -1,0 +1,89 @@
+"""Which programs a run has: one for each shape of a training batch and of an evaluation batch. Pure, but for reading the manifests.
+
+A checkpoint adds none: its state is copied from the device, nothing is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from training import storage
+from training.backends.protocol import Arrays
+from training.config import TrainerConfig
+from training.data import tokenizer as tokenizers
+from training.data.classification import batch_lengths
+from training.data.dataset import open_dataset
+from training.data.masking import Masking
+from training.errors import BadInput
+from training.tasks import classification, mlm
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What shapes depend on beside the configuration."""
+
+    vocabulary: int
+    pad: int
+    lengths: tuple[int, ...]  # of training batches, ascending
+    evaluation_lengths: tuple[int, ...]  # none without evaluation
+    labels: tuple[str, ...] | None  # task: classification
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One program of a run."""
+
+    kind: str  # "training" or "evaluation"
+    rows: int  # of the global batch
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.rows} x {self.length}"
+
+
+def read_facts(config: TrainerConfig) -> Facts:
+    """From the manifests of the datasets and the tokenizer; no record is read. Raises BadInput."""
+    try:
+        tokens = tokenizers.read(config.data.tokenizer).special
+        train = open_dataset(config.data.train)
+        evaluation = open_dataset(config.data.evaluation) if config.data.evaluation else None
+        for each in (train, evaluation):
+            if each is not None:
+                each.require(kind=config.task)
+    except (BadInput, storage.StorageError) as error:
+        more = " --labels" if config.task == "classification" else ""
+        raise BadInput(
+            f"{error}\n  Before there is data, say what it will be: --vocabulary and --sequence-length{' and' + more if more else ''}"
+        ) from None
+    if config.task == "mlm":
+        return Facts(tokens.vocabulary, tokens.pad, (train.sequence_length,), (evaluation.sequence_length,) if evaluation else (), None)
+    return Facts(
+        tokens.vocabulary,
+        tokens.pad,
+        batch_lengths(train, config.train.global_batch_size),
+        batch_lengths(evaluation, config.evaluation_batch_size) if evaluation else (),
+        tuple(train.manifest.labels),
+    )
+
+
+def stand_in(config: TrainerConfig, vocabulary: int, lengths: tuple[int, ...], labels: int | None) -> Facts:
+    """Instead of data that is not there yet. Raises BadInput when it does not fit to the task."""
+    if config.task == "classification" and labels is None:
+        raise BadInput("--labels says how many labels there will be: task is classification")
+    if config.task == "mlm" and (labels is not None or len(lengths) > 1):
+        raise BadInput("task is mlm: it has one --sequence-length, and no --labels")
+    names = None if labels is None else tuple(f"label {number}" for number in range(labels))
+    return Facts(vocabulary, 0, lengths, lengths if config.data.evaluation else (), names)
+
+
+def graphs(config: TrainerConfig, facts: Facts) -> list[Graph]:
+    """All programs that a run compiles, the training steps first, longest first."""
+    train = [Graph("training", config.train.global_batch_size, length) for length in reversed(facts.lengths)]
+    return train + [Graph("evaluation", config.evaluation_batch_size, length) for length in reversed(facts.evaluation_lengths)]
+
+
+def batch(config: TrainerConfig, graph: Graph) -> Arrays:
+    """A global batch of that shape, empty."""
+    if config.task == "classification":
+        return classification.blank(graph.rows, graph.length)
+    return mlm.blank(graph.rows, graph.length, Masking(config.data.masking.percent, config.data.masking.predictions).places(graph.length))
