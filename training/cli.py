@@ -3,6 +3,7 @@
     tpu-train tokenizer ...                 make a tokenizer            (training/data/commands.py)
     tpu-train shards ...                    make a dataset
     tpu-train train CONFIG                  train, on every host of the slice
+    tpu-train evaluate MODEL -c CONFIG      figures of a checkpoint or a model folder over the evaluation set
     tpu-train export RUN OUT                write a run's model as a Hugging Face folder
     tpu-train predict FOLDER TEXT           fill the mask in a text, or name its class
     tpu-train check CONFIG                  what in a step will be slow on a TPU
@@ -20,6 +21,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NoReturn
 
@@ -28,7 +30,10 @@ import click
 from training.errors import Exit, LostPeer, StopRequested, TrainError, is_out_of_memory
 
 if TYPE_CHECKING:
+    from training.cluster import Cluster
+    from training.config import TrainerConfig
     from training.rendezvous import Rendezvous
+    from training.stopping import Stopping
 
 _BEGAN = time.monotonic()
 OUT_OF_MEMORY = "lower train.global_batch_size, raise train.gradient_accumulation, or take precision: bf16"
@@ -84,25 +89,25 @@ def train(config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
     asked = stopping.install()
     clock = Clock(began=_BEGAN)
     with clock.phase("start"):
-        from training.cluster import discover
-        from training.rendezvous import Alone, join
-
         settings = load(config, overrides)
         if run_id:
             os.environ["TPU_LAUNCH_RUN_ID"] = run_id
-        cluster = discover()
-        waits = settings.rendezvous
-        rendezvous = (
-            Alone()
-            if cluster.hosts == 1
-            else join(cluster, asked, start_seconds=waits.start_seconds, seconds=waits.seconds, lost_seconds=waits.lost_seconds)
-        )
+        cluster, rendezvous = _meet(settings, asked)
     asked.limit(settings.checkpoint.stop_seconds, lambda: _overdue(rendezvous, settings.checkpoint.stop_seconds))
-    code, message = Exit.FAILED, "unexpected error"
-    try:
+
+    def run() -> None:
         from training.loop import train as run
 
         run(settings, cluster, rendezvous, asked, clock)
+
+    _together(rendezvous, run)
+
+
+def _together(rendezvous: Rendezvous, work: Callable[[], None]) -> NoReturn:
+    """Does what all hosts do, tells the others how it ended here, and leaves with its exit code."""
+    code, message = Exit.FAILED, "unexpected error"
+    try:
+        work()
         code, message = Exit.FINISHED, ""
     except TrainError as error:
         code, message = error.exit_code, _report(error)
@@ -117,6 +122,48 @@ def train(config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
         rendezvous.close(code, message)
         # The framework's threads may not survive an orderly end of the interpreter, and the exit code is a promise.
         _leave(code)
+
+
+def _meet(settings: TrainerConfig, asked: Stopping) -> tuple[Cluster, Rendezvous]:
+    """Who this host is, and how it meets the others."""
+    from training.cluster import discover
+    from training.rendezvous import join
+
+    cluster, waits = discover(), settings.rendezvous
+    return cluster, join(cluster, asked, start_seconds=waits.start_seconds, seconds=waits.seconds, lost_seconds=waits.lost_seconds)
+
+
+@tpu_train.command()
+@click.argument("model")
+@click.option("-c", "--config", required=True, help="The YAML file whose data.evaluation is used.")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change a key of the file.")
+@click.option("--step", type=int, help="Of this checkpoint; the newest, unless given.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object, with the confusion matrix of a classifier.")
+def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | None, as_json: bool) -> None:
+    """Figures of MODEL, a run's folder or a model folder as `export` writes it, over the whole evaluation set. On a slice: on every host.
+
+    \b
+    tpu-train evaluate runs/local -c run.yaml --step 500
+    tpu-train evaluate runs/local/model -c run.yaml --json
+    """
+    from training import report, stopping
+    from training.config import load
+
+    asked = stopping.install()
+    settings = load(config, overrides)
+    cluster, rendezvous = _meet(settings, asked)
+
+    def run() -> None:
+        from training.evaluate import evaluate
+
+        found = evaluate(model, settings, cluster, rendezvous, asked, step)
+        rendezvous.meet("end")
+        if cluster.is_first:
+            click.echo(
+                json.dumps(found.as_json()) if as_json else f"{found.model}, {found.examples} examples: {report.figures(found.figures)}"
+            )
+
+    _together(rendezvous, run)
 
 
 @tpu_train.command()

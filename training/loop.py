@@ -28,6 +28,7 @@ from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.ending import Ending, last_words
 from training.errors import StopRequested, TrainError
+from training.evaluate import over_all
 from training.hugging_face import config_of
 from training.metrics import Clock, MetricsLog
 from training.model_flops import Work, mfu, peak
@@ -245,16 +246,12 @@ class _Run:
     def evaluate(self) -> None:
         """Over the whole evaluation set, unless all hosts learn meanwhile that one is to stop."""
         self.observe(self.read_outcomes(leave=0))
-        total, compiled = Outcome.nothing(), self.backend.compilations()[0]
+        compiled = self.backend.compilations()[0]
         with self.compiling("evaluation"), self.clock.phase("evaluation"):
-            for number, batch in enumerate(self.task.evaluation_batches()):
-                self.rendezvous.phase(f"evaluation after step {self.step}, batch {number}")
-                outcome = self.backend.evaluate(batch.arrays, Asks(stop=self.stopping.requested)).outcome()
-                total = total.plus(outcome)
-                self.rendezvous.check()
-                if outcome.asked.stop:
-                    self.asked = Asks(stop=True)
-                    return
+            total = over_all(self.task, self.backend, self.rendezvous, self.stopping, f"evaluation after step {self.step}")
+        if total.asked.stop:
+            self.asked = Asks(stop=True)
+            return
         self.compiled_evaluating += self.backend.compilations()[0] - compiled
         self.figures, self.confusion = self.task.figures(total), total.counts
         self.say(report.evaluation(self.step, self.figures))

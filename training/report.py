@@ -25,7 +25,11 @@ def perplexity(loss: float) -> float:
 
 
 def evaluation(step: int, results: dict[str, float]) -> str:
-    return f"evaluation after step {step}: " + "  ".join(f"{name} {value:.5f}" for name, value in results.items())
+    return f"evaluation after step {step}: {figures(results)}"
+
+
+def figures(results: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.5f}" for name, value in results.items())
 
 
 def hygiene(values: dict[str, Any]) -> str:
@@ -50,9 +54,9 @@ def summary(values: dict[str, Any]) -> str:
     ]
     if values.get("eval_loss") is not None:
         told = (("loss", ".4f"), ("perplexity", ".2f"), ("accuracy", ".4f"), ("weighted_f1", ".4f"))
-        figures = [(name, values.get(f"eval_{name}"), form) for name, form in told]
+        shown = [(name, values.get(f"eval_{name}"), form) for name, form in told]
         lines.append(
-            "evaluation: " + ", ".join(f"{name.replace('_', ' ')} {value:{form}}" for name, value, form in figures if value is not None)
+            "evaluation: " + ", ".join(f"{name.replace('_', ' ')} {value:{form}}" for name, value, form in shown if value is not None)
         )
     speed = [f"{values['examples_per_second']:,.1f} examples/s", f"{values.get('tokens_per_second', 0.0):,.0f} tokens/s"]
     if values.get("mfu") is not None:

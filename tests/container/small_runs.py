@@ -22,6 +22,7 @@ from training.config import from_document
 from training.data import example, tfrecord
 from training.data import manifest as datasets
 from training.data import tokenizer as tokenizers
+from training.evaluate import Evaluated, evaluate
 from training.loop import train
 from training.metrics import Clock, history
 from training.rendezvous import Alone
@@ -216,6 +217,12 @@ def train_here(config: dict[str, Any], run_id: str, stopping: Stopping | None = 
     """Trains on one host, in this process, and returns the summary."""
     settings = from_document(Document("test", config, {}))
     return train(settings, Cluster(0, ("localhost",), run_id=run_id, attempt=attempt), Alone(), stopping or Stopping(), Clock())
+
+
+def evaluate_here(config: dict[str, Any], place: str, step: int | None = None) -> Evaluated:
+    """Evaluates a run or a model folder on one host, in this process."""
+    settings = from_document(Document("test", config, {}))
+    return evaluate(place, settings, Cluster(0, ("localhost",)), Alone(), Stopping(), step)
 
 
 def losses(folder: Path, run_id: str) -> list[float]:

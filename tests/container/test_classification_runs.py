@@ -99,6 +99,17 @@ def test_the_confusion_matrix_is_a_picture_and_in_the_report(undisturbed: dict[s
         assert words in page
 
 
+def test_a_classifier_is_evaluated_where_it_lies(undisturbed: dict[str, Any], folder: Path) -> None:
+    for place in (str(folder / "runs" / "undisturbed"), undisturbed["model"]):
+        found = small_runs.evaluate_here(document(folder), place)
+        assert found.figures == {name: undisturbed[f"eval_{name}"] for name in ("loss", "accuracy", "weighted_f1")}
+        assert (found.labels, np.sum(found.confusion)) == (tuple(LABELS), 37)
+    write(folder / "renamed", folder / "tokenizer", 20, 3, ["calm", "loud", "wild"])
+    renamed = document(folder, data__train=str(folder / "renamed"), data__evaluation=str(folder / "renamed"))
+    with pytest.raises(BadInput, match="the labels of the model: calm, wild; of the data: calm, loud, wild"):
+        small_runs.evaluate_here(renamed, undisturbed["model"])
+
+
 def test_each_length_is_compiled_once(undisturbed: dict[str, Any]) -> None:
     assert undisturbed["compilations"] == 4  # two lengths: a step and an evaluation for each
     assert undisturbed["host_fallbacks"] == []

@@ -5,14 +5,18 @@ from __future__ import annotations
 import html
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.container import small_runs
 from training import metrics
 from training.errors import BadInput, StopRequested, TrainError
+from training.evaluate import Evaluated
 from training.export import from_checkpoint
 from training.predict import fill_mask
 from training.stopping import Stopping
@@ -166,6 +170,48 @@ def test_the_result_is_a_model_that_fill_mask_loads(undisturbed: dict[str, Any],
     assert answers[0].score >= answers[1].score > 0
     with pytest.raises(BadInput, match="exactly once"):
         fill_mask(str(model), "no mask", 3)
+
+
+def evaluated(folder: Path, place: str, step: int | None = None, **changes: Any) -> Evaluated:
+    return small_runs.evaluate_here(small_runs.document(folder, **changes), place, step)
+
+
+def test_a_checkpoint_and_its_model_folder_have_the_figures_of_the_run(undisturbed: dict[str, Any], folder: Path) -> None:
+    told = {line["step"]: line for line in metrics.history(str(folder / "runs" / "undisturbed")) if "eval_loss" in line}
+    for place in (str(folder / "runs" / "undisturbed"), undisturbed["model"]):
+        found = evaluated(folder, place)
+        assert found.examples == 19
+        assert {f"eval_{name}": value for name, value in found.figures.items()} == {
+            name: value for name, value in told[12].items() if name != "step"
+        }
+    by_nine = evaluated(folder, undisturbed["model"], evaluation__batch_size=9)  # other batches: other sums of the same addends
+    assert by_nine.figures["loss"] == pytest.approx(told[12]["eval_loss"], rel=1e-6)
+    assert by_nine.figures["accuracy"] == pytest.approx(told[12]["eval_accuracy"], rel=1e-6)
+    earlier = evaluated(folder, str(folder / "runs" / "undisturbed"), 8)
+    assert (earlier.step, earlier.figures["loss"] > told[12]["eval_loss"]) == (8, True)
+
+
+def test_what_can_not_be_evaluated_is_refused(undisturbed: dict[str, Any], folder: Path) -> None:
+    run_folder = str(folder / "runs" / "undisturbed")
+    with pytest.raises(BadInput, match="no committed step 7; it has 12, 8, 4"):
+        evaluated(folder, run_folder, 7)
+    with pytest.raises(BadInput, match="neither a model folder"):
+        evaluated(folder, str(folder / "train"))
+    with pytest.raises(BadInput, match=r"set data\.evaluation"):
+        evaluated(folder, run_folder, data__evaluation=None)
+    other = folder / "other-tokenizer"
+    shutil.copytree(undisturbed["model"], other)
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text().replace("w194", "v194"))
+    with pytest.raises(BadInput, match="the tokenizer of the model"):
+        evaluated(folder, str(other))
+
+
+def test_evaluate_is_a_command(undisturbed: dict[str, Any], folder: Path) -> None:
+    (folder / "run.yaml").write_text(yaml.safe_dump(small_runs.document(folder)))
+    command = [sys.executable, "-m", "training.cli", "evaluate", undisturbed["model"], "--config", str(folder / "run.yaml"), "--json"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
+    assert json.loads(told)["loss"] == undisturbed["eval_loss"]
+    assert json.loads(told)["examples"] == 19
 
 
 def test_a_run_starts_from_a_model_folder(undisturbed: dict[str, Any], folder: Path) -> None:
