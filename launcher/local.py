@@ -71,7 +71,8 @@ def run(config: Config, command: Sequence[str], say: Callable[[str], None], emit
     """Runs `command` in the image here, in the current folder, as the current user; returns its exit code."""
     docker = engine.require_engine()
     name = f"tpu-launch-local-{secrets.token_hex(4)}"
-    argv = local_command(docker, name, image(config, say), command, Path.cwd(), Path.home())
+    given = [each for each in config.run.secrets if each in os.environ]
+    argv = local_command(docker, name, image(config, say), command, Path.cwd(), Path.home(), given)
     try:
         code = shell.stream(argv, emit, timeout=_DAYS).returncode
     finally:
@@ -80,8 +81,11 @@ def run(config: Config, command: Sequence[str], say: Callable[[str], None], emit
     return code
 
 
-def local_command(docker: str, name: str, reference: str, command: Sequence[str], folder: Path, user_home: Path) -> list[str]:
-    """The `docker run` of `run`. The user's own Google credentials, where there are any, are mounted for reading."""
+def local_command(
+    docker: str, name: str, reference: str, command: Sequence[str], folder: Path, user_home: Path, given: Sequence[str] = ()
+) -> list[str]:
+    """The `docker run` of `run`. The user's own Google credentials, where there are any, are mounted for reading; `given` are the variables of this
+    environment whose values the command gets, named only."""
     argv = [docker, "run", "--rm", "--init", "--name", name, "--label", f"{LABEL}=1", "--network", "host"]
     argv += ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp", "--env", "PJRT_DEVICE=CPU"]
     argv += ["--volume", f"{folder}:{folder}", "--workdir", str(folder)]
@@ -89,4 +93,5 @@ def local_command(docker: str, name: str, reference: str, command: Sequence[str]
     if credentials.exists():
         argv += ["--volume", f"{credentials}:/etc/google-credentials.json:ro"]
         argv += ["--env", "GOOGLE_APPLICATION_CREDENTIALS=/etc/google-credentials.json"]
+    argv += [word for each in given for word in ("--env", each)]
     return [*argv, reference, *command]

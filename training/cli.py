@@ -5,6 +5,7 @@
     tpu-train train CONFIG                  train, on every host of the slice
     tpu-train evaluate MODEL -c CONFIG      figures of a checkpoint or a model folder over the evaluation set
     tpu-train export RUN OUT                write a run's model as a Hugging Face folder
+    tpu-train push RUN REPOSITORY           the same to the Hugging Face Hub
     tpu-train predict FOLDER TEXT           fill the mask in a text, or name its class
     tpu-train check CONFIG                  what in a step will be slow on a TPU
     tpu-train report RUN                    write report.html of a run
@@ -175,6 +176,22 @@ def export(run: str, out: str, step: int | None) -> None:
     from training.export import from_checkpoint
 
     click.echo(f"{out}: the model after step {from_checkpoint(run, out, step)}")
+
+
+@tpu_train.command()
+@click.argument("run")
+@click.argument("repository")
+@click.option("--step", type=int, help="Of this checkpoint; the newest, unless given.")
+@click.option("--private/--public", default=True, show_default=True, help="Of a repository that does not exist yet.")
+@click.option("--beside", is_flag=True, hidden=True, help="Started by a run: gives way to it, and answers in JSON.")
+def push(run: str, repository: str, step: int | None, private: bool, beside: bool) -> None:
+    """Push the model of RUN, a run's folder, to REPOSITORY (org/name) on the Hugging Face Hub, with the token in HF_TOKEN."""
+    if beside:
+        os.nice(10)
+    from training import hub
+
+    done, commit = hub.push(run, repository, step, private)
+    click.echo(json.dumps({"step": done, "commit": commit}) if beside else f"{repository}: the model after step {done}: {commit}")
 
 
 @tpu_train.command()

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from training.accelerators import UnknownAccelerator, accelerator
 from training.yaml_file import ConfigError, Document, Section, refuse_unknown, validate
@@ -131,6 +132,22 @@ class Export(Section):
     at_end: bool = True
 
 
+def _repository(value: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", value):
+        raise ValueError(f"must be a name on the Hub, ORGANISATION/NAME, not {value!r}")
+    return value
+
+
+class Hub(Section):
+    """The model on the Hugging Face Hub, uploaded by host 0 in the background with the HF_TOKEN of its environment (run.secrets)."""
+
+    repository: Annotated[str, AfterValidator(_repository)]
+    every: Literal["checkpoint"] | None = None  # each commit, as far as uploads keep up
+    at_end: bool = True
+    private: bool = True  # of a repository that does not exist yet
+    wait_seconds: float = Field(default=600.0, gt=0)  # for the last upload, at the end
+
+
 class Rendezvous(Section):
     """How long hosts wait for each other, in seconds."""
 
@@ -152,6 +169,7 @@ class TrainerConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     rendezvous: Rendezvous = Rendezvous()
     export: Export = Export()
+    hub: Hub | None = None
     output: str
 
     @property
@@ -181,6 +199,7 @@ def from_document(document: Document) -> TrainerConfig:
     mistakes = [
         f"{document.place(path)}: {'.'.join(path)}: {message}" for path, message in _contradictions(config, _accelerator_name(document))
     ]
+    mistakes += _hub_without_token(config, document)
     if mistakes:
         raise ConfigError("\n".join(mistakes))
     return config
@@ -196,6 +215,15 @@ def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None
             accumulated = f" x {pieces} gradient accumulation" if pieces > 1 else ""
             return f"{what} is {size}, which does not divide evenly over {devices} devices on {hosts} hosts{accumulated}; use a multiple of {devices * pieces}"
     return None
+
+
+def _hub_without_token(config: TrainerConfig, document: Document) -> list[str]:
+    """A file for a slice must say that the hosts are given the token."""
+    sections = {name: document.value.get(name) for name in ("slice", "run", "gke")}
+    named = [name for section in (sections["run"], sections["gke"]) if isinstance(section, dict) for name in section.get("secrets") or ()]
+    if config.hub is None or not isinstance(sections["slice"], dict) or "HF_TOKEN" in named:
+        return []
+    return [f"{document.place(('hub',))}: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"]
 
 
 def _accelerator_name(document: Document) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from training import attempts, page
 from training.errors import StopRequested
+from training.hub import Pushes
 from training.metrics import Clock, MetricsLog
 from training.screen import Screen
 
@@ -19,6 +20,7 @@ class Ending:
     screen: Screen
     log: MetricsLog | None = None
     step: Callable[[], int] = lambda: 0
+    pushes: Pushes | None = None
 
 
 @contextlib.contextmanager
@@ -35,6 +37,8 @@ def last_words(folder: str, start_url: str, clock: Clock, ending: Ending, warn: 
     finally:
         ending.screen.close()
         try:
+            if ending.pushes:
+                ending.pushes.close()
             if ending.log:
                 ending.log.flush()
             attempts.write_end(start_url, error, ending.step(), clock.report())

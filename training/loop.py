@@ -29,6 +29,7 @@ from training.config import TrainerConfig
 from training.ending import Ending, last_words
 from training.errors import StopRequested, TrainError
 from training.evaluate import over_all
+from training.hub import Pushes
 from training.hugging_face import config_of
 from training.metrics import Clock, MetricsLog
 from training.model_flops import Work, mfu, peak
@@ -100,7 +101,8 @@ def _open(
         if restored:
             run.go_on(restored.manifest.step, restored.manifest.state, restored.damaged)
         run.log = MetricsLog(folder, cluster.attempt, run.step, tensorboard=True) if cluster.is_first else None
-        ending.log, ending.step = run.log, lambda: run.step
+        run.pushes = Pushes(config.hub, folder, warn) if config.hub and cluster.is_first else None
+        ending.log, ending.step, ending.pushes = run.log, lambda: run.step, run.pushes
     return run
 
 
@@ -125,6 +127,7 @@ class _Run:
     screen: Screen
     work: Work = field(init=False)
     log: MetricsLog | None = None  # host 0 only
+    pushes: Pushes | None = None  # host 0 only
     step: int = 0  # steps done, or at least started
     seen: int = 0  # steps whose outcome was read
     asked: Asks = NOTHING  # what all hosts know that one of them wants
@@ -182,6 +185,8 @@ class _Run:
         self.observe(finished)
         self.saver.check()
         self.rendezvous.check()
+        if self.pushes:
+            self.pushes.committed(self.saver.committed)
         self.watch_compilations(batch)
 
     def watch_compilations(self, batch: HostBatch) -> None:
@@ -278,6 +283,11 @@ class _Run:
                 export.write(model, self.backend.layout(), self.backend.copy, self.model_config(), self.config.data.tokenizer)
         if any(self.rendezvous.meet("exported", self.stopping.requested, self.config.rendezvous.start_seconds)):
             self.stop()
+        hub = None
+        if self.pushes:
+            self.rendezvous.phase("waiting for the upload to the Hub")
+            with self.clock.phase("upload"):
+                hub = self.pushes.finish(self.step)
         count, compile_seconds = self.backend.compilations()
         step_seconds = self.step_seconds()
         seconds = self.clock.report()
@@ -289,7 +299,7 @@ class _Run:
             "tokens_per_second": round(self.work.tokens / step_seconds, 1) if step_seconds else 0.0,
             "mfu": mfu(self.work.flops, step_seconds, peak(self.cluster.accelerator_type, device_kind())),
             "checkpoint": storage.join(self.saver.folder, step_folder(self.step)), "committed_step": self.saver.committed,
-            "model": storage.join(self.folder, "model") if self.config.export.at_end else None, "compilations": count,
+            "model": storage.join(self.folder, "model") if self.config.export.at_end else None, "hub": hub, "compilations": count,
             "compile_seconds": round(compile_seconds, 3), **self.backend.counters(),
             "checkpoint_blocked_seconds": round(self.saver.blocked_seconds, 3),
             "host_fallbacks": self.backend.fallbacks(), "skipped_records": sum(skipped for _, skipped in told),

@@ -64,4 +64,11 @@ def summary(values: dict[str, Any]) -> str:
     lines.append(f"speed: {', '.join(speed)}; seconds: {phases} (total {seconds['total']:.1f})")
     lines.append(hygiene(values))
     lines.append(f"checkpoint: {values['checkpoint']}")
+    if hub := values.get("hub"):
+        done = (
+            f"{hub['repository']} has step {hub['step']}: {hub['commit']}"
+            if hub["commit"]
+            else f"{hub['repository']} has nothing of this attempt"
+        )
+        lines.append(f"hub: {done}" + (f"; the last upload failed: {hub['error']}" if hub["error"] else ""))
     return "\n".join(lines)

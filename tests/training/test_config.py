@@ -132,3 +132,16 @@ def test_blocks_of_the_bucket_may_be_kept_on_the_host() -> None:
         parse(changed("  tokenizer: gs://b/tokenizer", "  cache: /tmp/blocks\n  tokenizer: gs://b/tokenizer"), "run.yaml")
     )
     assert config.data.cache == "/tmp/blocks"
+
+
+def test_a_model_for_the_hub_needs_the_token_on_the_hosts() -> None:
+    hub = "hub: {repository: org/model}\n"
+    told = mistakes(GOOD + hub)
+    assert told == "run.yaml:17: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"
+    for given in ("run: {secrets: [HF_TOKEN]}\n", "gke: {secrets: {HF_TOKEN: huggingface/token}}\n"):
+        assert from_document(parse(GOOD + hub + given, "run.yaml")).hub is not None
+    without_slice = changed("slice:\n  accelerator_type: v4-16\n", "") + hub
+    assert from_document(parse(without_slice, "run.yaml")).hub is not None  # the environment's business
+    assert "run.yaml:17: hub.repository: must be a name on the Hub, ORGANISATION/NAME, not 'model'" in mistakes(
+        GOOD + "hub: {repository: model}\n"
+    )

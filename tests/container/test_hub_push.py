@@ -1,0 +1,123 @@
+"""A run puts its model on the Hub, in the background; a Hub that is dead, slow or refuses changes nothing but a warning and a line of the summary."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.container import hub_server, small_runs
+from training import hub
+from training.config import Hub
+from training.errors import BadInput
+
+TOKEN = "hf_ThisIsTheSecretOfTheTest"
+REPOSITORY = "org/bert-small"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_runs.prepare(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.Hub]:
+    with hub_server.serve(TOKEN) as found:
+        for name, value in (("HF_ENDPOINT", found.url), ("HF_TOKEN", TOKEN), ("HF_HOME", str(tmp_path / "home"))):
+            monkeypatch.setenv(name, value)
+        yield found
+
+
+def run(folder: Path, run_id: str, **settings: Any) -> dict[str, Any]:
+    config = small_runs.document(folder, hub={"repository": REPOSITORY, **settings}, data__evaluation=None, train__steps=8)
+    return small_runs.train_here(config, run_id)
+
+
+def no_token_in(folder: Path) -> bool:
+    return not any(TOKEN.encode() in file.read_bytes() for file in folder.rglob("*") if file.is_file())
+
+
+def test_the_model_is_pushed_while_it_trains_and_at_the_end(
+    folder: Path, server: hub_server.Hub, capfd: pytest.CaptureFixture[str]
+) -> None:
+    summary = run(folder, "pushed", every="checkpoint")
+    repository = server.repositories[REPOSITORY]
+    assert repository.private
+    assert repository.commits[-1] == "Step 8 of pushed"
+    for file in Path(summary["model"]).iterdir():
+        assert repository.files[file.name] == file.read_bytes(), file.name
+    assert "pipeline_tag: fill-mask" in repository.files["README.md"].decode()
+    assert any("lfs/objects" in request for request in server.requests), "the weights go through LFS"
+    assert (summary["hub"]["step"], summary["hub"]["error"]) == (8, None)
+    assert summary["hub"]["commit"].startswith(f"{server.url}/{REPOSITORY}/commit/")
+    told = capfd.readouterr()
+    assert f"hub: {REPOSITORY} has step 8: {server.url}" in told.out
+    assert TOKEN not in told.out + told.err
+    assert no_token_in(folder)
+    assert server.refused_tokens == 0
+
+
+@pytest.mark.parametrize("trouble", ["dead", "refusing", "slow", "token", "no token"])
+def test_trouble_with_the_hub_does_not_touch_the_run(
+    folder: Path, server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], trouble: str
+) -> None:
+    expected = {
+        "dead": "Connection",
+        "refusing": "500",
+        "slow": "hub.wait_seconds (4 s)",
+        "token": "401",
+        "no token": "not in the environment",
+    }
+    if trouble == "dead":
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    elif trouble == "refusing":
+        server.refusing = True
+    elif trouble == "slow":
+        server.release.clear()
+    elif trouble == "token":
+        monkeypatch.setenv("HF_TOKEN", f"{TOKEN}-of-somebody-else")
+    else:
+        monkeypatch.delenv("HF_TOKEN")
+    summary = run(folder, trouble.replace(" ", "-"), wait_seconds=4 if trouble == "slow" else 120)
+    assert (summary["steps"], summary["committed_step"]) == (8, 8)
+    assert summary["hub"]["commit"] is None
+    assert expected[trouble] in summary["hub"]["error"]
+    told = capfd.readouterr()
+    assert told.err.count("tpu-train: warning: hub: ") == 1
+    assert f"hub: {REPOSITORY} has nothing of this attempt; the last upload failed: " in told.out
+    assert TOKEN not in told.out + told.err
+    assert no_token_in(folder)
+    assert not server.repositories.get(REPOSITORY, hub_server.Repository(True)).commits
+
+
+def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: hub_server.Hub) -> None:
+    """The first upload hangs in its commit; steps go on, and what was committed meanwhile is left out, except the last."""
+    server.release.clear()
+    pushes = hub.Pushes(Hub(repository=REPOSITORY, every="checkpoint"), str(folder / "runs" / "pushed"), print)
+    began = time.monotonic()
+    pushes.committed(4)
+    assert time.monotonic() - began < 5
+    deadline = time.monotonic() + 60
+    while not any("/commit/" in request for request in server.requests):
+        assert time.monotonic() < deadline, "the upload did not come to its commit within 60 s"
+        time.sleep(0.05)
+    pushes.committed(8)
+    server.release.set()
+    assert pushes.finish(8)["step"] == 8
+    assert server.repositories[REPOSITORY].commits == ["Step 4 of pushed", "Step 8 of pushed"]
+
+
+def test_push_is_a_command_and_leaves_a_card_alone(folder: Path, server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.repositories[REPOSITORY] = hub_server.Repository(private=False, files={"README.md": b"written by hand"})
+    command = [sys.executable, "-m", "training.cli", "push", str(folder / "runs" / "pushed"), REPOSITORY, "--step", "4"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert told.startswith(f"{REPOSITORY}: the model after step 4: {server.url}")
+    assert server.repositories[REPOSITORY].files["README.md"] == b"written by hand"
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(BadInput, match="HF_TOKEN is not in the environment"):
+        hub.push(str(folder / "runs" / "pushed"), REPOSITORY, None, True)
