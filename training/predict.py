@@ -1,9 +1,11 @@
-"""What a trained model answers: plain torch and transformers, no XLA."""
+"""What a trained model answers: transformers, over plain torch or, where that is not installed, over TensorFlow."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from training import storage
 from training.errors import BadInput
@@ -32,10 +34,8 @@ def is_classifier(folder: str) -> bool:
 def fill_mask(folder: str, text: str, top: int) -> list[Answer]:
     """The likeliest tokens for the one mask in `text`, best first. Raises BadInput."""
     _require_model(folder)
-    from transformers import pipeline
-
     with local(folder) as here:
-        filler = pipeline("fill-mask", model=here, framework="pt", device="cpu")
+        filler = open_pipeline("fill-mask", here)
         mask = filler.tokenizer.mask_token
         if text.count(mask) != 1:
             raise BadInput(f"the text must hold {mask} exactly once, not {text.count(mask)} times: {text!r}")
@@ -45,15 +45,24 @@ def fill_mask(folder: str, text: str, top: int) -> list[Answer]:
 def classify(folder: str, text: str, top: int) -> list[Label]:
     """The likeliest classes of `text`, best first; what is longer than the model can see is cut. Raises BadInput."""
     _require_model(folder)
-    from transformers import pipeline
-
     with local(folder) as here:
-        classifier = pipeline("text-classification", model=here, framework="pt", device="cpu")
+        classifier = open_pipeline("text-classification", here)
         configuration = classifier.model.config
         # RoBERTa counts positions from pad + 1.
         unused = configuration.pad_token_id + 1 if configuration.model_type == "roberta" else 0
         found = classifier(text, top_k=top, truncation=True, max_length=configuration.max_position_embeddings - unused)
         return [Label(each["score"], each["label"]) for each in found]
+
+
+def open_pipeline(task: str, folder: str) -> Any:
+    """`transformers.pipeline` for "fill-mask" or "text-classification" over a local model folder, on the CPU."""
+    if importlib.util.find_spec("torch") is None:
+        from training.backends import tensorflow_pipeline
+
+        return tensorflow_pipeline.open_pipeline(task, folder)
+    from transformers import pipeline
+
+    return pipeline(task, model=folder, framework="pt", device="cpu")
 
 
 def _require_model(folder: str) -> None:
