@@ -160,7 +160,7 @@ class _Run:
         )
         self.asked = Asks(stop=any(self.rendezvous.meet("ready", self.stopping.requested)))
         self.stopping.nothing_to_lose = False
-        with contextlib.closing(self.task.batches(self.step)) as batches:
+        with contextlib.closing(self.backend.feed(self.task, self.step)) as batches:
             while self.step < steps and not self.asked.stop:
                 with self.clock.phase("data_wait"):
                     batch = next(batches)

@@ -7,9 +7,9 @@ answer from the same step, which is how all hosts stop after the same step witho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -67,6 +67,9 @@ class Backend(Protocol):
 
     devices: int  # of all hosts
     in_flight: int  # steps to start before reading the outcome of the oldest: more than 0 where reading would stall the device
+
+    def feed(self, task: Any, start: int) -> Generator[Any, None, None]:
+        """The HostBatches of a training.tasks.task.Task (which imports this module) from step `start` on, as `step` takes them; to be closed in the end."""
 
     def step(self, number: int, batch: Arrays, asks: Asks) -> Pending:
         """Trains on this host's rows of batch `number`. What it does is a function of the state, `number` and the global batch alone."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,14 @@ import tensorflow as tf
 
 from training.backends.exchange import TcpExchange
 from training.backends.protocol import SUMS, Arrays, Asks, Outcome
+from training.backends.tensorflow_input import Distributed, distributed
 from training.backends.tensorflow_model import SUMS_OF, Noise, Parameter, build
 from training.checkpoint.manifest import Damaged, TensorInfo
 from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.rendezvous import Rendezvous
 from training.schedule import adam_numbers, step_seed
+from training.tasks.task import HostBatch, Task
 
 Host = npt.NDArray[np.float32]
 
@@ -213,8 +215,17 @@ class TensorFlow:
 
     # --- arrays to devices
 
+    def feed(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
+        """The hosts of the strategy read for their devices. With one device, or to count records that are skipped here, the loop's own batches."""
+        if self._replicas == 1 or (self._config.data.on_corrupt == "skip" and not os.environ.get("TPU_NAME")):
+            return task.batches(start)
+        return distributed(self._strategy, self._config, task.data, start)
+
     def _rows(self, batch: Arrays) -> Any:
         """This host's rows; with more than one replica, the rows of each."""
+        there = {name: array.value for name, array in batch.items() if isinstance(array, Distributed)}
+        if there:
+            return there
         if self._replicas == 1:
             return {name: tf.constant(array) for name, array in batch.items()}
         split = {name: np.split(array, self._replicas) for name, array in batch.items()}

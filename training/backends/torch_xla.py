@@ -11,7 +11,7 @@ the state is uploaded in one way whether it is fresh or restored. Weights and mo
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -30,6 +30,7 @@ from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.rendezvous import Rendezvous
 from training.schedule import adam_numbers, step_seed
+from training.tasks.task import HostBatch, Task
 
 _EXTRA = len(SUMS) + 2  # the sums and the asks travel behind the gradients
 
@@ -179,6 +180,9 @@ class TorchXla:
         return self._on_all(torch.cat([asked[: len(SUMS)] + sums, asked[len(SUMS) :], *further]))
 
     # --- arrays to devices
+
+    def feed(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
+        return task.batches(start)
 
     def _pieces(self, batch: Arrays) -> list[dict[str, Tensor]]:
         """The rows of each gradient accumulation, in order."""

@@ -1,0 +1,64 @@
+"""Training batches for `tf.distribute`: every host of the strategy reads its own rows with TensorFlow's ops alone, and each of its devices gets its part.
+
+The rows of replica r are those that `np.split` of the global batch would give it, so the training is that of any other backend and number of devices.
+Nothing but ids, places and weights goes to the devices; which records they are stays unknown to the program's process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from training.config import TrainerConfig
+from training.data import batches_tensorflow
+from training.data.masking import Masking
+from training.data.shards_tensorflow import explained
+from training.tasks.task import Data, HostBatch
+
+_FIELDS = {"mlm": ("input_ids", "positions", "labels", "weights"), "classification": ("input_ids", "attention_mask", "labels", "weights")}
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """A global array whose rows are on the devices already."""
+
+    value: Any  # what the strategy's programs take
+    shape: tuple[int, ...]
+
+
+def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) -> Generator[HostBatch, None, None]:
+    """Global batch `start`, `start` + 1, ..., endless, read ahead by tf.data. Raises BadInput, StorageError."""
+    per_replica = config.train.global_batch_size // strategy.num_replicas_in_sync
+
+    def of_host(context: Any) -> Any:
+        host, hosts = context.input_pipeline_id, context.num_input_pipelines
+        rows = _rows(config, data, host, hosts, start).map(lambda batch: {name: batch[name] for name in _FIELDS[config.task]})
+        parts = rows.flat_map(lambda batch: tf.data.Dataset.from_tensor_slices(batch).batch(per_replica, drop_remainder=True))
+        return parts.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)).prefetch(config.train.prefetch)
+
+    with explained():
+        batches = iter(strategy.distribute_datasets_from_function(of_host))
+        while True:
+            found: Mapping[str, Any] = next(batches)
+            arrays: Any = {name: Distributed(value, _shape(strategy, value)) for name, value in found.items()}
+            yield HostBatch(arrays, np.zeros(0, np.int64))
+
+
+def _rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: int) -> Any:
+    options: dict[str, Any] = {
+        "tokenizer": data.tokens, "seed": config.seed, "global_batch_size": config.train.global_batch_size, "host": host, "hosts": hosts,
+        "start": start, "on_corrupt": config.data.on_corrupt,
+    }  # fmt: skip
+    if config.task == "classification":
+        return batches_tensorflow.classification(data.train, **options)
+    masking = Masking(config.data.masking.percent, config.data.masking.predictions)
+    return batches_tensorflow.mlm(data.train, masking=masking, **options)
+
+
+def _shape(strategy: Any, value: Any) -> tuple[int, ...]:
+    part = strategy.experimental_local_results(value)[0]
+    return (part.shape[0] * strategy.num_replicas_in_sync, *part.shape[1:])
