@@ -40,7 +40,8 @@ def check(config: TrainerConfig, steps: int) -> list[Finding]:
     """Runs the steps that this configuration would run, with small batches, and a part of its evaluation. Raises BadInput."""
     os.environ["PJRT_DEVICE"] = "CPU"
     rows = ROWS * config.train.gradient_accumulation
-    train = config.train.model_copy(update={"global_batch_size": rows, "prefetch": 1})
+    # TensorFlow without XLA runs what a TPU refuses.
+    train = config.train.model_copy(update={"global_batch_size": rows, "prefetch": 1, "jit_compile": config.backend == "tensorflow"})
     config = config.model_copy(update={"train": train, "evaluation": config.evaluation.model_copy(update={"batch_size": rows})})
     cluster = Cluster(0, ("localhost",), run_id="check")
     task = open_task(config, cluster)

@@ -14,6 +14,8 @@ field of `x:y:z`), so `tpu_environment` gives it every variable it would have lo
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
 import urllib.error
 import urllib.request
@@ -127,6 +129,20 @@ def tpu_environment(cluster: Cluster) -> dict[str, str]:
         "CLOUD_TPU_TASK_ID": str(cluster.worker),
         "TPU_WORKER_HOSTNAMES": ",".join(cluster.addresses),
     }
+
+
+def tensorflow_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
+    """What TensorFlow needs of the environment on a TPU, before it is imported: on one host its PJRT plugin, and where TPU_NAME lists the gRPC workers of a
+    slice only that this process leaves the chips to them (https://github.com/GoogleCloudPlatform/ml-auto-solutions, common.py). Raises BadInput."""
+    if environment.get("TPU_NAME", "local") != "local":
+        return {"TPU_LOAD_LIBRARY": "0"}
+    library = importlib.util.find_spec("libtpu")
+    if not list(importlib.metadata.distributions(name="tensorflow-tpu")) or library is None or not library.submodule_search_locations:
+        raise BadInput(
+            "PJRT_DEVICE=TPU, and this image's TensorFlow is the one for CPUs: build it with `image.build_args: {REQUIREMENTS: requirements-tpu.txt}`"
+        )
+    plugin = f"{library.submodule_search_locations[0]}/libtpu.so"
+    return {**tpu_environment(cluster), "NEXT_PLUGGABLE_DEVICE_USE_C_API": "true", "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": plugin}
 
 
 def _cluster(worker: int, addresses: tuple[str, ...], accelerator_type: str | None, environment: Mapping[str, str]) -> Cluster:

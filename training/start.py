@@ -14,7 +14,7 @@ from typing import Any
 
 from training import storage
 from training.backends.protocol import Backend
-from training.cluster import Cluster, tpu_environment
+from training.cluster import Cluster, tensorflow_environment, tpu_environment
 from training.config import TrainerConfig, batch_mistake
 from training.errors import BadInput
 from training.rendezvous import Rendezvous
@@ -105,7 +105,7 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
     """Imports the framework and builds the model. Raises BadInput when the batch does not divide over the devices that there are."""
     os.environ["PJRT_DEVICE"] = device_kind()
     if os.environ["PJRT_DEVICE"] == "TPU":
-        os.environ.update(tpu_environment(cluster))
+        os.environ.update(tpu_environment(cluster) if config.backend == "torch-xla" else tensorflow_environment(cluster, os.environ))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     opener = _tensorflow() if config.backend == "tensorflow" else _torch_xla()
     tokens, length = task.data.tokens, task.data.sequence_length

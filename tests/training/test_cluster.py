@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from training.accelerators import ACCELERATORS
-from training.cluster import Cluster, discover, from_environment, from_metadata, parse_endpoints, tpu_environment
+from training.cluster import Cluster, discover, from_environment, from_metadata, parse_endpoints, tensorflow_environment, tpu_environment
 from training.errors import BadInput
 
 LAUNCHER = {
@@ -98,3 +98,9 @@ def test_bounds_cover_every_chip_of_every_accelerator(name: str) -> None:
 def test_a_slice_with_another_number_of_hosts_is_refused() -> None:
     with pytest.raises(BadInput, match="v4-32 has 4 hosts, but this run was told of 2"):
         tpu_environment(Cluster(0, ("a", "b"), "v4-32"))
+
+
+def test_tensorflow_leaves_the_chips_to_a_slices_workers_and_refuses_the_wheel_for_cpus() -> None:
+    assert tensorflow_environment(Cluster(0, ("a",), "v4-16"), {"TPU_NAME": "grpc://a:8470,grpc://b:8470"}) == {"TPU_LOAD_LIBRARY": "0"}
+    with pytest.raises(BadInput, match=r"the one for CPUs: build it with `image\.build_args: \{REQUIREMENTS: requirements-tpu\.txt\}`"):
+        tensorflow_environment(Cluster(0, ("a",), "v4-8"), {})

@@ -3,7 +3,7 @@
 The only file with private interfaces: torch_xla's `_XLAC`, jaxlib's compile-only client and MLIR bindings. `require` refuses versions that they were not
 seen to work with, because other versions answer with crashes. Nothing is executed here, and no executable leaves: what a TPU would load is not verified.
 
-A program is one StableHLO module for all devices, partitioned by the compiler (SPMD). Two ways lead to one:
+A program is one StableHLO module, for all devices and partitioned by the compiler (SPMD), or for each device (replicated). Two ways lead to one:
 
     program(outputs, state)     from torch_xla tensors whose values were not computed yet
     Program(stablehlo, ...)     from text, for example TensorFlow's `experimental_get_compiler_ir(...)(stage="stablehlo")`
@@ -62,6 +62,7 @@ class Program:
     donated: frozenset[int] = frozenset()  # arguments whose buffers the outputs may reuse, as on the device
     arguments: Mapping[int, str] = field(default_factory=dict)  # names of arguments that have one: "model/bert.embeddings..."
     hash: str = ""  # of the computation alone, without names, layouts and places in source code
+    replicated: bool = False  # every device runs it as it is, on its own rows; otherwise the compiler makes the devices' parts of it
 
 
 @dataclass(frozen=True)
@@ -237,10 +238,11 @@ def compile(program: Program, target: Accelerator) -> Compiled:
     from jaxlib import _jax, xla_client
 
     options = xla_client.CompileOptions()
-    options.num_replicas, options.num_partitions = 1, len(devices)
+    replicas, partitions = (len(devices), 1) if program.replicated else (1, len(devices))
+    options.num_replicas, options.num_partitions = replicas, partitions
     build = options.executable_build_options
-    build.num_replicas, build.num_partitions, build.use_spmd_partitioning = 1, len(devices), True
-    build.device_assignment = xla_client.DeviceAssignment.create(np.arange(len(devices)).reshape(1, -1))
+    build.num_replicas, build.num_partitions, build.use_spmd_partitioning = replicas, partitions, not program.replicated
+    build.device_assignment = xla_client.DeviceAssignment.create(np.arange(len(devices)).reshape(replicas, partitions))
     with mlir.make_ir_context():
         module = mlir.module_to_bytecode(_with_donors(program))
     began = time.monotonic()
@@ -295,6 +297,7 @@ def _with_donors(program: Program) -> Any:
             del module.operation.attributes[name]
     if program.donated:
         main = next(each for each in module.body.operations if each.attributes["sym_name"].value == "main")
+        bare = [ir.DictAttr.get({})] * len(main.attributes["function_type"].value.inputs)  # TensorFlow's
         attributes = [
             ir.DictAttr.get(
                 {
@@ -302,7 +305,7 @@ def _with_donors(program: Program) -> Any:
                     **({"jax.buffer_donor": ir.BoolAttr.get(True)} if number in program.donated else {}),
                 }
             )
-            for number, have in enumerate(main.attributes["arg_attrs"])
+            for number, have in enumerate(main.attributes["arg_attrs"] if "arg_attrs" in main.attributes else bare)
         ]
         main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
     return module

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 import traceback
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from training.preflight import compiler
 from training.preflight.compiler import Program
 from training.preflight.shapes import Facts, Graph, batch
 from training.rendezvous import Alone
+from training.start import require
 
 
 class Untraceable(TrainError):
@@ -43,13 +45,15 @@ def trace(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: int
     """Each graph's program for so many devices. Raises Untraceable, BadInput, NoCompiler."""
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if config.backend == "tensorflow":
+        return _lowered(config, facts, graphs, devices)
     compiler.require({**compiler.SEEN_WITH, **compiler.SEEN_WITH_TORCH})
     compiler.stand_in_for(devices)
     found, backend = [], None
     # An evaluation leaves the state alone; a traced step leaves it as something that was not computed. So a step comes last on its backend.
     for graph in sorted(graphs, key=lambda each: each.kind != "evaluation"):
         began = time.monotonic()
-        backend = backend or _backend(config, facts)
+        backend = backend or _backend(config, facts, _torch_xla())
         with _explained(graph):
             found.append(_trace(backend, config, graph, began))
         if graph.kind == "training":
@@ -58,10 +62,35 @@ def trace(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: int
     return sorted(found, key=lambda each: graphs.index(each.graph))
 
 
-def _backend(config: TrainerConfig, facts: Facts) -> Any:
+def _lowered(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: int) -> list[Traced]:
+    """TensorFlow's programs: each device's own."""
+    compiler.require()
+    require("tensorflow", "tensorflow")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    from training.backends.tensorflow_lowered import Lowered
+
+    backend, found = _backend(config, facts, Lowered), []
+    backend.slice_devices = devices
+    sizes = {name: info.size for name, info in backend.layout().items()}
+    for graph in graphs:
+        began = time.monotonic()
+        with _explained(graph):
+            text, hlo, state = backend.lower(graph.kind == "training", batch(config, graph))
+        donated = frozenset(state) if graph.kind == "training" else frozenset()
+        program = Program(text, donated, state, compiler.graph_hash(hlo), replicated=True)
+        resident = sum(sizes.values()) - sum(sizes[name] for name in state.values())
+        found.append(Traced(graph, program, resident, time.monotonic() - began))
+    return found
+
+
+def _torch_xla() -> Any:
     from training.backends.torch_xla import TorchXla
 
-    return TorchXla(
+    return TorchXla
+
+
+def _backend(config: TrainerConfig, facts: Facts, kind: Any) -> Any:
+    return kind(
         config,
         Cluster(0, ("localhost",)),
         Alone(),
@@ -103,6 +132,8 @@ def _explained(graph: Graph) -> Iterator[None]:
 def _where(error: BaseException) -> str:
     """The innermost place outside the frameworks."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "site-packages/torch" not in frame.filename and not frame.filename.startswith(str(Path(__file__).parent)):
+        if not re.search("site-packages/(torch|tensorflow|tf_keras)", frame.filename) and not frame.filename.startswith(
+            str(Path(__file__).parent)
+        ):
             return f" ({frame.filename}:{frame.lineno}: {frame.line})"
     return ""

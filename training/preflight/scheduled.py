@@ -140,6 +140,8 @@ def place(line: str) -> str:
     if not found:
         return ""
     names = [re.sub(r"\.\d+$", "", each) for each in found.group(1).split("/")]
+    if not re.search(r"(aten|xla|prim)__", found.group(1)):
+        return _tensorflow_place(names)
     operation = re.sub(r"^(aten|xla|prim)__", "", names[-1])
     modules = [each for each in names if not re.match(r"(aten|xla|prim)__", each)]
     module = modules[-1] if modules else ""
@@ -148,6 +150,15 @@ def place(line: str) -> str:
     if module.startswith(BACKWARD) and not in_backward:
         module = "optimizer"
     return f"{module}: {operation}" if module else operation
+
+
+def _tensorflow_place(names: list[str]) -> str:
+    """From the scopes of a TensorFlow operation: gradient_tape/bert/encoder/layer_._0/attention/self/MatMul."""
+    if names[0] == "XLA_Args":
+        return "copy of an argument"
+    gradient = "gradient of " if names[0] == "gradient_tape" and len(names) > 2 else ""
+    module = ".".join(names[1:-1] if gradient else names[:-1]).replace("layer_._", "layer.").replace("mlm___cls", "cls")
+    return f"{gradient}{module}: {names[-1]}" if module else names[-1]
 
 
 def largest(text: str, count: int) -> list[Allocation]:
