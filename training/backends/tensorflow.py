@@ -216,8 +216,9 @@ class TensorFlow:
     # --- arrays to devices
 
     def feed(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
-        """The hosts of the strategy read for their devices. With one device, or to count records that are skipped here, the loop's own batches."""
-        if self._replicas == 1 or (self._config.data.on_corrupt == "skip" and not os.environ.get("TPU_NAME")):
+        """The hosts of the strategy read for their devices. With one device, with hosts outside the strategy, or to count skipped records here,
+        the loop's own batches."""
+        if self._replicas == 1 or self._exchange or (self._config.data.on_corrupt == "skip" and not os.environ.get("TPU_NAME")):
             return task.batches(start)
         return distributed(self._strategy, self._config, task.data, start)
 

@@ -297,6 +297,7 @@ def _with_donors(program: Program) -> Any:
             del module.operation.attributes[name]
     if program.donated:
         main = next(each for each in module.body.operations if each.attributes["sym_name"].value == "main")
+        annotated = "arg_attrs" in main.attributes
         bare = [ir.DictAttr.get({})] * len(main.attributes["function_type"].value.inputs)  # TensorFlow's
         attributes = [
             ir.DictAttr.get(
@@ -305,7 +306,7 @@ def _with_donors(program: Program) -> Any:
                     **({"jax.buffer_donor": ir.BoolAttr.get(True)} if number in program.donated else {}),
                 }
             )
-            for number, have in enumerate(main.attributes["arg_attrs"] if "arg_attrs" in main.attributes else bare)
+            for number, have in enumerate(main.attributes["arg_attrs"] if annotated else bare)
         ]
         main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
     return module
