@@ -49,6 +49,34 @@ def _provider(config: Any) -> Any:
     return TpuVm(config, terminal.say)
 
 
+_dry_run = click.option("--dry-run", is_flag=True, help="Print the commands, as `plan` does, and do nothing.")
+
+
+def _show(config: Any, verb: str) -> None:
+    from launcher.plan import steps
+
+    for step in steps(config):
+        if step.verb == verb:
+            click.echo(step.text())
+
+
+def _with_extras(config: Any, env_file: Path | None, overlay: str | None) -> Any:
+    """The configuration with what only the command line says."""
+    if overlay is not None:
+        from launcher.run.overlay import read
+
+        read(overlay)  # what is wrong with it is said now
+        config = replace(config, overlay=overlay)
+    if env_file is None:
+        return config
+    from launcher import env_file as reader
+
+    values = reader.read(env_file)
+    os.environ.update(values)  # where secrets come from
+    names = [*config.run.secrets, *(name for name in values if name not in config.run.secrets)]
+    return replace(config, run=config.run.model_copy(update={"secrets": names}))
+
+
 def _home() -> Path:
     from launcher.home import home
 
@@ -57,13 +85,17 @@ def _home() -> Path:
 
 @cli.command()
 @click.option("--max-cost", type=click.FloatRange(0, min_open=True), metavar="DOLLARS", help="Refuse a slice that costs more an hour.")
+@_dry_run
 @_configured
-def up(config: Any, max_cost: float | None) -> None:
+def up(config: Any, max_cost: float | None, dry_run: bool) -> None:
     """Create the slice and wait until every host answers. Idempotent: goes on waiting for a slice that is on its way."""
     from launcher import checks
 
     if max_cost is not None:
         config = replace(config, slice=config.slice.model_copy(update={"max_cost_per_hour": max_cost}))
+    if dry_run:
+        _show(config, "up")
+        return
     checks.buckets(config)
     provider = _provider(config)
     provider.create()
@@ -75,9 +107,22 @@ def up(config: Any, max_cost: float | None) -> None:
 @click.option("--new", is_flag=True, help="Start a new run even if an unfinished one could be resumed.")
 @click.option("--attach", is_flag=True, help="Go on watching a run that is already there; start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print how the run ended as JSON on standard output, last.")
+@click.option("--env-file", type=click.Path(path_type=Path), help="NAME=VALUE lines for the command; they travel as secrets do.")
+@click.option("--overlay", metavar="FOLDER=TARGET", help="Files over those of the image that ran last, without a build.")
+@_dry_run
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @_configured
-def run(config: Any, run_id: str | None, new: bool, attach: bool, as_json: bool, command: tuple[str, ...]) -> None:
+def run(
+    config: Any,
+    run_id: str | None,
+    new: bool,
+    attach: bool,
+    as_json: bool,
+    env_file: Path | None,
+    overlay: str | None,
+    dry_run: bool,
+    command: tuple[str, ...],
+) -> None:
     """Start the container on every host and watch it to its end; resumes an unfinished run.
 
     \b
@@ -88,6 +133,10 @@ def run(config: Any, run_id: str | None, new: bool, attach: bool, as_json: bool,
     from launcher.run import launch
     from launcher.run.supervise import explain
 
+    config = _with_extras(config, env_file, overlay)
+    if dry_run:
+        _show(config, "run")
+        return
     if not attach:
         config.require_something_to_run()
         checks.buckets(config)
@@ -98,11 +147,13 @@ def run(config: Any, run_id: str | None, new: bool, attach: bool, as_json: bool,
             outcome = launch.attach(config, provider, _home(), run_id, say=terminal.say, emit=terminal.host_line)
         else:
             local.check(config)
+            if config.provider == "tpu-vm":
+                provider.begin_connecting()
             outcome = launch.run(
                 config,
                 provider,
                 _home(),
-                lambda: local.image(config, terminal.say),
+                lambda: (launch.last_image(config, _home()) if overlay else None) or local.image(config, terminal.say),
                 run_id=run_id,
                 new=new,
                 say=terminal.say,
@@ -149,15 +200,16 @@ def status(config: Any, as_json: bool) -> None:
         shown = look.status(config, provider, _home())
     finally:
         provider.close()
+    created = shown.slice.created if shown.slice is not None else ""
     if as_json:
-        terminal.dump(shown.as_json())
+        terminal.dump({**shown.as_json(), "cost": costs.of_slice(placement.placed(config), created, time.time())})
     else:
         for line in shown.lines():
             click.echo(line)
-        if shown.slice is not None and (told := costs.since(placement.placed(config), shown.slice.created, time.time())):
+        if told := costs.since(placement.placed(config), created, time.time()):
             click.echo(told)
         if shown.hosts:
-            terminal.table(["host", "address", "container", "last line"], shown.rows())
+            terminal.table(["host", "address", "container", "last line", ""], shown.rows())
 
 
 @cli.command()
@@ -198,9 +250,13 @@ def stop(config: Any, run_id: str | None, grace: int | None) -> None:
 
 
 @cli.command()
+@_dry_run
 @_configured
-def down(config: Any) -> None:
+def down(config: Any, dry_run: bool) -> None:
     """Delete the slice and wait until it is gone. The runs' folders and what they saved stay."""
+    if dry_run:
+        _show(config, "down")
+        return
     provider = _provider(config)
     provider.delete()
     terminal.say(f"slice {config.slice.name} is gone")

@@ -110,6 +110,8 @@ class SliceSection(Section):
     zones: list[Annotated[str, AfterValidator(_zone)]] = []  # tried after `zone`, in this order, when there is no capacity
     stockout_minutes: float = Field(default=0, ge=0)  # without capacity anywhere, go on trying for so long
     queued: QueuedSection | None = None
+    iap: bool = False  # ssh goes through Identity-Aware Proxy: no external addresses, no open port
+    abandoned_hours: float | None = Field(default=None, gt=0)  # after so long without a run, the slice deletes itself
     expires_hours: float | None = Field(default=None, gt=0)  # after so long `tpu-launch gc` removes it
     max_cost_per_hour: float | None = Field(default=None, gt=0)  # dollars; what costs more, or an unknown price, is not created
 
@@ -203,6 +205,7 @@ class Config:
     run: RunSection
     trainer: TrainerConfig | None
     gke: GkeSection = field(default_factory=GkeSection)
+    overlay: str | None = None  # FOLDER=TARGET, the command line's choice
     provider: str = "tpu-vm"  # or "gke": the command line's choice, not the file's
 
     @property

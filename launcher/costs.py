@@ -94,12 +94,17 @@ def so_far(accelerator_type: str, zone: str, capacity: str, seconds: float) -> f
     return None if cost is None else cost * max(0.0, seconds) / 3600
 
 
+def of_slice(config: Config, created: str, now: float) -> float | None:
+    """Dollars so far for the slice of this file; None when its age or its price is not known."""
+    begun = parse_time(created)
+    return None if begun is None else so_far(config.slice.accelerator_type, config.zone, config.slice.capacity, now - begun)
+
+
 def since(config: Config, created: str, now: float) -> str:
     """How long the slice of this file exists, and what that cost; empty when the API doesn't say when it was created."""
-    begun = parse_time(created)
+    begun, cost = parse_time(created), of_slice(config, created, now)
     if begun is None:
         return ""
-    cost = so_far(config.slice.accelerator_type, config.zone, config.slice.capacity, now - begun)
     told = f"cost so far: about ${cost:.2f} (list prices of {AS_OF})" if cost is not None else "cost so far: unknown"
     return f"created {duration(now - begun)} ago, {told}"
 

@@ -52,6 +52,7 @@ def examine(config: Config) -> list[Row]:
         _gcloud_and_account,
         *(functools.partial(_zone, here) for here in placement.in_order(config)),
         *(functools.partial(_runtime, here) for here in placement.in_order(config)),
+        lambda: [quota_row(config)],
         lambda: [_ssh_key(Path.home() / ".ssh" / "google_compute_engine")],
         lambda: [_engine(config)],
         lambda: [_registry(config)],
@@ -154,6 +155,19 @@ def _runtime(config: Config) -> list[Row]:
         return [Row("runtime version", Verdict.PASS, config.runtime_version)]
     fix = f"slice.runtime_version: {config.accelerator.generation.runtime_version}"
     return [Row("runtime version", Verdict.FAIL, f"{config.zone} has no runtime version {config.runtime_version}", fix)]
+
+
+def quota_row(config: Config) -> Row:
+    """Quota is known only to the Cloud Quotas API, for which most accounts have no rights: what it is called, and the command that shows it."""
+    kind = {"spot": "Preemptible"}.get(config.slice.capacity, "")
+    name = f"TPU{config.accelerator.generation.name.upper()}{kind}PerProjectPerZoneForTPUAPI"
+    command = f"gcloud beta quotas info describe {name} --service=tpu.googleapis.com --project={config.project}"
+    return Row(
+        "quota",
+        Verdict.WARN,
+        f"not looked at: a {config.slice.accelerator_type} needs {name} in {config.zone}; `up` says at once when it lacks",
+        command,
+    )
 
 
 # -- this machine ----------------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import click
 
 from launcher.housekeeping import gc, list_
+from launcher.looking import events
 from launcher.preparing import doctor, init
 from launcher.reaching import ssh, tunnel
 
-COMMANDS: tuple[click.Command, ...] = (init, doctor, list_, gc, ssh, tunnel)
+COMMANDS: tuple[click.Command, ...] = (init, doctor, list_, gc, ssh, tunnel, events)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from launcher.run.overlay import Overlay
+
 
 @dataclass(frozen=True)
 class SliceState:
@@ -52,6 +54,7 @@ class Attempt:
     shm_size: str = "16g"
     user: str | None = None
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # environment variables that nothing but the command may see
+    overlay: Overlay | None = None  # files over the image's own
 
     @property
     def container(self) -> str:
@@ -121,11 +124,17 @@ class Provider(Protocol):
     def start(self, attempt: Attempt) -> list[HostReport]:
         """Starts the prepared containers on all hosts."""
 
-    def observe(self, worker: int, container: str, since: str | None) -> Observation:
-        """One look at a container on a host: its state and its log lines from `since` (inclusive) on."""
+    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+        """One look at a container on a host: its state and its log lines from `since` (inclusive) on.
+
+        While the container runs, the look may wait `patience` seconds for its end before it answers.
+        """
 
     def stop(self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None) -> list[HostReport]:
         """Stops a container on every host, or on some: SIGTERM, then SIGKILL after `grace` seconds; removes it if asked. Gone is fine."""
+
+    def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
+        """What the slice and the hosts know of an attempt that failed: file name -> text for a person. Never raises."""
 
     def stacks(self, container: str) -> dict[int, str]:
         """Where the processes of a container are, on every host that answers: text for a person. Never raises for a host."""

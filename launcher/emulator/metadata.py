@@ -64,7 +64,7 @@ def tree(state: State, node: Node, host: Host) -> dict[str, Any]:
         "aliases": ["default"],
         "email": service_account(),
         "scopes": _SCOPES,
-        "token": {"access_token": f"emulated-{state.id}-{host.instance_id}", "expires_in": 3599, "token_type": "Bearer"},
+        "token": {"access_token": token(state, host), "expires_in": 3599, "token_type": "Bearer"},
     }
     interface = {"ip": host.address, "network": f"projects/{PROJECT_NUMBER}/networks/default", "mac": "42:01:0a:00:00:02"}
     return {
@@ -84,6 +84,11 @@ def tree(state: State, node: Node, host: Host) -> dict[str, Any]:
         },
         "project": {"attributes": {}, "numeric-project-id": int(PROJECT_NUMBER), "project-id": node.project},
     }
+
+
+def token(state: State, host: Host) -> str:
+    """What a host shows to Google's services."""
+    return f"emulated-{state.id}-{host.instance_id}"
 
 
 def answer(store: Store, find: Any, request: Request) -> Response:

@@ -143,6 +143,8 @@ class Server:
         return self._faulty("storage", lambda: self.storage.answer(request))
 
     def _metadata(self, hostname: str, request: Request) -> Response:
+        if request.path.startswith("/v2/"):
+            return self._faulty("tpu", lambda: self._api_for_host(hostname, request))
         return self._faulty("metadata", lambda: metadata.answer(self.store, lambda state: find_host(state, hostname), request))
 
     def _faulty(self, service: str, answer: Callable[[], Response]) -> Response:
@@ -161,6 +163,17 @@ class Server:
                     status,
                 )
         return answer()
+
+    def _api_for_host(self, hostname: str, request: Request) -> Response:
+        """The Cloud TPU API, as a host reaches it: with the token of its service account and no other."""
+        with self.store.read() as state:
+            found = find_host(state, hostname)
+            token = None if found is None else metadata.token(state, found[1])
+        if token is None or request.headers.get("Authorization") != f"Bearer {token}":
+            return json_response(
+                {"error": {"code": 401, "message": "invalid authentication credentials", "status": "UNAUTHENTICATED"}}, 401
+            )
+        return self._api(request)
 
     # -- control --------------------------------------------------------------------------------------------------------------------------
 

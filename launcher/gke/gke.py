@@ -121,7 +121,7 @@ class Gke:
             raise
         return [HostReport(worker, True, "") for worker in range(self.config.accelerator.hosts)]
 
-    def observe(self, worker: int, container: str, since: str | None) -> Observation:
+    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
         watch = self._watch(container)
         watch.note_cursor(worker, since)
         try:
@@ -156,6 +156,16 @@ class Gke:
             HostReport(worker, worker not in late, f"its pod has not ended within {grace + 30} s" if worker in late else "")
             for worker in wanted
         ]
+
+    def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
+        """What `kubectl describe` says of the attempt's pods."""
+        found = {}
+        for worker, pod in self._watch(container).pods().items():
+            try:
+                found[f"host-{worker}.txt"] = self._kubectl.call("describe", "pod", pod.name)
+            except LaunchError as error:  # it may be gone
+                found[f"host-{worker}.txt"] = str(error)
+        return found
 
     def stacks(self, container: str) -> dict[int, str]:
         """By `kubectl exec`, for which k8s/role.yaml has a rule of its own."""

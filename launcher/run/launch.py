@@ -19,6 +19,7 @@ from launcher.config import TRAINER_SECTIONS, Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.provider import Attempt, HostReport, LogLine, Observation, Provider
 from launcher.run import ledger as ledgers
+from launcher.run import overlay as overlays
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.recovery import Budgets, Next, decide, spent_so_far
 from launcher.run.supervise import Watched, explain, last_lines, supervise
@@ -95,7 +96,7 @@ def _begin(config: Config, provider: Provider, ledger: Ledger, image: str, say: 
     before = f" (resumes: the last attempt ended with {ledger.outcome!r})" if number and ledger.outcome else ""
     say(f"run {ledger.folder.name}: attempt {number} on {config.accelerator.hosts} hosts{before}")
     _sweep(config, provider, ledger.folder.parent.parent)
-    ledger.event("attempt", attempt=number, image=attempt.image, command=list(attempt.command))
+    ledger.event("attempt", attempt=number, image=attempt.image, command=list(attempt.command), **_overlaid(attempt))
     try:
         _start_everywhere(provider, attempt, ledger)
     except LaunchError as error:
@@ -176,7 +177,21 @@ def make_attempt(config: Config, run_id: str, number: int, image: str) -> Attemp
         shm_size=config.run.shm_size,
         user=config.run.user,
         secrets=secrets(config),
+        overlay=None if config.overlay is None else overlays.read(config.overlay),
     )
+
+
+def _overlaid(attempt: Attempt) -> dict[str, str]:
+    return {} if attempt.overlay is None else {"overlay": attempt.overlay.digest, "overlay_target": attempt.overlay.target}
+
+
+def last_image(config: Config, home: Path) -> str | None:
+    """What the newest attempt on this slice ran: an overlay goes over that, instead of a new build."""
+    for ledger in reversed(ledgers.runs(home)):
+        images = [str(event["image"]) for event in ledger.events() if event["event"] == "attempt"]
+        if images and _same_slice(config, ledger.record):
+            return images[-1]
+    return None
 
 
 def secrets(config: Config) -> dict[str, str]:
@@ -239,7 +254,7 @@ def _record(config: Config, run_id: str) -> RunRecord:
 
 def _watched(config: Config, ledger: Ledger, number: int) -> Watched:
     container = make_attempt(config, ledger.folder.name, number, "").container
-    return Watched(ledger.folder.name, number, container, range(config.accelerator.hosts))
+    return Watched(ledger.folder.name, number, container, range(config.accelerator.hosts), tuple(secrets(config).values()))
 
 
 def _require_ready(config: Config, provider: Provider) -> None:

@@ -50,6 +50,7 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._read: tuple[int, list[dict[str, Any]]] = (0, [])  # bytes of the events that were read, and what they say
 
     @property
     def record(self) -> RunRecord:
@@ -62,13 +63,14 @@ class Ledger:
 
     def events(self) -> list[dict[str, Any]]:
         path = self.folder / "events.jsonl"
-        if not path.exists():
-            return []
-        events = []
-        for line in path.read_text().splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # cut by a crash
-                events.append(json.loads(line))
-        return events
+        size = path.stat().st_size if path.exists() else 0
+        if size != self._read[0]:  # it only grows: asked for many times a second
+            events = []
+            for line in path.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # cut by a crash
+                    events.append(json.loads(line))
+            self._read = size, events
+        return list(self._read[1])
 
     @property
     def attempts(self) -> int:
@@ -109,17 +111,26 @@ class Ledger:
         _write(folder / f"host-{worker}.txt", text)
 
     @contextlib.contextmanager
-    def supervising(self) -> Iterator[None]:
-        """Holds the run's lock. Raises LaunchError (conflict) when another process supervises the run."""
+    def supervising(self, patience: float = 5.0) -> Iterator[None]:
+        """Holds the run's lock. Raises LaunchError (conflict) when another process supervises the run.
+
+        `logs` takes it for a moment at a time: so long it is waited for.
+        """
+        deadline = time.monotonic() + patience
         with open(os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = lock.read().strip() or "unknown"
-                raise LaunchError(
-                    f"run {self.folder.name} is supervised by another tpu-launch (process {holder}): follow it with `tpu-launch logs -f`",
-                    exit_code=Exit.CONFLICT,
-                ) from None
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() < deadline:
+                        time.sleep(0.05)
+                        continue
+                    holder = lock.read().strip() or "unknown"
+                    raise LaunchError(
+                        f"run {self.folder.name} is supervised by another tpu-launch (process {holder}): follow it with `tpu-launch logs -f`",
+                        exit_code=Exit.CONFLICT,
+                    ) from None
             lock.seek(0)
             lock.truncate()
             lock.write(str(os.getpid()))

@@ -54,11 +54,20 @@ class Cursor:
         return fresh
 
 
+def later(since: str) -> str:
+    """The time of the newest line, from the time `Cursor.since` that a look asks from."""
+    return _shifted(since, OVERLAP)
+
+
 def _before(timestamp: str) -> str:
-    """The overlap's start. Docker's times have nine digits, Python's six: what is cut off only makes the overlap longer."""
+    """The overlap's start."""
+    return _shifted(timestamp, -OVERLAP)
+
+
+def _shifted(timestamp: str, by: timedelta) -> str:
+    """Another time, with Docker's nine digits (Python has six)."""
     head, _, fraction = timestamp.removesuffix("Z").partition(".")
-    earlier = datetime.fromisoformat(head) - OVERLAP
-    return f"{earlier.isoformat()}.{(fraction or '0')[:9].ljust(9, '0')}Z"
+    return f"{(datetime.fromisoformat(head) + by).isoformat()}.{(fraction or '0')[:9].ljust(9, '0')}Z"
 
 
 class HostLog:

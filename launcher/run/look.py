@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher import costs
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.provider import LogLine, Observation, Provider, SliceState
@@ -28,6 +30,20 @@ class HostStatus:
     address: str
     container: str
     last_line: str
+    quiet_seconds: float | None = None  # since its last line, by the clocks of the host and of this machine
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the trainer's newest progress line says."""
+
+    step: int
+    steps: int
+    loss: float
+    examples_per_second: float
+
+
+_PROGRESS = re.compile(r"step +(\d+)/(\d+)  loss (\S+)  ([\d,.]+) examples/s")  # training.report.progress
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,7 @@ class Status:
     outcome: str | None
     story: list[str]
     hosts: list[HostStatus]
+    progress: Progress | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -53,10 +70,23 @@ class Status:
             lines = [f"slice {self.slice_name}: {self.slice.state}, {self.slice.accelerator_type}, {len(self.slice.hosts)} hosts{detail}"]
         if self.run is None:
             return [*lines, "no run was started from this folder yet"]
-        return [*lines, f"run {self.run}: attempt {self.attempt}, {self.outcome or 'running'}", *(f"  {line}" for line in self.story)]
+        lines.append(f"run {self.run}: attempt {self.attempt}, {self.outcome or 'running'}")
+        if self.progress is not None:
+            now = self.progress
+            lines.append(f"  step {now.step}/{now.steps}, loss {now.loss:.5f}, {now.examples_per_second:,.1f} examples/s")
+        return [*lines, *(f"  {line}" for line in self.story)]
 
     def rows(self) -> list[list[str]]:
-        return [[str(host.worker), host.address, host.container, host.last_line] for host in self.hosts]
+        return [
+            [
+                str(host.worker),
+                host.address,
+                host.container,
+                "" if host.quiet_seconds is None else f"{costs.duration(host.quiet_seconds)} ago",
+                host.last_line,
+            ]
+            for host in self.hosts
+        ]
 
 
 def status(config: Config, provider: Provider, home: Path) -> Status:
@@ -78,11 +108,13 @@ def status(config: Config, provider: Provider, home: Path) -> Status:
             look.worker,
             found.hosts[look.worker] if found else "",
             _container(look),
-            look.lines[-1].text if look.lines else _last_line(ledger, number, look.worker),
+            last.text if (last := _newest(ledger, number, look)) else "",
+            _age(last),
         )
         for look in looks
     ]
-    return Status(config.slice.name, found, ledger.folder.name, max(number, 0), ledger.outcome, _story(ledger), hosts)
+    progress = _progress(ledger, number, looks)
+    return Status(config.slice.name, found, ledger.folder.name, max(number, 0), ledger.outcome, _story(ledger), hosts, progress)
 
 
 def logs(
@@ -125,7 +157,7 @@ def logs(
 def _fetch(ledger: Ledger, provider: Provider, container: str, number: int, workers: list[int], say: Callable[[str], None]) -> None:
     """Brings the hosts' new lines into the run's files, unless a supervisor does."""
     try:
-        with ledger.supervising():
+        with ledger.supervising(patience=0.0):
             for worker in workers:
                 log = HostLog(ledger.log_file(number, worker))
                 look = provider.observe(worker, container, log.cursor.since)
@@ -142,25 +174,49 @@ def _container(look: Observation) -> str:
     return describe_exit(look.container) if look.container.ended else look.container.status
 
 
-def _last_line(ledger: Ledger, number: int, worker: int) -> str:
+def _newest(ledger: Ledger, number: int, look: Observation) -> LogLine | None:
+    """A host's newest line, of the last minute or from what is kept."""
+    lines = list(look.lines) or _kept(ledger, number, look.worker)
+    return lines[-1] if lines else None
+
+
+def _kept(ledger: Ledger, number: int, worker: int) -> list[LogLine]:
     path = ledger.log_file(number, worker)
-    lines = tail(path, _LAST_LINE_BYTES) if path.exists() else []
-    return lines[-1].text if lines else ""
+    return tail(path, _LAST_LINE_BYTES) if path.exists() else []
+
+
+def _age(line: LogLine | None) -> float | None:
+    """Seconds since a line was written."""
+    written = costs.parse_time(line.timestamp) if line is not None else None
+    return None if written is None else max(0.0, round(time.time() - written, 1))
+
+
+def _progress(ledger: Ledger, number: int, looks: Sequence[Observation]) -> Progress | None:
+    """The newest progress line of host 0, which writes for all; None when the command is not our trainer, or has not begun."""
+    if number < 0:
+        return None
+    lines = [line for look in looks if look.worker == 0 for line in look.lines]
+    for line in reversed([*_kept(ledger, number, 0), *lines]):
+        if match := _PROGRESS.search(line.text):
+            return Progress(int(match[1]), int(match[2]), float(match[3]), float(match[4].replace(",", "")))
+    return None
 
 
 def _story(ledger: Ledger) -> list[str]:
     """The last things that happened, one line each."""
-    told = {"attempt", "started", "ended", "stop", "recover", "host out of reach", "host back"}
-    lines = []
-    for event in [event for event in ledger.events() if event["event"] in told][-6:]:
-        details = event.get("outcome") or event.get("problem") or event.get("reason") or ""
-        cause = event.get("cause") or {}
-        where = (
-            f" host {event['host']}"
-            if "host" in event
-            else f" host {cause['worker']}: {cause.get('what', '')}"
-            if cause.get("worker", -1) >= 0
-            else ""
-        )
-        lines.append(f"{event['time']} attempt {event.get('attempt', '?')}: {event['event']} {details}{where}".rstrip())
-    return lines
+    shown = {"attempt", "started", "ended", "stop", "recover", "host out of reach", "host back"}
+    return [told(event) for event in ledger.events() if event["event"] in shown][-6:]
+
+
+def told(event: Mapping[str, Any]) -> str:
+    """One event of a run's ledger as a line for a person."""
+    details = event.get("outcome") or event.get("problem") or event.get("reason") or event.get("path") or ""
+    cause = event.get("cause") or {}
+    where = (
+        f" host {event['host']}"
+        if "host" in event
+        else f" host {cause['worker']}: {cause.get('what', '')}"
+        if cause.get("worker", -1) >= 0
+        else ""
+    )
+    return f"{event['time']} attempt {event.get('attempt', '?')}: {event['event']} {details}{where}".rstrip()

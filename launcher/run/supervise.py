@@ -6,22 +6,27 @@ last lines and removes the containers. It holds no state that matters: killed at
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from launcher.errors import LaunchError
 from launcher.provider import LogLine, Observation, Provider
+from launcher.run import post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, tail
 from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
 
 LOOK_EVERY = 1.0  # seconds between two looks at a host
+_LOOKS_A_SECOND = 16  # at all hosts together: what a watch costs does not grow with the slice. Ends are told at once nevertheless
+_WAITING_LOOKS = 64  # a look may hold 4 MB: who writes faster than this machine takes in must wait
 _SLICE_EVERY = 15.0  # seconds between two questions to the API while a host is out of reach
 _COMPLAIN_EVERY = 30.0  # seconds between two complaints that nobody answers
+_WORTH_A_POST_MORTEM = frozenset((Kind.FAILED, Kind.HOST_LOST, Kind.PREEMPTED, Kind.STALLED))
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
 _LAST_LINES, _LAST_BYTES = 8, 20_000  # of the host that is the cause, in the report
 _LAST_LOOKS = 50  # looks of 4 MB: bounds the fetching of a huge rest of a log
@@ -35,6 +40,7 @@ class Watched:
     number: int
     container: str
     workers: Sequence[int]
+    secrets: Sequence[str] = field(default=(), repr=False)  # values that nothing which is kept may show
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,10 @@ def supervise(
         symptoms=list(verdict.symptoms),
         last_lines=last_lines(ledger, watched.number, verdict),
     )
+    if verdict.kind in _WORTH_A_POST_MORTEM:
+        path = post_mortem.write(ledger, watched.number, provider.evidence(watched.container, reachable), watched.secrets)
+        ledger.event("post-mortem", attempt=watched.number, path=str(path))
+        say(f"logs, inspection, TPU logs and the slice's state are kept in {path}")
     cleared = {report.worker for report in provider.stop(watched.container, grace=1, remove=True, workers=reachable) if report.ok}
     if left := [worker for worker in watched.workers if worker not in cleared]:
         ledger.event("left behind", attempt=watched.number, container=watched.container, hosts=left)
@@ -121,16 +131,21 @@ def _watch(
     """The verdict that ends the attempt, and the hosts that answer."""
     begun = time.monotonic()
     views = {worker: HostView(worker, None, seen=begun) for worker in watched.workers}
-    inbox: queue.Queue[Observation | SliceNews] = queue.Queue()
+    inbox: queue.Queue[Observation | SliceNews] = queue.Queue(maxsize=_WAITING_LOOKS)
     over = threading.Event()
+    interval = max(LOOK_EVERY, len(watched.workers) / _LOOKS_A_SECOND)
     lookers = [
         threading.Thread(
-            target=_look, args=(provider, watched.container, logs[worker], worker, inbox, over), daemon=True, name=f"look-{worker}"
+            target=_look,
+            args=(provider, watched.container, logs[worker], worker, inbox, over, interval),
+            daemon=True,
+            name=f"look-{worker}",
         )
         for worker in watched.workers
     ]
     for looker in lookers:
         looker.start()
+    hurried = False
     slice_state: str | None = "READY"
     slice_detail = ""
     complained = last_line = begun
@@ -160,6 +175,13 @@ def _watch(
                 say(f"no host answers ({views[watched.workers[0]].problem}); still trying. The run goes on without us: Ctrl-C detaches")
             requested = ledger.stop_requested(watched.number)
             verdict = judge(list(views.values()), now, limits, slice_state=slice_state, stop_requested=requested, quiet=now - last_line)
+            if verdict.kind is Kind.SETTLING and not hurried:
+                # The other looks wait on their hosts: nobody who is well may seem silent.
+                hurried = True
+                for view in views.values():
+                    if view.ended_seen is None:
+                        args = (provider, watched.container, logs[view.worker], view.worker, inbox)
+                        threading.Thread(target=_look_once, args=args, daemon=True).start()
             if verdict.kind.ended:
                 silent = {verdict.cause.worker} if verdict.kind is Kind.HOST_LOST and verdict.cause else set()
                 if verdict.kind is Kind.HOST_LOST and verdict.cause and slice_detail:
@@ -167,26 +189,49 @@ def _watch(
                 return verdict, [view.worker for view in views.values() if view.reachable and view.worker not in silent]
     finally:
         over.set()  # not joined: one may be waiting for a host that is gone
+        with contextlib.suppress(queue.Empty):  # nor may one wait for a place in the inbox
+            while True:
+                inbox.get_nowait()
 
 
 def _look(
-    provider: Provider, container: str, log: HostLog, worker: int, inbox: queue.Queue[Observation | SliceNews], over: threading.Event
+    provider: Provider,
+    container: str,
+    log: HostLog,
+    worker: int,
+    inbox: queue.Queue[Observation | SliceNews],
+    over: threading.Event,
+    interval: float,
 ) -> None:
-    """Looks at one host until told to stop. Every look is answered into `inbox`, whatever happened."""
-    asked_from: str | None = log.cursor.since
+    """Looks at one host until told to stop. Every look is answered into `inbox`, whatever happened. It waits on the host, where an end is seen at once."""
+    patience, asked_from = 0.0, log.cursor.since
     while not over.is_set():
-        try:
-            observation = provider.observe(worker, container, asked_from)
-        except LaunchError as error:
-            observation = Observation(worker, None, problem=str(error).splitlines()[0])
+        begun = time.monotonic()
+        observation = _one_look(provider, container, worker, asked_from, patience)
         if over.is_set():
             return
         inbox.put(observation)
-        if observation.container is not None and observation.container.ended and not observation.more:
-            over.wait(LOOK_EVERY * 5)  # nothing new will come from it
-        elif not observation.more:
-            over.wait(LOOK_EVERY)
         asked_from = log.cursor.since or asked_from
+        if observation.more:
+            # From its last line on, without the overlap: that may hold more than a look does.
+            patience, asked_from = 0.0, max(asked_from or "", observation.lines[-1].timestamp)
+            continue
+        ended = observation.container is not None and observation.container.ended
+        patience = 0.0 if observation.container is None or ended else interval
+        over.wait(
+            interval * 5 if ended else max(0.0, interval - (time.monotonic() - begun))
+        )  # from one that has ended nothing new will come
+
+
+def _look_once(provider: Provider, container: str, log: HostLog, worker: int, inbox: queue.Queue[Observation | SliceNews]) -> None:
+    inbox.put(_one_look(provider, container, worker, log.cursor.since, 0.0))
+
+
+def _one_look(provider: Provider, container: str, worker: int, since: str | None, patience: float) -> Observation:
+    try:
+        return provider.observe(worker, container, since, patience=patience)
+    except LaunchError as error:
+        return Observation(worker, None, problem=str(error).splitlines()[0])
 
 
 def _ask_slice(provider: Provider, inbox: queue.Queue[Observation | SliceNews]) -> None:

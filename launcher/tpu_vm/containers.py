@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 from launcher.provider import Attempt, ContainerState, HostReport, LogLine, Observation
+from launcher.run.logs import later
 
 LABEL_RUN = "tpu-launch.run"
 LABEL_ATTEMPT = "tpu-launch.attempt"
@@ -82,15 +83,11 @@ def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str
     create = " ".join(shlex.quote(word) for word in docker_create(attempt, hosts, accelerator_type))
     create = create.replace("create ", 'create --env TPU_WORKER_ID="$worker" ', 1)
     name, image = shlex.quote(attempt.container), shlex.quote(attempt.image)
-    pull = (
-        f'$docker image inspect {image} >/dev/null 2>&1 || $docker pull --quiet {image} >/dev/null 2>"$errors"'
-        if "@" in attempt.image
-        else "true"
-    )
+    pull = [f"if ! $docker image inspect {image} >/dev/null 2>&1; then", *_pull(attempt.image), "fi"] if "@" in attempt.image else ["true"]
     lines = [
         _PRELUDE,
         'if [ -z "$worker" ]; then say failed "the metadata server does not tell the worker index"; exit 1; fi',
-        'errors=$(mktemp) && trap \'rm -rf "$errors" "${folder:-}"\' EXIT',
+        'errors=$(mktemp) && trap \'rm -rf "$errors" "${folder:-}" "${login:-}"\' EXIT',
         'fail() { say failed "$1: $(tr "\\n" " " < "$errors" | tail -c 600)"; exit 1; }',
         # Somebody else's run is never touched.
         f"other=$($docker ps --filter label={LABEL_RUN} --format '{{{{.Label \"{LABEL_RUN}\"}}}}' | grep -vxF {shlex.quote(attempt.run_id)} | head -n 1)",
@@ -99,7 +96,8 @@ def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str
         f'  [ "$($docker inspect --format "{{{{.Name}}}}" $old)" = "/"{name} ] || $docker rm --force $old >/dev/null 2>&1',
         "done",
         f"if ! $docker inspect {name} >/dev/null 2>&1; then",
-        f'  {pull} || fail "the image can not be pulled"',
+        *pull[:-1],
+        pull[-1] + ' || fail "the image can not be pulled"',
         f'  $docker {create} >/dev/null 2>"$errors" || fail "the container can not be created"',
         "fi",
     ]
@@ -114,6 +112,36 @@ def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str
             f'$docker cp "$folder/tpu-launch" {name}:/etc/ >/dev/null 2>"$errors" || fail "the configuration can not be copied into the container"'
         )
     lines.append(f"say ready \"$($docker inspect --format '{{{{.Image}}}}' {name})\"")
+    return "\n".join(lines) + "\n"
+
+
+def _pull(image: str) -> list[str]:
+    """Gets an image. For Google's registries docker shows the token of the host's own service account, from a folder that goes again."""
+    name, registry = shlex.quote(image), image.split("/")[0]
+    if not registry.endswith(("pkg.dev", "gcr.io")):
+        return [f'  $docker pull --quiet {name} >/dev/null 2>"$errors"']
+    token = "http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token"
+    return [
+        "  login=$(mktemp -d)",
+        f'  curl -sf --max-time 10 -H \'Metadata-Flavor: Google\' {token} | sed \'s/.*"access_token" *: *"\\([^"]*\\)".*/\\1/\' |',
+        f'    $docker --config "$login" login --username oauth2accesstoken --password-stdin https://{shlex.quote(registry)} >/dev/null 2>&1',
+        f'  $docker --config "$login" pull --quiet {name} >/dev/null 2>"$errors"',
+    ]
+
+
+def overlay_script(attempt: Attempt) -> str:
+    """Unpacks its standard input (base64) over a folder of the prepared container. Reports `laid` and the hash of what was received."""
+    assert attempt.overlay is not None
+    name, target = shlex.quote(attempt.container), shlex.quote(attempt.overlay.target)
+    failed = f'say failed "the overlay can not be laid over "{target}": $errors"; exit 1'
+    lines = [
+        _PRELUDE.replace("curl -sf", "curl -sf </dev/null", 1),
+        "folder=$(mktemp -d) && trap 'rm -rf \"$folder\"' EXIT",
+        'base64 -d > "$folder/overlay"',
+        "hash=$(sha256sum \"$folder/overlay\" | cut -d' ' -f1)",
+        f'errors=$(gzip -dc "$folder/overlay" | $docker cp - {name}:{target} 2>&1 >/dev/null) || {{ {failed}; }}',
+        'say laid "$hash"',
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -154,13 +182,18 @@ def secrets_input(secrets: Mapping[str, str]) -> str:
     return "".join(f"export {key}={shlex.quote(value)}\n" for key, value in sorted(secrets.items()))
 
 
-def observe_script(container: str, since: str | None) -> str:
-    """Prints the container's state on one line, then its log from `since` on, each line with the engine's time."""
+def observe_script(container: str, since: str | None, *, patience: float = 0.0, tail: int | None = None) -> str:
+    """Prints the container's state on one line, then its log from `since` on, each line with the engine's time.
+
+    Waits for its end before, for `patience` seconds at most. With `tail`, only so many of the last lines: an engine reads a log from its end quickly, and
+    from a time on by reading all of it.
+    """
     name = shlex.quote(container)
-    window = f"--since {shlex.quote(since)} " if since else ""
+    window = (f"--tail {tail} " if tail else "") + (f"--since {shlex.quote(since)} " if since else "")
     lines = [
         "docker=docker",
         "[ -w /var/run/docker.sock ] || docker='sudo -n docker'",
+        *([f"timeout {patience:.1f} $docker wait {name} >/dev/null 2>&1"] if patience else []),
         f"if $docker inspect --format '{{{{json .State}}}}' {name} 2>/dev/null; then",
         f"  $docker logs --timestamps {window}{name} 2>&1 | head -c {LOG_BYTES}",
         "elif $docker version >/dev/null 2>&1; then echo absent",
@@ -182,6 +215,24 @@ def stacks_script(container: str) -> str:
         f"$docker top {name} 2>&1\n"
         f"$docker exec --user 0 {name} sh -c {shlex.quote(inside)} 2>&1\n"
     )
+
+
+def evidence_script(container: str) -> str:
+    """Prints what a host knows of a container that failed: inspection, disks, memory, kernel messages, TPU logs of the container and of the host."""
+    name = shlex.quote(container)
+    parts = {
+        "container": f"$docker inspect {name}",
+        "containers": "$docker ps --all",
+        "disks": "df -h",
+        "memory": "cat /proc/meminfo /proc/loadavg",
+        "kernel": "sudo -n dmesg | tail -n 200",
+        "TPU logs of the container": f"$docker cp {name}:/tmp/tpu_logs - | tar -xO | tail -c 1000000",
+        "TPU logs of the host": 'for log in /tmp/tpu_logs/*; do echo "== $log"; tail -c 200000 "$log"; done',
+    }
+    lines = ["docker=docker", "[ -w /var/run/docker.sock ] || docker='sudo -n docker'"]
+    for title, command in parts.items():
+        lines += [f"echo '=== {title}'", f"{{ {command}; }} 2>&1"]
+    return "\n".join([*lines, "exit 0"]) + "\n"
 
 
 def stop_script(container: str, grace: int, *, remove: bool) -> str:
@@ -258,6 +309,11 @@ def parse_observation(worker: int, output: str) -> Observation:
         lines.append(last)  # the engine's last line may lack its end
     parsed = [_log_line(line) for line in lines if line]
     return Observation(worker, state, tuple(parsed), more=cut)
+
+
+def covers(lines: Sequence[LogLine], since: str) -> bool:
+    """Whether a look at the last lines only goes back to `since`, which is a little before a line that is known to be there."""
+    return bool(lines) and lines[0].timestamp <= later(since)
 
 
 def _log_line(line: str) -> LogLine:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from launcher import shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
-from launcher.tpu_vm import placement
+from launcher.tpu_vm import dead_man, placement
 
 # gcloud has no time-outs of its own for ssh: a dead host would hang each call for minutes.
 _BUSY_SECONDS = 60.0  # how long another operation on the same node is waited for
@@ -63,7 +63,8 @@ class Refused(LaunchError):
 
 
 def _base(config: Config, *words: str) -> list[str]:
-    return ["gcloud", "compute", "tpus", "tpu-vm", *words, f"--project={config.project}", f"--zone={zone(config)}", "--quiet"]
+    track = ["alpha"] if words[0] == "ssh" and config.slice.iap else []  # the only one that knows --tunnel-through-iap (SDK 528)
+    return ["gcloud", *track, "compute", "tpus", "tpu-vm", *words, f"--project={config.project}", f"--zone={zone(config)}", "--quiet"]
 
 
 def zone(config: Config) -> str:
@@ -92,6 +93,7 @@ def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
         command.append(f"--service-account={wanted.service_account}")
     command.append("--scopes=https://www.googleapis.com/auth/cloud-platform")
     both = {**labels, **wanted.labels}
+    command += dead_man.metadata_flags(config)
     command.append("--labels=" + ",".join(f"{key}={value}" for key, value in sorted(both.items())))
     return command
 
@@ -108,8 +110,7 @@ def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bo
     """Runs `script` (POSIX shell) on all hosts, or on one. Its output has no host prefix: scripts print their own."""
     assert worker == "all" or worker.isdigit(), "a subset of workers loses exit codes"
     command = [*_base(config, "ssh", config.slice.name), f"--worker={worker}", *_SSH_FLAGS]
-    if config.slice.internal_ips:
-        command.append("--internal-ip")
+    command += _way(config)
     if dry_run:
         command.append("--dry-run")
     return [*command, f"--command={script}"]
@@ -118,7 +119,14 @@ def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bo
 def shell_command(config: Config, worker: int, flags: Sequence[str] = ()) -> list[str]:
     """A person's own ssh session on one host, or (with flags of ssh's) a tunnel to it."""
     command = [*_base(config, "ssh", config.slice.name), f"--worker={worker}", *_SSH_FLAGS, *(f"--ssh-flag={flag}" for flag in flags)]
-    return [*command, "--internal-ip"] if config.slice.internal_ips else command
+    return [*command, *_way(config)]
+
+
+def _way(config: Config) -> list[str]:
+    """How hosts without an external address are reached."""
+    if config.slice.iap:
+        return ["--tunnel-through-iap"]
+    return ["--internal-ip"] if config.slice.internal_ips else []
 
 
 def accelerator_types_command(config: Config) -> list[str]:

@@ -37,8 +37,8 @@ class Problem:
 def script(image: str, run_id: str, label: str) -> str:
     """Prints `tpu-launch-fact <key> <value>` lines. Changes nothing."""
     held = (
-        "for p in /proc/[0-9]*; do ls -l $p/fd 2>/dev/null | grep -qE '/dev/(accel[0-9]|vfio/[0-9])' "
-        "&& echo ${p#/proc/}:$(tr ' ' '_' < $p/comm); done | tr '\\n' ' '"
+        "find /proc/[0-9]*/fd -maxdepth 1 \\( -lname '/dev/accel[0-9]*' -o -lname '/dev/vfio/[0-9]*' \\) 2>/dev/null | cut -d/ -f3 | sort -un | "
+        "while read p; do echo $p:$(tr ' ' '_' < /proc/$p/comm); done | tr '\\n' ' '"
     )
     return "\n".join(
         [

@@ -7,7 +7,6 @@ connect with exactly that, so keys are checked as gcloud checks them. A host tha
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
 import re
 import shlex
@@ -22,7 +21,6 @@ from pathlib import Path
 import paramiko
 from fabric import Config as FabricConfig
 from fabric import Connection
-from invoke.exceptions import CommandTimedOut
 from paramiko.hostkeys import HostKeys
 
 from launcher.errors import LaunchError
@@ -30,6 +28,8 @@ from launcher.errors import LaunchError
 _CONNECT_SECONDS = 5.0
 _KEEPALIVE_SECONDS = 5
 _STALE_SECONDS = 10.0
+_WAKE_SECONDS = 2.0
+_HANDSHAKES = 8  # at once: 64 would run into each other's time-outs
 _CHANNEL_SECONDS = 10.0  # for a host that is connected to answer at all (paramiko would wait for an hour)
 
 
@@ -85,6 +85,14 @@ def parse_dry_run(text: str) -> list[Address]:
     return addresses
 
 
+class HostKeyUnknown(paramiko.SSHException):
+    """No key of that host is known yet: gcloud learns it at its own first connection."""
+
+
+# The host is there, but does not let us in as we are; gcloud, which spreads keys and learns those of hosts, may still get through.
+_REFUSALS = (HostKeyUnknown, paramiko.AuthenticationException, paramiko.ssh_exception.IncompatiblePeer)
+
+
 class HostKeyChanged(paramiko.SSHException):
     """A host shows another key than the one that is known: nobody is asked to go on, and gcloud would try for 47 s before it said so."""
 
@@ -107,17 +115,18 @@ class _AliasKeys(paramiko.MissingHostKeyPolicy):
                 f"if you know why: ssh-keygen -f {self.address.known_hosts} -R {self.address.alias.lower()}"
             )
         if kept is None:
-            raise paramiko.SSHException(
+            raise HostKeyUnknown(
                 f"the host key of worker {self.address.worker} ({hostname}) is not the one gcloud keeps as {self.address.alias}"
             )
 
 
 class Hosts:
-    """Open connections to the hosts of one slice. Threads may ask different hosts at once; one host answers one question at a time."""
+    """Open connections to the hosts of one slice. Threads may ask the same or different hosts at once."""
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         self.addresses = {address.worker: address for address in addresses}
         self._connections: dict[int, Connection] = {}
+        self._handshakes = threading.BoundedSemaphore(_HANDSHAKES)
         self._used: dict[int, float] = {}  # when each was last asked
         self._locks = {worker: threading.Lock() for worker in self.addresses}
 
@@ -127,36 +136,33 @@ class Hosts:
 
     def ask(self, worker: int, script: str, *, timeout: float, given: str | None = None) -> Answer:
         """Runs `script` on a host, with `given` as its standard input. Never raises for what a network or a host does: the answer says it."""
-        with self._locks[worker]:
-            # A connection that was not used for a while may have died unnoticed; scripts may be run again.
-            stale = worker in self._connections and time.monotonic() - self._used.get(worker, 0.0) > _STALE_SECONDS
+        # A connection that was not used for a while may have died unnoticed; scripts may be run again.
+        stale = worker in self._connections and time.monotonic() - self._used.get(worker, 0.0) > _STALE_SECONDS
+        answer = self._ask(worker, script, timeout, given)
+        if stale and not answer.reached and not answer.timed_out:
             answer = self._ask(worker, script, timeout, given)
-            if stale and not answer.reached and not answer.timed_out:
-                answer = self._ask(worker, script, timeout, given)
-            self._used[worker] = time.monotonic()
-            return answer
+        self._used[worker] = time.monotonic()
+        return answer
 
     def _ask(self, worker: int, script: str, timeout: float, given: str | None) -> Answer:
-        stdin = io.StringIO(given) if given is not None else False
+        connection: Connection | None = None
         try:
-            connection = self._connect(worker)
-            result = connection.run(
-                f"sh -c {shlex.quote(script)}", hide=True, warn=True, in_stream=stdin, echo_stdin=False, timeout=timeout
-            )
-        except CommandTimedOut:
-            self._drop(worker)
+            with self._locks[worker]:
+                connection = self._connect(worker)
+            code, out, err = _execute(connection, f"sh -c {shlex.quote(script)}", timeout, given)
+        except TimeoutError:
+            self._drop(worker, connection)
             return Answer(worker, None, problem=f"no answer within {timeout:.0f} s", timed_out=True)
         except paramiko.SSHException as error:
-            connected = worker in self._connections
-            self._drop(worker)
-            return Answer(worker, None, problem=_say(error), refused=not connected and not isinstance(error, HostKeyChanged))
+            self._drop(worker, connection)
+            return Answer(worker, None, problem=_say(error), refused=isinstance(error, _REFUSALS))
         except (OSError, EOFError) as error:
-            self._drop(worker)
+            self._drop(worker, connection)
             return Answer(worker, None, problem=_say(error))
-        if result.return_code == -1:  # paramiko: the channel closed without a status
-            self._drop(worker)
+        if code == -1:  # paramiko: the channel closed without a status
+            self._drop(worker, connection)
             return Answer(worker, None, problem="the connection closed before the command ended")
-        return Answer(worker, result.return_code, result.stdout, result.stderr)
+        return Answer(worker, code, out, err)
 
     def ask_all(self, script: str, *, timeout: float, workers: Sequence[int] | None = None, given: str | None = None) -> list[Answer]:
         """The same question to all hosts at once (or to some), answers in worker order."""
@@ -166,9 +172,20 @@ class Hosts:
         with ThreadPoolExecutor(max_workers=min(64, len(asked))) as pool:
             return list(pool.map(lambda worker: self.ask(worker, script, timeout=timeout, given=given), asked))
 
+    def connect_all(self) -> None:
+        """Opens what can be opened; what can't is a later question's problem."""
+
+        def connect(worker: int) -> None:
+            with contextlib.suppress(OSError, EOFError, paramiko.SSHException), self._locks[worker]:
+                self._connect(worker)
+                self._used[worker] = time.monotonic()
+
+        with ThreadPoolExecutor(max_workers=min(64, len(self.addresses))) as pool:
+            list(pool.map(connect, self.workers))
+
     def close(self) -> None:
-        for worker in list(self._connections):
-            self._drop(worker)
+        for worker, connection in list(self._connections.items()):
+            self._drop(worker, connection)
 
     def _connect(self, worker: int) -> Connection:
         connection = self._connections.get(worker)
@@ -191,20 +208,52 @@ class Hosts:
             },
         )
         connection.client.set_missing_host_key_policy(_AliasKeys(address))
-        connection.open()
+        with self._handshakes:
+            connection.open()
         transport = connection.client.get_transport()
         if transport is not None:
             transport.set_keepalive(_KEEPALIVE_SECONDS)
             # A cable that is pulled shows only in what is not acknowledged: by default after a quarter of an hour.
+            transport.sock.settimeout(_WAKE_SECONDS)  # its thread would wake up ten times a second
             transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_CHANNEL_SECONDS * 1000))
         self._connections[worker] = connection
         return connection
 
-    def _drop(self, worker: int) -> None:
-        connection = self._connections.pop(worker, None)
-        if connection is not None:
-            with contextlib.suppress(OSError, EOFError, paramiko.SSHException):  # it was broken; that is why it is dropped
-                connection.close()
+    def _drop(self, worker: int, connection: Connection | None) -> None:
+        """Closes a connection; another that was made meanwhile stays."""
+        if connection is None:
+            return
+        if id(self._connections.get(worker)) == id(connection):
+            self._connections.pop(worker, None)
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException, AttributeError):  # it was broken; that is why it is dropped
+            connection.client.get_transport().sock.shutdown(socket.SHUT_RDWR)  # or its thread would be waited for
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            connection.close()
+
+
+def _execute(connection: Connection, command: str, timeout: float, given: str | None) -> tuple[int, str, str]:
+    """Exit code and output of a command, on a channel of its own. Fabric's `run` starts four threads a command, too much for 64 hosts a second.
+
+    Raises TimeoutError, and what paramiko raises for a connection that breaks.
+    """
+    deadline = time.monotonic() + timeout
+    with connection.client.get_transport().open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
+        channel.settimeout(timeout)
+        channel.exec_command(command)
+        if given is not None:
+            channel.sendall(given.encode())
+        channel.shutdown_write()
+        parts: dict[str, list[bytes]] = {"recv": [], "recv_stderr": []}
+        for source, received in parts.items():
+            while True:
+                channel.settimeout(max(0.01, deadline - time.monotonic()))
+                if not (data := getattr(channel, source)(1 << 16)):
+                    break
+                received.append(data)
+        if not channel.status_event.wait(max(0.01, deadline - time.monotonic())):
+            raise TimeoutError
+        out, err = (b"".join(received).decode(errors="replace") for received in parts.values())
+        return channel.exit_status, out, err
 
 
 def _say(error: BaseException) -> str:

@@ -6,9 +6,13 @@ open, and through gcloud where those can't be made.
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from launcher import shell
 from launcher.config import Config
@@ -19,6 +23,7 @@ from launcher.tpu_vm.hosts import Answer, Hosts, parse_dry_run
 
 _LOOK_SECONDS = 20.0
 _FIRST_CONTACT_SECONDS = 300.0
+_TAIL = 5000  # lines of a look
 _SECOND_TRY_SECONDS = 3.0  # one hiccup of one connection must not keep a run from starting
 
 
@@ -29,14 +34,19 @@ class TpuVm:
         self.config = config
         self.say = say
         self._hosts: Hosts | None = None
+        self._found: SliceState | None = None  # as last described
+        self._dialling: Future[Hosts] | None = None
+        self._connecting = threading.Lock()
 
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState | None:
-        return slices.describe(self.config)
+        self._found = slices.describe(self.config)
+        return self._found
 
     def create(self) -> None:
         self.close()  # a slice that is made anew has other addresses and keys
+        self._found = None
         slices.create(self.config, self.say)
         self._first_contact()
 
@@ -46,26 +56,52 @@ class TpuVm:
             self.say(f"there is no slice {self.config.slice.name}")
 
     def close(self) -> None:
+        if self._dialling is not None:
+            with contextlib.suppress(LaunchError):
+                self._dialling.result()
+            self._dialling = None
         if self._hosts is not None:
             self._hosts.close()
             self._hosts = None
+
+    def begin_connecting(self) -> None:
+        """Dials all hosts in the background, while other things are looked at; what fails is tried again when it is needed."""
+        if not self._gcloud_alone:
+            self._dialling = ThreadPoolExecutor(1).submit(self._dial)
 
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def prepare(self, attempt: Attempt) -> list[HostReport]:
         self._check(attempt)
         script = containers.prepare_script(attempt, self._addresses(), self.config.slice.accelerator_type)
-        return self._everywhere(script, "ready", timeout=self.config.run.start_minutes * 60)
+        ready = self._everywhere(script, "ready", timeout=self.config.run.start_minutes * 60)
+        if attempt.overlay is None or not all(report.ok for report in ready):
+            return ready
+        given = base64.b64encode(attempt.overlay.archive).decode()
+        laid = self._hand_over(containers.overlay_script(attempt), given, "laid", timeout=self.config.run.start_minutes * 60)
+        for each in laid:
+            if each.ok and each.detail != attempt.overlay.digest:
+                raise LaunchError(f"host {each.worker} received another overlay ({each.detail}) than was sent ({attempt.overlay.digest})")
+        if not all(each.ok for each in laid):
+            return laid
+        return [replace(report, detail=f"{report.detail} with overlay {attempt.overlay.digest}") for report in ready]
 
     def start(self, attempt: Attempt) -> list[HostReport]:
         started = self._through_gcloud(containers.start_script(attempt), "started", timeout=self.config.run.start_minutes * 60)
         if not attempt.secrets or not all(report.ok for report in started):
             return started
-        return self._give_secrets(attempt)
+        given = containers.secrets_input(attempt.secrets)
+        return self._hand_over(containers.secrets_script(attempt), given, "given", timeout=60)
 
-    def observe(self, worker: int, container: str, since: str | None) -> Observation:
-        script = containers.observe_script(container, since)
-        answer = None if self._gcloud_alone else self._connected().ask(worker, script, timeout=_LOOK_SECONDS)
+    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+        tail = _TAIL if since else None
+        look = self._observe(worker, containers.observe_script(container, since, patience=patience, tail=tail), patience)
+        if since and look.lines and not containers.covers(look.lines, since):
+            look = self._observe(worker, containers.observe_script(container, since))  # more than that was written since
+        return look
+
+    def _observe(self, worker: int, script: str, patience: float = 0.0) -> Observation:
+        answer = None if self._gcloud_alone else self._connected().ask(worker, script, timeout=_LOOK_SECONDS + patience)
         if answer is None or answer.refused:
             answer = self._ask_through_gcloud(worker, script)
         if not answer.reached:
@@ -81,6 +117,16 @@ class TpuVm:
                 answers = list(pool.map(lambda worker: self._ask_through_gcloud(worker, script), asked))
         return [self._report(answer, "stopped") for answer in answers]
 
+    def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
+        try:
+            found = {"slice.json": gcloud.call(gcloud.describe_command(self.config), timeout=_LOOK_SECONDS * 2)}
+        except LaunchError as error:
+            found = {"slice.json": str(error)}
+        if not self._gcloud_alone:
+            answers = self._connected().ask_all(containers.evidence_script(container), timeout=30, workers=workers)
+            found |= {f"host-{answer.worker}.txt": answer.stdout + answer.stderr + answer.problem for answer in answers}
+        return found
+
     def stacks(self, container: str) -> dict[int, str]:
         answers = self._connected().ask_all(containers.stacks_script(container), timeout=60)
         return {answer.worker: answer.stdout + answer.stderr + answer.problem for answer in answers}
@@ -92,7 +138,8 @@ class TpuVm:
         asked = time.time()
         script = host_checks.script(attempt.image, attempt.run_id, containers.LABEL_RUN)
         answers = self._connected().ask_all(script, timeout=_LOOK_SECONDS * 2)
-        if missed := [answer.worker for answer in answers if not answer.reached and not answer.refused]:
+        missed = [answer.worker for answer in answers if not answer.reached]
+        if missed and not all(answer.refused for answer in answers):
             time.sleep(_SECOND_TRY_SECONDS)
             again = {answer.worker: answer for answer in self._connected().ask_all(script, timeout=_LOOK_SECONDS, workers=missed)}
             answers = [again.get(answer.worker, answer) for answer in answers]
@@ -115,32 +162,45 @@ class TpuVm:
         for problem in found:
             self.say(f"host {problem.worker}: {problem.what}; {problem.fix}")
 
-    def _give_secrets(self, attempt: Attempt) -> list[HostReport]:
-        script, given = containers.secrets_script(attempt), containers.secrets_input(attempt.secrets)
-        answers = [] if self._gcloud_alone else self._connected().ask_all(script, timeout=60, given=given)
+    def _hand_over(self, script: str, given: str, word: str, *, timeout: float) -> list[HostReport]:
+        """A script with standard input, on every host."""
+        answers = [] if self._gcloud_alone else self._connected().ask_all(script, timeout=timeout, given=given)
         if all(answer.refused for answer in answers):
             with ThreadPoolExecutor(max_workers=16) as pool:
                 workers = range(self.config.accelerator.hosts)
                 answers = list(pool.map(lambda worker: self._ask_through_gcloud(worker, script, given), workers))
-        return [self._report(answer, "given") for answer in answers]
+        return [self._report(answer, word) for answer in answers]
 
     # -- reaching hosts -----------------------------------------------------------------------------------------------
 
     def _addresses(self) -> list[str]:
-        found = self.describe()
+        found = self._found or self.describe()
         if found is None:
             raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
         return list(found.hosts)
 
     @property
     def _gcloud_alone(self) -> bool:
-        return self.config.run.transport == "gcloud"
+        return self.config.run.transport == "gcloud" or self.config.slice.iap
 
     def _connected(self) -> Hosts:
-        if self._hosts is None:
-            printed = gcloud.call(gcloud.ssh_command(self.config, "true", dry_run=True), timeout=_LOOK_SECONDS * 2)
-            self._hosts = Hosts(parse_dry_run(printed))
+        if self._dialling is not None:
+            dialling, self._dialling = self._dialling, None
+            with contextlib.suppress(LaunchError):
+                dialling.result()
+        with self._connecting:
+            return self._hosts or self._list_hosts()
+
+    def _list_hosts(self) -> Hosts:
+        printed = gcloud.call(gcloud.ssh_command(self.config, "true", dry_run=True), timeout=_LOOK_SECONDS * 2)
+        self._hosts = Hosts(parse_dry_run(printed))
         return self._hosts
+
+    def _dial(self) -> Hosts:
+        with self._connecting:
+            hosts = self._hosts or self._list_hosts()
+        hosts.connect_all()
+        return hosts
 
     def _first_contact(self) -> None:
         """Waits until every host answers over ssh and its engine is up. gcloud spreads the ssh key and learns the host keys on the way."""

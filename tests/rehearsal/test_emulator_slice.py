@@ -289,3 +289,17 @@ def test_a_second_start_does_nothing_and_another_port_is_refused(pod: Slice) -> 
     environment = {**pod.environment, "TPU_LAUNCH_HOME": str(pod.home.parent), "PYTHONPATH": str(HOUSE)}
     refused = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
     assert (refused.returncode, "already runs on port" in refused.stderr) == (2, True)
+
+
+def test_defects_of_gcloud_that_decide_how_it_is_called_are_still_there(pod: Slice, tmp_path: Path) -> None:
+    """--output-directory loses its files, and a subset of workers loses exit codes: the launcher uses neither (test_gcloud.py). Gone one day: fine to drop."""
+    common = ("ssh", "me@pod", "--worker=all", "--command=echo heard")
+    assert "None" in pod.gcloud(*common, f"--output-directory={tmp_path}", check=False), "its files go to a folder called None"
+    assert list(tmp_path.iterdir()) == []
+    argv = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "me@pod", "--zone", ZONE, "--worker=2,3", "--command=exit 7"]
+    subset = subprocess.run(argv, capture_output=True, text=True, env=pod.environment, timeout=90)
+    assert (subset.returncode, "Command execution on worker" in subset.stderr) == (0, True), subset.stderr
+    every = subprocess.run(
+        [*argv[:-2], "--worker=all", "--command=exit 7"], capture_output=True, text=True, env=pod.environment, timeout=90
+    )
+    assert every.returncode == 7

@@ -1,0 +1,57 @@
+"""What is kept of an attempt that failed: one archive in the run's folder, made before its containers are removed.
+
+`.tpu-launch/runs/<run id>/post-mortem-<attempt>.tar.gz` (0600) holds run.json, config.yaml, events.jsonl, the logs and stacks of the attempt, what the API says
+of the slice, and for each host that answers its container's inspection, disks, memory, kernel messages and TPU logs. The values of the run's secrets
+are masked wherever they appear. It is written under a temporary name and renamed: a crash leaves nothing half-written.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from launcher.run.ledger import Ledger
+
+_LOG_BYTES = 20_000_000  # of the end of each log
+
+
+def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Sequence[str]) -> Path:
+    """Writes the archive and returns its path. `evidence`: file name -> text, from the provider."""
+    target = ledger.folder / f"post-mortem-{attempt}.tar.gz"
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    with (
+        os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as sink,
+        tarfile.open(fileobj=sink, mode="w:gz", compresslevel=3) as archive,
+    ):
+        root = f"{ledger.folder.name}-{attempt}"
+        for path in _files(ledger, attempt):
+            _add(archive, f"{root}/{path.relative_to(ledger.folder)}", _end_of(path), secrets)
+        for name, text in evidence.items():
+            _add(archive, f"{root}/{name}", text.encode(errors="replace"), secrets)
+    os.replace(temporary, target)
+    return target
+
+
+def _files(ledger: Ledger, attempt: int) -> Iterable[Path]:
+    yield from (path for name in ("run.json", "config.yaml", "events.jsonl") if (path := ledger.folder / name).exists())
+    for kind in ("logs", "stacks"):
+        yield from sorted((ledger.folder / kind / f"attempt-{attempt}").glob("*"))
+
+
+def _end_of(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _LOG_BYTES))
+        return file.read()
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes, secrets: Sequence[str]) -> None:
+    for secret in secrets:
+        if secret:
+            data = data.replace(secret.encode(), b"***")
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode, entry.mtime = len(data), 0o600, int(time.time())
+    archive.addfile(entry, io.BytesIO(data))

@@ -1,0 +1,99 @@
+"""Claims about what the command line adds to a run: overlays, env files, dry runs; and about IAP and the dead-man timer as gcloud is told of them."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launcher import env_file, provider
+from launcher.cli import cli
+from launcher.config import Config, load
+from launcher.doctor import Verdict, quota_row
+from launcher.errors import BadInput
+from launcher.run import overlay
+from launcher.tpu_vm import containers, dead_man, gcloud
+
+FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, EXTRA}\n"
+
+
+def config(folder: Path, extra: str = "capacity: spot") -> Config:
+    path = folder / "run.yaml"
+    path.write_text(FILE.replace("EXTRA", extra))
+    return load(path, command=["true"])
+
+
+def test_the_same_files_are_the_same_overlay_and_others_another(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        folder = tmp_path / name / "training"
+        (folder / "__pycache__").mkdir(parents=True)
+        (folder / "loop.py").write_text("x = 1\n")
+        (folder / "__pycache__" / "loop.pyc").write_text(name)
+    one, two = (overlay.read(f"{tmp_path / name / 'training'}=/opt/tpu-launch/training") for name in ("a", "b"))
+    assert one.digest == two.digest
+    (tmp_path / "b" / "training" / "loop.py").write_text("x = 2\n")
+    overlay.read.cache_clear()
+    assert overlay.read(f"{tmp_path / 'b' / 'training'}=/opt/tpu-launch/training").digest != one.digest
+
+
+@pytest.mark.parametrize(
+    ("wanted", "words"), [("x", "FOLDER=TARGET"), (".=relative", "FOLDER=TARGET"), ("/no/such=/opt", "is not a folder")]
+)
+def test_a_wrong_overlay_is_refused(wanted: str, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        overlay.read(wanted)
+
+
+def test_an_env_file_is_read_as_people_write_it(tmp_path: Path) -> None:
+    path = tmp_path / ".env"
+    path.write_text("# comment\n\nA=1\nexport B='two words'\nC=\"$HOME\"\nD=a=b\nE=\n")
+    assert env_file.read(path) == {"A": "1", "B": "two words", "C": "$HOME", "D": "a=b", "E": ""}
+    path.write_text("A=1\nnot a variable: secret-value\n")
+    with pytest.raises(BadInput, match=r"\.env:2: must be NAME=VALUE") as refused:
+        env_file.read(path)
+    assert "secret-value" not in str(refused.value)
+
+
+def test_with_iap_ssh_goes_through_it_and_nothing_else_changes(tmp_path: Path) -> None:
+    through = config(tmp_path, "iap: true")
+    assert gcloud.ssh_command(through, "true")[:3] == ["gcloud", "alpha", "compute"]
+    assert "--tunnel-through-iap" in gcloud.shell_command(through, 0)
+    assert "alpha" not in gcloud.describe_command(through)
+    assert "alpha" not in gcloud.ssh_command(config(tmp_path), "true")
+
+
+def test_a_timer_is_a_startup_script_that_is_valid_and_only_there_when_it_is_wanted(tmp_path: Path) -> None:
+    assert not [flag for flag in gcloud.create_command(config(tmp_path), {}) if flag.startswith("--metadata")]
+    (flag,) = [flag for flag in gcloud.create_command(config(tmp_path, "abandoned_hours: 2"), {}) if flag.startswith("--metadata")]
+    script = flag.removeprefix(f"--metadata=^{dead_man.DELIMITER}^startup-script=")
+    assert dead_man.DELIMITER not in script
+    assert "-ge 7200" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_hosts_show_their_own_token_to_googles_registries_only() -> None:
+    def script(image: str) -> str:
+        attempt = provider.Attempt("demo", 0, f"{image}@sha256:{'0' * 64}", ("true",), {})
+        return containers.prepare_script(attempt, ["10.0.0.2"], "v4-8")
+
+    assert "oauth2accesstoken --password-stdin https://us-docker.pkg.dev" in script("us-docker.pkg.dev/p/r/i")
+    assert "oauth2accesstoken" not in script("registry.example.com/i")
+
+
+def test_the_quota_that_a_slice_needs_is_named(tmp_path: Path) -> None:
+    row = quota_row(config(tmp_path))
+    assert row.verdict is Verdict.WARN
+    assert "TPUV4PreemptiblePerProjectPerZoneForTPUAPI" in row.detail
+
+
+@pytest.mark.parametrize(("verb", "words"), [("up", "tpu-vm create demo"), ("run", "docker"), ("down", "tpu-vm delete demo")])
+def test_a_dry_run_prints_its_own_commands_and_calls_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, words: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no gcloud, no docker
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE.replace("EXTRA", "") + f"run: {{command: [train]}}\nimage: {{reference: 'r/i@sha256:{'0' * 64}'}}\n")
+    result = CliRunner().invoke(cli, [verb, "--dry-run", "-f", str(path)])
+    assert result.exit_code == 0, result.output
+    assert words in result.output
+    assert {line.split()[1] for line in result.output.splitlines() if line.startswith("# ")} == {f"{verb}:"}

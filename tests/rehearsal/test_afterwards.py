@@ -1,0 +1,54 @@
+"""Claims about looking at a run while it goes on and after it failed: status, events, the post-mortem. One slice of two hosts; about 30 s."""
+
+from __future__ import annotations
+
+import re
+import stat
+import tarfile
+from pathlib import Path
+
+from tests.rehearsal.workstation import Workstation
+from training.report import progress
+
+SECRET = "v3ry-s3cret-t0ken"
+
+
+def test_status_tells_step_loss_speed_ages_and_cost_and_a_failure_leaves_a_masked_post_mortem(two_hosts: tuple[Workstation, str]) -> None:
+    work, file = two_hosts
+    line = progress(12, 500, 6.54321, 1234.5, 60.0)
+    script = (
+        f'[ "$TPU_WORKER_ID" = 0 ] && echo "{line}"; echo "token: $HF_TOKEN"; mkdir -p /tmp/tpu_logs; echo from libtpu > /tmp/tpu_logs/driver.log; '
+        'i=0; while [ ! -e /tmp/fail ]; do sleep 0.2; i=$((i+1)); [ $i -gt 40 ] && [ "$TPU_WORKER_ID" = 1 ] && exit 5; done'
+    )
+    running = work.begin(
+        *("--emulated", "run", "--new", "--json", "-f", file, "--set", "run.secrets=[HF_TOKEN]", "--", "sh", "-c", script),
+        environment={"HF_TOKEN": SECRET},
+    )
+    running.wait_for(r"^\[1\] token")
+    shown = work.good("--emulated", "status", "-f", file, "--json").json()
+    assert shown["progress"] == {"step": 12, "steps": 500, "loss": 6.54321, "examples_per_second": 1234.5}
+    assert shown["cost"] > 0
+    assert all(0 <= host["quiet_seconds"] < 60 for host in shown["hosts"]), shown
+    assert "step 12/500, loss 6.54321, 1,234.5 examples/s" in work.good("--emulated", "status", "-f", file).output
+
+    ended = running.end(60)
+    assert ended.code == 10, ended.output
+    told = ended.json()
+    (line,) = [line for line in ended.output.splitlines() if "are kept in" in line]
+    path = Path(line.split("are kept in ")[1])
+    assert path.parent.name == told["run"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with tarfile.open(path) as archive:
+        kept = {name.split("/", 1)[1]: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
+    assert {"slice.json", "host-0.txt", "host-1.txt", "logs/attempt-0/host-0.log", "events.jsonl", "run.json", "config.yaml"} <= set(kept)
+    assert '"ExitCode": 5' in kept["host-1.txt"]
+    assert "from libtpu" in kept["host-1.txt"]
+    assert '"state": "READY"' in kept["slice.json"]
+    assert "token: ***" in kept["logs/attempt-0/host-1.log"]
+    assert not [name for name, text in kept.items() if SECRET in text]
+
+    events = [event["event"] for event in work.events(told["run"])]
+    assert events.index("attempt") < events.index("started") < events.index("post-mortem")
+    printed = work.good("--emulated", "events", "-f", file).output
+    assert re.search(r"attempt 0: ended failed host 1: exit code 5", printed), printed
+    assert work.containers_of_runs() == []

@@ -1,0 +1,79 @@
+"""Claims about hostile values, env files, overlays and the dead-man timer, on emulated hosts. Starts two slices; about 70 s."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.rehearsal.conftest import SLICE
+from tests.rehearsal.workstation import Workstation
+
+HOSTILE = {
+    "SPACES": "  two  spaces  ",
+    "QUOTES": 'it\'s "quoted" `really`',
+    "EXPANSION": "$(touch /tmp/pwned) ${HOME} $HOME \\$x \\\\",
+    "DASHES": "--privileged -v /:/host",
+    "OPERATORS": "a; b && c | d > e & f",
+    "GLOB": "* ? [a-z] ~ !x #no comment",
+    "UNICODE": "ü ß 日本 🙂",
+    "EMPTY": "",
+}
+NEEDLE = "fr0m-the-env-file"
+
+
+def test_hostile_values_env_files_and_overlays_arrive_as_they_are(two_hosts: tuple[Workstation, str]) -> None:
+    work, file = two_hosts
+    described = yaml.safe_load((work.folder / file).read_text())
+    name = "a file's $(touch pwned) name.yaml"
+    work.file(name, yaml.safe_dump({**described, "run": {"environment": HOSTILE}}, allow_unicode=True))
+    work.file("some.env", f"FROM_FILE='{NEEDLE} $(touch /tmp/pwned)'\n")
+    (work.folder / "changed").mkdir()
+    work.file("changed/probe.py", "WHERE = 'laid over the image'\n")
+    arguments = [*HOSTILE.values(), "line\nbreak"]
+    program = "import json, os, sys; from training import probe; "
+    program += f"hostile = {{key: os.environ[key] for key in {sorted(HOSTILE)!r}}}; rest = [os.environ['FROM_FILE'], probe.WHERE]; "
+    program += "print('TOLD', json.dumps([hostile, sys.argv[1:], *rest, os.path.exists('/tmp/pwned')]))"
+    ended = work.good(
+        *("--emulated", "run", "--new", "--json", "-f", name, "--env-file", "some.env", "--overlay", "changed=/opt/tpu-launch/training"),
+        *("--", "python", "-c", program, *arguments),
+    )
+    for worker in (0, 1):
+        (told,) = [line for line in ended.output.splitlines() if line.startswith(f"[{worker}] TOLD ")]
+        assert json.loads(told.split("TOLD ")[1]) == [HOSTILE, arguments, f"{NEEDLE} $(touch /tmp/pwned)", "laid over the image", False]
+    attempt = next(event for event in work.events(ended.json()["run"]) if event["event"] == "attempt")
+    prepared = next(event for event in work.events(ended.json()["run"]) if event["event"] == "prepared")
+    assert attempt["overlay"] in prepared["image_id"], "what all hosts say that they have"
+    runs = Path(work.environment["TPU_LAUNCH_HOME"]) / "runs"
+    kept = [path for path in runs.rglob("*") if path.is_file() and path.parent.name != "attempt-0"]  # the program printed it itself
+    assert not [path for path in kept if NEEDLE in path.read_text(errors="replace")]
+    assert not list(work.folder.glob("pwned"))
+
+
+def test_a_line_break_in_the_plain_environment_is_refused(two_hosts: tuple[Workstation, str]) -> None:
+    work, file = two_hosts
+    ended = work.launch("--emulated", "run", "--new", "-f", file, "--set", 'run.environment={A: "x\\ny"}', "--", "true")
+    assert ended.code == 2, ended.output
+    assert "may not contain a line break" in ended.output
+
+
+def test_an_abandoned_slice_deletes_itself_and_one_that_works_does_not(emulator: Workstation) -> None:
+    seconds = 12
+    text = SLICE.replace("NAME", "lonely").replace("TYPE", f"v4-8, abandoned_hours: {seconds / 3600}")
+    file = emulator.file("lonely.yaml", text)
+    emulator.good("--emulated", "up", "-f", file)
+    emulator.good("--emulated", "run", "--new", "-f", file, "--", "sleep", str(seconds + 4))
+    assert "lonely: READY" in emulator.good("--emulated", "status", "-f", file).output, "a slice with a run is not abandoned"
+    deadline = time.monotonic() + 90
+    while "lonely" in json.dumps(emulator.good("emulator", "status", "--json").json()["nodes"]):
+        assert time.monotonic() < deadline, "nobody needed it for long, and it is still there"
+        time.sleep(1)
+
+
+@pytest.mark.parametrize("script", ["bash", "zsh", "fish"])
+def test_the_shell_completion_of_the_readme_is_printed(emulator: Workstation, script: str) -> None:
+    ended = emulator.launch(environment={"_TPU_LAUNCH_COMPLETE": f"{script}_source"})
+    assert "tpu-launch" in ended.output.replace("tpu_launch", "tpu-launch")
