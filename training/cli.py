@@ -16,6 +16,7 @@ Groups import what they need when they are called, so that `--help` is quick.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -152,6 +153,8 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
 
     asked = stopping.install()
     settings = load(config, overrides)
+    out = os.fdopen(os.dup(1), "w")  # for the figures alone: libraries print what they like to standard output
+    os.dup2(2, 1)
     cluster, rendezvous = _meet(settings, asked)
 
     def run() -> None:
@@ -160,9 +163,8 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
         found = evaluate(model, settings, cluster, rendezvous, asked, step)
         rendezvous.meet("end")
         if cluster.is_first:
-            click.echo(
-                json.dumps(found.as_json()) if as_json else f"{found.model}, {found.examples} examples: {report.figures(found.figures)}"
-            )
+            people = f"{found.model}, {found.examples} examples: {report.figures(found.figures)}"
+            print(json.dumps(found.as_json()) if as_json else people, file=out, flush=True)
 
     _together(rendezvous, run)
 
@@ -247,7 +249,10 @@ def check(
 
     if (config is None) == (module is None) or (module is None) != (inputs is None):
         raise click.UsageError("give either CONFIG, or --module and --inputs")
-    found = checks.check_files(str(module), str(inputs), steps, shapes) if config is None else checks.check(load(config, overrides), steps)
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is no finding
+        found = (
+            checks.check_files(str(module), str(inputs), steps, shapes) if config is None else checks.check(load(config, overrides), steps)
+        )
     if as_json:
         click.echo(json.dumps([asdict(each) for each in found], indent=1))
     else:

@@ -19,6 +19,7 @@ from training.config import Model, TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput, TrainError
 from training.hugging_face import WEIGHTS, labels_of, read_config
+from training.pretrained import folder_of
 from training.rendezvous import Rendezvous
 from training.start import agree, open_backend, open_task
 from training.stopping import Stopping
@@ -57,10 +58,13 @@ def over_all(task: Task, backend: Backend, rendezvous: Rendezvous, stopping: Sto
 def evaluate(
     place: str, config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopping: Stopping, step: int | None = None
 ) -> Evaluated:
-    """`place` is a run's folder (its newest checkpoint, unless `step` is given) or a model folder in Hugging Face's layout; the network is built as it
-    says, and data, batch size and precision are the configuration's. Called by all hosts. Raises BadInput for what does not fit together."""
+    """`place` is a run's folder (its newest checkpoint, unless `step` is given), a model folder in Hugging Face's layout, or a name on the Hub.
+
+    The network is built as it says; data, batch size and precision are the configuration's. Called by all hosts. Raises BadInput for what does not
+    fit together."""
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")
+    place = folder_of(place)
     folder = storage.stat(storage.join(place, WEIGHTS)) is not None
     if folder and step is not None:
         raise BadInput(f"{place} is a model folder, and has no steps: leave out --step")

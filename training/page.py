@@ -122,6 +122,8 @@ def _figures(run: Run) -> str:
         told.append(("goodput", f"{summary['goodput']:.1%}"))
     items = "".join(f"<li><span class='faint'>{escape(name)}</span><b>{escape(value)}</b></li>" for name, value in told)
     notes = [report.hygiene(dict(summary))] if summary else []
+    if summary.get("hub"):
+        notes.append(report.uploaded(summary["hub"]))
     if summary.get("skipped_records"):
         notes.append(f"{summary['skipped_records']} damaged records were replaced (data.on_corrupt: skip)")
     return f"<ul class='figures'>{items}</ul>" + "".join(f"<p>{escape(note)}</p>" for note in notes)

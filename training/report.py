@@ -44,6 +44,12 @@ def hygiene(values: dict[str, Any]) -> str:
     return f"programs: {', '.join(told)}"
 
 
+def uploaded(hub: dict[str, Any]) -> str:
+    """What became of the model on the Hub."""
+    done = f"has step {hub['step']}: {hub['commit']}" if hub["commit"] else "has nothing of this attempt"
+    return f"hub: {hub['repository']} {done}" + (f"; the last upload failed: {hub['error']}" if hub["error"] else "")
+
+
 def summary(values: dict[str, Any]) -> str:
     """A few lines for people; summary.json has all of it."""
     seconds: dict[str, float] = values["seconds"]
@@ -64,11 +70,6 @@ def summary(values: dict[str, Any]) -> str:
     lines.append(f"speed: {', '.join(speed)}; seconds: {phases} (total {seconds['total']:.1f})")
     lines.append(hygiene(values))
     lines.append(f"checkpoint: {values['checkpoint']}")
-    if hub := values.get("hub"):
-        done = (
-            f"{hub['repository']} has step {hub['step']}: {hub['commit']}"
-            if hub["commit"]
-            else f"{hub['repository']} has nothing of this attempt"
-        )
-        lines.append(f"hub: {done}" + (f"; the last upload failed: {hub['error']}" if hub["error"] else ""))
+    if values.get("hub"):
+        lines.append(uploaded(values["hub"]))
     return "\n".join(lines)

@@ -63,9 +63,7 @@ class Judge:
         rules = {finding.rule for finding in watched.findings}
         told = sum(finding.rule == VALUE for finding in watched.findings)
         if watched.transfers > told and not rules & {SHAPE, HOST}:
-            self._add(
-                Finding(VALUE, "", f"{watched.transfers - told} transfer(s) to the host within a step, for example by printing a tensor")
-            )
+            self._add(Finding(VALUE, "", f"{watched.transfers - told} transfer(s) to the host within a step"))
         key = tuple(sorted(shapes.items()))
         if watched.compilations and key not in self._known and len(self._known) >= self._expected:
             self._add(self._new_shape(number, shapes, watched.operations))

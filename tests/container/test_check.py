@@ -30,12 +30,14 @@ class Net(torch.nn.Module):
             y = y[y > 0]  # line:masked
         if self.how == "unique":
             y = y * torch.unique(x.argmax(-1)).float().sum()  # line:unique
-        if self.how == "branch" and y.sum() > 0:  # line:branch
+        if self.how == "branch" and y.abs().sum() > 0:  # line:branch
             y = y * 2
         if self.how == "item":
             y = y / y.detach().abs().max().item()  # line:item
         if self.how == "copied":
             y = y + y.detach().cpu().sum().to(y.device)  # line:copied
+        if self.how == "printed":
+            print("largest", y.max())  # line:printed
         if self.how == "number":
             y = torch.roll(y, self.calls, dims=1)  # line:number
         if self.how == "host":
@@ -53,7 +55,7 @@ def ragged():
 def nothing():
     return []
 """
-NAMES = ("clean", "masked", "unique", "branch", "item", "copied", "number", "host", "typo")
+NAMES = ("clean", "masked", "unique", "branch", "item", "copied", "printed", "number", "host", "typo")
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,7 @@ def test_a_clean_model_is_clean(model: Path) -> None:
         ("branch", "value on the host", "a tensor's value is asked for"),
         ("item", "value on the host", "a tensor's value is asked for"),
         ("copied", "value on the host", "copied to the host"),
+        ("printed", "value on the host", "a tensor is printed"),
         ("number", "another program", "roll([4, 8], 2, 1) after ([4, 8], 1, 1)"),
         ("host", "operation on the host", "_fft_r2c has no XLA form"),
     ],

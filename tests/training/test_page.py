@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from training import attempts, charts, page
+from training import attempts, charts, page, storage
 from training.cli import tpu_train
 from training.errors import BadInput, LostPeer, StopRequested, TrainError
 from training.metrics import MetricsLog
@@ -65,6 +65,7 @@ def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Pat
     summary: dict[str, Any] = {
         "run_id": "bank", "examples_per_second": 1234.5, "tokens_per_second": 9876.0, "mfu": 0.412, "goodput": 0.9, "compilations": 4,
         "compile_seconds": 3.0, "graphs": 4, "device_to_host_syncs": 0, "host_fallbacks": [], "skipped_records": 3,
+        "hub": {"repository": "org/bank", "step": 30, "commit": "https://hub/org/bank/commit/1", "error": None},
     }  # fmt: skip
     (tmp_path / page.SUMMARY).write_text(json.dumps(summary))
     page.confusion(str(tmp_path), ["card <lost>", "card stolen", "other"], [[7.0, 3.0, 0.0], [1.0, 9.0, 0.0], [0.0, 0.0, 5.0]])
@@ -79,11 +80,23 @@ def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Pat
         "90.0%",
         "4 graphs",
         "3 damaged records",
+        "hub: org/bank has step 30: https://hub/org/bank/commit/1",
         "card <lost> taken for card stolen: 3 of 10",
     ):
         assert words in said
     picture = ElementTree.parse(tmp_path / "confusion.svg").getroot()
     assert "card stolen taken for card <lost>: 1 of 10" in " ".join(picture.itertext())
+
+
+def test_a_run_in_a_bucket_is_told_there(gcs: Any) -> None:
+    start = "gs://bucket/runs/bert/attempts/attempt-0000.t.json"
+    storage.write(start, json.dumps({"run_id": "bert", "hosts": ["a"]}).encode())
+    log = MetricsLog("gs://bucket/runs/bert", 0, 0)
+    log.write({"step": 1, "loss": 2.0})
+    log.finish()
+    attempts.write_end(start, None, 1, SECONDS)
+    assert page.write("gs://bucket/runs/bert") == "gs://bucket/runs/bert/report.html"
+    assert "bert finished" in texts(storage.read("gs://bucket/runs/bert/report.html").decode())
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.errors import BadInput
@@ -44,7 +45,7 @@ class TorchWatch:
     def step(self) -> Iterator[Watched]:
         torch_xla.sync()
         watched, compiled, transfers = Watched(), _count("CompileTime"), _count("TransferFromDeviceTime")
-        with warnings.catch_warnings(), _Mode(watched), torch.autograd.set_multithreading_enabled(False):
+        with warnings.catch_warnings(), _Prints(watched), _Mode(watched), torch.autograd.set_multithreading_enabled(False):
             warnings.filterwarnings("ignore", message="Anomaly Detection")
             with torch.autograd.set_detect_anomaly(True, check_nan=False):  # keeps the forward line of each backward operation
                 yield watched
@@ -76,6 +77,20 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]  # torch is not here when 
         return result
 
 
+class _Prints(TorchFunctionMode):  # type: ignore[misc]
+    """Sees tensors that are printed: the dispatch mode does not, because printing switches it off."""
+
+    def __init__(self, watched: Watched) -> None:
+        super().__init__()
+        self._watched = watched
+
+    def __torch_function__(self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if function is torch.Tensor.__repr__ and args[0].device.type == "xla":
+            message = "a tensor is printed: the program ends here and waits for the device; print what a step returns, after it"
+            self._watched.findings.append(Finding(VALUE, _place(), message))
+        return function(*args, **(kwargs or {}))
+
+
 def _judge(function: Any, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Finding | None:
     short = name.removeprefix("aten::")
     if torch.Tag.data_dependent_output in function.tags:
@@ -104,6 +119,7 @@ def check_module(build: Any, batches: Any, steps: int, shapes: int) -> list[Find
     """Trains a user's module for a few steps of plain SGD. `build()` gives the module and `batches()` its inputs, on the CPU: dicts are keywords, tuples
     and lists positions. Its loss is what it returns: `.loss`, a single number, or else the mean of all there is. Raises BadInput."""
     device, judge, watch = torch_xla.device(), Judge(shapes), TorchWatch()
+    torch.manual_seed(0)  # what is found is found again
     network = build()
     if not isinstance(network, torch.nn.Module):
         raise BadInput(f"--module must give a torch.nn.Module, not {type(network).__name__}")
