@@ -139,7 +139,7 @@ def confusion(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int
             share, colour = count / total, "var(--a)" if true == predicted else "var(--b)"
             told = f"{name} taken for {labels[predicted]}: {round(count)} of {round(total)}"
             parts.append(
-                f'<rect x="{margin + predicted * cell}" y="{y}" width="{cell}" height="{cell}" fill="{colour}" opacity="{0.15 + 0.85 * share:.2f}">'
+                f'<rect x="{margin + predicted * cell}" y="{y}" width="{cell}" height="{cell}" fill="{colour}" opacity="{0.3 + 0.7 * share:.2f}">'
                 f"<title>{escape(told)}</title></rect>"
             )
             if cell >= 24:

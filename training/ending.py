@@ -43,6 +43,6 @@ def last_words(folder: str, start_url: str, clock: Clock, ending: Ending, warn: 
                 ending.log.flush()
             attempts.write_end(start_url, error, ending.step(), clock.report())
             if not isinstance(error, StopRequested):
-                page.write(folder)
+                ending.screen.say(f"report: {page.write(folder)}")
         except Exception as problem:
             warn(f"the end of the attempt is not told in {folder}: {type(problem).__name__}: {problem}")

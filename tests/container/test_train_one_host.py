@@ -136,10 +136,11 @@ def test_roberta_trains_too(folder: Path) -> None:
     assert run(folder, "roberta", model=sizes, train__steps=4)["steps"] == 4
 
 
-def test_an_infinite_loss_stops_the_run_and_names_the_records(folder: Path) -> None:
+def test_an_infinite_loss_stops_the_run_and_names_the_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TrainError, match=r"loss of step \d+ is (nan|inf).*[Rr]ecords.*\d") as raised:
         run(folder, "nan", train__learning_rate=1e30, train__clip_norm=None, train__warmup_steps=0)
     assert "last finite" in str(raised.value)
+    assert f"report: {folder}/runs/nan/report.html" in capsys.readouterr().out
     told = (folder / "runs" / "nan" / "report.html").read_text()
     assert html.escape(str(raised.value)) in told
     assert "failed" in told
