@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -98,9 +99,15 @@ def train(config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
     asked.limit(settings.checkpoint.stop_seconds, lambda: _overdue(rendezvous, settings.checkpoint.stop_seconds))
 
     def run() -> None:
+        from training import single_client
+        from training.cluster import tensorflow_environment
         from training.loop import train as run
 
-        run(settings, cluster, rendezvous, asked, clock)
+        if single_client.applies(settings, cluster):
+            tensorflow_environment(cluster, {})  # is it TensorFlow for TPUs?
+            single_client.run(settings, cluster, rendezvous, asked, partial(run, clock=clock))
+        else:
+            run(settings, cluster, rendezvous, asked, clock)
 
     _together(rendezvous, run)
 

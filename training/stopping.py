@@ -29,12 +29,13 @@ class Stopping:
 
     def __init__(self) -> None:
         self._requested = threading.Event()
+        self._heard = threading.Event()
         self._limit: tuple[float, Callable[[], None]] | None = None
         self.nothing_to_lose = True  # until all hosts are ready for the first step: leaving before loses nothing
 
     @property
     def requested(self) -> bool:
-        return self._requested.is_set()
+        return self._requested.is_set() or self._heard.is_set()
 
     @property
     def leave_now(self) -> bool:
@@ -52,6 +53,12 @@ class Stopping:
             timer = threading.Timer(*self._limit)
             timer.daemon = True
             timer.start()
+
+    def hear(self) -> None:
+        """Another host was asked, and this one stops for it. A signal of its own that follows is still a first one."""
+        if not self._heard.is_set():
+            self._heard.set()
+            self._count_down()
 
     def request(self) -> None:
         """A first request is noted; a second one ends the process."""

@@ -7,6 +7,7 @@ import pytest
 from training.accelerators import ACCELERATORS
 from training.cluster import Cluster, discover, from_environment, from_metadata, parse_endpoints, tensorflow_environment, tpu_environment
 from training.errors import BadInput
+from training.single_client import worker_environment
 
 LAUNCHER = {
     "TPU_WORKER_ID": "1",
@@ -104,3 +105,21 @@ def test_tensorflow_leaves_the_chips_to_a_slices_workers_and_refuses_the_wheel_f
     assert tensorflow_environment(Cluster(0, ("a",), "v4-16"), {"TPU_NAME": "grpc://a:8470,grpc://b:8470"}) == {"TPU_LOAD_LIBRARY": "0"}
     with pytest.raises(BadInput, match=r"the one for CPUs: build it with `image\.build_args: \{REQUIREMENTS: requirements-tpu\.txt\}`"):
         tensorflow_environment(Cluster(0, ("a",), "v4-8"), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"),
+    [("v3-32", {"TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1", "TPU_HOST_BOUNDS": "2,2,1"}), ("v4-32", {})],
+)
+def test_a_tensorflow_worker_is_told_what_start_grpc_tpu_worker_would_ask_for(name: str, bounds: dict[str, str]) -> None:
+    environment = worker_environment(Cluster(2, tuple(f"10.0.0.{number}" for number in range(4)), name))
+    assert environment == {
+        "CLOUD_TPU_TASK_ID": "2",
+        "TPU_LOCK_DEVICE": "true",
+        "TPU_STDERR_LOG_LEVEL": "0",
+        "TPU_MESH_CONTROLLER_ADDRESS": "10.0.0.0:8476",
+        "TPU_MESH_CONTROLLER_PORT": "8476",
+        "TPU_HOSTNAME_OVERRIDE": "10.0.0.2",
+        "GCS_READ_CACHE_BLOCK_SIZE_MB": "1",
+        **bounds,
+    }

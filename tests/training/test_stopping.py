@@ -63,3 +63,23 @@ def test_a_second_request_ends_even_a_process_that_hangs(then: str) -> None:
     assert process.returncode == 128 + signal.SIGTERM
     assert time.monotonic() - began < 2
     assert "without saving" in err
+
+
+def test_a_signal_after_another_hosts_is_still_a_first_one() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", HEARD], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(HOUSE)}
+    )
+    assert (ended.returncode, ended.stdout) == (75, "heard\nsaved\n")
+
+
+HEARD = """
+import os, signal, time
+from training import stopping
+asked = stopping.install()
+asked.hear()
+print("heard" if asked.requested else "not", flush=True)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(0.5)
+print("saved", flush=True)
+os._exit(75)
+"""

@@ -1,0 +1,167 @@
+"""Claims about TensorFlow's single program for several hosts, on CPUs: real workers, a real meeting of two hosts, and a program in the loop's place.
+
+TPUStrategy itself needs TPUs. Each test starts two hosts and their two workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.container import small_runs
+
+# One host: what `tpu-train train` does around the loop.
+HOST = """
+import json, os, sys, time
+from pathlib import Path
+import yaml
+from training import single_client, stopping
+from training.cluster import discover
+from training.config import from_document
+from training.errors import Exit, StopRequested, TrainError
+from training.rendezvous import join
+from training.yaml_file import Document
+
+def program(config, cluster, rendezvous, stopping):
+    print("program", cluster.hosts, flush=True)
+    if WHAT == "read":
+        import tensorflow as tf
+        from training.backends.tensorflow_input import _rows
+        from training.tasks.task import open_data
+        workers = [each.removeprefix("grpc://") for each in os.environ["TPU_NAME"].split(",")]
+        tf.config.experimental_connect_to_cluster(tf.train.ClusterSpec({"tpu_worker": workers}))
+        found, data = [], open_data(config)
+        for host in range(2):
+            with tf.device(f"/job:tpu_worker/replica:0/task:{host}/device:CPU:0"):
+                batch = next(iter(_rows(config, data, host, 2, 3)))
+                assert f"task:{host}" in batch["input_ids"].backing_device, batch["input_ids"].backing_device
+                found.append(batch["input_ids"].numpy().tolist())
+        Path("found.json").write_text(json.dumps(found))
+        return
+    while not stopping.requested:
+        rendezvous.check()
+        time.sleep(0.05)
+    raise StopRequested("committed")
+
+WHAT = sys.argv[1]
+asked = stopping.install()
+config = from_document(Document("test", yaml.safe_load(Path("config.yaml").read_text()), {}))
+cluster = discover()
+rendezvous = join(cluster, asked, start_seconds=120, seconds=60, lost_seconds=10)
+code = Exit.FINISHED
+try:
+    assert single_client.applies(config, cluster)
+    single_client.run(config, cluster, rendezvous, asked, program)
+except TrainError as error:
+    print(f"{type(error).__name__}: {error}", flush=True)
+    code = error.exit_code
+rendezvous.close(code)
+os._exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = small_runs.prepare(tmp_path_factory.mktemp("single"))
+    (place / "config.yaml").write_text(yaml.safe_dump(small_runs.document(place, backend="tensorflow")))
+    return place
+
+
+def start(folder: Path, what: str) -> list[subprocess.Popen[str]]:
+    """Both hosts; they write to 0.log and 1.log."""
+    ports, (first, second) = small_runs.free_ports(), small_runs.free_ports()
+    hosts = []
+    for worker, port in enumerate((first, second)):
+        cluster = small_runs.cluster_environment(what, 0, worker, 2, ports)
+        environment = {**os.environ, **cluster, "PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v4-16", "TPU_TASK_PORT": str(port)}
+        with (folder / f"{worker}.log").open("w") as log:
+            command = [sys.executable, "-c", HOST, what]
+            hosts.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True))
+    return hosts
+
+
+def ended(folder: Path, hosts: list[subprocess.Popen[str]], seconds: float = 150) -> list[int]:
+    deadline = time.monotonic() + seconds
+    for host in hosts:
+        try:
+            host.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            for each in hosts:
+                each.kill()
+            pytest.fail(f"not within {seconds} s:\n" + "\n".join((folder / f"{worker}.log").read_text() for worker in (0, 1)))
+    return [host.returncode for host in hosts]
+
+
+def wait_for_program(folder: Path) -> None:
+    deadline = time.monotonic() + 150
+    while "program 1" not in (folder / "0.log").read_text():
+        assert time.monotonic() < deadline, (folder / "0.log").read_text()
+        time.sleep(0.05)
+
+
+def children(host: subprocess.Popen[str]) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()]
+
+
+def test_each_worker_reads_its_hosts_rows_where_no_python_of_ours_is(folder: Path) -> None:
+    assert ended(folder, start(folder, "read")) == [0, 0], (folder / "0.log").read_text() + (folder / "1.log").read_text()
+    found = json.loads((folder / "found.json").read_text())
+    expected = small_runs_batch(folder)
+    assert found == [expected[:4], expected[4:]]
+
+
+def small_runs_batch(folder: Path) -> list[list[int]]:
+    """Global batch 3, as numpy makes it."""
+    from training.cluster import Cluster
+    from training.config import from_document
+    from training.start import open_task
+    from training.yaml_file import Document
+
+    config = from_document(Document("test", yaml.safe_load((folder / "config.yaml").read_text()), {}))
+    batches = open_task(config, Cluster(0, ("localhost",))).batches(3)
+    rows: list[list[int]] = next(batches).arrays["input_ids"].tolist()
+    batches.close()
+    return rows
+
+
+def test_a_host_that_is_asked_to_stop_stops_the_program_and_all_end_saved(folder: Path) -> None:
+    hosts = start(folder, "stop")
+    wait_for_program(folder)
+    hosts[1].send_signal(signal.SIGTERM)
+    assert ended(folder, hosts) == [75, 75]
+
+
+def test_a_worker_that_ends_ends_the_run_and_is_the_cause(folder: Path) -> None:
+    hosts = start(folder, "wait")
+    wait_for_program(folder)
+    [worker] = children(hosts[1])
+    os.kill(worker, signal.SIGKILL)
+    assert ended(folder, hosts) == [76, 1]
+    assert "the TPU worker of this host ended with code -9" in (folder / "1.log").read_text()
+
+
+def test_when_a_host_is_killed_the_other_has_lost_a_peer_and_no_worker_is_left(folder: Path) -> None:
+    hosts = start(folder, "wait")
+    wait_for_program(folder)
+    workers = [children(host)[0] for host in hosts]
+    hosts[0].kill()
+    assert ended(folder, hosts) == [-9, 76]
+    deadline = time.monotonic() + 60
+    while any(alive(worker) for worker in workers):
+        assert time.monotonic() < deadline, f"still there after 60 s: {workers}"
+        time.sleep(0.1)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] not in "ZX"
+    except OSError:
+        return False
