@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import google_crc32c
-
-from training.objects import AlreadyExists, Changed, NotFound, Stat, StorageError, split_remote
+from training.objects import AlreadyExists, Changed, NotFound, Stat, StorageError, crc32c, split_remote
 
 T = TypeVar("T")
 
@@ -104,11 +102,38 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
         return b""  # beyond the end, as for a file
 
 
-def write(url: str, data: bytes, create_only: bool) -> Stat:
+def write(url: str, data: bytes | memoryview, create_only: bool) -> Stat:
     def send(blob: Any, **options: Any) -> None:
-        blob.upload_from_string(data, content_type="application/octet-stream", **options)
+        source = _Bytes(memoryview(data))
+        blob.upload_from_file(source, size=len(data), content_type="application/octet-stream", **options)
 
-    return _send(url, len(data), lambda: google_crc32c.value(data), send, create_only)
+    return _send(url, len(data), lambda: crc32c(data), send, create_only)
+
+
+class _Bytes(io.RawIOBase):
+    """Reads from memory without a copy of the whole."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view, self._at = view, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, len(self._view))[whence]
+        return self._at
+
+    def readinto(self, place: Any) -> int:
+        data = self._view[self._at : self._at + len(place)]
+        place[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def upload(path: Path, url: str, create_only: bool) -> Stat:
@@ -132,7 +157,7 @@ def delete(url: str) -> None:
             raise
 
 
-def _send(url: str, size: int, crc32c: Callable[[], int], send: Callable[..., None], create_only: bool) -> Stat:
+def _send(url: str, size: int, sum_of: Callable[[], int], send: Callable[..., None], create_only: bool) -> Stat:
     bucket, name = _object(url)
     attempts = 0
 
@@ -146,7 +171,7 @@ def _send(url: str, size: int, crc32c: Callable[[], int], send: Callable[..., No
             send(blob, checksum="crc32c", if_generation_match=0 if create_only else None, timeout=timeout, retry=None)
         except PreconditionFailed:
             there = stat(url) if attempts > 1 else None  # our own earlier attempt, whose answer was lost?
-            if there and there.size == size and there.crc32c == crc32c():
+            if there and there.size == size and there.crc32c == sum_of():
                 return there
             raise AlreadyExists(f"{url} already exists") from None
         return _stat(url, blob)
@@ -276,8 +301,8 @@ def _object(url: str) -> tuple[str, str]:
 
 
 def _stat(url: str, blob: Any) -> Stat:
-    crc32c = int.from_bytes(base64.b64decode(blob.crc32c), "big") if blob.crc32c else None
-    return Stat(url, int(blob.size), int(blob.generation), crc32c)
+    stored = int.from_bytes(base64.b64decode(blob.crc32c), "big") if blob.crc32c else None
+    return Stat(url, int(blob.size), int(blob.generation), stored)
 
 
 def _client() -> Any:

@@ -10,6 +10,7 @@
     tpu-train check CONFIG                  what in a step will be slow on a TPU
     tpu-train report RUN                    write report.html of a run
     tpu-train checkpoint list|show|verify   look at a run's checkpoints
+    tpu-train checkpoint restore RUN NEW    begin another run with one
 
 Groups import what they need when they are called, so that `--help` is quick.
 """
@@ -180,10 +181,15 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
 @click.argument("run")
 @click.argument("out")
 @click.option("--step", type=int, help="Of this checkpoint; the newest, unless given.")
-def export(run: str, out: str, step: int | None) -> None:
+@click.option("--best", is_flag=True, help="Of the checkpoint with the best figure (checkpoint.best).")
+def export(run: str, out: str, step: int | None, best: bool) -> None:
     """Write the model of RUN, a run's folder, to OUT in Hugging Face's layout."""
+    from training.checkpoint import inspect
     from training.export import from_checkpoint
 
+    if best and step is not None:
+        raise click.UsageError("give --step or --best, not both")
+    step = inspect.best(run) if best else step
     click.echo(f"{out}: the model after step {from_checkpoint(run, out, step)}")
 
 
@@ -302,6 +308,22 @@ def show_checkpoint(folder: str, step: int | None) -> None:
     from training.checkpoint import inspect
 
     click.echo(inspect.show(folder, step))
+
+
+@checkpoint.command("restore")
+@click.argument("folder")
+@click.argument("new_run")
+@click.option("--step", type=int, help="The newest, unless given.")
+def restore_checkpoint(folder: str, new_run: str, step: int | None) -> None:
+    """Copy a checkpoint of the run's folder FOLDER to NEW_RUN, the folder of a run that has none.
+
+    \b
+    tpu-train checkpoint restore gs://b/runs/a gs://b/runs/a2 --step 4000
+    tpu-train train file.yaml --run-id a2           goes on from step 4000
+    """
+    from training.checkpoint import inspect
+
+    click.echo(f"{new_run}: goes on from step {inspect.restore(folder, new_run, step)}")
 
 
 @checkpoint.command("verify")

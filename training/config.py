@@ -115,11 +115,19 @@ class Evaluation(Section):
     batch_size: int | None = Field(default=None, ge=1)  # global; the training batch's, unless given
 
 
+class BestSection(Section):
+    """Which checkpoint is never deleted: the one whose evaluation had the best figure. Needs evaluation.every."""
+
+    metric: str  # of an evaluation: loss, accuracy, ...
+    mode: Literal["min", "max"]
+
+
 class Checkpoint(Section):
     every_steps: int | None = Field(default=None, ge=1)
     every_minutes: float | None = Field(default=None, gt=0)
     keep_last: int = Field(default=2, ge=1)
     keep_every: int | None = Field(default=None, ge=1)  # steps whose checkpoints are never deleted
+    best: BestSection | None = None
     stop_seconds: float = Field(
         default=25.0, gt=0
     )  # after SIGTERM; a host that has not saved by then leaves with the last commit as the state
@@ -256,6 +264,8 @@ def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list
         found.append((("data", "masking"), "classification predicts labels, not masked tokens: remove data.masking, or set task: mlm"))
     if config.evaluation.every is not None and config.data.evaluation is None:
         found.append((("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every"))
+    if config.checkpoint.best is not None and config.evaluation.every is None:
+        found.append((("checkpoint", "best"), "the best checkpoint is known by its evaluations: set evaluation.every"))
     if train.warmup_steps > train.steps:
         found.append((("train", "warmup_steps"), f"{train.warmup_steps} steps of warm-up are more than train.steps ({train.steps})"))
     if accelerator_name is not None:

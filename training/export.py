@@ -38,7 +38,7 @@ def write(
     names = [name for name in sorted(weights) if name.startswith(PREFIX)]
     data, places = encode([(name.removeprefix(PREFIX), weights[name]) for name in names], {"format": "pt"})
     copy({PREFIX + name: place for name, place in places.items()})
-    storage.write(storage.join(folder, WEIGHTS), bytes(data))
+    storage.write(storage.join(folder, WEIGHTS), data)
 
 
 def from_checkpoint(run: str, out: str, step: int | None = None) -> int:

@@ -13,6 +13,7 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ import google_crc32c
 from training import export, page, report, storage
 from training.backends.protocol import Asks, Backend, Outcome, Pending
 from training.checkpoint.manifest import step_folder
-from training.checkpoint.policy import EveryMinutes, EverySteps, Keep
+from training.checkpoint.policy import Best, EveryMinutes, EverySteps, Keep
 from training.checkpoint.restore import restore
 from training.checkpoint.save import Description, Saver
 from training.cluster import Cluster
@@ -36,7 +37,7 @@ from training.model_flops import Work, mfu, peak
 from training.rendezvous import Rendezvous
 from training.schedule import learning_rate
 from training.screen import Screen
-from training.start import agree, claim, code_hash, device_kind, model_identity, open_backend, open_task
+from training.start import agree, claim, code_hash, device_kind, fence, model_identity, open_backend, open_task, with_starting_model
 from training.stopping import Stopping
 from training.tasks.task import HostBatch, Task
 
@@ -59,9 +60,10 @@ def train(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopp
             "config": config.canonical(),
         }
         start = claim(folder, cluster, rendezvous, token, record)
+        fenced = fence(folder, cluster)
     ending = Ending(Screen(cluster.is_first))
     with last_words(folder, start, clock, ending, warn) if cluster.is_first else contextlib.nullcontext():
-        run = _open(config, cluster, rendezvous, stopping, clock, task, code, token, ending)
+        run = _open(config, cluster, rendezvous, stopping, clock, task, code, token, ending, fenced)
         run.loop()
         return run.finish()
 
@@ -76,24 +78,28 @@ def _open(
     code: str,
     token: str,
     ending: Ending,
+    fenced: Callable[[], None],
 ) -> _Run:
     """The model, as it was when the run was last committed."""
     folder = storage.join(config.output, cluster.run_id)
     with clock.phase("start"):
+        network = model_identity(config)
+        config = with_starting_model(config, folder, cluster, rendezvous)
         rendezvous.phase("loading the framework")
         backend = open_backend(config, cluster, rendezvous, task, token)
     with clock.phase("restore"):
         checkpoints = storage.join(folder, "checkpoints")
         identity = {
             **task.identity(),
-            **model_identity(config),
+            **network,
             "seed": config.seed,
             "train.global_batch_size": config.train.global_batch_size,
         }
         restored = restore(checkpoints, rendezvous, identity, backend.accept, warn if cluster.is_first else lambda _: None)
         keep = Keep(config.checkpoint.keep_last, config.checkpoint.keep_every)
         description = Description(identity, config.canonical(), code, token)
-        saver = Saver(checkpoints, cluster, rendezvous, description, keep, background=config.checkpoint.background)
+        background = config.checkpoint.background
+        saver = Saver(checkpoints, cluster, rendezvous, description, keep, background=background, fence=fenced, warn=warn)
         run = _Run(config, cluster, rendezvous, stopping, clock, task, backend, saver, folder, ending.screen)
         run.say(
             f"run {cluster.run_id}, attempt {cluster.attempt}: {cluster.hosts} host(s), {backend.devices} device(s), {task.data.train.records} records"
@@ -135,6 +141,8 @@ class _Run:
     losses: dict[str, float | None] = field(default_factory=lambda: {"first": None, "last": None})
     figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     confusion: Any = None  # (classes, classes) counts of the last evaluation, of a task that has them
+    evaluated: int = -1  # steps that were done at the last evaluation
+    best: dict[str, Any] | None = None  # its "step" and "value", with checkpoint.best
     trained: int = 0  # steps of this attempt
     last_save: float = field(default_factory=time.monotonic)
     reported: tuple[float, int] = (0.0, 0)  # seconds in steps, and steps, of this attempt at the last progress line
@@ -149,10 +157,13 @@ class _Run:
     def go_on(self, step: int, state: Any, damaged: tuple[int, ...]) -> None:
         self.step = self.seen = step
         self.losses.update(first=state["first_loss"], last=state["last_loss"])
+        self.best, self.evaluated = state.get("best"), state.get("evaluated", -1)
+        self.figures = state.get("figures") or {}
         self.saver.restored(step, damaged)
         self.say(f"going on from {storage.join(self.saver.folder, step_folder(step))}")
 
     def loop(self) -> None:
+        self.saver.prepare(self.backend.layout())
         steps, save, evaluate = (
             self.config.train.steps,
             EverySteps(self.config.checkpoint.every_steps),
@@ -160,15 +171,22 @@ class _Run:
         )
         self.asked = Asks(stop=any(self.rendezvous.meet("ready", self.stopping.requested)))
         self.stopping.nothing_to_lose = False
+        if 0 < self.step < steps and evaluate.due(self.step) and self.evaluated != self.step and not self.asked.stop:
+            self.evaluate()  # an attempt before was stopped in it
         with contextlib.closing(self.backend.feed(self.task, self.step)) as batches:
             while self.step < steps and not self.asked.stop:
                 with self.clock.phase("data_wait"):
                     batch = next(batches)
                 self.train_on(batch)
-                if save.due(self.step) or self.asked.save:
+                due = save.due(self.step) or self.asked.save
+                if due and not self.config.checkpoint.best:
                     self.save()
                 if evaluate.due(self.step) and self.step < steps and not self.asked.stop:
                     self.evaluate()
+                if (due or self.is_best) and self.step < steps:
+                    self.save()
+        if self.config.checkpoint.best and self.config.evaluation.at_end and self.evaluated != self.step and not self.asked.stop:
+            self.evaluate()
         self.save()
         if self.asked.stop:
             self.stop()
@@ -236,6 +254,11 @@ class _Run:
             {"step": self.seen, "loss": loss, "learning_rate": learning_rate(self.config.train, self.seen - 1), "examples_per_second": rate}
         )
 
+    @property
+    def is_best(self) -> bool:
+        """Whether the present step was evaluated, and was better than all before. Then its checkpoint tells so: the evaluation comes first."""
+        return self.best is not None and self.best["step"] == self.step == self.evaluated
+
     def save(self) -> None:
         """Begins to save the present step, unless that is done already. With `checkpoint.background` the next steps run meanwhile."""
         self.observe(self.read_outcomes(leave=0))
@@ -244,9 +267,14 @@ class _Run:
             return
         self.rendezvous.phase(f"copying the state of step {self.step}")
         with self.clock.phase("checkpoint"):
-            self.saver.save(
-                self.step, self.backend.layout(), self.backend.copy, {"first_loss": self.losses["first"], "last_loss": self.losses["last"]}
-            )
+            state = {
+                "first_loss": self.losses["first"],
+                "last_loss": self.losses["last"],
+                "evaluated": self.evaluated,
+                "figures": self.figures if self.evaluated == self.step else None,
+                "best": self.best,
+            }
+            self.saver.save(self.step, self.backend.layout(), self.backend.copy, state)
 
     def evaluate(self) -> None:
         """Over the whole evaluation set, unless all hosts learn meanwhile that one is to stop."""
@@ -259,13 +287,22 @@ class _Run:
             return
         self.compiled_evaluating += self.backend.compilations()[0] - compiled
         self.figures, self.confusion = self.task.figures(total), total.counts
+        self.evaluated = self.step
+        if best := self.config.checkpoint.best:
+            value = self.figures[best.metric]
+            if Best(best.metric, best.mode).better(value, self.best["value"] if self.best else None):
+                self.best = {"step": self.step, "metric": best.metric, "value": value}
         self.say(report.evaluation(self.step, self.figures))
         if self.log:
             self.log.write({"step": self.step, **{f"eval_{name}": value for name, value in self.figures.items()}})
 
     def finish(self) -> dict[str, Any]:
         """After the last step and its save: evaluation, the last meeting, the summary."""
-        if self.config.data.evaluation and self.config.evaluation.at_end:
+        if (
+            self.config.data.evaluation
+            and self.config.evaluation.at_end
+            and not (self.config.checkpoint.best and self.evaluated == self.step)
+        ):
             self.evaluate()
             if self.asked.stop:
                 self.stop()
@@ -294,7 +331,7 @@ class _Run:
         summary = {
             "run_id": self.cluster.run_id, "attempt": self.cluster.attempt, "hosts": self.cluster.hosts, "devices": self.backend.devices, "steps": self.step,
             "first_loss": self.losses["first"], "last_loss": self.losses["last"],
-            **{f"eval_{name}": self.figures.get(name) for name in self.task.figure_names},
+            **{f"eval_{name}": self.figures.get(name) for name in self.task.figure_names}, "best": self.best,
             "examples_per_second": self.trained * self.config.train.global_batch_size / step_seconds if step_seconds else 0.0,
             "tokens_per_second": round(self.work.tokens / step_seconds, 1) if step_seconds else 0.0,
             "mfu": mfu(self.work.flops, step_seconds, peak(self.cluster.accelerator_type, device_kind())),

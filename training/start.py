@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 
 from training import storage
 from training.backends.protocol import Backend
+from training.checkpoint.inspect import is_run
 from training.cluster import Cluster, tensorflow_environment, tpu_environment
 from training.config import TrainerConfig, batch_mistake
 from training.errors import BadInput
+from training.export import from_checkpoint
+from training.hugging_face import CONFIG, WEIGHTS
 from training.rendezvous import Rendezvous
 from training.tasks.classification import Classification
 from training.tasks.mlm import Mlm
@@ -25,9 +29,18 @@ from training.tasks.task import Task
 TASKS: dict[str, type[Mlm] | type[Classification]] = {"mlm": Mlm, "classification": Classification}
 
 
+_CLAIM = re.compile(r"attempt-\d+\.[0-9a-f]+\.json")
+
+
 def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
     """The task that the configuration names, with its data. Raises BadInput."""
-    return TASKS[config.task](config, cluster)
+    task = TASKS[config.task](config, cluster)
+    best = config.checkpoint.best
+    if best is not None and best.metric not in task.figure_names:
+        raise BadInput(
+            f"checkpoint.best.metric: an evaluation of task {config.task} has no {best.metric}; it has {', '.join(task.figure_names)}"
+        )
+    return task
 
 
 def code_hash() -> str:
@@ -73,6 +86,27 @@ def claim(folder: str, cluster: Cluster, rendezvous: Rendezvous, token: str, rec
     return url
 
 
+def fence(folder: str, cluster: Cluster) -> Callable[[], None]:
+    """What host 0 calls before each commit: raises BadInput when the run was started again after this attempt. So of two trainers of one run, whether by two
+    launchers or because a host of an old attempt woke up, the one that was started last goes on, and it went on from what the other had committed."""
+    attempts = storage.join(folder, "attempts")
+
+    def claims() -> set[str]:
+        return {each.url for each in storage.listing(attempts) if _CLAIM.fullmatch(storage.name_of(each.url))}
+
+    known = claims() if cluster.is_first else set()
+
+    def check() -> None:
+        later = sorted(claims() - known)
+        if later:
+            raise BadInput(
+                f"run {cluster.run_id} was started again while this attempt {cluster.attempt} was training ({later[0]}); only the newest start may commit. "
+                "If both were meant, give one of them another run id or output"
+            )
+
+    return check
+
+
 def disagreements(told: list[Mapping[str, str]]) -> list[str]:
     """A line for each fact in which hosts differ from host 0, naming them. `told` is in worker order."""
     lines = []
@@ -94,6 +128,21 @@ def model_identity(config: TrainerConfig) -> dict[str, Any]:
         **{f"model.{name}": value for name, value in zip(names, model.shape, strict=True)},
         "model.vocabulary_size": model.vocabulary_size,
     }
+
+
+def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, rendezvous: Rendezvous) -> TrainerConfig:
+    """Where `model.path` is a run's folder, or one checkpoint in it: host 0 writes that model to `start` in this run's folder, and it is read there.
+
+    Later attempts find it there, whatever has become of the other run. Raises BadInput.
+    """
+    path = config.model.path
+    if path is None or storage.stat(storage.join(path, CONFIG)) is not None or not is_run(path):
+        return config
+    start = storage.join(folder, "start")
+    if cluster.is_first and storage.stat(storage.join(start, WEIGHTS)) is None:
+        from_checkpoint(path, start)
+    rendezvous.meet("starting model")
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": start})})
 
 
 def device_kind() -> str:

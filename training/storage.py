@@ -18,6 +18,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import google_crc32c
@@ -30,6 +31,7 @@ from training.objects import (
     NotFound,
     Stat,
     StorageError,
+    crc32c,
     is_remote,
     join,
     local_errors,
@@ -39,12 +41,13 @@ from training.objects import (
 
 # What callers need of `training.objects` is had here too: storage is the one room they know.
 __all__ = [
-    "REMOTE", "AlreadyExists", "Changed", "NotFound", "Stat", "StorageError", "append", "delete", "download", "is_remote", "join", "listing", "name_of", "read",
-    "split_remote", "stat", "upload", "write",
+    "REMOTE", "AlreadyExists", "Changed", "NotFound", "Stat", "StorageError", "append", "crc32c", "delete", "download", "is_remote", "join", "listing",
+    "name_of", "read", "read_into", "split_remote", "stat", "upload", "write",
 ]  # fmt: skip
 
 _PARTIAL = ".partial"
 _PIECE = 8 << 20
+_WRITTEN = 64 << 20  # after each, a thread that shares the interpreter waits for its turn
 
 
 def stat(url: str) -> Stat | None:
@@ -97,16 +100,30 @@ def read(url: str, start: int = 0, end: int | None = None, *, generation: int | 
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-def write(url: str, data: bytes, *, create_only: bool = False) -> Stat:
+def read_into(url: str, start: int, place: memoryview) -> int:
+    """Fills `place` with the object's bytes from `start` on, and returns how many there were. Raises NotFound, StorageError."""
+    if is_remote(url):
+        data = bucket.read(url, start, start + len(place), None)
+        place[: len(data)] = data
+        return len(data)
+    done = 0
+    with local_errors(url), open(url, "rb", buffering=0) as file:
+        while done < len(place):
+            count = os.preadv(file.fileno(), [place[done:]], start + done)
+            if not count:
+                break
+            done += count
+    return done
+
+
+def write(url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
     """Writes a whole object. With `create_only` raises AlreadyExists when there is one, and of several writers exactly one wins."""
     if is_remote(url):
         return bucket.write(url, data, create_only)
     with local_errors(url):
         with _replacing(url, create_only) as descriptor:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(descriptor, view) :]
-        return Stat(url, len(data), os.stat(url).st_mtime_ns, google_crc32c.value(bytes(data)))
+            crc = _write_summed(descriptor, memoryview(data))
+        return Stat(url, len(data), os.stat(url).st_mtime_ns, crc)
 
 
 def append(path: str, data: bytes) -> None:
@@ -153,6 +170,15 @@ def delete(url: str) -> None:
         return
     with local_errors(url), contextlib.suppress(FileNotFoundError):
         os.unlink(url)
+
+
+def _write_summed(descriptor: int, view: memoryview) -> int:
+    """Writes it all and returns its crc32c, which another thread adds up meanwhile."""
+    with ThreadPoolExecutor(1, thread_name_prefix="crc32c") as beside:
+        crc = beside.submit(crc32c, view)
+        while view:
+            view = view[os.write(descriptor, view[:_WRITTEN]) :]
+        return crc.result()
 
 
 def _is_partial(name: str) -> bool:

@@ -145,12 +145,16 @@ def _go_on(config: Config, provider: Provider, ledger: Ledger, begun: Watched | 
     stall = None if config.run.stall_minutes is None else config.run.stall_minutes * 60
     limits = Limits(lost=config.run.host_lost_seconds, stall=stall)
     budgets = Budgets(config.run.preemption_retries, config.run.failure_retries)
+    moments: list[float] = []  # of a recovery: the attempt before was judged, its delay was over, the slice was ready
     while True:
         watched = _begin(config, provider, ledger, begun, say) if isinstance(begun, str) else begun
+        if moments:
+            _tell_recovery(ledger, [*moments, time.monotonic()], say)
         if isinstance(watched, Verdict):
             number, verdict = ledger.attempts - 1, watched
         else:
             number, verdict = watched.number, supervise(provider, ledger, watched, limits=limits, emit=emit, say=say)
+        moments = [time.monotonic()]
         events = ledger.events()
         stopped = ledger.stop_requested(number)
         decision = decide(verdict, spent_so_far(events), budgets, stop_requested=stopped)
@@ -161,8 +165,19 @@ def _go_on(config: Config, provider: Provider, ledger: Ledger, begun: Watched | 
         say(f"run {ledger.folder.name}: starting again ({decision.reason})" + (f" in {decision.delay:.0f} s" if decision.delay else ""))
         ledger.event("recover", after=verdict.kind.value, attempt=number, reason=decision.reason, delay=decision.delay)
         time.sleep(decision.delay)
+        moments.append(time.monotonic())
         provider.create()  # finds the slice READY, waits for it, or deletes and creates it, as its state demands
+        moments.append(time.monotonic())
         begun = str(next(event["image"] for event in reversed(events) if event["event"] == "attempt"))
+
+
+def _tell_recovery(ledger: Ledger, moments: Sequence[float], say: Say) -> None:
+    """Where the time from one attempt's end to the next one's start went."""
+    names = ("delay", "slice", "start")
+    seconds = {name: round(end - begin, 1) for name, begin, end in zip(names, moments, moments[1:], strict=False)}
+    ledger.event("recovered", attempt=ledger.attempts - 1, seconds=seconds)
+    told = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+    say(f"run {ledger.folder.name}: recovered in {moments[-1] - moments[0]:.1f} s ({told})")
 
 
 def make_attempt(config: Config, run_id: str, number: int, image: str) -> Attempt:

@@ -50,6 +50,7 @@ class Fate:
     count: int = 1
     delay: float = 0.0
     signals: tuple[int, ...] = (signal.SIGKILL,)
+    error: int | None = None  # instead of signals: what the system says to the write that is "within the part"
 
 
 @dataclass
@@ -91,6 +92,7 @@ class Run:
     config: dict[str, Any]
     environment: dict[str, str] = field(default_factory=dict)
     attempts: int = 0
+    ahead: dict[int, float] = field(default_factory=dict)  # seconds that a host's wall clock is ahead
 
     @property
     def output(self) -> str:
@@ -111,8 +113,9 @@ class Run:
         attempt = Attempt([], [])
         for worker in range(self.hosts):
             log = logs / f"{self.run_id}.{number}.{worker}.log"
+            log.write_text("")
             environment = small_runs.cluster_environment(self.run_id, number, worker, self.hosts, ports) | self.environment
-            arguments = (environment, str(path), str(log), str(self._trained), (fates or {}).get(worker))
+            arguments = (environment, str(path), str(log), str(self._trained), (fates or {}).get(worker), self.ahead.get(worker, 0.0))
             process = _CONTEXT.Process(target=_live, args=arguments, daemon=True)
             process.start()
             attempt.processes.append(process)
@@ -162,11 +165,13 @@ def resumed_at(text: str) -> int:
 # --- in the trainer's process
 
 
-def _live(environment: dict[str, str], config: str, log: str, trained: str, fate: Fate | None) -> None:
+def _live(environment: dict[str, str], config: str, log: str, trained: str, fate: Fate | None, ahead: float) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.environ.update(environment)
+    wall = time.time
+    time.time = lambda: wall() + ahead
     from training import bucket, cli
 
     bucket.patience = bucket.Patience(connect=2, silence=3, deadline=3, first_delay=0.02, longest_delay=0.3)
@@ -193,6 +198,9 @@ class _Passing:
             self.strike()
 
     def strike(self) -> None:
+        if self.fate.error is not None:
+            raise OSError(self.fate.error, os.strerror(self.fate.error))
+
         def now() -> None:
             for number in self.fate.signals:
                 os.kill(os.getpid(), number)
@@ -206,7 +214,7 @@ class _Passing:
 
 def _put(fate: Fate, trained: str) -> None:
     """Puts the points around the trainer's functions, and the records of each step into a file."""
-    from training import export, loop, rendezvous
+    from training import export, loop, objects, rendezvous
     from training.backends import gloo, torch_xla
     from training.checkpoint import save
     from training.checkpoint.manifest import MANIFEST
@@ -223,7 +231,7 @@ def _put(fate: Fate, trained: str) -> None:
         passing.at(f"before {what}")
         if passing.due(f"within {what}"):
             if not storage.is_remote(url):
-                with storage._replacing(url, create_only) as descriptor:
+                with objects.local_errors(url), storage._replacing(url, create_only) as descriptor:
                     os.write(descriptor, data[: len(data) // 2])
                     passing.strike()
             passing.strike()

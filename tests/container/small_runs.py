@@ -96,7 +96,7 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
         "model": {"name": "bert-tiny", "hidden_size": 32, "layers": 2, "heads": 2, "max_positions": SEQUENCE},
         "data": {"train": str(folder / "train"), "evaluation": str(folder / "evaluation"), "tokenizer": str(folder / "tokenizer")},
         "train": {"steps": 12, "global_batch_size": 8, "learning_rate": 0.003, "warmup_steps": 2, "log_every": 1, "dropout": 0.1},
-        "checkpoint": {"every_steps": 4, "keep_last": 3},
+        "checkpoint": {"every_steps": 4, "keep_last": 3, "stop_seconds": 200},  # a loaded machine compiles for longer than Spot waits
         "rendezvous": {"start_seconds": 120, "seconds": 60},
         "output": str(folder / "runs"),
     }

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from launcher.emulator.web import Response
 from training import export, metrics, storage
 from training.checkpoint import manifest as form
 from training.checkpoint.manifest import TensorInfo
@@ -96,7 +97,6 @@ def test_a_manifest_is_written_by_exactly_one_of_two_trainers(gcs: Any) -> None:
 
 
 def test_a_bucket_that_answers_503_for_a_while_costs_nothing(gcs: Any) -> None:
-    from launcher.emulator.web import Response
 
     answers = iter(range(1000))
     gcs.fault = lambda request: Response(503, b"") if next(answers) % 3 == 0 else None
@@ -130,3 +130,23 @@ def test_a_checkpoint_becomes_a_model_folder(gcs: Any) -> None:
     assert export.from_checkpoint(RUN, "gs://bucket/model10", step=10) == 10
     with pytest.raises(BadInput, match="no committed step 15; it has 20, 10"):
         export.from_checkpoint(RUN, "gs://bucket/model", step=15)
+
+
+def test_without_the_right_to_delete_saves_go_on_and_old_checkpoints_stay(gcs: Any) -> None:
+    warnings: list[str] = []
+    refused = Response(
+        403, b'{"error": {"code": 403, "message": "no storage.objects.delete access"}}', {"Content-Type": "application/json"}
+    )
+    gcs.fault = lambda request: refused if request.method == "DELETE" else None
+    saver = Saver(FOLDER, Cluster(0, ("h",), run_id="r"), Alone(), Description({}, {}, "c", "t"), Keep(1), warn=warnings.append)
+    for step in (10, 20, 30):
+        saver.save(step, State(step).layout(), State(step).copy, {})
+    saver.wait()
+    assert committed_steps(FOLDER) == [30, 20, 10]
+    assert len(warnings) == 1, "told once"
+    assert "old checkpoints stay where they are" in warnings[0]
+    assert "storage.objects.delete" in warnings[0]
+    gcs.fault = lambda request: None
+    saver.save(40, State(40).layout(), State(40).copy, {})
+    saver.wait()
+    assert committed_steps(FOLDER) == [40]

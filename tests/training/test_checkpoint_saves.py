@@ -281,3 +281,40 @@ def test_the_commands_show_list_and_verify(tmp_path: Path) -> None:
         inspect.show(str(tmp_path), 15)
     with pytest.raises(Damaged):
         verify(str(tmp_path / "checkpoints"), 15)
+
+
+def test_a_trainer_that_was_replaced_commits_nothing(tmp_path: Path) -> None:
+    save(tmp_path, [10], hosts=1)
+    replaced: list[bool] = []
+
+    def fence() -> None:
+        if replaced:
+            raise BadInput("run r was started again")
+
+    saver = Saver(str(tmp_path), Cluster(0, ("h",), run_id="r"), Alone(), Description(IDENTITY, {}, "c", "old"), Keep(2), fence=fence)
+    saver.save(20, State(20).layout(), State(20).copy, {})
+    saver.wait()
+    replaced.append(True)
+    saver.save(30, State(30).layout(), State(30).copy, {})
+    with pytest.raises(BadInput, match="started again"):
+        saver.wait()
+    assert committed_steps(str(tmp_path)) == [20, 10]
+
+
+def test_a_trainer_that_slept_while_it_committed_takes_back_what_has_no_parts_any_more(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def fence() -> None:
+        """Before the manifest nothing is known; after it, the next attempt has begun, committed, and cleared this step's parts away."""
+        calls.append(1)
+        if len(calls) == 2:
+            assert save(tmp_path, [40], hosts=1, token="new") == [40]
+            for part in (tmp_path / "step-00000030").glob("part-*"):
+                part.unlink()
+            raise BadInput("run r was started again")
+
+    saver = Saver(str(tmp_path), Cluster(0, ("h",), run_id="r"), Alone(), Description(IDENTITY, {}, "c", "old"), Keep(2), fence=fence)
+    saver.save(30, State(30).layout(), State(30).copy, {})
+    with pytest.raises(BadInput, match="started again"):
+        saver.wait()
+    assert committed_steps(str(tmp_path)) == [40]

@@ -23,6 +23,7 @@ from training.rendezvous import Rendezvous
 from training.rendezvous_server import listen
 
 NAMING_SECONDS = 5.0  # how long to wait for the rendezvous to say who is gone
+HANGING_SECONDS = 10.0  # for those who don't hang to come to the meeting that shows who does
 GREETING_SECONDS = 10.0  # for who connects to say who it is
 _TOKEN = 16  # bytes
 _WORKER = struct.Struct("<I")
@@ -78,13 +79,14 @@ class TcpExchange:
 
 
 def lost(rendezvous: Rendezvous, doing: str, error: Exception) -> NoReturn:
-    """Raises LostPeer: the rendezvous knows who is gone, a moment later."""
+    """Raises LostPeer: the rendezvous knows who is gone, a moment later; or who hangs, since everyone else comes here after the same time."""
     deadline = time.monotonic() + NAMING_SECONDS
     while time.monotonic() < deadline:
         rendezvous.check()
         time.sleep(0.05)
+    rendezvous.meet(f"after {doing} failed", seconds=HANGING_SECONDS)
     why = (str(error) or type(error).__name__).splitlines()[0]
-    raise LostPeer(f"{doing} failed, though no host is known to be gone: {why}; last known phases: {rendezvous.phases()}")
+    raise LostPeer(f"{doing} failed, though no host is gone and none hangs: {why}; last known phases: {rendezvous.phases()}")
 
 
 def _accept(listener: socket.socket, greeting: bytes, hosts: int, seconds: float) -> list[socket.socket]:

@@ -84,7 +84,7 @@ class Backend(Protocol):
         """Copies the named tensors to host memory, as raw little-endian bytes."""
 
     def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
-        """Replaces these tensors of the state. Raises Damaged for one that has no place in it."""
+        """Replaces these tensors of the state, by copies: their memory is used again. Raises Damaged for one that has no place in it."""
 
     def compilations(self) -> tuple[int, float]:
         """How many programs were compiled for this run so far, and the seconds that took."""

@@ -253,7 +253,9 @@ class TensorFlow:
             if layout.get(name) != info:
                 raise Damaged(f"tensor {name} is {info.dtype} {list(info.shape)}, which has no place in this model")
             each, variable = state[name]
-            each.put(variable, np.frombuffer(data, np.float32).reshape(info.shape))
+            each.put(
+                variable, np.frombuffer(data, np.float32).reshape(info.shape).copy()
+            )  # a variable may keep the memory that it is given
 
     def _state(self) -> dict[str, tuple[Parameter, Any]]:
         groups = (("model", [each.variable for each in self._parameters]), ("adam_m", self._moments[0]), ("adam_v", self._moments[1]))

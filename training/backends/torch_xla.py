@@ -22,6 +22,8 @@ import torch_xla.debug.metrics as xla_metrics
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xla_runtime
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+from torch_xla.utils.dlpack import to_dlpack
 
 from training.backends.protocol import SUMS, Arrays, Asks, Outcome
 from training.backends.torch_model import SUMS_OF, build
@@ -227,9 +229,17 @@ class TorchXla:
 
     def copy(self, places: Mapping[str, memoryview]) -> None:
         state = self.state()
+        if self._uploaded:
+            xm.wait_device_ops()
         for name, place in places.items():
             # (bytes,) of the tensor into its place
-            np.frombuffer(place, dtype=np.float32)[:] = self.to_host(state[name].detach()).numpy().reshape(-1)
+            np.frombuffer(place, dtype=np.float32)[:] = self._looked_at(state[name].detach()).numpy().reshape(-1)
+
+    def _looked_at(self, value: Tensor) -> Tensor:
+        """On the host, until something is computed. A single CPU device shows its memory; through `cpu()` it would be copied twice, into fresh memory."""
+        if value.device.type == "xla" and not self._mesh and os.environ["PJRT_DEVICE"] == "CPU":
+            return cast(Tensor, from_dlpack(to_dlpack(value)))
+        return self.to_host(value)
 
     def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
         assert not self._uploaded, "restore before the first step"
@@ -238,7 +248,7 @@ class TorchXla:
             if layout.get(name) != info:
                 raise Damaged(f"tensor {name} is {info.dtype} {list(info.shape)}, which has no place in this model")
             with torch.no_grad():
-                state[name].copy_(torch.frombuffer(bytearray(data), dtype=torch.float32).view(info.shape))
+                state[name].copy_(torch.frombuffer(data, dtype=torch.float32).view(info.shape))
 
     def state(self) -> dict[str, Tensor]:
         groups = (("model", self._parameters), ("adam_m", self._moments[0]), ("adam_v", self._moments[1]))

@@ -10,6 +10,8 @@ flip what it holds. So:
   and crc32c of the part that each has finished writing. Nothing is renamed, ever.
 * Parts carry a token of the process group that wrote them (`9f31c2d4`), so a host of an earlier attempt that wakes up late writes beside a
   committed checkpoint, never over it.
+* Only the newest start of a run commits: host 0 looks for later claims before and after it writes the manifest (`training.start.fence`). What is left of two
+  that look at the same moment is decided by the create-only write.
 * A manifest names its parts with size and crc32c, and carries a crc32c of itself. Restoring verifies all of it and falls back to an older checkpoint.
 * Deleting removes the manifest first: a half-deleted checkpoint is no checkpoint.
 * Only safetensors and JSON: nothing is executed by reading.
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -122,8 +124,8 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
     ]
 
 
-def encode(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str] | None = None) -> tuple[bytearray, dict[str, memoryview]]:
-    """An empty safetensors file and, for each tensor, the place in it where its bytes go, so that a snapshot of the state is the file already.
+def arrange(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, slice], int]:
+    """How a safetensors file begins, where in it each tensor's bytes go, and its size.
 
     The layout (https://github.com/huggingface/safetensors#format): 8 bytes length of the header, the header as JSON, then the tensors.
     """
@@ -135,27 +137,45 @@ def encode(tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str
     text = json.dumps({"__metadata__": dict(metadata), **header} if metadata else header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = 8 + len(text)
-    data = bytearray(start + offset)
-    data[:8] = len(text).to_bytes(8, "little")
-    data[8:start] = text
-    view = memoryview(data)
-    return data, {name: view[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]] for name, entry in header.items()}
+    places = {name: slice(*(start + each for each in entry["data_offsets"])) for name, entry in header.items()}
+    return len(text).to_bytes(8, "little") + text, places, start + offset
 
 
-def decode(data: bytes) -> dict[str, tuple[TensorInfo, memoryview]]:
+def encode(
+    tensors: Sequence[tuple[str, TensorInfo]],
+    metadata: Mapping[str, str] | None = None,
+    allocate: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
+) -> tuple[memoryview, dict[str, memoryview]]:
+    """An empty safetensors file and, for each tensor, the place in it where its bytes go, so that a snapshot of the state is the file already."""
+    head, places, size = arrange(tensors, metadata)
+    data = allocate(size)
+    data[: len(head)] = head
+    return data, {name: data[place] for name, place in places.items()}
+
+
+def decode(data: bytes | memoryview) -> dict[str, tuple[TensorInfo, memoryview]]:
     """The tensors of a safetensors file. Raises Damaged when it isn't one."""
     view = memoryview(data)
+    return {name: (info, view[place]) for name, (info, place) in places_in(view, len(view)).items()}
+
+
+def head_size(data: bytes | memoryview) -> int:
+    """From the first 8 bytes of a safetensors file: how many come before its tensors."""
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+def places_in(head: bytes | memoryview, size: int) -> dict[str, tuple[TensorInfo, slice]]:
+    """Where each tensor is in a safetensors file of `size` bytes that begins with `head`. Raises Damaged."""
     try:
-        length = int.from_bytes(view[:8], "little")
-        start = 8 + length
-        header = json.loads(bytes(view[8:start]))
+        start = head_size(head)
+        header = json.loads(bytes(head[8:start]))
         header.pop("__metadata__", None)
         result = {}
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
-            if not 0 <= begin <= end <= len(view) - start:
+            if not 0 <= begin <= end <= size - start:
                 raise Damaged(f"tensor {name} lies outside its part")
-            result[name] = (TensorInfo(entry["dtype"], tuple(entry["shape"]), end - begin), view[start + begin : start + end])
+            result[name] = (TensorInfo(entry["dtype"], tuple(entry["shape"]), end - begin), slice(start + begin, start + end))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"not a safetensors file ({error})") from None
     return result

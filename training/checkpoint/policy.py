@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 
@@ -34,8 +35,22 @@ class Keep:
     last: int
     every: int | None = None
 
-    def deletable(self, committed: Iterable[int]) -> list[int]:
-        """Which of these committed steps may go, oldest first. Never the newest."""
+    def deletable(self, committed: Iterable[int], best: Collection[int] = ()) -> list[int]:
+        """Which of these committed steps may go, oldest first. Never the newest, nor the best."""
         assert self.last >= 1
         ordered = sorted(committed)
-        return [step for step in ordered[: -self.last] if not (self.every and step % self.every == 0)]
+        return [step for step in ordered[: -self.last] if not (self.every and step % self.every == 0) and step not in best]
+
+
+@dataclass(frozen=True)
+class Best:
+    """Which evaluation was the best so far, by one figure of it."""
+
+    metric: str
+    mode: str  # min or max
+
+    def better(self, value: float, than: float | None) -> bool:
+        """The first is better than none; equal ones are not, and what is no number never is."""
+        if math.isnan(value):
+            return False
+        return than is None or (value < than if self.mode == "min" else value > than)

@@ -6,20 +6,25 @@ before. A checkpoint of another model or other data is not damaged but refused: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import google_crc32c
-
 from training import storage
 from training.checkpoint import manifest as form
+from training.checkpoint import memory
 from training.checkpoint.manifest import Damaged, Manifest, TensorInfo
 from training.checkpoint.save import folders
 from training.errors import BadInput
 from training.rendezvous import Rendezvous
 
-# Takes the tensors of one part: name -> (dtype and shape, raw bytes).
+_HEAD = 1 << 18  # bytes that the list of tensors hardly ever exceeds
+_RANGE = 16 << 20  # bytes that one request reads, at least
+_READERS, _READERS_REMOTE = 2, 6  # one connection to a bucket gives a fraction of what a host can take
+
+# Takes some tensors: name -> (dtype and shape, raw bytes). The bytes are overwritten when it has returned, so it copies them.
 Accept = Callable[[Mapping[str, tuple[TensorInfo, memoryview]]], None]
 
 
@@ -47,24 +52,87 @@ def read_manifest(folder: str, step: int) -> Manifest:
     return manifest
 
 
-def read_part(folder: str, step: int, part: form.Part) -> bytes:
+def read_part(folder: str, step: int, part: form.Part) -> memoryview:
     """The verified bytes of a part. Raises Damaged."""
+    data = memoryview(bytearray(part.size))
+    for start, piece in _read(folder, step, part, list(range(0, part.size, _RANGE)) or [0]):
+        data[start : start + len(piece)] = piece
+    return data
+
+
+def take_part(folder: str, step: int, part: form.Part, accept: Accept) -> int:
+    """Gives the tensors of a part to `accept`, some at a time, and returns their number. What they are given is theirs until they return.
+
+    Raises Damaged; what was accepted until then is to be thrown away: the sum of the whole is known in the end."""
     try:
-        data = storage.read(storage.join(folder, form.step_folder(step), part.name))
+        url = storage.join(folder, form.step_folder(step), part.name)
+        head = storage.read(url, 0, _HEAD)
+        if form.head_size(head) > len(head):
+            head = storage.read(url, 0, min(form.head_size(head), part.size))
     except storage.NotFound:
         raise Damaged(f"part {part.name} is missing") from None
-    if len(data) != part.size:
-        raise Damaged(f"part {part.name} has {len(data)} bytes instead of {part.size}")
-    crc32c = google_crc32c.value(data)
+    places = form.places_in(head, part.size)
+    ordered = sorted(places.items(), key=lambda each: each[1][1].start)
+    starts = [0]
+    for _, (_, place) in ordered:
+        if place.start - starts[-1] >= _RANGE:
+            starts.append(place.start)
+    waiting = deque(ordered)
+    for start, piece in _read(folder, step, part, starts):
+        tensors: dict[str, tuple[TensorInfo, memoryview]] = {}
+        while waiting and waiting[0][1][1].stop <= start + len(piece):
+            name, (info, place) = waiting.popleft()
+            tensors[name] = (info, piece[place.start - start : place.stop - start])
+        accept(tensors)
+    return len(places)
+
+
+def _read(folder: str, step: int, part: form.Part, starts: list[int]) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of a part as ranges that begin at `starts`, in order, each until the next is asked for; several threads read ahead.
+
+    Raises Damaged when the part is not what was committed, in the end if not before."""
+    url = storage.join(folder, form.step_folder(step), part.name)
+    found = storage.stat(url)
+    if found is None:
+        raise Damaged(f"part {part.name} is missing")
+    if found.size != part.size:
+        raise Damaged(f"part {part.name} has {found.size} bytes instead of {part.size}")
+    sizes = [end - start for start, end in zip(starts, [*starts[1:], part.size], strict=True)]
+    readers = min(_READERS_REMOTE if storage.is_remote(url) else _READERS, len(sizes))
+    buffers = [memory.mapping(max(sizes, default=0)) for _ in range(readers)]  # used again and again: fresh memory is slow
+    crc32c = 0
+
+    with ThreadPoolExecutor(readers, thread_name_prefix="restore") as pool:
+
+        def begin(number: int) -> Future[int]:
+            return pool.submit(storage.read_into, url, starts[number], buffers[number % len(buffers)][: sizes[number]])
+
+        readings = deque(begin(number) for number in range(len(buffers)))
+        try:
+            for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+                if readings.popleft().result() != size:
+                    raise Damaged(f"part {part.name} ends within its bytes {start} to {start + size}")
+                piece = buffers[number % len(buffers)][:size]
+                crc32c = storage.crc32c(piece, crc32c)
+                yield start, piece
+                if number + len(buffers) < len(starts):
+                    readings.append(begin(number + len(buffers)))
+        except storage.NotFound:
+            raise Damaged(f"part {part.name} is missing") from None
+        finally:
+            for reading in readings:
+                reading.cancel()
     if crc32c != part.crc32c:
         raise Damaged(f"part {part.name} has crc32c {crc32c:08x} instead of {part.crc32c:08x}")
-    return data
 
 
 def verify(folder: str, step: int) -> Manifest:
     """Reads every byte of a checkpoint and compares. Raises Damaged."""
-    manifest = read_manifest(folder, step)
-    tensors = sum(len(form.decode(read_part(folder, step, part))) for part in manifest.parts)
+    return _taken(folder, step, read_manifest(folder, step), lambda tensors: None)
+
+
+def _taken(folder: str, step: int, manifest: Manifest, accept: Accept) -> Manifest:
+    tensors = sum(take_part(folder, step, part, accept) for part in manifest.parts)
     if tensors != manifest.tensors:
         raise Damaged(f"its parts hold {tensors} tensors instead of {manifest.tensors}")
     return manifest
@@ -111,11 +179,4 @@ def _load(folder: str, step: int, identity: Mapping[str, Any], accept: Accept) -
         raise BadInput(
             "\n  ".join([f"{place} is a checkpoint of something else; use another run id or output, or undo the change:", *different])
         )
-    tensors = 0
-    for part in manifest.parts:
-        decoded = form.decode(read_part(folder, step, part))
-        tensors += len(decoded)
-        accept(decoded)
-    if tensors != manifest.tensors:
-        raise Damaged(f"its parts hold {tensors} tensors instead of {manifest.tensors}")
-    return manifest
+    return _taken(folder, step, manifest, accept)

@@ -1,12 +1,13 @@
 """Saving: the step loop waits for the copy to host memory; writing, meeting and committing happen in a background thread.
 
-    loop thread          snapshot of this host's tensors, straight into the bytes of its part
+    loop thread          snapshot of this host's tensors, straight into the bytes of its part, in memory that is kept from save to save
     background thread    write the part
                          meet "checkpoint 40", where everyone tells the name, size and crc32c of its part
                          host 0: write the manifest, delete what the policy gives up
 
-At most one save is under way: the next one waits for it (back-pressure), so host memory holds one copy of this host's share and no more. An error in the
-background is raised by the next `check`, `save` or `wait`; it is never only logged. What can fail half-way is told in `manifest.py`.
+At most one save is under way: the next one waits for it (back-pressure), so host memory holds one copy of this host's share and no more; it is written
+from where it was copied to. An error in the background is raised by the next `check`, `save` or `wait`; it is never only logged. What can fail half-way
+is told in `manifest.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import google_crc32c
-
 from training import storage
 from training.checkpoint import manifest as form
+from training.checkpoint import memory
 from training.checkpoint.manifest import Manifest, Part, TensorInfo
 from training.checkpoint.policy import Keep
 from training.cluster import Cluster
@@ -41,21 +41,55 @@ class Description:
     token: str  # of this process group, agreed at the start
 
 
+class _PartMemory:
+    """A part's bytes, with a place for each of its tensors."""
+
+    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
+        self.tensors = dict(tensors)
+        self.data, self.places = form.encode(list(tensors.items()), allocate=memory.mapping)
+
+    def fault_in(self) -> None:
+        memory.fault_in(self.data)
+
+
 class Saver:
     """Saves checkpoints of one run, one at a time, and keeps what the policy says."""
 
     def __init__(
-        self, folder: str, cluster: Cluster, rendezvous: Rendezvous, description: Description, keep: Keep, *, background: bool = True
+        self,
+        folder: str,
+        cluster: Cluster,
+        rendezvous: Rendezvous,
+        description: Description,
+        keep: Keep,
+        *,
+        background: bool = True,
+        fence: Callable[[], None] = lambda: None,
+        warn: Callable[[str], None] = lambda message: None,
     ) -> None:
+        """`fence` raises when this process group may commit no more."""
         self.folder = folder
         self.blocked_seconds = 0.0
         self.committed: int | None = None  # the newest committed step, known on every host once `wait` has returned
         self.newest: int | None = None  # the newest step that was restored or whose save has begun
         self._cluster, self._rendezvous, self._description, self._keep = cluster, rendezvous, description, keep
-        self._background = background
+        self._background, self._fence, self._warn = background, fence, warn
+        self._deletes = True  # until it was told that it may not
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._damaged: frozenset[int] = frozenset()
+        self._part: _PartMemory | None = None
+        self._preparing: threading.Thread | None = None
+
+    def prepare(self, layout: Mapping[str, TensorInfo]) -> None:
+        """Makes the memory for snapshots in the background, so that the first save finds it."""
+        self._part = _PartMemory(self._share(layout))
+        self._preparing = threading.Thread(target=self._part.fault_in, name="checkpoint-memory", daemon=True)
+        self._preparing.start()
+
+    def _share(self, layout: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+        """The tensors that this host writes."""
+        return {name: layout[name] for name in form.assign(layout, self._cluster.hosts)[self._cluster.worker]}
 
     def restored(self, step: int, damaged: Iterable[int]) -> None:
         """Where this attempt goes on from, and the newer checkpoints that did not verify: their folders may be written again."""
@@ -67,17 +101,19 @@ class Saver:
         self.wait()
         self.newest = step
         began = time.monotonic()
-        names = form.assign(layout, self._cluster.hosts)[self._cluster.worker]
-        data, places = form.encode([(name, layout[name]) for name in names])
-        copy(places)
-        for place in places.values():
-            place.release()
+        if self._preparing:
+            self._preparing.join()
+            self._preparing = None
+        share = self._share(layout)
+        if self._part is None or self._part.tensors != share:
+            self._part = _PartMemory(share)
+        copy(self._part.places)
         self.blocked_seconds += time.monotonic() - began
         manifest = Manifest(
             step=step, parts=(), identity=self._description.identity, state=dict(state), config=self._description.config, code=self._description.code,
             tensors=len(layout), run_id=self._cluster.run_id, attempt=self._cluster.attempt, hosts=self._cluster.hosts,
         )  # fmt: skip
-        self._thread = threading.Thread(target=self._run, args=(manifest, data), name=f"checkpoint-{step}", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(manifest, self._part.data), name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
         if not self._background:
             self.wait()
@@ -95,7 +131,7 @@ class Saver:
             self._thread = None
         self.check()
 
-    def _run(self, manifest: Manifest, data: bytearray) -> None:
+    def _run(self, manifest: Manifest, data: memoryview) -> None:
         try:
             self._commit(manifest, data)
             self.committed = manifest.step
@@ -104,19 +140,17 @@ class Saver:
         finally:
             self._rendezvous.aside("")
 
-    def _commit(self, manifest: Manifest, data: bytearray) -> None:
+    def _commit(self, manifest: Manifest, data: memoryview) -> None:
         step, cluster = manifest.step, self._cluster
         folder = storage.join(self.folder, form.step_folder(step))
         self._rendezvous.aside(f"saving {step}: writing its part")
-        content = bytes(data)
-        data.clear()  # one copy of this host's share, not two
-        part = Part(form.part_name(cluster.worker, cluster.hosts, self._description.token), len(content), google_crc32c.value(content))
-        self._write_part(storage.join(folder, part.name), content, part)
+        part = self._write_part(folder, form.part_name(cluster.worker, cluster.hosts, self._description.token), data)
         self._rendezvous.aside(f"saving {step}: waiting for all parts")
         told = self._rendezvous.meet(f"checkpoint {step}", {"name": part.name, "size": part.size, "crc32c": part.crc32c})
         if not cluster.is_first:
             return
         self._rendezvous.aside(f"saving {step}: committing")
+        self._fence()
         if step in self._damaged:
             storage.delete(storage.join(folder, form.MANIFEST))
         committed = replace(manifest, parts=tuple(Part(**each) for each in told))
@@ -126,23 +160,48 @@ class Saver:
             raise TrainError(
                 f"{folder} has been committed by someone else; two trainers write the run {cluster.run_id!r}. Give one of them another run id or output"
             ) from None
+        try:
+            self._fence()
+        except TrainError:
+            # It slept through the last lines, perhaps so long that the attempt after it has taken these parts for abandoned ones.
+            if {part.name for part in committed.parts} - folders(self.folder).get(step, set()):
+                storage.delete(storage.join(folder, form.MANIFEST))
+            raise
         self._damaged -= {step}
-        self._delete_old(step)
+        self._delete_old(step, best_step(manifest))
 
-    def _write_part(self, url: str, content: bytes, part: Part) -> None:
-        written = storage.write(url, content)
-        if (written.size, written.crc32c) != (part.size, part.crc32c):
+    def _write_part(self, folder: str, name: str, data: memoryview) -> Part:
+        url = storage.join(folder, name)
+        written = storage.write(url, data)
+        # What was written to a disk is summed on its way there. A bucket tells its own sum, which must be ours.
+        sent = storage.crc32c(data) if storage.is_remote(url) else written.crc32c
+        if (written.size, written.crc32c) != (len(data), sent):
             raise TrainError(
-                f"{url} was stored with size {written.size} and crc32c {written.crc32c:08x}, but {part.size} and {part.crc32c:08x} were sent"
+                f"{url} was stored with size {written.size} and crc32c {written.crc32c:08x}, but {len(data)} and {sent:08x} were sent"
             )
+        return Part(name, written.size, sent)
 
-    def _delete_old(self, newest: int) -> None:
+    def _delete_old(self, newest: int, best: int | None) -> None:
         """Deletes what the policy gives up, and parts that no commit will ever name. Never anything as new as `newest`."""
         contents = folders(self.folder)
         committed = [step for step, names in contents.items() if form.MANIFEST in names and step <= newest and step not in self._damaged]
         abandoned = [step for step, names in contents.items() if step < newest and (form.MANIFEST not in names or step in self._damaged)]
-        for step in (*self._keep.deletable(committed), *abandoned):
-            delete(self.folder, step, contents[step])
+        gone = (*self._keep.deletable(committed, () if best is None else (best,)), *abandoned)
+        try:
+            for step in gone:
+                delete(self.folder, step, contents[step])
+            self._deletes = True
+        except storage.StorageError as error:
+            # What is committed is committed. The next save tries again.
+            if self._deletes:
+                self._warn(f"old checkpoints stay where they are: {error}")
+            self._deletes = False
+
+
+def best_step(manifest: Manifest) -> int | None:
+    """The step with the best figure when this checkpoint was saved, where checkpoint.best asks for it."""
+    best = manifest.state.get("best")
+    return None if best is None else int(best["step"])
 
 
 def folders(folder: str) -> dict[int, set[str]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,6 +82,7 @@ class FixedShards:
         self._stats = find_shards(dataset)
         self._starts = list(itertools.accumulate((shard.records for shard in self._shards), initial=0))
         self.records, self.record_bytes = self._starts[-1], self._layout.size
+        self._cache_full = False
         self._cache = cache / dataset.hash[:16] if cache and storage.is_remote(dataset.url) else None
         self._bad: set[int] = set()
         self._lock = threading.Lock()
@@ -140,7 +142,7 @@ class FixedShards:
             data = self._fetched(run[0], min(run[-1] + block, last))
             for start in run:
                 parts[start] = data[(start - run[0]) * self.record_bytes : (start - run[0] + block) * self.record_bytes]
-                storage.write(str(self._cached(start)), parts[start])
+                self._keep(start, parts[start])
             missing = missing[len(run) :]
         return b"".join(parts[start] for start in sorted(parts))
 
@@ -153,6 +155,20 @@ class FixedShards:
             pieces.append(self._range(shard, number, stop))
             record += stop - number
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _keep(self, first: int, data: bytes) -> None:
+        """Puts a block into the cache. A disk that takes no more costs the cache, not the run."""
+        if self._cache_full:
+            return
+        try:
+            storage.write(str(self._cached(first)), data)
+        except storage.StorageError as error:
+            self._cache_full = True
+            print(
+                f"tpu-train: warning: data.cache takes no more blocks, they are read from the bucket instead: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _cached(self, first: int) -> Path:
         assert self._cache is not None

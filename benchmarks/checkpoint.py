@@ -1,0 +1,280 @@
+"""What a checkpoint costs: the loop's waiting, the commit, the restore and the memory, beside what PyTorch users have.
+
+    make benchmark NAME=checkpoint [ARGS="--json --repeat 3"]
+
+The state is BERT-base's with its AdamW moments, 1.3 GB of fp32, held by the PyTorch/XLA backend on the CPU. The others get the same tensors as plain torch
+tensors in host memory, which spares them the copy from the device. All write below one temporary folder on this machine's disk; rounds are interleaved and
+the best of `--repeat` is kept, for ours and theirs alike. Memory is measured in processes of their own.
+
+  ours          Saver.save with checkpoint.background, on one host; restoring is `restore` into the backend
+  torch.save    torch.save(state, file), and torch.load
+  async_save    torch.distributed.checkpoint.async_save, without a process group
+  safetensors   safetensors.torch.save_file, and load_file
+  plain write   os.write of as many bytes, and fsync, which ours does too and the others leave out
+  plain read    a file of as many bytes, read whole; before each reading the files are dropped from the page cache, as on a new machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from training import storage
+from training.checkpoint.policy import Keep
+from training.checkpoint.restore import restore
+from training.checkpoint.save import Description, Saver
+from training.cluster import Cluster
+from training.config import TrainerConfig
+from training.rendezvous import Alone
+
+RUNS_IN = "torch-xla"
+IDENTITY = {"benchmark": 1}
+CONFIG = {
+    "model": {"name": "bert-base"},
+    "data": {"train": "none", "tokenizer": "none"},
+    "train": {"steps": 1, "global_batch_size": 1},
+    "output": "none",
+}
+
+
+def backend() -> Any:
+    """The trainer's own, with a fresh model; its state is on the (CPU) device once `_upload` was called."""
+    from training.backends.torch_xla import TorchXla
+
+    config = TrainerConfig.model_validate(CONFIG)
+    return TorchXla(config, Cluster(0, ("localhost",)), Alone(), vocabulary=30_522, pad=0, sequence_length=128, labels=None, token="t")
+
+
+def plain_state() -> dict[str, Any]:
+    """The same tensors on the host, with values that don't compress."""
+    import torch
+
+    made = backend()
+    state = {name: torch.rand(info.shape, dtype=torch.float32) for name, info in made.layout().items()}
+    del made
+    gc.collect()
+    return state
+
+
+def saver(folder: str) -> Saver:
+    return Saver(folder, Cluster(0, ("localhost",)), Alone(), Description(IDENTITY, {}, "", "t"), Keep(1))
+
+
+def write_synced(path: Path, data: memoryview) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    while data:
+        data = data[os.write(descriptor, data[: 8 << 20]) :]
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def settle() -> None:
+    """Nothing of an earlier measurement is still on its way to the disk."""
+    os.sync()
+
+
+def timed(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def forget(folder: Path) -> None:
+    """Drops files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+# --- what runs in a process of its own
+
+
+def saving(folder: Path, repeat: int) -> dict[str, float]:
+    """Seconds: blocked and until durable, of each."""
+    import torch
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint import async_save
+
+    ours, state = backend(), plain_state()
+    ours._upload()
+    layout = ours.layout()
+    size = sum(info.size for info in layout.values())
+    block = memoryview(bytearray(os.urandom(1 << 20) * (size >> 20)))
+    keeper = saver(str(folder / "ours"))
+    keeper.prepare(layout)
+    best: dict[str, float] = {"bytes": size}
+
+    def note(name: str, seconds: float) -> None:
+        best[name] = min(seconds, best.get(name, seconds))
+
+    for round_ in range(repeat):
+        settle()
+        began = time.perf_counter()
+        keeper.save(round_, layout, ours.copy, {})
+        note("ours blocked", time.perf_counter() - began)
+        keeper.wait()
+        note("ours", time.perf_counter() - began)
+        settle()
+        note("plain write", timed(lambda: write_synced(folder / "plain", block)))
+        (folder / "plain").unlink()
+        settle()
+        note("torch.save", timed(lambda: torch.save(state, folder / "torch.pt")))
+        settle()
+        note("safetensors", timed(lambda: save_file(state, folder / "whole.safetensors")))
+        settle()
+        began = time.perf_counter()
+        future = async_save(state, checkpoint_id=str(folder / f"dcp-{round_}"))
+        note("async_save blocked", time.perf_counter() - began)
+        future.result()
+        note("async_save", time.perf_counter() - began)
+    return best
+
+
+def restoring(folder: Path, repeat: int) -> dict[str, float]:
+    """Seconds, of each; the files are those that `saving` has left."""
+    import torch
+    from safetensors.torch import load_file
+
+    best: dict[str, float] = {}
+    for _ in range(repeat):
+        ours = backend()
+        steps: list[tuple[str, Callable[[], Any]]] = [
+            ("plain read", lambda: (folder / "whole.safetensors").read_bytes()),
+            ("ours", lambda ours=ours: restore(str(folder / "ours"), Alone(), IDENTITY, ours.accept, print)),
+            ("torch.load", lambda: torch.load(folder / "torch.pt")),
+            ("load_file", lambda: load_file(folder / "whole.safetensors")),
+        ]
+        for name, work in steps:
+            forget(folder)
+            gc.collect()
+            seconds = timed(work)
+            best[name] = min(seconds, best.get(name, seconds))
+    return best
+
+
+def memory(folder: Path, what: str) -> dict[str, float]:
+    """Bytes that a save needs beside the state, at the most."""
+    import torch
+    from torch.distributed.checkpoint import async_save
+
+    if what == "ours":
+        made = backend()
+        made._upload()
+        layout, keeper = made.layout(), saver(str(folder / "memory"))
+
+        def save() -> None:
+            keeper.prepare(layout)
+            for step in (1, 2):
+                keeper.save(step, layout, made.copy, {})
+            keeper.wait()
+    else:
+        state = plain_state()
+
+        def save() -> None:
+            if what == "torch.save":
+                torch.save(state, folder / "memory.pt")
+            else:
+                async_save(state, checkpoint_id=str(folder / "memory-dcp")).result()
+
+    gc.collect()
+    before, highest, over = resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal highest
+        while not over.wait(0.01):
+            highest = max(highest, resident())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    save()
+    over.set()
+    watching.join()
+    return {"bytes": float(highest - before)}
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- side by side
+
+
+def measure(folder: str, *what: str) -> dict[str, float]:
+    process = subprocess.run(
+        [sys.executable, __file__, "--folder", folder, "--measure", *what], stdout=subprocess.PIPE, text=True, check=True
+    )
+    result: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
+    return result
+
+
+def compare(folder: str, repeat: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+
+    def row(name: str, unit: str, ours: float, peer_name: str, peer: float, goal: str) -> None:
+        rows.append({"name": name, "unit": unit, "ours": ours, "peer_name": peer_name, "peer": peer, "ratio": ours / peer, "goal": goal})
+
+    saved = measure(folder, "saving", str(repeat))
+    read = measure(folder, "restoring", str(repeat))
+    megabytes = saved["bytes"] / 1e6
+    row("the loop is blocked", "s", saved["ours blocked"], "torch.save", saved["torch.save"], "at most 1/10")
+    row("the loop is blocked", "s", saved["ours blocked"], "async_save", saved["async_save blocked"], "")
+    row("the loop is blocked", "s", saved["ours blocked"], "goal", 0.5, "at most 0.5 s")
+    for peer, goal in (("plain write", ""), ("torch.save", ""), ("async_save", ""), ("safetensors", "")):
+        row("until it is committed", "s", saved["ours"], peer, saved[peer], goal)
+    write = saved["ours"] - saved["ours blocked"]
+    row("commit throughput", "MB/s", megabytes / write, "plain write", megabytes / saved["plain write"], "at least 90 %")
+    for peer, goal in (("plain read", "at most 1.2 times"), ("torch.load", ""), ("load_file", "")):
+        row("restore", "s", read["ours"], peer, read[peer], goal)
+    ours = measure(folder, "memory", "ours")["bytes"] / 1e6
+    row("peak extra memory", "MB", ours, "the state", megabytes, "at most one copy")
+    for peer in ("torch.save", "async_save"):
+        row("peak extra memory", "MB", ours, peer, max(1.0, measure(folder, "memory", peer)["bytes"] / 1e6), "")
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'':24} {'ours':>10} {'peer':>10} {'ratio':>7}  unit, peer, goal"]
+    for each in rows:
+        lines.append(
+            f"{each['name']:24} {each['ours']:>10,.2f} {each['peer']:>10,.2f} {each['ratio']:>7.2f}  {each['unit']}; {each['peer_name']}; {each['goal']}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        what, detail = options.measure
+        folder = Path(options.folder)
+        result = memory(folder, detail) if what == "memory" else {"saving": saving, "restoring": restoring}[what](folder, int(detail))
+        print(json.dumps(result))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        rows = compare(folder, options.repeat)
+    text = json.dumps({"rows": rows})
+    storage.write(str(Path(os.environ.get("TPU_LAUNCH_HOME", ".tpu-launch")) / "benchmarks" / "checkpoint.json"), text.encode())
+    print(text if options.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""What a checkpoint is good for besides going on: the best one is kept and exported, and another run starts from one, with its model or with all of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from tests.container import small_runs
+from tests.container.small_runs import StopAfter
+from tests.container.test_train_one_host import run
+from training import metrics
+from training.checkpoint import inspect
+from training.checkpoint.restore import committed_steps
+from training.cli import tpu_train
+from training.errors import BadInput, StopRequested
+
+SMALL = {"model__hidden_size": 16}  # programs of its own: another module of this process counts compilations
+# Too fast to converge: the loss of the evaluation goes up and down.
+WILD = {
+    **SMALL,
+    "train__learning_rate": 0.05,
+    "train__steps": 16,
+    "evaluation__every": 2,
+    "checkpoint__every_steps": 4,
+    "checkpoint__keep_last": 1,
+}
+BEST = {**WILD, "checkpoint__best": {"metric": "loss", "mode": "min"}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_runs.prepare(tmp_path_factory.mktemp("uses"))
+
+
+def evaluations(folder: Path, run_id: str) -> dict[int, float]:
+    return {line["step"]: line["eval_loss"] for line in metrics.history(str(folder / "runs" / run_id)) if "eval_loss" in line}
+
+
+def test_the_best_of_all_evaluations_is_kept_through_stops_and_is_exported(folder: Path) -> None:
+    undisturbed = run(folder, "best", **BEST)
+    figures = evaluations(folder, "best")
+    assert sorted(figures) == list(range(2, 17, 2))
+    best = min(figures, key=lambda step: figures[step])
+    assert undisturbed["best"] == {"step": best, "metric": "loss", "value": figures[best]}
+    assert committed_steps(str(folder / "runs" / "best" / "checkpoints")) == sorted({best, 16}, reverse=True)
+
+    with pytest.raises(StopRequested):
+        run(folder, "best-stopped", StopAfter(5), **BEST)  # in an evaluation: each has three batches
+    run(folder, "best-stopped", attempt=1, **BEST)
+    assert evaluations(folder, "best-stopped") == figures
+    assert inspect.best(str(folder / "runs" / "best-stopped")) == best
+
+    out = folder / "exported"
+    ended = CliRunner().invoke(tpu_train, ["export", "--best", str(folder / "runs" / "best"), str(out)])
+    assert ended.exit_code == 0, ended.output
+    assert f"the model after step {best}" in ended.output
+    assert json.loads((out / "config.json").read_text())["model_type"] == "bert"
+
+
+def test_a_figure_that_no_evaluation_has_is_refused(folder: Path) -> None:
+    with pytest.raises(BadInput, match=r"checkpoint\.best\.metric: an evaluation of task mlm has no f1; it has loss, perplexity, accuracy"):
+        run(folder, "no-figure", **{**BEST, "checkpoint__best": {"metric": "f1", "mode": "max"}})
+
+
+def started_from(folder: Path, run_id: str, path: str) -> dict[str, Any]:
+    return run(folder, run_id, model={"path": path}, train__dropout=0.0, train__steps=2)
+
+
+def test_a_run_starts_with_the_model_of_another_run_or_of_one_checkpoint_of_it(folder: Path) -> None:
+    source = run(folder, "source", train__dropout=0.0, **SMALL)
+    newest = started_from(folder, "from-newest", str(folder / "runs" / "source"))
+    exported = started_from(folder, "from-export", str(folder / "runs" / "source" / "model"))
+    assert newest["final_weights_crc32c"] == exported["final_weights_crc32c"], "an export is the newest checkpoint's model"
+    assert newest["first_loss"] < source["first_loss"] - 0.2
+    earlier = started_from(folder, "from-step", str(folder / "runs" / "source" / "checkpoints" / "step-00000004"))
+    assert newest["first_loss"] < earlier["first_loss"] < source["first_loss"]
+
+
+def test_a_copied_checkpoint_goes_on_to_the_same_bits(folder: Path) -> None:
+    whole = run(folder, "whole", **SMALL)
+    inspect.restore(str(folder / "runs" / "whole"), str(folder / "runs" / "copied"), 4)
+    copied = run(folder, "copied", **SMALL)
+    assert copied["final_weights_crc32c"] == whole["final_weights_crc32c"]
+    assert copied["eval_loss"] == whole["eval_loss"]

@@ -1,0 +1,41 @@
+"""A host that saves one checkpoint, as a process: saving_host.py FOLDER WORKER HOSTS PORT BYTES. Prints the seconds from the last arrival to the commit."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+
+from training.checkpoint.manifest import TensorInfo
+from training.checkpoint.policy import Keep
+from training.checkpoint.save import Description, Saver
+from training.cluster import Cluster
+from training.rendezvous import join
+from training.stopping import Stopping
+
+TENSORS = 16
+
+
+def main(folder: str, worker: int, hosts: int, port: int, size: int) -> None:
+    cluster = Cluster(worker, ("127.0.0.1",) * hosts, run_id="r", rendezvous_port=port)
+    layout = {f"model/{index}": TensorInfo("F32", (size // TENSORS // 4,), size // TENSORS) for index in range(TENSORS)}
+
+    def copy(places: Mapping[str, memoryview]) -> None:
+        for place in places.values():
+            place[:] = bytes([worker]) * len(place)
+
+    rendezvous = join(cluster, Stopping(), start_seconds=60, seconds=60, lost_seconds=10)
+    saver = Saver(folder, cluster, rendezvous, Description({}, {}, "c", "t"), Keep(2))
+    saver.save(1, layout, copy, {})  # imports, connects
+    saver.wait()
+    rendezvous.meet("go")
+    began = time.monotonic()
+    saver.save(2, layout, copy, {})
+    saver.wait()
+    print(time.monotonic() - began, flush=True)
+    rendezvous.meet("end")
+    rendezvous.close(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,0 +1,130 @@
+"""What `tpu-train checkpoint` and `tpu-train export --best` do with a run's folder: copying, finding the best, naming one checkpoint by its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from training import storage
+from training.checkpoint import inspect
+from training.checkpoint import manifest as form
+from training.checkpoint import restore as restoring
+from training.checkpoint.manifest import TensorInfo
+from training.checkpoint.policy import Best, Keep
+from training.checkpoint.restore import committed_steps, restore, verify
+from training.checkpoint.save import Description, Saver
+from training.cluster import Cluster
+from training.errors import BadInput
+from training.rendezvous import Alone
+
+INFO = {"model/w": TensorInfo("F32", (3,), 12)}
+
+
+def saved(folder: Path, figures: dict[int, float | None], keep: Keep, mode: str = "min") -> None:
+    """A run of one host that saved after these steps, and evaluated to these figures just before."""
+    saver = Saver(str(folder / "checkpoints"), Cluster(0, ("h",), run_id="r"), Alone(), Description({"seed": 1}, {}, "c", "t"), keep)
+    best: dict[str, Any] | None = None
+    for step, value in figures.items():
+        if value is not None and Best("loss", mode).better(value, best["value"] if best else None):
+            best = {"step": step, "metric": "loss", "value": value}
+        content = np.full(3, step, np.float32)
+        saver.save(
+            step, INFO, lambda places, content=content: places["model/w"].__setitem__(slice(None), content.tobytes()), {"best": best}
+        )
+    saver.wait()
+
+
+def test_the_best_checkpoint_is_kept_listed_and_found(tmp_path: Path) -> None:
+    saved(tmp_path, {10: 5.0, 20: 3.0, 30: 4.0, 40: float("nan"), 50: 3.0, 60: None}, Keep(2))
+    assert committed_steps(str(tmp_path / "checkpoints")) == [60, 50, 20]
+    assert inspect.best(str(tmp_path)) == 20
+    lines = {line.split()[0]: line for line in inspect.table(str(tmp_path)).splitlines()}
+    assert lines["20"].endswith("best loss: 3.00000")
+    assert "best" not in lines["50"] + lines["60"]
+
+
+def test_one_that_was_the_best_goes_when_there_is_a_better_one(tmp_path: Path) -> None:
+    saved(tmp_path, {10: 1.0, 20: 2.0, 30: 1.5, 40: 1.7, 50: 1.8}, Keep(1), mode="max")
+    assert committed_steps(str(tmp_path / "checkpoints")) == [50, 20]
+    assert inspect.best(str(tmp_path)) == 20
+
+
+def test_without_a_policy_there_is_no_best(tmp_path: Path) -> None:
+    saved(tmp_path, {10: None}, Keep(1))
+    with pytest.raises(BadInput, match=r"no best checkpoint is known; the run needs checkpoint\.best"):
+        inspect.best(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["checkpoints/step-00000010", "checkpoints", ""])
+def test_a_checkpoint_is_copied_and_another_run_goes_on_from_it(tmp_path: Path, name: str) -> None:
+    saved(tmp_path / "a", {10: None, 20: None}, Keep(2))
+    assert inspect.restore(str(tmp_path / "a" / name), str(tmp_path / "b"), None) == (10 if "step" in name else 20)
+    [step] = committed_steps(str(tmp_path / "b" / "checkpoints"))
+    verify(str(tmp_path / "b" / "checkpoints"), step)
+    seen: dict[str, bytes] = {}
+    restored = restore(
+        str(tmp_path / "b" / "checkpoints"),
+        Alone(),
+        {"seed": 1},
+        lambda tensors: seen.update({k: bytes(v[1]) for k, v in tensors.items()}),
+        print,
+    )
+    assert restored is not None
+    assert restored.manifest.step == step
+    assert seen["model/w"] == np.full(3, step, np.float32).tobytes()
+    with pytest.raises(BadInput, match="has checkpoints already"):
+        inspect.restore(str(tmp_path / "a"), str(tmp_path / "b"), 10)
+
+
+def damaged(folder: Path) -> None:
+    [part] = (folder / "a" / "checkpoints" / "step-00000010").glob("part-*")
+    part.write_bytes(part.read_bytes()[:-1] + b"\xff")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "step", "said"),
+    [(damaged, 10, "is damaged .*crc32c.*choose another"), (lambda folder: None, 15, "has no committed step 15; it has 20, 10")],
+)
+def test_what_can_not_be_copied_leaves_no_checkpoint(tmp_path: Path, spoil: Callable[[Path], None], step: int, said: str) -> None:
+    saved(tmp_path / "a", {10: None, 20: None}, Keep(2))
+    spoil(tmp_path)
+    with pytest.raises(BadInput, match=said):
+        inspect.restore(str(tmp_path / "a"), str(tmp_path / "b"), step)
+    assert committed_steps(str(tmp_path / "b" / "checkpoints")) == []
+
+
+def test_a_file_that_ends_early_is_damage_and_not_a_crash(tmp_path: Path) -> None:
+    saved(tmp_path, {10: None}, Keep(2))
+    folder = tmp_path / "checkpoints"
+    [part] = (folder / "step-00000010").glob("part-*")
+    part.unlink()
+    with pytest.raises(form.Damaged, match="is missing"):
+        verify(str(folder), 10)
+    assert storage.stat(str(part)) is None
+
+
+@pytest.mark.parametrize("bytes_a_request", [1, 5, 12, 1 << 20])
+def test_any_flipped_byte_is_damage_however_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_a_request: int) -> None:
+    """In the list of tensors as in the tensors: never another exception, never silence."""
+    monkeypatch.setattr(restoring, "_RANGE", bytes_a_request)
+    monkeypatch.setattr(restoring, "_HEAD", 16)
+    tensors = {f"model/{index}": TensorInfo("F32", (index, 3), 12 * index) for index in range(5)}
+    saver = Saver(str(tmp_path), Cluster(0, ("h",), run_id="r"), Alone(), Description({"seed": 1}, {}, "c", "t"), Keep(2))
+    saver.save(10, tensors, lambda places: [place.__setitem__(slice(None), bytes(range(len(place)))) for place in places.values()], {})
+    saver.wait()
+    seen: dict[str, bytes] = {}
+    restored = restore(
+        str(tmp_path), Alone(), {"seed": 1}, lambda given: seen.update({name: bytes(data) for name, (_, data) in given.items()}), print
+    )
+    assert restored is not None
+    assert seen == {name: bytes(range(info.size)) for name, info in tensors.items()}
+    [part] = tmp_path.glob("step-*/part-*")
+    whole = part.read_bytes()
+    for place in range(0, len(whole), 3):
+        part.write_bytes(whole[:place] + bytes([whole[place] ^ 0x41]) + whole[place + 1 :])
+        with pytest.raises(form.Damaged):
+            verify(str(tmp_path), 10)
