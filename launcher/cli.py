@@ -85,11 +85,12 @@ def _home() -> Path:
 
 @cli.command()
 @click.option("--max-cost", type=click.FloatRange(0, min_open=True), metavar="DOLLARS", help="Refuse a slice that costs more an hour.")
+@click.option("--no-preflight", is_flag=True, help="Go on although preflight found before that the step does not fit.")
 @_dry_run
 @_configured
-def up(config: Any, max_cost: float | None, dry_run: bool) -> None:
+def up(config: Any, max_cost: float | None, dry_run: bool, no_preflight: bool) -> None:
     """Create the slice and wait until every host answers. Idempotent: goes on waiting for a slice that is on its way."""
-    from launcher import checks
+    from launcher import checks, preflight
 
     if max_cost is not None:
         config = replace(config, slice=config.slice.model_copy(update={"max_cost_per_hour": max_cost}))
@@ -97,6 +98,8 @@ def up(config: Any, max_cost: float | None, dry_run: bool) -> None:
         _show(config, "up")
         return
     checks.buckets(config)
+    if not no_preflight:
+        preflight.require(config, _home(), terminal.say)
     provider = _provider(config)
     provider.create()
     terminal.say(f"slice {config.slice.name} is READY: {config.accelerator.hosts} hosts, {config.accelerator.devices} devices")
@@ -107,6 +110,7 @@ def up(config: Any, max_cost: float | None, dry_run: bool) -> None:
 @click.option("--new", is_flag=True, help="Start a new run even if an unfinished one could be resumed.")
 @click.option("--attach", is_flag=True, help="Go on watching a run that is already there; start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print how the run ended as JSON on standard output, last.")
+@click.option("--no-preflight", is_flag=True, help="Go on although preflight found before that the step does not fit.")
 @click.option("--env-file", type=click.Path(path_type=Path), help="NAME=VALUE lines for the command; they travel as secrets do.")
 @click.option("--overlay", metavar="FOLDER=TARGET", help="Files over those of the image that ran last, without a build.")
 @_dry_run
@@ -121,6 +125,7 @@ def run(
     env_file: Path | None,
     overlay: str | None,
     dry_run: bool,
+    no_preflight: bool,
     command: tuple[str, ...],
 ) -> None:
     """Start the container on every host and watch it to its end; resumes an unfinished run.
@@ -129,7 +134,7 @@ def run(
     tpu-launch run -f run.yaml                      the trainer, as the file says
     tpu-launch run -f run.yaml -- python train.py   any command of the image
     """
-    from launcher import checks, local
+    from launcher import checks, local, preflight
     from launcher.run import launch
     from launcher.run.supervise import explain
 
@@ -141,6 +146,8 @@ def run(
         config.require_something_to_run()
         checks.buckets(config)
         checks.data(config)
+        if not no_preflight:
+            config = preflight.require(config, _home(), terminal.say)
     provider = _provider(config)
     try:
         if attach:

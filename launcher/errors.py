@@ -19,6 +19,7 @@ class Exit(enum.IntEnum):
     PREEMPTED = 12  # the slice was taken away
     STALLED = 13  # no sign of life within the configured time
     STOPPED = 14  # somebody stopped the run, and it did not save
+    DOES_NOT_FIT = 15  # preflight: the step does not fit on the accelerator, or does not compile for it; nothing was started
     STOCKOUT = 20  # no capacity in the zone
     QUOTA = 21
     PERMISSION = 22

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from launcher import engine, images, shell
 from launcher.config import Config
@@ -67,12 +69,27 @@ def image(config: Config, say: Callable[[str], None]) -> str:
     return images.ensure(spec(config), say).reference
 
 
-def run(config: Config, command: Sequence[str], say: Callable[[str], None], emit: Callable[[str], None] = print) -> int:
-    """Runs `command` in the image here, in the current folder, as the current user; returns its exit code."""
+def unpublished(config: Config, say: Callable[[str], None]) -> str:
+    """The image for use here alone: built unless it was, and not pushed."""
+    return config.image.reference or images.ensure(replace(spec(config), repository=None), say).reference
+
+
+def run(
+    config: Config,
+    command: Sequence[str],
+    say: Callable[[str], None],
+    emit: Callable[[str], None] = print,
+    *,
+    reference: str | None = None,
+    mounts: Mapping[Path, str] | None = None,
+) -> int:
+    """Runs `command` in the image (that of the file, or `reference`) here, in the current folder, as the current user; returns its exit code.
+
+    `mounts`: more files for it to read, each at a path of the container."""
     docker = engine.require_engine()
     name = f"tpu-launch-local-{secrets.token_hex(4)}"
     given = [each for each in config.run.secrets if each in os.environ]
-    argv = local_command(docker, name, image(config, say), command, Path.cwd(), Path.home(), given)
+    argv = local_command(docker, name, reference or image(config, say), command, Path.cwd(), Path.home(), given, mounts or {})
     try:
         code = shell.stream(argv, emit, timeout=_DAYS).returncode
     finally:
@@ -82,7 +99,14 @@ def run(config: Config, command: Sequence[str], say: Callable[[str], None], emit
 
 
 def local_command(
-    docker: str, name: str, reference: str, command: Sequence[str], folder: Path, user_home: Path, given: Sequence[str] = ()
+    docker: str,
+    name: str,
+    reference: str,
+    command: Sequence[str],
+    folder: Path,
+    user_home: Path,
+    given: Sequence[str] = (),
+    mounts: Mapping[Path, str] = MappingProxyType({}),
 ) -> list[str]:
     """The `docker run` of `run`. The user's own Google credentials, where there are any, are mounted for reading; `given` are the variables of this
     environment whose values the command gets, named only."""
@@ -94,4 +118,6 @@ def local_command(
         argv += ["--volume", f"{credentials}:/etc/google-credentials.json:ro"]
         argv += ["--env", "GOOGLE_APPLICATION_CREDENTIALS=/etc/google-credentials.json"]
     argv += [word for each in given for word in ("--env", each)]
+    for path, inside in mounts.items():
+        argv += ["--volume", f"{path}:{inside}:ro"]
     return [*argv, reference, *command]

@@ -6,7 +6,8 @@ import click
 
 from launcher.housekeeping import gc, list_
 from launcher.looking import events
+from launcher.preflight import preflight
 from launcher.preparing import doctor, init
 from launcher.reaching import ssh, tunnel
 
-COMMANDS: tuple[click.Command, ...] = (init, doctor, list_, gc, ssh, tunnel, events)
+COMMANDS: tuple[click.Command, ...] = (init, doctor, preflight, list_, gc, ssh, tunnel, events)

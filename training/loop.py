@@ -337,7 +337,7 @@ class _Run:
             "mfu": mfu(self.work.flops, step_seconds, peak(self.cluster.accelerator_type, device_kind())),
             "checkpoint": storage.join(self.saver.folder, step_folder(self.step)), "committed_step": self.saver.committed,
             "model": storage.join(self.folder, "model") if self.config.export.at_end else None, "hub": hub, "compilations": count,
-            "compile_seconds": round(compile_seconds, 3), **self.backend.counters(),
+            "compile_seconds": round(compile_seconds, 3), **self.backend.counters(), "preflight": self.backend.preflight(),
             "checkpoint_blocked_seconds": round(self.saver.blocked_seconds, 3),
             "host_fallbacks": self.backend.fallbacks(), "skipped_records": sum(skipped for _, skipped in told),
             "final_weights_crc32c": checksums[0], "goodput": round(seconds.get("step", 0.0) / seconds["total"], 4), "seconds": seconds,

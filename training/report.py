@@ -41,6 +41,8 @@ def hygiene(values: dict[str, Any]) -> str:
     if syncs is not None:
         told.append(f"{syncs} unplanned device-to-host syncs")
     told.append(f"{len(fallbacks)} operations on the host" + (f" ({', '.join(fallbacks)})" if fallbacks else ""))
+    if values.get("preflight"):
+        told.append(f"preflight: {values['preflight']}")
     return f"programs: {', '.join(told)}"
 
 

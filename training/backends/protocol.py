@@ -97,5 +97,8 @@ class Backend(Protocol):
     def fallbacks(self) -> list[str]:
         """Operations that ran on the host because the device has none: each costs a round trip every step."""
 
+    def preflight(self) -> str | None:
+        """Whether it ran the programs that preflight had compiled, in a few words; None when none were."""
+
     def close(self) -> None:
         """Leaves the other hosts. The process may end without it."""

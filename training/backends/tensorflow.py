@@ -27,6 +27,7 @@ from training.backends.tensorflow_model import SUMS_OF, Noise, Parameter, build
 from training.checkpoint.manifest import Damaged, TensorInfo
 from training.cluster import Cluster
 from training.config import TrainerConfig
+from training.preflight.agreement import Agreement
 from training.rendezvous import Rendezvous
 from training.schedule import adam_numbers, step_seed
 from training.tasks.task import HostBatch, Task
@@ -50,6 +51,7 @@ class TensorFlow:
         token: str,
     ) -> None:
         self._config, self._train, self._cluster = config, config.train, cluster
+        self._agreement = Agreement(os.environ, comparable=False, talks=cluster.is_first)
         on_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
         self._strategy = _tpu_strategy() if on_tpu else _cpu_strategy(int(os.environ.get("CPU_NUM_DEVICES") or 1))
         self._replicas: int = self._strategy.num_replicas_in_sync
@@ -273,6 +275,9 @@ class TensorFlow:
 
     def fallbacks(self) -> list[str]:
         return []  # a program is refused as a whole when the device lacks an operation
+
+    def preflight(self) -> str | None:
+        return self._agreement.summary()
 
     def close(self) -> None:
         if self._exchange:

@@ -30,6 +30,7 @@ from training.backends.torch_model import SUMS_OF, build
 from training.checkpoint.manifest import Damaged, TensorInfo
 from training.cluster import Cluster
 from training.config import TrainerConfig
+from training.preflight.agreement import Agreement
 from training.rendezvous import Rendezvous
 from training.schedule import adam_numbers, step_seed
 from training.tasks.task import HostBatch, Task
@@ -76,6 +77,7 @@ class TorchXla:
             seed=config.seed,
             labels=labels,
         )
+        self._agreement = Agreement(os.environ, comparable=self._spmd, talks=cluster.is_first)
         self._sums = SUMS_OF[config.task]
         self._compiled_before, self._counted_before = _compiled(), _counted()  # by earlier runs in this process
         self._meant = 0  # transfers to the host that were asked for here
@@ -94,6 +96,7 @@ class TorchXla:
         # Every tensor that is alive at a sync becomes an output of its program. So gradients live in no variable here.
         if not self._exchange:
             sums = self.traced_step(number, batch, asks)
+            self._agreement.look("training", _shapes(batch), lambda: [*self.state().values(), sums])
             torch_xla.sync()
             return _PendingStep(self, sums)
         numbers = self._numbers(number)
@@ -164,6 +167,7 @@ class TorchXla:
 
     def evaluate(self, batch: Arrays, asks: Asks) -> _PendingStep:
         sums = self.traced_evaluation(batch, asks)
+        self._agreement.look("evaluation", _shapes(batch), lambda: [sums])
         torch_xla.sync()
         if self._exchange:
             sums = self.to_host(sums)
@@ -285,8 +289,15 @@ class TorchXla:
         # Reading a number (an outcome) is counted as one, but is meant.
         return sorted(name for name in xla_metrics.counter_names() if name.startswith("aten::") and name != "aten::_local_scalar_dense")
 
+    def preflight(self) -> str | None:
+        return self._agreement.summary()
+
     def close(self) -> None:
         self._exchange = None
+
+
+def _shapes(batch: Arrays) -> list[tuple[int, ...]]:
+    return [array.shape for array in batch.values()]
 
 
 def _compiled() -> tuple[int, float]:

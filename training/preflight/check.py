@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from training.accelerators import Accelerator
 from training.config import TrainerConfig, batch_mistake
@@ -31,22 +32,27 @@ def check(config: TrainerConfig, facts: Facts, targets: Sequence[Accelerator], *
         if target.devices not in traced:
             say(f"tracing for {target.devices} devices")
             traced[target.devices] = trace(config, facts, graphs(config, facts), target.devices)
-        result = _compiled(traced[target.devices], target, say)
+        result = compiled(traced[target.devices], target, say)
         if max_batch:
             result = AcceleratorResult(**{**vars(result), "max_batch": _search(config, facts, target, result.graphs[0].fits, say)})
         found.append(result)
     return Report(compiler.version(), found)
 
 
-def _compiled(traced: Sequence[Traced], target: Accelerator, say: Say) -> AcceleratorResult:
-    outcomes: list[tuple[Traced, Compiled | str, float]] = []
-    for each in traced:
+def compiled(traced: Sequence[Traced], target: Accelerator, say: Say) -> AcceleratorResult:
+    """What the compiler makes of the programs of one run."""
+
+    def one(each: Traced) -> tuple[Traced, Compiled | str, float]:
         say(f"compiling {each.graph} for {target.name}")
         began = time.monotonic()
         try:
-            outcomes.append((each, compiler.compile(each.program, target), time.monotonic() - began))
+            return each, compiler.compile(each.program, target), time.monotonic() - began
         except Refused as error:
-            outcomes.append((each, str(error), time.monotonic() - began))
+            return each, str(error), time.monotonic() - began
+
+    # Two at a time: the compiler keeps little more than one core busy, and more at once would need the memory of all.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        outcomes = list(pool.map(one, traced))
     code = sum(found.code_bytes for _, found, _ in outcomes if isinstance(found, Compiled))
     results = [
         report.refused(each, found, seconds) if isinstance(found, str) else report.fitting(each, found, target, code - found.code_bytes)

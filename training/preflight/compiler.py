@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import re
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,6 +44,9 @@ _NO_TPU = {
     "TPU_STDERR_LOG_LEVEL": "3",
     "JAX_PLATFORMS": "cpu",
 }
+
+
+_LOADING = threading.Lock()  # libtpu is loaded once, whichever thread comes first
 
 
 class NoCompiler(BadInput):
@@ -180,11 +183,16 @@ def one_program() -> Iterator[None]:
 
     refused = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
+    def depends(function: Any, arguments: Any) -> bool:
+        if not refused & set(function.tags):
+            return False
+        if function is torch.ops.aten.index.Tensor:  # with a mask; with numbers its shape is known
+            return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in arguments[1])
+        return any(isinstance(each, torch.Tensor) and each.device.type == "xla" for each in arguments)
+
     class Watch(TorchDispatchMode):  # type: ignore[misc]
         def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-            if refused & set(function.tags) and any(
-                getattr(each, "device", None) is not None and each.device.type == "xla" for each in arguments
-            ):
+            if depends(function, arguments):
                 raise DataDependent(
                     f"{function} depends on the values of a tensor, not on its shape alone: a TPU would stop there every step, and compile again "
                     f"whenever the values give another shape{_asked_by()}; use torch.where or a mask of a fixed shape instead"
@@ -216,7 +224,14 @@ def program(outputs: Sequence[Any], state: Mapping[int, str]) -> Program:
     arguments = {number: state[found] for number, found in enumerate(ids) if found in state}
     computation = xla_client.XlaComputation(_XLAC._get_xla_tensors_hlo_proto(outputs))
     text: str = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
-    return Program(text, frozenset(arguments), arguments, graph_hash(_XLAC._get_xla_tensors_hlo(outputs)))
+    return Program(text, frozenset(arguments), arguments, hash_of(outputs))
+
+
+def hash_of(outputs: Sequence[Any]) -> str:
+    """Of the program that a `torch_xla.sync()` would run for these tensors. Needs torch_xla alone."""
+    import _XLAC
+
+    return graph_hash(_XLAC._get_xla_tensors_hlo(list(outputs)))
 
 
 def graph_hash(hlo: str) -> str:
@@ -232,7 +247,8 @@ def graph_hash(hlo: str) -> str:
 def compile(program: Program, target: Accelerator) -> Compiled:
     """Compiles for all devices of a slice. Raises NoCompiler, and Refused with the compiler's own words."""
     require()
-    client, devices = _topology(target)
+    with _LOADING:
+        client, devices = _topology(target)
     import numpy as np
     from jax._src.interpreters import mlir
     from jaxlib import _jax, xla_client
@@ -269,8 +285,6 @@ def compile(program: Program, target: Accelerator) -> Compiled:
 def _topology(target: Accelerator) -> tuple[Any, tuple[Any, ...]]:
     """The compile-only client, and the devices of the slice as PJRT shows them on its TPU VMs."""
     os.environ.update(_NO_TPU)
-    found = importlib.util.find_spec("libtpu")
-    assert found is not None
     from jax.experimental import topologies
 
     options: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from typing import Any
 from training.accelerators import Accelerator
 from training.preflight.compiler import Compiled
 from training.preflight.programs import Traced
-from training.preflight.scheduled import Allocation, Collective, collectives, largest
+from training.preflight.scheduled import Allocation, Collective, collectives, largest, place
 
 FORMAT = 1
 GIB = 2**30
@@ -111,7 +111,7 @@ class Report:
         """What `--json` prints, and what `tpu-launch run` keeps."""
         found = asdict(self)
         for one, said in zip(self.accelerators, found["accelerators"], strict=True):
-            said.update(fits=one.fits, distinct_graphs=one.distinct)
+            said.update(fits=one.fits, distinct_graphs=one.distinct, lines=[*_of_accelerator(one), _footer(self)])
             for graph, told in zip(one.graphs, said["graphs"], strict=True):
                 if graph.memory:
                     told["memory"]["total"] = graph.memory.total
@@ -134,11 +134,8 @@ def fitting(traced: Traced, compiled: Compiled, target: Accelerator, other_progr
         capacity=capacity,
     )
     fits = memory.total <= capacity
-    reason = (
-        None
-        if fits
-        else f"needs {gib(memory.total)} of {gib(capacity)} together with {gib(memory.resident)} of state and programs beside it"
-    )
+    beside = f" ({gib(memory.resident)} of them for state and programs beside it)" if memory.resident else ""
+    reason = None if fits else f"{_too_large(memory.total, capacity)}{beside}"
     return _result(
         traced,
         fits=fits,
@@ -146,7 +143,7 @@ def fitting(traced: Traced, compiled: Compiled, target: Accelerator, other_progr
         needed=memory.total,
         memory=memory,
         costs=roofline(compiled.flops, compiled.bytes_accessed, target, traced.graph.rows),
-        largest=largest(compiled.text, LARGEST),
+        largest=largest(compiled.text, LARGEST, traced.program.arguments),
         collectives=collectives(compiled.text),
         compile_seconds=compiled.seconds,
     )
@@ -197,11 +194,15 @@ def reason_of(message: str) -> tuple[int | None, str]:
     found = used or temporaries
     if found:
         wanted, there = _size(found.group(1)), _size(found.group(2))
-        return wanted, f"does not fit: it needs {gib(wanted)} of HBM a device, and {gib(there)} are there"
+        return wanted, _too_large(wanted, there)
     if "allocation_size_words <= std::numeric_limits<int32_t>::max()" in message:
         return None, "does not fit: a single array is larger than the device can address"
     first = next((line for line in message.splitlines() if line.strip()), "no reason given")
     return None, f"the compiler refuses it: {first[:300]}"
+
+
+def _too_large(wanted: int, there: int) -> str:
+    return f"does not fit: it needs {gib(wanted)} of HBM a device, and {gib(there)} are there"
 
 
 def allocations_of(message: str) -> list[Allocation]:
@@ -212,9 +213,7 @@ def allocations_of(message: str) -> list[Allocation]:
         shape = re.search(r"Shape: ([\w]+\[[\d,]*\])", block)
         operator = re.search(r"Operator: (.*)", block)
         if size and shape:
-            from training.preflight.scheduled import place
-
-            where = re.sub(r"(?<=\.)\d+(?=[.:])", "*", place(operator.group(1))) if operator else ""
+            where = re.sub(r"(?<=[._])\d+(?=[.:])", "*", place(operator.group(1))) if operator else ""
             found.append(Allocation(_size(size.group(1)), 1, shape.group(1), where))
     return sorted(_together(found), key=lambda each: -each.bytes)
 
@@ -252,10 +251,11 @@ def _dtypes(found: Collective) -> str:
 
 def lines(report: Report) -> list[str]:
     """What `preflight` prints."""
-    said = []
-    for one in report.accelerators:
-        said += _of_accelerator(one)
-    return [*said, f"({report.compiler}; {NOT_VERIFIED})"]
+    return [line for one in report.accelerators for line in _of_accelerator(one)] + [_footer(report)]
+
+
+def _footer(report: Report) -> str:
+    return f"({report.compiler}; {NOT_VERIFIED})"
 
 
 def _of_accelerator(one: AcceleratorResult) -> list[str]:
@@ -281,7 +281,7 @@ def _of_graph(graph: GraphResult, devices: int) -> list[str]:
     else:
         memory, costs = graph.memory, graph.costs
         said = [
-            f"{head}: {graph.reason or f'{gib(memory.total)} of {gib(memory.capacity)}'}",
+            f"{head}: {graph.reason or f'fits: {gib(memory.total)} of {gib(memory.capacity)}'}",
             f"  HBM      arguments {size(memory.arguments)}, temporaries {size(memory.temporaries)}, outputs {size(memory.outputs)} "
             f"({size(memory.donated)} of them in donated arguments), code {size(memory.code)}, beside it {size(memory.resident)}",
             f"  work     {costs.flops / 1e12:.4g} TFLOP, {size(costs.bytes)}, {costs.flops / max(costs.bytes, 1):.0f} FLOP/byte a device; "

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 _BITS = {"pred": 8, "token": 0, "bf16": 16, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"\b(pred|token|bf16|[a-z]\d+(?:[a-z]\w*)?)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
@@ -103,7 +104,7 @@ class _Line:
     operation: str
     arrays: list[_Array]  # of the result, one for each leaf of a tuple
     operands: list[str]
-    index: int | None  # of get-tuple-element
+    index: int | None  # of get-tuple-element, and of a parameter
     where: str
     root: bool
 
@@ -122,7 +123,8 @@ def _lines(text: str) -> Iterable[_Line]:
         if not operation:
             continue
         result, arguments = rest[: operation.start()], rest[operation.end() :]
-        index = re.search(r"index=(\d+)", arguments) if operation.group(1) == "get-tuple-element" else None
+        numbered = {"get-tuple-element": r"index=(\d+)", "parameter": r"^(\d+)\)"}.get(operation.group(1))
+        index = re.search(numbered, arguments) if numbered else None
         yield _Line(
             name=name,
             operation=operation.group(1),
@@ -161,8 +163,10 @@ def _tensorflow_place(names: list[str]) -> str:
     return f"{gradient}{module}: {names[-1]}" if module else names[-1]
 
 
-def largest(text: str, count: int) -> list[Allocation]:
-    """The largest temporary allocations at the moment when most HBM is in use; those of like places are counted together."""
+def largest(text: str, count: int, arguments: Mapping[int, str] = MappingProxyType({})) -> list[Allocation]:
+    """The largest temporary allocations at the moment when most HBM is in use; those of like places are counted together.
+
+    `arguments`: names of the program's arguments, for copies of them."""
     lines = list(_lines(text))
     # (line, leaf) of each buffer that a name may stand for, leaf by leaf
     owners: dict[str, list[list[tuple[int, int]]]] = {}
@@ -213,17 +217,20 @@ def largest(text: str, count: int) -> list[Allocation]:
             most, fullest = total, dict(live)
     grouped: dict[tuple[str, str], list[int]] = {}
     for (number, part_of), size in fullest.items():
-        where = re.sub(r"(?<=\.)\d+(?=[.:])", "*", _asked_by(lines, number, producers)) or lines[number].operation
+        where = re.sub(r"(?<=[._])\d+(?=[.:])", "*", _asked_by(lines, number, producers, arguments)) or lines[number].operation
         grouped.setdefault((where, str(lines[number].arrays[part_of])), []).append(size)
     found = [Allocation(sum(sizes), len(sizes), shape, where) for (where, shape), sizes in grouped.items()]
     return sorted(found, key=lambda each: (-each.bytes, each.where, each.shape))[:count]
 
 
-def _asked_by(lines: list[_Line], number: int, producers: Mapping[str, int]) -> str:
+def _asked_by(lines: list[_Line], number: int, producers: Mapping[str, int], arguments: Mapping[int, str]) -> str:
     """Copies and what the compiler made of several operations have no name of their own: whose value they hold."""
     for _ in range(8):
         line = lines[number]
-        if line.where or not line.operands or line.operands[0] not in producers:
+        if line.operation == "parameter":
+            name = arguments.get(-1 if line.index is None else line.index)
+            return f"{name}: copy" if name else line.where
+        if (line.where and line.where != "device_data") or not line.operands or line.operands[0] not in producers:
             return line.where
         number = producers[line.operands[0]]
     return ""

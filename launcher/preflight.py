@@ -1,0 +1,194 @@
+"""Will the step fit? `tpu-launch preflight`, what it found before, and what `up` and `run` make of that.
+
+The image's own `tpu-train preflight` compiles the step with the TPU compiler, in a container here. What it says is kept below `.tpu-launch/preflight/`, a
+file for each accelerator and question: its name is a hash of everything that the answer depends on (the trainer's sections that shape the step, the
+manifests of the datasets and the tokenizer, the accelerator, and the image's content, which includes the trainer's code and the compiler). A file is
+written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launcher import images, local, terminal
+from launcher.config import Config
+from launcher.errors import BadInput, Exit, LaunchError
+from launcher.home import home
+from launcher.options import configured
+from training import storage
+from training.accelerators import UnknownAccelerator, accelerator
+from training.data.manifest import MANIFEST
+
+GRAPHS = "TPU_LAUNCH_PREFLIGHT"  # variable of the containers: hashes of the programs that were checked
+FORMAT = 1
+_MARK = '{"preflight"'  # what the JSON line of `tpu-train preflight` begins with
+# What the trainer reads and no program depends on.
+_NOT_IN_PROGRAMS = ("output", "checkpoint", "export", "rendezvous")
+_NOT_IN_STEP = ("steps", "learning_rate", "warmup_steps", "schedule", "log_every", "strict", "prefetch")
+
+Say = Callable[[str], None]
+
+
+def check(config: Config, home: Path, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say) -> list[dict[str, Any]]:
+    """The results for these accelerators (the file's, when none is named), compiled here unless they are known. Raises BadInput, LaunchError."""
+    if config.trainer is None:
+        raise BadInput(
+            f"{config.document.name}: has no trainer's sections, and preflight compiles the trainer's step: only the trainer can be checked"
+        )
+    try:
+        wanted = [accelerator(name).name for name in names] or [config.accelerator.name]
+    except UnknownAccelerator as error:
+        raise BadInput(str(error)) from None
+    found: dict[str, dict[str, Any]] = {}
+    for name in wanted:
+        path = None if more else _path(config, home, name)
+        known = _read(path) if path else None
+        if known and (known["result"]["max_batch"] or not max_batch):
+            found[name] = known["result"]
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        for result in _compile(config, missing, max_batch=max_batch, more=more, say=say):
+            found[result["accelerator"]] = result
+            if not more and (path := _path(config, home, result["accelerator"])):
+                _write(path, result)
+    return [found[name] for name in wanted]
+
+
+def known(config: Config, home: Path) -> dict[str, Any] | None:
+    """The result for the file's accelerator, if this very step was compiled before."""
+    if config.trainer is None:
+        return None
+    path = _path(config, home, config.accelerator.name)
+    kept = _read(path) if path else None
+    return kept["result"] if kept else None
+
+
+def require(config: Config, home: Path, say: Say) -> Config:
+    """What `up` and `run` do with what is known. Raises LaunchError for a step that does not fit; returns the configuration, whose containers are told
+    which programs were checked."""
+    result = known(config, home)
+    if result is None:
+        return config
+    if not result["fits"]:
+        reasons = "\n".join(f"  {each['graph']}: {each['reason']}" for each in result["graphs"] if not each["fits"])
+        raise LaunchError(
+            f"{config.document.name} does not fit on {result['accelerator']}, as preflight found:\n{reasons}\n"
+            "  nothing was created or started; lower train.global_batch_size (`tpu-launch preflight --max-batch` says how far), raise "
+            "train.gradient_accumulation, or go on regardless with --no-preflight",
+            exit_code=Exit.DOES_NOT_FIT,
+        )
+    say(f"preflight: the step was compiled for {result['accelerator']} before, and fits")
+    graphs = ",".join(dict.fromkeys(each["hash"] for each in result["graphs"]))
+    environment = {**config.run.environment, GRAPHS: graphs}
+    return replace(config, run=config.run.model_copy(update={"environment": environment}))
+
+
+def _compile(config: Config, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say) -> list[dict[str, Any]]:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="preflight-") as file:
+        file.write(config.document.dump())
+        file.flush()
+        os.chmod(file.name, 0o644)  # the container may have another user
+        inside = "/etc/tpu-launch/config.yaml"
+        command = [
+            "tpu-train",
+            "preflight",
+            inside,
+            "--accelerator",
+            ",".join(names),
+            "--json",
+            *(["--max-batch"] if max_batch else []),
+            *more,
+        ]
+        answers: list[str] = []
+        code = local.run(
+            config,
+            command,
+            say,
+            lambda line: answers.append(line) if line.startswith(_MARK) else say(line),
+            reference=local.unpublished(config, say),
+            mounts={Path(file.name): inside},
+        )
+    if not answers:
+        exit_code = {int(Exit.BAD_INPUT): Exit.BAD_INPUT, 3: Exit.DOES_NOT_FIT}.get(code, Exit.APPLICATION_FAILED)
+        raise LaunchError(f"preflight gave no answer and ended with exit code {code}; its last lines are above", exit_code=exit_code)
+    results: list[dict[str, Any]] = json.loads(answers[-1])["accelerators"]
+    return results
+
+
+# --- what is kept
+
+
+def _path(config: Config, home: Path, name: str) -> Path | None:
+    """Where the answer is kept; None when what it depends on can't be read now."""
+    assert config.trainer is not None
+    trainer = {key: value for key, value in config.trainer.canonical().items() if key not in _NOT_IN_PROGRAMS}
+    trainer["train"] = {key: value for key, value in trainer["train"].items() if key not in _NOT_IN_STEP}
+    trainer["evaluation"] = trainer["evaluation"]["batch_size"]
+    data = config.trainer.data
+    urls = [storage.join(data.tokenizer, "tokenizer.json"), *(storage.join(url, MANIFEST) for url in (data.train, data.evaluation) if url)]
+    try:
+        contents = [hashlib.sha256(storage.read(url)).hexdigest() for url in urls]
+    except storage.StorageError:
+        return None
+    image = config.image.reference or images.tag(local.spec(config), {})
+    question = json.dumps([FORMAT, trainer, contents, name, image], sort_keys=True)
+    return home / "preflight" / f"{name}-{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        return None  # not ours, or from a time before this format
+    return found if found.get("format") == FORMAT else None
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}.part")
+    scratch.write_text(json.dumps({"format": FORMAT, "result": result}, indent=1) + "\n")
+    scratch.replace(path)
+
+
+# --- the verb
+
+
+@click.command()
+@click.option("--accelerator", "accelerators", metavar="TYPE,...", default="", help="v3-8,v4-32,...  [default: the file's]")
+@click.option("--max-batch", is_flag=True, help="Also search for the largest training batch that fits: compiles about six times more.")
+@click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
+@click.option("--vocabulary", type=int, help="Before there is a tokenizer: how many ids it will have.")
+@click.option("--sequence-length", metavar="N,...", help="Before there is data: tokens a row; of each bucket, for classification.")
+@click.option("--labels", type=int, help="Before there is data, classification: how many labels.")
+@configured
+def preflight(
+    config: Any, accelerators: str, max_batch: bool, as_json: bool, vocabulary: int | None, sequence_length: str | None, labels: int | None
+) -> None:
+    """Compile the run's step with the TPU compiler, here, for slices that need not exist: does it fit, and what does it cost?
+
+    \b
+    tpu-launch preflight -f run.yaml
+    tpu-launch preflight -f run.yaml --accelerator v3-8,v4-32 --max-batch
+    """
+    stand_ins = {"--vocabulary": vocabulary, "--sequence-length": sequence_length, "--labels": labels}
+    more = [part for flag, value in stand_ins.items() if value is not None for part in (flag, str(value))]
+    names = [each.strip() for each in accelerators.split(",") if each.strip()]
+    results = check(config, home(), names, max_batch=max_batch, more=more, say=terminal.say)
+    if as_json:
+        terminal.dump({"fits": all(each["fits"] for each in results), "accelerators": results})
+    else:
+        for line in (line for each in results for line in each["lines"]):
+            click.echo(line)
+    sys.exit(Exit.OK if all(each["fits"] for each in results) else Exit.DOES_NOT_FIT)

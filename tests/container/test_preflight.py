@@ -1,0 +1,190 @@
+"""Preflight: the trainer's own step, compiled by the real TPU compiler for slices that are not there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.container import small_runs
+from training.accelerators import accelerator
+from training.preflight import compiler
+from training.preflight.check import compiled
+from training.preflight.compiler import DataDependent, NoCompiler, Program
+from training.preflight.programs import Traced
+from training.preflight.report import GIB
+from training.preflight.shapes import Graph
+
+SECONDS = 800  # a compilation takes seconds on a quiet machine, and minutes on one that tests share
+pytestmark = pytest.mark.timeout(SECONDS + 60)
+
+DOUBLED = """module @doubled { func.func public @main(%a: tensor<256x256xf32>) -> tensor<256x256xf32> {
+  %0 = stablehlo.add %a, %a : tensor<256x256xf32>
+  return %0 : tensor<256x256xf32> } }"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    text: str  # standard error
+    accelerators: dict[str, Any]
+
+
+def preflight(folder: Path, *options: str, name: str = "preflight", **changes: Any) -> Answer:
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(small_runs.document(folder, **changes)))
+    ended = subprocess.run(
+        [sys.executable, "-m", "training.cli", "preflight", str(path), "--json", *options],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert "Traceback" not in ended.stderr
+    found = json.loads(ended.stdout)["accelerators"] if ended.stdout else []
+    return Answer(ended.returncode, ended.stderr, {each["accelerator"]: each for each in found})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_runs.prepare(tmp_path_factory.mktemp("preflight"))
+
+
+@pytest.fixture(scope="module")
+def v4(folder: Path) -> dict[str, Any]:
+    """The small run of these tests on a v4-8: four devices of two cores each."""
+    answer = preflight(folder, "--accelerator", "v4-8", train__precision="bf16")
+    assert answer.code == 0, answer.text
+    found: dict[str, Any] = answer.accelerators["v4-8"]
+    return found
+
+
+def test_every_program_of_the_run_is_compiled(v4: dict[str, Any]) -> None:
+    assert [(each["graph"], each["fits"]) for each in v4["graphs"]] == [("training, 8 x 32", True), ("evaluation, 8 x 32", True)]
+    assert v4["distinct_graphs"] == 2
+    assert v4["devices"] == 4
+
+
+def test_the_gradients_are_added_over_the_devices(v4: dict[str, Any]) -> None:
+    """Every parameter's gradient is in an all-reduce; a tied weight's two parts may travel apart."""
+    training, evaluation = v4["graphs"]
+    parameters = sum(small_runs_sizes())
+    exchanged = sum(each["elements"] for each in training["collectives"] if each["kind"] == "all-reduce")
+    assert parameters <= exchanged < 2 * parameters
+    assert sum(each["bytes"] for each in evaluation["collectives"] if each["kind"] == "all-reduce") < 1000
+
+
+def small_runs_sizes() -> list[int]:
+    from training.backends.torch_model import build
+    from training.config import Model
+
+    network = build(
+        Model(name="bert-tiny", hidden_size=32, layers=2, heads=2, max_positions=32),
+        vocabulary=200,
+        pad=3,
+        sequence_length=32,
+        dropout=0.1,
+        seed=1,
+    )
+    return [each.numel() for each in network.parameters()]
+
+
+def test_the_state_is_counted_once(v4: dict[str, Any]) -> None:
+    """New weights and moments live where the old ones were: they are donated."""
+    training, evaluation = v4["graphs"]
+    memory = training["memory"]
+    assert memory["donated"] >= 3 * 4 * sum(small_runs_sizes())
+    assert evaluation["memory"]["resident"] >= 2 * 4 * sum(small_runs_sizes()), "the moments wait beside an evaluation"
+
+
+def test_a_run_says_whether_it_runs_what_was_checked(folder: Path, v4: dict[str, Any]) -> None:
+    """With four devices, the programs of a run are those of the v4-8. One hash is kept back: that program was not checked."""
+    training, evaluation = (each["hash"] for each in v4["graphs"])
+    config = small_runs.document(folder, train__precision="bf16", train__steps=2)
+    (host,) = small_runs.start(folder, "checked", config, CPU_NUM_DEVICES="4", TPU_LAUNCH_PREFLIGHT=training)
+    assert host.finish(seconds=SECONDS) == 0, host.text()
+    assert small_runs.summary(folder, "checked")["preflight"] == f"1 of 2 programs are not what was checked: {evaluation}"
+    assert (
+        f"the evaluation program for arrays [8, 32], [8, 5], [8, 5], [8, 5] is {evaluation}, which is none that preflight compiled"
+        in host.text()
+    )
+    assert "the training program" not in host.text()
+
+
+def test_what_is_too_large_is_told_with_its_size() -> None:
+    """The compiler refuses arguments beyond the memory by itself. Outputs it lets pass, and what waits beside a program it can't know: these we add up."""
+    target = accelerator("v2-8")
+    refused, too_much, crowded, small = (
+        Traced(Graph("training", 8, 32), Program(DOUBLED.replace("256x256", shape), hash=shape), beside, 0.0)
+        for shape, beside in (("131072x131072", 0), ("32768x32768", 0), ("256x256", 8 * GIB), ("256x256", 0))
+    )
+    found = compiled([refused, too_much, crowded, small], target, print)
+    assert [each.fits for each in found.graphs] == [False, False, False, True]
+    assert found.graphs[0].reason == "does not fit: it needs 64.00 GiB of HBM a device, and 7.48 GiB are there"
+    assert str(found.graphs[1].reason).startswith("does not fit: it needs 8.0")
+    assert "8.00 GiB of them for state and programs beside it" in str(found.graphs[2].reason)
+    assert not found.fits
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "expected"),
+    [
+        (["--accelerator", "v3-16"], {}, "accelerator type 'v3-16' does not exist; v3 has v3-8"),
+        ([], {}, "which accelerator? give --accelerator"),
+        (["--accelerator", "v4-32"], {}, "v4-32: train.global_batch_size is 8, which does not divide evenly over 16 devices on 4 hosts"),
+        (
+            ["--accelerator", "v4-8"],
+            {"data__train": "nowhere"},
+            "Before there is data, say what it will be: --vocabulary and --sequence-length",
+        ),
+        (["--accelerator", "v4-8", "--vocabulary", "100"], {}, "--vocabulary and --sequence-length go together"),
+    ],
+)
+def test_bad_input_ends_with_2(folder: Path, options: list[str], changes: dict[str, Any], expected: str) -> None:
+    answer = preflight(folder, *options, name="bad", **changes)
+    assert answer.code == 2
+    assert expected in answer.text
+
+
+def test_other_versions_are_refused() -> None:
+    compiler.require()
+    with pytest.raises(NoCompiler, match=r"libtpu is 0\.0\.21, and this was seen to work with 9\.9\.9 only; nothing-such is not installed"):
+        compiler.require({"libtpu": "9.9.9", "nothing-such": "1"})
+
+
+def test_a_shape_that_depends_on_data_is_named_with_its_line() -> None:
+    import torch
+    import torch_xla
+
+    class Picky(torch.nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return values[values > 0].sum()
+
+    class Steady(torch.nn.Module):
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return values[torch.tensor([3, 1], device=values.device)]
+
+    values = torch.ones(8).to(torch_xla.device())
+    with (
+        pytest.raises(
+            DataDependent, match=r"aten\.index\.Tensor depends on the values.*test_preflight\.py:\d+: return values\[values > 0\]\.sum\(\)"
+        ),
+        compiler.one_program(),
+    ):
+        Picky()(values)
+    with compiler.one_program():
+        assert Steady()(values).shape == (2,)
+
+
+def test_a_module_of_another_framework_goes_through_the_same_compiler() -> None:
+    """StableHLO text, as TensorFlow's experimental_get_compiler_ir gives it, for one chip and for 2048 devices."""
+    for name in ("v5litepod-1", "v3-2048"):
+        found = compiler.compile(Program(DOUBLED), accelerator(name))
+        assert found.flops == 256 * 256
+        assert found.argument_bytes == 4 * 256 * 256

@@ -1,0 +1,135 @@
+"""What `up` and `run` make of an answer that preflight gave before, through the command line; no TPU compiler and no engine is needed for that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import preflight
+from launcher.config import load
+from launcher.errors import BadInput, Exit, LaunchError
+
+HOUSE = Path(__file__).resolve().parents[2]
+
+FILE = """\
+project: my-project
+zone: us-central2-b
+slice: {name: demo, accelerator_type: v4-16}
+model: {name: bert-base}
+data: {train: data/train, tokenizer: data/tokenizer}
+train: {steps: 10, global_batch_size: 64}
+output: runs
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(FILE)
+    for name in ("train/dataset.json", "tokenizer/tokenizer.json"):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True)
+        path.write_text("{}")
+    return tmp_path
+
+
+def result(*, fits: bool) -> dict[str, Any]:
+    reason = None if fits else "does not fit: it needs 51.92 GiB of HBM a device, and 30.75 GiB are there"
+    graph = {"graph": "training, 64 x 128", "fits": fits, "reason": reason, "hash": "0123456789abcdef"}
+    return {"accelerator": "v4-16", "fits": fits, "graphs": [graph], "max_batch": None, "lines": []}
+
+
+def keep(folder: Path, answer: dict[str, Any]) -> Path:
+    """As preflight keeps it for the file as it is now."""
+    path = preflight._path(load("run.yaml"), folder / "home", "v4-16")
+    assert path is not None
+    preflight._write(path, answer)
+    return path
+
+
+def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST")}
+    return subprocess.run(
+        [sys.executable, "-m", "launcher.cli", *arguments],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(HOUSE), "TPU_LAUNCH_HOME": str(folder / "home")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_slice_is_not_created_for_a_step_that_is_known_not_to_fit(folder: Path) -> None:
+    keep(folder, result(fits=False))
+    ended = launch(folder, "up", "-f", "run.yaml")
+    assert ended.returncode == Exit.DOES_NOT_FIT
+    assert "run.yaml does not fit on v4-16" in ended.stderr
+    assert "it needs 51.92 GiB of HBM a device, and 30.75 GiB are there" in ended.stderr
+    assert "--no-preflight" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "still_known"),
+    [
+        ("steps: 10", "steps: 20", True),
+        ("output: runs", "output: elsewhere", True),
+        ("global_batch_size: 64", "global_batch_size: 128", False),
+        ("bert-base", "bert-large", False),
+        ("v4-16", "v4-32", False),
+    ],
+)
+def test_an_answer_is_for_what_shapes_the_step(folder: Path, before: str, after: str, still_known: bool) -> None:
+    keep(folder, result(fits=True))
+    (folder / "run.yaml").write_text(FILE.replace(before, after))
+    assert (preflight.known(load("run.yaml"), folder / "home") is not None) == still_known
+
+
+def test_other_data_is_another_question(folder: Path) -> None:
+    keep(folder, result(fits=False))
+    (folder / "data" / "train" / "dataset.json").write_text('{"sequence_length": 64}')
+    assert preflight.known(load("run.yaml"), folder / "home") is None
+    (folder / "data" / "train" / "dataset.json").unlink()
+    assert preflight.known(load("run.yaml"), folder / "home") is None
+
+
+def test_containers_are_told_what_was_checked(folder: Path) -> None:
+    said: list[str] = []
+    assert preflight.require(load("run.yaml"), folder / "home", said.append).run.environment == {}
+    keep(folder, result(fits=True))
+    told = preflight.require(load("run.yaml"), folder / "home", said.append)
+    assert told.run.environment == {"TPU_LAUNCH_PREFLIGHT": "0123456789abcdef"}
+    assert said == ["preflight: the step was compiled for v4-16 before, and fits"]
+
+
+def test_a_file_that_was_cut_is_no_answer(folder: Path) -> None:
+    path = keep(folder, result(fits=False))
+    path.write_text(path.read_text()[:-20])
+    assert preflight.known(load("run.yaml"), folder / "home") is None
+
+
+def test_a_command_of_ones_own_is_not_checked(folder: Path) -> None:
+    with pytest.raises(BadInput, match="only the trainer can be checked"):
+        preflight.check(load("run.yaml", command=["true"]), folder / "home", [], max_batch=False, more=[], say=print)
+
+
+def test_what_is_known_is_not_compiled_again(folder: Path) -> None:
+    keep(folder, result(fits=False))
+    ended = launch(folder, "preflight", "-f", "run.yaml", "--json")
+    assert ended.returncode == Exit.DOES_NOT_FIT
+    assert json.loads(ended.stdout)["accelerators"][0]["accelerator"] == "v4-16"
+    with pytest.raises(LaunchError, match="nothing was created or started"):
+        preflight.require(load("run.yaml"), folder / "home", print)
+
+
+def test_an_unknown_accelerator_is_named(folder: Path) -> None:
+    ended = launch(folder, "preflight", "-f", "run.yaml", "--accelerator", "v3-16")
+    assert ended.returncode == Exit.BAD_INPUT
+    assert "accelerator type 'v3-16' does not exist; v3 has v3-8" in ended.stderr

@@ -1,0 +1,159 @@
+"""Claims about preflight's pure parts: which programs a run has, what a refusal means, the search for the largest batch, the bound."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.accelerators import ACCELERATORS, accelerator
+from training.config import TrainerConfig
+from training.errors import BadInput
+from training.preflight.agreement import Agreement
+from training.preflight.check import bisect
+from training.preflight.compiler import graph_hash
+from training.preflight.report import GIB, allocations_of, reason_of, roofline
+from training.preflight.shapes import batch, graphs, stand_in
+
+CONFIG = TrainerConfig.model_validate(
+    {
+        "model": {"name": "bert-base"},
+        "data": {"train": "a", "evaluation": "b", "tokenizer": "c"},
+        "train": {"steps": 1, "global_batch_size": 64},
+        "evaluation": {"batch_size": 16},
+        "output": "d",
+    }
+)
+
+# libtpu 0.0.21 on BERT, cut short.
+REFUSAL = """\
+RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 22.46G of 15.48G hbm. Exceeded hbm capacity by 6.98G.
+
+Total hbm usage >= 22.97G:
+    reserved        530.00M
+    program          20.96G
+    arguments         1.50G
+
+Largest program allocations in hbm:
+
+  1. Size: 1.50G
+     Operator: op_type="aten__softmax" op_name="bert.1/bert.encoder.layer.3.attention.self.2/aten__softmax" source_file="/m.py" source_line=12
+     Shape: f32[24,16,512,512]{3,2,1,0:T(8,128)}
+     Unpadded size: 1.50G
+     XLA label: fusion.1 = fusion(...)
+     Allocation type: HLO temp
+     ==========================
+
+  2. Size: 1.50G
+     Operator: op_type="aten__softmax" op_name="bert.1/bert.encoder.layer.4.attention.self.2/aten__softmax" source_file="/m.py" source_line=12
+     Shape: f32[24,16,512,512]{3,2,1,0:T(8,128)}
+     Unpadded size: 1.50G
+     ==========================
+"""
+
+
+def test_a_run_has_a_program_for_each_shape() -> None:
+    facts = stand_in(CONFIG, 30522, (128,), None)
+    assert [str(each) for each in graphs(CONFIG, facts)] == ["training, 64 x 128", "evaluation, 16 x 128"]
+    shapes = {name: array.shape for name, array in batch(CONFIG, graphs(CONFIG, facts)[0]).items()}
+    assert shapes == {"input_ids": (64, 128), "positions": (64, 20), "labels": (64, 20), "weights": (64, 20)}
+
+
+def test_buckets_are_programs_of_their_own() -> None:
+    config = CONFIG.model_copy(update={"task": "classification"})
+    facts = stand_in(config, 30522, (32, 64), 77)
+    assert [str(each) for each in graphs(config, facts)] == [
+        "training, 64 x 64",
+        "training, 64 x 32",
+        "evaluation, 16 x 64",
+        "evaluation, 16 x 32",
+    ]
+
+
+@pytest.mark.parametrize(("task", "lengths", "labels"), [("classification", (32,), None), ("mlm", (32,), 5), ("mlm", (32, 64), None)])
+def test_stand_ins_fit_to_the_task(task: str, lengths: tuple[int, ...], labels: int | None) -> None:
+    with pytest.raises(BadInput, match=f"task is {task}"):
+        stand_in(CONFIG.model_copy(update={"task": task}), 100, lengths, labels)
+
+
+def test_a_refusal_for_memory_is_told_in_plain_words() -> None:
+    assert reason_of(REFUSAL) == (int(22.46 * GIB), "does not fit: it needs 22.46 GiB of HBM a device, and 15.48 GiB are there")
+    (found,) = allocations_of(REFUSAL)
+    assert (found.bytes, found.count, found.shape) == (3 * GIB, 2, "f32[24,16,512,512]")
+    assert found.where == "bert.encoder.layer.*.attention.self: softmax"
+
+
+def test_the_two_forms_of_a_refusal_mean_the_same() -> None:
+    other = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom ... HLO temporaries (51.92G) exceeds available HBM (15.48G)"
+    assert reason_of(other)[1] == "does not fit: it needs 51.92 GiB of HBM a device, and 15.48 GiB are there"
+
+
+def test_any_other_refusal_is_the_compilers_first_line() -> None:
+    assert reason_of("UNIMPLEMENTED: no such thing\nat 0x12") == (None, "the compiler refuses it: UNIMPLEMENTED: no such thing")
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_the_search_ends_next_to_the_edge(edge: int, start: int) -> None:
+    """Rows up to `edge` fit: what is found fits, what was refused does not, and there is little between them."""
+    tried: list[int] = []
+
+    def fits(rows: int) -> bool:
+        tried.append(rows)
+        return rows <= edge
+
+    good, bad = bisect(fits, start, start <= edge)
+    assert good is not None
+    assert bad is not None
+    assert good <= edge < bad
+    assert bad - good <= max(1, bad // 16)
+    assert len(tried) <= 2 * 13
+
+
+def test_the_search_ends_when_nothing_fits() -> None:
+    assert bisect(lambda _: False, 16, False) == (None, 1)
+
+
+def test_the_bound_is_the_slower_of_arithmetic_and_memory() -> None:
+    v3, v4 = accelerator("v3-8"), accelerator("v4-8")
+    assert roofline(61.5e12, 0, v3, 256).examples_per_second == pytest.approx(256)  # half a chip's 123 TFLOP/s
+    assert roofline(275e12, 1, v4, 256).bound_by == "FLOPs"
+    assert roofline(1, 1228e9, v4, 256).examples_per_second == pytest.approx(256)
+    assert roofline(1, 1228e9, v4, 256).bound_by == "memory bandwidth"
+
+
+def test_every_accelerator_has_usable_memory_below_its_size() -> None:
+    for each in ACCELERATORS.values():
+        generation = each.generation
+        size = generation.hbm_bytes_per_chip / generation.devices_per_chip
+        assert 0.9 * size < generation.usable_hbm_bytes_per_device < 1.01 * size
+
+
+def test_the_hash_is_blind_to_names_and_layouts_and_sees_shapes() -> None:
+    line = '  %add.1 = f32[8,128]{1,0} add(%a, %b), metadata={op_name="x" source_file="y"}\n'
+    assert graph_hash(line) == graph_hash(line.replace("{1,0}", "{0,1}").replace('"x"', '"z"'))
+    assert graph_hash(line) != graph_hash(line.replace("8,128", "16,128"))
+    assert graph_hash(line) != graph_hash(line.replace("add(", "subtract("))
+
+
+def test_a_run_compares_what_it_runs_only_where_that_means_something() -> None:
+    told = {"TPU_LAUNCH_PREFLIGHT": "abc,def"}
+    assert Agreement({}, comparable=True, talks=True).summary() is None
+    alone = Agreement(told, comparable=False, talks=True)
+    alone.look("training", [(1, 2)], lambda: pytest.fail("nothing is to be compared"))
+    assert alone.summary() == "not compared: this backend or machine does not run programs for a whole slice"
+
+
+def test_a_machine_without_the_compiler_says_so(tmp_path: Path) -> None:
+    """This environment has neither jax nor libtpu."""
+    path = tmp_path / "run.yaml"
+    path.write_text("model: {name: bert-tiny}\ndata: {train: a, tokenizer: b}\ntrain: {steps: 1, global_batch_size: 8}\noutput: c\n")
+    command = [sys.executable, "-m", "training.cli", "preflight", str(path)]
+    options = ["--accelerator", "v4-8", "--vocabulary", "100", "--sequence-length", "32"]
+    ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert "preflight needs the TPU compiler: jax is not installed (0.7.1 is needed)" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,82 @@
+"""Claims about reading a compiled program: what is alive at its fullest moment, and what devices exchange. The texts are libtpu's, cut short."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.preflight.scheduled import collectives, largest, place
+
+PROGRAM = """\
+HloModule step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+}
+
+ENTRY %main_spmd (p: f32[1024,1024]) -> (f32[1024,1024]) {
+  %p = f32[1024,1024]{1,0:T(8,128)} parameter(0), sharding={replicated}
+  %small = f32[100,100]{1,0:T(8,128)} fusion(%p), kind=kLoop, metadata={op_name="bert.1/bert.encoder.layer.0.attention.3/aten__softmax" source_file="/m.py"}
+  %again = f32[100,100]{1,0:T(8,128)} fusion(%p), kind=kLoop, metadata={op_name="bert.1/bert.encoder.layer.1.attention.3/aten__softmax" source_file="/m.py"}
+  %fast = f32[1024,1024]{1,0:T(8,128)S(1)} fusion(%p), kind=kLoop
+  %view = f32[10000]{0:T(1024)} bitcast(%small)
+  %big = (f32[1024,1024]{1,0:T(8,128)}, pred[8]{0:T(1024)}) fusion(%p, %view, %fast), kind=kLoop, calls=%fused
+  %first = f32[1024,1024]{1,0:T(8,128)} get-tuple-element(%big), index=0
+  %sum = f32[1024,1024]{1,0:T(8,128)} all-reduce(%first), replica_groups=[1,8]<=[8], to_apply=%add
+  %last = f32[1024,1024]{1,0:T(8,128)} fusion(%sum, %again), kind=kLoop
+  ROOT %tuple = (f32[1024,1024]{1,0:T(8,128)}) tuple(%last)
+}
+"""
+
+
+def test_the_fullest_moment_has_what_is_read_later() -> None:
+    """At the all-reduce: its operand and result, and one of the softmaxes, which is read after it. The other was read before; the result is no temporary."""
+    found = largest(PROGRAM, 10)
+    padded = 104 * 128 * 4  # tiles of 8 x 128
+    assert [(each.bytes, each.count, each.shape, each.where) for each in found] == [
+        (4 * 1024 * 1024, 1, "f32[1024,1024]", "all-reduce"),
+        (4 * 1024 * 1024, 1, "f32[1024,1024]", "fusion"),
+        (padded, 1, "f32[100,100]", "bert.encoder.layer.*.attention: softmax"),
+    ]
+
+
+def test_like_places_are_counted_together() -> None:
+    text = PROGRAM.replace("fusion(%sum, %again)", "fusion(%sum, %again, %small)")
+    assert next(each for each in largest(text, 10) if each.shape == "f32[100,100]").count == 2
+
+
+def test_places_are_the_models_own_names() -> None:
+    metadata = 'metadata={{op_name="{}" source_file="{}" source_line=1}}'
+    forward = metadata.format("bert.1/bert.pooler.2/bert.pooler.dense.1/aten__mm", "/x/linear.py")
+    backward = metadata.format("gradient of bert.pooler.dense.7/aten__mm", "/torch/autograd/graph.py")
+    update = metadata.format("gradient of bert.embeddings.7/aten__addcmul", "/x/torch_xla.py")
+    assert place(forward) == "bert.pooler.dense: mm"
+    assert place(backward) == "gradient of bert.pooler.dense: mm"
+    assert place(update) == "optimizer: addcmul"
+    assert place("no metadata") == ""
+
+
+def test_collectives_are_counted_in_elements_and_bytes() -> None:
+    text = """\
+  %a.1 = (bf16[100,10]{1,0:T(8,128)(2,1)}, f32[7]{0:T(256)}) all-reduce(%x, %y), replica_groups={}
+  %g.1 = (f32[1,4]{1,0}, f32[8,4]{1,0}) all-gather-start(%z), dimensions={0}
+  %g.2 = f32[8,4]{1,0} all-gather-done(%g.1)
+  %f.1 = f32[8,4]{1,0} fusion(%g.2), calls=%all-reduce-like
+"""
+    reduce, gather = collectives(text)
+    assert (reduce.kind, reduce.count, reduce.elements, reduce.bytes, dict(reduce.dtypes)) == (
+        "all-reduce",
+        1,
+        1007,
+        2028,
+        {"bf16": 1000, "f32": 7},
+    )
+    assert (gather.kind, gather.count, gather.elements, gather.bytes) == ("all-gather", 1, 32, 128)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_padding_never_makes_a_buffer_smaller(rows: int, columns: int) -> None:
+    text = f"\nENTRY %m () -> f32[] {{\n  %a = f32[{rows},{columns}]{{1,0:T(8,128)}} fusion(), kind=kLoop\n  ROOT %b = f32[] fusion(%a), kind=kLoop\n}}\n"
+    (found,) = largest(text, 5)
+    assert 4 * rows * columns <= found.bytes <= 4 * (rows + 7) * (columns + 127)
+    assert found.bytes % (8 * 128 * 4) == 0
