@@ -5,6 +5,7 @@ One process traces for any slice: it has one CPU device, and stands in for all d
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import re
@@ -58,8 +59,18 @@ def trace(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: int
             found.append(_trace(backend, config, graph, began))
         if graph.kind == "training":
             backend = None
-            gc.collect()
+            _give_back()
+    backend = None
+    _give_back()
     return sorted(found, key=lambda each: graphs.index(each.graph))
+
+
+def _give_back() -> None:
+    """The memory of a backend that is gone, which the compiler can use: glibc keeps it else."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _lowered(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: int) -> list[Traced]:
