@@ -1,7 +1,10 @@
 """Runs one benchmark where it must run: benchmark.py NAME [the benchmark's arguments]
 
 A benchmark that needs a framework says so in a line of its own, `RUNS_IN = "tensorflow"` (or "torch-xla"): it then runs in that image's test stage, from this
-checkout, as the current user. Otherwise it runs here. Either way it writes .tpu-launch/benchmarks/NAME.json.
+checkout, as the current user, without a network. Otherwise it runs here. Either way it writes .tpu-launch/benchmarks/NAME.json.
+
+Real data is at /data there: the folder that BENCHMARK_DATA names, or ../shared/data, where there is one. Packages that only the benchmark wants
+(`PACKAGES = "name==1.0 other==2.0"`) are fetched to .tpu-launch/benchmarks/packages.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ def main(arguments: list[str]) -> int:
     place = re.search(r'^RUNS_IN = "([\w-]+)"', script.read_text(), re.MULTILINE)
     if place is None:
         return subprocess.run([sys.executable, str(script), *rest], check=False).returncode
+    wanted = re.search(r'^PACKAGES = "([^"]+)"', script.read_text(), re.MULTILINE)
     out = HOUSE / ".tpu-launch"
     (out / "benchmarks").mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -33,12 +37,33 @@ def main(arguments: list[str]) -> int:
     except LaunchError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    if wanted and not fetch(wanted.group(1).split(), out / "benchmarks" / "packages"):
+        return 1
+    data = Path(os.environ.get("BENCHMARK_DATA", HOUSE.parent / "shared" / "data"))
     mounts = [f"--volume={HOUSE / each}:/src/{each}:ro" for each in MOUNTED]
+    mounts += [f"--volume={data.absolute()}:/data:ro"] if data.is_dir() else []
     container = [docker, "run", "--rm", "--init", "--network=none", "--shm-size=1g", "--workdir=/src", *mounts, f"--volume={out}:/out"]
     container += [f"--user={os.getuid()}:{os.getgid()}", "--label=tpu-launch.tests=benchmark"]
-    for variable in ("HOME=/tmp", "PYTHONPATH=/src", "PYTHONDONTWRITEBYTECODE=1", "PJRT_DEVICE=CPU", "TPU_LAUNCH_HOME=/out"):
+    for variable in (
+        "HOME=/tmp",
+        "PYTHONPATH=/src:/out/benchmarks/packages",
+        "PYTHONDONTWRITEBYTECODE=1",
+        "PJRT_DEVICE=CPU",
+        "TPU_LAUNCH_HOME=/out",
+    ):
         container.append(f"--env={variable}")
     return subprocess.run([*container, image.reference, "/opt/venv/bin/python", f"benchmarks/{name}.py", *rest], check=False).returncode
+
+
+def fetch(packages: list[str], folder: Path) -> bool:
+    """Whether the packages are in `folder`, without what they depend on."""
+    mark = folder / (" ".join(packages) + ".fetched")
+    if not mark.exists():
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder), *packages]
+        if subprocess.run(command, check=False).returncode:
+            return False
+        mark.touch()
+    return True
 
 
 if __name__ == "__main__":
