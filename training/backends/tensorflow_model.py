@@ -87,6 +87,10 @@ def build(
         values = {**values, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "classifier_dropout": dropout}
     network = _network(values, kind)
     require_room(network.config, vocabulary=vocabulary, pad=pad, sequence_length=sequence_length)
+    if (
+        values["model_type"] == "roberta"
+    ):  # it counts positions from the padding token, which transformers 4.57 takes for token 1 in TensorFlow
+        network.roberta.embeddings.padding_idx = network.config.pad_token_id
     network.build_in_name_scope()
     parameters = _parameters(network)
     found = {} if model.path is None else _from_folder(model.path, parameters, values, labels is not None)
