@@ -34,7 +34,7 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:
-    return small_runs.document(folder, **{"backend": "tensorflow", "train__strict": True, **changes})
+    return small_runs.document(folder, **{"backend": "tensorflow", "train__strict": True, "model__layers": 1, **changes})
 
 
 def run(folder: Path, run_id: str, **changes: Any) -> dict[str, Any]:
