@@ -106,6 +106,7 @@ def start_sshd():
 
 
 def publish_host_keys():
+    patiently("instance/guest-attributes/tpu/hostname", socket.gethostname().encode())  # gcloud's way through IAP asks for it
     for kind in ("ecdsa", "ed25519"):
         with open(f"/etc/ssh/ssh_host_{kind}_key.pub") as file:
             name, value = file.read().split()[:2]

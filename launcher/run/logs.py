@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -54,9 +54,15 @@ class Cursor:
         return fresh
 
 
-def later(since: str) -> str:
-    """The time of the newest line, from the time `Cursor.since` that a look asks from."""
-    return _shifted(since, OVERLAP)
+def covers(lines: Sequence[LogLine], since: str, tail: int) -> bool:
+    """Whether a look at the last `tail` lines shows everything from `since` (a `Cursor.since`) on, the newest known line among it.
+
+    It does when it reaches well back before that line, or back to it and has room left; times run backwards a little where stdout and stderr meet.
+    """
+    if not lines:
+        return False
+    first = lines[0].timestamp
+    return first <= _shifted(since, OVERLAP / 2) or (len(lines) < tail and first <= _shifted(since, OVERLAP))
 
 
 def _before(timestamp: str) -> str:

@@ -16,7 +16,6 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 from launcher.provider import Attempt, ContainerState, HostReport, LogLine, Observation
-from launcher.run.logs import later
 
 LABEL_RUN = "tpu-launch.run"
 LABEL_ATTEMPT = "tpu-launch.attempt"
@@ -309,11 +308,6 @@ def parse_observation(worker: int, output: str) -> Observation:
         lines.append(last)  # the engine's last line may lack its end
     parsed = [_log_line(line) for line in lines if line]
     return Observation(worker, state, tuple(parsed), more=cut)
-
-
-def covers(lines: Sequence[LogLine], since: str) -> bool:
-    """Whether a look at the last lines only goes back to `since`, which is a little before a line that is known to be there."""
-    return bool(lines) and lines[0].timestamp <= later(since)
 
 
 def _log_line(line: str) -> LogLine:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import re
 import shlex
 import socket
@@ -25,7 +26,13 @@ from paramiko.hostkeys import HostKeys
 
 from launcher.errors import LaunchError
 
+# What goes wrong is in the answers; paramiko would print tracebacks of its threads as well.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
+logging.getLogger("paramiko").propagate = False
+
+_SSH_PORT = 22
 _CONNECT_SECONDS = 5.0
+_HANDSHAKE_SECONDS = 20.0
 _KEEPALIVE_SECONDS = 5
 _STALE_SECONDS = 10.0
 _WAKE_SECONDS = 2.0
@@ -152,6 +159,8 @@ class Hosts:
             code, out, err = _execute(connection, f"sh -c {shlex.quote(script)}", timeout, given)
         except TimeoutError:
             self._drop(worker, connection)
+            if connection is None:
+                return Answer(worker, None, problem=f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
             return Answer(worker, None, problem=f"no answer within {timeout:.0f} s", timed_out=True)
         except paramiko.SSHException as error:
             self._drop(worker, connection)
@@ -192,24 +201,31 @@ class Hosts:
         if connection is not None and connection.is_connected:
             return connection
         address = self.addresses[worker]
+        # Dead hosts are told from slow ones: a short time for the first packets, a long one for the handshake.
+        link = socket.create_connection((address.host, _SSH_PORT), timeout=_CONNECT_SECONDS)
         # The user's own ssh configuration must not change where these go.
         connection = Connection(
             host=address.host,
             user=address.user,
             config=FabricConfig(lazy=True, overrides={"load_ssh_configs": False}),
-            connect_timeout=_CONNECT_SECONDS,
+            connect_timeout=_HANDSHAKE_SECONDS,
             connect_kwargs={
+                "sock": link,
                 "key_filename": address.key_file,
                 "allow_agent": False,
                 "look_for_keys": False,
-                "banner_timeout": 15,
-                "auth_timeout": 15,
+                "banner_timeout": _HANDSHAKE_SECONDS,
+                "auth_timeout": _HANDSHAKE_SECONDS,
                 "channel_timeout": _CHANNEL_SECONDS,
             },
         )
         connection.client.set_missing_host_key_policy(_AliasKeys(address))
-        with self._handshakes:
-            connection.open()
+        try:
+            with self._handshakes:
+                connection.open()
+        except BaseException:
+            link.close()
+            raise
         transport = connection.client.get_transport()
         if transport is not None:
             transport.set_keepalive(_KEEPALIVE_SECONDS)
@@ -257,6 +273,6 @@ def _execute(connection: Connection, command: str, timeout: float, given: str | 
 
 
 def _say(error: BaseException) -> str:
-    if isinstance(error, paramiko.ssh_exception.NoValidConnectionsError):
-        return "can't be reached: " + "; ".join(sorted({str(each) for each in error.errors.values()}))
+    if isinstance(error, OSError):
+        return f"can't be reached: {error}"
     return str(error) or type(error).__name__

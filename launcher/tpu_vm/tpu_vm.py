@@ -18,6 +18,7 @@ from launcher import shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.provider import Attempt, HostReport, Observation, SliceState
+from launcher.run.logs import covers
 from launcher.tpu_vm import containers, gcloud, host_checks, slices
 from launcher.tpu_vm.hosts import Answer, Hosts, parse_dry_run
 
@@ -96,7 +97,7 @@ class TpuVm:
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
         tail = _TAIL if since else None
         look = self._observe(worker, containers.observe_script(container, since, patience=patience, tail=tail), patience)
-        if since and look.lines and not containers.covers(look.lines, since):
+        if since and look.lines and not covers(look.lines, since, _TAIL):
             look = self._observe(worker, containers.observe_script(container, since))  # more than that was written since
         return look
 
@@ -112,6 +113,9 @@ class TpuVm:
         script = containers.stop_script(container, grace, remove=remove)
         asked = list(range(self.config.accelerator.hosts)) if workers is None else list(workers)
         answers = [] if self._gcloud_alone else self._connected().ask_all(script, timeout=grace + 30, workers=asked)
+        if missed := [answer.worker for answer in answers if not answer.reached and not answer.refused]:  # nothing may go on for a hiccup
+            again = {answer.worker: answer for answer in self._connected().ask_all(script, timeout=grace + 30, workers=missed)}
+            answers = [again.get(answer.worker, answer) for answer in answers]
         if all(answer.refused for answer in answers):
             with ThreadPoolExecutor(max_workers=16) as pool:
                 answers = list(pool.map(lambda worker: self._ask_through_gcloud(worker, script), asked))

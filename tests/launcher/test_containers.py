@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.provider import Attempt, ContainerState
+from launcher.run.overlay import Overlay
 from launcher.tpu_vm import containers
 
 TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=30)
@@ -31,7 +32,11 @@ def attempt(**changes: object) -> Attempt:
         containers.prepare_script(attempt(files={"config.yaml": b"x"}), ["10.0.0.1"], "v4-8"),
         containers.start_script(attempt()),
         containers.observe_script("demo", "2026-01-01T00:00:00Z"),
+        containers.observe_script("demo", "2026-01-01T00:00:00Z", patience=2.0, tail=10),
         containers.stop_script("demo", 5, remove=True),
+        containers.evidence_script("demo"),
+        containers.overlay_script(attempt(overlay=Overlay("/opt/it's here", b"x"))),
+        containers.prepare_script(attempt(image=f"eu-docker.pkg.dev/p/r/i@sha256:{'0' * 64}"), ["10.0.0.1"], "v4-8"),
     ],
 )
 def test_scripts_are_valid_posix_shell_and_never_end_with_255(script: str) -> None:

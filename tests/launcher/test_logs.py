@@ -1,5 +1,6 @@
 """Claims about `launcher.run.logs`: each line once, whatever the looks were like."""
 
+from collections import Counter
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.provider import LogLine
-from launcher.run.logs import Cursor, HostLog, read_from
+from launcher.run.logs import Cursor, HostLog, covers, read_from
 
 BEGIN = datetime(2026, 1, 1)
 
@@ -79,3 +80,18 @@ def test_bytes_that_are_not_text_survive(tmp_path: Path) -> None:
     line = LogLine(stamp(0), b"\xff\xfe".decode(errors="surrogateescape"))
     log.take([line])
     assert read_from(log.path, 0)[0] == [line]
+
+
+@given(histories, st.lists(st.integers(1, 20), max_size=20), st.integers(2, 12))
+def test_looks_at_the_last_lines_only_lose_nothing(history: list[LogLine], steps: list[int], tail: int) -> None:
+    """An engine cuts off the last lines first and looks at their times then; a look that does not reach back is done again in full."""
+    cursor, delivered, written = Cursor(), [], 0
+    for step in [*steps, len(history)]:
+        written = min(len(history), written + step)
+        since = cursor.since
+        lines = engine_log(history[:written], since)
+        if since is not None:
+            short = engine_log(history[:written][-tail:], since)
+            lines = short if covers(short, since, tail) else lines
+        delivered += cursor.new(lines)
+    assert Counter(delivered) == Counter(history)

@@ -103,6 +103,12 @@ def test_one_host_out_of_reach_for_long_is_lost_although_nobody_complains() -> N
     assert judge(views, 1000.0, LIMITS).kind is Kind.HOST_LOST
 
 
+def test_a_host_is_not_lost_while_the_others_went_silent_with_it() -> None:
+    """A maintenance takes all hosts away: the first that is noticed is no more lost than the rest."""
+    views = [running(0, seen=800.0, problem="no route"), running(1, seen=801.0)]
+    assert judge(views, 1000.0, LIMITS).kind is Kind.RUNNING
+
+
 def test_a_short_outage_of_one_host_is_nothing() -> None:
     views = [running(0, seen=1000.0), running(1, seen=990.0, problem="timed out")]
     assert judge(views, 1000.0, LIMITS).kind is Kind.RUNNING

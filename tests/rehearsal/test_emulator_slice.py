@@ -303,3 +303,10 @@ def test_defects_of_gcloud_that_decide_how_it_is_called_are_still_there(pod: Sli
         [*argv[:-2], "--worker=all", "--command=exit 7"], capture_output=True, text=True, env=pod.environment, timeout=90
     )
     assert every.returncode == 7
+
+
+def test_gcloud_reaches_hosts_through_iap_as_it_is_told(pod: Slice) -> None:
+    """What `slice.iap` adds, as the real gcloud reads it; the proxy itself is Google's."""
+    argv = ["gcloud", "alpha", "compute", "tpus", "tpu-vm", "ssh", "me@pod", "--zone", ZONE, "--worker=all", "--tunnel-through-iap"]
+    printed = pod.run(*argv, "--dry-run", "--command=true", check=False)
+    assert printed.count("start-iap-tunnel") == 4, printed

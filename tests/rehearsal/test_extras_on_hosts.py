@@ -61,7 +61,7 @@ def test_a_line_break_in_the_plain_environment_is_refused(two_hosts: tuple[Works
 
 
 def test_an_abandoned_slice_deletes_itself_and_one_that_works_does_not(emulator: Workstation) -> None:
-    seconds = 12
+    seconds = 9
     text = SLICE.replace("NAME", "lonely").replace("TYPE", f"v4-8, abandoned_hours: {seconds / 3600}")
     file = emulator.file("lonely.yaml", text)
     emulator.good("--emulated", "up", "-f", file)

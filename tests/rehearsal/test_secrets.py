@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,29 @@ VALUE = "v3ry-s3cret 'value' \"with\" $(quotes) and ü"
 NEEDLE = b"v3ry-s3cret"
 
 
+def arguments_of_all_processes(seen: set[bytes], over: threading.Event) -> None:
+    """From the workstation's view: what runs on emulated hosts and in their containers is among it."""
+    while not over.wait(0.03):
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # it may have ended
+                seen.add(path.read_bytes())
+
+
 @pytest.mark.parametrize("transport", ["auto", "gcloud"])
 def test_a_secret_reaches_the_command_and_nothing_else_shows_it(two_hosts: tuple[Workstation, str], transport: str) -> None:
     work, file = two_hosts
     program = "import hashlib, os, time; print(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest(), flush=True); time.sleep(8)"
     digest = hashlib.sha256(VALUE.encode()).hexdigest()
+    planned = work.launch(
+        *("--emulated", "plan", "-f", file, "--set", "run.secrets=[HF_TOKEN]", "--", "true"),
+        environment={"HF_TOKEN": VALUE},
+    )
+    assert planned.code == 0
+    assert NEEDLE.decode() not in planned.output
+    seen: set[bytes] = set()
+    over = threading.Event()
+    watch = threading.Thread(target=arguments_of_all_processes, args=(seen, over))
+    watch.start()
     running = work.begin(
         *("--emulated", "run", "--new", "-f", file, "--set", "run.secrets=[HF_TOKEN]", "--set", f"run.transport={transport}"),
         *("--", "python", "-c", program),
@@ -26,12 +46,14 @@ def test_a_secret_reaches_the_command_and_nothing_else_shows_it(two_hosts: tuple
     )
     running.wait_for(rf"^\[0\] {digest}")
     running.wait_for(rf"^\[1\] {digest}")
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not [line for line in commands if NEEDLE in line], "no process may have it in its arguments"
     names = [entry.split()[0] for entry in work.containers_of_runs()]
     assert len(names) == 2
     assert NEEDLE.decode() not in docker("inspect", *names)
     assert running.end(60).code == 0
+    over.set()
+    watch.join(10)
+    assert any(b"--worker=" in line for line in seen), "the start was not seen"
+    assert not [line for line in seen if NEEDLE in line], "no process may ever have it in its arguments, here or on a host"
     assert NEEDLE not in "\n".join(running.lines).encode()
     home = Path(work.environment["TPU_LAUNCH_HOME"])
     found = subprocess.run(
