@@ -182,6 +182,20 @@ def test_a_shape_that_depends_on_data_is_named_with_its_line() -> None:
         assert Steady()(values).shape == (2,)
 
 
+def test_a_model_whose_program_depends_on_data_ends_with_3(folder: Path) -> None:
+    """Longformer asks the mask for its values. The message names the line in its code."""
+    from transformers import LongformerConfig, LongformerForMaskedLM
+
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "attention_window": 8}
+    LongformerForMaskedLM(LongformerConfig(**small, vocab_size=200, pad_token_id=3, max_position_embeddings=40)).save_pretrained(
+        folder / "longformer"
+    )
+    answer = preflight(folder, "--accelerator", "v4-8", name="own", model={"path": str(folder / "longformer")})
+    assert answer.code == 3, answer.text
+    assert "depends on the values of a tensor, not on its shape alone" in answer.text
+    assert "modeling_longformer.py:" in answer.text
+
+
 def test_a_module_of_another_framework_goes_through_the_same_compiler() -> None:
     """StableHLO text, as TensorFlow's experimental_get_compiler_ir gives it, for one chip and for 2048 devices."""
     for name in ("v5litepod-1", "v3-2048"):

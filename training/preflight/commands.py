@@ -43,7 +43,6 @@ def preflight(
     """
     from training.preflight import report
     from training.preflight.check import check
-    from training.preflight.programs import Untraceable
     from training.preflight.shapes import read_facts, stand_in
     from training.yaml_file import load
 
@@ -52,11 +51,7 @@ def preflight(
     if (vocabulary is None) != (lengths is None):
         raise BadInput("--vocabulary and --sequence-length go together: both stand in for data that is not there yet")
     facts = read_facts(settings) if vocabulary is None or lengths is None else stand_in(settings, vocabulary, _numbers(lengths), labels)
-    try:
-        found = check(settings, facts, targets, max_batch=max_batch, say=lambda text: click.echo(f"preflight: {text}", err=True))
-    except Untraceable as error:
-        click.echo(f"tpu-train: error: {error}", err=True)
-        sys.exit(Exit.DOES_NOT_FIT)
+    found = check(settings, facts, targets, max_batch=max_batch, say=lambda text: click.echo(f"preflight: {text}", err=True))
     if as_json:
         click.echo(json.dumps(found.as_json()))
     else:

@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import Any
 
 from training.accelerators import Accelerator
-from training.errors import BadInput, TrainError
+from training.errors import BadInput, Exit, TrainError
 from training.preflight.scheduled import BACKWARD
 
 # What the private interfaces below were seen to work with; the image has these. jaxlib's version is jax's.
@@ -173,6 +173,8 @@ def named_operations(network: Any) -> Iterator[None]:
 class DataDependent(TrainError):
     """The step reads a value of a tensor while it is being built, or has a shape that depends on one: it would be several programs, and new ones
     whenever the value changes."""
+
+    exit_code = Exit.DOES_NOT_FIT
 
 
 @contextmanager

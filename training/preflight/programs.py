@@ -20,7 +20,7 @@ from typing import Any
 from training.backends.protocol import Asks
 from training.cluster import Cluster
 from training.config import TrainerConfig
-from training.errors import TrainError
+from training.errors import Exit, TrainError
 from training.preflight import compiler
 from training.preflight.compiler import Program
 from training.preflight.shapes import Facts, Graph, batch
@@ -30,6 +30,8 @@ from training.start import require
 
 class Untraceable(TrainError):
     """The step can't be had as one program: the message says why, and where in the model's code."""
+
+    exit_code = Exit.DOES_NOT_FIT
 
 
 @dataclass(frozen=True)
