@@ -25,11 +25,11 @@ from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home
 from launcher.options import configured
+from launcher.run.launch import CHECKED
 from training import storage
 from training.accelerators import UnknownAccelerator, accelerator
 from training.data.manifest import MANIFEST
 
-GRAPHS = "TPU_LAUNCH_PREFLIGHT"  # variable of the containers: hashes of the programs that were checked
 FORMAT = 1
 _MARK = '{"preflight"'  # what the JSON line of `tpu-train preflight` begins with
 # What the trainer reads and no program depends on.
@@ -89,7 +89,7 @@ def require(config: Config, home: Path, say: Say) -> Config:
         )
     say(f"preflight: the step was compiled for {result['accelerator']} before, and fits")
     graphs = ",".join(dict.fromkeys(each["hash"] for each in result["graphs"]))
-    environment = {**config.run.environment, GRAPHS: graphs}
+    environment = {**config.run.environment, CHECKED: graphs}
     return replace(config, run=config.run.model_copy(update={"environment": environment}))
 
 

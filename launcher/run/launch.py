@@ -28,6 +28,8 @@ from launcher.run.verdict import Cause, Kind, Limits, Verdict
 CONFIG_FILE = "config.yaml"  # below /etc/tpu-launch in the container
 TRAINER_COMMAND = ("tpu-train", "train", f"/etc/tpu-launch/{CONFIG_FILE}")
 
+CHECKED = "TPU_LAUNCH_PREFLIGHT"  # variable of the containers: hashes of the programs that preflight compiled, with commas
+
 Say = Callable[[str], None]
 Emit = Callable[[int, LogLine], None]
 
@@ -96,7 +98,7 @@ def _begin(config: Config, provider: Provider, ledger: Ledger, image: str, say: 
     before = f" (resumes: the last attempt ended with {ledger.outcome!r})" if number and ledger.outcome else ""
     say(f"run {ledger.folder.name}: attempt {number} on {config.accelerator.hosts} hosts{before}")
     _sweep(config, provider, ledger.folder.parent.parent)
-    ledger.event("attempt", attempt=number, image=attempt.image, command=list(attempt.command), **_overlaid(attempt))
+    ledger.event("attempt", attempt=number, image=attempt.image, command=list(attempt.command), **_overlaid(attempt), **_checked(attempt))
     try:
         _start_everywhere(provider, attempt, ledger)
     except LaunchError as error:
@@ -194,6 +196,12 @@ def make_attempt(config: Config, run_id: str, number: int, image: str) -> Attemp
         secrets=secrets(config),
         overlay=None if config.overlay is None else overlays.read(config.overlay),
     )
+
+
+def _checked(attempt: Attempt) -> dict[str, str]:
+    """The hashes of the programs that preflight compiled for this run, where it did."""
+    found = attempt.environment.get(CHECKED)
+    return {"preflight": found} if found else {}
 
 
 def _overlaid(attempt: Attempt) -> dict[str, str]:

@@ -14,6 +14,7 @@ import pytest
 from launcher import preflight
 from launcher.config import load
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.run import launch as launching
 
 HOUSE = Path(__file__).resolve().parents[2]
 
@@ -106,6 +107,8 @@ def test_containers_are_told_what_was_checked(folder: Path) -> None:
     keep(folder, result(fits=True))
     told = preflight.require(load("run.yaml"), folder / "home", said.append)
     assert told.run.environment == {"TPU_LAUNCH_PREFLIGHT": "0123456789abcdef"}
+    attempt = launching.make_attempt(told, "demo-1", 0, "image")
+    assert launching._checked(attempt) == {"preflight": "0123456789abcdef"}, "what the run's events keep"
     assert said == ["preflight: the step was compiled for v4-16 before, and fits"]
 
 
