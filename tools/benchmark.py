@@ -23,7 +23,7 @@ MOUNTED = ("benchmarks", "training", "launcher", "examples")
 
 
 def main(arguments: list[str]) -> int:
-    name, *rest = arguments
+    name, rest = chosen(*arguments)
     script = HOUSE / "benchmarks" / f"{name}.py"
     place = re.search(r'^RUNS_IN = "([\w-]+)"', script.read_text(), re.MULTILINE)
     if place is None:
@@ -53,6 +53,16 @@ def main(arguments: list[str]) -> int:
     ):
         container.append(f"--env={variable}")
     return subprocess.run([*container, image.reference, "/opt/venv/bin/python", f"benchmarks/{name}.py", *rest], check=False).returncode
+
+
+def chosen(name: str, *rest: str) -> tuple[str, list[str]]:
+    """The script and its arguments: with `--backend tensorflow`, NAME_tensorflow where there is one, for that backend is in another image."""
+    if "--backend" in rest[:-1]:
+        at = rest.index("--backend")
+        other = f"{name}_{rest[at + 1]}"
+        if (HOUSE / "benchmarks" / f"{other}.py").exists():
+            return other, [*rest[:at], *rest[at + 2 :]]
+    return name, list(rest)
 
 
 def fetch(packages: list[str], folder: Path) -> bool:

@@ -177,6 +177,8 @@ def _torch_xla() -> Callable[..., Backend]:
 def _tensorflow() -> Callable[..., Backend]:
     require("tensorflow", "tensorflow")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when TensorFlow is imported
+    # A block of a shard is at most 256 KB; TensorFlow's gs:// would fetch 64 MB for it.
+    os.environ.setdefault("GCS_READ_CACHE_BLOCK_SIZE_MB", "1")
     from training.backends.tensorflow import TensorFlow
 
     return TensorFlow
