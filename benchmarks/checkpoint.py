@@ -80,11 +80,6 @@ def write_synced(path: Path, data: memoryview) -> None:
     os.close(descriptor)
 
 
-def settle() -> None:
-    """Nothing of an earlier measurement is still on its way to the disk."""
-    os.sync()
-
-
 def timed(work: Callable[[], Any]) -> float:
     began = time.perf_counter()
     work()
@@ -92,7 +87,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def forget(folder: Path) -> None:
-    """Drops files from the page cache."""
+    """Puts files on the disk, so that they are not on their way during the next measurement, and drops them from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -123,20 +118,20 @@ def saving(folder: Path, repeat: int) -> dict[str, float]:
         best[name] = min(seconds, best.get(name, seconds))
 
     for round_ in range(repeat):
-        settle()
+        forget(folder)
         began = time.perf_counter()
         keeper.save(round_, layout, ours.copy, {})
         note("ours blocked", time.perf_counter() - began)
         keeper.wait()
         note("ours", time.perf_counter() - began)
-        settle()
+        forget(folder)
         note("plain write", timed(lambda: write_synced(folder / "plain", block)))
         (folder / "plain").unlink()
-        settle()
+        forget(folder)
         note("torch.save", timed(lambda: torch.save(state, folder / "torch.pt")))
-        settle()
+        forget(folder)
         note("safetensors", timed(lambda: save_file(state, folder / "whole.safetensors")))
-        settle()
+        forget(folder)
         began = time.perf_counter()
         future = async_save(state, checkpoint_id=str(folder / f"dcp-{round_}"))
         note("async_save blocked", time.perf_counter() - began)

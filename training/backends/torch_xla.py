@@ -251,8 +251,8 @@ class TorchXla:
         for name, (info, data) in tensors.items():
             if layout.get(name) != info:
                 raise Damaged(f"tensor {name} is {info.dtype} {list(info.shape)}, which has no place in this model")
-            with torch.no_grad():
-                state[name].copy_(torch.frombuffer(data, dtype=torch.float32).view(info.shape))
+            # By numpy: a copy by torch waits for all of its threads, each of which may have to wait for a busy processor.
+            state[name].detach().numpy()[...] = np.frombuffer(data, np.float32).reshape(info.shape)
 
     def state(self) -> dict[str, Tensor]:
         groups = (("model", self._parameters), ("adam_m", self._moments[0]), ("adam_v", self._moments[1]))
