@@ -84,7 +84,7 @@ logs)
   since=0
   while [ $# -gt 1 ]; do case $1 in --since) since=$2; shift 2 ;; *) shift ;; esac; done
   awk -v since="$since" '$1 >= since' "$root/$1/log" 2>/dev/null ;;
-wait) last "$@"; c=$root/$last; while alive; do sleep 0.2; done; cat "$c/exit" ;;
+wait) last "$@"; c=$root/$last; tail --pid="$(cat "$c/pid")" -s 0.2 -f /dev/null; cat "$c/exit" ;;
 stop|kill)
   last "$@"; c=$root/$last; alive || exit 0
   [ $verb = stop ] && kill -TERM "$(cat "$c/child")" 2>/dev/null
@@ -409,7 +409,7 @@ def measure_watcher(found: Rack) -> dict[str, float]:
 def measure_stop(found: Rack) -> float:
     """Seconds from a host's death until nothing of the run is left on the others."""
     found.inside("rm -f /rack/dead")
-    process = found.launch("while [ ! -e /rack/dead ] || [ $((WORKER % 2)) = 1 ]; do sleep 0.2; done; sleep 0.5; exit 76")
+    process = found.launch("while [ ! -e /rack/dead ] || [ $((WORKER % 2)) = 1 ]; do sleep 0.5; done; sleep 0.2; exit 76")
     until(process, "started on all hosts")
     time.sleep(5)
     address = found.inside("sed -n 's/ListenAddress //p' /rack/1/sshd_config").strip()

@@ -1,6 +1,9 @@
 """Claims about what the command line adds to a run: overlays, env files, dry runs; and about IAP and the dead-man timer as gcloud is told of them."""
 
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -69,6 +72,37 @@ def test_a_timer_is_a_startup_script_that_is_valid_and_only_there_when_it_is_wan
     assert dead_man.DELIMITER not in script
     assert "-ge 7200" in script
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp_path: Path) -> None:
+    """The script under a real shell; its docker says what the test says, its curl writes down what is asked."""
+    (tmp_path / "bin").mkdir()
+    asked = tmp_path / "asked"
+    programs = {
+        "docker": f'[ "$1" = ps ] && cat {tmp_path}/runs 2>/dev/null; exit 0',
+        "curl": f'case "$*" in *worker-number*) printf 0 ;; *token*) echo \'{{"access_token": "t0ken"}}\' ;; *) cat >> {asked}; echo "$*" >> {asked} ;; esac',
+    }
+    for name, text in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "runs").write_text("4711\n")
+    script = dead_man.startup_script(config(tmp_path, f"abandoned_hours: {2 / 3600}")).replace("/var/log/", f"{tmp_path}/")
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    process = subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True)
+    try:
+        time.sleep(5)
+        assert not asked.exists(), "a slice with a run is not abandoned"
+        (tmp_path / "runs").unlink()
+        deadline = time.monotonic() + 60
+        while not (asked.exists() and "nodes/demo" in asked.read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    told = asked.read_text()
+    assert "https://tpu.googleapis.com/v2/projects/p/locations/us-central2-b/queuedResources/demo?force=true" in told
+    assert 'header = "Authorization: Bearer t0ken"' in told, "on standard input, not among the arguments"
 
 
 def test_hosts_show_their_own_token_to_googles_registries_only() -> None:

@@ -1,4 +1,4 @@
-"""Claims about hostile values, env files, overlays and the dead-man timer, on emulated hosts. Starts two slices; about 70 s."""
+"""Claims about hostile values, env files, overlays and the dead-man timer, on emulated hosts. Starts two slices; about 45 s."""
 
 from __future__ import annotations
 
@@ -60,17 +60,18 @@ def test_a_line_break_in_the_plain_environment_is_refused(two_hosts: tuple[Works
     assert "may not contain a line break" in ended.output
 
 
-def test_an_abandoned_slice_deletes_itself_and_one_that_works_does_not(emulator: Workstation) -> None:
-    seconds = 9
-    text = SLICE.replace("NAME", "lonely").replace("TYPE", f"v4-8, abandoned_hours: {seconds / 3600}")
-    file = emulator.file("lonely.yaml", text)
-    emulator.good("--emulated", "up", "-f", file)
-    emulator.good("--emulated", "run", "--new", "-f", file, "--", "sleep", str(seconds + 4))
-    assert "lonely: READY" in emulator.good("--emulated", "status", "-f", file).output, "a slice with a run is not abandoned"
-    deadline = time.monotonic() + 90
-    while "lonely" in json.dumps(emulator.good("emulator", "status", "--json").json()["nodes"]):
+def test_an_abandoned_slice_deletes_itself(emulator: Workstation) -> None:
+    """That one with a run on it does not is in tests/launcher/test_extras.py, where time can be short on any machine."""
+    text = SLICE.replace("NAME", "lonely").replace("TYPE", f"v4-8, abandoned_hours: {8 / 3600}")
+    running = emulator.begin("--emulated", "up", "-f", emulator.file("lonely.yaml", text))
+    running.wait_for("creating v4-8 slice lonely", 60)
+    deadline = time.monotonic() + 120
+    seen = False
+    while not seen or "lonely" in json.dumps(emulator.good("emulator", "status", "--json").json()["nodes"]):
+        seen = seen or "lonely" in json.dumps(emulator.good("emulator", "status", "--json").json()["nodes"])
         assert time.monotonic() < deadline, "nobody needed it for long, and it is still there"
-        time.sleep(1)
+        time.sleep(0.5)
+    running.end(120)  # READY, or gone before every host had answered
 
 
 @pytest.mark.parametrize("script", ["bash", "zsh", "fish"])

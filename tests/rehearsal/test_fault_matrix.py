@@ -96,14 +96,14 @@ class HostRow:
     code: int
     outcome: str
     says: tuple[str, ...]
-    seconds: float = 30.0  # from the fault to the end of `run`
+    seconds: float = 120.0  # from the fault to the end of `run`
 
 
 HOST_ROWS = (
-    HostRow("is cut off", ("cut-host", NAME, "1"), 11, "host lost", ("host 1: the host has not answered",), 60),
-    HostRow("hangs", ("hang-host", NAME, "0"), 11, "host lost", ("host 0: the host has not answered",), 60),
-    HostRow("maintenance", ("outage", "maintenance", NAME, "--for", "6"), 11, "host lost", ("UNHEALTHY_MAINTENANCE",), 60),
-    HostRow("REPAIRING", ("outage", "repair", NAME, "--for", "6"), 11, "host lost", ("REPAIRING",), 60),
+    HostRow("is cut off", ("cut-host", NAME, "1"), 11, "host lost", ("host 1: the host has not answered",)),
+    HostRow("hangs", ("hang-host", NAME, "0"), 11, "host lost", ("host 0: the host has not answered",)),
+    HostRow("maintenance", ("outage", "maintenance", NAME, "--for", "6"), 11, "host lost", ("UNHEALTHY_MAINTENANCE",)),
+    HostRow("REPAIRING", ("outage", "repair", NAME, "--for", "6"), 11, "host lost", ("REPAIRING",)),
 )  # fmt: skip
 
 
@@ -169,7 +169,7 @@ def test_what_keeps_a_run_from_starting_is_told_with_its_host(pair: Workstation,
     pair.good("emulator", "inject", "clear")
     told(ended, 24, *row.says)
     assert "[0] here" not in ended.output
-    assert time.monotonic() - begun < 40
+    assert time.monotonic() - begun < 80
     nothing_left(pair)
 
 
@@ -290,8 +290,5 @@ def test_a_slice_that_was_made_anew_by_somebody_else_is_recognised(pair: Worksta
     elsewhere = {"TPU_LAUNCH_HOME": pair.environment["TPU_LAUNCH_HOME"]}
     for verb in ("down", "up"):
         assert pair.launch("--emulated", verb, "-f", FILE, environment=elsewhere).code == 0
-    begun = time.monotonic()
-    ended = begin(pair, "echo ran").end(60)
-    told(ended, 0, "[0] ran", "[1] ran")
-    assert time.monotonic() - begun < 40
+    told(begin(pair, "echo ran").end(120), 0, "[0] ran", "[1] ran")
     nothing_left(pair)
