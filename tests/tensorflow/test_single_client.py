@@ -34,14 +34,14 @@ def program(config, cluster, rendezvous, stopping):
     print("program", cluster.hosts, flush=True)
     if WHAT == "read":
         import tensorflow as tf
-        from training.backends.tensorflow_input import _rows
+        from training.backends.tensorflow_input import host_rows
         from training.tasks.task import open_data
         workers = [each.removeprefix("grpc://") for each in os.environ["TPU_NAME"].split(",")]
         tf.config.experimental_connect_to_cluster(tf.train.ClusterSpec({"tpu_worker": workers}))
         found, data = [], open_data(config)
         for host in range(2):
             with tf.device(f"/job:tpu_worker/replica:0/task:{host}/device:CPU:0"):
-                batch = next(iter(_rows(config, data, host, 2, 3)))
+                batch = next(iter(host_rows(config, data, host, 2, 3)))
                 assert f"task:{host}" in batch["input_ids"].backing_device, batch["input_ids"].backing_device
                 found.append(batch["input_ids"].numpy().tolist())
         Path("found.json").write_text(json.dumps(found))

@@ -1,7 +1,8 @@
 """Training batches for `tf.distribute`: every host of the strategy reads its own rows with TensorFlow's ops alone, and each of its devices gets its part.
 
 The rows of replica r are those that `np.split` of the global batch would give it, so the training is that of any other backend and number of devices.
-Nothing but ids, places and weights goes to the devices; which records they are stays unknown to the program's process.
+Nothing but ids, places and weights goes to the devices. Which records they are stays unknown to the program's process, and so does how many were bad:
+`on_corrupt: skip` replaces them as everywhere, but the summary of a run on several TPU hosts does not count them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) ->
 
     def of_host(context: Any) -> Any:
         host, hosts = context.input_pipeline_id, context.num_input_pipelines
-        rows = _rows(config, data, host, hosts, start).map(lambda batch: {name: batch[name] for name in _FIELDS[config.task]})
+        rows = host_rows(config, data, host, hosts, start).map(lambda batch: {name: batch[name] for name in _FIELDS[config.task]})
         parts = rows.flat_map(lambda batch: tf.data.Dataset.from_tensor_slices(batch).batch(per_replica, drop_remainder=True))
         return parts.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)).prefetch(config.train.prefetch)
 
@@ -48,7 +49,8 @@ def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) ->
             yield HostBatch(arrays, np.zeros(0, np.int64))
 
 
-def _rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: int) -> Any:
+def host_rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: int) -> Any:
+    """The tf.data dataset of one host's rows of global batch `start`, `start` + 1, ... Raises BadInput."""
     options: dict[str, Any] = {
         "tokenizer": data.tokens, "seed": config.seed, "global_batch_size": config.train.global_batch_size, "host": host, "hosts": hosts,
         "start": start, "on_corrupt": config.data.on_corrupt,
