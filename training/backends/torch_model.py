@@ -104,9 +104,11 @@ def _mlm(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
     ids = batch["input_ids"].long()  # (rows, sequence)
     # Rows have no padding. Without any mask the model would look for some, which costs a device-to-host round trip each step.
     hidden = network.base_model(input_ids=ids, attention_mask=torch.ones_like(ids))[0]  # (rows, sequence, width)
-    positions = batch["positions"].long().unsqueeze(-1).expand(-1, -1, hidden.shape[-1])  # (rows, predictions, width)
+    # As a matrix product, which is exact: backwards, a gather is a scatter into the global batch, added up over all devices.
+    chosen = batch["positions"].unsqueeze(-1) == torch.arange(hidden.shape[1], dtype=torch.int32, device=hidden.device)
+    hidden = torch.bmm(chosen.to(hidden.dtype), hidden)  # (rows, predictions, sequence) times (rows, sequence, width)
     head = network.cls if hasattr(network, "cls") else network.lm_head
-    logits = head(torch.gather(hidden, 1, positions)).float().flatten(0, 1)  # (rows * predictions, vocabulary)
+    logits = head(hidden).float().flatten(0, 1)  # (rows * predictions, vocabulary)
     labels = batch["labels"].long().flatten().clamp(min=0)  # (rows * predictions,)
     weights = batch["weights"].flatten()
     return _totals(logits, labels, weights), None
