@@ -6,7 +6,6 @@ Starts one slice of two hosts and trains three times; about 3 minutes.
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import time
 from typing import Any
@@ -113,44 +112,28 @@ def test_a_bucket_that_does_not_exist_is_refused_with_its_place(trainable: Works
     assert "gs://no-such-bucket does not exist" in ended.output
 
 
-def test_a_run_that_loses_hosts_and_its_bucket_goes_on_within_a_minute_each_time_and_to_the_same_bits(
+def test_a_host_that_comes_back_is_waited_for_and_training_goes_on_within_a_minute_to_the_same_bits(
     trainable: Workstation, undisturbed: dict[str, Any]
 ) -> None:
-    """A host killed, host 0 cut off, and a bucket that takes nothing, one after the other in one run."""
     work = trainable
-    budgets = ["--set", "run.preemption_retries=2", "--set", "run.failure_retries=1"]
-    running = work.begin("--emulated", "run", "--new", "-f", FILE, "--json", *settings(), *budgets)
-
-    def first_step(after: str, begun: float) -> float:
-        """Seconds until an attempt that begins with `after` has trained a step."""
-        running.wait_for(after, 90)
-        seen = next(index for index, line in enumerate(running.lines) if re.search(after, line))
-        while not any(line.startswith("[0] step") for line in running.lines[seen:]):
-            assert time.monotonic() - begun < 150, "\n".join(running.lines)
-            time.sleep(0.1)
-        return time.monotonic() - begun
-
-    running.wait_for(r"^\[0\].*\bstep +[6-9]/")
+    running = work.begin("--emulated", "run", "--new", "-f", FILE, "--json", *settings(), "--set", "run.preemption_retries=1")
+    running.wait_for(r"^\[0\].*\bstep +[6-9]/", 180)
     begun = time.monotonic()
     work.good("emulator", "inject", "kill-host", "rehearsal", "1", "--for", "5")
-    killed = first_step("attempt 1 on 2 hosts", begun)
-
-    begun = time.monotonic()
-    work.good("emulator", "inject", "cut-host", "rehearsal", "0", "--for", "8")
-    cut = first_step("attempt 2 on 2 hosts", begun)
-
-    work.good("emulator", "inject", "errors", "--status", "403", "--service", "storage")
-    running.wait_for("starting again .failure 1 of 1.", 90)
-    work.good("emulator", "inject", "clear")
-    ended = running.end(180)
+    running.wait_for(r"attempt 1 on 2 hosts", 60)
+    started = time.monotonic() - begun
+    running.wait_for(r"^\[0\] going on from gs:.*step-", 90)
+    seen = len(running.lines)
+    while not any(line.startswith("[0] step") for line in running.lines[seen:]):
+        assert time.monotonic() - begun < 120, "\n".join(running.lines)
+        time.sleep(0.1)
+    stepped = time.monotonic() - begun
+    ended = running.end(120)
     assert ended.code == 0, ended.output
-    assert ended.json()["attempt"] == 3
+    assert ended.json()["attempt"] == 1
     run_id = ended.json()["run"]
-    events = work.events(run_id)
-    assert [event["after"] for event in events if event["event"] == "recover"] == ["host lost", "host lost", "failed"]
-    for event in (event for event in events if event["event"] == "recovered"):
-        print(f"attempt {event['attempt']}: {event['seconds']}")
-    print(f"from the loss to the first new step: killed {killed:.1f} s, cut off {cut:.1f} s")
+    [recovered] = [event["seconds"] for event in work.events(run_id) if event["event"] == "recovered"]
+    told = f"{stepped:.1f} s from the host's death to the first new step ({started:.1f} s to the next attempt's start; the launcher: {recovered})"
+    print(told)
     require_the_same(work, run_id, undisturbed)
-    assert killed < 60, f"{killed:.1f} s from the host's death to the first new step"
-    assert cut < 60, f"{cut:.1f} s from the host's disappearance to the first new step"
+    assert stepped < 60, told
