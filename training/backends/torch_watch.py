@@ -24,6 +24,7 @@ import torch_xla.debug.metrics as xla_metrics
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from training.backends.torch_counts import fallbacks
 from training.errors import BadInput
 from training.xla_rules import HOST, SHAPE, VALUE, Finding, Judge, Operation, Watched
 
@@ -68,9 +69,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[misc]  # torch is not here when 
         if short not in _BOOKKEEPING:
             self._watched.operations.append(Operation(short, _operands(values), place))
         found = _judge(function, name, args, named)
-        before = None if found else _fallbacks()
+        before = None if found else fallbacks()
         result = function(*args, **named)
-        if before is not None and _fallbacks() != before:
+        if before is not None and fallbacks() != before:
             found = Finding(HOST, place, f"{short} has no XLA form and runs on the host: both wait for each other in each step")
         if found:
             self._watched.findings.append(Finding(found.rule, place, found.message))
@@ -194,10 +195,6 @@ def _place() -> str:
 
 def _shown(file: str, line: int) -> str:
     return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
-
-
-def _fallbacks() -> dict[str, int]:
-    return {name: xla_metrics.counter_value(name) for name in xla_metrics.counter_names() if name.startswith("aten::")}
 
 
 def _count(metric: str) -> int:

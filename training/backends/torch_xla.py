@@ -18,13 +18,13 @@ import numpy as np
 import torch
 import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.debug.metrics as xla_metrics
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xla_runtime
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 from torch_xla.utils.dlpack import to_dlpack
 
+from training.backends import torch_counts
 from training.backends.protocol import SUMS, Arrays, Asks, Outcome
 from training.backends.torch_model import SUMS_OF, build
 from training.checkpoint.manifest import Damaged, TensorInfo
@@ -79,7 +79,12 @@ class TorchXla:
         )
         self._agreement = Agreement(os.environ, comparable=self._spmd, talks=cluster.is_first)
         self._sums = SUMS_OF[config.task]
-        self._compiled_before, self._counted_before = _compiled(), _counted()  # by earlier runs in this process
+        # By earlier runs in this process.
+        self._compiled_before, self._counted_before, self._fallbacks_before = (
+            torch_counts.compiled(),
+            torch_counts.transfers(),
+            torch_counts.fallbacks(),
+        )
         self._meant = 0  # transfers to the host that were asked for here
         self._name_state()
         self._moments = [{name: torch.zeros_like(value, requires_grad=False) for name, value in self._parameters.items()} for _ in range(2)]
@@ -277,17 +282,18 @@ class TorchXla:
         self._uploaded = True
 
     def compilations(self) -> tuple[int, float]:
-        (count, seconds), (before, seconds_before) = _compiled(), self._compiled_before
+        (count, seconds), (before, seconds_before) = torch_counts.compiled(), self._compiled_before
         return count - before, seconds - seconds_before
 
     def counters(self) -> dict[str, int]:
-        now = _counted()
+        now = torch_counts.transfers()
         found = {name: now[name] - self._counted_before[name] for name in now}
         return {**found, "device_to_host_syncs": found["device_to_host_transfers"] - self._meant}
 
     def fallbacks(self) -> list[str]:
         # Reading a number (an outcome) is counted as one, but is meant.
-        return sorted(name for name in xla_metrics.counter_names() if name.startswith("aten::") and name != "aten::_local_scalar_dense")
+        now, before = torch_counts.fallbacks(), self._fallbacks_before
+        return sorted(name for name in now if now[name] > before.get(name, 0) and name != "aten::_local_scalar_dense")
 
     def preflight(self) -> str | None:
         return self._agreement.summary()
@@ -298,18 +304,6 @@ class TorchXla:
 
 def _shapes(batch: Arrays) -> list[tuple[int, ...]]:
     return [array.shape for array in batch.values()]
-
-
-def _compiled() -> tuple[int, float]:
-    """Programs, and the seconds they took, of this process."""
-    data = xla_metrics.metric_data("CompileTime")
-    return (int(data[0]), data[1] / 1e9) if data else (0, 0.0)
-
-
-def _counted() -> dict[str, int]:
-    """What torch_xla counted in this process."""
-    transfers = xla_metrics.metric_data("TransferFromDeviceTime")
-    return {"graphs": xla_metrics.counter_value("UncachedCompile") or 0, "device_to_host_transfers": int(transfers[0]) if transfers else 0}
 
 
 class _PendingStep:
