@@ -24,7 +24,8 @@ def typed() -> list[list[str]]:
 
 def test_the_commands_of_a_real_run_work_in_their_order(emulator: Workstation) -> None:
     """`run` is detached from by Ctrl-C, as its comment says; `--attach` and `logs -f` go on until the run is stopped by the next command."""
-    commands = typed()
+    assert "preflight" in [words[0] for words in typed()]  # of our trainer, which doesn't run here: tests/launcher/test_preflight_verb.py
+    commands = [words for words in typed() if words[0] != "preflight"]
     assert [words[0] for words in commands] == ["init", "doctor", "plan", "up", "run", "run", "logs", "stop", "run", "down"], commands
     going = []
     for number, words in enumerate(commands):
