@@ -31,12 +31,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from training import storage
+from benchmarks.peers.rows import Row, finish, row
 from training.checkpoint.policy import Keep
 from training.checkpoint.restore import restore
 from training.checkpoint.save import Description, Saver
 from training.cluster import Cluster
 from training.config import TrainerConfig
+from training.hugging_face import Needs
 from training.rendezvous import Alone
 
 RUNS_IN = "torch-xla"
@@ -54,7 +55,7 @@ def backend() -> Any:
     from training.backends.torch_xla import TorchXla
 
     config = TrainerConfig.model_validate(CONFIG)
-    return TorchXla(config, Cluster(0, ("localhost",)), Alone(), vocabulary=30_522, pad=0, sequence_length=128, labels=None, token="t")
+    return TorchXla(config, Cluster(0, ("localhost",)), Alone(), Needs(vocabulary=30_522, pad=0, sequence_length=128), "t")
 
 
 def plain_state() -> dict[str, Any]:
@@ -217,38 +218,29 @@ def measure(folder: str, *what: str) -> dict[str, float]:
     return result
 
 
-def compare(folder: str, repeat: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def compare(folder: str, repeat: int) -> list[Row]:
+    rows: list[Row] = []
 
-    def row(name: str, unit: str, ours: float, peer_name: str, peer: float, goal: str) -> None:
-        rows.append({"name": name, "unit": unit, "ours": ours, "peer_name": peer_name, "peer": peer, "ratio": ours / peer, "goal": goal})
+    def found(name: str, unit: str, ours: float, peer_name: str, peer: float, goal: str) -> None:
+        rows.append(row(name, unit, ours, peer_name, peer, goal))
 
     saved = measure(folder, "saving", str(repeat))
     read = measure(folder, "restoring", str(repeat))
     megabytes = saved["bytes"] / 1e6
-    row("the loop is blocked", "s", saved["ours blocked"], "torch.save", saved["torch.save"], "at most 1/10")
-    row("the loop is blocked", "s", saved["ours blocked"], "async_save", saved["async_save blocked"], "")
-    row("the loop is blocked", "s", saved["ours blocked"], "goal", 0.5, "at most 0.5 s")
+    found("the loop is blocked", "s", saved["ours blocked"], "torch.save", saved["torch.save"], "at most 1/10")
+    found("the loop is blocked", "s", saved["ours blocked"], "async_save", saved["async_save blocked"], "")
+    found("the loop is blocked", "s", saved["ours blocked"], "goal", 0.5, "at most 0.5 s")
     for peer, goal in (("plain write", ""), ("torch.save", ""), ("async_save", ""), ("safetensors", "")):
-        row("until it is committed", "s", saved["ours"], peer, saved[peer], goal)
+        found("until it is committed", "s", saved["ours"], peer, saved[peer], goal)
     write = saved["ours"] - saved["ours blocked"]
-    row("commit throughput", "MB/s", megabytes / write, "plain write", megabytes / saved["plain write"], "at least 90 %")
+    found("commit throughput", "MB/s", megabytes / write, "plain write", megabytes / saved["plain write"], "at least 90 %")
     for peer, goal in (("plain read", "at most 1.2 times"), ("torch.load", ""), ("load_file", "")):
-        row("restore", "s", read["ours"], peer, read[peer], goal)
+        found("restore", "s", read["ours"], peer, read[peer], goal)
     ours = measure(folder, "memory", "ours")["bytes"] / 1e6
-    row("peak extra memory", "MB", ours, "the state", megabytes, "at most one copy")
+    found("peak extra memory", "MB", ours, "the state", megabytes, "at most one copy")
     for peer in ("torch.save", "async_save"):
-        row("peak extra memory", "MB", ours, peer, max(1.0, measure(folder, "memory", peer)["bytes"] / 1e6), "")
+        found("peak extra memory", "MB", ours, peer, max(1.0, measure(folder, "memory", peer)["bytes"] / 1e6), "")
     return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'':24} {'ours':>10} {'peer':>10} {'ratio':>7}  unit, peer, goal"]
-    for each in rows:
-        lines.append(
-            f"{each['name']:24} {each['ours']:>10,.2f} {each['peer']:>10,.2f} {each['ratio']:>7.2f}  {each['unit']}; {each['peer_name']}; {each['goal']}"
-        )
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -266,9 +258,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         rows = compare(folder, options.repeat)
-    text = json.dumps({"rows": rows})
-    storage.write(str(Path(os.environ.get("TPU_LAUNCH_HOME", ".tpu-launch")) / "benchmarks" / "checkpoint.json"), text.encode())
-    print(text if options.json else table(rows))
+    finish("checkpoint", rows, options.json)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,16 @@ WEIGHTS = "model.safetensors"
 # model_type -> what the names of its networks begin with: the families that get a classification head.
 FAMILIES = {"bert": "Bert", "roberta": "Roberta"}
 HEAD = ("classifier.", "bert.pooler.")  # of a classifier: what an encoder's folder need not have
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run's data asks of its model: embeddings for its tokens, positions for its rows, classes for its labels."""
+
+    vocabulary: int
+    pad: int
+    sequence_length: int  # of the longest row
+    labels: tuple[str, ...] | None = None  # of a classifier
 
 
 def config_of(model: Model, *, vocabulary: int, pad: int, dropout: float, labels: Sequence[str] | None = None) -> dict[str, Any]:
@@ -75,18 +86,19 @@ def _of_name(model: Model, vocabulary: int, pad: int, dropout: float) -> dict[st
     return {"model_type": "bert", "architectures": ["BertForMaskedLM"], **common, **own}
 
 
-def require_room(configuration: Any, *, vocabulary: int, pad: int, sequence_length: int) -> None:
+def require_room(configuration: Any, needs: Needs) -> None:
     """The network has a position for each token of a row, and an embedding for each token of the tokenizer. Raises BadInput.
 
     `configuration` is the network's, as transformers' PretrainedConfig."""
-    positions = configuration.max_position_embeddings - (pad + 1 if configuration.model_type == "roberta" else 0)
-    if sequence_length > positions:
+    positions = configuration.max_position_embeddings - (needs.pad + 1 if configuration.model_type == "roberta" else 0)
+    if needs.sequence_length > positions:
         raise BadInput(
-            f"the dataset's rows have {sequence_length} tokens, but the model has only {positions} positions; set model.max_positions, or make shorter rows"
+            f"the dataset's rows have {needs.sequence_length} tokens, but the model has only {positions} positions; "
+            "set model.max_positions, or make shorter rows"
         )
-    if vocabulary > configuration.vocab_size:
+    if needs.vocabulary > configuration.vocab_size:
         raise BadInput(
-            f"the tokenizer has {vocabulary} tokens, but the model only {configuration.vocab_size}; "
+            f"the tokenizer has {needs.vocabulary} tokens, but the model only {configuration.vocab_size}; "
             "train with the model's own tokenizer, or set model.vocabulary_size"
         )
 

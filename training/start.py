@@ -20,7 +20,7 @@ from training.cluster import Cluster, tensorflow_environment, tpu_environment
 from training.config import TrainerConfig, batch_mistake
 from training.errors import BadInput
 from training.export import from_checkpoint
-from training.hugging_face import CONFIG, WEIGHTS
+from training.hugging_face import CONFIG, WEIGHTS, Needs
 from training.rendezvous import Rendezvous
 from training.tasks.classification import Classification
 from training.tasks.mlm import Mlm
@@ -156,18 +156,17 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
     if os.environ["PJRT_DEVICE"] == "TPU":
         os.environ.update(tpu_environment(cluster) if config.backend == "torch-xla" else tensorflow_environment(cluster, os.environ))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    opener = _tensorflow() if config.backend == "tensorflow" else _torch_xla()
-    tokens, length = task.data.tokens, task.data.sequence_length
-    backend = opener(
-        config, cluster, rendezvous, vocabulary=tokens.vocabulary, pad=tokens.pad, sequence_length=length, labels=task.labels, token=token
-    )  # fmt: skip
+    opener = _tensorflow() if config.backend == "tensorflow" else torch_xla()
+    needs = Needs(task.data.tokens.vocabulary, task.data.tokens.pad, task.data.sequence_length, task.labels)
+    backend = opener(config, cluster, rendezvous, needs, token)
     mistake = batch_mistake(config, cluster.hosts, backend.devices)
     if mistake:
         raise BadInput(mistake)
     return backend
 
 
-def _torch_xla() -> Callable[..., Backend]:
+def torch_xla() -> Callable[..., Backend]:
+    """The backend, its framework imported. Raises BadInput where that is not installed."""
     require("torch_xla", "torch-xla")
     from training.backends.torch_xla import TorchXla
 

@@ -83,12 +83,11 @@ def test_the_gradients_are_added_over_the_devices(v4: dict[str, Any]) -> None:
 def small_runs_sizes() -> list[int]:
     from training.backends.torch_model import build
     from training.config import Model
+    from training.hugging_face import Needs
 
     network = build(
         Model(name="bert-tiny", hidden_size=32, layers=2, heads=2, max_positions=32),
-        vocabulary=200,
-        pad=3,
-        sequence_length=32,
+        Needs(vocabulary=200, pad=3, sequence_length=32),
         dropout=0.1,
         seed=1,
     )

@@ -27,6 +27,7 @@ from training.backends.tensorflow_model import SUMS_OF, Noise, Parameter, build
 from training.checkpoint.manifest import Damaged, TensorInfo
 from training.cluster import Cluster
 from training.config import TrainerConfig
+from training.hugging_face import Needs
 from training.preflight.agreement import Agreement
 from training.rendezvous import Rendezvous
 from training.schedule import adam_numbers, step_seed
@@ -43,11 +44,7 @@ class TensorFlow:
         config: TrainerConfig,
         cluster: Cluster,
         rendezvous: Rendezvous,
-        *,
-        vocabulary: int,
-        pad: int,
-        sequence_length: int,
-        labels: tuple[str, ...] | None,
+        needs: Needs,
         token: str,
     ) -> None:
         self._config, self._train, self._cluster = config, config.train, cluster
@@ -65,14 +62,7 @@ class TensorFlow:
         try:
             with self._strategy.scope():
                 self._network, self._parameters = build(
-                    config.model,
-                    vocabulary=vocabulary,
-                    pad=pad,
-                    sequence_length=sequence_length,
-                    dropout=self._train.dropout,
-                    seed=config.seed,
-                    labels=labels,
-                    noise=self._noise,
+                    config.model, needs, dropout=self._train.dropout, seed=config.seed, noise=self._noise
                 )
                 self._moments = [
                     [tf.Variable(tf.zeros_like(each.variable), trainable=False) for each in self._parameters] for _ in range(2)

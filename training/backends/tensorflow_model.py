@@ -20,7 +20,7 @@ from training.backends.initial import weight
 from training.checkpoint.manifest import Damaged, decode
 from training.config import Model
 from training.errors import BadInput
-from training.hugging_face import FAMILIES, HEAD, WEIGHTS, config_of, labels_of, read_config, require_room
+from training.hugging_face import FAMILIES, HEAD, WEIGHTS, Needs, config_of, labels_of, read_config, require_room
 from training.pretrained import folder_of
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16}
@@ -63,37 +63,27 @@ class Noise:
         self.seed: Any = None  # (2,) int32
 
 
-def build(
-    model: Model,
-    *,
-    vocabulary: int,
-    pad: int,
-    sequence_length: int,
-    dropout: float,
-    seed: int,
-    labels: tuple[str, ...] | None,
-    noise: Noise,
-) -> tuple[Any, list[Parameter]]:
-    """A masked-language model, or with `labels` a classifier, and its parameters. The same weights on every host, and as in `torch_model`.
+def build(model: Model, needs: Needs, *, dropout: float, seed: int, noise: Noise) -> tuple[Any, list[Parameter]]:
+    """A masked-language model, or for data with labels a classifier, and its parameters. The same weights on every host, and as in `torch_model`.
 
     Raises BadInput for a folder that is not a model's, or not this one's."""
-    values = config_of(model, vocabulary=vocabulary, pad=pad, dropout=dropout, labels=labels)
+    values = config_of(model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, labels=needs.labels)
     if values.get("model_type") not in FAMILIES:
         raise BadInput(
             f"model.path {model.path} is a {values.get('model_type')} model, and backend: tensorflow trains one of: {', '.join(FAMILIES)}"
         )
-    kind = "MaskedLM" if labels is None else "SequenceClassification"
+    kind = "MaskedLM" if needs.labels is None else "SequenceClassification"
     if model.path is not None:
         values = {**values, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "classifier_dropout": dropout}
     network = _network(values, kind)
-    require_room(network.config, vocabulary=vocabulary, pad=pad, sequence_length=sequence_length)
+    require_room(network.config, needs)
     if (
         values["model_type"] == "roberta"
     ):  # it counts positions from the padding token, which transformers 4.57 takes for token 1 in TensorFlow
         network.roberta.embeddings.padding_idx = network.config.pad_token_id
     network.build_in_name_scope()
     parameters = _parameters(network)
-    found = {} if model.path is None else _from_folder(model.path, parameters, values, labels is not None)
+    found = {} if model.path is None else _from_folder(model.path, parameters, values, needs.labels is not None)
     about = {"deviation": network.config.initializer_range, "model_type": values["model_type"], "pad": network.config.pad_token_id}
     for each in parameters:
         value = found.get(each.name)

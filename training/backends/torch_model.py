@@ -16,30 +16,21 @@ from torch.nn import functional
 from training.backends.initial import weight
 from training.config import Model
 from training.errors import BadInput
-from training.hugging_face import HEAD, config_of, labels_of, local, read_config, require_room
+from training.hugging_face import HEAD, Needs, config_of, labels_of, local, read_config, require_room
 
 Sums = Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor | None]]
 
 
-def build(
-    model: Model,
-    *,
-    vocabulary: int,
-    pad: int,
-    sequence_length: int,
-    dropout: float,
-    seed: int,
-    labels: tuple[str, ...] | None = None,
-) -> torch.nn.Module:
-    """A masked-language model, or with `labels` a classifier, in training mode on the CPU. The same seed gives the same weights on every host."""
-    values = config_of(model, vocabulary=vocabulary, pad=pad, dropout=dropout, labels=labels)
+def build(model: Model, needs: Needs, *, dropout: float, seed: int) -> torch.nn.Module:
+    """A masked-language model, or for data with labels a classifier, in training mode on the CPU. The same seed gives the same weights on every host."""
+    values = config_of(model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, labels=needs.labels)
     if model.path is None:
         network = _fresh(values, seed)
-    elif labels is None:
+    elif needs.labels is None:
         network = _from_folder(model.path, dropout)
     else:
         network = _with_fresh_head(model.path, values, dropout, seed)
-    require_room(network.config, vocabulary=vocabulary, pad=pad, sequence_length=sequence_length)
+    require_room(network.config, needs)
     network.train()
     return network
 

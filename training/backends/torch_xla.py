@@ -30,6 +30,7 @@ from training.backends.torch_model import SUMS_OF, build
 from training.checkpoint.manifest import Damaged, TensorInfo
 from training.cluster import Cluster
 from training.config import TrainerConfig
+from training.hugging_face import Needs
 from training.preflight.agreement import Agreement
 from training.rendezvous import Rendezvous
 from training.schedule import adam_numbers, step_seed
@@ -46,11 +47,7 @@ class TorchXla:
         config: TrainerConfig,
         cluster: Cluster,
         rendezvous: Rendezvous,
-        *,
-        vocabulary: int,
-        pad: int,
-        sequence_length: int,
-        labels: tuple[str, ...] | None,
+        needs: Needs,
         token: str,
     ) -> None:
         self._config, self._train, self._cluster = config, config.train, cluster
@@ -68,15 +65,7 @@ class TorchXla:
             self._exchange = Exchange(cluster, rendezvous, token, config.rendezvous.seconds)
         self.in_flight = 0 if self._exchange else 2 if self._spmd else 1
         rendezvous.phase("building the model")
-        self._network: Any = build(
-            config.model,
-            vocabulary=vocabulary,
-            pad=pad,
-            sequence_length=sequence_length,
-            dropout=self._train.dropout,
-            seed=config.seed,
-            labels=labels,
-        )
+        self._network: Any = build(config.model, needs, dropout=self._train.dropout, seed=config.seed)
         self._agreement = Agreement(os.environ, comparable=self._spmd, talks=cluster.is_first)
         self._sums = SUMS_OF[config.task]
         # By earlier runs in this process.

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from training.data.batches import EVALUATION_EPOCH, rows_of_host
-from training.data.classification import epoch_of_step, epoch_order, groups_of_lengths
+from training.data.classification import batches_before, epoch_of_step, groups_of_lengths
 from training.data.manifest import Dataset
 from training.data.masking import Masking, SpecialTokens
 from training.data.masking_tensorflow import mask
@@ -101,10 +101,9 @@ def classification(
     parts = _buckets(dataset, tokenizer, on_corrupt, at_least=global_batch_size)
     records = tuple(part.records for part in parts)
     epoch, place = epoch_of_step(records, global_batch_size, start)
-    taken = epoch_order(records, global_batch_size, seed, epoch)[:place]
     buckets = []
     for bucket, (part, before) in enumerate(zip(parts, np.cumsum([0, *records]), strict=False)):
-        number = epoch * part.records // global_batch_size + int(np.count_nonzero(taken == bucket))  # of the batch that comes first
+        number = batches_before(records, global_batch_size, seed, epoch, place, bucket)  # of the batch that comes first
         order = Shuffled(geometry(part.records, part.record_bytes), seed + part.length, global_batch_size)
         rows = _rows(part, order, global_batch_size, first, last, number * global_batch_size).rebatch(last - first, drop_remainder=True)
         buckets.append(rows.map(_labelled(int(before), tokenizer.pad)))

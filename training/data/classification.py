@@ -128,9 +128,14 @@ class ClassificationBatches:
 def schedule(records: tuple[int, ...], batch: int, seed: int, k: int) -> tuple[int, int]:
     """Which bucket step k takes, and which of that bucket's batches it is. `records`: of each bucket."""
     epoch, place = epoch_of_step(records, batch, k)
-    order = epoch_order(records, batch, seed, epoch)
-    bucket = int(order[place])
-    return bucket, epoch * records[bucket] // batch + int(np.count_nonzero(order[:place] == bucket))
+    bucket = int(epoch_order(records, batch, seed, epoch)[place])
+    return bucket, batches_before(records, batch, seed, epoch, place, bucket)
+
+
+def batches_before(records: tuple[int, ...], batch: int, seed: int, epoch: int, place: int, bucket: int) -> int:
+    """How many batches a bucket has given before the step at `place` of an epoch."""
+    taken = epoch_order(records, batch, seed, epoch)[:place]
+    return epoch * records[bucket] // batch + int(np.count_nonzero(taken == bucket))
 
 
 def epoch_of_step(records: tuple[int, ...], batch: int, k: int) -> tuple[int, int]:

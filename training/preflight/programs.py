@@ -21,11 +21,12 @@ from training.backends.protocol import Asks
 from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.errors import Exit, TrainError
+from training.hugging_face import Needs
 from training.preflight import compiler
 from training.preflight.compiler import Program
 from training.preflight.shapes import Facts, Graph, batch
 from training.rendezvous import Alone
-from training.start import require
+from training.start import require, torch_xla
 
 
 class Untraceable(TrainError):
@@ -56,7 +57,7 @@ def trace(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: int
     # An evaluation leaves the state alone; a traced step leaves it as something that was not computed. So a step comes last on its backend.
     for graph in sorted(graphs, key=lambda each: each.kind != "evaluation"):
         began = time.monotonic()
-        backend = backend or _backend(config, facts, _torch_xla())
+        backend = backend or _backend(config, facts, torch_xla())
         with _explained(graph):
             found.append(_trace(backend, config, graph, began))
         if graph.kind == "training":
@@ -96,23 +97,9 @@ def _lowered(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: 
     return found
 
 
-def _torch_xla() -> Any:
-    from training.backends.torch_xla import TorchXla
-
-    return TorchXla
-
-
 def _backend(config: TrainerConfig, facts: Facts, kind: Any) -> Any:
-    return kind(
-        config,
-        Cluster(0, ("localhost",)),
-        Alone(),
-        vocabulary=facts.vocabulary,
-        pad=facts.pad,
-        sequence_length=max((*facts.lengths, *facts.evaluation_lengths)),
-        labels=facts.labels,
-        token="preflight",
-    )
+    needs = Needs(facts.vocabulary, facts.pad, max((*facts.lengths, *facts.evaluation_lengths)), facts.labels)
+    return kind(config, Cluster(0, ("localhost",)), Alone(), needs, "preflight")
 
 
 def _trace(backend: Any, config: TrainerConfig, graph: Graph, began: float) -> Traced:
