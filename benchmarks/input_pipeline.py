@@ -17,7 +17,6 @@ process of its own; the best of `--repeat` is kept, for ours and theirs alike. R
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import subprocess
@@ -34,6 +33,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.peers.rows import Row, finish, row
 from training import storage
 from training.data import order, prepare
 from training.data.batches import MlmBatches, prefetch
@@ -211,47 +211,39 @@ def serve(port: int, folder: str) -> None:
     threading.Event().wait()
 
 
-def compare(folder: str, records: int, repeat: int) -> list[dict[str, Any]]:
+def compare(folder: str, records: int, repeat: int) -> list[Row]:
     """All rows of the report."""
     generate(folder, records)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
 
-    def row(name: str, unit: str, ours: float, peer_name: str, peer: float | None, goal: str) -> None:
-        ratio = None if peer is None else ours / peer
-        rows.append({"name": name, "unit": unit, "ours": ours, "peer_name": peer_name, "peer": peer, "ratio": ratio, "goal": goal})
+    def found(name: str, unit: str, ours: float, peer_name: str, peer: float | None, goal: str) -> None:
+        rows.append(row(name, unit, ours, peer_name, peer, goal))
 
     compact, packed, public = f"{folder}/compact", f"{folder}/gzip", f"{folder}/recipe"
     ours = measure("throughput", compact, repeat) or 0.0
-    row(
+    found(
         "full path", "records/s", ours, "run_mlm.py for TPUs (map, shuffle, batch)", measure("recipe", public, repeat), "8 times the recipe"
     )
-    row("full path", "records/s", ours, "tf.data batched, no shuffle, no masks", measure("batched", public, repeat), "not below")
-    row("full path", "records/s", ours, "goal", 400_000, "at least 400,000")
-    row("full path, gzip shards", "records/s", measure("throughput", packed, repeat) or 0.0, "our uncompressed shards", ours, "")
-    row("first batch after resuming, local", "s", measure("first_batch", compact, repeat, smallest=True) or 0.0, "goal", 1.0, "at most 1 s")
+    found("full path", "records/s", ours, "tf.data batched, no shuffle, no masks", measure("batched", public, repeat), "not below")
+    found("full path", "records/s", ours, "goal", 400_000, "at least 400,000")
+    found("full path, gzip shards", "records/s", measure("throughput", packed, repeat) or 0.0, "our uncompressed shards", ours, "")
+    found(
+        "first batch after resuming, local", "s", measure("first_batch", compact, repeat, smallest=True) or 0.0, "goal", 1.0, "at most 1 s"
+    )
     with bucket(f"{folder}/server") as environment:
         os.environ.update(environment)
         for name in ("compact", "gzip"):
             for each in storage.listing(f"{folder}/{name}"):
                 storage.upload(Path(each.url), f"gs://bucket/{name}/{storage.name_of(each.url)}")
             seconds = measure("first_batch", f"gs://bucket/{name}", repeat, smallest=True, environment=environment) or 0.0
-            row(f"first batch after resuming, gs:// 20 ms away, {name}", "s", seconds, "goal", 3.0, "at most 3 s")
-        row("peak memory, local", "MB", measure("memory", compact, 1) or 0.0, "goal", 512, "below 512 MB")
+            found(f"first batch after resuming, gs:// 20 ms away, {name}", "s", seconds, "goal", 3.0, "at most 3 s")
+        found("peak memory, local", "MB", measure("memory", compact, 1) or 0.0, "goal", 512, "below 512 MB")
         peak = measure("memory", "gs://bucket/compact", 1, environment=environment) or 0.0
-        row("peak memory, gs://", "MB", peak, "goal", 512, "below 512 MB")
+        found("peak memory, gs://", "MB", peak, "goal", 512, "below 512 MB")
     public_size = measure("size", public, 1)
-    row("size, gzip", "bytes/record", measure("size", packed, 1) or 0.0, "recipe", public_size, "at most half")
-    row("size, uncompressed", "bytes/record", measure("size", compact, 1) or 0.0, "recipe", public_size, "")
+    found("size, gzip", "bytes/record", measure("size", packed, 1) or 0.0, "recipe", public_size, "at most half")
+    found("size, uncompressed", "bytes/record", measure("size", compact, 1) or 0.0, "recipe", public_size, "")
     return rows
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'':50} {'ours':>12} {'peer':>12} {'ratio':>6}  unit, peer, goal"]
-    for row in rows:
-        peer = "not here" if row["peer"] is None else f"{row['peer']:,.2f}"
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        lines.append(f"{row['name']:50} {row['ours']:>12,.2f} {peer:>12} {ratio:>6}  {row['unit']}; {row['peer_name']}; {row['goal']}")
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -270,10 +262,7 @@ def main() -> None:
     else:
         with tempfile.TemporaryDirectory() as folder:
             rows = compare(folder, options.records, options.repeat)
-        result = json.dumps({"rows": rows})
-        home = Path(os.environ.get("TPU_LAUNCH_HOME", ".tpu-launch"))
-        storage.write(str(home / "benchmarks" / "input_pipeline.json"), result.encode())
-        print(result if options.json else table(rows))
+        finish("input_pipeline", rows, options.json)
 
 
 if __name__ == "__main__":

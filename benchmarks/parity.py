@@ -23,7 +23,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.peers.rows import Row, finish, row
+
 HOUSE = Path(__file__).resolve().parent.parent
+
 STEPS = 20
 LENGTH = 64
 HOSTS = {"mlm": (1, 2), "classification": (1, 2), "roberta": (1,)}
@@ -79,10 +84,14 @@ def in_image(backend: str, folder: Path, jobs: list[Job], ask: list[str] | None 
     plan = folder / "plan.json"
     plan.write_text(json.dumps({"jobs": jobs, "ask": ask if backend == "torch-xla" else None}))
     container = [engine.client(), "run", "--rm", "--init", "--network=none", "--shm-size=1g", "--label=tpu-launch.tests=benchmark"]
-    container += [f"--user={os.getuid()}:{os.getgid()}", f"--volume={HOUSE / 'benchmarks'}:/src/benchmarks:ro", f"--volume={folder}:/work"]
+    container += [
+        f"--user={os.getuid()}:{os.getgid()}",
+        f"--volume={HOUSE / 'benchmarks'}:/src/benchmarks:ro",
+        f"--volume={folder}:/parity",
+    ]
     for variable in ("HOME=/tmp", "PYTHONDONTWRITEBYTECODE=1", "PJRT_DEVICE=CPU", "XLA_FLAGS=--xla_backend_optimization_level=0"):
         container.append(f"--env={variable}")
-    command = [*container, reference, "python", "/src/benchmarks/parity.py", "--plan", "/work/plan.json"]
+    command = [*container, reference, "python", "/src/benchmarks/parity.py", "--plan", "/parity/plan.json"]
     with (folder / f"{backend}.log").open("a+") as log:
         try:
             code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=CONTAINER_SECONDS, check=False).returncode
@@ -94,12 +103,11 @@ def in_image(backend: str, folder: Path, jobs: list[Job], ask: list[str] | None 
             raise SystemExit(f"the runs of {backend} ended with {code} (-1: after {CONTAINER_SECONDS} s):\n{tail}")
 
 
-def report(folder: Path, resumed: dict[tuple[str, str], str]) -> list[dict[str, Any]]:
+def report(folder: Path, resumed: dict[tuple[str, str], str]) -> list[Row]:
     rows = []
 
-    def row(name: str, unit: str, ours: float, limit: float, goal: str) -> None:
-        ratio = ours / limit if limit else None
-        rows.append({"name": name, "unit": unit, "ours": ours, "peer_name": "limit", "peer": limit, "ratio": ratio, "goal": goal})
+    def found(name: str, unit: str, ours: float, limit: float, goal: str) -> None:
+        rows.append(row(name, unit, ours, "limit", limit, goal))
 
     for case in HOSTS:
         for hosts in HOSTS[case]:
@@ -110,13 +118,13 @@ def report(folder: Path, resumed: dict[tuple[str, str], str]) -> list[dict[str, 
                 for run in (torch, tensorflow)
             ]
             different = sum(a != b for one, other in zip(*digests, strict=True) for a, b in zip(one, other, strict=True))
-            row(f"{where}: host batches that differ", f"of {STEPS * hosts}", different, 0, "none")
-            row(f"{where}: losses", "relative", worst(losses(folder, torch), losses(folder, tensorflow)), 1e-5, "at most 1e-5")
+            found(f"{where}: host batches that differ", f"of {STEPS * hosts}", different, 0, "none")
+            found(f"{where}: losses", "relative", worst(losses(folder, torch), losses(folder, tensorflow)), 1e-5, "at most 1e-5")
         for backend, other in zip(BACKENDS, reversed(BACKENDS), strict=True):
             far = worst(losses(folder, run_of(backend, case, 1))[STEPS // 2 :], losses(folder, resumed[backend, case])[STEPS // 2 :])
-            row(f"{case}: {other} goes on from {backend}'s step {STEPS // 2}", "relative", far, 1e-4, "at most 1e-4")
+            found(f"{case}: {other} goes on from {backend}'s step {STEPS // 2}", "relative", far, 1e-4, "at most 1e-4")
         answers = [json.loads((folder / f"{run_of(backend, case, 1)}.answers.json").read_text()) for backend in BACKENDS]
-        row(f"{case}: answers of TensorFlow's model in plain torch", "relative", worst(*answers), 1e-4, "at most 1e-4")
+        found(f"{case}: answers of TensorFlow's model in plain torch", "relative", worst(*answers), 1e-4, "at most 1e-4")
     return rows
 
 
@@ -232,11 +240,6 @@ def ask(folder: Path, runs: list[str]) -> None:
         (folder / f"{run}.answers.json").write_text(json.dumps([answer.score for answer in found]))
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"{'':60} {'found':>10} {'limit':>8}  unit"]
-    return "\n".join([*lines, *(f"{row['name']:60} {row['ours']:>10.1e} {row['peer']:>8.0e}  {row['unit']}" for row in rows)])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -253,11 +256,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         rows = compare(Path(folder))
-    home = Path(os.environ.get("TPU_LAUNCH_HOME", ".tpu-launch"))
-    (home / "benchmarks").mkdir(mode=0o700, parents=True, exist_ok=True)
-    result = json.dumps({"rows": rows})
-    (home / "benchmarks" / "parity.json").write_text(result)
-    print(result if options.json else table(rows))
+    finish("parity", rows, options.json)
 
 
 if __name__ == "__main__":

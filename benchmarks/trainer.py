@@ -83,19 +83,25 @@ def mlm_config(folder: Path, name: str, steps: int, log_every: int) -> dict[str,
     }
 
 
+def peer_job(folder: Path, name: str, rows: Path) -> dict[str, Any]:
+    """What a peer is to train: the same model, steps and tokenizer, on `rows`."""
+    layers, width, heads, batch, steps, *_ = SHAPES[name]
+    shape = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width}
+    return {
+        "rows": str(rows),
+        "tokenizer": str(folder / "tokenizer"),
+        "config": {**shape, "vocab_size": VOCABULARY, "pad_token_id": 3},
+        "steps": steps,
+        "batch": batch,
+        "seed": SEED,
+    }
+
+
 def mlm(folder: Path, repeat: int) -> list[Row]:
     found = []
-    for name, (layers, width, heads, batch, steps, warm, goal) in SHAPES.items():
+    for name, (layers, _, _, batch, steps, warm, goal) in SHAPES.items():
         config = mlm_config(folder, name, steps, log_every=1)
-        shape = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width}
-        job = {
-            "rows": str(folder / "rows.npz"),
-            "tokenizer": str(folder / "tokenizer"),
-            "config": {**shape, "vocab_size": VOCABULARY, "pad_token_id": 3},
-            "steps": steps,
-            "batch": batch,
-            "seed": SEED,
-        }
+        job = peer_job(folder, name, folder / "rows.npz")
         best, theirs = 0.0, 0.0
         for number in range(repeat):
             best = max(best, batch * processes.ours(folder, config, warm, f"{layers}-{number}")[0])

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers import processes
 from benchmarks.peers.rows import Row, finish, row
-from benchmarks.trainer import LENGTH, ROWS, SEED, SHAPES, VOCABULARY, mlm_config
+from benchmarks.trainer import LENGTH, ROWS, SHAPES, VOCABULARY, mlm_config, peer_job
 from training.data import prepare
 
 RUNS_IN = "tensorflow"
@@ -32,7 +32,7 @@ GOAL = 1.3
 
 def compare(folder: Path, repeat: int) -> list[Row]:
     found = []
-    name, (layers, width, heads, batch, steps, warm, _) = next(iter(SHAPES.items()))
+    name, (_, _, _, batch, steps, warm, _) = next(iter(SHAPES.items()))
     for compiled in (False, True):
         config = mlm_config(folder, name, steps, log_every=1)
         config |= {"backend": "tensorflow", "train": {**config["train"], "jit_compile": compiled}}
@@ -41,17 +41,7 @@ def compare(folder: Path, repeat: int) -> list[Row]:
         prepare.make(
             str(folder / "recipe"), plan, lambda: map(str, range(ROWS)), lambda texts, rows=rows: [rows[int(each)] for each in texts]
         )
-        shape = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width}
-        job = {
-            "rows": str(folder / "recipe"),
-            "tokenizer": str(folder / "tokenizer"),
-            "config": {**shape, "vocab_size": VOCABULARY, "pad_token_id": 3},
-            "length": LENGTH,
-            "steps": steps,
-            "batch": batch,
-            "seed": SEED,
-            "jit_compile": compiled,
-        }
+        job = {**peer_job(folder, name, folder / "recipe"), "length": LENGTH, "jit_compile": compiled}
         path = folder / "job.json"
         path.write_text(json.dumps(job))
         ours = theirs = 0.0

@@ -125,8 +125,7 @@ class Lifecycle:
     def _update(self, operation: Operation, node: Node) -> None:
         self._until_due(operation)
         with self._store.change() as state:
-            node.resource |= operation.change
-            _finish(state, operation.name, response=_typed(node))
+            _change(state, operation, node)
 
     def _stop(self, operation: Operation, node: Node) -> None:
         for host in node.hosts:
@@ -159,6 +158,17 @@ def _booted(host: Host) -> bool:
 
 def _typed(node: Node) -> dict[str, Any]:
     return {"@type": "type.googleapis.com/google.cloud.tpu.v2.Node", **tpu_api.node_json(node)}
+
+
+def end_changes(state: State) -> None:
+    """Ends every pending operation at once, for a state without machines behind it: its node is as it was asked to become."""
+    for operation in [each for each in state.operations.values() if not each.done]:
+        _change(state, operation, state.nodes[operation.target])
+
+
+def _change(state: State, operation: Operation, node: Node) -> None:
+    node.resource |= operation.change
+    _finish(state, operation.name, response=_typed(node))
 
 
 def _finish(state: State, name: str, *, error: dict[str, Any] | None = None, response: dict[str, Any] | None = None) -> None:

@@ -29,6 +29,7 @@ from launcher import shell
 from launcher.config import Config, load
 from launcher.emulator import tpu_api
 from launcher.emulator.catalogue import CODES, ApiError
+from launcher.emulator.lifecycle import end_changes
 from launcher.emulator.state import Host, State
 from launcher.emulator.web import Acceptor, Request, Response, json_response, serve_http
 from launcher.tpu_vm import gcloud
@@ -44,7 +45,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[State]:
     """A READY slice of two hosts that nobody can reach, behind the emulated API."""
     found = State("0badcafe", 0, "", "", 0, 0, subnet="10.200.0.0/22")
     tpu_api.answer(found, tpu_api.Call("POST", NODE, "", {"nodeId": "demo"}, dict(BODY)), time.time())
-    finish(found)
+    end_changes(found)
     (node,) = found.nodes.values()
     node.resource |= {"state": "READY", "health": "HEALTHY"}
     lock = threading.Lock()
@@ -61,7 +62,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[State]:
             except ApiError as error:
                 return json_response(error.as_json(), CODES[error.code][0])
             finally:
-                finish(found)
+                end_changes(found)
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     acceptor = Acceptor()
@@ -83,15 +84,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[State]:
         monkeypatch.delenv(name)
     yield found
     acceptor.remove(listener, close=True)
-
-
-def finish(state: State) -> None:
-    for operation in state.operations.values():
-        if not operation.done:
-            node = state.nodes[operation.target]
-            node.resource |= operation.change
-            operation.done = True
-            operation.response = {"@type": "type.googleapis.com/google.cloud.tpu.v2.Node", **tpu_api.node_json(node)}
 
 
 @pytest.fixture

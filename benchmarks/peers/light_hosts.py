@@ -1,0 +1,286 @@
+"""Slices of light hosts: what gcloud, ssh and the launcher need of a host, without a machine for each.
+
+All hosts of a slice are in one container, each with an address and an sshd of its own. In place of a container engine a shell script runs a command as a
+plain process. Before them is the emulator's Cloud TPU API. Everything is removed when the block of `rack` ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import engine, images
+from launcher.emulator import tpu_api
+from launcher.emulator.catalogue import CODES, ApiError
+from launcher.emulator.control import IMAGE
+from launcher.emulator.lifecycle import end_changes
+from launcher.emulator.state import State
+from launcher.emulator.web import Acceptor, Request, Response, json_response, serve_http
+
+HOUSE = Path(__file__).resolve().parent.parent.parent
+TYPES = {2: "v4-16", 4: "v4-32", 8: "v4-64", 16: "v4-128", 32: "v4-256", 64: "v4-512"}
+PROJECT, ZONE = "benchmark-project", "us-central2-b"
+REFERENCE = "registry.invalid/image@sha256:" + "0" * 64
+
+# Stands in for a host's container engine: a container is a folder and a process.
+ENGINE = r"""#!/bin/sh
+root=/rack/$WORKER
+while :; do case "$1" in --*=*) shift ;; --*) shift 2 ;; *) break ;; esac; done
+verb=$1; shift
+last() { for last in "$@"; do :; done; }
+now() { date -u +%Y-%m-%dT%H:%M:%S.%NZ; }
+alive() { [ -e "$c/pid" ] && [ ! -e "$c/exit" ]; }
+status() { if [ -e "$c/exit" ]; then echo exited; elif [ -e "$c/pid" ]; then echo running; else echo created; fi; }
+case $verb in
+version|info) echo 1 ;;
+ps|cp|pull) ;;
+image) echo sha256:1 ;;
+create)
+  while [ $# -gt 0 ]; do
+    case $1 in --name) c=$root/$2; shift 2 ;; *@sha256:*) shift; break ;; *) shift ;; esac
+  done
+  mkdir -p "$c"; for word in "$@"; do printf '%s\0' "$word"; done > "$c/command" ;;
+start)
+  last "$@"; c=$root/$last
+  [ -e "$c/pid" ] && exit 0
+  now > "$c/started"
+  setsid sh -c 'echo $$ > '"$c"'/pid; { xargs -0 sh -c '"'"'"$@" & echo $! > '"$c"'/child; wait $!; echo $? > '"$c"'/code'"'"' _ < '"$c"'/command; } 2>&1 |
+    while IFS= read -r line; do echo "$(date -u +%Y-%m-%dT%H:%M:%S.%NZ) $line"; done >> '"$c"'/log
+    date -u +%Y-%m-%dT%H:%M:%S.%NZ > '"$c"'/finished; mv '"$c"'/code '"$c"'/exit' < /dev/null > /dev/null 2>&1 &
+  while [ ! -e "$c/pid" ]; do sleep 0.01; done ;;
+inspect)
+  last "$@"; c=$root/$last; [ -d "$c" ] || exit 1
+  case "$*" in
+  *json*) echo >> "$root/looks"
+    printf '{"Status":"%s","ExitCode":%s,"OOMKilled":false,"Error":"","StartedAt":"%s","FinishedAt":"%s"}\n' "$(status)" \
+      "$(cat "$c/exit" 2>/dev/null || echo 0)" "$(cat "$c/started" 2>/dev/null)" "$(cat "$c/finished" 2>/dev/null)" ;;
+  *Status*) status ;; *Running*) alive && echo true || echo false ;; *Image*) echo sha256:1 ;; *Name*) echo "/$last" ;; *) echo "[]" ;;
+  esac ;;
+logs)
+  since=0
+  while [ $# -gt 1 ]; do case $1 in --since) since=$2; shift 2 ;; *) shift ;; esac; done
+  awk -v since="$since" '$1 >= since' "$root/$1/log" 2>/dev/null ;;
+wait) last "$@"; c=$root/$last; tail --pid="$(cat "$c/pid")" -s 0.2 -f /dev/null; cat "$c/exit" ;;
+stop|kill)
+  last "$@"; c=$root/$last; alive || exit 0
+  [ $verb = stop ] && kill -TERM "$(cat "$c/child")" 2>/dev/null
+  i=0; while alive && [ $verb = stop ] && [ $i -lt 15 ]; do sleep 0.2; i=$((i+1)); done
+  alive && kill -9 "$(cat "$c/child")"
+  while alive; do sleep 0.05; done ;;
+rm) last "$@"; rm -rf "${root:?}/$last" ;;
+esac
+exit 0
+"""
+METADATA = '#!/bin/sh\nprintf %s "$WORKER"\n'  # the one question that the launcher's scripts have: who am I
+SSHD = """\
+ListenAddress {address}
+HostKey /rack/key
+PidFile /rack/{worker}/sshd.pid
+AuthorizedKeysFile /rack/authorized_keys
+StrictModes no
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+UsePAM no
+UseDNS no
+MaxStartups 200
+MaxSessions 200
+SetEnv WORKER={worker} PATH=/rack/bin:/usr/sbin:/usr/bin:/sbin:/bin
+"""
+SETUP = """\
+set -e
+mkdir -p /rack/bin /run/sshd
+: > /var/run/docker.sock
+ssh-keygen -q -t ed25519 -N '' -f /rack/key
+cat > /rack/bin/docker
+chmod 755 /rack/bin/docker
+"""
+
+
+@dataclass
+class Rack:
+    """The light hosts of one slice, and a workstation from which they are used."""
+
+    docker: str
+    container: str
+    folder: Path
+    environment: dict[str, str]
+    hosts: int
+
+    def inside(self, script: str, given: str | None = None) -> str:
+        argv = [self.docker, "exec", *(["--interactive"] if given is not None else []), self.container, "sh", "-c", script]
+        return subprocess.run(argv, input=given, capture_output=True, text=True, check=True, timeout=120).stdout
+
+    def launch(self, script: str, *options: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "launcher.cli", "run", "--new", "-f", "run.yaml", *options, "--", "sh", "-c", script]
+        return subprocess.Popen(argv, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def gcloud(self) -> float:
+        """Seconds of one gcloud call that runs `true` on every host."""
+        argv = [
+            "gcloud",
+            "compute",
+            "tpus",
+            "tpu-vm",
+            "ssh",
+            "rack",
+            f"--zone={ZONE}",
+            f"--project={PROJECT}",
+            "--worker=all",
+            "--command=true",
+        ]
+        begun = time.perf_counter()
+        ended = subprocess.run(argv, env=self.environment, capture_output=True, text=True, check=False, timeout=600)
+        assert ended.returncode == 0, ended.stderr
+        return time.perf_counter() - begun
+
+    def running(self) -> list[int]:
+        """The hosts on which a process of a run is left."""
+        script = "cd /rack; for p in */tpu-launch-*/child; do [ -e $p ] && kill -0 $(cat $p) 2>/dev/null && echo ${p%%/*}; done; true"
+        return [int(line) for line in self.inside(script).split()]
+
+    def bytes_on_the_wire(self) -> int:
+        fields = next(line for line in self.inside("cat /proc/net/dev").splitlines() if "eth0" in line).split(":")[1].split()
+        return int(fields[0]) + int(fields[8])
+
+    def looks(self) -> int:
+        return int(self.inside("cat /rack/*/looks 2>/dev/null | wc -l"))
+
+
+@contextmanager
+def rack(hosts: int) -> Iterator[Rack]:
+    """Everything is removed at the end."""
+    docker = engine.require_engine()
+    image = images.ensure(images.folder_spec(IMAGE, HOUSE / "images" / "host"), lambda line: print(line, file=sys.stderr)).reference
+    name = f"tpu-launch-benchmark-{os.getpid()}"
+    folder = Path(tempfile.mkdtemp(prefix="tpu-launch-benchmark-"))
+
+    def call(*argv: str) -> str:
+        return subprocess.run([docker, *argv], check=True, capture_output=True, text=True, timeout=120).stdout.strip()
+
+    acceptor: Closing | None = None
+    try:
+        call("network", "create", name)
+        subnet = call("network", "inspect", "--format", "{{(index .IPAM.Config 0).Subnet}}", name)
+        call(
+            "run",
+            "--detach",
+            "--init",
+            "--name",
+            name,
+            "--network",
+            name,
+            "--cap-add",
+            "NET_ADMIN",
+            "--entrypoint",
+            "sleep",
+            image,
+            "infinity",
+        )
+        state = State("benchmark", 0, "", "", 0, 0, subnet=subnet)
+        key = folder / "home" / ".ssh" / "google_compute_engine"
+        key.parent.mkdir(parents=True, mode=0o700)
+        subprocess.run(
+            ["ssh-keygen", "-q", "-t", "rsa", "-b", "2048", "-N", "", "-C", os.environ.get("USER", "root"), "-f", key], check=True
+        )
+        port, acceptor = serve_api(state)
+        environment = {
+            **{key: value for key, value in os.environ.items() if key != "DOCKER_HOST"},
+            "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": f"http://127.0.0.1:{port}/",
+            "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE": f"http://127.0.0.1:{port}/compute/v1/",
+            "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
+            "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
+            "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
+            "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
+            "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "true",
+            "NO_GCE_CHECK": "true",
+            "CLOUDSDK_CONFIG": str(folder / "home" / "gcloud"),
+            "HOME": str(folder / "home"),
+            "TPU_LAUNCH_HOME": str(folder / ".tpu-launch"),
+            "PYTHONPATH": str(HOUSE),
+            "PYTHONUNBUFFERED": "1",
+        }
+        found = Rack(docker, name, folder, environment, hosts)
+        found.inside(SETUP, ENGINE)
+        found.inside("cat > /rack/bin/curl; chmod 755 /rack/bin/curl", METADATA)
+        found.inside(
+            "cat > /rack/bin/sudo; chmod 755 /rack/bin/sudo", "#!/bin/sh\n"
+        )  # it would look for the holders of a TPU among all hosts' processes
+        found.inside("cat > /rack/authorized_keys", key.with_suffix(".pub").read_text())
+        node = make_node(state, hosts, found.inside("cut -d' ' -f1-2 /rack/key.pub").split()[1])
+        for host in node.hosts:
+            configuration = SSHD.format(address=host.address, worker=host.index)
+            found.inside(
+                f"mkdir -p /rack/{host.index}; ip address add {host.address}/{subnet.split('/')[1]} dev eth0; cat > /rack/{host.index}/sshd_config",
+                configuration,
+            )
+            found.inside(f"WORKER={host.index} /usr/sbin/sshd -f /rack/{host.index}/sshd_config")
+        (folder / "run.yaml").write_text(
+            f"project: {PROJECT}\nzone: {ZONE}\nslice: {{name: rack, accelerator_type: {TYPES[hosts]}}}\nimage: {{reference: '{REFERENCE}'}}\n"
+        )
+        found.gcloud()  # the first one spreads the key and learns the hosts' keys
+        yield found
+    finally:
+        if acceptor is not None:
+            acceptor.close()
+        for argv in (("rm", "--force", name), ("network", "rm", name)):
+            subprocess.run([docker, *argv], capture_output=True, check=False, timeout=120)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def serve_api(state: State) -> tuple[int, Closing]:
+    """The emulator's Cloud TPU API over `state`; operations end at once."""
+    lock = threading.Lock()
+
+    def answer(request: Request) -> Response:
+        try:
+            with lock:
+                segments = request.segments
+                if segments[0] == "compute":
+                    return json_response(tpu_api.compute_project(segments[3]))
+                value = tpu_api.answer(state, tpu_api.parse(request.method, segments[1:], request.query, request.json()), time.time())
+                end_changes(state)
+                return json_response(value)
+        except ApiError as error:
+            return json_response(error.as_json(), CODES[error.code][0])
+
+    listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+    acceptor = Closing(listener)
+    acceptor.inner.start()
+    acceptor.inner.add(listener, lambda connection: serve_http(connection, answer))
+    return int(listener.getsockname()[1]), acceptor
+
+
+@dataclass
+class Closing:
+    """A listener, and who accepts on it."""
+
+    listener: Any
+
+    def __post_init__(self) -> None:
+        self.inner = Acceptor()
+
+    def close(self) -> None:
+        self.inner.remove(self.listener, close=True)
+
+
+def make_node(state: State, hosts: int, key: str) -> Any:
+    body = {"acceleratorType": TYPES[hosts], "runtimeVersion": "tpu-ubuntu2204-base", "networkConfig": {"enableExternalIps": True}}
+    parent = ("projects", PROJECT, "locations", ZONE, "nodes")
+    tpu_api.answer(state, tpu_api.Call("POST", parent, "", {"nodeId": "rack"}, body), time.time())
+    (node,) = state.nodes.values()
+    node.resource |= {"state": "READY", "health": "HEALTHY"}
+    end_changes(state)
+    for host in node.hosts:
+        host.guest_attributes["hostkeys/ssh-ed25519"] = key
+    return node
