@@ -37,7 +37,7 @@ from training.checkpoint.restore import restore
 from training.checkpoint.save import Description, Saver
 from training.cluster import Cluster
 from training.config import TrainerConfig
-from training.hugging_face import Needs
+from training.models.hugging_face import Needs
 from training.rendezvous import Alone
 
 RUNS_IN = "torch-xla"

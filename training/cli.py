@@ -156,8 +156,9 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
     tpu-train evaluate runs/local -c run.yaml --step 500
     tpu-train evaluate runs/local/model -c run.yaml --json
     """
-    from training import report, stopping
+    from training import stopping
     from training.config import load
+    from training.reports import report
 
     asked = stopping.install()
     settings = load(config, overrides)
@@ -185,7 +186,7 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
 def export(run: str, out: str, step: int | None, best: bool) -> None:
     """Write the model of RUN, a run's folder, to OUT in Hugging Face's layout."""
     from training.checkpoint import inspect
-    from training.export import from_checkpoint
+    from training.models.export import from_checkpoint
 
     if best and step is not None:
         raise click.UsageError("give --step or --best, not both")
@@ -203,7 +204,7 @@ def push(run: str, repository: str, step: int | None, private: bool, beside: boo
     """Push the model of RUN, a run's folder, to REPOSITORY (org/name) on the Hugging Face Hub, with the token in HF_TOKEN."""
     if beside:
         os.nice(10)
-    from training import hub
+    from training.models import hub
 
     done, commit = hub.push(run, repository, step, private)
     click.echo(json.dumps({"step": done, "commit": commit}) if beside else f"{repository}: the model after step {done}: {commit}")
@@ -281,7 +282,7 @@ def check(
 @click.option("--out", help="Another file than report.html in the run's folder.")
 def write_report(run: str, out: str | None) -> None:
     """Write report.html from what is in RUN, a run's folder: finished, stopped or failed."""
-    from training import page
+    from training.reports import page
 
     click.echo(page.write(run, out))
 

@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from training import attempts, page
 from training.errors import StopRequested
-from training.hub import Pushes
 from training.metrics import Clock, MetricsLog
-from training.screen import Screen
+from training.models.hub import Pushes
+from training.reports import attempts, page
+from training.reports.screen import Screen
 
 
 @dataclass

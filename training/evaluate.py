@@ -18,8 +18,8 @@ from training.cluster import Cluster
 from training.config import Model, TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput, TrainError
-from training.hugging_face import WEIGHTS, labels_of, read_config
-from training.pretrained import folder_of
+from training.models.hugging_face import WEIGHTS, labels_of, read_config
+from training.models.pretrained import folder_of
 from training.rendezvous import Rendezvous
 from training.start import agree, open_backend, open_task
 from training.stopping import Stopping

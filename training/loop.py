@@ -19,7 +19,7 @@ from typing import Any
 
 import google_crc32c
 
-from training import export, page, report, storage
+from training import storage
 from training.backends.protocol import Asks, Backend, Outcome, Pending
 from training.checkpoint.manifest import step_folder
 from training.checkpoint.policy import Best, EveryMinutes, EverySteps, Keep
@@ -30,13 +30,15 @@ from training.config import TrainerConfig
 from training.ending import Ending, last_words
 from training.errors import StopRequested, TrainError
 from training.evaluate import over_all
-from training.hub import Pushes
-from training.hugging_face import config_of
 from training.metrics import Clock, MetricsLog
-from training.model_flops import Work, mfu, peak
+from training.models import export
+from training.models.hub import Pushes
+from training.models.hugging_face import config_of
+from training.models.model_flops import Work, mfu, peak
 from training.rendezvous import Rendezvous
+from training.reports import page, report
+from training.reports.screen import Screen
 from training.schedule import learning_rate
-from training.screen import Screen
 from training.start import agree, claim, code_hash, device_kind, fence, model_identity, open_backend, open_task, with_starting_model
 from training.stopping import Stopping
 from training.tasks.task import HostBatch, Task

@@ -4,7 +4,7 @@
 
     <run folder>/metrics/attempt-0002.00000.jsonl     one small object after another, each rewritten until it is full
     <run folder>/metrics.jsonl                        the whole history of the run, written when an attempt ends in good order
-    <run folder>/tensorboard/                         the same for TensorBoard (training/events.py)
+    <run folder>/tensorboard/                         the same for TensorBoard (training/reports/events.py)
 
 An object store can't append, and limits how often one name is overwritten. So lines are held back for `FLUSH_SECONDS` and the newest object is rewritten
 whole, at most `LINES` lines of it. A killed attempt loses only what it held back. An attempt that went on from step s supersedes
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from training import storage
-from training.events import EventLog
+from training.reports.events import EventLog
 
 LINES = 1000
 FLUSH_SECONDS = 20.0

@@ -9,7 +9,7 @@ from typing import Any
 
 from training import storage
 from training.errors import BadInput
-from training.hugging_face import WEIGHTS, local, read_config
+from training.models.hugging_face import WEIGHTS, local, read_config
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from training.checkpoint.inspect import is_run
 from training.cluster import Cluster, tensorflow_environment, tpu_environment
 from training.config import TrainerConfig, batch_mistake
 from training.errors import BadInput
-from training.export import from_checkpoint
-from training.hugging_face import CONFIG, WEIGHTS, Needs
+from training.models.export import from_checkpoint
+from training.models.hugging_face import CONFIG, WEIGHTS, Needs
 from training.rendezvous import Rendezvous
 from training.tasks.classification import Classification
 from training.tasks.mlm import Mlm

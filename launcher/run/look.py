@@ -43,7 +43,7 @@ class Progress:
     examples_per_second: float
 
 
-_PROGRESS = re.compile(r"step +(\d+)/(\d+)  loss (\S+)  ([\d,.]+) examples/s")  # training.report.progress
+_PROGRESS = re.compile(r"step +(\d+)/(\d+)  loss (\S+)  ([\d,.]+) examples/s")  # training.reports.report.progress
 
 
 @dataclass(frozen=True)

@@ -214,10 +214,11 @@ class _Passing:
 
 def _put(fate: Fate, trained: str) -> None:
     """Puts the points around the trainer's functions, and the records of each step into a file."""
-    from training import export, loop, objects, rendezvous
+    from training import loop, objects, rendezvous
     from training.backends import gloo, torch_xla
     from training.checkpoint import save
     from training.checkpoint.manifest import MANIFEST
+    from training.models import export
 
     passing = _Passing(fate)
     real_write, real_delete, real_save = storage.write, storage.delete, save.Saver.save

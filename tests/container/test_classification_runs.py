@@ -19,7 +19,7 @@ from training.cli import tpu_train
 from training.data import examples, prepare
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput, StopRequested
-from training.export import from_checkpoint
+from training.models.export import from_checkpoint
 from training.predict import classify
 from training.stopping import Stopping
 

@@ -19,7 +19,7 @@ from tests.container import small_runs, test_classification_runs
 from training.config import Model
 from training.data import example, tfrecord
 from training.errors import Exit
-from training.hugging_face import config_of
+from training.models.hugging_face import config_of
 
 SECONDS = 240  # for all hosts to end; a loaded machine takes a while to import frameworks
 

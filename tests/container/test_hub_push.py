@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tests.container import hub_server, small_runs
-from training import hub
 from training.config import Hub
 from training.errors import BadInput
+from training.models import hub
 
 TOKEN = "hf_ThisIsTheSecretOfTheTest"
 REPOSITORY = "org/bert-small"

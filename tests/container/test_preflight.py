@@ -83,7 +83,7 @@ def test_the_gradients_are_added_over_the_devices(v4: dict[str, Any]) -> None:
 def small_runs_sizes() -> list[int]:
     from training.backends.torch_model import build
     from training.config import Model
-    from training.hugging_face import Needs
+    from training.models.hugging_face import Needs
 
     network = build(
         Model(name="bert-tiny", hidden_size=32, layers=2, heads=2, max_positions=32),

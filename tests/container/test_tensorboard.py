@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from training import events, metrics
+from training import metrics
 from training.metrics import MetricsLog
+from training.reports import events
 
 
 def line(step: int, loss: float) -> dict[str, float]:

@@ -17,7 +17,7 @@ from tests.container import small_runs
 from training import metrics
 from training.errors import BadInput, StopRequested, TrainError
 from training.evaluate import Evaluated
-from training.export import from_checkpoint
+from training.models.export import from_checkpoint
 from training.predict import fill_mask
 from training.stopping import Stopping
 

@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 
 from tests.rehearsal.workstation import Workstation
-from training.report import progress
+from training.reports.report import progress
 
 SECRET = "v3ry-s3cret-t0ken"
 

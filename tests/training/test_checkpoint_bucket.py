@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from launcher.emulator.web import Response
-from training import export, metrics, storage
+from training import metrics, storage
 from training.checkpoint import manifest as form
 from training.checkpoint.manifest import TensorInfo
 from training.checkpoint.policy import Keep
@@ -19,6 +19,7 @@ from training.checkpoint.save import Description, Saver
 from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.errors import BadInput, TrainError
+from training.models import export
 from training.rendezvous import Alone
 from training.start import claim
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from training import metrics, report
+from training import metrics
 from training.config import Train
 from training.metrics import Clock, MetricsLog, history, merge
+from training.reports import report
 from training.schedule import adam_numbers, learning_rate, step_seed
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from training import attempts, charts, page, storage
+from training import storage
 from training.cli import tpu_train
 from training.errors import BadInput, LostPeer, StopRequested, TrainError
 from training.metrics import MetricsLog
+from training.reports import attempts, charts, page
 
 SECONDS = {"start": 2.0, "step": 6.0, "compile": 2.0, "total": 10.0}
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from training.backends.protocol import Asks, Outcome
 from training.config import Model
 from training.errors import BadInput
-from training.hugging_face import config_of, labels_of
+from training.models.hugging_face import config_of, labels_of
 from training.tasks.classification import accuracy, check_labels, weighted_f1
 
 Pairs = Sequence[tuple[int, int]]  # true, predicted

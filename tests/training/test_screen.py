@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from training.screen import Screen
+from training.reports.screen import Screen
 
 
 class Terminal(io.StringIO):

@@ -27,7 +27,7 @@ from training.backends.tensorflow_model import SUMS_OF, Noise, Parameter, build
 from training.checkpoint.manifest import Damaged, TensorInfo
 from training.cluster import Cluster
 from training.config import TrainerConfig
-from training.hugging_face import Needs
+from training.models.hugging_face import Needs
 from training.preflight.agreement import Agreement
 from training.rendezvous import Rendezvous
 from training.schedule import adam_numbers, step_seed

@@ -20,8 +20,8 @@ from training.backends.initial import weight
 from training.checkpoint.manifest import Damaged, decode
 from training.config import Model
 from training.errors import BadInput
-from training.hugging_face import FAMILIES, HEAD, WEIGHTS, Needs, config_of, labels_of, read_config, require_room
-from training.pretrained import folder_of
+from training.models.hugging_face import FAMILIES, HEAD, WEIGHTS, Needs, config_of, labels_of, read_config, require_room
+from training.models.pretrained import folder_of
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16}
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, TFAutoModelForMaskedLM, TFAu
 from transformers.modeling_tf_pytorch_utils import load_pytorch_state_dict_in_tf2_model
 
 from training.errors import BadInput
-from training.hugging_face import WEIGHTS
+from training.models.hugging_face import WEIGHTS
 
 _MODELS = {"fill-mask": TFAutoModelForMaskedLM, "text-classification": TFAutoModelForSequenceClassification}
 

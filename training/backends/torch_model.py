@@ -16,7 +16,7 @@ from torch.nn import functional
 from training.backends.initial import weight
 from training.config import Model
 from training.errors import BadInput
-from training.hugging_face import HEAD, Needs, config_of, labels_of, local, read_config, require_room
+from training.models.hugging_face import HEAD, Needs, config_of, labels_of, local, read_config, require_room
 
 Sums = Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor | None]]
 

@@ -21,7 +21,7 @@ from training.backends.protocol import Asks
 from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.errors import Exit, TrainError
-from training.hugging_face import Needs
+from training.models.hugging_face import Needs
 from training.preflight import compiler
 from training.preflight.compiler import Program
 from training.preflight.shapes import Facts, Graph, batch

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from training import report
 from training.backends.protocol import Arrays, Outcome
 from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.data.batches import MlmBatch, MlmBatches, evaluation
 from training.data.masking import Masking
+from training.reports import report
 from training.tasks.task import HostBatch, open_data, read_ahead, reading
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from training import storage
 from training.config import Model
 from training.errors import BadInput
-from training.pretrained import folder_of
+from training.models.pretrained import folder_of
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"

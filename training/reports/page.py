@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from training import attempts, charts, metrics, report, storage
-from training.attempts import Attempt
+from training import metrics, storage
 from training.checkpoint.manifest import Damaged, Manifest
 from training.checkpoint.restore import committed_steps, read_manifest
 from training.errors import BadInput
+from training.reports import attempts, charts, report
+from training.reports.attempts import Attempt
 
 NAME = "report.html"
 SUMMARY = "summary.json"

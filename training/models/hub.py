@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from training import export, metrics, storage
+from training import metrics, storage
 from training.config import Hub
 from training.errors import BadInput, TrainError
-from training.hugging_face import read_config
+from training.models import export
+from training.models.hugging_face import read_config
 
 TOKEN = "HF_TOKEN"
 CARD = "README.md"

@@ -17,7 +17,7 @@ from training.checkpoint.restore import read_manifest, read_part
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
-from training.hugging_face import CONFIG, WEIGHTS, config_of
+from training.models.hugging_face import CONFIG, WEIGHTS, config_of
 
 PREFIX = "model/"
 _EMBEDDINGS = "embeddings.word_embeddings.weight"
