@@ -39,15 +39,21 @@ def buckets(config: Config) -> None:
 
 
 def data(config: Config) -> None:
-    """The datasets are there, whole, and what the configuration says, down to the tokenizer that wrote them and the size of every shard."""
+    """The datasets are there, whole, and what the configuration says, down to the tokenizer that wrote them and the size of every shard.
+
+    A tokenizer on the Hub is compared by the hosts, when they start: this machine has no client of the Hub."""
     if config.trainer is None:
         return
     from training.data.dataset import check
+    from training.hub_names import is_on_hub
 
+    tokenizer = config.trainer.data.tokenizer
     length: int | None = None
     for key, url in _datasets(config):
         try:
-            length = check(url, kind=config.trainer.task, tokenizer=config.trainer.data.tokenizer, sequence_length=length).sequence_length
+            length = check(
+                url, kind=config.trainer.task, tokenizer=None if is_on_hub(tokenizer) else tokenizer, sequence_length=length
+            ).sequence_length
         except TrainError as error:
             raise BadInput(f"{config.document.place(key)}: {'.'.join(key)}: {error}") from None
 

@@ -29,6 +29,7 @@ from launcher.run.launch import CHECKED
 from training import storage
 from training.accelerators import UnknownAccelerator, accelerator
 from training.data.manifest import MANIFEST
+from training.hub_names import is_on_hub
 
 FORMAT = 1
 _MARK = '{"preflight"'  # what the JSON line of `tpu-train preflight` begins with
@@ -135,7 +136,8 @@ def _path(config: Config, home: Path, name: str) -> Path | None:
     trainer["train"] = {key: value for key, value in trainer["train"].items() if key not in _NOT_IN_STEP}
     trainer["evaluation"] = trainer["evaluation"]["batch_size"]
     data = config.trainer.data
-    urls = [storage.join(data.tokenizer, "tokenizer.json"), *(storage.join(url, MANIFEST) for url in (data.train, data.evaluation) if url)]
+    tokenizer = [] if is_on_hub(data.tokenizer) else [storage.join(data.tokenizer, "tokenizer.json")]
+    urls = [*tokenizer, *(storage.join(url, MANIFEST) for url in (data.train, data.evaluation) if url)]
     try:
         contents = [hashlib.sha256(storage.read(url)).hexdigest() for url in urls]
     except storage.StorageError:

@@ -18,8 +18,8 @@ from training.cluster import Cluster
 from training.config import Model, TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput, TrainError
+from training.hub_names import model_folder
 from training.models.hugging_face import WEIGHTS, labels_of, read_config
-from training.models.pretrained import folder_of
 from training.rendezvous import Rendezvous
 from training.start import agree, open_backend, open_task
 from training.stopping import Stopping
@@ -64,7 +64,7 @@ def evaluate(
     fit together."""
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")
-    place = folder_of(place)
+    place = model_folder(place)
     folder = storage.stat(storage.join(place, WEIGHTS)) is not None
     if folder and step is not None:
         raise BadInput(f"{place} is a model folder, and has no steps: leave out --step")

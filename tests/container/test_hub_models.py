@@ -75,14 +75,16 @@ def test_a_run_starts_from_a_name_on_the_hub(folder: Path, hub: str) -> None:
     first = small_runs.document(folder, train__steps=8, checkpoint__every_steps=None)
     assert small_runs.start(folder, "first", first)[0].finish() == 0
     shutil.copytree(folder / "runs" / "first" / "model", folder / "model")
-    [host] = small_runs.start(folder, "second", {**first, "model": {"path": "org/model"}}, **environment)
+    second = {**first, "model": {"path": "org/model"}, "data": {**first["data"], "tokenizer": "org/model"}}
+    [host] = small_runs.start(folder, "second", second, **environment)
     assert host.finish() == 0, host.text()
     before, after = small_runs.summary(folder, "first"), small_runs.summary(folder, "second")
     assert after["first_loss"] < before["first_loss"] - 0.3, "it goes on from the trained weights"
+    assert {file.name for file in (folder / "runs" / "second" / "model").iterdir()} == {file.name for file in (folder / "model").iterdir()}
 
 
 def test_a_model_that_the_hub_does_not_give_is_named_with_what_to_do(folder: Path, hub: str) -> None:
-    program = "import sys; from training import errors, pretrained\ntry: pretrained.folder_of(sys.argv[1])\nexcept errors.BadInput as error: print(error)"
+    program = "import sys; from training import errors, hub_names\ntry: hub_names.model_folder(sys.argv[1])\nexcept errors.BadInput as error: print(error)"
     for endpoint in (hub, "http://127.0.0.1:9"):  # not there; no Hub there
         told = subprocess.run(
             [sys.executable, "-c", program, "org/other"],

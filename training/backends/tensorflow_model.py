@@ -20,8 +20,8 @@ from training.backends.initial import weight
 from training.checkpoint.manifest import Damaged, decode
 from training.config import Model
 from training.errors import BadInput
+from training.hub_names import model_folder
 from training.models.hugging_face import FAMILIES, HEAD, WEIGHTS, Needs, config_of, labels_of, read_config, require_room
-from training.models.pretrained import folder_of
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16}
 
@@ -117,7 +117,7 @@ def _from_folder(path: str, parameters: list[Parameter], values: Mapping[str, An
     wanted = {each.name: each.shape for each in parameters}
     prefix = f"{values['model_type']}."
     found = {}
-    for raw, value in _tensors(folder_of(path)):
+    for raw, value in _tensors(model_folder(path)):
         name = raw.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
         name = name if name in wanted else prefix + name  # an encoder alone has no prefix
         if wanted.get(name) == value.shape:

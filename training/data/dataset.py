@@ -32,17 +32,20 @@ def open_dataset(url: str) -> Dataset:
     return loads(data, url)
 
 
-def check(url: str, *, kind: str, tokenizer: str, sequence_length: int | None = None) -> Dataset:
-    """All that can be said of a dataset without reading its records: the manifest is whole, it is for this task, length and tokenizer (a folder),
-    and every shard is there with the right size. Raises BadInput, StorageError."""
+def check(url: str, *, kind: str, tokenizer: str | None, sequence_length: int | None = None) -> Dataset:
+    """All that can be said of a dataset without reading its records: the manifest is whole, it is for this task, length and tokenizer (a folder;
+    None: not looked at), and every shard is there with the right size. Raises BadInput, StorageError."""
     dataset = open_dataset(url)
+    dataset.require(kind=kind, tokenizer_hash=tokenizer and _hash_of(tokenizer), sequence_length=sequence_length)
+    find_shards(dataset)
+    return dataset
+
+
+def _hash_of(tokenizer: str) -> str:
     where = storage.join(tokenizer, "tokenizer.json")
     try:
-        found = tokenizer_hash(storage.read(where))
+        return tokenizer_hash(storage.read(where))
     except storage.NotFound as error:
         raise BadInput(f"{tokenizer} is not a tokenizer folder: {error}. Make one with `tpu-train tokenizer --out {tokenizer}`") from None
     except (ValueError, AttributeError) as error:
         raise BadInput(f"{where} is not a tokenizer of the `tokenizers` library: {error}") from None
-    dataset.require(kind=kind, tokenizer_hash=found, sequence_length=sequence_length)
-    find_shards(dataset)
-    return dataset

@@ -27,6 +27,7 @@ from training.data import unigram
 from training.data.manifest import tokenizer_hash
 from training.data.masking import SpecialTokens, special_tokens
 from training.errors import BadInput
+from training.hub_names import tokenizer_folder
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -47,7 +48,8 @@ class Tokenizer:
 
 
 def read(url: str) -> Tokenizer:
-    """A tokenizer folder, local or gs://, without any framework. Raises BadInput."""
+    """A tokenizer folder (local, gs:// or a name on the Hub), without any framework. Raises BadInput."""
+    url = tokenizer_folder(url)
     where = storage.join(url, FILE)
     try:
         content = storage.read(where)
@@ -63,6 +65,7 @@ def read(url: str) -> Tokenizer:
 
 def fetch(url: str, folder: Path) -> Path:
     """A local folder with the tokenizer's files, for AutoTokenizer; `folder` is used only when `url` is in a bucket."""
+    url = tokenizer_folder(url)
     if not storage.is_remote(url):
         return Path(url)
     found = storage.listing(url)

@@ -17,9 +17,11 @@ from training.checkpoint.restore import read_manifest, read_part
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
+from training.hub_names import tokenizer_folder
 from training.models.hugging_face import CONFIG, WEIGHTS, config_of
 
 PREFIX = "model/"
+_OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".h5", ".msgpack", ".onnx", ".ckpt")
 _EMBEDDINGS = "embeddings.word_embeddings.weight"
 
 
@@ -31,9 +33,12 @@ def write(
     tokenizer: str,
 ) -> None:
     """Writes a model folder. `weights` and `copy` are as in `Backend.layout` and `Backend.copy`; tensors of other groups are left out."""
+    tokenizer = tokenizer_folder(tokenizer)
     for each in storage.listing(tokenizer):
-        if each.url.removeprefix(tokenizer.rstrip("/") + "/").count("/") == 0 and storage.name_of(each.url) not in (CONFIG, WEIGHTS):
-            storage.write(storage.join(folder, storage.name_of(each.url)), storage.read(each.url))
+        name = storage.name_of(each.url)
+        inside = each.url.removeprefix(tokenizer.rstrip("/") + "/").count("/") == 0
+        if inside and name != CONFIG and not name.endswith(_OF_WEIGHTS):  # the tokenizer's folder may be another model's
+            storage.write(storage.join(folder, name), storage.read(each.url))
     storage.write(storage.join(folder, CONFIG), json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True).encode() + b"\n")
     names = [name for name in sorted(weights) if name.startswith(PREFIX)]
     data, places = encode([(name.removeprefix(PREFIX), weights[name]) for name in names], {"format": "pt"})

@@ -13,7 +13,7 @@ from typing import Any
 from training import storage
 from training.config import Model
 from training.errors import BadInput
-from training.models.pretrained import folder_of
+from training.hub_names import model_folder
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -106,7 +106,7 @@ def require_room(configuration: Any, needs: Needs) -> None:
 @contextlib.contextmanager
 def local(folder: str) -> Iterator[str]:
     """The folder itself, or for as long as the block runs a copy of it when it is in a bucket."""
-    folder = folder_of(folder)
+    folder = model_folder(folder)
     if not storage.is_remote(folder):
         yield folder
         return
@@ -118,7 +118,7 @@ def local(folder: str) -> Iterator[str]:
 
 def read_config(folder: str) -> dict[str, Any]:
     """The values of a model folder's config.json. Raises BadInput."""
-    url = storage.join(folder_of(folder), CONFIG)
+    url = storage.join(model_folder(folder), CONFIG)
     try:
         value: dict[str, Any] = json.loads(storage.read(url))
     except storage.NotFound:
