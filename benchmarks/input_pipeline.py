@@ -39,6 +39,7 @@ from training.data import order, prepare
 from training.data.batches import MlmBatches, prefetch
 from training.data.dataset import open_dataset
 from training.data.masking import Masking, SpecialTokens
+from training.data.reading import Reading
 
 RUNS_IN = "tensorflow"  # the image that has what we compare with
 VOCABULARY, LENGTH, BATCH = 50_000, 128, 256
@@ -57,7 +58,7 @@ def generate(folder: str, records: int) -> None:
 
 
 def batches(url: str) -> MlmBatches:
-    return MlmBatches(open_dataset(url), tokenizer=TOKENS, seed=1, global_batch_size=BATCH, masking=Masking())
+    return MlmBatches(open_dataset(url), Reading(TOKENS, BATCH), Masking(), seed=1)
 
 
 def throughput(url: str) -> float:

@@ -28,6 +28,7 @@ from training.data import tokenizer as tokenizers
 from training.data.batches import MlmBatch, MlmBatches, evaluation
 from training.data.dataset import open_dataset
 from training.data.masking import Masking
+from training.data.reading import Reading
 from training.yaml_file import Document
 
 RUNS_IN = "torch-xla"
@@ -102,11 +103,12 @@ def compare(folder: Path, wikitext: Path, steps: int) -> list[rows.Row]:
     tokens = tokenizers.read(config["data"]["tokenizer"]).special
     settings = from_document(Document("benchmark", config, {}))
     masking = Masking(settings.data.masking.percent, settings.data.masking.predictions)
-    how = {"tokenizer": tokens, "global_batch_size": BATCH, "masking": masking}
-    source = MlmBatches(open_dataset(config["data"]["train"]), seed=SEED, **how)
+    how = Reading(tokens, BATCH)
+    source = MlmBatches(open_dataset(config["data"]["train"]), how, masking, SEED)
     trained = save(folder / "train.npz", [labelled(source.batch(step)) for step in range(steps)])
     source.close()
-    evaluated = save(folder / "evaluation.npz", [labelled(each) for each in evaluation(open_dataset(config["data"]["evaluation"]), **how)])
+    every = evaluation(open_dataset(config["data"]["evaluation"]), how, masking)
+    evaluated = save(folder / "evaluation.npz", [labelled(each) for each in every])
 
     _, summary = processes.ours(folder, config, 5)
     dropout = settings.train.dropout

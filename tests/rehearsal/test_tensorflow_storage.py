@@ -18,6 +18,7 @@ from tests.rehearsal.workstation import BUCKET, Workstation
 from training import storage
 from training.data import batches, prepare
 from training.data.masking import Masking, SpecialTokens
+from training.data.reading import Reading
 
 FILE = """\
 project: p
@@ -33,6 +34,7 @@ import tensorflow as tf
 from training.data import batches_tensorflow
 from training.data.dataset import open_dataset
 from training.data.masking import Masking, SpecialTokens
+from training.data.reading import Reading
 url = "gs://BUCKET/data"
 names = sorted(tf.io.gfile.listdir(url))
 shards = [url + "/" + name for name in names if name.endswith(".tfrecord")]
@@ -40,7 +42,7 @@ content = b"".join(tf.io.gfile.GFile(shard, "rb").read() for shard in shards)
 with tf.io.gfile.GFile("gs://BUCKET/written by/TensorFlow", "wb") as file:
     file.write(content)
 tokens = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
-batch = next(iter(batches_tensorflow.mlm(open_dataset(url), tokenizer=tokens, seed=1, global_batch_size=8, masking=Masking(), start=5)))
+batch = next(iter(batches_tensorflow.mlm(open_dataset(url), Reading(tokens, 8), Masking(), seed=1, start=5)))
 try:
     tf.io.gfile.GFile("gs://BUCKET/nothing", "rb").read()
     missing = "read"
@@ -65,7 +67,7 @@ def test_tensorflow_reads_and_writes_the_emulated_bucket_by_its_own_code(emulato
     emulator.good("--emulated", "up", "-f", name)
     printed = emulator.good("--emulated", "run", "-f", name, seconds=280).output
     seen: list[Any] = json.loads(next(line for line in printed.splitlines() if "seen: " in line).split("seen: ", 1)[1])
-    expected = batches.MlmBatches(dataset, tokenizer=TOKENS, seed=1, global_batch_size=8, masking=Masking()).batch(5).input_ids.tolist()
+    expected = batches.MlmBatches(dataset, Reading(TOKENS, 8), Masking(), seed=1).batch(5).input_ids.tolist()
     names = sorted([*(shard.name for shard in dataset.shards), "dataset.json"])
     assert seen == [names, hashlib.sha256(content).hexdigest(), 300, expected, "NotFoundError"]
     assert storage.read(f"gs://{BUCKET}/written by/TensorFlow") == content

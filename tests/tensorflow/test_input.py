@@ -17,6 +17,7 @@ from training.data import batches, batches_tensorflow, classification, examples,
 from training.data.dataset import open_dataset
 from training.data.manifest import Dataset
 from training.data.masking import Masking, SpecialTokens
+from training.data.reading import Reading
 from training.data.shards_tensorflow import explained
 from training.data.tfrecord import Corrupt
 from training.errors import BadInput
@@ -91,12 +92,10 @@ def test_batches_are_those_of_numpy(layout: str, records: int, hosts: int, rows:
             patch.setattr(order, "WINDOW_BLOCKS", 3)
             patch.setattr(order, "MIN_BLOCK", 8)
             patch.setattr(order, "BLOCK_BYTES", 400)
-        options: dict[str, Any] = {
-            "tokenizer": TOKENS, "seed": seed, "global_batch_size": rows * hosts, "masking": Masking(20), "host": seed % hosts, "hosts": hosts
-        }  # fmt: skip
+        how, masking = Reading(TOKENS, rows * hosts, seed % hosts, hosts), Masking(20)
         dataset = kept(records, layout)
-        ours = batches.MlmBatches(dataset, **options)
-        theirs = batches_tensorflow.mlm(dataset, start=start, **options).take(8).as_numpy_iterator()
+        ours = batches.MlmBatches(dataset, how, masking, seed)
+        theirs = batches_tensorflow.mlm(dataset, how, masking, seed, start).take(8).as_numpy_iterator()
         for k, found in enumerate(theirs, start):
             assert_same(ours.batch(k), found)
         ours.close()
@@ -106,11 +105,9 @@ def test_batches_are_those_of_numpy(layout: str, records: int, hosts: int, rows:
 @given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([5, 130]), st.sampled_from([1, 2, 3]), st.integers(1, 20))
 def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows: int) -> None:
     for host in range(hosts):
-        options: dict[str, Any] = {
-            "tokenizer": TOKENS, "global_batch_size": rows * hosts, "masking": Masking(), "host": host, "hosts": hosts
-        }  # fmt: skip
-        theirs = list(batches_tensorflow.mlm_evaluation(kept(records, layout), **options).as_numpy_iterator())
-        for ours, found in zip(batches.evaluation(kept(records, layout), **options), theirs, strict=True):
+        how = Reading(TOKENS, rows * hosts, host, hosts)
+        theirs = list(batches_tensorflow.mlm_evaluation(kept(records, layout), how, Masking()).as_numpy_iterator())
+        for ours, found in zip(batches.evaluation(kept(records, layout), how, Masking()), theirs, strict=True):
             assert_same(ours, found)
 
 
@@ -120,14 +117,14 @@ def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows
 )  # fmt: skip
 def test_classification_batches_are_those_of_numpy(counts: tuple[int, ...], hosts: int, rows: int, start: int, seed: int) -> None:
     dataset = labelled(counts)
-    options: dict[str, Any] = {"tokenizer": TOKENS, "global_batch_size": rows * hosts, "host": seed % hosts, "hosts": hosts}
-    ours = classification.ClassificationBatches(dataset, seed=seed, **options)
-    theirs = batches_tensorflow.classification(dataset, seed=seed, start=start, **options).take(8).as_numpy_iterator()
+    how = Reading(TOKENS, rows * hosts, seed % hosts, hosts)
+    ours = classification.ClassificationBatches(dataset, how, seed)
+    theirs = batches_tensorflow.classification(dataset, how, seed, start).take(8).as_numpy_iterator()
     for k, found in enumerate(theirs, start):
         assert_same(ours.batch(k), found)
     ours.close()
-    theirs = list(batches_tensorflow.classification_evaluation(dataset, **options).as_numpy_iterator())
-    for batch, found in zip(classification.evaluation(dataset, **options), theirs, strict=True):
+    theirs = list(batches_tensorflow.classification_evaluation(dataset, how).as_numpy_iterator())
+    for batch, found in zip(classification.evaluation(dataset, how), theirs, strict=True):
         assert_same(batch, found)
 
 
@@ -140,15 +137,16 @@ def test_damage_stops_the_run_with_its_place_or_is_replaced_as_by_numpy(tmp_path
     data = bytearray((tmp_path / shard.name).read_bytes())
     data[len(data) // 2 + 20] ^= 1  # inside a record: after a broken header, records of varying size are lost
     (tmp_path / shard.name).write_bytes(data)
-    options: dict[str, Any] = {"tokenizer": TOKENS, "seed": 0, "global_batch_size": 130, "masking": Masking()}
+    how = Reading(TOKENS, 130)
     with pytest.raises(Corrupt) as ours:
-        batches.MlmBatches(dataset, **options).batch(0)
+        batches.MlmBatches(dataset, how, Masking(), 0).batch(0)
     with pytest.raises(Corrupt) as theirs, explained():
-        next(iter(batches_tensorflow.mlm(dataset, **options)))
+        next(iter(batches_tensorflow.mlm(dataset, how, Masking(), 0)))
     assert (theirs.value.shard, theirs.value.record, theirs.value.offset) == (ours.value.shard, ours.value.record, ours.value.offset)
 
-    numpy = batches.MlmBatches(dataset, on_corrupt="skip", **options)
-    found = next(batches_tensorflow.mlm(dataset, on_corrupt="skip", **options).as_numpy_iterator())
+    how = Reading(TOKENS, 130, on_corrupt="skip")
+    numpy = batches.MlmBatches(dataset, how, Masking(), 0)
+    found = next(batches_tensorflow.mlm(dataset, how, Masking(), 0).as_numpy_iterator())
     assert_same(numpy.batch(0), found)
     assert numpy.skipped == found["replaced"].sum() > 0
 
@@ -168,8 +166,7 @@ def test_every_bit_of_a_record_is_checked(tmp_path: Path) -> None:
 
 def test_a_shard_that_is_gone_or_cut_is_a_clear_message(tmp_path: Path) -> None:
     dataset = make(tmp_path, 20)
-    options: dict[str, Any] = {"tokenizer": TOKENS, "seed": 0, "global_batch_size": 4, "masking": Masking()}
-    found = batches_tensorflow.mlm(dataset, **options)
+    found = batches_tensorflow.mlm(dataset, Reading(TOKENS, 4), Masking(), 0)
     (tmp_path / dataset.shards[0].name).unlink()
     with pytest.raises(BadInput, match=dataset.shards[0].name), explained():
         next(iter(found))
@@ -189,7 +186,6 @@ def test_the_public_layout_without_a_manifest_is_read(tmp_path: Path) -> None:
             feature = {name: tf.train.Feature(int64_list=tf.train.Int64List(value=each)) for name, each in values.items()}
             writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
     dataset = open_dataset(str(tmp_path))
-    options: dict[str, Any] = {"tokenizer": TOKENS, "seed": 3, "global_batch_size": 16, "masking": Masking()}
-    assert_same(
-        batches.MlmBatches(dataset, **options).batch(2), next(batches_tensorflow.mlm(dataset, start=2, **options).as_numpy_iterator())
-    )
+    how, masking = Reading(TOKENS, 16), Masking()
+    theirs = next(batches_tensorflow.mlm(dataset, how, masking, 3, start=2).as_numpy_iterator())
+    assert_same(batches.MlmBatches(dataset, how, masking, 3).batch(2), theirs)

@@ -13,15 +13,17 @@ from hypothesis import strategies as st
 
 from training.data import order
 from training.data.batches import MlmBatch, MlmBatches, evaluation, prefetch
+from training.data.manifest import Dataset
 from training.data.masking import Masking, SpecialTokens
+from training.data.reading import Reading
 from training.errors import BadInput
 
 MASKING = Masking()
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
 
 
-def batches(dataset: object, **options: object) -> MlmBatches:
-    return MlmBatches(dataset, **{"tokenizer": TOKENS, "seed": 1, "global_batch_size": 24, "masking": MASKING, **options})
+def batches(dataset: Dataset, *, seed: int = 1, **how: Any) -> MlmBatches:
+    return MlmBatches(dataset, Reading(**{"tokenizer": TOKENS, "global_batch_size": 24, **how}), MASKING, seed)
 
 
 def equal(one: MlmBatch, other: MlmBatch) -> bool:
@@ -154,14 +156,13 @@ def test_evaluation_covers_each_record_once_and_weights_out_the_rest(
     samples: Any, tmp_path: Path, records: int, batch: int, hosts: int
 ) -> None:
     dataset = samples.make(tmp_path, records)
-    options = {"tokenizer": TOKENS, "global_batch_size": batch, "masking": MASKING}
-    parts = [list(evaluation(dataset, host=host, hosts=hosts, **options)) for host in range(hosts)]
+    parts = [list(evaluation(dataset, Reading(TOKENS, batch, host, hosts), MASKING)) for host in range(hosts)]
     whole = [joined(list(each)) for each in zip(*parts, strict=True)]
     assert {len(each.records) for each in whole} == {batch}
     seen = np.concatenate([each.records for each in whole])
     assert seen.tolist() == [*range(records), *[-1] * (len(whole) * batch - records)]
     assert all((each.weights[each.records < 0] == 0).all() for each in whole)
-    again = list(evaluation(dataset, **options))
+    again = list(evaluation(dataset, Reading(TOKENS, batch), MASKING))
     assert all(equal(one, other) for one, other in zip(whole, again, strict=True))
 
 

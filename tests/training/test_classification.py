@@ -17,6 +17,7 @@ from training.data import examples, prepare
 from training.data.classification import ClassificationBatch, ClassificationBatches, evaluation, schedule
 from training.data.manifest import Dataset
 from training.data.masking import SpecialTokens
+from training.data.reading import Reading
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
@@ -43,8 +44,8 @@ def make(folder: Path | str, count: int, per_shard: int = 10) -> Dataset:
     return examples.make(str(folder), plan, BUCKETS, LABELS, lambda: rows(count), encode, pad=3).dataset
 
 
-def batches(dataset: Dataset, **options: Any) -> ClassificationBatches:
-    return ClassificationBatches(dataset, **{"tokenizer": TOKENS, "seed": 1, "global_batch_size": 12, **options})
+def batches(dataset: Dataset, *, seed: int = 1, **how: Any) -> ClassificationBatches:
+    return ClassificationBatches(dataset, Reading(**{"tokenizer": TOKENS, "global_batch_size": 12, **how}), seed)
 
 
 def contents(parts: list[ClassificationBatch]) -> Counter[tuple[tuple[int, ...], int]]:
@@ -76,7 +77,7 @@ def test_rows_are_padded_to_their_bucket_and_cut_at_the_longest(tmp_path: Path) 
 @pytest.mark.parametrize(("count", "batch", "hosts"), [(100, 12, 1), (100, 12, 3), (7, 12, 2), (1, 4, 4), (100, 120, 2)])
 def test_evaluation_covers_each_row_once(tmp_path: Path, count: int, batch: int, hosts: int) -> None:
     dataset = make(tmp_path, count)
-    parts = [list(evaluation(dataset, tokenizer=TOKENS, global_batch_size=batch, host=host, hosts=hosts)) for host in range(hosts)]
+    parts = [list(evaluation(dataset, Reading(TOKENS, batch, host, hosts))) for host in range(hosts)]
     assert len({len(each) for each in parts}) == 1
     together = [each for host in parts for each in host]
     assert contents(together) == expected(count)

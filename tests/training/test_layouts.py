@@ -16,6 +16,7 @@ from training.data.batches import MlmBatches
 from training.data.dataset import open_dataset
 from training.data.manifest import Dataset
 from training.data.masking import Masking, SpecialTokens
+from training.data.reading import Reading
 from training.data.shards import FixedShards
 from training.data.source import open_source
 from training.data.tfrecord import Corrupt
@@ -29,8 +30,8 @@ def small_members(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "MEMBER_RECORDS", 4)
 
 
-def batches(dataset: Dataset, **options: Any) -> MlmBatches:
-    return MlmBatches(dataset, **{"tokenizer": TOKENS, "seed": 1, "global_batch_size": 16, "masking": Masking(), **options})
+def batches(dataset: Dataset, *, seed: int = 1, **how: Any) -> MlmBatches:
+    return MlmBatches(dataset, Reading(**{"tokenizer": TOKENS, "global_batch_size": 16, **how}), Masking(), seed)
 
 
 def rows(dataset: Dataset) -> Any:

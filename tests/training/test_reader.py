@@ -18,6 +18,7 @@ from training.data.batches import MlmBatches
 from training.data.manifest import Dataset
 from training.data.masking import Masking, SpecialTokens
 from training.data.order import geometry
+from training.data.reading import Reading
 from training.data.shards import FixedShards
 from training.data.tfrecord import Corrupt
 from training.errors import BadInput
@@ -25,8 +26,8 @@ from training.errors import BadInput
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
 
 
-def batches(dataset: Dataset, **options: Any) -> MlmBatches:
-    return MlmBatches(dataset, **{"tokenizer": TOKENS, "seed": 1, "global_batch_size": 16, "masking": Masking(), **options})
+def batches(dataset: Dataset, *, seed: int = 1, **how: Any) -> MlmBatches:
+    return MlmBatches(dataset, Reading(**{"tokenizer": TOKENS, "global_batch_size": 16, **how}), Masking(), seed)
 
 
 def rows(dataset: Dataset, **options: Any) -> Any:

@@ -17,6 +17,7 @@ import tensorflow as tf
 from training.config import TrainerConfig
 from training.data import batches_tensorflow
 from training.data.masking import Masking
+from training.data.reading import Reading
 from training.data.shards_tensorflow import explained
 from training.tasks.task import Data, HostBatch
 
@@ -51,14 +52,11 @@ def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) ->
 
 def host_rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: int) -> Any:
     """The tf.data dataset of one host's rows of global batch `start`, `start` + 1, ... Raises BadInput."""
-    options: dict[str, Any] = {
-        "tokenizer": data.tokens, "seed": config.seed, "global_batch_size": config.train.global_batch_size, "host": host, "hosts": hosts,
-        "start": start, "on_corrupt": config.data.on_corrupt,
-    }  # fmt: skip
+    how = Reading(data.tokens, config.train.global_batch_size, host, hosts, config.data.on_corrupt)
     if config.task == "classification":
-        return batches_tensorflow.classification(data.train, **options)
+        return batches_tensorflow.classification(data.train, how, config.seed, start)
     masking = Masking(config.data.masking.percent, config.data.masking.predictions)
-    return batches_tensorflow.mlm(data.train, masking=masking, **options)
+    return batches_tensorflow.mlm(data.train, how, masking, config.seed, start)
 
 
 def _shape(strategy: Any, value: Any) -> tuple[int, ...]:

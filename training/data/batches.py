@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -19,10 +18,11 @@ import numpy.typing as npt
 
 from training import storage
 from training.data.manifest import Dataset
-from training.data.masking import Masked, Masker, Masking, SpecialTokens
-from training.data.order import Ints, Order, Sequential, Shuffled, geometry, rows
+from training.data.masking import Masked, Masker, Masking
+from training.data.order import Ints, Order, Sequential, Shuffled, geometry
 from training.data.reader import Reader
-from training.data.shards import OnCorrupt, Source
+from training.data.reading import Reading
+from training.data.shards import Source
 from training.data.source import open_source
 from training.errors import BadInput
 
@@ -48,25 +48,14 @@ class MlmBatch:
 class MlmBatches:
     """Endless training batches. `close` ends its threads."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        tokenizer: SpecialTokens,
-        seed: int,
-        global_batch_size: int,
-        masking: Masking,
-        host: int = 0,
-        hosts: int = 1,
-        on_corrupt: OnCorrupt = "stop",
-        cache: Path | None = None,
-    ) -> None:
+    def __init__(self, dataset: Dataset, how: Reading, masking: Masking, seed: int) -> None:
         """Looks at every shard's size (one listing), reads nothing yet. Raises BadInput."""
-        source = _open(dataset, tokenizer, global_batch_size, host, hosts, on_corrupt, cache)
-        order = Shuffled(geometry(source.records, source.record_bytes, source.unit), seed, global_batch_size)
-        self.dataset, self.global_batch_size = dataset, global_batch_size
-        self._masker = Masker(masking, tokenizer, seed)
-        self._reader = Reader(source, order, global_batch_size, *rows(global_batch_size, host, hosts), threads=_threads(dataset))
+        rows = how.rows(dataset, "mlm")
+        source = _open(dataset, how)
+        self.dataset, self.global_batch_size = dataset, how.global_batch_size
+        order = Shuffled(geometry(source.records, source.record_bytes, source.unit), seed, self.global_batch_size)
+        self._masker = Masker(masking, how.tokenizer, seed)
+        self._reader = Reader(source, order, self.global_batch_size, *rows, threads=_threads(dataset))
 
     @property
     def steps_per_epoch(self) -> int:
@@ -88,31 +77,20 @@ class MlmBatches:
         self._reader.close()
 
 
-def evaluation(
-    dataset: Dataset,
-    *,
-    tokenizer: SpecialTokens,
-    global_batch_size: int,
-    masking: Masking,
-    host: int = 0,
-    hosts: int = 1,
-    seed: int = 0,
-    on_corrupt: OnCorrupt = "stop",
-    cache: Path | None = None,
-) -> Iterator[MlmBatch]:
+def evaluation(dataset: Dataset, how: Reading, masking: Masking, seed: int = 0) -> Iterator[MlmBatch]:
     """All records once, in record order, with the same masks each time; the last batch is filled up with rows of weight 0 (record -1).
 
     Every host gets the same number of batches. `seed` chooses the masks: leave it alone, and runs of different seeds can be compared."""
-    source = _open(dataset, tokenizer, global_batch_size, host, hosts, on_corrupt, cache)
-    first, last = rows(global_batch_size, host, hosts)
+    first, last = how.rows(dataset, "mlm")
+    source = _open(dataset, how)
     order: Order = Sequential(geometry(source.records, source.record_bytes, source.unit))
-    masker = Masker(masking, tokenizer, seed)
-    with Reader(source, order, global_batch_size, first, last, threads=_threads(dataset)) as reader:
-        for start in range(0, source.records, global_batch_size):
-            _, records, arrays = reader.rows(start, min(start + global_batch_size, source.records))
+    masker = Masker(masking, how.tokenizer, seed)
+    with Reader(source, order, how.global_batch_size, first, last, threads=_threads(dataset)) as reader:
+        for start in range(0, source.records, how.global_batch_size):
+            _, records, arrays = reader.rows(start, min(start + how.global_batch_size, source.records))
             input_ids = arrays["input_ids"].astype(np.int32)
             batch = _mlm(masker(input_ids, EVALUATION_EPOCH, records), records)
-            yield _filled(batch, last - first, tokenizer.pad)
+            yield _filled(batch, last - first, how.tokenizer.pad)
 
 
 def prefetch(function: Callable[[int], T], start: int, depth: int, *, stop: int | None = None) -> Iterator[T]:
@@ -152,25 +130,14 @@ def prefetch(function: Callable[[int], T], start: int, depth: int, *, stop: int 
         closed.set()
 
 
-def rows_of_host(dataset: Dataset, kind: str, batch: int, host: int, hosts: int) -> tuple[int, int]:
-    """The rows [first, last) of a global batch that a host holds. Raises BadInput for a dataset of another kind or a size that can't be shared."""
-    assert 0 <= host < hosts
-    dataset.require(kind=kind)
-    if batch < 1 or batch % hosts:
-        raise BadInput(f"the global batch size {batch} can't be divided among {hosts} hosts: use a multiple of {hosts}")
-    return rows(batch, host, hosts)
-
-
-def _open(
-    dataset: Dataset, tokenizer: SpecialTokens, batch: int, host: int, hosts: int, on_corrupt: OnCorrupt, cache: Path | None
-) -> Source:
-    rows_of_host(dataset, "mlm", batch, host, hosts)
-    if dataset.manifest.vocabulary > tokenizer.vocabulary:
+def _open(dataset: Dataset, how: Reading) -> Source:
+    vocabulary = how.tokenizer.vocabulary
+    if dataset.manifest.vocabulary > vocabulary:
         raise BadInput(
-            f"{dataset.url} was written with a tokenizer of {dataset.manifest.vocabulary} ids, and the given one has {tokenizer.vocabulary}: "
+            f"{dataset.url} was written with a tokenizer of {dataset.manifest.vocabulary} ids, and the given one has {vocabulary}: "
             "give the one it was made with"
         )
-    return open_source(dataset, vocabulary=tokenizer.vocabulary, on_corrupt=on_corrupt, cache=cache)
+    return open_source(dataset, vocabulary=vocabulary, on_corrupt=how.on_corrupt, cache=how.cache)
 
 
 def _threads(dataset: Dataset) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from training.data.batches import EVALUATION_EPOCH, rows_of_host
+from training.data.batches import EVALUATION_EPOCH
 from training.data.classification import batches_before, epoch_of_step, groups_of_lengths
 from training.data.manifest import Dataset
 from training.data.masking import Masking, SpecialTokens
@@ -27,57 +27,35 @@ from training.data.masking_tensorflow import mask
 from training.data.mixing_tensorflow import in_order, stream
 from training.data.order import Order, Sequential, Shuffled, geometry
 from training.data.order_tensorflow import rows_of_window, window_of_place
-from training.data.shards import OnCorrupt
+from training.data.reading import Reading
 from training.data.shards_tensorflow import REPLACED, Columns, Part, open_part
 
 READS = 16  # blocks read at a time
 _ENDLESS = 2**62
 
 
-def mlm(
-    dataset: Dataset,
-    *,
-    tokenizer: SpecialTokens,
-    seed: int,
-    global_batch_size: int,
-    masking: Masking,
-    host: int = 0,
-    hosts: int = 1,
-    start: int = 0,
-    on_corrupt: OnCorrupt = "stop",
-) -> Any:
+def mlm(dataset: Dataset, how: Reading, masking: Masking, seed: int, start: int = 0) -> Any:
     """Endless training batches. Raises BadInput."""
-    first, last = rows_of_host(dataset, "mlm", global_batch_size, host, hosts)
-    part = open_part(dataset, vocabulary=tokenizer.vocabulary, on_corrupt=on_corrupt)
-    order = Shuffled(geometry(part.records, part.record_bytes, part.unit), seed, global_batch_size)
-    rows = _rows(part, order, global_batch_size, first, last, start * global_batch_size).rebatch(last - first, drop_remainder=True)
+    mine = how.rows(dataset, "mlm")
+    part = _part(dataset, how)
+    order = Shuffled(geometry(part.records, part.record_bytes, part.unit), seed, how.global_batch_size)
+    rows = _batches(part, order, how, mine, start)
 
     def masked(batch: Columns) -> Columns:
-        return _masked(batch, batch["epoch"], seed, masking, tokenizer)
+        return _masked(batch, batch["epoch"], seed, masking, how.tokenizer)
 
     return rows.map(masked, num_parallel_calls=2, deterministic=True)
 
 
-def mlm_evaluation(
-    dataset: Dataset,
-    *,
-    tokenizer: SpecialTokens,
-    global_batch_size: int,
-    masking: Masking,
-    host: int = 0,
-    hosts: int = 1,
-    seed: int = 0,
-    on_corrupt: OnCorrupt = "stop",
-) -> Any:
+def mlm_evaluation(dataset: Dataset, how: Reading, masking: Masking, seed: int = 0) -> Any:
     """All records once, in record order, as `batches.evaluation`."""
-    first, last = rows_of_host(dataset, "mlm", global_batch_size, host, hosts)
-    part = open_part(dataset, vocabulary=tokenizer.vocabulary, on_corrupt=on_corrupt)
-    rows = _all_rows(part, global_batch_size, first, last, tokenizer.pad)
+    mine = how.rows(dataset, "mlm")
+    rows = _all_rows(_part(dataset, how), how, mine)
 
     def masked(batch: Columns) -> Columns:
-        found = _masked(batch, EVALUATION_EPOCH, seed, masking, tokenizer)
+        found = _masked(batch, EVALUATION_EPOCH, seed, masking, how.tokenizer)
         real = (batch["records"] >= 0)[:, None]
-        found["input_ids"] = tf.where(real, found["input_ids"], tokenizer.pad)
+        found["input_ids"] = tf.where(real, found["input_ids"], how.tokenizer.pad)
         for name in ("positions", "labels", "weights"):
             found[name] = tf.where(real, found[name], tf.zeros_like(found[name]))
         return found
@@ -85,53 +63,42 @@ def mlm_evaluation(
     return rows.map(masked, num_parallel_calls=2, deterministic=True)
 
 
-def classification(
-    dataset: Dataset,
-    *,
-    tokenizer: SpecialTokens,
-    seed: int,
-    global_batch_size: int,
-    host: int = 0,
-    hosts: int = 1,
-    start: int = 0,
-    on_corrupt: OnCorrupt = "stop",
-) -> Any:
+def classification(dataset: Dataset, how: Reading, seed: int, start: int = 0) -> Any:
     """Endless training batches; their length is that of the batch's bucket. Raises BadInput."""
-    first, last = rows_of_host(dataset, "classification", global_batch_size, host, hosts)
-    parts = _buckets(dataset, tokenizer, on_corrupt, at_least=global_batch_size)
+    mine, batch = how.rows(dataset, "classification"), how.global_batch_size
+    parts = _buckets(dataset, how)
     records = tuple(part.records for part in parts)
-    epoch, place = epoch_of_step(records, global_batch_size, start)
+    epoch, place = epoch_of_step(records, batch, start)
     buckets = []
     for bucket, (part, before) in enumerate(zip(parts, np.cumsum([0, *records]), strict=False)):
-        number = batches_before(records, global_batch_size, seed, epoch, place, bucket)  # of the batch that comes first
-        order = Shuffled(geometry(part.records, part.record_bytes), seed + part.length, global_batch_size)
-        rows = _rows(part, order, global_batch_size, first, last, number * global_batch_size).rebatch(last - first, drop_remainder=True)
-        buckets.append(rows.map(_labelled(int(before), tokenizer.pad)))
-    return tf.data.Dataset.choose_from_datasets(
-        buckets, _choices(records, global_batch_size, seed, epoch, place), stop_on_empty_dataset=True
-    )
+        number = batches_before(records, batch, seed, epoch, place, bucket)  # of the batch that comes first
+        order = Shuffled(geometry(part.records, part.record_bytes), seed + part.length, batch)
+        buckets.append(_batches(part, order, how, mine, number).map(_labelled(int(before), how.tokenizer.pad)))
+    return tf.data.Dataset.choose_from_datasets(buckets, _choices(records, batch, seed, epoch, place), stop_on_empty_dataset=True)
 
 
-def classification_evaluation(
-    dataset: Dataset,
-    *,
-    tokenizer: SpecialTokens,
-    global_batch_size: int,
-    host: int = 0,
-    hosts: int = 1,
-    on_corrupt: OnCorrupt = "stop",
-) -> Any:
+def classification_evaluation(dataset: Dataset, how: Reading) -> Any:
     """All records once, bucket by bucket, as `classification.evaluation`."""
-    first, last = rows_of_host(dataset, "classification", global_batch_size, host, hosts)
+    mine = how.rows(dataset, "classification")
     found, before = None, 0
-    for part in _buckets(dataset, tokenizer, on_corrupt, at_least=global_batch_size):
-        rows = _all_rows(part, global_batch_size, first, last, tokenizer.pad).map(_labelled(before, tokenizer.pad))
+    for part in _buckets(dataset, how):
+        rows = _all_rows(part, how, mine).map(_labelled(before, how.tokenizer.pad))
         found = rows if found is None else found.concatenate(rows)
         before += part.records
     return found
 
 
 # --- rows
+
+
+def _part(dataset: Dataset, how: Reading, length: int | None = None) -> Part:
+    return open_part(dataset, vocabulary=how.tokenizer.vocabulary, on_corrupt=how.on_corrupt, length=length)
+
+
+def _batches(part: Part, order: Order, how: Reading, mine: tuple[int, int], start: int) -> Any:
+    """Rows `mine` of batch `start`, `start` + 1, ..."""
+    first, last = mine
+    return _rows(part, order, how.global_batch_size, first, last, start * how.global_batch_size).rebatch(last - first, drop_remainder=True)
 
 
 def _rows(part: Part, order: Order, batch: int, first: int, last: int, start: int, windows: int = _ENDLESS) -> Any:
@@ -165,13 +132,16 @@ def _rows(part: Part, order: Order, batch: int, first: int, last: int, start: in
     return some.map(read).prefetch(1)
 
 
-def _all_rows(part: Part, batch: int, first: int, last: int, pad: int) -> Any:
-    """Rows [first, last) of the batches of one pass in record order, as batches; the last is filled up with rows of record -1."""
+def _all_rows(part: Part, how: Reading, mine: tuple[int, int]) -> Any:
+    """Rows `mine` of the batches of one pass in record order, as batches; the last is filled up with rows of record -1."""
+    (first, last), batch = mine, how.global_batch_size
     order = Sequential(geometry(part.records, part.record_bytes, part.unit))
     rows = _rows(part, order, batch, first, last, 0, order.geometry.windows)
     there = min(max(part.records % batch - first, 0), last - first) if part.records % batch else last - first
     filler = {
-        name: np.full((last - first - there, *spec.shape[1:]), {"records": -1, "input_ids": pad}.get(name, 0), spec.dtype.as_numpy_dtype)
+        name: np.full(
+            (last - first - there, *spec.shape[1:]), {"records": -1, "input_ids": how.tokenizer.pad}.get(name, 0), spec.dtype.as_numpy_dtype
+        )
         for name, spec in rows.element_spec.items()
     }
     return rows.concatenate(tf.data.Dataset.from_tensors(filler)).rebatch(last - first, drop_remainder=True)
@@ -214,12 +184,10 @@ def _labelled(before: int, pad: int) -> Any:
 # --- buckets
 
 
-def _buckets(dataset: Dataset, tokenizer: SpecialTokens, on_corrupt: OnCorrupt, at_least: int) -> list[Part]:
+def _buckets(dataset: Dataset, how: Reading) -> list[Part]:
     return [
-        _joined(
-            [open_part(dataset, vocabulary=tokenizer.vocabulary, on_corrupt=on_corrupt, length=length) for length in group], tokenizer.pad
-        )
-        for group in groups_of_lengths(dataset, at_least)
+        _joined([_part(dataset, how, length) for length in group], how.tokenizer.pad)
+        for group in groups_of_lengths(dataset, how.global_batch_size)
     ]
 
 

@@ -18,13 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from training import storage
-from training.data.batches import rows_of_host
 from training.data.manifest import Dataset
-from training.data.masking import SpecialTokens
 from training.data.mixing import stream
 from training.data.order import Ints, Sequential, Shuffled, geometry
 from training.data.reader import Reader
-from training.data.shards import Arrays, FixedShards, OnCorrupt
+from training.data.reading import Reading
+from training.data.shards import Arrays, FixedShards
 
 
 @dataclass(frozen=True)
@@ -75,29 +74,19 @@ class Padded:
 class ClassificationBatches:
     """Endless training batches. `close` ends its threads."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        *,
-        tokenizer: SpecialTokens,
-        seed: int,
-        global_batch_size: int,
-        host: int = 0,
-        hosts: int = 1,
-        on_corrupt: OnCorrupt = "stop",
-    ) -> None:
-        self.dataset, self.global_batch_size, self.seed = dataset, global_batch_size, seed
-        self._pad = tokenizer.pad
-        rows = rows_of_host(dataset, "classification", global_batch_size, host, hosts)
-        self._sources = _buckets(dataset, tokenizer, on_corrupt, at_least=global_batch_size)
+    def __init__(self, dataset: Dataset, how: Reading, seed: int) -> None:
+        self.dataset, self.global_batch_size, self.seed = dataset, how.global_batch_size, seed
+        self._pad = how.tokenizer.pad
+        rows = how.rows(dataset, "classification")
+        self._sources = _buckets(dataset, how)
         self.lengths = tuple(source.length for source in self._sources)
         self._starts = np.cumsum([0, *(source.records for source in self._sources)])
         self._readers = [
             # A bucket's own seed: otherwise buckets of one size would be shuffled alike.
             Reader(
                 source,
-                Shuffled(geometry(source.records, source.record_bytes), seed + source.length, global_batch_size),
-                global_batch_size,
+                Shuffled(geometry(source.records, source.record_bytes), seed + source.length, self.global_batch_size),
+                self.global_batch_size,
                 *rows,
                 threads=_threads(dataset),
             )
@@ -161,33 +150,25 @@ def epoch_order(records: tuple[int, ...], batch: int, seed: int, epoch: int) -> 
     return shuffled
 
 
-def evaluation(
-    dataset: Dataset,
-    *,
-    tokenizer: SpecialTokens,
-    global_batch_size: int,
-    host: int = 0,
-    hosts: int = 1,
-    on_corrupt: OnCorrupt = "stop",
-) -> Iterator[ClassificationBatch]:
+def evaluation(dataset: Dataset, how: Reading) -> Iterator[ClassificationBatch]:
     """All records once, bucket by bucket; the last batch of each is filled up with rows of weight 0 (record -1). Every host gets as many batches."""
-    first, last = rows_of_host(dataset, "classification", global_batch_size, host, hosts)
-    start = 0
-    for source in _buckets(dataset, tokenizer, on_corrupt, at_least=global_batch_size):
+    first, last = how.rows(dataset, "classification")
+    start, step = 0, how.global_batch_size
+    for source in _buckets(dataset, how):
         order = Sequential(geometry(source.records, source.record_bytes))
-        with Reader(source, order, global_batch_size, first, last, threads=_threads(dataset)) as reader:
-            for place in range(0, source.records, global_batch_size):
-                _, records, arrays = reader.rows(place, min(place + global_batch_size, source.records))
-                yield _filled(_batch(arrays, records + start, tokenizer.pad), last - first, tokenizer.pad)
+        with Reader(source, order, step, first, last, threads=_threads(dataset)) as reader:
+            for place in range(0, source.records, step):
+                _, records, arrays = reader.rows(place, min(place + step, source.records))
+                yield _filled(_batch(arrays, records + start, how.tokenizer.pad), last - first, how.tokenizer.pad)
         start += source.records
 
 
-def _buckets(dataset: Dataset, tokenizer: SpecialTokens, on_corrupt: OnCorrupt, at_least: int) -> list[Padded]:
-    """The buckets, joined until each has `at_least` so many records, as far as there are as many."""
-    options: dict[str, Any] = {"vocabulary": tokenizer.vocabulary, "on_corrupt": on_corrupt}
+def _buckets(dataset: Dataset, how: Reading) -> list[Padded]:
+    """The buckets, joined until each has the records of a batch, as far as there are as many."""
+    options: dict[str, Any] = {"vocabulary": how.tokenizer.vocabulary, "on_corrupt": how.on_corrupt}
     return [
-        Padded([FixedShards(dataset, length=length, **options) for length in lengths], tokenizer.pad)
-        for lengths in groups_of_lengths(dataset, at_least)
+        Padded([FixedShards(dataset, length=length, **options) for length in lengths], how.tokenizer.pad)
+        for lengths in groups_of_lengths(dataset, how.global_batch_size)
     ]
 
 

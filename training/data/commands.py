@@ -321,11 +321,13 @@ def preview(url: str, tokenizer_url: str, count: int, step: int, global_batch_si
     from training.data.batches import MlmBatch, MlmBatches
     from training.data.classification import ClassificationBatches
     from training.data.masking import Masking
+    from training.data.reading import Reading
 
     given, found = made.read(tokenizer_url), open_dataset(url)
     found.require(tokenizer_hash=given.hash)
+    how = Reading(given.special, global_batch_size)
     if found.manifest.kind == "classification":
-        labelled = ClassificationBatches(found, tokenizer=given.special, seed=seed, global_batch_size=global_batch_size)
+        labelled = ClassificationBatches(found, how, seed)
         rows = labelled.batch(step)
         labelled.close()
         click.echo(
@@ -334,7 +336,7 @@ def preview(url: str, tokenizer_url: str, count: int, step: int, global_batch_si
         for line in view.render_labelled(rows, count, given.special, view.pieces(given.content), found.manifest.labels):
             click.echo(line)
         return
-    batches = MlmBatches(found, tokenizer=given.special, seed=seed, global_batch_size=global_batch_size, masking=Masking(percent))
+    batches = MlmBatches(found, how, Masking(percent), seed)
     batch = batches.batch(step)
     batches.close()
     shown = MlmBatch(*(getattr(batch, each.name)[:count] for each in fields(batch)))

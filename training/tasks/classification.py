@@ -7,6 +7,7 @@ follows from it, so it is exact over exactly the evaluation set.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,7 @@ class Classification:
         if self.data.evaluation:
             _same_labels(self.data.train, self.data.evaluation)
         self._reading = reading(config, cluster, self.data)
-        self._source = ClassificationBatches(
-            self.data.train, seed=config.seed, global_batch_size=config.train.global_batch_size, **self._reading
-        )
+        self._source = ClassificationBatches(self.data.train, self._reading, config.seed)
         self.shapes = len(self._source.lengths)
 
     def identity(self) -> dict[str, Any]:
@@ -55,8 +54,8 @@ class Classification:
     def evaluation_batches(self) -> Iterator[HostBatch]:
         """Bucket by bucket, in record order."""
         assert self.data.evaluation is not None
-        batches = evaluation(self.data.evaluation, global_batch_size=self._config.evaluation_batch_size, **self._reading)
-        return map(self._host_batch(self.data.evaluation), batches)
+        how = replace(self._reading, global_batch_size=self._config.evaluation_batch_size)
+        return map(self._host_batch(self.data.evaluation), evaluation(self.data.evaluation, how))
 
     @property
     def skipped(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,9 +28,8 @@ class Mlm:
         self._config = config
         self.data = open_data(config)
         self._masking = Masking(config.data.masking.percent, config.data.masking.predictions)
-        cache = Path(config.data.cache) if config.data.cache else None
-        self._reading = {**reading(config, cluster, self.data), "masking": self._masking, "cache": cache}
-        self._source = MlmBatches(self.data.train, seed=config.seed, global_batch_size=config.train.global_batch_size, **self._reading)
+        self._reading = reading(config, cluster, self.data)
+        self._source = MlmBatches(self.data.train, self._reading, self._masking, config.seed)
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -46,7 +45,8 @@ class Mlm:
     def evaluation_batches(self) -> Iterator[HostBatch]:
         """In record order, with the same masks each time."""
         assert self.data.evaluation is not None
-        return map(_host_batch, evaluation(self.data.evaluation, global_batch_size=self._config.evaluation_batch_size, **self._reading))
+        how = replace(self._reading, global_batch_size=self._config.evaluation_batch_size)
+        return map(_host_batch, evaluation(self.data.evaluation, how, self._masking))
 
     @property
     def skipped(self) -> int:

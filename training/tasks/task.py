@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from training.data.batches import prefetch
 from training.data.dataset import open_dataset
 from training.data.manifest import Dataset, find_shards
 from training.data.masking import SpecialTokens
+from training.data.reading import Reading
 
 B = TypeVar("B", covariant=True)
 
@@ -93,9 +95,10 @@ def open_data(config: TrainerConfig) -> Data:
     return Data(train, evaluation, tokenizer.special)
 
 
-def reading(config: TrainerConfig, cluster: Cluster, data: Data) -> dict[str, Any]:
-    """How this host reads any of its datasets."""
-    return {"tokenizer": data.tokens, "host": cluster.worker, "hosts": cluster.hosts, "on_corrupt": config.data.on_corrupt}
+def reading(config: TrainerConfig, cluster: Cluster, data: Data) -> Reading:
+    """How this host reads its rows of the training batches."""
+    cache = Path(config.data.cache) if config.data.cache else None
+    return Reading(data.tokens, config.train.global_batch_size, cluster.worker, cluster.hosts, config.data.on_corrupt, cache)
 
 
 class Source(Protocol[B]):
