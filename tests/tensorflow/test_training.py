@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.container import small_runs
@@ -17,6 +18,8 @@ from tests.container.test_classification_runs import document as classification
 from tests.container.test_classification_runs import write as write_classification
 from training.checkpoint.manifest import decode, encode
 from training.errors import BadInput, StopRequested
+
+SMALL = {"layers": 1, "hidden_size": 32, "heads": 2, "intermediate_size": 64, "max_positions": 64}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +113,27 @@ def test_a_model_folder_is_where_training_goes_on(plain: dict[str, Any], folder:
     further = run(folder, "further", model={"path": plain["model"]}, train__dropout=0.0, train__steps=2)
     assert further["first_loss"] < plain["first_loss"] - 0.5
     assert tensors(Path(further["model"])).keys() == tensors(Path(plain["model"])).keys()
+
+
+def test_positions_of_roberta_begin_behind_its_own_padding_id(folder: Path) -> None:
+    from training.backends.tensorflow_pipeline import open_pipeline
+
+    made = Path(run(folder, "roberta", model={"name": "roberta-base", **SMALL}, train__steps=2)["model"])
+    config, found = json.loads((made / "config.json").read_bytes()), tensors(made)
+    assert config["pad_token_id"] == 3
+    # The same model with 1 for its padding: its table of positions begins two rows earlier.
+    other = folder / "padding-1"
+    shutil.copytree(made, other)
+    (other / "config.json").write_text(json.dumps({**config, "pad_token_id": 1}))
+    data, places = encode([(name, info) for name, (info, _) in found.items()], {"format": "pt"})
+    for name, place in places.items():
+        value = bytes(found[name][1])
+        place[:] = value[2 * 4 * SMALL["hidden_size"] :] + bytes(2 * 4 * SMALL["hidden_size"]) if "position" in name else value
+    (other / "model.safetensors").write_bytes(data)
+
+    ids = np.array([[0, 7, 8, 9, 2]])
+    ours, shifted = (open_pipeline("fill-mask", str(place)).model(ids).logits.numpy() for place in (made, other))
+    assert ours == pytest.approx(shifted, abs=1e-5)
 
 
 def test_an_encoder_gets_a_fresh_head_and_what_is_missing_is_refused(plain: dict[str, Any], labelled: Path) -> None:
