@@ -370,7 +370,7 @@ class _Run:
         for name, info in sorted(self.backend.layout().items()):
             if name.startswith("model/"):
                 data = bytearray(info.size)
-                self.backend.copy({name: memoryview(data)})
+                self.backend.copy({name: memoryview(data)}).wait()
                 crc = int(google_crc32c.extend(crc, bytes(data)))
         return f"{crc:08x}"
 

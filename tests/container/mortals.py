@@ -216,12 +216,12 @@ def _put(fate: Fate, trained: str) -> None:
     """Puts the points around the trainer's functions, and the records of each step into a file."""
     from training import loop, objects, rendezvous
     from training.backends import gloo, torch_xla
-    from training.checkpoint import save
+    from training.checkpoint import copying, save
     from training.checkpoint.manifest import MANIFEST
     from training.models import export
 
     passing = _Passing(fate)
-    real_write, real_delete, real_save = storage.write, storage.delete, save.Saver.save
+    real_write, real_delete, real_save, real_copy_all = storage.write, storage.delete, save.Saver.save, copying.Copying._run
     real_meet, real_post, real_train_on = rendezvous.Guest.meet, rendezvous.Guest._post, loop._Run.train_on
 
     def write(url: str, data: bytes, *, create_only: bool = False) -> storage.Stat:
@@ -245,13 +245,16 @@ def _put(fate: Fate, trained: str) -> None:
         if storage.name_of(url) == MANIFEST:
             passing.at("between deletions")
 
-    def save_(saver: Any, step: int, layout: Any, copy: Callable[[Any], None], state: Any) -> None:
-        def copying(places: Any) -> None:
+    def save_(saver: Any, step: int, layout: Any, copy: Callable[[Any], Any], state: Any) -> None:
+        def copying(places: Any) -> Any:
             passing.at("copying")
-            copy(places)
-            passing.at("copied")
+            return copy(places)
 
         real_save(saver, step, layout, copying, state)
+
+    def copy_all(a_copy: Any) -> None:
+        real_copy_all(a_copy)
+        passing.at("copied")
 
     def post(guest: Any, message: dict[str, Any]) -> None:
         real_post(guest, message)
@@ -282,8 +285,8 @@ def _put(fate: Fate, trained: str) -> None:
         real_train_on(run, batch)
 
     for place, name, new in (
-        (storage, "write", write), (storage, "delete", delete), (save.Saver, "save", save_), (rendezvous.Guest, "_post", post),
-        (rendezvous.Guest, "meet", meet), (loop._Run, "train_on", train_on),
+        (storage, "write", write), (storage, "delete", delete), (save.Saver, "save", save_), (copying.Copying, "_run", copy_all),
+        (rendezvous.Guest, "_post", post), (rendezvous.Guest, "meet", meet), (loop._Run, "train_on", train_on),
     ):  # fmt: skip
         setattr(place, name, new)
     for place, name, point in (

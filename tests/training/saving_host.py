@@ -6,6 +6,9 @@ import sys
 import time
 from collections.abc import Mapping
 
+import numpy as np
+
+from training.checkpoint.copying import Copying
 from training.checkpoint.manifest import TensorInfo
 from training.checkpoint.policy import Keep
 from training.checkpoint.save import Description, Saver
@@ -20,9 +23,8 @@ def main(folder: str, worker: int, hosts: int, port: int, size: int) -> None:
     cluster = Cluster(worker, ("127.0.0.1",) * hosts, run_id="r", rendezvous_port=port)
     layout = {f"model/{index}": TensorInfo("F32", (size // TENSORS // 4,), size // TENSORS) for index in range(TENSORS)}
 
-    def copy(places: Mapping[str, memoryview]) -> None:
-        for place in places.values():
-            place[:] = bytes([worker]) * len(place)
+    def copy(places: Mapping[str, memoryview]) -> Copying:
+        return Copying((np.frombuffer(place, np.uint8), np.uint8(worker)) for place in places.values())
 
     rendezvous = join(cluster, Stopping(), start_seconds=60, seconds=60, lost_seconds=10)
     saver = Saver(folder, cluster, rendezvous, Description({}, {}, "c", "t"), Keep(2))

@@ -12,6 +12,7 @@ import pytest
 from launcher.emulator.web import Response
 from training import metrics, storage
 from training.checkpoint import manifest as form
+from training.checkpoint.copying import Copying
 from training.checkpoint.manifest import TensorInfo
 from training.checkpoint.policy import Keep
 from training.checkpoint.restore import committed_steps, restore
@@ -47,9 +48,8 @@ class State:
     def layout(self) -> dict[str, TensorInfo]:
         return {name: TensorInfo("F32", value.shape, value.nbytes) for name, value in self.values.items()}
 
-    def copy(self, places: Mapping[str, memoryview]) -> None:
-        for name, place in places.items():
-            place[:] = self.values[name].tobytes()
+    def copy(self, places: Mapping[str, memoryview]) -> Copying:
+        return Copying((np.frombuffer(place, np.float32), self.values[name].reshape(-1)) for name, place in places.items())
 
     def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
         for name, (info, data) in tensors.items():

@@ -13,6 +13,7 @@ from training import storage
 from training.checkpoint import inspect
 from training.checkpoint import manifest as form
 from training.checkpoint import restore as restoring
+from training.checkpoint.copying import Copying
 from training.checkpoint.manifest import TensorInfo
 from training.checkpoint.policy import Best, Keep
 from training.checkpoint.restore import committed_steps, restore, verify
@@ -33,7 +34,7 @@ def saved(folder: Path, figures: dict[int, float | None], keep: Keep, mode: str 
             best = {"step": step, "metric": "loss", "value": value}
         content = np.full(3, step, np.float32)
         saver.save(
-            step, INFO, lambda places, content=content: places["model/w"].__setitem__(slice(None), content.tobytes()), {"best": best}
+            step, INFO, lambda places, content=content: Copying([(np.frombuffer(places["model/w"], np.float32), content)]), {"best": best}
         )
     saver.wait()
 
@@ -114,7 +115,12 @@ def test_any_flipped_byte_is_damage_however_the_part_is_read(tmp_path: Path, mon
     monkeypatch.setattr(restoring, "_HEAD", 16)
     tensors = {f"model/{index}": TensorInfo("F32", (index, 3), 12 * index) for index in range(5)}
     saver = Saver(str(tmp_path), Cluster(0, ("h",), run_id="r"), Alone(), Description({"seed": 1}, {}, "c", "t"), Keep(2))
-    saver.save(10, tensors, lambda places: [place.__setitem__(slice(None), bytes(range(len(place)))) for place in places.values()], {})
+    saver.save(
+        10,
+        tensors,
+        lambda places: Copying((np.frombuffer(place, np.uint8), np.arange(len(place), dtype=np.uint8)) for place in places.values()),
+        {},
+    )
     saver.wait()
     seen: dict[str, bytes] = {}
     restored = restore(
@@ -126,5 +132,5 @@ def test_any_flipped_byte_is_damage_however_the_part_is_read(tmp_path: Path, mon
     whole = part.read_bytes()
     for place in range(0, len(whole), 3):
         part.write_bytes(whole[:place] + bytes([whole[place] ^ 0x41]) + whole[place + 1 :])
-        with pytest.raises(form.Damaged):
+        with pytest.raises(form.Damaged, match="part part-0-of-1"):
             verify(str(tmp_path), 10)

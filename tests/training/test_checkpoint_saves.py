@@ -13,6 +13,7 @@ import pytest
 from training import storage
 from training.checkpoint import inspect
 from training.checkpoint import manifest as form
+from training.checkpoint.copying import Copying
 from training.checkpoint.manifest import Damaged, TensorInfo
 from training.checkpoint.policy import Keep
 from training.checkpoint.restore import Restored, committed_steps, restore, verify
@@ -58,9 +59,8 @@ class State:
     def layout(self) -> dict[str, TensorInfo]:
         return {name: TensorInfo("F32", value.shape, value.nbytes) for name, value in self.values.items()}
 
-    def copy(self, places: Mapping[str, memoryview]) -> None:
-        for name, place in places.items():
-            place[:] = self.values[name].tobytes()
+    def copy(self, places: Mapping[str, memoryview]) -> Copying:
+        return Copying((np.frombuffer(place, np.float32), self.values[name].reshape(-1)) for name, place in places.items())
 
     def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
         for name, (info, data) in tensors.items():
@@ -128,7 +128,7 @@ def test_what_some_hosts_wrote_any_number_of_hosts_reads(tmp_path: Path, writers
 def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     save(tmp_path, [10, 20, 30, 40])
     assert committed_steps(str(tmp_path)) == [40, 30]
-    assert sorted(each.name for each in tmp_path.iterdir() if any(each.iterdir())) == ["step-00000030", "step-00000040"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
 
 
 def test_nothing_is_no_checkpoint(tmp_path: Path) -> None:
@@ -139,6 +139,13 @@ def damage_byte(folder: Path) -> None:
     part = max(folder.glob("part-1-*"))
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
+    part.write_bytes(data)
+
+
+def damage_head(folder: Path) -> None:
+    part = max(folder.glob("part-1-*"))
+    data = bytearray(part.read_bytes())
+    data[8] ^= 1
     part.write_bytes(data)
 
 
@@ -160,6 +167,7 @@ def damage_manifest(folder: Path) -> None:
     ("damage", "said"),
     [
         (damage_byte, "part part-1-of-2.t.safetensors has crc32c"),
+        (damage_head, "part part-1-of-2.t.safetensors: not a safetensors file"),
         (damage_length, "part part-0-of-2.t.safetensors has"),
         (damage_missing, "part part-1-of-2.t.safetensors is missing"),
         (damage_manifest, "manifest.json has a wrong crc32c"),
@@ -201,7 +209,21 @@ def test_without_a_manifest_nothing_is_committed_and_the_next_commit_clears_it_a
     assert (restored.manifest.step, warnings) == (10, [])
     assert state.is_of(10)
     save(tmp_path, [30], token="u")
-    assert not (tmp_path / "step-00000020").exists() or not any((tmp_path / "step-00000020").iterdir())
+    assert not (tmp_path / "step-00000020").exists()
+
+
+def test_what_killed_writers_left_hidden_goes_with_the_next_commit(tmp_path: Path) -> None:
+    save(tmp_path, [10])
+    older, other, newer = (tmp_path / f"step-000000{step}" / ".part-0-of-2.old.safetensors.0123.partial" for step in (10, 15, 30))
+    for left in (older, other, newer):
+        left.parent.mkdir(exist_ok=True)
+        left.write_bytes(b"half")
+    (tmp_path / "notes").mkdir()
+    save(tmp_path, [20], token="u")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["notes", "step-00000010", "step-00000020", "step-00000030"]
+    assert not older.exists()
+    assert newer.exists(), "somebody may still be writing it"
+    assert committed_steps(str(tmp_path)) == [20, 10]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from training.checkpoint.copying import Copying
 from training.checkpoint.manifest import TensorInfo
 
 Arrays = Mapping[str, np.ndarray]
@@ -80,8 +81,8 @@ class Backend(Protocol):
     def layout(self) -> dict[str, TensorInfo]:
         """All tensors of the state: `model/...`, and the optimizer's moments `adam_m/...` and `adam_v/...`."""
 
-    def copy(self, places: Mapping[str, memoryview]) -> None:
-        """Copies the named tensors to host memory, as raw little-endian bytes."""
+    def copy(self, places: Mapping[str, memoryview]) -> Copying:
+        """Begins to copy the named tensors to host memory, as raw little-endian bytes. No step changes the state before that has ended."""
 
     def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
         """Replaces these tensors of the state, by copies: their memory is used again. Raises Damaged for one that has no place in it."""

@@ -24,6 +24,7 @@ from training.backends.exchange import TcpExchange
 from training.backends.protocol import SUMS, Arrays, Asks, Outcome
 from training.backends.tensorflow_input import Distributed, distributed
 from training.backends.tensorflow_model import SUMS_OF, Noise, Parameter, build
+from training.checkpoint.copying import Copying
 from training.checkpoint.manifest import Damaged, TensorInfo
 from training.cluster import Cluster
 from training.config import TrainerConfig
@@ -233,11 +234,12 @@ class TensorFlow:
     def layout(self) -> dict[str, TensorInfo]:
         return {name: TensorInfo("F32", each.shape, 4 * int(np.prod(each.shape))) for name, (each, _) in self._state().items()}
 
-    def copy(self, places: Mapping[str, memoryview]) -> None:
+    def copy(self, places: Mapping[str, memoryview]) -> Copying:
         state = self._state()
         for name, place in places.items():
             each, variable = state[name]
             np.frombuffer(place, dtype=np.float32)[:] = each.of(variable).reshape(-1)
+        return Copying()
 
     def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
         state, layout = self._state(), self.layout()

@@ -27,6 +27,7 @@ from torch_xla.utils.dlpack import to_dlpack
 from training.backends import torch_counts
 from training.backends.protocol import SUMS, Arrays, Asks, Outcome
 from training.backends.torch_model import SUMS_OF, build
+from training.checkpoint.copying import Copying
 from training.checkpoint.manifest import Damaged, TensorInfo
 from training.cluster import Cluster
 from training.config import TrainerConfig
@@ -74,6 +75,7 @@ class TorchXla:
             torch_counts.transfers(),
             torch_counts.fallbacks(),
         )
+        self._copying = Copying()
         self._meant = 0  # transfers to the host that were asked for here
         self._name_state()
         self._moments = [{name: torch.zeros_like(value, requires_grad=False) for name, value in self._parameters.items()} for _ in range(2)]
@@ -91,6 +93,7 @@ class TorchXla:
         if not self._exchange:
             sums = self.traced_step(number, batch, asks)
             self._agreement.look("training", _shapes(batch), lambda: [*self.state().values(), sums])
+            self._before_change()
             torch_xla.sync()
             return _PendingStep(self, sums)
         numbers = self._numbers(number)
@@ -100,6 +103,7 @@ class TorchXla:
         self._exchange.sum(on_host)
         flat = on_host.to(self._device)
         self._apply(*self._unflat(flat), numbers)
+        self._before_change()
         torch_xla.sync()
         return _PendingStep(self, on_host[-_EXTRA:])
 
@@ -225,19 +229,25 @@ class TorchXla:
     def layout(self) -> dict[str, TensorInfo]:
         return {name: TensorInfo("F32", tuple(value.shape), value.numel() * 4) for name, value in self.state().items()}
 
-    def copy(self, places: Mapping[str, memoryview]) -> None:
+    def copy(self, places: Mapping[str, memoryview]) -> Copying:
         state = self.state()
         if self._uploaded:
             xm.wait_device_ops()
-        for name, place in places.items():
-            # (bytes,) of the tensor into its place
-            np.frombuffer(place, dtype=np.float32)[:] = self._looked_at(state[name].detach()).numpy().reshape(-1)
+        wanted = ((np.frombuffer(place, np.float32), state[name].detach()) for name, place in places.items())
+        if self._uploaded and not self._mesh and os.environ["PJRT_DEVICE"] == "CPU":
+            # A single CPU device shows its memory, which stays as it is until the next program that changes it: `_before_change` comes first.
+            self._copying = Copying((place, from_dlpack(to_dlpack(value)).numpy().reshape(-1)) for place, value in wanted)
+        else:
+            # Tensor after tensor, since each takes fresh memory on its way.
+            for place, value in wanted:
+                place[:] = self.to_host(value).numpy().reshape(-1)
+            self._copying = Copying()
+        return self._copying
 
-    def _looked_at(self, value: Tensor) -> Tensor:
-        """On the host, until something is computed. A single CPU device shows its memory; through `cpu()` it would be copied twice, into fresh memory."""
-        if value.device.type == "xla" and not self._mesh and os.environ["PJRT_DEVICE"] == "CPU":
-            return cast(Tensor, from_dlpack(to_dlpack(value)))
-        return self.to_host(value)
+    def _before_change(self) -> None:
+        """Right before a program overwrites the state: what is being copied must be copied, and nobody may look at that memory any more (PJRT would
+        give the program another, with a copy of the state in it)."""
+        self._copying.hold_up()
 
     def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
         assert not self._uploaded, "restore before the first step"

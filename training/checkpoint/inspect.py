@@ -96,10 +96,11 @@ def table(folder: str) -> str:
 
 def show(folder: str, step: int | None) -> str:
     place, steps = find(folder)
+    chosen = steps[0] if step is None else _chosen(place, steps, step)
     try:
-        return json.dumps(asdict(read_manifest(place, steps[0] if step is None else _chosen(place, steps, step))), indent=1)
+        return json.dumps(asdict(read_manifest(place, chosen)), indent=1)
     except Damaged as error:
-        raise BadInput(f"{place}: {error}") from None
+        raise BadInput(f"checkpoint of step {chosen} in {place} is damaged ({error})") from None
 
 
 def verify(folder: str, step: int | None) -> tuple[str, bool]:

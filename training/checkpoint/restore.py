@@ -63,9 +63,16 @@ def read_part(folder: str, step: int, part: form.Part) -> memoryview:
 def take_part(folder: str, step: int, part: form.Part, accept: Accept) -> int:
     """Gives the tensors of a part to `accept`, some at a time, and returns their number. What they are given is theirs until they return.
 
-    Raises Damaged; what was accepted until then is to be thrown away: the sum of the whole is known in the end."""
+    Raises Damaged, which names the part; what was accepted until then is to be thrown away: the sum of the whole is known in the end."""
     try:
-        url = storage.join(folder, form.step_folder(step), part.name)
+        return _take(folder, step, part, accept)
+    except Damaged as error:
+        raise (error if part.name in str(error) else Damaged(f"part {part.name}: {error}")) from None
+
+
+def _take(folder: str, step: int, part: form.Part, accept: Accept) -> int:
+    try:
+        url = _whole(folder, step, part)
         head = storage.read(url, 0, _HEAD)
         if form.head_size(head) > len(head):
             head = storage.read(url, 0, min(form.head_size(head), part.size))
@@ -87,16 +94,22 @@ def take_part(folder: str, step: int, part: form.Part, accept: Accept) -> int:
     return len(places)
 
 
-def _read(folder: str, step: int, part: form.Part, starts: list[int]) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of a part as ranges that begin at `starts`, in order, each until the next is asked for; several threads read ahead.
-
-    Raises Damaged when the part is not what was committed, in the end if not before."""
+def _whole(folder: str, step: int, part: form.Part) -> str:
+    """Where a part is, which has as many bytes as were committed. Raises Damaged."""
     url = storage.join(folder, form.step_folder(step), part.name)
     found = storage.stat(url)
     if found is None:
         raise Damaged(f"part {part.name} is missing")
     if found.size != part.size:
         raise Damaged(f"part {part.name} has {found.size} bytes instead of {part.size}")
+    return url
+
+
+def _read(folder: str, step: int, part: form.Part, starts: list[int]) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of a part as ranges that begin at `starts`, in order, each until the next is asked for; several threads read ahead.
+
+    Raises Damaged when the part is not what was committed, in the end if not before."""
+    url = _whole(folder, step, part)
     sizes = [end - start for start, end in zip(starts, [*starts[1:], part.size], strict=True)]
     readers = min(_READERS_REMOTE if storage.is_remote(url) else _READERS, len(sizes))
     buffers = [memory.mapping(max(sizes, default=0)) for _ in range(readers)]  # used again and again: fresh memory is slow

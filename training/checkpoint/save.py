@@ -1,7 +1,8 @@
-"""Saving: the step loop waits for the copy to host memory; writing, meeting and committing happen in a background thread.
+"""Saving: the step loop waits for the copy to host memory at the most; writing, meeting and committing happen in a background thread.
 
-    loop thread          snapshot of this host's tensors, straight into the bytes of its part, in memory that is kept from save to save
-    background thread    write the part
+    loop thread          begins the copy of this host's tensors, straight into the bytes of its part, in memory that is kept from save to save;
+                         goes on, and waits for the end of the copy where it would change what is copied (`copying.py`)
+    background thread    wait for the copy, write the part
                          meet "checkpoint 40", where everyone tells the name, size and crc32c of its part
                          host 0: write the manifest, delete what the policy gives up
 
@@ -21,14 +22,12 @@ from typing import Any
 from training import storage
 from training.checkpoint import manifest as form
 from training.checkpoint import memory
+from training.checkpoint.copying import Copy, Copying
 from training.checkpoint.manifest import Manifest, Part, TensorInfo
 from training.checkpoint.policy import Keep
 from training.cluster import Cluster
 from training.errors import TrainError
 from training.rendezvous import Rendezvous
-
-# Copies the named tensors into the given places, as their raw little-endian bytes.
-Copy = Callable[[Mapping[str, memoryview]], None]
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Saver:
     ) -> None:
         """`fence` raises when this process group may commit no more."""
         self.folder = folder
-        self.blocked_seconds = 0.0
+        self.blocked_seconds = 0.0  # that the loop has waited, but for what the save under way will still cost it
         self.committed: int | None = None  # the newest committed step, known on every host once `wait` has returned
         self.newest: int | None = None  # the newest step that was restored or whose save has begun
         self._cluster, self._rendezvous, self._description, self._keep = cluster, rendezvous, description, keep
@@ -80,6 +79,7 @@ class Saver:
         self._damaged: frozenset[int] = frozenset()
         self._part: _PartMemory | None = None
         self._preparing: threading.Thread | None = None
+        self._copying: Copying | None = None
 
     def prepare(self, layout: Mapping[str, TensorInfo]) -> None:
         """Makes the memory for snapshots in the background, so that the first save finds it."""
@@ -107,13 +107,15 @@ class Saver:
         share = self._share(layout)
         if self._part is None or self._part.tensors != share:
             self._part = _PartMemory(share)
-        copy(self._part.places)
+        self._copying = copy(self._part.places)
         self.blocked_seconds += time.monotonic() - began
         manifest = Manifest(
             step=step, parts=(), identity=self._description.identity, state=dict(state), config=self._description.config, code=self._description.code,
             tensors=len(layout), run_id=self._cluster.run_id, attempt=self._cluster.attempt, hosts=self._cluster.hosts,
         )  # fmt: skip
-        self._thread = threading.Thread(target=self._run, args=(manifest, self._part.data), name=f"checkpoint-{step}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(manifest, self._copying, self._part.data), name=f"checkpoint-{step}", daemon=True
+        )
         self._thread.start()
         if not self._background:
             self.wait()
@@ -129,10 +131,15 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        if self._copying is not None:
+            self.blocked_seconds += self._copying.held_up_seconds
+            self._copying = None
         self.check()
 
-    def _run(self, manifest: Manifest, data: memoryview) -> None:
+    def _run(self, manifest: Manifest, copying: Copying, data: memoryview) -> None:
         try:
+            self._rendezvous.aside(f"saving {manifest.step}: copying the state")
+            copying.wait()
             self._commit(manifest, data)
             self.committed = manifest.step
         except BaseException as error:
@@ -190,6 +197,7 @@ class Saver:
         try:
             for step in gone:
                 delete(self.folder, step, contents[step])
+            storage.sweep(self.folder, lambda name: (form.step_of(name) or newest) < newest)
             self._deletes = True
         except storage.StorageError as error:
             # What is committed is committed. The next save tries again.

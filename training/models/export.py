@@ -7,10 +7,13 @@ the writes is: tokenizer, config.json, and last model.safetensors; a folder with
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from training import storage
+from training.checkpoint.copying import Copy, Copying
 from training.checkpoint.inspect import find
 from training.checkpoint.manifest import Damaged, TensorInfo, decode, encode
 from training.checkpoint.restore import read_manifest, read_part
@@ -28,7 +31,7 @@ _EMBEDDINGS = "embeddings.word_embeddings.weight"
 def write(
     folder: str,
     weights: Mapping[str, TensorInfo],
-    copy: Callable[[Mapping[str, memoryview]], None],
+    copy: Copy,
     config: Mapping[str, Any],
     tokenizer: str,
 ) -> None:
@@ -42,7 +45,7 @@ def write(
     storage.write(storage.join(folder, CONFIG), json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True).encode() + b"\n")
     names = [name for name in sorted(weights) if name.startswith(PREFIX)]
     data, places = encode([(name.removeprefix(PREFIX), weights[name]) for name in names], {"format": "pt"})
-    copy({PREFIX + name: place for name, place in places.items()})
+    copy({PREFIX + name: place for name, place in places.items()}).wait()
     storage.write(storage.join(folder, WEIGHTS), data)
 
 
@@ -65,9 +68,8 @@ def from_checkpoint(run: str, out: str, step: int | None = None) -> int:
     labels = manifest.identity.get("labels")
     config = config_of(settings.model, vocabulary=vocabulary, pad=tokenizer.special.pad, dropout=settings.train.dropout, labels=labels)
 
-    def copy(places: Mapping[str, memoryview]) -> None:
-        for name, target in places.items():
-            target[:] = tensors[name][1]
+    def copy(places: Mapping[str, memoryview]) -> Copying:
+        return Copying((np.frombuffer(place, np.uint8), np.frombuffer(tensors[name][1], np.uint8)) for name, place in places.items())
 
     write(out, {name: info for name, (info, _) in tensors.items()}, copy, config, settings.data.tokenizer)
     return chosen

@@ -1,0 +1,59 @@
+"""Claims about a snapshot on its way: the loop goes on, and waits for it before it changes what is being copied."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+
+from training.checkpoint.copying import Copying
+
+
+class Place:
+    """Memory that can be written from a moment on."""
+
+    def __init__(self) -> None:
+        self.content, self.opened = np.zeros(3, np.float32), threading.Event()
+
+    def __setitem__(self, key: Any, value: np.ndarray) -> None:
+        assert self.opened.wait(10), "nobody opened it"
+        self.content[key] = value
+
+
+def test_the_loop_goes_on_and_is_held_up_before_the_change() -> None:
+    place, state = Place(), np.arange(3, dtype=np.float32)
+    copying = Copying([(place, state)])  # type: ignore[list-item]
+    assert not place.content.any()
+    threading.Timer(0.2, place.opened.set).start()
+    began = time.monotonic()
+    copying.hold_up()
+    waited = time.monotonic() - began
+    state += 1
+    assert list(place.content) == [0, 1, 2]
+    assert 0.1 < copying.held_up_seconds <= waited
+    before = copying.held_up_seconds
+    copying.wait()  # the saver's thread: that costs the loop nothing
+    assert copying.held_up_seconds == before
+
+
+def test_what_was_copied_is_let_go() -> None:
+    """Somebody who still looked at a device's memory would cost the next step a copy of the state."""
+    state = np.ones(3, np.float32)
+    gone = weakref.ref(state)
+    copying = Copying([(np.empty(3, np.float32), state)])
+    copying.wait()
+    del state
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_copy_that_fails_is_told_to_the_loop_and_to_the_saver() -> None:
+    copying = Copying([(np.empty(2, np.float32), np.ones(3, np.float32))])
+    for told in (copying.hold_up, copying.wait):
+        with pytest.raises(ValueError, match="could not broadcast"):
+            told()
