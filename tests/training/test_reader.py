@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import time
 from pathlib import Path
@@ -279,6 +281,35 @@ def test_a_damaged_cache_is_fetched_again(samples: Any, gcs: Any, tmp_path: Path
             flip(path, 100)
     again = batches(dataset, cache=tmp_path).batch(7)
     assert np.array_equal(again.input_ids, expected.input_ids)
+
+
+def test_a_cache_on_a_full_disk_costs_the_cache_and_not_the_run(
+    samples: Any, gcs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dataset = samples.make("gs://bucket/data", 300, per_shard=100)
+    expected = batches(dataset).batch(7)
+    room = 5 * size_of(dataset)
+    real = os.write
+
+    def write(descriptor: int, data: bytes) -> int:
+        """As a disk does it on which a few records fit."""
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = min(room, len(data))
+        room -= taken
+        return real(descriptor, data[:taken])
+
+    monkeypatch.setattr(os, "write", write)
+    found = batches(dataset, cache=tmp_path)
+    assert np.array_equal(found.batch(7).input_ids, expected.input_ids)
+    found.close()
+    [warning] = [line for line in capfd.readouterr().err.splitlines() if "data.cache takes no more" in line]
+    assert "No space left on device" in warning
+    assert str(tmp_path) in warning
+    assert not list(tmp_path.rglob("*.partial"))
+    monkeypatch.undo()
+    assert np.array_equal(batches(dataset, cache=tmp_path).batch(7).input_ids, expected.input_ids), "what is there is whole"
 
 
 def test_an_error_is_raised_again_by_every_batch_that_needs_the_record(samples: Any, tmp_path: Path) -> None:

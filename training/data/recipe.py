@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data import example, tfrecord
+from training.data.cache import Cache
 from training.data.manifest import Dataset, Feature, Manifest, Shard, find_shards
 from training.data.shards import Arrays, OnCorrupt, replacement
 from training.errors import BadInput
@@ -87,7 +88,7 @@ class RecipeShards:
         self.records = self._starts[-1]
         self.unit = 0
         self.record_bytes = -(-sum(shard.bytes for shard in self._shards) // self.records)
-        self._cache = cache / dataset.hash[:16] if cache else None
+        self._cache = Cache(cache / dataset.hash[:16]) if cache else None
         self._index: dict[str, npt.NDArray[np.int64]] = {}
         self._bad: set[int] = set()
         self._lock = threading.Lock()
@@ -142,17 +143,18 @@ class RecipeShards:
         if found is not None:
             return found
         url = storage.join(self.dataset.url, shard.name)
-        kept = self._cache / f"{shard.name}.index" if self._cache else None
-        if kept and kept.is_file() and kept.stat().st_size == 8 * (shard.records + 1):
-            offsets = np.frombuffer(kept.read_bytes(), "<i8").astype(np.int64)
+        name = f"{shard.name}.index"
+        kept = self._cache.get(name, 8 * (shard.records + 1)) if self._cache else None
+        if kept is not None:
+            offsets = np.frombuffer(kept, "<i8").astype(np.int64)
         else:
             offsets = np.array(tfrecord.index(_read(url, 0, shard.bytes, self._stats[shard.name], 0), url), np.int64)
             if len(offsets) != shard.records + 1:
                 raise BadInput(
                     f"{url} holds {len(offsets) - 1} records, and its name says {shard.records}: it was cut or renamed; copy it again"
                 )
-            if kept:
-                storage.write(str(kept), offsets.astype("<i8").tobytes())
+            if self._cache:
+                self._cache.put(name, offsets.astype("<i8").tobytes())
         with self._lock:
             self._index[shard.name] = offsets
         return offsets

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ import numpy.typing as npt
 
 from training import storage
 from training.data import records as form
+from training.data.cache import Cache
 from training.data.manifest import Dataset, Shard, find_shards
 from training.data.tfrecord import HEADER, Corrupt
 from training.errors import BadInput
@@ -82,8 +82,7 @@ class FixedShards:
         self._stats = find_shards(dataset)
         self._starts = list(itertools.accumulate((shard.records for shard in self._shards), initial=0))
         self.records, self.record_bytes = self._starts[-1], self._layout.size
-        self._cache_full = False
-        self._cache = cache / dataset.hash[:16] if cache and storage.is_remote(dataset.url) else None
+        self._cache = Cache(cache / dataset.hash[:16]) if cache and storage.is_remote(dataset.url) else None
         self._bad: set[int] = set()
         self._lock = threading.Lock()
 
@@ -101,7 +100,7 @@ class FixedShards:
             data = self._fetched(first, last)
             bad = form.broken(self._layout, data)
             for start in range(first, last, block):
-                self._cached(start).unlink(missing_ok=True)
+                self._cache.drop(self._kept_as(start))
         if bad and self.on_corrupt == "stop":
             raise self._corrupt(first + bad[0], data[bad[0] * self.record_bytes : (bad[0] + 1) * self.record_bytes])
         arrays: Arrays = {each.name: form.column(self._layout, data, each.name) for each in self._layout.columns}
@@ -133,16 +132,16 @@ class FixedShards:
             return self._fetched(first, last)
         parts: dict[int, bytes] = {}
         for start in range(first, last, block):
-            path, size = self._cached(start), (min(start + block, last) - start) * self.record_bytes
-            if path.is_file() and path.stat().st_size == size:
-                parts[start] = path.read_bytes()
+            kept = self._cache.get(self._kept_as(start), (min(start + block, last) - start) * self.record_bytes)
+            if kept is not None:
+                parts[start] = kept
         missing = [start for start in range(first, last, block) if start not in parts]
         while missing:
             run = [start for number, start in enumerate(missing) if start == missing[0] + number * block]  # neighbours are one request
             data = self._fetched(run[0], min(run[-1] + block, last))
             for start in run:
                 parts[start] = data[(start - run[0]) * self.record_bytes : (start - run[0] + block) * self.record_bytes]
-                self._keep(start, parts[start])
+                self._cache.put(self._kept_as(start), parts[start])
             missing = missing[len(run) :]
         return b"".join(parts[start] for start in sorted(parts))
 
@@ -156,23 +155,8 @@ class FixedShards:
             record += stop - number
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _keep(self, first: int, data: bytes) -> None:
-        """Puts a block into the cache. A disk that takes no more costs the cache, not the run."""
-        if self._cache_full:
-            return
-        try:
-            storage.write(str(self._cached(first)), data)
-        except storage.StorageError as error:
-            self._cache_full = True
-            print(
-                f"tpu-train: warning: data.cache takes no more blocks, they are read from the bucket instead: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def _cached(self, first: int) -> Path:
-        assert self._cache is not None
-        return self._cache / f"{self.length}-{first}"
+    def _kept_as(self, first: int) -> str:
+        return f"{self.length}-{first}"
 
     def _range(self, shard: Shard, first: int, last: int) -> bytes:
         if self.unit:
