@@ -49,6 +49,14 @@ patience = Patience()
 _lock = threading.Lock()
 _clients: dict[tuple[int, str | None], Any] = {}
 _CONNECTIONS = 64
+_LIMITS = (
+    "quotaExceeded",
+    "rateLimitExceeded",
+    "userRateLimitExceeded",
+    "dailyLimitExceeded",
+    "accountDisabled",
+    "notBillable",
+)  # of a 403
 
 
 def stat(url: str) -> Stat | None:
@@ -252,17 +260,33 @@ def _raise_final(url: str, what: str, error: Exception, pinned: bool) -> None:
     if isinstance(error, api.PreconditionFailed):
         raise Changed(f"{url} was replaced while it was in use: don't write to data that is being read; start again") from None
     if isinstance(error, api.Forbidden | api.Unauthorized):
+        said, reason = _said(error)
+        if reason in _LIMITS:
+            raise StorageError(
+                f"{url}: {what} it was refused: {said} ({reason}). See to the quotas and the billing of the bucket's project"
+            ) from None
         raise StorageError(
-            f"{url}: {what} it is not allowed: {error.message}. Grant this service account a role such as roles/storage.objectUser on gs://{bucket}"
+            f"{url}: {what} it is not allowed: {said}. Grant this service account a role such as roles/storage.objectUser on gs://{bucket}"
         ) from None
     if isinstance(error, auth.DefaultCredentialsError):
         raise StorageError(
             f"{url}: no Google credentials: run `gcloud auth application-default login`, or give the TPU's service account access to gs://{bucket}"
         ) from None
     if isinstance(error, api.GoogleAPICallError) and error.code is not None and error.code not in (408, 429) and error.code < 500:
-        raise StorageError(f"{url}: {what} it was refused: {error.code} {error.message}") from error
+        raise StorageError(f"{url}: {what} it was refused: {error.code} {_said(error)[0]}") from error
     if not _may_pass(error):
         raise error
+
+
+def _said(error: Any) -> tuple[str, str]:
+    """The server's own words in an answer, and its reason: https://cloud.google.com/storage/docs/json_api/v1/status-codes. Google's library puts the whole
+    request and the whole answer into its message."""
+    try:
+        told = error.response.json()["error"]
+        words, reason = str(told["message"]), str((told.get("errors") or [{}])[0].get("reason", ""))
+    except (AttributeError, ValueError, KeyError, TypeError, IndexError):
+        words, reason = str(error.message), ""
+    return " ".join(words.split()).removesuffix(".")[:500], reason
 
 
 def _may_pass(error: Exception) -> bool:

@@ -204,9 +204,22 @@ def test_a_server_that_trickles_is_given_up_at_the_deadline(monkeypatch: pytest.
 
 def test_a_refusal_is_not_repeated_and_says_what_to_grant(gcs: Any) -> None:
     gcs.fault = lambda request: Response(403, b'{"error": {"code": 403, "message": "no access"}}', {"Content-Type": "application/json"})
-    with pytest.raises(storage.StorageError, match=r"gs://bucket/x: reading it is not allowed: .*roles/storage.objectUser on gs://bucket"):
+    said = r"^gs://bucket/x: %s it is not allowed: no access\. Grant .* roles/storage.objectUser on gs://bucket$"
+    with pytest.raises(storage.StorageError, match=said % "reading"):
         storage.read("gs://bucket/x")
+    with pytest.raises(storage.StorageError, match=said % "writing"):
+        storage.write("gs://bucket/x", b"1")
     assert len([path for _, path, _ in gcs.requests if path.startswith("/download/")]) == 1
+
+
+def test_a_bucket_that_takes_no_more_says_so_and_asks_for_no_role(gcs: Any) -> None:
+    full = b'{"error": {"code": 403, "message": "The project exceeded its quota.", "errors": [{"reason": "quotaExceeded"}]}}'
+    gcs.fault = lambda request: Response(403, full, {"Content-Type": "application/json"})
+    with pytest.raises(
+        storage.StorageError,
+        match=r"^gs://bucket/x: writing it was refused: The project exceeded its quota \(quotaExceeded\)\. See to the quotas",
+    ):
+        storage.write("gs://bucket/x", b"1")
 
 
 def test_delays_double_and_are_drawn_at_random() -> None:
