@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from training import storage
 from training.checkpoint import inspect
 from training.checkpoint import manifest as form
+from training.checkpoint import save as saving
 from training.checkpoint.copying import Copying
 from training.checkpoint.manifest import Damaged, TensorInfo
 from training.checkpoint.policy import Keep
@@ -278,6 +280,30 @@ def test_a_failed_save_is_raised_by_the_next_look_and_only_once(tmp_path: Path) 
         saver.wait()
     saver.check()
     assert saver.committed is None
+
+
+def test_a_save_that_is_slower_than_its_interval_is_waited_for_counted_and_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_LATE", 0.02)
+    real = storage.write
+
+    def slow(*arguments: Any, **options: Any) -> storage.Stat:
+        time.sleep(0.05)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(storage, "write", slow)
+    warnings: list[str] = []
+    saver = Saver(
+        str(tmp_path), Cluster(0, ("h",), run_id="r"), Alone(), Description(IDENTITY, {}, "c", "t"), Keep(2), warn=warnings.append
+    )
+    for step in (10, 20, 30, 40, 50):
+        saver.save(step, State(step).layout(), State(step).copy, {})
+        assert saver.committed == (step - 10 or None), "at most one save is under way"
+    saver.wait()
+    assert saver.blocked_seconds > 4 * 0.05
+    assert len(warnings) == 1
+    assert "for the one of step 20 before that of step 30 could begin; save less often (checkpoint.every_steps" in warnings[0]
 
 
 def test_a_second_trainer_on_the_same_run_is_noticed_at_the_commit(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from training.cluster import Cluster
 from training.errors import TrainError
 from training.rendezvous import Rendezvous
 
+_LATE = 0.5  # seconds that a save may wait for the one before without a word
+
 
 @dataclass(frozen=True)
 class Description:
@@ -80,6 +82,7 @@ class Saver:
         self._part: _PartMemory | None = None
         self._preparing: threading.Thread | None = None
         self._copying: Copying | None = None
+        self._late = 0  # saves in a row that had to wait for the one before
 
     def prepare(self, layout: Mapping[str, TensorInfo]) -> None:
         """Makes the memory for snapshots in the background, so that the first save finds it."""
@@ -98,9 +101,15 @@ class Saver:
 
     def save(self, step: int, layout: Mapping[str, TensorInfo], copy: Copy, state: Mapping[str, Any]) -> None:
         """Takes a snapshot at `step` and commits it in the background. Every host must call it at the same step."""
-        self.wait()
-        self.newest = step
         began = time.monotonic()
+        self.wait()
+        self._late = self._late + 1 if time.monotonic() - began > _LATE else 0
+        if self._late == 2 and self._cluster.is_first:
+            self._warn(
+                f"saves take longer than the time between them: training waited {time.monotonic() - began:.1f} s for the one of step {self.newest} before that "
+                f"of step {step} could begin; save less often (checkpoint.every_steps, checkpoint.every_minutes)"
+            )
+        self.newest = step
         if self._preparing:
             self._preparing.join()
             self._preparing = None
