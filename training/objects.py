@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -91,4 +92,5 @@ def local_errors(url: str) -> Iterator[None]:
     except FileNotFoundError:
         raise NotFound(f"{url} does not exist") from None
     except OSError as error:
-        raise StorageError(f"{url}: {error.strerror or error}") from error
+        advice = "; make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise StorageError(f"{url}: {error.strerror or error}{advice}") from error
