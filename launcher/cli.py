@@ -18,11 +18,12 @@ import click
 
 from launcher import terminal
 from launcher.errors import Exit, LaunchError
+from launcher.more_commands import Verbs
 from launcher.options import configured as _configured
 from training.errors import TrainError
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud.")
 @click.version_option(package_name="tpu-launch")
 @click.pass_context
@@ -223,9 +224,10 @@ def status(config: Any, as_json: bool) -> None:
 @click.option("--run", "run_id", metavar="RUN", help="This run instead of the newest of the slice.")
 @click.option("-f", "--follow", "follow", is_flag=True, help="Go on until the run has ended.")
 @click.option("--host", "host", type=int, help="Only this host.")
+@click.argument("named", metavar="[FILE]", type=click.Path(path_type=Path), required=False)
 @functools.partial(_configured, file_flags=("--file",))
 def logs(config: Any, run_id: str | None, follow: bool, host: int | None) -> None:
-    """Print the lines of all hosts, each once. `-f` follows here, so the YAML file is given with --file."""
+    """Print the lines of all hosts, each once. `-f` follows here: the YAML file is FILE, or --file FILE."""
     from launcher.run import look
 
     provider = _provider(config)
@@ -312,19 +314,8 @@ def local_(config: Any, command: tuple[str, ...]) -> None:
     sys.exit(local.run(config, command, terminal.say))
 
 
-def commands() -> list[click.Command]:
-    """The verbs that live in rooms of their own."""
-    from launcher.emulator.commands import emulator
-    from launcher.emulator.rehearsal import rehearsal
-    from launcher.more_commands import COMMANDS
-
-    return [emulator, rehearsal, *COMMANDS]
-
-
 def main() -> None:
     """The console script. Turns every error into one message and its exit code."""
-    for command in commands():
-        cli.add_command(command)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         sys.exit(cli(standalone_mode=False))

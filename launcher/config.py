@@ -123,6 +123,7 @@ class ImageSection(Section):
 
     backend: Backend | None = None  # whose image; the trainer's `backend` when absent
     repository: str | None = None  # REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME; absent: the hosts must have the image
+    create_repository: bool = False  # make it (private) when a push finds that it is not there
     code: str | None = None  # a folder of your own: it comes to our image's working directory
     dockerfile: str | None = None  # your own Dockerfile instead of ours
     context: str | None = None  # its build context; the Dockerfile's folder when absent
@@ -155,6 +156,7 @@ class RunSection(Section):
     )
     preemption_retries: int = Field(default=0, ge=0)  # attempts started again after a preemption or a lost host, in the whole run
     failure_retries: int = Field(default=0, ge=0)  # attempts started again after the command failed
+    replace_after: int | None = Field(default=None, ge=1)  # attempts in a row with one host as first cause: then the slice is made anew
 
 
 class GcsFuseSection(Section):
@@ -186,7 +188,7 @@ class GkeSection(Section):
 
 class _Root(Section):
     project: Annotated[str, Field(min_length=1)]
-    zone: Annotated[str, Field(pattern=ZONE)]
+    zone: Annotated[str, AfterValidator(_zone)]
     slice: SliceSection
     image: ImageSection = ImageSection()
     run: RunSection = RunSection()

@@ -7,6 +7,7 @@ slice), the local image id. Failure model: a build or push that breaks off leave
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import IO
 
 import training
-from launcher import build_context, engine, shell
+from launcher import build_context, engine, registries, shell
 from launcher.build_context import Entry
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home, where
@@ -31,6 +32,7 @@ _BUILD_SECONDS = 3600.0
 _PUSH_SECONDS = 3600.0
 _PULL_SECONDS = 600.0
 _QUESTION_SECONDS = 30.0
+_UNPACKED = 2.5  # times what a registry holds, about
 _UNKNOWN_TAG = "TAG"  # in printed commands, while a base image still has to be pulled
 
 _BUILDKIT = {"DOCKER_BUILDKIT": "1"}
@@ -47,6 +49,7 @@ class ImageSpec:
     target: str | None = None
     repository: str | None = None
     ca_bundle: Path | None = None
+    create_repository: bool = False  # when it is not there
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,8 @@ def ensure(spec: ImageSpec, on_line: Callable[[str], None]) -> Image:
             if not todo.image_id:
                 _build(spec, todo, log, on_line)
             if todo.remote and not todo.pushed:
+                if spec.create_repository and registries.require(todo.remote):
+                    on_line(f"made the repository of {spec.repository}: private, as the project's")
                 _push(todo, todo.remote, log, on_line)
             todo = _look(todo)
     if not todo.reference:
@@ -215,6 +220,8 @@ def _commands(spec: ImageSpec, todo: ImagePlan) -> list[list[str]]:
     if todo.image_id is None:
         found.append(_build_command(spec, todo))
     if todo.remote and not todo.pushed:
+        if spec.create_repository and (repository := registries.parse(todo.remote)):
+            found.append(repository.create_command)
         found += [[docker, "tag", todo.local, todo.remote], [docker, "push", todo.remote]]
     return found
 
@@ -252,11 +259,25 @@ def _build(spec: ImageSpec, todo: ImagePlan, log: IO[str], on_line: Callable[[st
 def _push(todo: ImagePlan, remote: str, log: IO[str], on_line: Callable[[str], None]) -> None:
     on_line(f"pushing {remote}")
     _stream([todo.docker, "tag", todo.local, remote], log, lambda line: None, _QUESTION_SECONDS, f"{remote} could not be tagged")
-    _stream([todo.docker, "push", remote], log, lambda line: None, _PUSH_SECONDS, f"{remote} could not be pushed")
+    _stream(
+        [todo.docker, "push", remote],
+        log,
+        lambda line: None,
+        _PUSH_SECONDS,
+        f"{remote} could not be pushed",
+        unknown=registries.advice(remote),
+    )
 
 
 def _stream(
-    argv: Sequence[str], log: IO[str], on_line: Callable[[str], None], seconds: float, failure: str, code: Exit = Exit.CLOUD_ERROR
+    argv: Sequence[str],
+    log: IO[str],
+    on_line: Callable[[str], None],
+    seconds: float,
+    failure: str,
+    code: Exit = Exit.CLOUD_ERROR,
+    *,
+    unknown: str = "",
 ) -> None:
     """Runs a docker command with its output in the log; its failure is a LaunchError with the output's last lines."""
     lines: list[str] = []
@@ -272,7 +293,9 @@ def _stream(
     result = shell.stream(argv, keep, timeout=seconds, env=_BUILDKIT)
     if result.ok:
         return
-    if re.search(r"denied|unauthorized|forbidden", " ".join(lines[-5:]), re.IGNORECASE):
+    if unknown and re.search(r"name unknown|Repository .*not found", " ".join(lines[-5:]), re.IGNORECASE):
+        code, failure = Exit.BAD_INPUT, f"{failure}: {unknown}"
+    elif re.search(r"denied|unauthorized|forbidden", " ".join(lines[-5:]), re.IGNORECASE):
         code = Exit.PERMISSION
         failure += ": the registry refuses these credentials (gcloud auth configure-docker REGION-docker.pkg.dev)"
     shown = "\n".join(f"  {line}" for line in lines[-12:])
@@ -317,6 +340,20 @@ def _log(name: str, on_line: Callable[[str], None]) -> Iterator[IO[str]]:
                     raise LaunchError(f"another process has held {log.name} for {_BUILD_SECONDS:.0f} s: end it and try again") from None
                 time.sleep(0.5)
         yield log
+
+
+def size(reference: str) -> int | None:
+    """Bytes of an image's layers on a disk, as the store of this machine knows it, else as its registry says of the packed ones; None: neither does."""
+    try:
+        docker = engine.client()
+    except LaunchError:
+        return None
+    if found := _inspect(docker, reference, "{{.Size}}"):
+        return int(found)
+    answer = shell.run([docker, "manifest", "inspect", reference], timeout=_QUESTION_SECONDS)
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return round(_UNPACKED * sum(int(layer["size"]) for layer in json.loads(answer.stdout)["layers"]))
+    return None
 
 
 def _inspect(docker: str, image: str, template: str) -> str | None:

@@ -25,7 +25,7 @@ def spec(config: Config) -> images.ImageSpec:
     wanted = config.image
     bundle = (config.folder / wanted.ca_bundle) if wanted.ca_bundle else None
     if wanted.dockerfile is None:
-        return images.default_spec(
+        found = images.default_spec(
             config.backend,
             repository=wanted.repository,
             build_args=wanted.build_args,
@@ -33,17 +33,19 @@ def spec(config: Config) -> images.ImageSpec:
             target=wanted.target,
             code=config.folder / wanted.code if wanted.code else None,
         )
-    dockerfile = config.folder / wanted.dockerfile
-    context = config.folder / wanted.context if wanted.context else dockerfile.parent
-    return images.folder_spec(
-        f"tpu-launch/{config.run_name}",
-        context,
-        dockerfile=dockerfile,
-        repository=wanted.repository,
-        build_args=wanted.build_args,
-        ca_bundle=bundle,
-        target=wanted.target,
-    )
+    else:
+        dockerfile = config.folder / wanted.dockerfile
+        context = config.folder / wanted.context if wanted.context else dockerfile.parent
+        found = images.folder_spec(
+            f"tpu-launch/{config.run_name}",
+            context,
+            dockerfile=dockerfile,
+            repository=wanted.repository,
+            build_args=wanted.build_args,
+            ca_bundle=bundle,
+            target=wanted.target,
+        )
+    return replace(found, create_repository=wanted.create_repository)
 
 
 def build_commands(config: Config) -> list[list[str]]:

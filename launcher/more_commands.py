@@ -1,13 +1,34 @@
-"""The verbs beside up, run and down: one list, so that `cli.main` adds them with one line."""
+"""The verbs that live in rooms of their own, and where: a room is opened when its verb is typed, or when help is asked for."""
 
 from __future__ import annotations
 
+import importlib
+
 import click
 
-from launcher.housekeeping import gc, list_
-from launcher.looking import events
-from launcher.preflight import preflight
-from launcher.preparing import doctor, init
-from launcher.reaching import ssh, tunnel
+_ROOMS = {
+    "emulator": "launcher.emulator.commands:emulator",
+    "rehearsal": "launcher.emulator.rehearsal:rehearsal",
+    "init": "launcher.preparing:init",
+    "doctor": "launcher.preparing:doctor",
+    "preflight": "launcher.preflight:preflight",
+    "list": "launcher.housekeeping:list_",
+    "gc": "launcher.housekeeping:gc",
+    "ssh": "launcher.reaching:ssh",
+    "tunnel": "launcher.reaching:tunnel",
+    "events": "launcher.looking:events",
+}
 
-COMMANDS: tuple[click.Command, ...] = (init, doctor, preflight, list_, gc, ssh, tunnel, events)
+
+class Verbs(click.Group):
+    """`tpu-launch` with all its verbs."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted({*super().list_commands(context), *_ROOMS})
+
+    def get_command(self, context: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _ROOMS:
+            return super().get_command(context, cmd_name)
+        module, _, name = _ROOMS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command

@@ -25,6 +25,11 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
     def wrapped(context: click.Context, /, path: Path, overrides: tuple[str, ...], provider: str, emulated: bool, **options: Any) -> Any:
         from launcher.config import load
 
+        path = options.pop("named", None) or path
+        if not path.exists():
+            raise BadInput(
+                f"{path}: no such file: name the run's YAML file with {file_flags[0]}, or write a first one with `tpu-launch init`"
+            )
         emulated = emulated or bool(context.find_root().obj)
         if provider == "gke" and function.__name__ not in _GKE_VERBS:
             raise BadInput(f"tpu-launch {function.__name__} is for TPU VMs; with --provider gke there are {', '.join(_GKE_VERBS)}")

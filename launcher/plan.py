@@ -30,7 +30,7 @@ def steps(config: Config) -> list[Step]:
     hosts = [f"<address of host {worker}>" for worker in range(config.accelerator.hosts)]
     attempt = make_attempt(config, "<run id>", 0, config.image.repository + "@<digest>" if config.image.repository else "<image id>")
     ready = containers.prepare_script(attempt, hosts, config.slice.accelerator_type)
-    start = containers.start_script(attempt)
+    start = containers.start_script(attempt, gated=config.run.transport == "auto" and not config.slice.iap)
     look = containers.observe_script(attempt.container, "<time of the newest line>")
     stop = containers.stop_script(attempt.container, config.run.stop_seconds, remove=False)
     planned = [Step("up", "look for the slice", gcloud.describe_command(config)), *_creation(config)]
@@ -38,7 +38,7 @@ def steps(config: Config) -> list[Step]:
     planned += [
         Step("run", "how to reach the hosts", gcloud.ssh_command(config, "true", dry_run=True)),
         Step("run", "prepare every host (over open ssh connections; by hand it is)", gcloud.ssh_command(config, ready)),
-        Step("run", "start on every host", gcloud.ssh_command(config, start)),
+        Step("run", "start on every host (called before that, each host waits until all are prepared)", gcloud.ssh_command(config, start)),
         Step("run", "look at every host, once a second (over open ssh connections; by hand it is)", gcloud.ssh_command(config, look)),
         Step("stop", "stop on every host (over open ssh connections; by hand it is)", gcloud.ssh_command(config, stop)),
         *_deletion(config),

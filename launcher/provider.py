@@ -112,6 +112,9 @@ class Provider(Protocol):
     def describe(self) -> SliceState | None:
         """The slice, or None when it doesn't exist."""
 
+    def known_ready(self) -> bool:
+        """Whether the slice was READY, and as the file says, when a command from here last used it: then a start need not ask before it tries."""
+
     def create(self) -> None:
         """Creates the slice and returns when it is READY."""
 

@@ -65,11 +65,12 @@ def run(
     input: str | bytes | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    on_start: Callable[[Callable[[], None]], None] | None = None,
 ) -> Result:
     """Runs `argv` to its end and returns what it printed; a non-zero end is the caller's to judge.
 
     `timeout` is in seconds; when it passes, the command's whole process group is ended and CommandTimeout names the command. `env` is
-    added to this process's environment. Raises CommandMissing when the program isn't there.
+    added to this process's environment. `on_start` is given a function that ends the command early. Raises CommandMissing when the program isn't there.
     """
     find(argv[0])
     data = input.encode() if isinstance(input, str) else input
@@ -82,6 +83,8 @@ def run(
         cwd=cwd,
         start_new_session=True,  # Ctrl-C is ours to handle; a time-out ends the children too
     )
+    if on_start is not None:
+        on_start(lambda: _kill_group(process))
     try:
         out, err = process.communicate(data, timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -104,7 +107,7 @@ def stream(
 ) -> Result:
     """Runs `argv`, hands each line of its output (stdout and stderr together) to `on_line` as it comes; the result's stdout holds them all.
 
-    Used for long work that shows progress. Time-out and errors as for `run`. `on_start` is given a function that ends the command early.
+    Used for long work that shows progress. Time-out and errors as for `run`. `on_start`: as for `run`.
     """
     find(argv[0])
     process = subprocess.Popen(

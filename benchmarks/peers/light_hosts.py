@@ -125,6 +125,11 @@ class Rack:
         argv = [sys.executable, "-m", "launcher.cli", "run", "--new", "-f", "run.yaml", *options, "--", "sh", "-c", script]
         return subprocess.Popen(argv, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
+    def up(self) -> None:
+        argv = [sys.executable, "-m", "launcher.cli", "up", "-f", "run.yaml"]
+        ended = subprocess.run(argv, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False, timeout=600)
+        assert ended.returncode == 0, ended.stderr
+
     def gcloud(self) -> float:
         """Seconds of one gcloud call that runs `true` on every host."""
         argv = [
@@ -228,7 +233,7 @@ def rack(hosts: int) -> Iterator[Rack]:
         (folder / "run.yaml").write_text(
             f"project: {PROJECT}\nzone: {ZONE}\nslice: {{name: rack, accelerator_type: {TYPES[hosts]}}}\nimage: {{reference: '{REFERENCE}'}}\n"
         )
-        found.gcloud()  # the first one spreads the key and learns the hosts' keys
+        found.up()  # gcloud's first call spreads the key and learns the hosts' keys
         yield found
     finally:
         if acceptor is not None:

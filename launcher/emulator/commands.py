@@ -222,6 +222,13 @@ def registry(node: str | None, worker: int | None, as_json: bool) -> None:
     _inject("registry", as_json, **_of_host(node, worker))
 
 
+@inject.command()
+@json_option
+def repository(as_json: bool) -> None:
+    """Repositories must have been made (`gcloud artifacts repositories create`) before an image is pushed to them."""
+    _inject("repository", as_json)
+
+
 @inject.command("disk-full")
 @click.argument("node")
 @click.argument("worker", type=int)

@@ -129,6 +129,7 @@ def environment(home: Path) -> dict[str, str]:
     return {
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": f"{endpoint}/",
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_COMPUTE": f"{endpoint}/compute/v1/",
+        "CLOUDSDK_API_ENDPOINT_OVERRIDES_ARTIFACTREGISTRY": f"{endpoint}/",
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": f"{endpoint}/storage/v1/",
         "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
         "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlencode
 
-from launcher.emulator import engine, faults, registry
+from launcher.emulator import engine, faults, metadata, registry, repositories
 from launcher.emulator.engine import Refused, View, split_version
 from launcher.emulator.engine_client import Engine, EngineError, UnixConnection
+from launcher.emulator.hosts import find_host
 from launcher.emulator.state import Store
 from launcher.emulator.web import Body
 
@@ -124,6 +125,9 @@ class Views:
     def _push(self, request: EngineRequest, name: str) -> None:
         self._require("", registry_of=name)
         reference = registry.parse(name)
+        with self._store.read() as state:
+            if any(fault.kind == "repository" for fault in state.faults) and not repositories.is_there(state, reference.repository):
+                raise Refused(404, f'name unknown: Repository "{reference.repository.split("/")[2]}" not found')
         tag = request.query.get("tag") or reference.tag
         if tag:
             names = [f"{reference.repository}:{tag}"]
@@ -184,14 +188,13 @@ class Views:
             case ("GET", ["images", "json"]):
                 self._forward(request, request.path)
             case ("GET", ["images", *name, "json"]) if name:
-                if self._trouble(view.hostname, registry_of="/".join(name)):  # it was not pulled before either
-                    raise Refused(404, f"No such image: {'/'.join(name)}")
+                self._require_pulled(view.hostname, "/".join(name))
                 self._inspect_image(request, "/".join(name), only_pushed=True)
             case ("GET", ["images", *name, "history"]) if name:
                 self._forward(request, f"/images/{quote(self._image_id('/'.join(name), only_pushed=True), safe=':')}/history")
             case ("POST", ["images", "create"]):
                 self._require(view.hostname, registry_of=request.query.get("fromImage", ""))
-                self._pull(request)
+                self._pull(request, view.hostname)
             case ("GET", ["distribution", *name, "json"]) if registry.is_registry("/".join(name)):
                 image = self._image_id("/".join(name), only_pushed=True)
                 descriptor = {"mediaType": "application/vnd.docker.distribution.manifest.v2+json", "digest": image, "size": 2000}
@@ -228,6 +231,7 @@ class Views:
         if name:
             request.query["name"] = view.prefix + name.removeprefix("/")
         image = self._image_id(str(body.get("Image", "")), only_pushed=True)
+        self._require_pulled(view.hostname, str(body.get("Image", "")))
         new = engine.create_on_host(
             body,
             view,
@@ -256,7 +260,7 @@ class Views:
             "ContainersStopped": len(states) - running - paused,
         }
 
-    def _pull(self, request: EngineRequest) -> None:
+    def _pull(self, request: EngineRequest, hostname: str) -> None:
         name, tag = request.query.get("fromImage", ""), request.query.get("tag", "")
         if not registry.is_registry(name):
             return self._forward(request, request.path)
@@ -264,12 +268,19 @@ class Views:
         reference = registry.parse(full)
         with self._store.read() as state:
             image = registry.resolve(state.pushed, full)
+            found = find_host(state, hostname)
+            token = metadata.token(state, found[1]) if found else ""
+        if registry.password(request.headers.get("X-Registry-Auth", "")) != token:
+            raise Refused(500, registry.unauthenticated(reference))
         if image is None:
             raise Refused(404, registry.unknown(reference))
         if self._engine.raw("GET", f"/images/{image}/json")[0] != 200:
             raise Refused(
                 404, f"{registry.unknown(reference)} (it was pushed, and then removed from the workstation's store; push it again)"
             )
+        with self._store.change() as state:
+            if (found := find_host(state, hostname)) and image not in found[1].pulled:
+                found[1].pulled.append(image)
         return reply(request.connection, 200, registry.pull_progress(reference, image))
 
     def _events(self, request: EngineRequest, view: View) -> None:
@@ -296,6 +307,16 @@ class Views:
         """Raises Refused while a fault says so."""
         if trouble := self._trouble(hostname, registry_of=registry_of):
             raise Refused(500, trouble)
+
+    def _require_pulled(self, hostname: str, name: str) -> None:
+        """Raises Refused for a registry's image that this host's engine did not pull; with its registry down, it did not do so before either."""
+        if registry.is_registry(name):
+            if self._trouble(hostname, registry_of=name):
+                raise Refused(404, f"No such image: {name}")
+            with self._store.read() as state:
+                found = find_host(state, hostname)
+                if found is None or registry.resolve(state.pushed, name) not in found[1].pulled:
+                    raise Refused(404, f"No such image: {name}")
 
     def _image_id(self, name: str, *, only_pushed: bool) -> str:
         """The image id of a registry's name; other names as they are. Raises Refused when only pushed ones count and it wasn't."""

@@ -6,6 +6,7 @@ workstation's store, and its "digest" is its image id. Hosts can pull what was p
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from dataclasses import dataclass
@@ -44,6 +45,24 @@ def resolve(pushed: dict[str, dict[str, str]], name: str) -> str | None:
     """The image id that a registry's name means, or None when it was never pushed."""
     reference = parse(name)
     return pushed.get(reference.repository, {}).get(reference.version)
+
+
+def password(header: str) -> str | None:
+    """What a client shows in X-Registry-Auth; None when it shows nothing that can be read."""
+    try:
+        shown = json.loads(base64.urlsafe_b64decode(header + "=" * (-len(header) % 4)))
+        return str(shown["password"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def unauthenticated(reference: Reference) -> str:
+    """What Artifact Registry answers to who shows no token of a service account."""
+    host, _, path = reference.repository.partition("/")
+    return (
+        f'Head "https://{host}/v2/{path}/manifests/{reference.version}": denied: Unauthenticated request. Unauthenticated requests do not have '
+        f'permission "artifactregistry.repositories.downloadArtifacts" on resource "{path}" (or it may not exist)'
+    )
 
 
 def push(pushed: dict[str, dict[str, str]], repository: str, tag: str, image: str) -> None:

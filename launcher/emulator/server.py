@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from launcher.emulator import catalogue, faults, metadata, queued_resources, tpu_api
+from launcher.emulator import catalogue, faults, metadata, queued_resources, repositories, tpu_api
 from launcher.emulator.bucket import Buckets
 from launcher.emulator.bucket_api import StorageApi
 from launcher.emulator.bucket_tls import CA_FILE, tls_context
@@ -121,6 +121,9 @@ class Server:
             segments = request.segments
             if segments[:3] == ["compute", "v1", "projects"] and len(segments) == 4 and request.method == "GET":
                 return json_response(tpu_api.compute_project(segments[3]))
+            if repositories.concerns(segments):
+                with self.store.change() as state:
+                    return json_response(repositories.answer(state, request.method, segments, request.query, request.json()))
             locations_only = segments[0] == "v1" and segments[3:4] == ["locations"] and len(segments) <= 5
             if not (segments[0] in ("v2", "v2alpha1") or locations_only) or len(segments) < 3:
                 raise ApiError(catalogue.NOT_FOUND, f"The requested URL was not found: {request.path}")

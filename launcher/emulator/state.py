@@ -36,6 +36,7 @@ class Host:
     hung: bool = False  # by a fault: its processes stand still until restored
     restore_at: float | None = None  # when a killed or cut host comes back by itself
     guest_attributes: dict[str, str] = field(default_factory=dict)  # "hostkeys/ssh-ed25519" -> value
+    pulled: list[str] = field(default_factory=list)  # ids of the registry's images that its engine has
 
 
 @dataclass
@@ -101,7 +102,7 @@ class QueuedResource:
 class Fault:
     """Something that will go wrong `left` more times (None: until cleared). See faults.py."""
 
-    kind: str  # stockout | quota | permission | busy | stuck | errors | slow | registry | disk-full
+    kind: str  # stockout | quota | permission | busy | stuck | errors | slow | registry | repository | disk-full
     service: str  # tpu | storage | metadata
     left: int | None = None
     status: int = 503
@@ -127,6 +128,7 @@ class State:
     faults: list[Fault] = field(default_factory=list)
     queued: dict[str, QueuedResource] = field(default_factory=dict)
     pushed: dict[str, dict[str, str]] = field(default_factory=dict)  # repository -> tag or digest -> image id
+    repositories: dict[str, dict[str, Any]] = field(default_factory=dict)  # projects/P/locations/L/repositories/R
     format: int = FORMAT
 
 

@@ -62,6 +62,9 @@ class Gke:
         detail = f"GKE, namespace {self._kubectl.namespace}" + (f", JobSet {newest}" if newest else "")
         return SliceState(self.config.slice.name, state, "", self.config.accelerator.name, tuple(addresses), detail)
 
+    def known_ready(self) -> bool:
+        return False
+
     def create(self) -> None:
         """Nothing is made; says when no node of the slice's kind is there now."""
         self._jobsets()

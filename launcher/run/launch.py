@@ -21,7 +21,7 @@ from launcher.provider import Attempt, HostReport, LogLine, Observation, Provide
 from launcher.run import ledger as ledgers
 from launcher.run import overlay as overlays
 from launcher.run.ledger import Ledger, RunRecord
-from launcher.run.recovery import Budgets, Next, decide, spent_so_far
+from launcher.run.recovery import Budgets, Next, bad_host, decide, spent_so_far
 from launcher.run.supervise import Watched, explain, last_lines, supervise
 from launcher.run.verdict import Cause, Kind, Limits, Verdict
 
@@ -55,7 +55,9 @@ def run(
     require_secrets(config)
     ledger = _choose(config, home, run_id, new)
     with ledger.supervising():
-        _require_ready(config, provider)
+        seen_ready = not provider.known_ready()
+        if seen_ready:
+            _require_ready(config, provider)
         watched = _open_attempt(config, provider, ledger)
         if watched is not None:
             say(f"run {ledger.folder.name}: attempt {watched.number} is there already; attaching to it")
@@ -65,14 +67,16 @@ def run(
                 return outcome
             # It had ended while nobody watched: what was asked for now is to resume it.
             say(f"run {ledger.folder.name}: attempt {watched.number} had ended: {explain(outcome.verdict)[0]}")
-        return _go_on(config, provider, ledger, image(), say, emit)
+        return _go_on(config, provider, ledger, image(), say, emit, seen_ready=seen_ready)
 
 
 def attach(config: Config, provider: Provider, home: Path, run_id: str | None, *, say: Say, emit: Emit) -> Outcome:
     """Goes on watching a run that was started before, from this terminal or another."""
     ledger = ledgers.find(home, run_id, slice_name=config.slice.name, provider=config.provider)
     with ledger.supervising():
-        if ledger.attempts == 0 or ledger.outcome is not None:
+        if ledger.attempts == 0:
+            raise BadInput(f"run {ledger.folder.name} was never started")
+        if ledger.outcome is not None:
             raise BadInput(
                 f"run {ledger.folder.name} is not running: its last attempt ended with {ledger.outcome!r}; `tpu-launch logs` shows its lines"
             )
@@ -91,8 +95,11 @@ def stop(config: Config, provider: Provider, home: Path, run_id: str | None, *, 
     return provider.stop(_watched(config, ledger, number).container, grace=seconds, remove=False)
 
 
-def _begin(config: Config, provider: Provider, ledger: Ledger, image: str, say: Say) -> Watched | Verdict:
-    """Starts the next attempt on all hosts. The verdict, when the slice was taken away meanwhile: a preemption like any other."""
+def _begin(config: Config, provider: Provider, ledger: Ledger, image: str, say: Say, *, seen_ready: bool) -> Watched | Verdict:
+    """Starts the next attempt on all hosts. The verdict, when the slice was taken away meanwhile: a preemption like any other.
+
+    Where the slice was not seen to be READY before (the start itself was the first question), a failure is told as what is wrong with the slice.
+    """
     number = ledger.attempts
     attempt = make_attempt(config, ledger.folder.name, number, image)
     before = f" (resumes: the last attempt ended with {ledger.outcome!r})" if number and ledger.outcome else ""
@@ -102,11 +109,13 @@ def _begin(config: Config, provider: Provider, ledger: Ledger, image: str, say: 
     try:
         _start_everywhere(provider, attempt, ledger)
     except LaunchError as error:
-        taken = _taken_away(provider)
+        taken = _taken_away(provider, seen_ready)
         outcome = taken.kind.value if taken else "not started"
         ledger.event("ended", attempt=number, outcome=outcome, cause={"what": str(error)}, symptoms=[])
-        if taken:
+        if taken and (seen_ready or config.run.preemption_retries):
             return taken
+        if not seen_ready:
+            _require_ready(config, provider)
         raise
     say(f"run {ledger.folder.name}: started on all hosts; Ctrl-C detaches")
     return _watched(config, ledger, number)
@@ -128,18 +137,22 @@ def _same_slice(config: Config, record: RunRecord) -> bool:
     return (record.slice, record.project, record.zone, record.provider) == wanted
 
 
-def _taken_away(provider: Provider) -> Verdict | None:
+def _taken_away(provider: Provider, seen_ready: bool) -> Verdict | None:
     """Why a start failed, when it was because the slice is gone."""
     try:
         found = provider.describe()
     except LaunchError:
+        return None
+    if found is None and not seen_ready:
         return None
     if found is None or found.gone_for_good:
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {found.state}" if found else "the slice does not exist any more"))
     return None
 
 
-def _go_on(config: Config, provider: Provider, ledger: Ledger, begun: Watched | str, say: Say, emit: Emit) -> Outcome:
+def _go_on(
+    config: Config, provider: Provider, ledger: Ledger, begun: Watched | str, say: Say, emit: Emit, *, seen_ready: bool = True
+) -> Outcome:
     """Watches an attempt that runs, or starts one with the image that is given; then the attempts after it that the budgets allow.
 
     Returns the outcome of the last one.
@@ -149,7 +162,8 @@ def _go_on(config: Config, provider: Provider, ledger: Ledger, begun: Watched | 
     budgets = Budgets(config.run.preemption_retries, config.run.failure_retries)
     moments: list[float] = []  # of a recovery: the attempt before was judged, its delay was over, the slice was ready
     while True:
-        watched = _begin(config, provider, ledger, begun, say) if isinstance(begun, str) else begun
+        watched = _begin(config, provider, ledger, begun, say, seen_ready=seen_ready) if isinstance(begun, str) else begun
+        seen_ready = True
         if moments:
             _tell_recovery(ledger, [*moments, time.monotonic()], say)
         if isinstance(watched, Verdict):
@@ -168,9 +182,25 @@ def _go_on(config: Config, provider: Provider, ledger: Ledger, begun: Watched | 
         ledger.event("recover", after=verdict.kind.value, attempt=number, reason=decision.reason, delay=decision.delay)
         time.sleep(decision.delay)
         moments.append(time.monotonic())
+        _replace_bad_host(config, provider, ledger, say)
         provider.create()  # finds the slice READY, waits for it, or deletes and creates it, as its state demands
         moments.append(time.monotonic())
         begun = str(next(event["image"] for event in reversed(events) if event["event"] == "attempt"))
+
+
+def _replace_bad_host(config: Config, provider: Provider, ledger: Ledger, say: Say) -> None:
+    """A host can't be exchanged; with run.replace_after, a slice whose same host fails again and again is deleted, to be made anew."""
+    worker, count = bad_host(ledger.events())
+    after = config.run.replace_after
+    if count < (after or 2) or config.provider == "gke":  # there the cluster chooses nodes
+        return
+    told = f"host {worker} was the first cause of the last {count} attempts"
+    if after is None:
+        say(f"run {ledger.folder.name}: {told}; run.replace_after: 2 makes the slice anew then")
+        return
+    say(f"run {ledger.folder.name}: {told}: making the slice anew (run.replace_after)")
+    ledger.event("replaced", attempt=ledger.attempts - 1, host=worker, reason=f"first cause of {count} attempts in a row")
+    provider.delete()
 
 
 def _tell_recovery(ledger: Ledger, moments: Sequence[float], say: Say) -> None:
@@ -316,11 +346,11 @@ def _status(look: Observation) -> str:
 def _start_everywhere(provider: Provider, attempt: Attempt, ledger: Ledger) -> None:
     """Prepares all hosts, checks that they have the same image, starts all. On any failure nothing is left running."""
     prepared = provider.prepare(attempt)
-    if not all(report.ok for report in prepared):
+    images = {report.detail for report in prepared}
+    if len(images) != 1 or not all(report.ok for report in prepared):
         with contextlib.suppress(LaunchError):  # what failed is told, not what failed after it
             provider.stop(attempt.container, grace=1, remove=True, workers=[report.worker for report in prepared if report.ok])
     _require_all(prepared, "prepare")
-    images = {report.detail for report in prepared}
     if len(images) != 1:
         raise LaunchError(
             "the hosts do not have the same image: " + "; ".join(f"host {report.worker} has {report.detail}" for report in prepared)

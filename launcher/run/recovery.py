@@ -15,6 +15,7 @@ from typing import Any
 from launcher.run.verdict import Kind, Verdict
 
 _PREEMPTIONS = frozenset({Kind.PREEMPTED, Kind.HOST_LOST, Kind.SAVED})
+_OF_A_HOST = frozenset({Kind.HOST_LOST.value, Kind.FAILED.value})  # outcomes that one host may be to blame for
 _FIRST_DELAY = 5.0  # seconds before the first new attempt after a failure; doubles
 _LONGEST_DELAY = 300.0
 
@@ -75,6 +76,20 @@ def spent_so_far(events: Sequence[Mapping[str, Any]]) -> Spent:
         if event.get("event") == "recover":
             spent = spent.plus(Kind(event["after"]))
     return spent
+
+
+def bad_host(events: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """The host that was the first cause of the last attempts, and of how many in a row; (-1, 0) when none was. A slice that was made anew starts afresh."""
+    worker, count = -1, 0
+    for event in reversed(events):
+        if event.get("event") == "replaced":
+            break
+        if event.get("event") == "ended":
+            found = int((event.get("cause") or {}).get("worker", -1))
+            if event.get("outcome") not in _OF_A_HOST or found < 0 or (count and found != worker):
+                break
+            worker, count = found, count + 1
+    return worker, count
 
 
 def _within(word: str, spent: int, budget: int, delay: float) -> Decision:

@@ -16,6 +16,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 from launcher.provider import Attempt, ContainerState, HostReport, LogLine, Observation
+from launcher.tpu_vm import starting
 
 LABEL_RUN = "tpu-launch.run"
 LABEL_ATTEMPT = "tpu-launch.attempt"
@@ -81,19 +82,21 @@ def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str
     """
     create = " ".join(shlex.quote(word) for word in docker_create(attempt, hosts, accelerator_type))
     create = create.replace("create ", 'create --env TPU_WORKER_ID="$worker" ', 1)
-    name, image = shlex.quote(attempt.container), shlex.quote(attempt.image)
+    name, image, run_id = shlex.quote(attempt.container), shlex.quote(attempt.image), shlex.quote(attempt.run_id)
     pull = [f"if ! $docker image inspect {image} >/dev/null 2>&1; then", *_pull(attempt.image), "fi"] if "@" in attempt.image else ["true"]
     lines = [
         _PRELUDE,
         'if [ -z "$worker" ]; then say failed "the metadata server does not tell the worker index"; exit 1; fi',
-        'errors=$(mktemp) && trap \'rm -rf "$errors" "${folder:-}" "${login:-}"\' EXIT',
+        'folder=$(mktemp -d) && errors=$folder/errors && trap \'rm -rf "$folder" "${login:-}"\' EXIT',
         'fail() { say failed "$1: $(tr "\\n" " " < "$errors" | tail -c 600)"; exit 1; }',
+        f"runs=$($docker ps --all --filter label={LABEL_RUN} --format '{{{{.Label \"{LABEL_RUN}\"}}}} {{{{.Names}}}} {{{{.State}}}}')",
+        "while read -r run old state; do",
         # Somebody else's run is never touched.
-        f"other=$($docker ps --filter label={LABEL_RUN} --format '{{{{.Label \"{LABEL_RUN}\"}}}}' | grep -vxF {shlex.quote(attempt.run_id)} | head -n 1)",
-        'if [ -n "$other" ]; then say busy "run $other is on this host"; exit 1; fi',
-        f"for old in $($docker ps --all --quiet --filter label={LABEL_RUN}={shlex.quote(attempt.run_id)}); do",
-        f'  [ "$($docker inspect --format "{{{{.Name}}}}" $old)" = "/"{name} ] || $docker rm --force $old >/dev/null 2>&1',
-        "done",
+        f'  if [ "$run" != {run_id} ]; then [ "$state" != running ] || {{ say busy "run $run is on this host"; exit 1; }}',
+        f'  elif [ "$old" != {name} ]; then $docker rm --force "$old" >/dev/null 2>&1 </dev/null; fi',
+        "done <<EOF",
+        "$runs",
+        "EOF",
         f"if ! $docker inspect {name} >/dev/null 2>&1; then",
         *pull[:-1],
         pull[-1] + ' || fail "the image can not be pulled"',
@@ -101,12 +104,10 @@ def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str
         "fi",
     ]
     if attempt.files:
-        lines.append('folder=$(mktemp -d) && mkdir "$folder/tpu-launch" && chmod 755 "$folder/tpu-launch"')
+        lines.append('umask 022 && mkdir "$folder/tpu-launch"')
         for file_name, content in attempt.files.items():
             encoded = base64.b64encode(content).decode()
-            lines.append(
-                f'echo {encoded} | base64 -d > "$folder/tpu-launch/"{shlex.quote(file_name)} && chmod 644 "$folder/tpu-launch/"{shlex.quote(file_name)}'
-            )
+            lines.append(f'base64 -d > "$folder/tpu-launch/"{shlex.quote(file_name)} <<EOF\n{encoded}\nEOF')
         lines.append(
             f'$docker cp "$folder/tpu-launch" {name}:/etc/ >/dev/null 2>"$errors" || fail "the configuration can not be copied into the container"'
         )
@@ -149,12 +150,17 @@ def up_script() -> str:
     return _PRELUDE + '$docker version >/dev/null 2>&1 && say up || say failed "its container engine does not answer yet"\n'
 
 
-def start_script(attempt: Attempt) -> str:
-    """Starts the prepared container; one that runs or has run already is left alone. Reports `started`, or `failed` with the reason."""
+def start_script(attempt: Attempt, *, gated: bool = False) -> str:
+    """Starts the prepared container; one that runs or has run already is left alone. Reports `started`, or `failed` with the reason.
+
+    With `gated`, a container that has not started waits for `go_script`, and is reported as `waiting` when that did not come.
+    """
     name = shlex.quote(attempt.container)
+    status = f"$docker inspect --format '{{{{.State.Status}}}}' {name} 2>/dev/null"
     lines = [
         _PRELUDE,
-        f"status=$($docker inspect --format '{{{{.State.Status}}}}' {name} 2>/dev/null)",
+        *(starting.gate_lines(attempt.container, status) if gated else []),
+        f"status=$({status})",
         f'if [ -z "$status" ]; then say failed "there is no container "{name}; exit 1; fi',
         'if [ "$status" = created ]; then',
         f"  error=$($docker start {name} 2>&1 >/dev/null)",
@@ -163,6 +169,11 @@ def start_script(attempt: Attempt) -> str:
         "say started",
     ]
     return "\n".join(lines) + "\n"
+
+
+def go_script(attempt: Attempt) -> str:
+    """Lets the gated start of a host go on. Reports `go`."""
+    return starting.go_script(_PRELUDE, attempt.container)
 
 
 def secrets_script(attempt: Attempt) -> str:
@@ -240,7 +251,7 @@ def stop_script(container: str, grace: int, *, remove: bool) -> str:
     A replay, or a second stop, must not send a second SIGTERM, which tells the trainer to leave without saving: it waits, and kills in the end.
     """
     name = shlex.quote(container)
-    mark = shlex.quote(f"/tmp/{container}.stopping")
+    mark = shlex.quote(f"/tmp/{container}.") + '"$worker.stopping"'
     lines = [
         _PRELUDE,
         f"if $docker inspect {name} >/dev/null 2>&1; then",

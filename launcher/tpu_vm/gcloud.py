@@ -189,6 +189,8 @@ def explain(stderr: str, argv: Sequence[str]) -> LaunchError:
     text = essence(stderr)
     for pattern, kind, advice in _MEANINGS:
         if re.search(pattern, stderr):
+            if advice.startswith("sign in"):  # gcloud says it in eight lines
+                text = text.splitlines()[0]
             return kind(f"{text}\n  {advice}")
     return LaunchError(f"{text}\n  from: {shell.quote(argv)[:400]}")
 

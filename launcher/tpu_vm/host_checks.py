@@ -42,16 +42,16 @@ def script(image: str, run_id: str, label: str) -> str:
     )
     return "\n".join(
         [
-            "fact() { echo \"tpu-launch-fact $1 $(echo \"$2\" | tr '\\n' ' ')\"; }",
+            "set -f; fact() { echo tpu-launch-fact $1 $2; }",  # unquoted: what has several lines becomes one, without a process
             "docker=docker; [ -w /var/run/docker.sock ] || docker='sudo -n docker'",
             "fact worker \"$(curl -sf --max-time 10 -H 'Metadata-Flavor: Google' "
             'http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number)"',
             'fact time "$(date +%s)"',
-            "fact engine \"$($docker version --format '{{.Server.Version}}' 2>/dev/null)\"",
+            "engine=$($docker info --format '{{.ServerVersion}} {{.DockerRootDir}}' 2>/dev/null); root=${engine#* }",
+            'fact engine "${engine%% *}"',
             f"fact image \"$($docker image inspect --format '{{{{.Id}}}}' {shlex.quote(image)} 2>/dev/null)\"",
             f'fact runs "$($docker ps --filter label={label} --format \'{{{{.Label "{label}"}}}}\' 2>/dev/null | grep -vxF {shlex.quote(run_id)})"',
-            "root=$($docker info --format '{{.DockerRootDir}}' 2>/dev/null)",
-            'fact free_kb "$(df -Pk "${root:-/}" 2>/dev/null | awk \'NR==2 {print $4}\' || true)"',
+            'fact free_kb "$(set -- $(df -Pk "${root:-/}" 2>/dev/null); [ $# -lt 6 ] || shift $(($# - 6)); echo "${4:-}")"',
             f'fact holders "$(sudo -n sh -c {shlex.quote(held)} 2>/dev/null)"',
             "fact done yes",
         ]

@@ -1,22 +1,20 @@
 """Shell access to the hosts of a slice: Fabric connections that stay open, addressed and authenticated as gcloud would.
 
-`gcloud ... ssh --dry-run` says how it would reach each host: address, user, key, known-hosts file and the alias under which the host's key is kept. We
+`addresses` knows how gcloud would reach each host: address, user, key, known-hosts file and the alias under which the host's key is kept. We
 connect with exactly that, so keys are checked as gcloud checks them. A host that can't be reached is an observation, not an exception of the caller's.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import re
+import os
 import shlex
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import paramiko
@@ -24,7 +22,7 @@ from fabric import Config as FabricConfig
 from fabric import Connection
 from paramiko.hostkeys import HostKeys
 
-from launcher.errors import LaunchError
+from launcher.tpu_vm.addresses import Address, Answer
 
 # What goes wrong is in the answers; paramiko would print tracebacks of its threads as well.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -38,58 +36,6 @@ _STALE_SECONDS = 10.0
 _WAKE_SECONDS = 2.0
 _HANDSHAKES = 8  # at once: 64 would run into each other's time-outs
 _CHANNEL_SECONDS = 10.0  # for a host that is connected to answer at all (paramiko would wait for an hour)
-
-
-@dataclass(frozen=True)
-class Address:
-    """How gcloud reaches one host."""
-
-    worker: int
-    host: str
-    user: str
-    key_file: str
-    known_hosts: str
-    alias: str
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a command on a host printed, or why it could not be asked (`problem`).
-
-    `refused`: the host is there, but ssh as we speak it does not work (keys, host keys, a proxy): gcloud may still reach it.
-    """
-
-    worker: int
-    returncode: int | None
-    stdout: str = ""
-    stderr: str = ""
-    problem: str = ""
-    refused: bool = False
-    timed_out: bool = False
-
-    @property
-    def reached(self) -> bool:
-        return self.returncode is not None
-
-
-def parse_dry_run(text: str) -> list[Address]:
-    """The lines that `gcloud compute tpus tpu-vm ssh --worker=all --dry-run` prints, one a host in worker order."""
-    addresses: list[Address] = []
-    for line in text.splitlines():
-        if " -i " not in line:
-            continue
-        words = shlex.split(line.split(" -- ")[0])
-        options = dict(word.split("=", 1) for before, word in itertools.pairwise(words) if before == "-o" and "=" in word)
-        target = next((word for word in reversed(words) if "@" in word), None)
-        if target is None or "HostKeyAlias" not in options:
-            raise LaunchError(f"gcloud's dry run is not as expected, is this a new SDK? It printed: {line}")
-        user, host = target.rsplit("@", 1)
-        match = re.search(r"-(\d+)(?:-[^-]{6})?$", options["HostKeyAlias"])
-        worker = int(match.group(1)) if match else len(addresses)
-        addresses.append(
-            Address(worker, host, user, words[words.index("-i") + 1], options.get("UserKnownHostsFile", ""), options["HostKeyAlias"])
-        )
-    return addresses
 
 
 class HostKeyUnknown(paramiko.SSHException):
@@ -107,14 +53,12 @@ class HostKeyChanged(paramiko.SSHException):
 class _AliasKeys(paramiko.MissingHostKeyPolicy):
     """Checks a host's key under the alias gcloud keeps it by. gcloud adds keys on its own first connection; an unknown one is refused."""
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, known: Callable[[str], HostKeys]) -> None:
         self.address = address
+        self.known = known
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        known = HostKeys()
-        if Path(self.address.known_hosts).exists():
-            known.load(self.address.known_hosts)
-        keys = known.lookup(self.address.alias.lower())  # OpenSSH keeps aliases in lower case
+        keys = self.known(self.address.known_hosts).lookup(self.address.alias.lower())  # OpenSSH keeps aliases in lower case
         kept = None if keys is None else keys.get(key.get_name())
         if kept is not None and kept != key:
             raise HostKeyChanged(
@@ -136,6 +80,9 @@ class Hosts:
         self._handshakes = threading.BoundedSemaphore(_HANDSHAKES)
         self._used: dict[int, float] = {}  # when each was last asked
         self._locks = {worker: threading.Lock() for worker in self.addresses}
+        self._reading = threading.Lock()
+        self._keys: dict[str, paramiko.PKey] = {}  # by file: to read an RSA key takes longer than all else of a handshake
+        self._known: dict[tuple[str, float], HostKeys] = {}  # by file and its time
 
     @property
     def workers(self) -> list[int]:
@@ -211,7 +158,7 @@ class Hosts:
             connect_timeout=_HANDSHAKE_SECONDS,
             connect_kwargs={
                 "sock": link,
-                "key_filename": address.key_file,
+                "pkey": self._key(address.key_file),
                 "allow_agent": False,
                 "look_for_keys": False,
                 "banner_timeout": _HANDSHAKE_SECONDS,
@@ -219,7 +166,7 @@ class Hosts:
                 "channel_timeout": _CHANNEL_SECONDS,
             },
         )
-        connection.client.set_missing_host_key_policy(_AliasKeys(address))
+        connection.client.set_missing_host_key_policy(_AliasKeys(address, self._known_hosts))
         try:
             with self._handshakes:
                 connection.open()
@@ -234,6 +181,25 @@ class Hosts:
             transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_CHANNEL_SECONDS * 1000))
         self._connections[worker] = connection
         return connection
+
+    def _key(self, path: str) -> paramiko.PKey:
+        with self._reading:
+            if path not in self._keys:
+                try:
+                    self._keys[path] = paramiko.PKey.from_path(path)
+                except (TypeError, ValueError, paramiko.pkey.UnknownKeyType) as error:
+                    raise paramiko.AuthenticationException(f"the key {path} is locked, or of a kind that only ssh can read") from error
+            return self._keys[path]
+
+    def _known_hosts(self, path: str) -> HostKeys:
+        with self._reading:
+            version = path, os.stat(path).st_mtime if Path(path).exists() else 0.0
+            if version not in self._known:
+                found = HostKeys()
+                if version[1]:
+                    found.load(path)
+                self._known = {version: found}
+            return self._known[version]
 
     def _drop(self, worker: int, connection: Connection | None) -> None:
         """Closes a connection; another that was made meanwhile stays."""

@@ -13,17 +13,23 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from launcher import shell
+from launcher import images, shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.provider import Attempt, HostReport, Observation, SliceState
 from launcher.run.logs import covers
-from launcher.tpu_vm import containers, gcloud, host_checks, slices
-from launcher.tpu_vm.hosts import Answer, Hosts, parse_dry_run
+from launcher.tpu_vm import addresses, containers, gcloud, host_checks, slices
+from launcher.tpu_vm.addresses import Answer, Known, parse_dry_run
+from launcher.tpu_vm.starting import Starting
+
+if TYPE_CHECKING:  # it imports Fabric: a start must not wait for that
+    from launcher.tpu_vm.hosts import Hosts
 
 _LOOK_SECONDS = 20.0
 _FIRST_CONTACT_SECONDS = 300.0
+_ONE_CONTACT_SECONDS = 8.0  # for each try of it
 _TAIL = 5000  # lines of a look
 _SECOND_TRY_SECONDS = 3.0  # one hiccup of one connection must not keep a run from starting
 
@@ -36,27 +42,42 @@ class TpuVm:
         self.say = say
         self._hosts: Hosts | None = None
         self._found: SliceState | None = None  # as last described
+        self._known = None if self._gcloud_alone else addresses.recall(config)
+        self._from_memory = False  # the connections' addresses are those of an earlier command
+        self._starting: Starting | None = None
         self._dialling: Future[Hosts] | None = None
-        self._connecting = threading.Lock()
+        self._connecting, self._asking_again = threading.Lock(), threading.Lock()
 
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState | None:
-        self._found = slices.describe(self.config)
-        return self._found
+        self._found = found = slices.describe(self.config)
+        if self._known is not None and (found is None or (found.created, found.hosts) != (self._known.created, self._known.internal)):
+            self._forget()
+        return found
+
+    def known_ready(self) -> bool:
+        return self._known is not None
 
     def create(self) -> None:
         self.close()  # a slice that is made anew has other addresses and keys
-        self._found = None
-        slices.create(self.config, self.say)
+        self._forget()
+        self._found = slices.create(self.config, self.say)
         self._first_contact()
+        if not self._gcloud_alone:
+            with contextlib.suppress(LaunchError):  # then the next command asks
+                self._list_hosts()
 
     def delete(self) -> None:
         self.close()
+        self._forget()
         if not slices.delete(self.config, self.say):
             self.say(f"there is no slice {self.config.slice.name}")
 
     def close(self) -> None:
+        if self._starting is not None:
+            self._starting.abandon()
+            self._starting = None
         if self._dialling is not None:
             with contextlib.suppress(LaunchError):
                 self._dialling.result()
@@ -73,6 +94,16 @@ class TpuVm:
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def prepare(self, attempt: Attempt) -> list[HostReport]:
+        self._begin_start(attempt)
+        ready: list[HostReport] = []
+        try:
+            ready = self._prepare(attempt)
+        finally:
+            if self._starting is not None and not (ready and all(report.ok for report in ready)):
+                self._starting.abandon()
+        return ready
+
+    def _prepare(self, attempt: Attempt) -> list[HostReport]:
         self._check(attempt)
         script = containers.prepare_script(attempt, self._addresses(), self.config.slice.accelerator_type)
         ready = self._everywhere(script, "ready", timeout=self.config.run.start_minutes * 60)
@@ -88,11 +119,29 @@ class TpuVm:
         return [replace(report, detail=f"{report.detail} with overlay {attempt.overlay.digest}") for report in ready]
 
     def start(self, attempt: Attempt) -> list[HostReport]:
-        started = self._through_gcloud(containers.start_script(attempt), "started", timeout=self.config.run.start_minutes * 60)
+        started = self._go(attempt)
+        if not all(report.ok for report in started):
+            started = self._through_gcloud(containers.start_script(attempt), "started", timeout=self.config.run.start_minutes * 60)
         if not attempt.secrets or not all(report.ok for report in started):
             return started
         given = containers.secrets_input(attempt.secrets)
         return self._hand_over(containers.secrets_script(attempt), given, "given", timeout=60)
+
+    def _begin_start(self, attempt: Attempt) -> None:
+        """gcloud is on its way to the hosts while they are prepared; there the start waits for `_go`."""
+        if not self._gcloud_alone:
+            argv = gcloud.ssh_command(self.config, containers.start_script(attempt, gated=True))
+            self._starting = Starting(argv, timeout=self.config.run.start_minutes * 60)
+
+    def _go(self, attempt: Attempt) -> list[HostReport]:
+        """What the hosts that gcloud has reached made of the word; where one did not get it, gcloud is better asked again."""
+        starting, self._starting = self._starting, None
+        every = range(self.config.accelerator.hosts)
+        if starting is None:
+            return containers.parse_reports("", "started", every)
+        if not all(self._report(answer, "go").ok for answer in self._ask_all(containers.go_script(attempt), timeout=_LOOK_SECONDS)):
+            starting.abandon()
+        return containers.parse_reports(starting.output(), "started", every)
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
         tail = _TAIL if since else None
@@ -102,7 +151,7 @@ class TpuVm:
         return look
 
     def _observe(self, worker: int, script: str, patience: float = 0.0) -> Observation:
-        answer = None if self._gcloud_alone else self._connected().ask(worker, script, timeout=_LOOK_SECONDS + patience)
+        answer = None if self._gcloud_alone else self._ask(worker, script, timeout=_LOOK_SECONDS + patience)
         if answer is None or answer.refused:
             answer = self._ask_through_gcloud(worker, script)
         if not answer.reached:
@@ -112,7 +161,7 @@ class TpuVm:
     def stop(self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None) -> list[HostReport]:
         script = containers.stop_script(container, grace, remove=remove)
         asked = list(range(self.config.accelerator.hosts)) if workers is None else list(workers)
-        answers = [] if self._gcloud_alone else self._connected().ask_all(script, timeout=grace + 30, workers=asked)
+        answers = [] if self._gcloud_alone else self._ask_all(script, timeout=grace + 30, workers=asked)
         if missed := [answer.worker for answer in answers if not answer.reached and not answer.refused]:  # nothing may go on for a hiccup
             again = {answer.worker: answer for answer in self._connected().ask_all(script, timeout=grace + 30, workers=missed)}
             answers = [again.get(answer.worker, answer) for answer in answers]
@@ -127,12 +176,12 @@ class TpuVm:
         except LaunchError as error:
             found = {"slice.json": str(error)}
         if not self._gcloud_alone:
-            answers = self._connected().ask_all(containers.evidence_script(container), timeout=30, workers=workers)
+            answers = self._ask_all(containers.evidence_script(container), timeout=30, workers=workers)
             found |= {f"host-{answer.worker}.txt": answer.stdout + answer.stderr + answer.problem for answer in answers}
         return found
 
     def stacks(self, container: str) -> dict[int, str]:
-        answers = self._connected().ask_all(containers.stacks_script(container), timeout=60)
+        answers = self._ask_all(containers.stacks_script(container), timeout=60)
         return {answer.worker: answer.stdout + answer.stderr + answer.problem for answer in answers}
 
     def _check(self, attempt: Attempt) -> None:
@@ -141,7 +190,7 @@ class TpuVm:
             return  # a look through gcloud alone costs seconds; `prepare` finds what matters most
         asked = time.time()
         script = host_checks.script(attempt.image, attempt.run_id, containers.LABEL_RUN)
-        answers = self._connected().ask_all(script, timeout=_LOOK_SECONDS * 2)
+        answers = self._ask_all(script, timeout=_LOOK_SECONDS * 2)
         missed = [answer.worker for answer in answers if not answer.reached]
         if missed and not all(answer.refused for answer in answers):
             time.sleep(_SECOND_TRY_SECONDS)
@@ -153,7 +202,8 @@ class TpuVm:
         facts = [
             host_checks.Facts(answer.worker, host_checks.parse(answer.stdout), asked, answered) for answer in answers if answer.reached
         ]
-        found = host_checks.problems(facts, self.config.accelerator.hosts)
+        needed = None if all(fact.values.get("image") for fact in facts) else images.size(attempt.image)
+        found = host_checks.problems(facts, self.config.accelerator.hosts, image_bytes=needed)
         found += [
             host_checks.Problem(a.worker, f"can't be reached: {a.problem}", "`tpu-launch up` waits for it")
             for a in answers
@@ -168,7 +218,7 @@ class TpuVm:
 
     def _hand_over(self, script: str, given: str, word: str, *, timeout: float) -> list[HostReport]:
         """A script with standard input, on every host."""
-        answers = [] if self._gcloud_alone else self._connected().ask_all(script, timeout=timeout, given=given)
+        answers = [] if self._gcloud_alone else self._ask_all(script, timeout=timeout, given=given)
         if all(answer.refused for answer in answers):
             with ThreadPoolExecutor(max_workers=16) as pool:
                 workers = range(self.config.accelerator.hosts)
@@ -178,6 +228,8 @@ class TpuVm:
     # -- reaching hosts -----------------------------------------------------------------------------------------------
 
     def _addresses(self) -> list[str]:
+        if self._found is None and self._known is not None:
+            return list(self._known.internal)
         found = self._found or self.describe()
         if found is None:
             raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
@@ -196,9 +248,22 @@ class TpuVm:
             return self._hosts or self._list_hosts()
 
     def _list_hosts(self) -> Hosts:
-        printed = gcloud.call(gcloud.ssh_command(self.config, "true", dry_run=True), timeout=_LOOK_SECONDS * 2)
-        self._hosts = Hosts(parse_dry_run(printed))
+        from launcher.tpu_vm.hosts import Hosts
+
+        if self._known is not None:
+            self._from_memory = True
+            self._hosts = Hosts(self._known.addresses)
+        else:
+            self._hosts = Hosts(self._ask_gcloud())
         return self._hosts
+
+    def _ask_gcloud(self) -> list[addresses.Address]:
+        """How to reach the hosts, and remembered for later commands."""
+        printed = gcloud.call(gcloud.ssh_command(self.config, "true", dry_run=True), timeout=_LOOK_SECONDS * 2)
+        found, hosts = self._found, parse_dry_run(printed)
+        if found is not None and found.ready and len(hosts) == len(found.hosts):
+            addresses.keep(self.config, Known(found.created, found.hosts, tuple(hosts)))
+        return hosts
 
     def _dial(self) -> Hosts:
         with self._connecting:
@@ -206,13 +271,58 @@ class TpuVm:
         hosts.connect_all()
         return hosts
 
+    def _ask(self, worker: int, script: str, *, timeout: float) -> Answer:
+        answer = self._connected().ask(worker, script, timeout=timeout)
+        if not answer.reached and self._moved():
+            answer = self._connected().ask(worker, script, timeout=timeout)
+        return answer
+
+    def _ask_all(self, script: str, *, timeout: float, workers: Sequence[int] | None = None, given: str | None = None) -> list[Answer]:
+        answers = self._connected().ask_all(script, timeout=timeout, workers=workers, given=given)
+        if not all(answer.reached for answer in answers) and self._moved():
+            answers = self._connected().ask_all(script, timeout=timeout, workers=workers, given=given)
+        return answers
+
+    def _moved(self) -> bool:
+        """Whether hosts that are remembered and do not answer are elsewhere by now, as gcloud says: asked once, by whoever comes first."""
+        if not self._from_memory or not self._asking_again.acquire(blocking=False):
+            return False
+        try:
+            assert self._known is not None
+            before = self._known.addresses
+            self._from_memory, self._known = False, None
+            if tuple(fresh := self._ask_gcloud()) == before:
+                return False
+            addresses.forget(self.config)
+            with self._connecting:
+                from launcher.tpu_vm.hosts import Hosts
+
+                self._hosts = Hosts(fresh)
+            self._found = None  # what is told to hosts depends on it
+            return True
+        except LaunchError:
+            return False
+        finally:
+            self._asking_again.release()
+
+    def _forget(self) -> None:
+        """Nothing that is remembered of the slice holds any more."""
+        self._known = None
+        addresses.forget(self.config)
+        if self._from_memory and self._hosts is not None:
+            self._from_memory = False
+            self._hosts.close()
+            self._hosts = None
+
     def _first_contact(self) -> None:
         """Waits until every host answers over ssh and its engine is up. gcloud spreads the ssh key and learns the host keys on the way."""
         deadline = time.monotonic() + _FIRST_CONTACT_SECONDS
         waiting = ""
         while True:
             try:
-                reports = self._through_gcloud(containers.up_script(), "up", timeout=_FIRST_CONTACT_SECONDS)
+                # Not longer: a call whose key met another change of the node (409) would try for 50 s to get in without it.
+                timeout = _ONE_CONTACT_SECONDS + self.config.accelerator.hosts / 2
+                reports = self._through_gcloud(containers.up_script(), "up", timeout=timeout)
                 missing = [f"host {report.worker}: {report.detail}" for report in reports if not report.ok]
             except LaunchError as error:  # guest attributes may still be empty, sshd not up yet
                 missing = [str(error).splitlines()[0]]
@@ -235,7 +345,7 @@ class TpuVm:
 
     def _everywhere(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
         """Over open connections; hosts that can't be reached so are asked through gcloud, which also spreads a missing key."""
-        answers = [] if self._gcloud_alone else self._connected().ask_all(script, timeout=timeout)
+        answers = [] if self._gcloud_alone else self._ask_all(script, timeout=timeout)
         if answers and all(answer.reached for answer in answers):
             return [self._report(answer, word) for answer in answers]
         return self._through_gcloud(script, word, timeout=timeout)

@@ -65,7 +65,7 @@ def test_a_missing_file_is_named(folder: Path) -> None:
 
 
 def test_the_default_file_missing_says_so(tmp_path: Path) -> None:
-    refused(launch(tmp_path, "up"), "tpu-launch.yaml: no such file")
+    refused(launch(tmp_path, "up"), "tpu-launch.yaml: no such file", "tpu-launch init")
 
 
 def test_an_unknown_accelerator_is_named_with_those_that_exist(folder: Path) -> None:
@@ -88,6 +88,7 @@ def test_an_unknown_option_is_named(folder: Path) -> None:
 
 def test_logs_of_no_run_say_so(folder: Path) -> None:
     refused(launch(folder, "logs", "--file", "run.yaml"), "no run was started from this folder yet")
+    refused(launch(folder, "logs", "-f", "run.yaml"), "no run was started from this folder yet")
 
 
 def test_plan_prints_the_commands_and_leaves_no_trace(folder: Path) -> None:

@@ -31,6 +31,8 @@ def attempt(**changes: object) -> Attempt:
     [
         containers.prepare_script(attempt(files={"config.yaml": b"x"}), ["10.0.0.1"], "v4-8"),
         containers.start_script(attempt()),
+        containers.start_script(attempt(), gated=True),
+        containers.go_script(attempt()),
         containers.observe_script("demo", "2026-01-01T00:00:00Z"),
         containers.observe_script("demo", "2026-01-01T00:00:00Z", patience=2.0, tail=10),
         containers.stop_script("demo", 5, remove=True),

@@ -7,7 +7,7 @@ import pytest
 from launcher.config import Config, load
 from launcher.errors import Exit, LaunchError
 from launcher.tpu_vm import gcloud
-from launcher.tpu_vm.hosts import parse_dry_run
+from launcher.tpu_vm.addresses import parse_dry_run
 from launcher.tpu_vm.slices import parse_state
 
 FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, capacity: spot}\n"

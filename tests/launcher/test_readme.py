@@ -3,9 +3,10 @@
 import re
 from pathlib import Path
 
+import click
 import pytest
 
-from launcher.cli import cli, commands
+from launcher.cli import cli
 from launcher.config import load
 from launcher.errors import Exit
 from training.errors import Exit as TrainerExit
@@ -25,7 +26,7 @@ def test_the_file_of_the_readme_is_valid(tmp_path: Path) -> None:
     assert config.trainer is not None
 
 
-@pytest.mark.parametrize("name", sorted({*cli.commands, *(command.name or "" for command in commands())}))
+@pytest.mark.parametrize("name", cli.list_commands(click.Context(cli)))
 def test_every_command_is_in_the_table(name: str) -> None:
     assert re.search(rf"`{name}[ `]", table("Commands")), f"README's table of commands lacks {name}"
 

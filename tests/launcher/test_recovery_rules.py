@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.run.recovery import Budgets, Next, Spent, decide, spent_so_far
+from launcher.run.recovery import Budgets, Next, Spent, bad_host, decide, spent_so_far
 from launcher.run.verdict import Kind, Verdict
 
 ENDED = [kind for kind in Kind if kind.ended]
@@ -53,3 +53,25 @@ def test_no_history_starts_more_attempts_than_the_budgets_allow(kinds: list[Kind
             events.append({"event": "recover", "after": kind.value})
     assert sum(event["after"] in {kind.value for kind in PREEMPTIONS} for event in events) <= preemptions
     assert sum(event["after"] == Kind.FAILED.value for event in events) <= failures
+
+
+def ended(worker: int, kind: Kind = Kind.FAILED) -> dict[str, object]:
+    return {"event": "ended", "outcome": kind.value, "cause": {"worker": worker}}
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        ([], (-1, 0)),
+        ([ended(1), ended(1)], (1, 2)),
+        ([ended(1), ended(0)], (0, 1)),
+        ([ended(1), {"event": "recover"}, ended(1, Kind.HOST_LOST)], (1, 2)),
+        ([ended(1), ended(-1, Kind.PREEMPTED)], (-1, 0)),
+        ([ended(1), {"event": "ended", "outcome": "preempted", "cause": None}, ended(1)], (1, 1)),
+        ([ended(1), ended(1), {"event": "replaced"}, ended(1)], (1, 1)),
+    ],
+)
+def test_a_host_is_bad_that_is_the_first_cause_again_and_again_on_one_slice(
+    events: list[dict[str, object]], found: tuple[int, int]
+) -> None:
+    assert bad_host(events) == found

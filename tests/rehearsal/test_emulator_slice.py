@@ -75,6 +75,13 @@ class Slice:
         return time.monotonic() - begun
 
 
+TOKEN = "http://metadata.google.internal/computeMetadata/v1/instance/service-accounts/default/token"
+LOGIN = (
+    f'curl -sf -H \'Metadata-Flavor: Google\' {TOKEN} | sed \'s/.*"access_token" *: *"\\([^"]*\\)".*/\\1/\' | '
+    f"docker login -u oauth2accesstoken --password-stdin https://{IMAGE.split('/')[0]} >/dev/null 2>&1"
+)
+
+
 @pytest.fixture(scope="module")
 def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slice]:
     home = tmp_path_factory.mktemp("emulator") / "emulator"
@@ -84,6 +91,7 @@ def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slice]:
     try:
         found.gcloud("create", "pod", "--accelerator-type=v4-32", "--version=tpu-ubuntu2204-base")
         found.ssh("true")  # the first one prints how gcloud makes its key
+        found.ssh(LOGIN)
         yield found
     finally:
         control.stop(home)
@@ -138,6 +146,8 @@ def test_files_go_to_every_worker_with_scp(pod: Slice, tmp_path: Path) -> None:
 def test_a_container_on_each_host_has_that_hosts_network_and_nobody_elses_containers(pod: Slice, image: str) -> None:
     run = f"docker run --rm --privileged --net=host -e PJRT_DEVICE=TPU --name me --entrypoint sh {image} -c 'echo $({WHO}) $(hostname) $PJRT_DEVICE'"
     names = [host["hostname"] for host in pod.node()["hosts"]]
+    (refused,) = pod.ssh(f"docker --config /none pull -q {image} 2>&1 || true", worker="0")
+    assert "denied: Unauthenticated request" in refused
     assert pod.ssh(f"docker pull -q {image} >/dev/null && {run}") == [f"{worker} {name} CPU" for worker, name in enumerate(names)]
     pod.ssh(f"docker run -d --net=host --name only --label a=b --entrypoint sleep {image} 1000", worker="1")
     listing = (
@@ -256,7 +266,7 @@ def test_a_killed_server_goes_on_where_it_was(pod: Slice, image: str) -> None:
     assert "Created tpu [second]" in ended[0]
     assert control.environment(pod.home)["STORAGE_EMULATOR_HOST"] == before["endpoint"]
     assert pod.ssh(WHO + "; echo; docker ps --format '{{.Names}}'", worker="0") == ["0", "w"]
-    assert pod.ssh(f"docker image inspect {image} >/dev/null && echo there", name="second") == ["there", "there"]
+    assert pod.ssh(f"{LOGIN} && docker pull -q {image} >/dev/null && echo there", name="second") == ["there", "there"]
     pod.remove("w")
 
 

@@ -19,7 +19,12 @@ Starts one slice of two hosts and one more host; about 3 minutes. The whole matr
 | another operation on its way (409)         | UP_ROWS "wrong name, 409", before and after                                                  |
 | queued resource SUSPENDED, granted late    | test_queued_slices.py                                                                        |
 | registry down, image missing on one host   | START_ROWS                                                                                   |
-| disk full                                  | START_ROWS                                                                                   |
+| no docker credentials on a host            | test_emulator_slice.py: the engine refuses; every run with a repository here shows it its token |
+| no repository to push to                   | test_a_repository_that_is_not_there_is_named_and_made_on_request                             |
+| an image that differs on one host          | test_a_host_with_another_image_is_named_and_nothing_starts                                   |
+| the same host fails again and again        | test_a_slice_whose_same_host_fails_again_is_made_anew                                        |
+| the ssh key meets another change (409)     | test_a_conflict_while_the_ssh_key_is_spread_passes                                           |
+| disk full, or too small for the image      | START_ROWS, test_a_disk_that_is_too_small_for_the_image_...                                 |
 | changed host key; a recreated slice        | test_a_changed_host_key_..., test_a_slice_that_was_made_anew_...                             |
 | another run on the slice                   | test_runs.py: test_another_run_on_the_slice_is_not_touched                                   |
 | launcher killed, `run --attach`            | test_runs.py: test_every_line_arrives_once_...; while starting: test_a_launcher_that_is_...  |
@@ -173,6 +178,44 @@ def test_what_keeps_a_run_from_starting_is_told_with_its_host(pair: Workstation,
     nothing_left(pair)
 
 
+def shadow(work: Workstation, worker: int, program: str, script: str) -> None:
+    """Puts a program of that name before the host's own; without a script it is taken away."""
+    path = f"/usr/local/sbin/{program}"
+    on_host(work, worker, f"cat > {path} <<'EOF'\n#!/bin/sh\n{script}\nEOF\nchmod 755 {path}" if script else f"rm {path}")
+
+
+def test_a_host_with_another_image_is_named_and_nothing_starts(pair: Workstation) -> None:
+    shadow(pair, 1, "docker", 'case "$*" in *"{{.Image}}"*) echo sha256:0ther ;; *) exec /usr/bin/docker "$@" ;; esac')
+    ended = begin(pair, WAITS).end(60)
+    shadow(pair, 1, "docker", "")
+    told(ended, 24, "the hosts do not have the same image", "host 1 has sha256:0ther")
+    assert "[0] here" not in ended.output
+    nothing_left(pair)
+
+
+def test_a_disk_that_is_too_small_for_the_image_is_told_before_anything_is_pulled(pair: Workstation) -> None:
+    """The image's size is the one that the store of the workstation knows."""
+    shadow(pair, 0, "df", "echo F 1024-blocks Used Available Capacity M; echo /dev/sda1 99999 1 4096 1% /")
+    pair.file("small/Dockerfile", "FROM debian:bookworm-slim\nLABEL tpu-launch.test=disk\n")
+    ended = begin(pair, WAITS).end(90)
+    shadow(pair, 0, "df", "")
+    told(ended, 24, "host 0: 0 GiB free, the image needs", "docker system prune --all")
+    assert "host 1" not in ended.output.split("not ready")[1]
+    nothing_left(pair)
+
+
+def test_a_repository_that_is_not_there_is_named_and_made_on_request(pair: Workstation) -> None:
+    pair.file("small/Dockerfile", "FROM debian:bookworm-slim\nLABEL tpu-launch.test=repository\n")
+    pair.good("emulator", "inject", "repository")
+    told(begin(pair, WAITS).end(60), 2, "does not exist", "gcloud artifacts repositories create images", "image.create_repository: true")
+    wanted = ("--set", "image.create_repository=true")
+    told(begin(pair, "echo ran", *wanted).end(60), 0, "made the repository", "[1] ran")
+    pair.good("emulator", "inject", "clear")
+    pair.file("small/Dockerfile", "FROM debian:bookworm-slim\nLABEL tpu-launch.test=again\n")
+    told(begin(pair, "echo ran", *wanted).end(60), 0, "[1] ran")  # it is there: nothing is made
+    nothing_left(pair)
+
+
 def test_a_launcher_that_is_killed_while_it_starts_can_be_called_again(pair: Workstation) -> None:
     script = ("--", "sh", "-c", "echo once; sleep 4")
     running = pair.begin("--emulated", "run", "--new", "-f", FILE, *script)
@@ -242,6 +285,20 @@ def test_a_slice_that_is_taken_away_as_soon_as_it_comes_is_told_at_once(pair: Wo
     pair.good("--emulated", "down", "-f", file)
 
 
+def test_a_conflict_while_the_ssh_key_is_spread_passes(pair: Workstation) -> None:
+    """gcloud swallows the 409 and would try for 50 s to get in without a key."""
+    file = one(pair, "conflicting")
+    running = pair.begin("--emulated", "up", "-f", file)
+    deadline = time.monotonic() + 60
+    while not hosts(pair, "conflicting"):
+        assert time.monotonic() < deadline, "\n".join(running.lines)
+    pair.good("emulator", "inject", "busy", "--count", "1")
+    ended = running.end(90)
+    told(ended, 0, "is READY: 1 hosts", "waiting for the hosts")
+    assert ended.seconds < 45
+    pair.good("--emulated", "down", "-f", file)
+
+
 def test_a_changed_host_key_is_told_at_once_and_nobody_is_trusted(pair: Workstation) -> None:
     kinds = "for kind in ed25519 ecdsa; do f=/etc/ssh/ssh_host_${kind}_key; "
     on_host(
@@ -291,4 +348,15 @@ def test_a_slice_that_was_made_anew_by_somebody_else_is_recognised(pair: Worksta
     for verb in ("down", "up"):
         assert pair.launch("--emulated", verb, "-f", FILE, environment=elsewhere).code == 0
     told(begin(pair, "echo ran").end(120), 0, "[0] ran", "[1] ran")
+    nothing_left(pair)
+
+
+def test_a_slice_whose_same_host_fails_again_is_made_anew(pair: Workstation) -> None:
+    before = hosts(pair)
+    script = '[ "$TPU_WORKER_ID$TPU_LAUNCH_ATTEMPT" = 10 ] && exit 3; sleep 1; echo ran'
+    ended = begin(pair, script, "--set", "run.failure_retries=1", "--set", "run.replace_after=1").end(150)
+    told(ended, 0, "host 1 was the first cause of the last 1 attempts: making the slice anew", "[1] ran")
+    (replaced,) = [event for event in pair.events(ended.json()["run"]) if event["event"] == "replaced"]
+    assert replaced["host"] == 1
+    assert not set(hosts(pair)) & set(before)
     nothing_left(pair)

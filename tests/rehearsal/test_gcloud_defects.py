@@ -33,7 +33,7 @@ from launcher.emulator.lifecycle import end_changes
 from launcher.emulator.state import Host, State
 from launcher.emulator.web import Acceptor, Request, Response, json_response, serve_http
 from launcher.tpu_vm import gcloud
-from launcher.tpu_vm.hosts import parse_dry_run
+from launcher.tpu_vm.addresses import parse_dry_run
 from launcher.tpu_vm.tpu_vm import TpuVm
 
 NODE = ("projects", "p", "locations", "us-central2-b", "nodes")

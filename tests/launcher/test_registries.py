@@ -1,0 +1,30 @@
+"""Claims about the repository that images are pushed to; it is made, with the real gcloud, in tests/rehearsal/test_fault_matrix.py."""
+
+import pytest
+
+from launcher import registries
+
+
+@pytest.mark.parametrize("image", ["repository/image", "repository/deeper/image:tag", "repository/image@sha256:00", "repository"])
+def test_where_a_repository_is_is_in_its_name(image: str) -> None:
+    found = registries.parse(f"us-central2-docker.pkg.dev/my-project/{image}")
+    assert found == registries.Repository("us-central2", "my-project", "repository")
+
+
+@pytest.mark.parametrize(
+    "name", ["gcr.io/p/image", "docker.io/library/debian", "us-docker.pkg.dev.evil.example/p/r/i", "us-docker.pkg.dev/p"]
+)
+def test_other_registries_are_left_alone(name: str) -> None:
+    assert registries.parse(name) is None
+    assert "create it in that registry" in registries.advice(name)
+
+
+def test_who_pushes_to_none_reads_the_command_that_makes_it_and_nobody_is_let_in() -> None:
+    found = registries.parse("us-central2-docker.pkg.dev/p/r/i:t")
+    assert found is not None
+    command = " ".join(found.create_command)
+    assert command.startswith(
+        "gcloud artifacts repositories create r --project=p --location=us-central2 --quiet --repository-format=docker"
+    )
+    assert "allUsers" not in command
+    assert "gcloud artifacts repositories create r" in registries.advice("us-central2-docker.pkg.dev/p/r/i:t")
