@@ -203,20 +203,21 @@ def _progress(ledger: Ledger, number: int, looks: Sequence[Observation]) -> Prog
 
 
 def _story(ledger: Ledger) -> list[str]:
-    """The last things that happened, one line each."""
-    shown = {"attempt", "started", "ended", "stop", "recover", "host out of reach", "host back"}
-    return [told(event) for event in ledger.events() if event["event"] in shown][-6:]
+    """The last things that happened, one line each: enough for a lost host, what was done about it, and where the run is now."""
+    shown = {"started", "ended", "stop", "recover", "recovered", "host out of reach", "host back"}
+    return [told(event) for event in ledger.events() if event["event"] in shown][-8:]
 
 
 def told(event: Mapping[str, Any]) -> str:
     """One event of a run's ledger as a line for a person."""
-    details = event.get("outcome") or event.get("problem") or event.get("reason") or event.get("path") or ""
+    name = str(event["event"])
+    if "host" in event:
+        name = name.replace("host", f"host {event['host']}", 1) if name.startswith("host") else f"{name} on host {event['host']}"
+    details = event.get("outcome") or event.get("problem") or event.get("reason") or event.get("path")
+    if name == "recovered":
+        details = f"in {sum(event['seconds'].values()):.1f} s: " + ", ".join(
+            f"{part} {value:.1f} s" for part, value in event["seconds"].items()
+        )
     cause = event.get("cause") or {}
-    where = (
-        f" host {event['host']}"
-        if "host" in event
-        else f" host {cause['worker']}: {cause.get('what', '')}"
-        if cause.get("worker", -1) >= 0
-        else ""
-    )
-    return f"{event['time']} attempt {event.get('attempt', '?')}: {event['event']} {details}{where}".rstrip()
+    where = f"host {cause['worker']}: {cause.get('what', '')}" if cause.get("worker", -1) >= 0 else None
+    return f"{event['time']} attempt {event.get('attempt', '?')}: " + ": ".join(each for each in (name, details, where) if each)

@@ -50,5 +50,5 @@ def test_status_tells_step_loss_speed_ages_and_cost_and_a_failure_leaves_a_maske
     events = [event["event"] for event in work.events(told["run"])]
     assert events.index("attempt") < events.index("started") < events.index("post-mortem")
     printed = work.good("--emulated", "events", "-f", file).output
-    assert re.search(r"attempt 0: ended failed host 1: exit code 5", printed), printed
+    assert re.search(r"attempt 0: ended: failed: host 1: exit code 5", printed), printed
     assert work.containers_of_runs() == []

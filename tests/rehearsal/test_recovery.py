@@ -120,12 +120,13 @@ def step_after(running: Running, pattern: str, seconds: float = 120) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.timeout(600)  # five attempts, each of which may be slow on a busy machine
 def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refuses_and_ends_with_the_same_bits(
     trainable: Workstation, undisturbed: dict[str, Any]
 ) -> None:
     """One run, five attempts: a host dies and comes back within a minute; `stop` saves and `run` resumes; a host is cut off; the bucket refuses."""
     work = trainable
-    retries = ["--set", "run.preemption_retries=1", "--set", "run.failure_retries=2"]
+    retries = ["--set", "run.preemption_retries=2", "--set", "run.failure_retries=1"]
     running = work.begin("--emulated", "run", "--new", "-f", FILE, "--json", *settings(), *retries)
     running.wait_for(r"^\[0\].*\bstep +[6-9]/", 180)
     begun = time.monotonic()
