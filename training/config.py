@@ -20,6 +20,7 @@ from training.yaml_file import ConfigError, Document, Section, refuse_unknown, v
 from training.yaml_file import load as load_document
 
 Backend = Literal["torch-xla", "tensorflow"]
+Remat = Literal["none", "attention", "layers"]
 
 LAUNCHER_SECTIONS = frozenset({"project", "zone", "slice", "image", "run", "gke"})
 
@@ -102,6 +103,8 @@ class Train(Section):
     clip_norm: float | None = Field(default=1.0, gt=0)
     dropout: float = Field(default=0.1, ge=0, lt=1)
     precision: Literal["fp32", "bf16"] = "fp32"
+    # backend: torch-xla. What is computed a second time in the backward pass instead of being kept: nothing, the attention's probabilities, or whole layers
+    remat: Remat | None = None  # attention on TPUs, none on CPUs, unless given
     gradient_accumulation: int = Field(default=1, ge=1)
     log_every: int = Field(default=10, ge=1)
     strict: bool = False  # a program compiled after warm-up ends the run, instead of a warning
@@ -266,6 +269,10 @@ def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list
         found.append((("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every"))
     if config.checkpoint.best is not None and config.evaluation.every is None:
         found.append((("checkpoint", "best"), "the best checkpoint is known by its evaluations: set evaluation.every"))
+    if config.backend == "tensorflow" and train.remat not in (None, "none"):
+        found.append(
+            (("train", "remat"), "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla")
+        )
     if train.warmup_steps > train.steps:
         found.append((("train", "warmup_steps"), f"{train.warmup_steps} steps of warm-up are more than train.steps ({train.steps})"))
     if accelerator_name is not None:

@@ -40,7 +40,7 @@ def test_two_hosts_report_one_run(undisturbed: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(600)  # seven trainers
 def test_one_two_and_four_hosts_train_alike(folder: Path) -> None:
-    config = small_runs.document(folder, train__dropout=0.0, train__steps=50, checkpoint__every_steps=None)
+    config = small_runs.document(folder, train__steps=50, checkpoint__every_steps=None)
     for hosts in (1, 2, 4):
         running = small_runs.start(folder, f"on-{hosts}", config, hosts=hosts)
         assert finish(running, 240) == [0] * hosts, "".join(host.text() for host in running)

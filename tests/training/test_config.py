@@ -76,6 +76,11 @@ def test_an_unknown_section_is_refused() -> None:
         ("name: bert-tiny", "{path: gs://b/model, layers: 2}", "model.path brings its own sizes"),
         ("seed: 1", "task: classify", "run.yaml:4: task: "),
         (
+            "steps: 100",
+            "steps: 100\n  remat: layers\nbackend: tensorflow",
+            "run.yaml:13: train.remat: the TensorFlow backend keeps everything",
+        ),
+        (
             "  tokenizer: gs://b/tokenizer",
             "  masking: {percent: 20}\n  tokenizer: gs://b/tokenizer\ntask: classification",
             "run.yaml:10: data.masking: classification predicts labels",

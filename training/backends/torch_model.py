@@ -1,7 +1,7 @@
 """Networks for the torch backends: built by name or read from a folder, and the sums of each task.
 
-Model code is Hugging Face's; only the classes in use are imported, because importing all of transformers takes seconds. Attention is the plain
-("eager") form: the fused one asks the mask for its values, which costs a device-to-host round trip each step under XLA.
+Model code is Hugging Face's; only the classes in use are imported, because importing all of transformers takes seconds. Its dropouts and self-attention are
+replaced by those of `torch_dropout` and `torch_attention`: the same function, up to which elements are dropped, in less memory.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from training.backends.initial import weight
-from training.config import Model
+from training.backends.torch_attention import SelfAttention, again
+from training.backends.torch_dropout import Dropout, Noise, noise_for
+from training.config import Model, Remat
 from training.errors import BadInput
-from training.models.hugging_face import HEAD, Needs, config_of, labels_of, local, read_config, require_room
+from training.models.hugging_face import FAMILIES, HEAD, Needs, config_of, labels_of, local, read_config, require_room
 
 Sums = Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor | None]]
 
@@ -33,6 +35,36 @@ def build(model: Model, needs: Needs, *, dropout: float, seed: int) -> torch.nn.
     require_room(network.config, needs)
     network.train()
     return network
+
+
+def own_parts(network: Any, remat: Remat | None, *, otherwise: Remat) -> Noise | None:
+    """Puts our dropout and self-attention into a network of BERT's or RoBERTa's family, and says what backwards is computed again: `otherwise` when the file
+    does not say. Returns what the dropouts draw from; None when the network is of another family, which stays as it is. Raises BadInput."""
+    config = network.config
+    if config.model_type not in FAMILIES or config.is_decoder or getattr(config, "position_embedding_type", "absolute") != "absolute":
+        if remat in (None, "none"):
+            return None
+        raise BadInput(
+            f"train.remat: {remat} is for encoders of BERT and RoBERTa, and model.path is of type {config.model_type}: remove it"
+        )
+    remat = remat or otherwise
+    noise = noise_for(network)
+    dropouts = [name for name, module in network.named_modules() if isinstance(module, torch.nn.Dropout)]
+    for place, name in enumerate(dropouts):
+        network.set_submodule(name, Dropout(network.get_submodule(name).p, place, noise))
+    for layer in network.base_model.encoder.layer:
+        layer.attention.self = SelfAttention(layer.attention.self, layer.attention.self.dropout, again=remat == "attention")
+        if remat == "layers":
+            # Hugging Face's own hook for this; it gives the layer's call with its keywords, and its positional arguments.
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _layer_again(layer)
+    return noise
+
+
+def _layer_again(layer: Any) -> Callable[..., Any]:
+    def call(function: Callable[..., Any], hidden: Tensor, mask: Tensor, *others: Any) -> Any:
+        return (again(lambda *parts: function(*parts, *others)[0], (hidden, mask), tuple(layer.parameters())),)
+
+    return call
 
 
 def _fresh(values: dict[str, Any], seed: int) -> Any:
@@ -120,8 +152,14 @@ def _classification(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
 def _totals(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
     """(3,) from (predictions, classes), (predictions,) and (predictions,)."""
     losses = functional.cross_entropy(logits, labels, reduction="none")
-    hits = (logits.argmax(-1) == labels).float()
+    hits = (_first_largest(logits.detach()) == labels).float()
     return torch.stack([(losses * weights).sum(), weights.sum(), (hits * weights).sum()])
+
+
+def _first_largest(logits: Tensor) -> Tensor:
+    """`argmax` over the last axis, which the TPU compiler takes 8 s longer for: it keeps value and place together."""
+    places = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    return torch.where(logits == logits.amax(-1, keepdim=True), places, torch.full_like(places, logits.shape[-1])).amin(-1)
 
 
 # For each task a function that gives the sums (protocol.SUMS), and what else an evaluation counts, over this host's rows.

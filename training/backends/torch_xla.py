@@ -26,11 +26,13 @@ from torch_xla.utils.dlpack import to_dlpack
 
 from training.backends import torch_counts
 from training.backends.protocol import SUMS, Arrays, Asks, Outcome
-from training.backends.torch_model import SUMS_OF, build
+from training.backends.torch_dropout import row_keys
+from training.backends.torch_model import SUMS_OF, build, own_parts
 from training.checkpoint.copying import Copying
 from training.checkpoint.manifest import Damaged, TensorInfo
 from training.cluster import Cluster
 from training.config import TrainerConfig
+from training.data.order import rows
 from training.models.hugging_face import Needs
 from training.preflight.agreement import Agreement
 from training.rendezvous import Rendezvous
@@ -38,6 +40,7 @@ from training.schedule import adam_numbers, step_seed
 from training.tasks.task import HostBatch, Task
 
 _EXTRA = len(SUMS) + 2  # the sums and the asks travel behind the gradients
+_ROW_KEYS = "row_keys"  # beside a batch's arrays: what dropout draws from
 
 
 class TorchXla:
@@ -67,6 +70,7 @@ class TorchXla:
         self.in_flight = 0 if self._exchange else 2 if self._spmd else 1
         rendezvous.phase("building the model")
         self._network: Any = build(config.model, needs, dropout=self._train.dropout, seed=config.seed)
+        self._noise = own_parts(self._network, self._train.remat, otherwise="attention" if self._spmd else "none")
         self._agreement = Agreement(os.environ, comparable=self._spmd, talks=cluster.is_first)
         self._sums = SUMS_OF[config.task]
         # By earlier runs in this process.
@@ -97,7 +101,7 @@ class TorchXla:
             torch_xla.sync()
             return _PendingStep(self, sums)
         numbers = self._numbers(number)
-        flat = self._flat(*self._gradients(batch, asks))
+        flat = self._flat(*self._gradients(number, batch, asks))
         torch_xla.sync()
         on_host = self.to_host(flat)
         self._exchange.sum(on_host)
@@ -110,20 +114,22 @@ class TorchXla:
     def traced_step(self, number: int, batch: Arrays, asks: Asks) -> Tensor:
         """A step that has not run: its sums, and the state becomes what the step makes of it. What a host without other hosts runs at the next sync."""
         numbers = self._numbers(number)
-        return self._on_all(self._apply(*self._gradients(batch, asks), numbers))
+        return self._on_all(self._apply(*self._gradients(number, batch, asks), numbers))
 
     def _numbers(self, number: int) -> Tensor:
-        """(3,) of the schedule, after putting the state on the devices and seeding dropout."""
+        """(3,) of the schedule, after putting the state on the devices and seeding PyTorch's generator, for networks that use it."""
         self._upload()
         xm.set_rng_state(step_seed(self._config.seed, number, 0 if self._spmd else self._cluster.worker), self._device)
         return self._replicated(np.array(adam_numbers(self._train, number), dtype=np.float32))
 
-    def _gradients(self, batch: Arrays, asks: Asks) -> tuple[list[Tensor], Tensor]:
+    def _gradients(self, number: int, batch: Arrays, asks: Asks) -> tuple[list[Tensor], Tensor]:
         """Of the summed loss over this host's rows (under SPMD: over all rows), with the sums and the asks: (5,)."""
         parameters = list(self._parameters.values())
         gradients: list[Tensor] = []
         sums = self._asks(asks)
-        for piece in self._pieces(batch):
+        for piece in self._pieces(self._with_keys(number, batch)):
+            if self._noise:
+                self._noise.rows = piece.pop(_ROW_KEYS)
             with torch.autocast("xla", dtype=torch.bfloat16, enabled=self._train.precision == "bf16"):
                 each, _ = self._sums(self._network, piece)  # counts that nobody reads are not computed
             # On autograd's own thread the results would stay alive a little longer than here, sometimes beyond the sync: another program.
@@ -132,6 +138,13 @@ class TorchXla:
             gradients = [have + new for have, new in zip(gradients, more, strict=True)] if gradients else list(more)
             sums = torch.cat([sums[: len(SUMS)] + each.detach(), sums[len(SUMS) :]])
         return gradients, sums
+
+    def _with_keys(self, number: int, batch: Arrays) -> Arrays:
+        """With a number for each of this host's rows of the global batch, for dropout."""
+        if not self._noise:
+            return batch
+        count = len(next(iter(batch.values()))) * self._cluster.hosts
+        return {**batch, _ROW_KEYS: row_keys(self._config.seed, number, *rows(count, self._cluster.worker, self._cluster.hosts))}
 
     def _flat(self, gradients: list[Tensor], sums: Tensor) -> Tensor:
         """(all parameters + 5,): what hosts add up."""
@@ -273,6 +286,8 @@ class TorchXla:
         self._network.to(self._device)
         self._network.tie_weights()  # moving to XLA makes two of a tied weight
         self._name_state()
+        if self._noise:
+            self._noise.table = self._replicated(self._noise.table.numpy())
         self._moments = [{name: value.to(self._device) for name, value in group.items()} for group in self._moments]
         if self._mesh:
             # Said before the first step; else its outputs say it, and the second step is another program.

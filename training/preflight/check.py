@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from training.accelerators import Accelerator
 from training.config import TrainerConfig, batch_mistake
@@ -32,9 +33,9 @@ def check(config: TrainerConfig, facts: Facts, targets: Sequence[Accelerator], *
         if target.devices not in traced:
             say(f"tracing for {target.devices} devices")
             traced[target.devices] = trace(config, facts, graphs(config, facts), target.devices)
-        result = compiled(traced[target.devices], target, say)
+        result = _advised(config, facts, compiled(traced[target.devices], target, say), target, say)
         if max_batch:
-            result = AcceleratorResult(**{**vars(result), "max_batch": _search(config, facts, target, result.graphs[0].fits, say)})
+            result = replace(result, max_batch=_search(config, facts, target, result.graphs[0].fits, say))
         found.append(result)
     return Report(compiler.version(), found)
 
@@ -59,6 +60,22 @@ def compiled(traced: Sequence[Traced], target: Accelerator, say: Say) -> Acceler
         for each, found, seconds in outcomes
     ]
     return AcceleratorResult(target.name, target.devices, target.hosts, target.generation.usable_hbm_bytes_per_device, results)
+
+
+def _advised(config: TrainerConfig, facts: Facts, result: AcceleratorResult, target: Accelerator, say: Say) -> AcceleratorResult:
+    """With what computing whole layers again would change, where the longest training batch does not fit."""
+    longest = result.graphs[0]
+    if longest.fits or config.backend != "torch-xla" or config.train.remat == "layers":
+        return result
+    less = config.model_copy(update={"train": config.train.model_copy(update={"remat": "layers"})})
+    say(f"it does not fit: tracing it with train.remat: layers for {target.name}")
+    try:
+        found = compiled(trace(less, facts, [Graph(longest.kind, longest.rows, longest.length)], target.devices), target, say).graphs[0]
+    except BadInput:  # a model of a family that can't be computed again
+        return result
+    needed = f"would need {report.gib(found.needed)}" if found.needed else "would not compile either"
+    advised = replace(longest, reason=f"{longest.reason}; with train.remat: layers it {needed}{' and fit' if found.fits else ''}")
+    return replace(result, graphs=[advised, *result.graphs[1:]])
 
 
 def _search(config: TrainerConfig, facts: Facts, target: Accelerator, fits_now: bool, say: Say) -> Largest:

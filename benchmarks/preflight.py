@@ -1,0 +1,207 @@
+"""The trainer's step beside Hugging Face's own, both compiled by the TPU compiler in this run, without a TPU.
+
+    make benchmark NAME=preflight [ARGS="--json --only 'bert-large 512 v3-8'"]
+
+Ours is what `tpu-train preflight` compiles: the trainer's own step. Theirs is the unmodified BertForMaskedLM with its loss over all positions ("eager"
+attention, bf16 autocast) and torch.optim.AdamW, data-parallel by SPMD, the state donated as torch_xla does it. Both with dropout 0.1 and 30,522 tokens.
+
+FLOPs are the compiler's count for one device, over its sequences. Temporaries, and they with weights and moments, are bytes of HBM of one device; of a step
+that is refused for want of it they are what the compiler says it needs. All-reduces of the compiled program are shown beside the parameters, whose gradients
+they add up. With the first case, what `train.remat: layers` makes of twice its batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.peers.rows import Row, finish, row
+from training.accelerators import accelerator
+from training.config import TrainerConfig
+from training.preflight import compiler, programs
+from training.preflight.compiler import Compiled, Program, Refused
+from training.preflight.report import reason_of
+from training.preflight.scheduled import collectives
+from training.preflight.shapes import Facts, Graph
+
+RUNS_IN = "torch-xla"
+VOCABULARY = 30_522
+GIB = 2**30
+PEER = "unmodified Hugging Face step"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a slice."""
+
+    model: str
+    length: int
+    batch: int  # global
+    accelerator: str
+    flops: float | None = None  # goals, as ratios to the peer
+    temporaries: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.length} {self.accelerator}"
+
+
+CASES = [
+    Case("bert-large", 512, 128, "v3-8", 0.92, 0.6),
+    Case("bert-large", 512, 128, "v4-8"),
+    Case("bert-large", 512, 128, "v4-32"),
+    Case("bert-base", 128, 256, "v3-8", 0.84),
+    Case("bert-base", 512, 256, "v3-8"),
+]
+DOUBLE = Case("bert-large", 512, 256, "v3-8")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the compiler made of a step. What it refused has no work and no exchange, and the temporaries that it wanted."""
+
+    flops: float | None  # TFLOP a sequence
+    temporaries: float | None  # GiB
+    total: float | None  # GiB
+    exchanged: float | None = None  # million numbers that all-reduces add up
+
+    @property
+    def fits(self) -> bool:
+        return self.flops is not None
+
+
+def compiled(program: Program, case: Case, state: int) -> Found:
+    """`state`: bytes of weights and moments."""
+    target = accelerator(case.accelerator)
+    try:
+        found: Compiled = compiler.compile(program, target)
+    except Refused as error:
+        needed, reason = reason_of(str(error))
+        print(f"  {case}: {reason}", file=sys.stderr, flush=True)
+        return Found(None, (needed - state) / GIB if needed else None, needed / GIB if needed else None)
+    exchanged = sum(each.elements for each in collectives(found.text) if each.kind == "all-reduce")
+    total = found.total_bytes - found.code_bytes
+    return Found(found.flops / (case.batch / target.devices) / 1e12, found.temporary_bytes / GIB, total / GIB, exchanged / 1e6)
+
+
+def ours(case: Case, parameters: int, **train: Any) -> Found:
+    """The trainer's step."""
+    settings = {"steps": 1, "global_batch_size": case.batch, "precision": "bf16", **train}
+    folders = {"train": "none", "tokenizer": "none"}  # nothing is read
+    config = TrainerConfig.model_validate({"model": {"name": case.model}, "data": folders, "train": settings, "output": "none"})
+    facts = Facts(VOCABULARY, 0, (case.length,), (), None)
+    [traced] = programs.trace(config, facts, [Graph("training", case.batch, case.length)], accelerator(case.accelerator).devices)
+    return compiled(traced.program, case, 12 * parameters)
+
+
+def theirs(case: Case) -> tuple[Found, int]:
+    """And the number of parameters. Hugging Face's model and torch's optimizer: the second step, when the moments are there."""
+    import numpy as np
+    import torch
+    import torch_xla
+    import torch_xla.core.xla_model as xm
+    import torch_xla.distributed.spmd as spmd
+    from transformers import BertConfig, BertForMaskedLM
+
+    devices = accelerator(case.accelerator).devices
+    compiler.stand_in_for(devices)
+    hidden, layers, heads, wide = {"bert-base": (768, 12, 12, 3072), "bert-large": (1024, 24, 16, 4096)}[case.model]
+    config = BertConfig(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=wide, vocab_size=VOCABULARY
+    )
+    config._attn_implementation = "eager"
+    device, mesh = torch_xla.device(), spmd.Mesh(np.arange(devices), (devices,), ("data",))
+    with torch.device("meta"):
+        network = BertForMaskedLM(config)
+    network = network.to_empty(device="cpu").train().to(device)  # whatever the weights are
+    network.tie_weights()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
+    state = dict(network.named_parameters())
+    for name, value in list(state.items()):
+        moments = {moment: torch.empty(value.shape).to(device) for moment in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[value] = {"step": torch.tensor(1.0), **moments}
+        state |= {f"{name}/{moment}": tensor for moment, tensor in moments.items()}
+    for tensor in state.values():
+        spmd.mark_sharding(tensor, mesh, (None,) * tensor.ndim)
+
+    def send(tensor: Any) -> Any:
+        return xm.send_cpu_data_to_device([tensor], device, input_sharding=spmd.ShardingSpec(mesh, ("data", None)))[0]
+
+    ids = torch.zeros(case.batch, case.length, dtype=torch.long)
+    given = compiler.tensor_ids(state)
+    inputs = {name: send(ids) for name in ("input_ids", "attention_mask", "labels")}
+    with torch.autocast("xla", dtype=torch.bfloat16):
+        loss = network(**inputs).loss
+    loss.backward()
+    optimizer.step()
+    parameters = sum(each.numel() for each in network.parameters())
+    return compiled(compiler.program([loss.detach(), *state.values()], given), case, 12 * parameters), parameters
+
+
+def compared(case: Case) -> list[Row]:
+    print(f"{case}: {PEER}", file=sys.stderr, flush=True)
+    other, parameters = theirs(case)
+    gc.collect()
+    work, at = other.flops, PEER
+    if not other.fits:  # its work a sequence is that of half the batch
+        half, at = replace(case, batch=case.batch // 2), f"{PEER}, at half the batch"
+        print(f"{half}: {at}", file=sys.stderr, flush=True)
+        work = theirs(half)[0].flops
+        gc.collect()
+    print(f"{case}: ours", file=sys.stderr, flush=True)
+    mine = ours(case, parameters)
+    gc.collect()
+    capacity = accelerator(case.accelerator).generation.usable_hbm_bytes_per_device / GIB
+    name = f"{case.model}, {case.length} tokens, {case.batch} on {case.accelerator}"
+    limit = f"ours at most {capacity:.2f} GiB" + ("" if other.fits else "; theirs is refused")
+    return [
+        row(f"{name}: work", "TFLOP a sequence", mine.flops, at, work, _at_most(case.flops)),
+        row(f"{name}: temporaries", "GiB a device", mine.temporaries, PEER, other.temporaries, _at_most(case.temporaries)),
+        row(f"{name}: with state", "GiB a device", mine.total, PEER, other.total, limit),
+        row(
+            f"{name}: all-reduce",
+            "million numbers",
+            mine.exchanged,
+            "parameters",
+            parameters / 1e6,
+            "1 to 1.3: a tied weight's parts may go apart",
+        ),
+    ]
+
+
+def _at_most(goal: float | None) -> str:
+    return f"at most {goal}" if goal else "none"
+
+
+def again(case: Case) -> list[Row]:
+    """The same model with whole layers computed again backwards, at twice the batch."""
+    print(f"{case}: ours with train.remat: layers", file=sys.stderr, flush=True)
+    mine = ours(case, 0, remat="layers")
+    capacity = accelerator(case.accelerator).generation.usable_hbm_bytes_per_device / GIB
+    name = f"{case.model}, {case.length} tokens, {case.batch} on {case.accelerator}"
+    goal = "accepted: within the capacity"
+    return [row(f"{name}, remat: layers", "GiB a device", mine.total if mine.fits else None, "capacity", capacity, goal)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--only", metavar="CASE", action="append", choices=[*map(str, CASES)], help=f"{', '.join(map(str, CASES))}")
+    options = parser.parse_args()
+    os.environ["PJRT_DEVICE"] = "CPU"
+    found: list[Row] = []
+    for case in CASES:
+        if not options.only or str(case) in options.only:
+            found += compared(case)
+            found += again(DOUBLE) if case == CASES[0] else []
+    finish("preflight", found, options.json)
+
+
+if __name__ == "__main__":
+    main()
