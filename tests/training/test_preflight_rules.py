@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from training.config import TrainerConfig
 from training.errors import BadInput
 from training.preflight.agreement import Agreement
 from training.preflight.check import bisect
-from training.preflight.compiler import graph_hash
-from training.preflight.report import GIB, allocations_of, reason_of, roofline
-from training.preflight.shapes import batch, graphs, stand_in
+from training.preflight.compiler import Program, graph_hash
+from training.preflight.programs import Traced
+from training.preflight.report import GIB, advised, allocations_of, reason_of, refused, roofline
+from training.preflight.shapes import Graph, batch, graphs, stand_in
 
 CONFIG = TrainerConfig.model_validate(
     {
@@ -96,6 +98,13 @@ def test_any_other_refusal_is_the_compilers_first_line() -> None:
     assert reason_of("UNIMPLEMENTED: no such thing\nat 0x12") == (None, "the compiler refuses it: UNIMPLEMENTED: no such thing")
 
 
+def test_what_does_not_fit_is_told_with_what_computing_again_would_need() -> None:
+    traced = Traced(Graph("training", 128, 512), Program(""), 0, 0.0)
+    large, less = (refused(traced, f"Used {size}G of 15.48G hbm.", 1.0) for size in ("22.46", "16.00"))
+    assert str(advised(large, less).reason).endswith("and 15.48 GiB are there; with train.remat: layers it would need 16.00 GiB")
+    assert str(advised(large, replace(less, fits=True)).reason).endswith("it would need 16.00 GiB and fit")
+
+
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_the_search_ends_next_to_the_edge(edge: int, start: int) -> None:
     """Rows up to `edge` fit: what is found fits, what was refused does not, and there is little between them."""
@@ -111,6 +120,22 @@ def test_the_search_ends_next_to_the_edge(edge: int, start: int) -> None:
     assert good <= edge < bad
     assert bad - good <= max(1, bad // 16)
     assert len(tried) <= 2 * 13
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.floats(0.97, 1.03))
+def test_it_ends_soon_where_the_edge_is_expected(edge: int, start: int, off: float) -> None:
+    tried: list[int] = []
+
+    def fits(rows: int) -> bool:
+        tried.append(rows)
+        return rows <= edge
+
+    good, bad = bisect(fits, start, start <= edge, lambda: edge * off)
+    assert good is not None
+    assert bad is not None
+    assert good <= edge < bad
+    assert bad - good <= max(1, bad // 16)
+    assert len(tried) <= 4
 
 
 def test_the_search_ends_when_nothing_fits() -> None:

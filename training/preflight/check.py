@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from training.errors import BadInput
 from training.preflight import compiler, report
 from training.preflight.compiler import Compiled, Refused
 from training.preflight.programs import Traced, trace
-from training.preflight.report import AcceleratorResult, Largest, Report
+from training.preflight.report import AcceleratorResult, GraphResult, Largest, Report
 from training.preflight.shapes import Facts, Graph, graphs
 
 MOST_ROWS = 1 << 14  # a device
@@ -35,7 +35,7 @@ def check(config: TrainerConfig, facts: Facts, targets: Sequence[Accelerator], *
             traced[target.devices] = trace(config, facts, graphs(config, facts), target.devices)
         result = _advised(config, facts, compiled(traced[target.devices], target, say), target, say)
         if max_batch:
-            result = replace(result, max_batch=_search(config, facts, target, result.graphs[0].fits, say))
+            result = replace(result, max_batch=_search(config, facts, target, result.graphs[0], say))
         found.append(result)
     return Report(compiler.version(), found)
 
@@ -73,47 +73,77 @@ def _advised(config: TrainerConfig, facts: Facts, result: AcceleratorResult, tar
         found = compiled(trace(less, facts, [Graph(longest.kind, longest.rows, longest.length)], target.devices), target, say).graphs[0]
     except BadInput:  # a model of a family that can't be computed again
         return result
-    needed = f"would need {report.gib(found.needed)}" if found.needed else "would not compile either"
-    advised = replace(longest, reason=f"{longest.reason}; with train.remat: layers it {needed}{' and fit' if found.fits else ''}")
-    return replace(result, graphs=[advised, *result.graphs[1:]])
+    return replace(result, graphs=[report.advised(longest, found), *result.graphs[1:]])
 
 
-def _search(config: TrainerConfig, facts: Facts, target: Accelerator, fits_now: bool, say: Say) -> Largest:
-    """The largest training batch, over rows a device, by doubling or halving from the file's batch and then by bisection to within 1/16."""
+def _search(config: TrainerConfig, facts: Facts, target: Accelerator, first: GraphResult, say: Say) -> Largest:
+    """The largest training batch, over rows a device, from the file's batch on."""
     step = target.devices * config.train.gradient_accumulation
-    tried = 0
+    known = {config.train.global_batch_size // step: first}
 
     def fits(rows: int) -> bool:
-        nonlocal tried
-        tried += 1
         graph = Graph("training", rows * step, max(facts.lengths))
-        one = trace(_with_batch(config, rows * step), facts, [graph], target.devices)[0]
-        say(f"compiling {graph} for {target.name}")
-        try:
-            return report.fitting(one, compiler.compile(one.program, target), target, 0).fits
-        except Refused as error:
-            say(f"{graph}: {report.reason_of(str(error))[1]}")
-            return False
+        one = trace(_with_batch(config, rows * step), facts, [graph], target.devices)
+        known[rows] = compiled(one, target, say).graphs[0]
+        if known[rows].reason:
+            say(f"{graph}: {known[rows].reason}")
+        return known[rows].fits
 
-    found = bisect(fits, config.train.global_batch_size // step, fits_now)
-    good, bad = found
+    def edge() -> float | None:
+        return where_memory_ends(known, target.generation.usable_hbm_bytes_per_device)
+
+    good, bad = bisect(fits, min(known), first.fits, edge)
     return Largest(
-        good * step if good else None, bad * step if bad else None, good * config.train.gradient_accumulation if good else None, tried
+        good * step if good else None,
+        bad * step if bad else None,
+        good * config.train.gradient_accumulation if good else None,
+        len(known) - 1,
     )
 
 
-def bisect(fits: Callable[[int], bool], start: int, start_fits: bool) -> tuple[int | None, int | None]:
-    """(largest that fits, smallest that was refused). `start` is known already; their difference is at most 1/16 of the larger, or 1."""
+def where_memory_ends(known: Mapping[int, GraphResult], capacity: int) -> float | None:
+    """Rows a device at which memory is expected to run out, by a line through what is known nearest to it. Without rows there are no temporaries."""
+    needed = {rows: each.needed for rows, each in known.items() if each.needed}
+    memory = next((each.memory for each in known.values() if each.memory), None)
+    if memory:
+        needed[0] = memory.total - memory.temporaries
+    if len(needed) < 2:
+        return None
+    (low, below), (high, above) = sorted(sorted(needed.items(), key=lambda item: abs(item[1] - capacity))[:2])
+    return low + (capacity - below) * (high - low) / (above - below) if above > below else None
+
+
+def bisect(
+    fits: Callable[[int], bool], start: int, start_fits: bool, edge: Callable[[], float | None] = lambda: None
+) -> tuple[int | None, int | None]:
+    """(largest that fits, smallest that was refused). `start` is known already; their difference is at most 1/16 of the larger, or 1.
+
+    `edge` tells, from what is known so far, where it is expected; without, it is looked for by doubling or halving, and then in the middle."""
     good, bad = (start, None) if start_fits else (None, start)
-    while bad is None and good is not None and good < MOST_ROWS:
-        good, bad = (good * 2, None) if fits(good * 2) else (good, good * 2)
-    while good is None and bad is not None and bad > 1:
-        half = bad // 2
-        good, bad = (half, bad) if fits(half) else (None, half)
-    while good is not None and bad is not None and bad - good > max(1, bad // 16):
-        middle = (good + bad) // 2
-        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    tries = 0
+    while (bad is None and good is not None and good < MOST_ROWS) or (good is None and bad is not None and bad > 1) or not _near(good, bad):
+        tries += 1
+        expected = edge() if tries <= 6 else None  # where memory is no line, the middle is sure to lead there
+        rows = _next(good, bad, expected)
+        good, bad = (rows, bad) if fits(rows) else (good, rows)
     return good, bad
+
+
+def _near(good: int | None, bad: int | None) -> bool:
+    return good is None or bad is None or bad - good <= max(1, bad // 16)
+
+
+def _next(good: int | None, bad: int | None, expected: float | None) -> int:
+    """What to try next: just below where the edge is expected, or what would end the search where that is known already."""
+    low, high = (good or 0) + 1, bad - 1 if bad else MOST_ROWS
+    if expected is None:
+        return min(2 * (good or 0), MOST_ROWS) if bad is None else bad // 2 if good is None else (good + bad) // 2
+    just_below = int(expected * 0.99)
+    if bad is not None and just_below >= bad:
+        just_below = bad - max(1, bad // 16)
+    elif just_below <= (good or 0) * 33 // 32:
+        just_below = low + max(0, (good or 0) // 16 - 1)
+    return min(max(just_below, low), high)
 
 
 def _with_batch(config: TrainerConfig, rows: int) -> TrainerConfig:

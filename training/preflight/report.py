@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from training.accelerators import Accelerator
@@ -163,6 +163,12 @@ def refused(traced: Traced, message: str, seconds: float) -> GraphResult:
         collectives=(),
         compile_seconds=seconds,
     )
+
+
+def advised(graph: GraphResult, again: GraphResult) -> GraphResult:
+    """What does not fit, with what became of it when whole layers are computed again backwards."""
+    needed = f"would need {gib(again.needed)}" if again.needed else "would not compile either"
+    return replace(graph, reason=f"{graph.reason}; with train.remat: layers it {needed}{' and fit' if again.fits else ''}")
 
 
 def _result(traced: Traced, **facts: Any) -> GraphResult:
