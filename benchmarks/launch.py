@@ -73,9 +73,9 @@ def drain(process: subprocess.Popen[str], lines: list[str]) -> None:
 
 def measure_slice(hosts: int, repeat: int) -> list[Row]:
     with rack(hosts) as found:
-        peer = min(found.gcloud() for _ in range(repeat))
-        starts = []
-        for _ in range(repeat):
+        peers, starts = [], []
+        for _ in range(repeat):  # in turns: whatever else the machine does concerns both
+            peers.append(found.gcloud())
             begun = time.perf_counter()
             process = found.launch("exit 0")
             until(process, "started on all hosts")
@@ -86,7 +86,7 @@ def measure_slice(hosts: int, repeat: int) -> list[Row]:
         seconds = measure_stop(found)
     name = f"{hosts} hosts"
     return [
-        row(f"{name}: start", "s", min(starts), "one gcloud call", peer, "ratio <= 1.5"),
+        row(f"{name}: start", "s", min(starts), "one gcloud call", min(peers), "ratio <= 1.5"),
         row(f"{name}: all stopped after a death", "s", seconds, "goal", 10, "<= 10"),
         row(f"{name}: watcher, of a core", "%", watched["percent"], "goal", 5, "< 5" if hosts == 64 else "-"),
         row(f"{name}: watcher, memory", "MB", watched["megabytes"], "goal", 150, "< 150"),

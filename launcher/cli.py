@@ -102,7 +102,12 @@ def up(config: Any, max_cost: float | None, dry_run: bool, no_preflight: bool) -
     if not no_preflight:
         preflight.require(config, _home(), terminal.say)
     provider = _provider(config)
-    provider.create()
+    try:
+        provider.create()
+    except KeyboardInterrupt:
+        if config.slice.queued is None:  # else the queue's own words were said
+            terminal.say("interrupted: Google may go on creating it. `tpu-launch up` goes on waiting, `tpu-launch down` deletes it")
+        raise
     terminal.say(f"slice {config.slice.name} is READY: {config.accelerator.hosts} hosts, {config.accelerator.devices} devices")
 
 
@@ -267,7 +272,11 @@ def down(config: Any, dry_run: bool) -> None:
         _show(config, "down")
         return
     provider = _provider(config)
-    provider.delete()
+    try:
+        provider.delete()
+    except KeyboardInterrupt:
+        terminal.say("interrupted: a deletion that Google was asked for goes on; `tpu-launch down` again waits for it")
+        raise
     terminal.say(f"slice {config.slice.name} is gone")
 
 

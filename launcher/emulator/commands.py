@@ -39,7 +39,7 @@ def emulator() -> None:
 @emulator.command()
 @click.option("--port", type=click.IntRange(1, 65535), help="Port on 127.0.0.1; without it the one of before, or a free one.")
 @click.option("--bucket", help="Make this bucket, when it doesn't exist.")
-@click.option("--create-seconds", type=click.FloatRange(0), help="How long the creation of a node takes at least (default 1).")
+@click.option("--create-seconds", type=click.FloatRange(0), help="How long the creation of a node takes at least (default 0.2).")
 @click.option("--plain-endpoints/--full-endpoints", default=None, help="The newer form of worker-network-endpoints: addresses only.")
 @click.option("--environment", is_flag=True, help="Print `export` lines that point gcloud, docker and storage clients of this shell to it.")
 def start(port: int | None, bucket: str | None, create_seconds: float | None, plain_endpoints: bool | None, environment: bool) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # it imports Fabric: a start must not wait for that
 
 _LOOK_SECONDS = 20.0
 _FIRST_CONTACT_SECONDS = 300.0
-_ONE_CONTACT_SECONDS = 8.0  # for each try of it
+_ONE_CONTACT_SECONDS = 10.0  # for each try of it
 _TAIL = 5000  # lines of a look
 _SECOND_TRY_SECONDS = 3.0  # one hiccup of one connection must not keep a run from starting
 

@@ -10,7 +10,7 @@ Where the others are provoked and survived:
 | output without prefix, stdin to one worker only     | test_secrets.py: ...[gcloud]; test_runs.py: test_gcloud_alone_is_enough_as_transport                 |
 | ssh crashes while guest attributes are empty        | here                                                                                                 |
 | scp wants the key in the agent                      | scp is not used                                                                                      |
-| each ssh may change the node's metadata: 409        | one first call, repeated until all hosts answer: tpu_vm._first_contact                               |
+| each ssh may change the node's metadata: 409        | test_fault_matrix.py: test_conflicts_with_other_changes_pass_...                                     |
 | --reserved without --zone; --spot in alpha; v2-8    | test_gcloud.py and test_queued.py: the zone and the type always, the GA track                        |
 """
 

@@ -178,19 +178,23 @@ def test_plan_prints_every_command_and_touches_nothing(two_hosts: TwoHosts) -> N
     assert work.good("emulator", "status", "--json").output == before
 
 
-def test_a_failure_is_tried_again_within_its_budget_with_the_same_image(two_hosts: TwoHosts) -> None:
+def test_a_failure_is_tried_again_within_its_budget_and_the_slice_of_a_bad_host_is_made_anew(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
     script = (
         'echo "attempt $TPU_LAUNCH_ATTEMPT"; [ "$TPU_LAUNCH_ATTEMPT" = 1 ] && exit 0; [ "$TPU_WORKER_ID" = 0 ] && exit 7; exec sleep 60'
     )
-    ended = work.good("--emulated", "run", "--new", "--json", "-f", file, "--set", "run.failure_retries=1", *command(script))
+    budget = ("--set", "run.failure_retries=1", "--set", "run.replace_after=1")
+    ended = work.good("--emulated", "run", "--new", "--json", "-f", file, *budget, *command(script))
     assert "failure 1 of 1" in ended.output
+    assert "host 0 was the first cause of the last 1 attempts: making the slice anew" in ended.output
     assert "[0] attempt 1" in ended.output
     told = ended.json()
     assert (told["outcome"], told["attempt"]) == ("finished", 1)
-    events = [event["event"] for event in work.events(told["run"])]
-    assert events.count("attempt") == 2
-    assert events.count("recover") == 1
+    events = work.events(told["run"])
+    kinds = [event["event"] for event in events]
+    assert [kinds.count(kind) for kind in ("attempt", "recover", "replaced")] == [2, 1, 1]
+    assert len({event["image"] for event in events if event["event"] == "attempt"}) == 1
+    assert next(event["host"] for event in events if event["event"] == "replaced") == 0
     shown = work.good("--emulated", "status", "-f", file).output
     assert "failure 1 of 1" in shown
 
