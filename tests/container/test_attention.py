@@ -1,0 +1,34 @@
+"""Our self-attention in Hugging Face's networks computes what theirs does, padding included, whatever is computed again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from training.backends.torch_model import build, own_parts
+from training.config import Model, Remat
+from training.models.hugging_face import Needs
+
+NEEDS = Needs(vocabulary=100, pad=0, sequence_length=16)
+
+
+@pytest.mark.parametrize("remat", ["none", "attention", "layers"])
+@pytest.mark.parametrize("name", ["bert-tiny", "roberta-base"])
+def test_the_network_and_its_gradients_are_those_of_hugging_face(name: str, remat: Remat) -> None:
+    sizes = {"hidden_size": 24, "layers": 2, "heads": 2, "max_positions": 16}
+    theirs = build(Model(name=name, **sizes), NEEDS, dropout=0.0, seed=1)
+    ours = copy.deepcopy(theirs)
+    assert own_parts(ours, remat, otherwise="none") is not None
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    ids = torch.randint(1, 100, (3, 16), generator=torch.Generator().manual_seed(1))
+    mask = (torch.arange(16) < torch.tensor([16, 9, 1]).unsqueeze(1)).long()
+    found = []
+    for network in (theirs, ours):
+        logits = network(input_ids=ids, attention_mask=mask).logits
+        parameters = [value for value in network.parameters() if value.requires_grad]
+        gradients = torch.autograd.grad((logits * mask.unsqueeze(-1)).square().sum(), parameters, allow_unused=True, materialize_grads=True)
+        found.append([logits, *gradients])
+    for theirs_value, ours_value in zip(*found, strict=True):
+        torch.testing.assert_close(ours_value, theirs_value, rtol=1e-4, atol=1e-5)
