@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import signal
 import subprocess
 import sys
 import time
@@ -129,6 +130,15 @@ class Host:
 
     def text(self) -> str:
         return self.out.read_text()
+
+    def wait_until_it_listens(self, seconds: float = 120) -> None:
+        """Until SIGTERM asks the trainer to stop; before, it would end the process at once."""
+        deadline = time.monotonic() + seconds
+        status = Path(f"/proc/{self.process.pid}/status")
+        while not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1:
+            assert self.process.poll() is None, f"ended with {self.process.returncode} before it listened to signals:\n{self.text()}"
+            assert time.monotonic() < deadline, f"no handler of SIGTERM within {seconds} s:\n{self.text()}"
+            time.sleep(0.02)
 
     def wait_for(self, text: str, seconds: float = 120) -> None:
         """Until the trainer has printed `text`."""

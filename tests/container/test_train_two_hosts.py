@@ -60,7 +60,7 @@ def test_stopped_killed_and_continued_equals_undisturbed(undisturbed: dict[str, 
 
     # Asked to stop in start-up.
     hosts = small_runs.start(folder, "disturbed", config, hosts=2, attempt=0)
-    time.sleep(1)  # frameworks take longer to import
+    hosts[1].wait_until_it_listens()  # frameworks take longer to import
     hosts[1].process.send_signal(signal.SIGTERM)
     assert finish(hosts) == [Exit.SAVED, Exit.SAVED], hosts[0].text() + hosts[1].text()
     assert "stopped after step 0, which is committed" in hosts[0].text()
