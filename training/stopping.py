@@ -83,9 +83,9 @@ def install() -> Stopping:
     def ignore(number: int, frame: FrameType | None) -> None:
         """A handler has to exist, or the default action would end the process."""
 
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)  # first: what a handler alone hears is lost
     for number in SIGNALS:
         signal.signal(number, ignore)
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def watch() -> None:
         _ = writer  # kept open as long as this thread lives
