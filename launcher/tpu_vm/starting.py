@@ -34,6 +34,13 @@ class Starting:
         except LaunchError:
             return ""
 
+    def refusal(self) -> str | None:
+        """gcloud's words, when it has given up already: the slice is gone, or nobody lets it in."""
+        if self._over or not self._result.done() or self._result.exception() is not None:
+            return None
+        result = self._result.result()
+        return None if result.ok or "tpu-launch " in result.stdout else result.stderr
+
     def abandon(self) -> None:
         """Ends the call; the hosts' commands end by themselves, as the word never comes."""
         self._over = True

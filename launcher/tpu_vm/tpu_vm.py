@@ -192,6 +192,8 @@ class TpuVm:
         script = host_checks.script(attempt.image, attempt.run_id, containers.LABEL_RUN)
         answers = self._ask_all(script, timeout=_LOOK_SECONDS * 2)
         missed = [answer.worker for answer in answers if not answer.reached]
+        if missed and self._starting is not None and (said := self._starting.refusal()):
+            raise gcloud.explain(said, gcloud.ssh_command(self.config, "..."))  # the slice was taken away: hosts need not be asked again
         if missed and not all(answer.refused for answer in answers):
             time.sleep(_SECOND_TRY_SECONDS)
             again = {answer.worker: answer for answer in self._connected().ask_all(script, timeout=_LOOK_SECONDS, workers=missed)}

@@ -72,6 +72,13 @@ def test_a_call_that_is_given_up_ends_at_once() -> None:
     assert time.monotonic() - begun < 10
 
 
+def test_what_gcloud_said_is_known_when_it_gave_up_and_not_before() -> None:
+    call = starting.Starting(["sh", "-c", "sleep 0.5; echo 'ERROR: terminal state PREEMPTED' >&2; exit 1"], timeout=90)
+    assert call.refusal() is None
+    assert call.output() == ""
+    assert "PREEMPTED" in (call.refusal() or "")
+
+
 def config(folder: Path, kind: str = "v4-16", more: str = "") -> Config:
     path = folder / "run.yaml"
     path.write_text(f"project: p\nzone: us-central2-b\nslice: {{name: demo, accelerator_type: {kind}{more}}}\n")
