@@ -1,4 +1,4 @@
-"""A defect of gcloud 528 that needs the API at a certain moment, provoked with the real gcloud and the emulator's API in this process. About 5 s.
+"""Defects of gcloud 528 that show in what it asks of the API, provoked with the real gcloud and the emulator's API in this process. About 10 s.
 
 Where the others are provoked and survived:
 
@@ -9,19 +9,22 @@ Where the others are provoked and survived:
 | it waits for all workers, rc by worker index        | test_runs.py: test_the_first_host_that_fails_ends_the_run_and_is_named                               |
 | output without prefix, stdin to one worker only     | test_secrets.py: ...[gcloud]; test_runs.py: test_gcloud_alone_is_enough_as_transport                 |
 | ssh crashes while guest attributes are empty        | here                                                                                                 |
-| scp wants the key in the agent                      | scp is not used                                                                                      |
+| scp wants the key in the agent                      | here; never used                                                                                     |
 | each ssh may change the node's metadata: 409        | test_fault_matrix.py: test_conflicts_with_other_changes_pass_...                                     |
-| --reserved without --zone; --spot in alpha; v2-8    | test_gcloud.py and test_queued.py: the zone and the type always, the GA track                        |
+| --reserved without --zone; --spot in alpha; v2-8    | here; test_gcloud.py and test_queued.py: the zone and the type always, the GA track                  |
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +35,7 @@ from launcher.emulator.catalogue import CODES, ApiError
 from launcher.emulator.lifecycle import end_changes
 from launcher.emulator.state import Host, State
 from launcher.emulator.web import Acceptor, Request, Response, json_response, serve_http
-from launcher.tpu_vm import gcloud
+from launcher.tpu_vm import gcloud, queued
 from launcher.tpu_vm.addresses import parse_dry_run
 from launcher.tpu_vm.tpu_vm import TpuVm
 
@@ -41,7 +44,13 @@ BODY = {"acceleratorType": "v4-16", "runtimeVersion": "tpu-ubuntu2204-base", "ne
 
 
 @pytest.fixture
-def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[State]:
+def asked() -> list[tuple[str, Any]]:
+    """Path and body of what gcloud asked of the API."""
+    return []
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str, Any]]) -> Iterator[State]:
     """A READY slice of two hosts that nobody can reach, behind the emulated API."""
     found = State("0badcafe", 0, "", "", 0, 0, subnet="10.200.0.0/22")
     tpu_api.answer(found, tpu_api.Call("POST", NODE, "", {"nodeId": "demo"}, dict(BODY)), time.time())
@@ -57,7 +66,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[State]:
             if request.path.endswith(":getGuestAttributes") and not any(host.guest_attributes for host in hosts_of(found)):
                 return json_response({"guestAttributes": []})
             try:
-                call = tpu_api.parse(request.method, request.segments[1:], request.query, request.json())
+                said = request.json()
+                asked.append((request.path, said))
+                call = tpu_api.parse(request.method, request.segments[1:], request.query, said)
                 return json_response(tpu_api.answer(found, call, time.time()))
             except ApiError as error:
                 return json_response(error.as_json(), CODES[error.code][0])
@@ -109,3 +120,74 @@ def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: 
         host.guest_attributes["hostkeys/ssh-ed25519"] = "AAAAC3NzaC1lZDI1NTE5AAAAIGAbCdEf"
     addresses = parse_dry_run(gcloud.call(gcloud.ssh_command(config, "true", dry_run=True), timeout=60))
     assert [address.alias.rsplit("-", 2)[1:] for address in addresses] == [["0", "AbCdEf"], ["1", "AbCdEf"]]
+
+
+def body(asked: list[tuple[str, Any]], collection: str) -> Any:
+    """Of the newest request to create something."""
+    return next(said for path, said in reversed(asked) if path.endswith(f"/{collection}") and said)
+
+
+def test_without_a_type_gcloud_asks_for_a_v2_8_and_we_always_say_which(state: State, asked: list[tuple[str, Any]], config: Config) -> None:
+    words = [
+        "gcloud",
+        "compute",
+        "tpus",
+        "tpu-vm",
+        "create",
+        "bare",
+        "--project=p",
+        "--zone=us-central2-b",
+        "--version=tpu-ubuntu2204-base",
+    ]
+    shell.run([*words, "--quiet"], timeout=60)
+    assert body(asked, "nodes")["acceleratorType"] == "v2-8"
+    shell.run(gcloud.create_command(config, {}), timeout=60)
+    assert body(asked, "nodes")["acceleratorType"] == "v4-16"
+
+
+def test_reserved_without_a_zone_asks_for_a_reservation_in_none_and_we_always_say_where(
+    state: State, asked: list[tuple[str, Any]], config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLOUDSDK_COMPUTE_ZONE", "us-central2-b")
+    words = ["gcloud", "compute", "tpus", "queued-resources", "create", "bare", "--project=p", "--node-id=bare", "--accelerator-type=v4-16"]
+    shell.run([*words, "--runtime-version=tpu-ubuntu2204-base", "--reserved", "--quiet"], timeout=60)
+    assert "/locations/None/" in body(asked, "queuedResources")["reservationName"]
+    reserved = replace(config, slice=config.slice.model_copy(update={"capacity": "reserved"}))
+    shell.run(queued.create_command(reserved, {}, 3600), timeout=60)
+    assert body(asked, "queuedResources")["reservationName"] == "projects/p/locations/us-central2-b/reservations/-"
+
+
+def test_scp_to_several_hosts_wants_its_key_in_the_agent_so_files_travel_on_standard_input(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for host in hosts_of(state):
+        host.guest_attributes["hostkeys/ssh-ed25519"] = "AAAAC3NzaC1lZDI1NTE5AAAAIGAbCdEf"
+    agent = str(tmp_path / "agent")
+    process = subprocess.Popen(["ssh-agent", "-D", "-a", agent], stdout=subprocess.DEVNULL)
+    try:
+        while not Path(agent).exists():
+            assert process.poll() is None, "ssh-agent ended"
+            time.sleep(0.05)
+        monkeypatch.setenv("SSH_AUTH_SOCK", agent)
+        another = tmp_path / "another"
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", another], check=True)
+        subprocess.run(["ssh-add", "-q", another], check=True)
+        words = [
+            "gcloud",
+            "compute",
+            "tpus",
+            "tpu-vm",
+            "scp",
+            __file__,
+            "demo:",
+            "--worker=all",
+            "--project=p",
+            "--zone=us-central2-b",
+            "--quiet",
+        ]
+        refused = shell.run(words, timeout=60)
+    finally:
+        process.terminate()
+        process.wait(10)
+    assert not refused.ok
+    assert "ssh-add" in refused.stderr
