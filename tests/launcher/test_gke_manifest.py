@@ -222,7 +222,7 @@ def test_the_example_is_a_file_that_can_be_used() -> None:
     ],
 )
 def test_verbs_that_know_no_cluster_say_so(words: list[str], message: str) -> None:
-    result = CliRunner().invoke(cli, words)
+    result = CliRunner().invoke(cli, [*words, "-f", str(EXAMPLE)])
     assert isinstance(result.exception, BadInput)
     assert message in str(result.exception)
 

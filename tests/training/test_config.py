@@ -76,8 +76,8 @@ def test_an_unknown_section_is_refused() -> None:
         ("name: bert-tiny", "{path: gs://b/model, layers: 2}", "model.path brings its own sizes"),
         ("seed: 1", "task: classify", "run.yaml:4: task: "),
         (
-            "steps: 100",
-            "steps: 100\n  remat: layers\nbackend: tensorflow",
+            "train:\n  steps: 100",
+            "backend: tensorflow\ntrain:\n  remat: layers\n  steps: 100",
             "run.yaml:13: train.remat: the TensorFlow backend keeps everything",
         ),
         (
