@@ -22,6 +22,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SETTINGS = [
     "model={name: bert-tiny, hidden_size: 32, layers: 1, heads: 2, max_positions: 96}",
     "train.steps=12",
+    "train.warmup_steps=2",
     "train.global_batch_size=8",
     "train.learning_rate=0.01",
     "evaluation.batch_size=8",
