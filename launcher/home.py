@@ -16,6 +16,15 @@ def where() -> Path:
     return Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute()
 
 
+def write_private(path: Path, text: str) -> None:
+    """All or nothing, for its owner's eyes (0600); makes the folder when it is missing."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    os.replace(temporary, path)
+
+
 def home() -> Path:
     """The launcher's folder, created when missing. Raises BadInput when it can't be."""
     path = where()

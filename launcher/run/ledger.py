@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.home import write_private
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Ledger:
     def write_stack(self, attempt: int, worker: int, text: str) -> None:
         folder = self.stacks_folder(attempt)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write(folder / f"host-{worker}.txt", text)
+        write_private(folder / f"host-{worker}.txt", text)
 
     @contextlib.contextmanager
     def supervising(self, patience: float = 5.0) -> Iterator[None]:
@@ -163,21 +164,14 @@ def begin(home: Path, record_of: Callable[[str], RunRecord], document: str, name
     folder = home / "runs" / run_id
     folder.mkdir(mode=0o700, parents=True)
     ledger = Ledger(folder)
-    _write(folder / "config.yaml", document)
-    _write(folder / "run.json", json.dumps(asdict(record_of(run_id)), indent=1))  # last: a folder without it is no run
+    write_private(folder / "config.yaml", document)
+    write_private(folder / "run.json", json.dumps(asdict(record_of(run_id)), indent=1))  # last: a folder without it is no run
     return ledger
 
 
 def config_hash(document: str, command: list[str]) -> str:
     """Tells whether two starts mean the same run."""
     return hashlib.sha256(json.dumps([document, command]).encode()).hexdigest()[:16]
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-    os.replace(temporary, path)
 
 
 def _append(path: Path, text: str) -> None:

@@ -96,12 +96,7 @@ def recall(config: Config) -> Known | None:
 
 
 def keep(config: Config, known: Known) -> None:
-    path = _file(config)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        json.dump({"of": _of(config), **asdict(known)}, file)
-    os.replace(temporary, path)
+    home.write_private(_file(config), json.dumps({"of": _of(config), **asdict(known)}))
 
 
 def forget(config: Config) -> None:

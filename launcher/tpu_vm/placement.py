@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,11 +42,7 @@ def in_order(config: Config) -> list[Config]:
 def remember(config: Config, where: str) -> None:
     if len(config.zones) < 2:
         return
-    path = _file(config)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps({"zone": where}) + "\n")
-    os.replace(temporary, path)
+    home.write_private(_file(config), json.dumps({"zone": where}) + "\n")
 
 
 def forget(config: Config) -> None:

@@ -77,10 +77,7 @@ def build(model: Model, needs: Needs, *, dropout: float, seed: int, noise: Noise
         values = {**values, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "classifier_dropout": dropout}
     network = _network(values, kind)
     require_room(network.config, needs)
-    if (
-        values["model_type"] == "roberta"
-    ):  # it counts positions from the padding token, which transformers 4.57 takes for token 1 in TensorFlow
-        network.roberta.embeddings.padding_idx = network.config.pad_token_id
+    count_positions(network)
     network.build_in_name_scope()
     parameters = _parameters(network)
     found = {} if model.path is None else _from_folder(model.path, parameters, values, needs.labels is not None)
@@ -110,6 +107,12 @@ def _parameters(network: Any) -> list[Parameter]:
         name, transposed = convert_tf_weight_name_to_pt_weight_name(variable.name, tf_weight_shape=variable.shape)
         found.append(Parameter(name, variable, transposed is TransposeType.SIMPLE))
     return sorted(found, key=lambda each: each.name)
+
+
+def count_positions(network: Any) -> None:
+    """Before it is built: a RoBERTa counts positions from its padding token, which transformers 4.57 takes for token 1 in TensorFlow."""
+    if network.config.model_type == "roberta":
+        network.roberta.embeddings.padding_idx = network.config.pad_token_id
 
 
 def _from_folder(path: str, parameters: list[Parameter], values: Mapping[str, Any], classifies: bool) -> dict[str, Array]:

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoTokenizer, TFAutoModelForMaskedLM, TFAutoModelForSequenceClassification, pipeline
 from transformers.modeling_tf_pytorch_utils import load_pytorch_state_dict_in_tf2_model
 
+from training.backends.tensorflow_model import count_positions
 from training.errors import BadInput
 from training.models.hugging_face import WEIGHTS
 
@@ -22,9 +23,7 @@ def open_pipeline(task: str, folder: str) -> Any:
     The weights are put in here because transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file of PyTorch's names
     ("'builtins.safe_open' object is not iterable")."""
     model = _MODELS[task].from_config(AutoConfig.from_pretrained(folder))
-    if model.config.model_type == "roberta":
-        # Positions begin behind the padding id, which this class takes for 1 whatever the configuration says.
-        model.roberta.embeddings.padding_idx = model.config.pad_token_id
+    count_positions(model)
     ids = tf.constant([[0, 1]])
     weights = load_file(Path(folder) / WEIGHTS)
     _, found = load_pytorch_state_dict_in_tf2_model(

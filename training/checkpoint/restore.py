@@ -55,7 +55,7 @@ def read_manifest(folder: str, step: int) -> Manifest:
 def read_part(folder: str, step: int, part: form.Part) -> memoryview:
     """The verified bytes of a part. Raises Damaged."""
     data = memoryview(bytearray(part.size))
-    for start, piece in _read(folder, step, part, list(range(0, part.size, _RANGE)) or [0]):
+    for start, piece in _read(_whole(folder, step, part), part, list(range(0, part.size, _RANGE)) or [0]):
         data[start : start + len(piece)] = piece
     return data
 
@@ -85,7 +85,7 @@ def _take(folder: str, step: int, part: form.Part, accept: Accept) -> int:
         if place.start - starts[-1] >= _RANGE:
             starts.append(place.start)
     waiting = deque(ordered)
-    for start, piece in _read(folder, step, part, starts):
+    for start, piece in _read(url, part, starts):
         tensors: dict[str, tuple[TensorInfo, memoryview]] = {}
         while waiting and waiting[0][1][1].stop <= start + len(piece):
             name, (info, place) = waiting.popleft()
@@ -105,11 +105,10 @@ def _whole(folder: str, step: int, part: form.Part) -> str:
     return url
 
 
-def _read(folder: str, step: int, part: form.Part, starts: list[int]) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of a part as ranges that begin at `starts`, in order, each until the next is asked for; several threads read ahead.
+def _read(url: str, part: form.Part, starts: list[int]) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of a part at `url` as ranges that begin at `starts`, in order, each until the next is asked for; several threads read ahead.
 
     Raises Damaged when the part is not what was committed, in the end if not before."""
-    url = _whole(folder, step, part)
     sizes = [end - start for start, end in zip(starts, [*starts[1:], part.size], strict=True)]
     readers = min(_READERS_REMOTE if storage.is_remote(url) else _READERS, len(sizes))
     buffers = [memory.mapping(max(sizes, default=0)) for _ in range(readers)]  # used again and again: fresh memory is slow
