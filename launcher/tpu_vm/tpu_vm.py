@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from launcher import images, shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.provider import Attempt, HostReport, Observation, SliceState
 from launcher.run.logs import covers
-from launcher.tpu_vm import addresses, containers, gcloud, host_checks, slices
-from launcher.tpu_vm.addresses import Answer, Known, parse_dry_run
+from launcher.tpu_vm import containers, gcloud, host_checks, slices
+from launcher.tpu_vm.addresses import Answer
+from launcher.tpu_vm.reach import Reach
 from launcher.tpu_vm.starting import Starting
-
-if TYPE_CHECKING:  # it imports Fabric: a start must not wait for that
-    from launcher.tpu_vm.hosts import Hosts
 
 _LOOK_SECONDS = 20.0
 _FIRST_CONTACT_SECONDS = 300.0
@@ -40,37 +36,32 @@ class TpuVm:
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         self.config = config
         self.say = say
-        self._hosts: Hosts | None = None
-        self._found: SliceState | None = None  # as last described
-        self._known = None if self._gcloud_alone else addresses.recall(config)
-        self._from_memory = False  # the connections' addresses are those of an earlier command
+        self._reach = Reach(config)
         self._starting: Starting | None = None
-        self._dialling: Future[Hosts] | None = None
-        self._connecting, self._asking_again = threading.Lock(), threading.Lock()
 
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState | None:
-        self._found = found = slices.describe(self.config)
-        if self._known is not None and (found is None or (found.created, found.hosts) != (self._known.created, self._known.internal)):
-            self._forget()
+        found = slices.describe(self.config)
+        self._reach.saw(found)
         return found
 
     def known_ready(self) -> bool:
-        return self._known is not None
+        return self._reach.remembered
 
     def create(self) -> None:
         self.close()  # a slice that is made anew has other addresses and keys
-        self._forget()
-        self._found = slices.create(self.config, self.say)
+        self._reach.forget()
+        self._reach.saw(slices.create(self.config, self.say))
         self._first_contact()
-        if not self._gcloud_alone:
+        self._reach.close()  # a look of the last attempt may have come back meanwhile
+        if not self._reach.through_gcloud_alone:
             with contextlib.suppress(LaunchError):  # then the next command asks
-                self._list_hosts()
+                self._reach.hosts()
 
     def delete(self) -> None:
         self.close()
-        self._forget()
+        self._reach.forget()
         if not slices.delete(self.config, self.say):
             self.say(f"there is no slice {self.config.slice.name}")
 
@@ -78,18 +69,10 @@ class TpuVm:
         if self._starting is not None:
             self._starting.abandon()
             self._starting = None
-        if self._dialling is not None:
-            with contextlib.suppress(LaunchError):
-                self._dialling.result()
-            self._dialling = None
-        if self._hosts is not None:
-            self._hosts.close()
-            self._hosts = None
+        self._reach.close()
 
     def begin_connecting(self) -> None:
-        """Dials all hosts in the background, while other things are looked at; what fails is tried again when it is needed."""
-        if not self._gcloud_alone:
-            self._dialling = ThreadPoolExecutor(1).submit(self._dial)
+        self._reach.begin()
 
     # -- containers ---------------------------------------------------------------------------------------------------
 
@@ -129,7 +112,7 @@ class TpuVm:
 
     def _begin_start(self, attempt: Attempt) -> None:
         """gcloud is on its way to the hosts while they are prepared; there the start waits for `_go`."""
-        if not self._gcloud_alone:
+        if not self._reach.through_gcloud_alone:
             argv = gcloud.ssh_command(self.config, containers.start_script(attempt, gated=True))
             self._starting = Starting(argv, timeout=self.config.run.start_minutes * 60)
 
@@ -139,7 +122,7 @@ class TpuVm:
         every = range(self.config.accelerator.hosts)
         if starting is None:
             return containers.parse_reports("", "started", every)
-        if not all(self._report(answer, "go").ok for answer in self._ask_all(containers.go_script(attempt), timeout=_LOOK_SECONDS)):
+        if not all(self._report(answer, "go").ok for answer in self._reach.ask_all(containers.go_script(attempt), timeout=_LOOK_SECONDS)):
             starting.abandon()
         return containers.parse_reports(starting.output(), "started", every)
 
@@ -151,9 +134,9 @@ class TpuVm:
         return look
 
     def _observe(self, worker: int, script: str, patience: float = 0.0) -> Observation:
-        answer = None if self._gcloud_alone else self._ask(worker, script, timeout=_LOOK_SECONDS + patience)
+        answer = None if self._reach.through_gcloud_alone else self._reach.ask(worker, script, timeout=_LOOK_SECONDS + patience)
         if answer is None or answer.refused:
-            answer = self._ask_through_gcloud(worker, script)
+            answer = self._reach.ask_through_gcloud(worker, script)
         if not answer.reached:
             return Observation(worker, None, problem=answer.problem)
         return containers.parse_observation(worker, answer.stdout)
@@ -161,13 +144,12 @@ class TpuVm:
     def stop(self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None) -> list[HostReport]:
         script = containers.stop_script(container, grace, remove=remove)
         asked = list(range(self.config.accelerator.hosts)) if workers is None else list(workers)
-        answers = [] if self._gcloud_alone else self._ask_all(script, timeout=grace + 30, workers=asked)
+        answers = [] if self._reach.through_gcloud_alone else self._reach.ask_all(script, timeout=grace + 30, workers=asked)
         if missed := [answer.worker for answer in answers if not answer.reached and not answer.refused]:  # nothing may go on for a hiccup
-            again = {answer.worker: answer for answer in self._connected().ask_all(script, timeout=grace + 30, workers=missed)}
-            answers = [again.get(answer.worker, answer) for answer in answers]
+            answers = self._reach.ask_missed(answers, script, timeout=grace + 30, missed=missed)
         if all(answer.refused for answer in answers):
             with ThreadPoolExecutor(max_workers=16) as pool:
-                answers = list(pool.map(lambda worker: self._ask_through_gcloud(worker, script), asked))
+                answers = list(pool.map(lambda worker: self._reach.ask_through_gcloud(worker, script), asked))
         return [self._report(answer, "stopped") for answer in answers]
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
@@ -175,29 +157,28 @@ class TpuVm:
             found = {"slice.json": gcloud.call(gcloud.describe_command(self.config), timeout=_LOOK_SECONDS * 2)}
         except LaunchError as error:
             found = {"slice.json": str(error)}
-        if not self._gcloud_alone:
-            answers = self._ask_all(containers.evidence_script(container), timeout=30, workers=workers)
+        if not self._reach.through_gcloud_alone:
+            answers = self._reach.ask_all(containers.evidence_script(container), timeout=30, workers=workers)
             found |= {f"host-{answer.worker}.txt": answer.stdout + answer.stderr + answer.problem for answer in answers}
         return found
 
     def stacks(self, container: str) -> dict[int, str]:
-        answers = self._ask_all(containers.stacks_script(container), timeout=60)
+        answers = self._reach.ask_all(containers.stacks_script(container), timeout=60)
         return {answer.worker: answer.stdout + answer.stderr + answer.problem for answer in answers}
 
     def _check(self, attempt: Attempt) -> None:
         """One look at all hosts. Raises LaunchError with a line and a fix for each thing that would make the run fail; warns of the rest."""
-        if self._gcloud_alone:
+        if self._reach.through_gcloud_alone:
             return  # a look through gcloud alone costs seconds; `prepare` finds what matters most
         asked = time.time()
         script = host_checks.script(attempt.image, attempt.run_id, containers.LABEL_RUN)
-        answers = self._ask_all(script, timeout=_LOOK_SECONDS * 2)
+        answers = self._reach.ask_all(script, timeout=_LOOK_SECONDS * 2)
         missed = [answer.worker for answer in answers if not answer.reached]
         if missed and self._starting is not None and (said := self._starting.refusal()):
             raise gcloud.explain(said, gcloud.ssh_command(self.config, "..."))  # the slice was taken away: hosts need not be asked again
         if missed and not all(answer.refused for answer in answers):
             time.sleep(_SECOND_TRY_SECONDS)
-            again = {answer.worker: answer for answer in self._connected().ask_all(script, timeout=_LOOK_SECONDS, workers=missed)}
-            answers = [again.get(answer.worker, answer) for answer in answers]
+            answers = self._reach.ask_missed(answers, script, timeout=_LOOK_SECONDS, missed=missed)
         if all(answer.refused for answer in answers):
             return  # gcloud may still get through: `prepare` tries
         answered = time.time()
@@ -220,101 +201,20 @@ class TpuVm:
 
     def _hand_over(self, script: str, given: str, word: str, *, timeout: float) -> list[HostReport]:
         """A script with standard input, on every host."""
-        answers = [] if self._gcloud_alone else self._ask_all(script, timeout=timeout, given=given)
+        answers = [] if self._reach.through_gcloud_alone else self._reach.ask_all(script, timeout=timeout, given=given)
         if all(answer.refused for answer in answers):
             with ThreadPoolExecutor(max_workers=16) as pool:
                 workers = range(self.config.accelerator.hosts)
-                answers = list(pool.map(lambda worker: self._ask_through_gcloud(worker, script, given), workers))
+                answers = list(pool.map(lambda worker: self._reach.ask_through_gcloud(worker, script, given), workers))
         return [self._report(answer, word) for answer in answers]
 
-    # -- reaching hosts -----------------------------------------------------------------------------------------------
+    # -- all hosts ----------------------------------------------------------------------------------------------------
 
     def _addresses(self) -> list[str]:
-        if self._found is None and self._known is not None:
-            return list(self._known.internal)
-        found = self._found or self.describe()
-        if found is None:
+        internal = self._reach.internal()
+        if not internal and self.describe() is None:
             raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
-        return list(found.hosts)
-
-    @property
-    def _gcloud_alone(self) -> bool:
-        return self.config.run.transport == "gcloud" or self.config.slice.iap
-
-    def _connected(self) -> Hosts:
-        if self._dialling is not None:
-            dialling, self._dialling = self._dialling, None
-            with contextlib.suppress(LaunchError):
-                dialling.result()
-        with self._connecting:
-            return self._hosts or self._list_hosts()
-
-    def _list_hosts(self) -> Hosts:
-        from launcher.tpu_vm.hosts import Hosts
-
-        if self._known is not None:
-            self._from_memory = True
-            self._hosts = Hosts(self._known.addresses)
-        else:
-            self._hosts = Hosts(self._ask_gcloud())
-        return self._hosts
-
-    def _ask_gcloud(self) -> list[addresses.Address]:
-        """How to reach the hosts, and remembered for later commands."""
-        printed = gcloud.call(gcloud.ssh_command(self.config, "true", dry_run=True), timeout=_LOOK_SECONDS * 2)
-        found, hosts = self._found, parse_dry_run(printed)
-        if found is not None and found.ready and len(hosts) == len(found.hosts):
-            addresses.keep(self.config, Known(found.created, found.hosts, tuple(hosts)))
-        return hosts
-
-    def _dial(self) -> Hosts:
-        with self._connecting:
-            hosts = self._hosts or self._list_hosts()
-        hosts.connect_all()
-        return hosts
-
-    def _ask(self, worker: int, script: str, *, timeout: float) -> Answer:
-        answer = self._connected().ask(worker, script, timeout=timeout)
-        if not answer.reached and self._moved():
-            answer = self._connected().ask(worker, script, timeout=timeout)
-        return answer
-
-    def _ask_all(self, script: str, *, timeout: float, workers: Sequence[int] | None = None, given: str | None = None) -> list[Answer]:
-        answers = self._connected().ask_all(script, timeout=timeout, workers=workers, given=given)
-        if not all(answer.reached for answer in answers) and self._moved():
-            answers = self._connected().ask_all(script, timeout=timeout, workers=workers, given=given)
-        return answers
-
-    def _moved(self) -> bool:
-        """Whether hosts that are remembered and do not answer are elsewhere by now, as gcloud says: asked once, by whoever comes first."""
-        if not self._from_memory or not self._asking_again.acquire(blocking=False):
-            return False
-        try:
-            assert self._known is not None
-            before = self._known.addresses
-            self._from_memory, self._known = False, None
-            if tuple(fresh := self._ask_gcloud()) == before:
-                return False
-            addresses.forget(self.config)
-            with self._connecting:
-                from launcher.tpu_vm.hosts import Hosts
-
-                self._hosts = Hosts(fresh)
-            self._found = None  # what is told to hosts depends on it
-            return True
-        except LaunchError:
-            return False
-        finally:
-            self._asking_again.release()
-
-    def _forget(self) -> None:
-        """Nothing that is remembered of the slice holds any more."""
-        self._known = None
-        addresses.forget(self.config)
-        if self._from_memory and self._hosts is not None:
-            self._from_memory = False
-            self._hosts.close()
-            self._hosts = None
+        return internal or self._reach.internal()
 
     def _first_contact(self) -> None:
         """Waits until every host answers over ssh and its engine is up. gcloud spreads the ssh key and learns the host keys on the way."""
@@ -347,20 +247,10 @@ class TpuVm:
 
     def _everywhere(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
         """Over open connections; hosts that can't be reached so are asked through gcloud, which also spreads a missing key."""
-        answers = [] if self._gcloud_alone else self._ask_all(script, timeout=timeout)
+        answers = [] if self._reach.through_gcloud_alone else self._reach.ask_all(script, timeout=timeout)
         if answers and all(answer.reached for answer in answers):
             return [self._report(answer, word) for answer in answers]
         return self._through_gcloud(script, word, timeout=timeout)
-
-    def _ask_through_gcloud(self, worker: int, script: str, given: str | None = None) -> Answer:
-        """One host by gcloud alone: some seconds a question, for workstations from which our own ssh does not get through."""
-        try:
-            result = shell.run(gcloud.ssh_command(self.config, script, worker=str(worker)), timeout=_LOOK_SECONDS * 2, input=given)
-        except CommandTimeout as error:
-            return Answer(worker, None, problem=str(error).splitlines()[0])
-        if not result.ok:
-            return Answer(worker, None, problem=gcloud.essence(result.stderr))
-        return Answer(worker, 0, result.stdout, result.stderr)
 
     def _through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
         argv = gcloud.ssh_command(self.config, script)

@@ -1,4 +1,4 @@
-"""Claims about a start that waits on the host for its word, and about what is remembered of a slice. Real shells, no engine."""
+"""Claims about a start that waits on the host for its word. Real shells, no engine."""
 
 import subprocess
 import time
@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import Config, load
-from launcher.tpu_vm import addresses, starting
-from launcher.tpu_vm.addresses import Address, Known
+from launcher.tpu_vm import starting
 
 PRELUDE = 'worker=3; say() { echo "$worker $*"; }\n'
 
@@ -77,28 +75,3 @@ def test_what_gcloud_said_is_known_when_it_gave_up_and_not_before() -> None:
     assert call.refusal() is None
     assert call.output() == ""
     assert "PREEMPTED" in (call.refusal() or "")
-
-
-def config(folder: Path, kind: str = "v4-16", more: str = "") -> Config:
-    path = folder / "run.yaml"
-    path.write_text(f"project: p\nzone: us-central2-b\nslice: {{name: demo, accelerator_type: {kind}{more}}}\n")
-    return load(path, command=["true"])
-
-
-def test_a_slice_is_remembered_for_the_same_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
-    two = tuple(Address(worker, f"10.0.0.{worker}", "me", "key", "known", f"tpu.1-{worker}") for worker in range(2))
-    known = Known("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), two)
-    assert addresses.recall(config(tmp_path)) is None
-    addresses.keep(config(tmp_path), known)
-    assert addresses.recall(config(tmp_path)) == known
-    assert addresses.recall(config(tmp_path, "v4-32")) is None
-    assert addresses.recall(config(tmp_path, more=", internal_ips: true")) is None
-    monkeypatch.setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", "http://127.0.0.1:1/")
-    assert addresses.recall(config(tmp_path)) is None, "an emulated slice is another one"
-    monkeypatch.delenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU")
-    (kept,) = (tmp_path / "kept" / "slices").iterdir()
-    kept.write_text(kept.read_text()[:40])
-    assert addresses.recall(config(tmp_path)) is None, "cut short"
-    addresses.forget(config(tmp_path))
-    assert not list((tmp_path / "kept" / "slices").iterdir())

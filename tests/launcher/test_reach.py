@@ -1,0 +1,119 @@
+"""Claims about where the hosts of a slice are: what is remembered of it, and when gcloud is asked again. Sockets are real, gcloud is its printed words."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.config import Config, load
+from launcher.errors import LaunchError
+from launcher.provider import SliceState
+from launcher.tpu_vm import addresses
+from launcher.tpu_vm.addresses import Address, Known
+from launcher.tpu_vm.reach import Reach
+
+DRY_RUN = (  # a line of gcloud 570's
+    "/usr/bin/ssh -t -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} -o IdentitiesOnly=yes "
+    "-o StrictHostKeyChecking=yes -o UserKnownHostsFile=known me@{host} -- true\n"
+)
+
+
+def gcloud_says(folder: Path, monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> Path:
+    """A gcloud that prints the way to these hosts, or that there is no such slice, and writes down that it was asked."""
+    asked, told = folder / "asked", "".join(DRY_RUN.format(worker=worker, host=host) for worker, host in enumerate(hosts))
+    asked.write_text("")
+    (folder / "told").write_text(told)
+    script = folder / "bin" / "gcloud"
+    script.parent.mkdir()
+    end = f"cat {folder}/told" if hosts else "echo 'ERROR: (gcloud) NOT_FOUND: no slice demo' >&2; exit 1"
+    script.write_text(f"#!/bin/sh\necho asked >>{asked}\n{end}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(script.parent), prepend=":")
+    return asked
+
+
+def config(folder: Path, kind: str = "v4-16", more: str = "") -> Config:
+    path = folder / "run.yaml"
+    path.write_text(f"project: p\nzone: us-central2-b\nslice: {{name: demo, accelerator_type: {kind}{more}}}\n")
+    return load(path, command=["true"])
+
+
+def test_a_slice_is_remembered_for_the_same_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
+    two = tuple(Address(worker, f"10.0.0.{worker}", "me", "key", "known", f"tpu.1-{worker}") for worker in range(2))
+    known = Known("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), two)
+    assert addresses.recall(config(tmp_path)) is None
+    addresses.keep(config(tmp_path), known)
+    assert addresses.recall(config(tmp_path)) == known
+    assert addresses.recall(config(tmp_path, "v4-32")) is None
+    assert addresses.recall(config(tmp_path, more=", internal_ips: true")) is None
+    monkeypatch.setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", "http://127.0.0.1:1/")
+    assert addresses.recall(config(tmp_path)) is None, "an emulated slice is another one"
+    monkeypatch.delenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU")
+    (kept,) = (tmp_path / "kept" / "slices").iterdir()
+    kept.write_text(kept.read_text()[:40])
+    assert addresses.recall(config(tmp_path)) is None, "cut short"
+    addresses.forget(config(tmp_path))
+    assert not list((tmp_path / "kept" / "slices").iterdir())
+
+
+def remembered(folder: Path) -> Known:
+    """Two hosts where nothing listens, kept by an earlier command."""
+    two = tuple(Address(worker, f"127.9.9.{worker + 1}", "me", "key", "known", f"tpu.1-{worker}") for worker in range(2))
+    known = Known("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), two)
+    addresses.keep(config(folder), known)
+    return known
+
+
+def seen(known: Known) -> SliceState:
+    return SliceState("demo", "READY", "HEALTHY", "v4-16", known.internal, created=known.created)
+
+
+def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
+    known = remembered(tmp_path)
+    reach = Reach(config(tmp_path))
+    reach.saw(seen(known))
+    assert reach.remembered
+    assert reach.hosts() is reach.hosts()
+    reach.saw(replace(seen(known), created="2026-02-02T00:00:00Z"))
+    assert not reach.remembered
+    assert addresses.recall(config(tmp_path)) is None
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, moved: bool) -> None:
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
+    known = remembered(tmp_path)
+    asked = gcloud_says(tmp_path, monkeypatch, [f"127.9.{8 if moved else 9}.{worker + 1}" for worker in range(2)])
+    reach = Reach(config(tmp_path))
+    before = reach.hosts()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda number: reach.ask(number % 2, "true", timeout=5), range(16)))
+    assert not any(answer.reached for answer in answers)
+    assert asked.read_text() == "asked\n"
+    assert (reach.hosts() is not before) == moved
+    assert (addresses.recall(config(tmp_path)) == known) == (not moved)
+
+
+def test_looks_that_come_back_late_find_no_slice_and_never_break(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that look at hosts of an attempt that is over, while the slice is seen to be gone: they get an answer or a LaunchError, nothing else."""
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
+    gcloud_says(tmp_path, monkeypatch, [])
+
+    def look(reach: Reach, worker: int) -> bool:
+        try:
+            return reach.ask(worker, "true", timeout=5).reached
+        except LaunchError:
+            return False
+
+    for _ in range(20):
+        remembered(tmp_path)
+        reach = Reach(config(tmp_path))
+        reach.hosts()
+        with ThreadPoolExecutor(8) as pool:
+            looks = [pool.submit(look, reach, number % 2) for number in range(16)]
+            reach.saw(None)
+            assert not any(each.result() for each in looks)
+        assert not reach.remembered
