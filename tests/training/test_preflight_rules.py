@@ -138,6 +138,22 @@ def test_it_ends_soon_where_the_edge_is_expected(edge: int, start: int, off: flo
     assert len(tried) <= 4
 
 
+@given(st.integers(1, 5000), st.floats(1.0, 3.0))
+def test_it_ends_soon_where_the_compiler_makes_room_at_the_edge(full: int, further: float) -> None:
+    """From `full` rows on the memory in use is all there is, and yet more rows fit."""
+    edge, tried = int(full * further), [full]
+
+    def fits(rows: int) -> bool:
+        tried.append(rows)
+        return rows <= edge
+
+    good, bad = bisect(fits, full, True, lambda: max(each for each in tried if each <= edge) * 1.001)
+    assert good is not None
+    assert bad is not None
+    assert good <= edge < bad
+    assert len(tried) <= 10  # with the first, which is known
+
+
 def test_the_search_ends_when_nothing_fits() -> None:
     assert bisect(lambda _: False, 16, False) == (None, 1)
 

@@ -120,12 +120,14 @@ def bisect(
 
     `edge` tells, from what is known so far, where it is expected; without, it is looked for by doubling or halving, and then in the middle."""
     good, bad = (start, None) if start_fits else (None, start)
-    tries = 0
+    tries = surprises = 0
     while (bad is None and good is not None and good < MOST_ROWS) or (good is None and bad is not None and bad > 1) or not _near(good, bad):
         tries += 1
         expected = edge() if tries <= 6 else None  # where memory is no line, the middle is sure to lead there
-        rows = _next(good, bad, expected)
+        rows = _next(good, bad, expected, surprises)
         good, bad = (rows, bad) if fits(rows) else (good, rows)
+        # Near its end the compiler computes again what it has no memory for: no line shows where that ends, so strides grow.
+        surprises += expected is not None and good == rows > expected * 33 / 32
     return good, bad
 
 
@@ -133,7 +135,7 @@ def _near(good: int | None, bad: int | None) -> bool:
     return good is None or bad is None or bad - good <= max(1, bad // 16)
 
 
-def _next(good: int | None, bad: int | None, expected: float | None) -> int:
+def _next(good: int | None, bad: int | None, expected: float | None, surprises: int) -> int:
     """What to try next: just below where the edge is expected, or what would end the search where that is known already."""
     low, high = (good or 0) + 1, bad - 1 if bad else MOST_ROWS
     if expected is None:
@@ -142,7 +144,8 @@ def _next(good: int | None, bad: int | None, expected: float | None) -> int:
     if bad is not None and just_below >= bad:
         just_below = bad - max(1, bad // 16)
     elif just_below <= (good or 0) * 33 // 32:
-        just_below = low + max(0, (good or 0) // 16 - 1)
+        just_below = low + max(0, (good or 0) * 2**surprises // 16 - 1)
+        just_below = just_below if bad is None or just_below < bad else (low + bad) // 2
     return min(max(just_below, low), high)
 
 
