@@ -5,9 +5,11 @@
 Ours is what `tpu-train preflight` compiles: the trainer's own step. Theirs is the unmodified BertForMaskedLM with its loss over all positions ("eager"
 attention, bf16 autocast) and torch.optim.AdamW, data-parallel by SPMD, the state donated as torch_xla does it. Both with dropout 0.1 and 30,522 tokens.
 
-FLOPs are the compiler's count for one device, over its sequences. Temporaries, and they with weights and moments, are bytes of HBM of one device; of a step
-that is refused for want of it they are what the compiler says it needs. All-reduces of the compiled program are shown beside the parameters, whose gradients
-they add up. With the first case, what `train.remat: layers` makes of twice its batch.
+FLOPs are the compiler's count for one device, over its sequences. Where their step is refused for want of memory, its work is shown twice: that of its first
+step, which makes AdamW's moments instead of being given them, at the same batch (the compiler finds room by computing much again), and that of the step at half
+the batch, where nothing is computed again. Temporaries, and they with weights and moments, are bytes of HBM of one device; of a step that is refused they are
+what the compiler says it needs. All-reduces of the compiled program are shown beside the parameters, whose gradients they add up. With the first case, what
+`train.remat: layers` makes of twice its batch.
 """
 
 from __future__ import annotations
@@ -100,8 +102,8 @@ def ours(case: Case, parameters: int, **train: Any) -> Found:
     return compiled(traced.program, case, 12 * parameters)
 
 
-def theirs(case: Case) -> tuple[Found, int]:
-    """And the number of parameters. Hugging Face's model and torch's optimizer: the second step, when the moments are there."""
+def theirs(case: Case, *, first: bool = False) -> tuple[Found, int]:
+    """And the number of parameters. Hugging Face's model and torch's optimizer: the first step, or one for which the moments are there."""
     import numpy as np
     import torch
     import torch_xla
@@ -123,7 +125,7 @@ def theirs(case: Case) -> tuple[Found, int]:
     network.tie_weights()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
     state = dict(network.named_parameters())
-    for name, value in list(state.items()):
+    for name, value in [] if first else list(state.items()):
         moments = {moment: torch.empty(value.shape).to(device) for moment in ("exp_avg", "exp_avg_sq")}
         optimizer.state[value] = {"step": torch.tensor(1.0), **moments}
         state |= {f"{name}/{moment}": tensor for moment, tensor in moments.items()}
@@ -141,19 +143,22 @@ def theirs(case: Case) -> tuple[Found, int]:
     loss.backward()
     optimizer.step()
     parameters = sum(each.numel() for each in network.parameters())
-    return compiled(compiler.program([loss.detach(), *state.values()], given), case, 12 * parameters), parameters
+    made = [kept[moment] for kept in optimizer.state.values() for moment in ("exp_avg", "exp_avg_sq")] if first else []
+    return compiled(compiler.program([loss.detach(), *state.values(), *made], given), case, 12 * parameters), parameters
 
 
 def compared(case: Case) -> list[Row]:
     print(f"{case}: {PEER}", file=sys.stderr, flush=True)
     other, parameters = theirs(case)
     gc.collect()
-    work, at = other.flops, PEER
-    if not other.fits:  # its work a sequence is that of half the batch
-        half, at = replace(case, batch=case.batch // 2), f"{PEER}, at half the batch"
-        print(f"{half}: {at}", file=sys.stderr, flush=True)
-        work = theirs(half)[0].flops
-        gc.collect()
+    works = [(PEER, other.flops)]
+    if not other.fits:
+        half = replace(case, batch=case.batch // 2)
+        works = []
+        for at, told, first in ((case, "its first step", True), (half, "at half the batch", False)):
+            print(f"{at}: {PEER}, {told}", file=sys.stderr, flush=True)
+            works.append((f"{PEER}, {told}", theirs(at, first=first)[0].flops))
+            gc.collect()
     print(f"{case}: ours", file=sys.stderr, flush=True)
     mine = ours(case, parameters)
     gc.collect()
@@ -161,7 +166,7 @@ def compared(case: Case) -> list[Row]:
     name = f"{case.model}, {case.length} tokens, {case.batch} on {case.accelerator}"
     limit = f"ours at most {capacity:.2f} GiB" + ("" if other.fits else "; theirs is refused")
     return [
-        row(f"{name}: work", "TFLOP a sequence", mine.flops, at, work, _at_most(case.flops)),
+        *(row(f"{name}: work", "TFLOP a sequence", mine.flops, peer, work, _at_most(case.flops)) for peer, work in works),
         row(f"{name}: temporaries", "GiB a device", mine.temporaries, PEER, other.temporaries, _at_most(case.temporaries)),
         row(f"{name}: with state", "GiB a device", mine.total, PEER, other.total, limit),
         row(

@@ -173,7 +173,10 @@ def run(
                 emit=terminal.host_line,
             )
     except KeyboardInterrupt:
-        terminal.say("detached: what was started goes on. `tpu-launch run --attach` watches it again, `tpu-launch stop` stops it")
+        if launch.under_way(config, _home()):
+            terminal.say("detached: what was started goes on. `tpu-launch run --attach` watches it again, `tpu-launch stop` stops it")
+        else:
+            terminal.say("interrupted: nothing of it is running. `tpu-launch run` again starts it or goes on with it")
         raise
     finally:
         provider.close()

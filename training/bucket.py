@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from training.objects import AlreadyExists, Changed, NotFound, Stat, StorageError, crc32c, split_remote
+from training.objects import AlreadyExists, Changed, NoBucket, NotFound, Stat, StorageError, crc32c, split_remote
 
 T = TypeVar("T")
 
@@ -256,7 +256,7 @@ def _raise_final(url: str, what: str, error: Exception, pinned: bool) -> None:
     if isinstance(error, api.NotFound):
         if pinned and (there := stat(url)):
             raise Changed(f"{url} was replaced (generation {there.generation}) while it was in use: start again") from None
-        raise NotFound(f"{url} does not exist" if _bucket_exists(bucket) else f"bucket gs://{bucket} does not exist") from None
+        raise (NotFound(f"{url} does not exist") if _bucket_exists(bucket) else NoBucket(f"bucket gs://{bucket} does not exist")) from None
     if isinstance(error, api.PreconditionFailed):
         raise Changed(f"{url} was replaced while it was in use: don't write to data that is being read; start again") from None
     if isinstance(error, api.Forbidden | api.Unauthorized):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import google_crc32c
 
-from training.errors import BadInput, TrainError
+from training.errors import BadInput, Exit, TrainError
 
 REMOTE = "gs://"
 _PIECE = 8 << 20
@@ -22,6 +22,12 @@ class StorageError(TrainError):
 
 class NotFound(StorageError):
     """The object, or its bucket, does not exist."""
+
+
+class NoBucket(NotFound):
+    """The bucket itself: a name in the configuration is wrong, and trying again changes nothing."""
+
+    exit_code = Exit.BAD_INPUT
 
 
 class AlreadyExists(StorageError):

@@ -83,6 +83,11 @@ def attach(config: Config, provider: Provider, home: Path, run_id: str | None, *
         return _go_on(config, provider, ledger, _watched(config, ledger, ledger.attempts - 1), say, emit)
 
 
+def under_way(config: Config, home: Path) -> bool:
+    """Whether an attempt was begun on this slice that has not ended, as far as is known here."""
+    return any(ledger.under_way for ledger in ledgers.runs(home) if _same_slice(config, ledger.record))
+
+
 def stop(config: Config, provider: Provider, home: Path, run_id: str | None, *, grace: int | None, say: Say) -> list[HostReport]:
     """Asks the run's containers on all hosts to stop (SIGTERM; SIGKILL after the grace), and waits until they have."""
     ledger = ledgers.find(home, run_id, slice_name=config.slice.name, provider=config.provider)

@@ -79,6 +79,11 @@ class Ledger:
         return 1 + max((event["attempt"] for event in self.events() if event["event"] == "attempt"), default=-1)
 
     @property
+    def under_way(self) -> bool:
+        """Whether an attempt was begun that has not ended, as far as is known here."""
+        return self.attempts > 0 and self.outcome is None
+
+    @property
     def outcome(self) -> str | None:
         """How the last attempt ended ("finished", "host lost", ...); None while it is open, or before the first."""
         for event in reversed(self.events()):

@@ -47,3 +47,13 @@ def test_a_second_launcher_on_a_run_is_told_who_the_first_is_and_takes_over_when
 
 def test_runs_begun_in_the_same_second_have_ids_of_their_own(tmp_path: Path) -> None:
     assert len({new_run(tmp_path).folder.name for _ in range(20)}) == 20
+
+
+def test_a_run_is_under_way_from_the_beginning_of_an_attempt_to_its_end(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert not run.under_way
+    for number in range(2):
+        run.event("attempt", attempt=number)
+        assert run.under_way
+        run.event("ended", attempt=number, outcome="failed")
+        assert not run.under_way

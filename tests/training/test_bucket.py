@@ -15,7 +15,7 @@ import pytest
 
 from launcher.emulator.web import Disconnected, Response
 from training import bucket, storage
-from training.errors import BadInput
+from training.errors import BadInput, Exit
 
 DATA = random.Random(0).randbytes(300_000)
 
@@ -74,8 +74,9 @@ def test_a_replaced_or_deleted_object_is_not_read_under_its_old_generation(gcs: 
 def test_a_missing_object_and_a_missing_bucket_are_told_apart(gcs: Any) -> None:
     with pytest.raises(storage.NotFound, match=r"^gs://bucket/x does not exist"):
         storage.read("gs://bucket/x")
-    with pytest.raises(storage.NotFound, match=r"^bucket gs://other does not exist"):
+    with pytest.raises(storage.NotFound, match=r"^bucket gs://other does not exist") as missing:
         storage.read("gs://other/x")
+    assert missing.value.exit_code is Exit.BAD_INPUT, "no attempt would find it"
     with pytest.raises(storage.NotFound, match=r"^bucket gs://other does not exist"):
         storage.write("gs://other/x", b"")
     with pytest.raises(storage.NotFound, match=r"^bucket gs://other does not exist"):
