@@ -44,13 +44,16 @@ class Outcome:
         return f"{self.passed} passed" if self.stage.runs_tests else "clean"
 
 
+SLOWEST = ("--durations=0", "--durations-min=1")
+TWO = ("-n", "2")  # at once: most of the time such tests wait for each other's processes or for a time-out
 STAGES = (
     Stage("lint", ("make", "--no-print-directory", "lint"), 300, runs_tests=False),
-    Stage("fast", (*PYTEST, "--durations=5"), 600),
+    Stage("fast", (*PYTEST, *TWO, "--durations=5"), 600),
     Stage("container", (sys.executable, "tools/container_tests.py"), 1500),
     Stage("tensorflow", (sys.executable, "tools/container_tests.py", "tensorflow"), 900),
     Stage("beam", (sys.executable, "tools/container_tests.py", "beam"), 600),
-    Stage("rehearsal", (*PYTEST, "tests/rehearsal", "--durations=0", "--durations-min=1"), 2700),
+    Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *SLOWEST), 2400),
+    Stage("slices", (*PYTEST, "tests/rehearsal", "-m", "not alone", *TWO, "--dist", "loadfile", *SLOWEST), 1800),
 )
 
 

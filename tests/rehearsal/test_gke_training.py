@@ -29,6 +29,8 @@ from tests.kubernetes.golden import IMAGE
 from tests.rehearsal.workstation import HOUSE, Workstation
 from training import storage
 
+pytestmark = pytest.mark.alone
+
 STEPS = 300  # long enough on any machine: what happens in the middle must not come after the end
 SAME = ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", "committed_step", "steps")
 

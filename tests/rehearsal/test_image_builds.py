@@ -28,6 +28,8 @@ from launcher import engine, images, shell
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import ImageSpec
 
+pytestmark = pytest.mark.alone
+
 SECRET = "a line that only the CA bundle holds"
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 
+import pytest
+
 from tests.rehearsal.workstation import HOUSE, Workstation
+
+pytestmark = pytest.mark.alone
 
 
 def test_own_code_trains_over_two_hosts(emulator: Workstation) -> None:

@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks import parity
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.timeout(1800)  # two frameworks' imports and compilations, on a machine that may be busy
 def test_losses_batches_checkpoints_and_models_of_both_backends_agree(tmp_path: Path) -> None:

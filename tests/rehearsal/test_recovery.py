@@ -14,6 +14,8 @@ import pytest
 
 from tests.rehearsal.workstation import HOUSE, Ended, Running, Workstation
 
+pytestmark = pytest.mark.alone
+
 FILE = "rehearsal.yaml"
 STEPS = 96
 

@@ -12,6 +12,8 @@ import pytest
 from launcher.emulator.state import emulator_id
 from tests.rehearsal.workstation import HOUSE, Workstation, docker
 
+pytestmark = pytest.mark.alone
+
 KEYS = {"hosts", "steps", "first_loss", "last_loss", "eval_perplexity", "examples_per_second", "checkpoint", "committed_step", "seconds"}
 
 

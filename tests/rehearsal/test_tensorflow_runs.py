@@ -14,6 +14,8 @@ import pytest
 
 from tests.rehearsal.workstation import HOUSE, Workstation
 
+pytestmark = pytest.mark.alone
+
 FILE = "tensorflow.yaml"
 LENGTH = ["--set", "train.steps=300", "--set", "checkpoint.every_steps=20", "--set", "evaluation.every=100", "--set", "train.log_every=5"]
 

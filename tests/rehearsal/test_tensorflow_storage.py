@@ -20,6 +20,8 @@ from training.data import batches, prepare
 from training.data.masking import Masking, SpecialTokens
 from training.data.reading import Reading
 
+pytestmark = pytest.mark.alone
+
 FILE = """\
 project: p
 zone: us-central2-b
