@@ -1,0 +1,74 @@
+"""The largest training batches that fit, by the TPU compiler, without a TPU: the table in README.
+
+    make benchmark NAME=batches [ARGS="--json --model bert-base --accelerator v3-8"]
+
+MLM at 512 tokens in bf16 with AdamW, the predictions at the masked positions, nothing of `train.remat`: what `tpu-train preflight --max-batch` finds for each
+model and slice of eight cores or devices, in global batches. The next larger batch that was tried is refused, at most 1/16 above. An hour or two on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.peers.rows import Row, finish, row
+from training.accelerators import Accelerator, accelerator
+from training.config import TrainerConfig
+from training.preflight.check import check
+from training.preflight.report import Largest
+from training.preflight.shapes import Facts
+
+RUNS_IN = "torch-xla"
+LENGTH = 512
+SLICES = ("v3-8", "v4-8", "v5litepod-8", "v5p-8", "v6e-8")
+# Vocabulary, GiB of weights and moments, and where the search begins, in GiB of HBM a row: only what it costs depends on that.
+MODELS = {"bert-base": (30_522, 1.3, 0.0905), "bert-large": (30_522, 3.8, 0.3), "roberta-base": (50_265, 1.5, 0.093)}
+
+
+def largest(model: str, name: str) -> Largest:
+    """What the search finds. The compiler's memory is free again when its process ends."""
+    target = accelerator(name)
+    vocabulary, _, _ = MODELS[model]
+    settings = {"steps": 1, "global_batch_size": first_rows(model, target) * target.devices, "precision": "bf16"}
+    folders = {"train": "none", "tokenizer": "none"}  # nothing is read
+    config = TrainerConfig.model_validate({"model": {"name": model}, "data": folders, "train": settings, "output": "none"})
+    facts = Facts(vocabulary, 0, (LENGTH,), (), None)
+    found = check(config, facts, [target], max_batch=True, say=lambda text: print(f"  {text}", file=sys.stderr, flush=True))
+    [one] = found.accelerators
+    assert one.max_batch is not None
+    return one.max_batch
+
+
+def first_rows(model: str, target: Accelerator) -> int:
+    _, state, each = MODELS[model]
+    return max(8, int((target.generation.usable_hbm_bytes_per_device / 2**30 - state) / each) // 8 * 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--model", action="append", choices=list(MODELS))
+    parser.add_argument("--accelerator", action="append", choices=SLICES)
+    options = parser.parse_args()
+    os.environ["PJRT_DEVICE"] = "CPU"
+    rows: list[Row] = []
+    for model in options.model or MODELS:
+        for name in options.accelerator or SLICES:
+            print(f"{model} on {name}", file=sys.stderr, flush=True)
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                found = pool.submit(largest, model, name).result()
+            print(f"{model} on {name}: {found.fits} fits, {found.refused} does not", file=sys.stderr, flush=True)
+            what = f"{model}, {LENGTH} tokens, {name}: largest batch"
+            unit = f"sequences ({found.rows_per_device} a device)"
+            rows.append(row(what, unit, found.fits, "smallest refused", found.refused, "at least 0.93"))
+    finish("batches", rows, options.json)
+
+
+if __name__ == "__main__":
+    main()
