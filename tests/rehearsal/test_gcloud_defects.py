@@ -37,7 +37,7 @@ from launcher.emulator.state import Host, State
 from launcher.emulator.web import Acceptor, Request, Response, json_response, serve_http
 from launcher.tpu_vm import gcloud, queued
 from launcher.tpu_vm.addresses import parse_dry_run
-from launcher.tpu_vm.tpu_vm import TpuVm
+from launcher.tpu_vm.reach import Reach
 
 NODE = ("projects", "p", "locations", "us-central2-b", "nodes")
 BODY = {"acceleratorType": "v4-16", "runtimeVersion": "tpu-ubuntu2204-base", "networkConfig": {"enableExternalIps": True}}
@@ -114,7 +114,7 @@ def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: 
     crashed = shell.run(gcloud.ssh_command(config, "true", worker="0"), timeout=60)
     assert not crashed.ok
     assert "IndexError" in crashed.stderr
-    answer = TpuVm(config, print)._ask_through_gcloud(0, "true")
+    answer = Reach(config).ask_through_gcloud(0, "true")
     assert (answer.reached, "IndexError" in answer.problem) == (False, True)
     for host in hosts_of(state):
         host.guest_attributes["hostkeys/ssh-ed25519"] = "AAAAC3NzaC1lZDI1NTE5AAAAIGAbCdEf"
