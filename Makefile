@@ -32,7 +32,7 @@ test-nightly: need-containers $(VENV_READY) ## trainers killed at every point of
 	@TPU_LAUNCH_KILLS=$(or $(KILLS),100) tools/with-engine.sh $(BIN)/python tools/container_tests.py torch-xla tests/container/test_kill_anywhere.py
 
 test-fast: need-kubectl $(VENV_READY) ## the tests that need no container (ARGS="-k words")
-	@$(BIN)/pytest -n 2 $(ARGS)
+	@$(BIN)/pytest $(ARGS)
 
 lint: $(VENV_READY) ## ruff, its formatter's opinion, and mypy
 	@status=0; \
