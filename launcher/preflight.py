@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -94,6 +95,17 @@ def require(config: Config, home: Path, say: Say) -> Config:
     return replace(config, run=config.run.model_copy(update={"environment": environment}))
 
 
+def _no_answer(code: int) -> LaunchError:
+    """What the container's exit code tells of a preflight that did not end by itself."""
+    why = {
+        128 + signal.SIGKILL: "it was killed, most likely because this machine's memory ran out: compiling bert-large takes up to 10 GB",
+        128 + signal.SIGSEGV: "the TPU compiler crashed (SIGSEGV), a defect of libtpu: try another batch size",
+        128 + signal.SIGABRT: "the TPU compiler gave up (SIGABRT), a defect of libtpu: try another batch size",
+    }.get(code, f"it ended with exit code {code}")
+    exit_code = {int(Exit.BAD_INPUT): Exit.BAD_INPUT, 3: Exit.DOES_NOT_FIT}.get(code, Exit.APPLICATION_FAILED)
+    return LaunchError(f"preflight gave no answer: {why}; its last lines are above", exit_code=exit_code)
+
+
 def _compile(config: Config, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say) -> list[dict[str, Any]]:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="preflight-") as file:
         file.write(config.document.dump())
@@ -120,8 +132,7 @@ def _compile(config: Config, names: Sequence[str], *, max_batch: bool, more: Seq
             mounts={Path(file.name): inside},
         )
     if not answers:
-        exit_code = {int(Exit.BAD_INPUT): Exit.BAD_INPUT, 3: Exit.DOES_NOT_FIT}.get(code, Exit.APPLICATION_FAILED)
-        raise LaunchError(f"preflight gave no answer and ended with exit code {code}; its last lines are above", exit_code=exit_code)
+        raise _no_answer(code)
     results: list[dict[str, Any]] = json.loads(answers[-1])["accelerators"]
     return results
 

@@ -136,3 +136,12 @@ def test_an_unknown_accelerator_is_named(folder: Path) -> None:
     ended = launch(folder, "preflight", "-f", "run.yaml", "--accelerator", "v3-16")
     assert ended.returncode == Exit.BAD_INPUT
     assert "accelerator type 'v3-16' does not exist; v3 has v3-8" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(137, "memory ran out"), (139, "the TPU compiler crashed"), (134, "gave up"), (77, "exit code 77")]
+)
+def test_a_compiler_that_does_not_end_by_itself_is_told(code: int, said: str) -> None:
+    error = preflight._no_answer(code)
+    assert said in str(error)
+    assert error.exit_code == Exit.APPLICATION_FAILED
