@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -28,8 +29,8 @@ _JSON = ("storage", "upload", "download", "resumable", "batch")
 _DAYS = 365
 
 
-def tls_context(folder: Path) -> ssl.SSLContext:
-    """A server's side for NAMES; writes `folder`/ca.pem, with which a client believes it."""
+def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
+    """A server's side for these names; writes `folder`/ca.pem, with which a client believes it."""
     now, ca_key, key = datetime.now(UTC), ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tpu-launch emulator")])
 
@@ -40,9 +41,10 @@ def tls_context(folder: Path) -> ssl.SSLContext:
         builder = builder.not_valid_after(now + timedelta(days=_DAYS))
         return builder.add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
 
-    names = x509.SubjectAlternativeName([x509.DNSName(name) for name in NAMES])
-    own = certificate(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, NAMES[0])]), key.public_key(), ca=False)
-    own = own.add_extension(names, critical=False).add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    own = certificate(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])]), key.public_key(), ca=False)
+    own = own.add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False).add_extension(
+        x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False
+    )
     signed = own.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
     ca = certificate(ca_name, ca_key.public_key(), ca=True).sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
     secret = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

@@ -25,6 +25,7 @@ from typing import ClassVar
 import pytest
 
 from launcher import engine, images, shell
+from launcher.emulator import bucket_tls
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import ImageSpec
 
@@ -185,7 +186,7 @@ def test_base_image_that_nobody_has_is_named(spec: ImageSpec) -> None:
 
 
 class _Registry(http.server.BaseHTTPRequestHandler):
-    """The pushing half of the distribution protocol (https://distribution.github.io/distribution/spec/api/), with checked digests."""
+    """As much of the distribution protocol (https://distribution.github.io/distribution/spec/api/) as pushing and looking need; digests are checked."""
 
     protocol_version = "HTTP/1.1"
     blobs: ClassVar[dict[str, bytes]] = {}
@@ -194,7 +195,16 @@ class _Registry(http.server.BaseHTTPRequestHandler):
     refuse: ClassVar[bool] = False
 
     def do_GET(self) -> None:
-        self._answer(200)
+        if self.path == "/v2/":
+            self._answer(200, {"Docker-Distribution-Api-Version": "registry/2.0"})
+            return
+        digest = self.manifests.get(self.path, self.path.rpartition("/")[2])
+        found = self.blobs.get(digest)
+        if found is None:
+            self._answer(404)
+            return
+        kind = json.loads(found)["mediaType"] if "/manifests/" in self.path else "application/octet-stream"
+        self._answer(200, {"Docker-Content-Digest": digest, "Content-Type": kind}, found)
 
     def do_HEAD(self) -> None:
         name = self.path.rpartition("/")[2]
@@ -251,12 +261,18 @@ class _Registry(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def registry() -> Iterator[str]:
-    """The address of an empty registry on loopback."""
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of an empty registry on loopback, over TLS: without, docker pushes to it, but does not look at its manifests."""
     for kept in (_Registry.blobs, _Registry.uploads, _Registry.manifests):
         kept.clear()
     _Registry.refuse = False
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Registry)
+    folder = tmp_path / "registry"
+    folder.mkdir()
+    server.socket = bucket_tls.tls_context(folder, ["localhost"]).wrap_socket(
+        server.socket, server_side=True, do_handshake_on_connect=False
+    )
+    monkeypatch.setenv("SSL_CERT_FILE", str(folder / bucket_tls.CA_FILE))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"localhost:{server.server_address[1]}"
     server.shutdown()
@@ -281,6 +297,21 @@ def test_image_that_was_built_before_is_pushed_without_another_build(spec: Image
     said: list[str] = []
     images.ensure(dataclasses.replace(spec, repository=f"{registry}/project/name"), said.append)
     assert [line.split()[0] for line in said] == ["pushing"]
+
+
+def test_the_size_of_an_image_that_only_the_registry_has_is_known(spec: ImageSpec, registry: str) -> None:
+    """Hosts are asked for room before they pull. A registry knows packed layers: what they take unpacked is estimated."""
+    image = images.ensure(dataclasses.replace(spec, repository=f"{registry}/project/name"), print)
+    here = images.size(image.reference)
+    docker = engine.client()
+    for reference in (image.reference, f"{registry}/project/name:{images.plan(spec).tag}", f"{spec.name}:{images.plan(spec).tag}"):
+        shell.run([docker, "image", "rm", "--force", reference], timeout=60)
+    assert not shell.run([docker, "image", "inspect", image.reference], timeout=30).ok
+    told = images.size(image.reference)
+    assert here is not None
+    assert told is not None
+    assert 0.5 < told / here < 2
+    assert images.size(f"{registry}/project/other:none") is None
 
 
 def test_registry_that_refuses_us_is_a_permission_error(spec: ImageSpec, registry: str) -> None:
