@@ -15,7 +15,7 @@ from training.accelerators import ACCELERATORS, accelerator
 from training.config import TrainerConfig
 from training.errors import BadInput
 from training.preflight.agreement import Agreement
-from training.preflight.check import bisect
+from training.preflight.check import bisect, where_memory_ends
 from training.preflight.compiler import Program, graph_hash
 from training.preflight.programs import Traced
 from training.preflight.report import GIB, advised, allocations_of, reason_of, refused, roofline
@@ -103,6 +103,22 @@ def test_what_does_not_fit_is_told_with_what_computing_again_would_need() -> Non
     large, less = (refused(traced, f"Used {size}G of 15.48G hbm.", 1.0) for size in ("22.46", "16.00"))
     assert str(advised(large, less).reason).endswith("and 15.48 GiB are there; with train.remat: layers it would need 16.00 GiB")
     assert str(advised(large, replace(less, fits=True)).reason).endswith("it would need 16.00 GiB and fit")
+
+
+@pytest.mark.parametrize(
+    ("needed", "expected"),
+    [
+        ({100: 10.0}, None),
+        ({100: 10.0, 150: 15.0}, 160),
+        ({100: 10.0, 150: 15.0, 200: 20.0}, 160),
+        ({100: 15.9, 120: 15.9}, 120),  # the compiler made room: its memory is used up
+        ({100: 15.9, 120: 15.8}, 120),
+    ],
+)
+def test_memory_is_expected_to_end_where_the_nearest_line_says(needed: dict[int, float], expected: float | None) -> None:
+    traced = Traced(Graph("training", 128, 512), Program(""), 0, 0.0)
+    known = {rows: refused(traced, f"Used {size:.2f}G of 16.00G hbm.", 1.0) for rows, size in needed.items()}
+    assert where_memory_ends(known, 16 * GIB) == (expected if expected is None else pytest.approx(expected))
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000))

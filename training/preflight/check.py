@@ -102,7 +102,9 @@ def _search(config: TrainerConfig, facts: Facts, target: Accelerator, first: Gra
 
 
 def where_memory_ends(known: Mapping[int, GraphResult], capacity: int) -> float | None:
-    """Rows a device at which memory is expected to run out, by a line through what is known nearest to it. Without rows there are no temporaries."""
+    """Rows a device at which memory is expected to run out, by a line through what is known nearest to it. Without rows there are no temporaries.
+
+    None as long as too little is known."""
     needed = {rows: each.needed for rows, each in known.items() if each.needed}
     memory = next((each.memory for each in known.values() if each.memory), None)
     if memory:
@@ -110,7 +112,9 @@ def where_memory_ends(known: Mapping[int, GraphResult], capacity: int) -> float 
     if len(needed) < 2:
         return None
     (low, below), (high, above) = sorted(sorted(needed.items(), key=lambda item: abs(item[1] - capacity))[:2])
-    return low + (capacity - below) * (high - low) / (above - below) if above > below else None
+    return (
+        low + (capacity - below) * (high - low) / (above - below) if above > below else high
+    )  # more rows in no more memory: it is used up
 
 
 def bisect(
