@@ -97,10 +97,11 @@ def require(config: Config, home: Path, say: Say) -> Config:
 
 def _no_answer(code: int) -> LaunchError:
     """What the container's exit code tells of a preflight that did not end by itself."""
+    defect = "a defect of libtpu that shows now and then near the end of the memory: run it again, or try another batch size"
     why = {
         128 + signal.SIGKILL: "it was killed, most likely because this machine's memory ran out: compiling bert-large takes up to 10 GB",
-        128 + signal.SIGSEGV: "the TPU compiler crashed (SIGSEGV), a defect of libtpu: try another batch size",
-        128 + signal.SIGABRT: "the TPU compiler gave up (SIGABRT), a defect of libtpu: try another batch size",
+        128 + signal.SIGSEGV: f"the TPU compiler crashed (SIGSEGV), {defect}",
+        128 + signal.SIGABRT: f"the TPU compiler gave up (SIGABRT), {defect}",
     }.get(code, f"it ended with exit code {code}")
     exit_code = {int(Exit.BAD_INPUT): Exit.BAD_INPUT, 3: Exit.DOES_NOT_FIT}.get(code, Exit.APPLICATION_FAILED)
     return LaunchError(f"preflight gave no answer: {why}; its last lines are above", exit_code=exit_code)
