@@ -46,7 +46,7 @@ _NO_TPU = {
 }
 
 # Near the end of the memory it computes much again, in deep recursions: with the stacks that its threads have by default it crashed each time (SIGSEGV, "stack
-# overflow") on bert-base with 328 rows of 512 tokens for v6e, with 64 MiB once in a dozen such programs.
+# overflow") on bert-base with 328 rows of 512 tokens for v6e, with 64 MiB twice in a dozen such programs.
 _DEEP_STACKS = "--xla_internal_thread_stack_size_bytes=268435456"
 
 _LOADING = threading.Lock()  # libtpu is loaded once, whichever thread comes first
