@@ -10,21 +10,18 @@ refuses, at most 1/16 above. Two to four compilations of one to four minutes eac
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.peers.compiling import alone, mlm
 from benchmarks.peers.rows import Row, finish, row
 from training.accelerators import Accelerator, accelerator
-from training.config import TrainerConfig
 from training.preflight.check import check
 from training.preflight.report import Largest
-from training.preflight.shapes import Facts
 
 RUNS_IN = "torch-xla"
 LENGTH = 512
@@ -38,10 +35,7 @@ def largest(model: str, name: str) -> Largest:
     """What the search finds."""
     target = accelerator(name)
     vocabulary, _, _ = MODELS[model]
-    settings = {"steps": 1, "global_batch_size": first_rows(model, target) * target.devices, "precision": "bf16"}
-    folders = {"train": "none", "tokenizer": "none"}  # nothing is read
-    config = TrainerConfig.model_validate({"model": {"name": model}, "data": folders, "train": settings, "output": "none"})
-    facts = Facts(vocabulary, 0, (LENGTH,), (), None)
+    config, facts = mlm(model, LENGTH, vocabulary, first_rows(model, target) * target.devices)
     found = check(config, facts, [target], max_batch=True, say=lambda text: print(f"  {text}", file=sys.stderr, flush=True))
     [one] = found.accelerators
     assert one.max_batch is not None
@@ -58,8 +52,7 @@ def searched(model: str, name: str) -> Row:
     what, goal = f"{model}, {LENGTH} tokens, {name}: largest batch", "at least 0.93"
     for _ in range(TRIES):
         try:
-            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-                found = pool.submit(largest, model, name).result()
+            found = alone(largest, model, name)
         except BrokenProcessPool:
             print(f"{model} on {name}: the compiler crashed", file=sys.stderr, flush=True)
             continue

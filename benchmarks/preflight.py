@@ -15,27 +15,23 @@ what the compiler says it needs. All-reduces of the compiled program are shown b
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.peers.compiling import alone, mlm
 from benchmarks.peers.rows import Row, finish, row
 from training.accelerators import accelerator
-from training.config import TrainerConfig
 from training.preflight import compiler, programs
 from training.preflight.compiler import Compiled, Program, Refused
 from training.preflight.report import reason_of
 from training.preflight.scheduled import collectives
-from training.preflight.shapes import Facts, Graph
+from training.preflight.shapes import Graph
 
-T = TypeVar("T")
 RUNS_IN = "torch-xla"
 VOCABULARY = 30_522
 GIB = 2**30
@@ -97,10 +93,7 @@ def compiled(program: Program, case: Case, state: int) -> Found:
 
 def ours(case: Case, parameters: int, **train: Any) -> Found:
     """The trainer's step."""
-    settings = {"steps": 1, "global_batch_size": case.batch, "precision": "bf16", **train}
-    folders = {"train": "none", "tokenizer": "none"}  # nothing is read
-    config = TrainerConfig.model_validate({"model": {"name": case.model}, "data": folders, "train": settings, "output": "none"})
-    facts = Facts(VOCABULARY, 0, (case.length,), (), None)
+    config, facts = mlm(case.model, case.length, VOCABULARY, case.batch, **train)
     [traced] = programs.trace(config, facts, [Graph("training", case.batch, case.length)], accelerator(case.accelerator).devices)
     return compiled(traced.program, case, 12 * parameters)
 
@@ -128,10 +121,11 @@ def theirs(case: Case, *, first: bool = False) -> tuple[Found, int]:
     network.tie_weights()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
     state = dict(network.named_parameters())
-    for name, value in [] if first else list(state.items()):
-        moments = {moment: torch.empty(value.shape).to(device) for moment in ("exp_avg", "exp_avg_sq")}
-        optimizer.state[value] = {"step": torch.tensor(1.0), **moments}
-        state |= {f"{name}/{moment}": tensor for moment, tensor in moments.items()}
+    if not first:
+        for name, value in list(state.items()):
+            moments = {moment: torch.empty(value.shape).to(device) for moment in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[value] = {"step": torch.tensor(1.0), **moments}
+            state |= {f"{name}/{moment}": tensor for moment, tensor in moments.items()}
     for tensor in state.values():
         spmd.mark_sharding(tensor, mesh, (None,) * tensor.ndim)
 
@@ -148,12 +142,6 @@ def theirs(case: Case, *, first: bool = False) -> tuple[Found, int]:
     parameters = sum(each.numel() for each in network.parameters())
     made = [kept[moment] for kept in optimizer.state.values() for moment in ("exp_avg", "exp_avg_sq")] if first else []
     return compiled(compiler.program([loss.detach(), *state.values(), *made], given), case, 12 * parameters), parameters
-
-
-def alone(measured: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """In a process of its own, whose memory (7 GB and more for bert-large) is free afterwards."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measured, *arguments, **named).result()
 
 
 def compared(case: Case) -> list[Row]:

@@ -13,8 +13,8 @@ from launcher.tpu_vm import addresses
 from launcher.tpu_vm.addresses import Address, Known
 from launcher.tpu_vm.reach import Reach
 
-DRY_RUN = (  # a line of gcloud 570's
-    "/usr/bin/ssh -t -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} -o IdentitiesOnly=yes "
+DRY_RUN = (  # as gcloud 528 prints it
+    "/usr/bin/ssh -T -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} -o IdentitiesOnly=yes "
     "-o StrictHostKeyChecking=yes -o UserKnownHostsFile=known me@{host} -- true\n"
 )
 

@@ -112,9 +112,9 @@ def where_memory_ends(known: Mapping[int, GraphResult], capacity: int) -> float 
     if len(needed) < 2:
         return None
     (low, below), (high, above) = sorted(sorted(needed.items(), key=lambda item: abs(item[1] - capacity))[:2])
-    return (
-        low + (capacity - below) * (high - low) / (above - below) if above > below else high
-    )  # more rows in no more memory: it is used up
+    if above <= below:
+        return high  # more rows in no more memory: it is used up
+    return low + (capacity - below) * (high - low) / (above - below)
 
 
 def bisect(
