@@ -1,0 +1,51 @@
+"""Golden losses: twenty steps of each task whose losses a refactoring must leave as they are.
+
+tests/golden/losses.json holds them for each backend and task; tests/container and tests/tensorflow compare them. To write them again, after a change that is
+meant to change numbers, copy what the failing test prints.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.container import small_runs
+from tests.container.test_classification_runs import document as classification_document
+from tests.container.test_classification_runs import write as write_classification
+
+GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
+STEPS = 20
+# Machines differ in their vector instructions, so in the order in which XLA adds numbers up. On one machine the losses are equal.
+RELATIVE = 2e-6
+
+
+def mlm_document(folder: Path, backend: str) -> dict[str, Any]:
+    """Twenty steps of masked language modelling, with dropout, warm-up and clipping, on generated rows."""
+    small_runs.prepare(folder)
+    return small_runs.document(folder, backend=backend, train__steps=STEPS, train__strict=True)
+
+
+def labelled_document(folder: Path, backend: str) -> dict[str, Any]:
+    """Twenty steps of classification, over batches of several lengths."""
+    small_runs.write_tokenizer(folder / "tokenizer")
+    write_classification(folder / "train", folder / "tokenizer", 96, 1)
+    write_classification(folder / "evaluation", folder / "tokenizer", 37, 2)
+    return classification_document(folder, backend=backend, train__steps=STEPS, train__learning_rate=0.003)
+
+
+DOCUMENTS = {"mlm": mlm_document, "classification": labelled_document}
+
+
+def assert_golden(task: str, backend: str, folder: Path) -> None:
+    """Trains `task` for twenty steps in this process and compares every loss, and the last evaluation's, with the golden file."""
+    summary = small_runs.train_here(DOCUMENTS[task](folder, backend), "golden")
+    seen = {"losses": small_runs.losses(folder, "golden"), "evaluation": summary["eval_loss"]}
+    expected = json.loads(GOLDEN.read_text())[backend].get(task)
+    assert expected is not None, f"no golden losses of {task} with {backend}; seen: {json.dumps(seen)}"
+    print(f"{backend} {task}: {'the same bits as' if seen == expected else 'not the same bits as'} the golden losses: {json.dumps(seen)}")
+    assert len(seen["losses"]) == STEPS
+    assert seen["losses"] == pytest.approx(expected["losses"], rel=RELATIVE), json.dumps(seen)
+    assert seen["evaluation"] == pytest.approx(expected["evaluation"], rel=RELATIVE)
