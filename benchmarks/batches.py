@@ -2,9 +2,10 @@
 
     make benchmark NAME=batches [ARGS="--json --model bert-base --accelerator v3-8"]
 
-MLM at 512 tokens in bf16 with AdamW, predictions at the masked positions, `train.remat` as it is by default: what `tpu-train preflight --max-batch` finds for
-each model and each slice of one host, in sequences of the global batch. Beside it the next larger batch that was tried, which the compiler
-refuses, at most 1/16 above. Two to four compilations of one to four minutes each for a row: an hour and a half for all on two cores, and 10 GB of memory.
+MLM at 512 tokens in bf16 with AdamW, predictions at the masked positions, `train.remat` as it is by default: what
+`tpu-train preflight --max-batch` finds for each model and each slice of one host, in sequences of the global batch.
+Beside it the next larger batch that was tried, which the compiler refuses, at most 1/16 above. Two to four compilations
+of one to four minutes each for a row: an hour and a half for all on two cores, and 10 GB of memory.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers.compiling import alone, mlm
 from benchmarks.peers.rows import Row, finish, row
 from training.accelerators import Accelerator, accelerator
-from training.preflight.check import check
 from training.preflight.report import Largest
+from training.preflight.search import check
 
 RUNS_IN = "torch-xla"
 LENGTH = 512
 TRIES = 3
 SLICES = ("v3-8", "v4-8", "v5litepod-8", "v5p-8", "v6e-8")
-# Vocabulary, GiB of weights and moments, and where the search begins, in GiB of HBM a row: only what it costs depends on that.
+# Vocabulary, GiB of weights and moments, and where the search begins, in GiB of HBM a row: only what it costs depends
+# on that.
 MODELS = {"bert-base": (30_522, 1.3, 0.0905), "bert-large": (30_522, 3.8, 0.236), "roberta-base": (50_265, 1.5, 0.0912)}
 
 
@@ -36,7 +38,9 @@ def largest(model: str, name: str) -> Largest:
     target = accelerator(name)
     vocabulary, _, _ = MODELS[model]
     config, facts = mlm(model, LENGTH, vocabulary, first_rows(model, target) * target.devices)
-    found = check(config, facts, [target], max_batch=True, say=lambda text: print(f"  {text}", file=sys.stderr, flush=True))
+    found = check(
+        config, facts, [target], max_batch=True, say=lambda text: print(f"  {text}", file=sys.stderr, flush=True)
+    )
     [one] = found.accelerators
     assert one.max_batch is not None
     return one.max_batch
@@ -48,7 +52,8 @@ def first_rows(model: str, target: Accelerator) -> int:
 
 
 def searched(model: str, name: str) -> Row:
-    """One search, in a process of its own; made again where the compiler crashed, as it does now and then near the end of the memory."""
+    """One search, in a process of its own; made again where the compiler crashed, as it does now and then near the end
+    of the memory."""
     what, goal = f"{model}, {LENGTH} tokens, {name}: largest batch", "at least 0.93"
     for _ in range(TRIES):
         try:
@@ -57,7 +62,9 @@ def searched(model: str, name: str) -> Row:
             print(f"{model} on {name}: the compiler crashed", file=sys.stderr, flush=True)
             continue
         print(f"{model} on {name}: {found.fits} fits, {found.refused} does not", file=sys.stderr, flush=True)
-        return row(what, f"sequences ({found.rows_per_device} a device)", found.fits, "smallest refused", found.refused, goal)
+        return row(
+            what, f"sequences ({found.rows_per_device} a device)", found.fits, "smallest refused", found.refused, goal
+        )
     return row(what, "sequences", None, f"the compiler crashed {TRIES} times", None, goal)
 
 

@@ -2,18 +2,21 @@
 
     make benchmark NAME=checkpoint [ARGS="--json --repeat 3"]
 
-The state is BERT-base's with its AdamW moments, 1.3 GB of fp32, held by the PyTorch/XLA backend on the CPU. The others get the same tensors as plain torch
-tensors in host memory, which spares them the copy from the device. All write fresh files below one temporary folder on this machine's disk; rounds are
-interleaved and the best of `--repeat` is kept, for ours and theirs alike. Memory is measured in processes of their own.
+The state is BERT-base's with its AdamW moments, 1.3 GB of fp32, held by the PyTorch/XLA backend on the CPU. The others
+get the same tensors as plain torch tensors in host memory, which spares them the copy from the device. All write fresh
+files below one temporary folder on this machine's disk; rounds are interleaved and the best of `--repeat` is kept, for
+ours and theirs alike. Memory is measured in processes of their own.
 
-  ours          Saver.save with checkpoint.background, on one host; restoring is `restore` into the backend. The loop is blocked in `save`, and in the next
-                training step where it waits for the copy to end before it changes the state; both count. Committed is durable: the part and the manifest
-                are fsynced. Throughput is counted from the end of the copy on.
+  ours          Saver.save with checkpoint.background, on one host; restoring is `restore` into the backend. The loop is
+  blocked in `save`, and in the next
+                training step where it waits for the copy to end before it changes the state; both count. Committed is
+                durable: the part and the manifest are fsynced. Throughput is counted from the end of the copy on.
   torch.save    torch.save(state, file), and torch.load; also with an fsync, which makes it as durable as ours
   async_save    torch.distributed.checkpoint.async_save, without a process group
   safetensors   safetensors.torch.save_file, and load_file
   plain write   os.write of as many bytes, with the fsync that ours does and the others leave out, and without
-  plain read    a file of as many bytes, read whole; before each reading the files are dropped from the page cache, as on a new machine
+  plain read    a file of as many bytes, read whole; before each reading the files are dropped from the page cache, as
+  on a new machine
 """
 
 from __future__ import annotations
@@ -38,14 +41,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import Row, finish, row
 from training.backends.protocol import Asks
-from training.checkpoint.copying import Copying
-from training.checkpoint.policy import Keep
-from training.checkpoint.restore import restore
-from training.checkpoint.save import Description, Saver
-from training.cluster import Cluster
+from training.checkpoint.reader import restore
+from training.checkpoint.retention import Keep
+from training.checkpoint.snapshot import Copying
+from training.checkpoint.writer import Description, Saver
 from training.config import TrainerConfig
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Alone
 from training.models.hugging_face import Needs
-from training.rendezvous import Alone
 
 RUNS_IN = "torch-xla"
 IDENTITY = {"benchmark": 1}
@@ -59,10 +62,12 @@ CONFIG = {
 
 def backend() -> Any:
     """The trainer's own, with a fresh model; its state is on the (CPU) device once `_upload` was called."""
-    from training.backends.torch_xla import TorchXla
+    from training.backends.torch_xla.backend import TorchXla
 
     config = TrainerConfig.model_validate(CONFIG)
-    return TorchXla(config, Cluster(0, ("localhost",)), Alone(), Needs(vocabulary=30_522, pad=0, sequence_length=128), "t")
+    return TorchXla(
+        config, Cluster(0, ("localhost",)), Alone(), Needs(vocabulary=30_522, pad=0, sequence_length=128), "t"
+    )
 
 
 def plain_state() -> dict[str, Any]:
@@ -79,7 +84,11 @@ def plain_state() -> dict[str, Any]:
 def train_on(made: Any, number: int) -> None:
     """A step, on two short rows: what it changes is all of the state."""
     ids = np.random.default_rng(number).integers(1_000, 30_000, (2, 32), dtype=np.int32)
-    batch = {"input_ids": ids, "attention_mask": np.ones_like(ids), "positions": np.tile(np.arange(5, dtype=np.int32), (2, 1))}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "positions": np.tile(np.arange(5, dtype=np.int32), (2, 1)),
+    }
     made.step(number, {**batch, "labels": ids[:, :5].copy(), "weights": np.ones((2, 5), np.float32)}, Asks()).outcome()
 
 
@@ -118,7 +127,8 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def forget(folder: Path) -> None:
-    """Puts files on the disk, so that they are not on their way during the next measurement, and drops them from the page cache."""
+    """Puts files on the disk, so that they are not on their way during the next measurement, and drops them from the
+    page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             synced(path)
@@ -266,7 +276,10 @@ def resident() -> int:
 
 def measure(folder: str, *what: str) -> dict[str, float]:
     process = subprocess.run(
-        [sys.executable, __file__, "--folder", folder, "--measure", *what], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, __file__, "--folder", folder, "--measure", *what],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     result: dict[str, float] = json.loads(process.stdout.splitlines()[-1])
     return result
@@ -288,8 +301,17 @@ def compare(folder: str, repeat: int) -> list[Row]:
     for peer in ("plain write, fsync", "torch.save", "torch.save, fsync", "async_save", "safetensors"):
         found("until it is committed", "s", saved["ours"], peer, saved[peer], "")
     throughput = megabytes / saved["ours written"]
-    found("commit throughput", "MB/s", throughput, "plain write, fsync", megabytes / saved["plain write, fsync"], "at least 90 %")
-    found("commit throughput", "MB/s", throughput, "plain write, no fsync", megabytes / saved["plain write, no fsync"], "")
+    found(
+        "commit throughput",
+        "MB/s",
+        throughput,
+        "plain write, fsync",
+        megabytes / saved["plain write, fsync"],
+        "at least 90 %",
+    )
+    found(
+        "commit throughput", "MB/s", throughput, "plain write, no fsync", megabytes / saved["plain write, no fsync"], ""
+    )
     for peer, goal in (("plain read", "at most 1.2 times"), ("torch.load", ""), ("load_file", "")):
         found("restore", "s", read["ours"], peer, read[peer], goal)
     ours = measure(folder, "memory", "ours")["bytes"] / 1e6
@@ -309,7 +331,11 @@ def main() -> None:
     if options.measure:
         what, detail = options.measure
         folder = Path(options.folder)
-        result = memory(folder, detail) if what == "memory" else {"saving": saving, "restoring": restoring}[what](folder, int(detail))
+        result = (
+            memory(folder, detail)
+            if what == "memory"
+            else {"saving": saving, "restoring": restoring}[what](folder, int(detail))
+        )
         print(json.dumps(result))
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -2,15 +2,18 @@
 
     make benchmark NAME=input_pipeline [ARGS="--json --records 60000 --repeat 3"]
 
-Everything is measured on this machine, on the same generated text: 60,000 rows of 128 ids distributed as words are (Zipf). Each measurement is a
-process of its own; the best of `--repeat` is kept, for ours and theirs alike. Rows that compare with TensorFlow need `tensorflow` and
-`transformers` (the tensorflow image has both); without them those rows say so and have no peer.
+Everything is measured on this machine, on the same generated text: 60,000 rows of 128 ids distributed as words are
+(Zipf). Each measurement is a process of its own; the best of `--repeat` is kept, for ours and theirs alike. Rows that
+compare with TensorFlow need `tensorflow` and `transformers` (the tensorflow image has both); without them those rows
+say so and have no peer.
 
-  ours            read, check every CRC, shuffle globally, decode, mask 80/10/10, batches of 256: MlmBatches behind prefetch
-  recipe          transformers' run_mlm.py for TPUs: TFRecordDataset, map(parse_single_example), shuffle(2**18), batch, collator.tf_mask_tokens
-  batched tf.data TFRecordDataset, batch, map(parse_example): no shuffle, no masks
+  ours            read, check every CRC, shuffle globally, decode, mask 80/10/10, batches of 256: MlmBatches behind
+  prefetch recipe          transformers' run_mlm.py for TPUs: TFRecordDataset, map(parse_single_example),
+  shuffle(2**18), batch, collator.tf_mask_tokens batched tf.data TFRecordDataset, batch, map(parse_example): no shuffle,
+  no masks
                   all three over four epochs, warm-up included
-  resuming        from opening the dataset to the first batch of a step in the millions, in a fresh process; gs:// is a local server that
+  resuming        from opening the dataset to the first batch of a step in the millions, in a fresh process; gs:// is a
+  local server that
                   waits 20 ms before each answer
 """
 
@@ -35,11 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import Row, finish, row
 from training import storage
-from training.data import order, prepare
-from training.data.batches import MlmBatches, prefetch
-from training.data.dataset import open_dataset
-from training.data.masking import Masking, SpecialTokens
-from training.data.reading import Reading
+from training.data.formats.open_dataset import open_dataset
+from training.data.loading.host_slice import Reading
+from training.data.loading.mlm import MlmBatches, prefetch
+from training.data.prepare import pack as prepare
+from training.data.sampling import order
+from training.data.sampling.masking import Masking, SpecialTokens
 
 RUNS_IN = "tensorflow"  # the image that has what we compare with
 VOCABULARY, LENGTH, BATCH = 50_000, 128, 256
@@ -54,7 +58,12 @@ def generate(folder: str, records: int) -> None:
     rows = np.minimum(np.random.default_rng(0).zipf(1.2, (records, LENGTH)) + 4, VOCABULARY - 1).astype(np.int32)
     for name, options in (("compact", {}), ("gzip", {"compression": "gzip"}), ("recipe", {"layout": "recipe"})):
         plan = prepare.Plan("train", LENGTH, "t", VOCABULARY, 16_384, **options)
-        prepare.make(f"{folder}/{name}", plan, lambda: map(str, range(records)), lambda texts: [rows[int(text)] for text in texts])
+        prepare.make(
+            f"{folder}/{name}",
+            plan,
+            lambda: map(str, range(records)),
+            lambda texts: [rows[int(text)] for text in texts],
+        )
 
 
 def batches(url: str) -> MlmBatches:
@@ -62,7 +71,8 @@ def batches(url: str) -> MlmBatches:
 
 
 def throughput(url: str) -> float:
-    """Records a second. With a quarter of the usual window, because a dataset that fits into one is read once and kept: here it is read each epoch."""
+    """Records a second. With a quarter of the usual window, because a dataset that fits into one is read once and kept:
+    here it is read each epoch."""
     order.WINDOW_BLOCKS //= 4
     source = batches(url)
     steps = EPOCHS * source.dataset.records // BATCH
@@ -100,7 +110,12 @@ def recipe(url: str) -> float:
     from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_word_level(), cls_token="[CLS]", sep_token="[SEP]", unk_token="<unk>", pad_token="<pad>", mask_token="[MASK]"
+        tokenizer_object=_word_level(),
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        mask_token="[MASK]",
     )
     collator = DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm_probability=0.15, mlm=True, return_tensors="tf")
     spec = {name: tf.io.FixedLenFeature(dtype=tf.int64, shape=(LENGTH,)) for name in ("input_ids", "attention_mask")}
@@ -124,20 +139,29 @@ def batched(url: str) -> float:
     import tensorflow as tf
 
     spec = {name: tf.io.FixedLenFeature(dtype=tf.int64, shape=(LENGTH,)) for name in ("input_ids", "attention_mask")}
-    dataset = tf.data.TFRecordDataset(_files(url), num_parallel_reads=tf.data.AUTOTUNE).batch(BATCH, drop_remainder=True)
+    dataset = tf.data.TFRecordDataset(_files(url), num_parallel_reads=tf.data.AUTOTUNE).batch(
+        BATCH, drop_remainder=True
+    )
     return _rate(
-        dataset.map(lambda batch: tf.io.parse_example(batch, spec), num_parallel_calls=tf.data.AUTOTUNE).prefetch(tf.data.AUTOTUNE)
+        dataset.map(lambda batch: tf.io.parse_example(batch, spec), num_parallel_calls=tf.data.AUTOTUNE).prefetch(
+            tf.data.AUTOTUNE
+        )
     )
 
 
-MEASUREMENTS: dict[str, Callable[[str], float]] = {each.__name__: each for each in (throughput, first_batch, memory, size, recipe, batched)}
+MEASUREMENTS: dict[str, Callable[[str], float]] = {
+    each.__name__: each for each in (throughput, first_batch, memory, size, recipe, batched)
+}
 
 
 def _word_level() -> Any:
     from tokenizers import Tokenizer, models
 
     return Tokenizer(
-        models.WordLevel({name: number for number, name in enumerate(("[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"))}, unk_token="<unk>")
+        models.WordLevel(
+            {name: number for number, name in enumerate(("[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"))},
+            unk_token="<unk>",
+        )
     )
 
 
@@ -152,7 +176,9 @@ def _rate(dataset: Any) -> float:
     return count / (time.perf_counter() - began)
 
 
-def measure(name: str, url: str, repeat: int, *, smallest: bool = False, environment: dict[str, str] | None = None) -> float | None:
+def measure(
+    name: str, url: str, repeat: int, *, smallest: bool = False, environment: dict[str, str] | None = None
+) -> float | None:
     """The best of several runs, each in its own process; None when a package is missing."""
     found = []
     for _ in range(repeat):
@@ -194,8 +220,8 @@ def bucket(folder: str) -> Iterator[dict[str, str]]:
 
 
 def serve(port: int, folder: str) -> None:
-    from launcher.emulator.bucket import Buckets
-    from launcher.emulator.bucket_api import StorageApi
+    from launcher.emulator.storage.api import StorageApi
+    from launcher.emulator.storage.bucket import Buckets
     from launcher.emulator.web import Acceptor, Request, Response, serve_http
 
     buckets = Buckets(Path(folder))
@@ -223,20 +249,46 @@ def compare(folder: str, records: int, repeat: int) -> list[Row]:
     compact, packed, public = f"{folder}/compact", f"{folder}/gzip", f"{folder}/recipe"
     ours = measure("throughput", compact, repeat) or 0.0
     found(
-        "full path", "records/s", ours, "run_mlm.py for TPUs (map, shuffle, batch)", measure("recipe", public, repeat), "8 times the recipe"
+        "full path",
+        "records/s",
+        ours,
+        "run_mlm.py for TPUs (map, shuffle, batch)",
+        measure("recipe", public, repeat),
+        "8 times the recipe",
     )
-    found("full path", "records/s", ours, "tf.data batched, no shuffle, no masks", measure("batched", public, repeat), "not below")
-    found("full path", "records/s", ours, "goal", 400_000, "at least 400,000")
-    found("full path, gzip shards", "records/s", measure("throughput", packed, repeat) or 0.0, "our uncompressed shards", ours, "")
     found(
-        "first batch after resuming, local", "s", measure("first_batch", compact, repeat, smallest=True) or 0.0, "goal", 1.0, "at most 1 s"
+        "full path",
+        "records/s",
+        ours,
+        "tf.data batched, no shuffle, no masks",
+        measure("batched", public, repeat),
+        "not below",
+    )
+    found("full path", "records/s", ours, "goal", 400_000, "at least 400,000")
+    found(
+        "full path, gzip shards",
+        "records/s",
+        measure("throughput", packed, repeat) or 0.0,
+        "our uncompressed shards",
+        ours,
+        "",
+    )
+    found(
+        "first batch after resuming, local",
+        "s",
+        measure("first_batch", compact, repeat, smallest=True) or 0.0,
+        "goal",
+        1.0,
+        "at most 1 s",
     )
     with bucket(f"{folder}/server") as environment:
         os.environ.update(environment)
         for name in ("compact", "gzip"):
             for each in storage.listing(f"{folder}/{name}"):
                 storage.upload(Path(each.url), f"gs://bucket/{name}/{storage.name_of(each.url)}")
-            seconds = measure("first_batch", f"gs://bucket/{name}", repeat, smallest=True, environment=environment) or 0.0
+            seconds = (
+                measure("first_batch", f"gs://bucket/{name}", repeat, smallest=True, environment=environment) or 0.0
+            )
             found(f"first batch after resuming, gs:// 20 ms away, {name}", "s", seconds, "goal", 3.0, "at most 3 s")
         found("peak memory, local", "MB", measure("memory", compact, 1) or 0.0, "goal", 512, "below 512 MB")
         peak = measure("memory", "gs://bucket/compact", 1, environment=environment) or 0.0

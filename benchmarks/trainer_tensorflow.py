@@ -2,10 +2,11 @@
 
     make benchmark NAME=trainer ARGS="--backend tensorflow [--json --repeat 2]"
 
-Masked-language modelling on the model, rows and batches of benchmarks/trainer.py (fp32, dropout 0.1, 128 tokens, a vocabulary of 30,000). Ours:
-`tpu-train train`. Theirs: run_mlm.py as it is published, but for TPUStrategy: TFRecords in its layout, TFBertForMaskedLM, AdamW, `model.fit`. Each measurement
-is a process of its own, ours and theirs in turn; steps are timed from outside, after a few for warming up; the best of `--repeat` is kept for both. The second
-row gives both XLA on the CPU (`train.jit_compile`; `model.compile(jit_compile=True)`), which the recipe does not do.
+Masked-language modelling on the model, rows and batches of benchmarks/trainer.py (fp32, dropout 0.1, 128 tokens, a
+vocabulary of 30,000). Ours: `tpu-train train`. Theirs: run_mlm.py as it is published, but for TPUStrategy: TFRecords in
+its layout, TFBertForMaskedLM, AdamW, `model.fit`. Each measurement is a process of its own, ours and theirs in turn;
+steps are timed from outside, after a few for warming up; the best of `--repeat` is kept for both. The second row gives
+both XLA on the CPU (`train.jit_compile`; `model.compile(jit_compile=True)`), which the recipe does not do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers import processes
 from benchmarks.peers.rows import Row, finish, row
 from benchmarks.trainer import LENGTH, ROWS, SHAPES, VOCABULARY, mlm_config, peer_job
-from training.data import prepare
+from training.data.prepare import pack as prepare
 
 RUNS_IN = "tensorflow"
 PEER = Path(__file__).parent / "peers" / "keras_fit.py"
@@ -39,7 +40,10 @@ def compare(folder: Path, repeat: int) -> list[Row]:
         rows = np.load(folder / "rows.npz")["input_ids"]
         plan = prepare.Plan("train", LENGTH, "", VOCABULARY, ROWS // 4, layout="recipe")
         prepare.make(
-            str(folder / "recipe"), plan, lambda: map(str, range(ROWS)), lambda texts, rows=rows: [rows[int(each)] for each in texts]
+            str(folder / "recipe"),
+            plan,
+            lambda: map(str, range(ROWS)),
+            lambda texts, rows=rows: [rows[int(each)] for each in texts],
         )
         job = {**peer_job(folder, name, folder / "recipe"), "length": LENGTH, "jit_compile": compiled}
         path = folder / "job.json"
@@ -49,7 +53,16 @@ def compare(folder: Path, repeat: int) -> list[Row]:
             ours = max(ours, batch * processes.ours(folder, config, warm, f"{compiled}-{number}")[0])
             theirs = max(theirs, batch * processes.timed([sys.executable, str(PEER), str(path)], warm)[0])
         what = ", both with XLA" if compiled else ""
-        found.append(row(f"MLM, {name}{what}", "examples/s", ours, "run_mlm.py's model.fit", theirs, "" if compiled else f"{GOAL:g} times"))
+        found.append(
+            row(
+                f"MLM, {name}{what}",
+                "examples/s",
+                ours,
+                "run_mlm.py's model.fit",
+                theirs,
+                "" if compiled else f"{GOAL:g} times",
+            )
+        )
     return found
 
 

@@ -1,12 +1,15 @@
-"""Masked language modelling on WikiText: `tpu-train train` beside Hugging Face's Trainer, to the same place in as many steps.
+"""Masked language modelling on WikiText: `tpu-train train` beside Hugging Face's Trainer, to the same place in as many
+steps.
 
     make benchmark NAME=wikitext [ARGS="--json --steps 600"]
 
-Both get the same small BERT with the same initial weights, the same rows with the same masks in the same order, and the same hyperparameters
-(AdamW, warm-up, linear decay, clipping, dropout, fp32, one CPU host). What differs is the code: ours in torch_xla with the head at masked positions
-only, theirs in plain torch. Both models are evaluated over the same masked predictions of the evaluation file: ours at its end, theirs in plain torch.
+Both get the same small BERT with the same initial weights, the same rows with the same masks in the same order, and the
+same hyperparameters (AdamW, warm-up, linear decay, clipping, dropout, fp32, one CPU host). What differs is the code:
+ours in torch_xla with the head at masked positions only, theirs in plain torch. Both models are evaluated over the same
+masked predictions of the evaluation file: ours at its end, theirs in plain torch.
 
-The training split of WikiText is too large to be here: wiki.test.tokens is trained on, wiki.valid.tokens evaluated on. The folder with both is --wikitext.
+The training split of WikiText is too large to be here: wiki.test.tokens is trained on, wiki.valid.tokens evaluated on.
+The folder with both is --wikitext.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers import processes, rows
 from training.config import from_document
 from training.data import tokenizer as tokenizers
-from training.data.batches import MlmBatch, MlmBatches, evaluation
-from training.data.dataset import open_dataset
-from training.data.masking import Masking
-from training.data.reading import Reading
+from training.data.formats.open_dataset import open_dataset
+from training.data.loading.host_slice import Reading
+from training.data.loading.mlm import MlmBatch, MlmBatches, evaluation
+from training.data.sampling.masking import Masking
 from training.yaml_file import Document
 
 RUNS_IN = "torch-xla"
@@ -93,11 +96,20 @@ def compare(folder: Path, wikitext: Path, steps: int) -> list[rows.Row]:
             "train": str(folder / "data/train"),
             "evaluation": str(folder / "data/evaluation"),
         },
-        "train": {"steps": steps, "global_batch_size": BATCH, "learning_rate": PEAK, "warmup_steps": steps // 10, "strict": True},
+        "train": {
+            "steps": steps,
+            "global_batch_size": BATCH,
+            "learning_rate": PEAK,
+            "warmup_steps": steps // 10,
+            "strict": True,
+        },
         "output": str(folder / "runs"),
     }
     # The model before its first step, as a folder: both start from it.
-    first = {**config, "train": {**config["train"], "steps": 1, "learning_rate": 1e-30, "weight_decay": 0, "warmup_steps": 0}}
+    first = {
+        **config,
+        "train": {**config["train"], "steps": 1, "learning_rate": 1e-30, "weight_decay": 0, "warmup_steps": 0},
+    }
     initial = str(processes.ours(folder, first, 0, "initial")[1]["model"])
     config["model"] = {"path": initial}
     tokens = tokenizers.read(config["data"]["tokenizer"]).special
@@ -148,7 +160,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument(
-        "--wikitext", type=Path, default=Path("/data/wikitext"), help="the folder with wiki.test.tokens and wiki.valid.tokens"
+        "--wikitext",
+        type=Path,
+        default=Path("/data/wikitext"),
+        help="the folder with wiki.test.tokens and wiki.valid.tokens",
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,7 @@
 """What can be known to be wrong before anything is created: tools, buckets, data.
 
-Each check raises BadInput with what is missing and what to do. A bucket or a dataset that the hosts would miss is missed here first, for free.
+Each check raises BadInput with what is missing and what to do. A bucket or a dataset that the hosts would miss is
+missed here first, for free.
 """
 
 from __future__ import annotations
@@ -39,20 +40,24 @@ def buckets(config: Config) -> None:
 
 
 def data(config: Config) -> None:
-    """The datasets are there, whole, and what the configuration says, down to the tokenizer that wrote them and the size of every shard.
+    """The datasets are there, whole, and what the configuration says, down to the tokenizer that wrote them and the
+    size of every shard.
 
     A tokenizer on the Hub is compared by the hosts, when they start: this machine has no client of the Hub."""
     if config.trainer is None:
         return
-    from training.data.dataset import check
-    from training.hub_names import is_on_hub
+    from training.data.formats.open_dataset import check
+    from training.storage.hub import is_on_hub
 
     tokenizer = config.trainer.data.tokenizer
     length: int | None = None
     for key, url in _datasets(config):
         try:
             length = check(
-                url, kind=config.trainer.task, tokenizer=None if is_on_hub(tokenizer) else tokenizer, sequence_length=length
+                url,
+                kind=config.trainer.task,
+                tokenizer=None if is_on_hub(tokenizer) else tokenizer,
+                sequence_length=length,
             ).sequence_length
         except TrainError as error:
             raise BadInput(f"{config.document.place(key)}: {'.'.join(key)}: {error}") from None
@@ -73,9 +78,13 @@ def _bucket(project: str, name: str, place: str) -> None:
     try:
         found = storage.Client(project=project).lookup_bucket(name, timeout=_SECONDS)
     except DefaultCredentialsError:
-        raise BadInput(f"{place}: gs://{name} can't be looked at without credentials: gcloud auth application-default login") from None
+        raise BadInput(
+            f"{place}: gs://{name} can't be looked at without credentials: gcloud auth application-default login"
+        ) from None
     except exceptions.Forbidden as error:
-        raise LaunchError(f"{place}: no permission to look at gs://{name}: {error.message}", exit_code=Exit.PERMISSION) from None
+        raise LaunchError(
+            f"{place}: no permission to look at gs://{name}: {error.message}", exit_code=Exit.PERMISSION
+        ) from None
     except (exceptions.GoogleAPICallError, GoogleAuthError, OSError) as error:
         raise LaunchError(f"{place}: Cloud Storage does not answer about gs://{name}: {error}") from None
     if found is None:

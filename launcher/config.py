@@ -1,7 +1,7 @@
 """The launcher's part of the one YAML file: where to run, in which image, how.
 
-`load` returns frozen sections whose mistakes were all named with file:line before anything was created. The trainer's part of the same file is
-validated by `training.config`, so that a wrong learning rate is found on the workstation too.
+`load` returns frozen sections whose mistakes were all named with file:line before anything was created. The trainer's
+part of the same file is validated by `training.config`, so that a wrong learning rate is found on the workstation too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _SECRET_KEY = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-._a-zA-Z0-9]+")
 
 def _name(value: str) -> str:
     if not _NODE_NAME.fullmatch(value):
-        raise ValueError(f"{value!r} must be a lower-case letter, then letters, digits or hyphens, 50 characters at most")
+        raise ValueError(
+            f"{value!r} must be a lower-case letter, then letters, digits or hyphens, 50 characters at most"
+        )
     return value
 
 
@@ -75,7 +77,9 @@ def _secrets(value: dict[str, str]) -> dict[str, str]:
         if not _VARIABLE.fullmatch(key):
             raise ValueError(f"{key!r} is not the name of an environment variable")
         if not _SECRET_KEY.fullmatch(source):
-            raise ValueError(f"{key}: {source!r} must be SECRET/KEY, the names of a Kubernetes Secret and of a key in it")
+            raise ValueError(
+                f"{key}: {source!r} must be SECRET/KEY, the names of a Kubernetes Secret and of a key in it"
+            )
     return value
 
 
@@ -107,22 +111,30 @@ class SliceSection(Section):
     service_account: str | None = None
     labels: Annotated[dict[str, str], AfterValidator(_labels)] = {}
     create_minutes: float = Field(default=30, gt=0)  # how long `up` waits for READY
-    zones: list[Annotated[str, AfterValidator(_zone)]] = []  # tried after `zone`, in this order, when there is no capacity
+    zones: list[
+        Annotated[str, AfterValidator(_zone)]
+    ] = []  # tried after `zone`, in this order, when there is no capacity
     stockout_minutes: float = Field(default=0, ge=0)  # without capacity anywhere, go on trying for so long
     queued: QueuedSection | None = None
     iap: bool = False  # ssh goes through Identity-Aware Proxy: no external addresses, no open port
     abandoned_hours: float | None = Field(default=None, gt=0)  # after so long without a run, the slice deletes itself
     expires_hours: float | None = Field(default=None, gt=0)  # after so long `tpu-launch gc` removes it
-    max_cost_per_hour: float | None = Field(default=None, gt=0)  # dollars; what costs more, or an unknown price, is not created
+    max_cost_per_hour: float | None = Field(
+        default=None, gt=0
+    )  # dollars; what costs more, or an unknown price, is not created
 
 
 class ImageSection(Section):
     """`image`: what runs on every host."""
 
-    reference: Annotated[str, Field(pattern=IMAGE_BY_DIGEST)] | None = None  # REPOSITORY@sha256:...: this one, and nothing is built
+    reference: Annotated[str, Field(pattern=IMAGE_BY_DIGEST)] | None = (
+        None  # REPOSITORY@sha256:...: this one, and nothing is built
+    )
 
     backend: Backend | None = None  # whose image; the trainer's `backend` when absent
-    repository: str | None = None  # REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME; absent: the hosts must have the image
+    repository: str | None = (
+        None  # REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME; absent: the hosts must have the image
+    )
     create_repository: bool = False  # make it (private) when a push finds that it is not there
     code: str | None = None  # a folder of your own: it comes to our image's working directory
     dockerfile: str | None = None  # your own Dockerfile instead of ours
@@ -134,7 +146,9 @@ class ImageSection(Section):
     @model_validator(mode="after")
     def _one_way(self) -> ImageSection:
         if self.code and (self.dockerfile or self.reference):
-            raise ValueError("code comes into our image: copy it in your own Dockerfile, or leave out image.dockerfile and image.reference")
+            raise ValueError(
+                "code comes into our image: copy it in your own Dockerfile, or leave out image.dockerfile and image.reference"
+            )
         return self
 
 
@@ -144,19 +158,27 @@ class RunSection(Section):
     name: Name | None = None  # prefix of run ids; the slice's name when absent
     command: list[str] | None = None  # instead of the trainer
     environment: Annotated[dict[str, str], AfterValidator(_environment)] = {}
-    secrets: Annotated[list[str], AfterValidator(_variable_names)] = []  # variables of your environment that only the command may see
+    secrets: Annotated[
+        list[str], AfterValidator(_variable_names)
+    ] = []  # variables of your environment that only the command may see
     shm_size: Annotated[str, Field(pattern=r"^[0-9]+[kmg]$")] = "16g"
     user: str | None = None  # inside the container; the image's own when absent
     stop_seconds: int = Field(default=30, ge=1, le=600)  # between SIGTERM and SIGKILL
     host_lost_seconds: float = Field(default=120, gt=0)  # a host unreachable for so long, while others answer, is lost
     start_minutes: float = Field(default=15, gt=0)  # pulling the image and starting, all hosts
-    stall_minutes: float | None = Field(default=None, gt=0)  # no line from any host for so long: save stacks, end the attempt
+    stall_minutes: float | None = Field(
+        default=None, gt=0
+    )  # no line from any host for so long: save stacks, end the attempt
     transport: Literal["auto", "gcloud"] = (
         "auto"  # how hosts are watched: open ssh connections, and gcloud where those fail; or gcloud alone
     )
-    preemption_retries: int = Field(default=0, ge=0)  # attempts started again after a preemption or a lost host, in the whole run
+    preemption_retries: int = Field(
+        default=0, ge=0
+    )  # attempts started again after a preemption or a lost host, in the whole run
     failure_retries: int = Field(default=0, ge=0)  # attempts started again after the command failed
-    replace_after: int | None = Field(default=None, ge=1)  # attempts in a row with one host as first cause: then the slice is made anew
+    replace_after: int | None = Field(
+        default=None, ge=1
+    )  # attempts in a row with one host as first cause: then the slice is made anew
 
 
 class GcsFuseSection(Section):
@@ -176,8 +198,12 @@ class GkeSection(Section):
     topology: str | None = None  # checked against the accelerator type
     hosts: int | None = None  # the same
     queue: Annotated[str, Field(min_length=1)] | None = None  # Kueue's LocalQueue
-    service_account: Annotated[str, Field(min_length=1)] | None = None  # Kubernetes', bound to Google's by Workload Identity
-    secrets: Annotated[dict[str, str], AfterValidator(_secrets)] = {}  # variable: "secret/key", of the namespace's Secrets
+    service_account: Annotated[str, Field(min_length=1)] | None = (
+        None  # Kubernetes', bound to Google's by Workload Identity
+    )
+    secrets: Annotated[
+        dict[str, str], AfterValidator(_secrets)
+    ] = {}  # variable: "secret/key", of the namespace's Secrets
     gcsfuse: GcsFuseSection | None = None
     node_selector: dict[str, str] = {}  # more labels that the nodes must have: a node pool, a reservation
     cpu: str | None = None  # requested for each host's container, "100"
@@ -197,7 +223,8 @@ class _Root(Section):
 
 @dataclass(frozen=True)
 class Config:
-    """Everything one file says. `trainer` is None when the run has a command of its own, or the file no trainer sections."""
+    """Everything one file says. `trainer` is None when the run has a command of its own, or the file no trainer
+    sections."""
 
     document: Document
     project: str
@@ -217,7 +244,9 @@ class Config:
     @property
     def backend(self) -> str:
         """Whose image is built: `image.backend`, or the trainer's `backend`."""
-        return self.image.backend or (self.trainer.backend if self.trainer else str(self.document.value.get("backend", "torch-xla")))
+        return self.image.backend or (
+            self.trainer.backend if self.trainer else str(self.document.value.get("backend", "torch-xla"))
+        )
 
     @property
     def zones(self) -> list[str]:
@@ -246,7 +275,8 @@ class Config:
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), *, command: Iterable[str] = ()) -> Config:
-    """Reads and checks a run's file. `command` replaces the trainer. Raises BadInput naming file:line of every mistake."""
+    """Reads and checks a run's file. `command` replaces the trainer. Raises BadInput naming file:line of every
+    mistake."""
     try:
         return _from_document(load_document(path, overrides), tuple(command))
     except (ConfigError, UnknownAccelerator) as error:

@@ -1,10 +1,12 @@
 """What a slice costs: list prices per chip and hour, by generation, region and kind of capacity.
 
-A table with a date, not an oracle: Google changes spot prices up to once a month, and a contract or a reservation has prices of its own. What the table
-does not know is unknown, never guessed; a limit (`slice.max_cost_per_hour`) refuses what can't be shown to be below it.
+A table with a date, not an oracle: Google changes spot prices up to once a month, and a contract or a reservation has
+prices of its own. What the table does not know is unknown, never guessed; a limit (`slice.max_cost_per_hour`) refuses
+what can't be shown to be below it.
 
 Source: Google's price list (cloud.google.com/tpu/pricing) as SkyPilot's catalogue reads it through Google's billing API
-(github.com/skypilot-org/skypilot-catalog, catalogs/v8/gcp/vms.csv at 8427bbff), slices divided by their chips. US dollars, without taxes.
+(github.com/skypilot-org/skypilot-catalog, catalogs/v8/gcp/vms.csv at 8427bbff), slices divided by their chips. US
+dollars, without taxes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,11 @@ class Price:
 
 
 # (generation, one host or several, region). Slices of v2 and v3 on one host are priced apart from larger ones.
-_V2_ONE = {"us-central1": Price(1.125, 0.3375), "europe-west4": Price(1.2375, 0.31556), "asia-east1": Price(1.305, 0.3915)}
+_V2_ONE = {
+    "us-central1": Price(1.125, 0.3375),
+    "europe-west4": Price(1.2375, 0.31556),
+    "asia-east1": Price(1.305, 0.3915),
+}
 _V2_MORE = {"us-central1": Price(1.5, 0.3825), "europe-west4": Price(1.5, 0.3825)}
 _V3_ONE = {"us-central1": Price(2.0, 0.51), "europe-west4": Price(2.2, 0.561), "us-east1": Price(2.0, None)}
 _V3_MORE = {"europe-west4": Price(2.0, 0.66), "us-east1": Price(2.0, 0.6)}
@@ -58,7 +64,14 @@ _V6E = {
 
 def _table(wanted: Accelerator) -> dict[str, Price]:
     one = wanted.hosts == 1
-    tables = {"v2": _V2_ONE if one else _V2_MORE, "v3": _V3_ONE if one else _V3_MORE, "v4": _V4, "v5e": _V5E, "v5p": _V5P, "v6e": _V6E}
+    tables = {
+        "v2": _V2_ONE if one else _V2_MORE,
+        "v3": _V3_ONE if one else _V3_MORE,
+        "v4": _V4,
+        "v5e": _V5E,
+        "v5p": _V5P,
+        "v6e": _V6E,
+    }
     return tables.get(wanted.generation.name, {})
 
 
@@ -97,11 +110,16 @@ def so_far(accelerator_type: str, zone: str, capacity: str, seconds: float) -> f
 def of_slice(config: Config, created: str, now: float) -> float | None:
     """Dollars so far for the slice of this file; None when its age or its price is not known."""
     begun = parse_time(created)
-    return None if begun is None else so_far(config.slice.accelerator_type, config.zone, config.slice.capacity, now - begun)
+    return (
+        None
+        if begun is None
+        else so_far(config.slice.accelerator_type, config.zone, config.slice.capacity, now - begun)
+    )
 
 
 def since(config: Config, created: str, now: float) -> str:
-    """How long the slice of this file exists, and what that cost; empty when the API doesn't say when it was created."""
+    """How long the slice of this file exists, and what that cost; empty when the API doesn't say when it was
+    created."""
     begun, cost = parse_time(created), of_slice(config, created, now)
     if begun is None:
         return ""
@@ -110,7 +128,8 @@ def since(config: Config, created: str, now: float) -> str:
 
 
 def check(config: Config) -> None:
-    """Raises BadInput when the slice would cost more an hour than `slice.max_cost_per_hour`, or when that can't be told."""
+    """Raises BadInput when the slice would cost more an hour than `slice.max_cost_per_hour`, or when that can't be
+    told."""
     limit = config.slice.max_cost_per_hour
     if limit is None:
         return
@@ -120,7 +139,9 @@ def check(config: Config) -> None:
             f"the limit (slice.max_cost_per_hour, --max-cost) is ${limit:.2f} an hour, but {line(config)}. Without a limit it is created"
         )
     if cost > limit:
-        raise BadInput(f"the limit (slice.max_cost_per_hour, --max-cost) is ${limit:.2f} an hour, but {line(config)}. Nothing was created")
+        raise BadInput(
+            f"the limit (slice.max_cost_per_hour, --max-cost) is ${limit:.2f} an hour, but {line(config)}. Nothing was created"
+        )
 
 
 def parse_time(text: str) -> float | None:

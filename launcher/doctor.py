@@ -1,6 +1,7 @@
 """`tpu-launch doctor`: what a run needs, looked at one by one, each with the command that mends it. Changes nothing.
 
-A check is a function that returns rows and never raises: what it meets is the row. Checks run side by side, since most of them wait for gcloud.
+A check is a function that returns rows and never raises: what it meets is the row. Checks run side by side, since most
+of them wait for gcloud.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import checks, engine, home, shell
+from launcher import checks, home, shell
 from launcher.config import Config
 from launcher.errors import LaunchError
+from launcher.images import engine
 from launcher.tpu_vm import gcloud, placement
 
 _SECONDS = 60.0
@@ -78,7 +80,8 @@ def _cost(config: Config) -> Row:
     return Row("cost", Verdict.WARN if "unknown" in told else Verdict.PASS, told.removeprefix("cost: "))
 
 
-# -- gcloud and what it can reach -----------------------------------------------------------------------------------------------------------
+# -- gcloud and what it can reach
+# -----------------------------------------------------------------------------------------------------------
 
 
 def _gcloud_and_account() -> list[Row]:
@@ -99,7 +102,10 @@ def version_row(info: dict[str, Any]) -> Row:
         return Row("gcloud", Verdict.PASS, f"{version}, which this was tested with: {known}")
     if _numbers(version) < _numbers(_TESTED):
         return Row(
-            "gcloud", Verdict.WARN, f"{version} is older than {_TESTED}, the version this was tested with", "gcloud components update"
+            "gcloud",
+            Verdict.WARN,
+            f"{version} is older than {_TESTED}, the version this was tested with",
+            "gcloud components update",
         )
     return Row("gcloud", Verdict.PASS, f"{version} (tested with {_TESTED}; the defects known there are avoided)")
 
@@ -114,10 +120,16 @@ def account_row(info: dict[str, Any]) -> Row:
     if isinstance(auth, dict):  # {"value": ..., "source": ...} in newer SDKs
         auth = auth.get("value", "")
     if str(auth).lower() == "true":
-        return Row("account", Verdict.PASS, "credentials are switched off (auth/disable_credentials): an emulated API needs none")
+        return Row(
+            "account",
+            Verdict.PASS,
+            "credentials are switched off (auth/disable_credentials): an emulated API needs none",
+        )
     if account := config.get("account"):
         return Row("account", Verdict.PASS, str(account))
-    return Row("account", Verdict.FAIL, "no active account", "gcloud auth login && gcloud auth application-default login")
+    return Row(
+        "account", Verdict.FAIL, "no active account", "gcloud auth login && gcloud auth application-default login"
+    )
 
 
 def _zone(config: Config) -> list[Row]:
@@ -132,7 +144,15 @@ def _zone(config: Config) -> list[Row]:
     if wanted in offered:
         return [*rows, Row("accelerator", Verdict.PASS, f"{place} (capacity is known only when it is asked for)")]
     known = ", ".join(config.accelerator.generation.zones)
-    return [*rows, Row("accelerator", Verdict.FAIL, f"no {place}; the zone has {', '.join(offered) or 'none'}", f"zone: one of {known}")]
+    return [
+        *rows,
+        Row(
+            "accelerator",
+            Verdict.FAIL,
+            f"no {place}; the zone has {', '.join(offered) or 'none'}",
+            f"zone: one of {known}",
+        ),
+    ]
 
 
 def _fix_of(config: Config, error: LaunchError) -> str:
@@ -158,7 +178,8 @@ def _runtime(config: Config) -> list[Row]:
 
 
 def quota_row(config: Config) -> Row:
-    """Quota is known only to the Cloud Quotas API, for which most accounts have no rights: what it is called, and the command that shows it."""
+    """Quota is known only to the Cloud Quotas API, for which most accounts have no rights: what it is called, and the
+    command that shows it."""
     kind = {"spot": "Preemptible"}.get(config.slice.capacity, "")
     name = f"TPU{config.accelerator.generation.name.upper()}{kind}PerProjectPerZoneForTPUAPI"
     command = f"gcloud beta quotas info describe {name} --service=tpu.googleapis.com --project={config.project}"
@@ -170,7 +191,8 @@ def quota_row(config: Config) -> Row:
     )
 
 
-# -- this machine ----------------------------------------------------------------------------------------------------------------------------
+# -- this machine
+# ----------------------------------------------------------------------------------------------------------------------------
 
 
 def _ssh_key(path: Path) -> Row:
@@ -192,7 +214,12 @@ def _ssh_key(path: Path) -> Row:
             return Row("ssh key", Verdict.PASS, f"{path}, held by the ssh agent")
     except LaunchError as error:
         return Row("ssh key", Verdict.FAIL, str(error))
-    return Row("ssh key", Verdict.FAIL, f"{path} asks for a passphrase (or is damaged), and nobody is there to type it", f"ssh-add {path}")
+    return Row(
+        "ssh key",
+        Verdict.FAIL,
+        f"{path} asks for a passphrase (or is damaged), and nobody is there to type it",
+        f"ssh-add {path}",
+    )
 
 
 def _engine(config: Config) -> Row:
@@ -202,7 +229,10 @@ def _engine(config: Config) -> Row:
         if config.image.reference:
             return Row("container engine", Verdict.PASS, "none, and none is needed: image.reference is given")
         return Row(
-            "container engine", Verdict.FAIL, str(error).splitlines()[0], "systemctl start docker (Debian: apt-get install docker.io)"
+            "container engine",
+            Verdict.FAIL,
+            str(error).splitlines()[0],
+            "systemctl start docker (Debian: apt-get install docker.io)",
         )
     return Row("container engine", Verdict.PASS, f"{docker} builds with BuildKit, and its engine answers")
 
@@ -228,9 +258,18 @@ def registry_row(host: str, settings: dict[str, Any]) -> Row:
         if host in settings.get(kind, {}):
             return Row("registry", Verdict.PASS, f"docker has credentials for {host} ({kind})")
     if settings.get("credsStore"):
-        return Row("registry", Verdict.WARN, f"docker asks {settings['credsStore']} for {host}; whether it has an answer is not looked at")
+        return Row(
+            "registry",
+            Verdict.WARN,
+            f"docker asks {settings['credsStore']} for {host}; whether it has an answer is not looked at",
+        )
     if host.endswith(_NEEDS_LOGIN):
-        return Row("registry", Verdict.FAIL, f"docker has no credentials for {host}", f"gcloud auth configure-docker {host} --quiet")
+        return Row(
+            "registry",
+            Verdict.FAIL,
+            f"docker has no credentials for {host}",
+            f"gcloud auth configure-docker {host} --quiet",
+        )
     return Row("registry", Verdict.WARN, f"docker has no credentials for {host}", f"docker login {host}")
 
 

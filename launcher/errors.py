@@ -1,7 +1,7 @@
 """What can go wrong for a user of `tpu-launch`, and the exit code that says which it was.
 
-Every error a user can meet is a `LaunchError`: one message that says what happened, where, and what to do next. `cli.main` prints it and
-exits with its code; a traceback that reaches a user is a bug of ours.
+Every error a user can meet is a `LaunchError`: one message that says what happened, where, and what to do next.
+`cli.main` prints it and exits with its code; a traceback that reaches a user is a bug of ours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ class Exit(enum.IntEnum):
     PREEMPTED = 12  # the slice was taken away
     STALLED = 13  # no sign of life within the configured time
     STOPPED = 14  # somebody stopped the run, and it did not save
-    DOES_NOT_FIT = 15  # preflight: the step does not fit on the accelerator, or does not compile for it; nothing was started
+    DOES_NOT_FIT = (
+        15  # preflight: the step does not fit on the accelerator, or does not compile for it; nothing was started
+    )
     STOCKOUT = 20  # no capacity in the zone
     QUOTA = 21
     PERMISSION = 22

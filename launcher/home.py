@@ -31,5 +31,7 @@ def home() -> Path:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"{path}: can't be created: {error.strerror}; set TPU_LAUNCH_HOME to a folder you can write") from None
+        raise BadInput(
+            f"{path}: can't be created: {error.strerror}; set TPU_LAUNCH_HOME to a folder you can write"
+        ) from None
     return path

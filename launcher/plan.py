@@ -1,4 +1,5 @@
-"""What `tpu-launch plan` prints: every command that up, run and down would use, exactly as it would be typed. Touches nothing.
+"""What `tpu-launch plan` prints: every command that up, run and down would use, exactly as it would be typed. Touches
+nothing.
 
 What only exists later (addresses, the image's digest, the run's id) stands as <name>.
 """
@@ -7,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher import local, shell
+from launcher import shell
 from launcher.config import Config
+from launcher.images import local
 from launcher.run.launch import make_attempt
-from launcher.tpu_vm import containers, gcloud, placement, queued, slices
+from launcher.tpu_vm import gcloud, placement, queued, slices
+from launcher.tpu_vm import host_scripts as containers
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,9 @@ class Step:
 def steps(config: Config) -> list[Step]:
     """The commands in the order in which they would run."""
     hosts = [f"<address of host {worker}>" for worker in range(config.accelerator.hosts)]
-    attempt = make_attempt(config, "<run id>", 0, config.image.repository + "@<digest>" if config.image.repository else "<image id>")
+    attempt = make_attempt(
+        config, "<run id>", 0, config.image.repository + "@<digest>" if config.image.repository else "<image id>"
+    )
     ready = containers.prepare_script(attempt, hosts, config.slice.accelerator_type)
     start = containers.start_script(attempt, gated=config.run.transport == "auto" and not config.slice.iap)
     look = containers.observe_script(attempt.container, "<time of the newest line>")
@@ -38,8 +43,16 @@ def steps(config: Config) -> list[Step]:
     planned += [
         Step("run", "how to reach the hosts", gcloud.ssh_command(config, "true", dry_run=True)),
         Step("run", "prepare every host (over open ssh connections; by hand it is)", gcloud.ssh_command(config, ready)),
-        Step("run", "start on every host (called before that, each host waits until all are prepared)", gcloud.ssh_command(config, start)),
-        Step("run", "look at every host, once a second (over open ssh connections; by hand it is)", gcloud.ssh_command(config, look)),
+        Step(
+            "run",
+            "start on every host (called before that, each host waits until all are prepared)",
+            gcloud.ssh_command(config, start),
+        ),
+        Step(
+            "run",
+            "look at every host, once a second (over open ssh connections; by hand it is)",
+            gcloud.ssh_command(config, look),
+        ),
         Step("stop", "stop on every host (over open ssh connections; by hand it is)", gcloud.ssh_command(config, stop)),
         *_deletion(config),
     ]
@@ -63,5 +76,10 @@ def _creation(config: Config) -> list[Step]:
 
 
 def _deletion(config: Config) -> list[Step]:
-    request = Step("down", "delete the request in the queue, if there is one, with its node", queued.delete_command(config))
-    return [*([request] if config.slice.queued else []), Step("down", "delete the slice", gcloud.delete_command(config))]
+    request = Step(
+        "down", "delete the request in the queue, if there is one, with its node", queued.delete_command(config)
+    )
+    return [
+        *([request] if config.slice.queued else []),
+        Step("down", "delete the slice", gcloud.delete_command(config)),
+    ]

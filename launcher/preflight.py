@@ -1,9 +1,10 @@
 """Will the step fit? `tpu-launch preflight`, what it found before, and what `up` and `run` make of that.
 
-The image's own `tpu-train preflight` compiles the step with the TPU compiler, in a container here. What it says is kept below `.tpu-launch/preflight/`, a
-file for each accelerator and question: its name is a hash of everything that the answer depends on (the trainer's sections that shape the step, the
-manifests of the datasets and the tokenizer, the accelerator, and the image's content, which includes the trainer's code and the compiler). A file is
-written whole or not at all.
+The image's own `tpu-train preflight` compiles the step with the TPU compiler, in a container here. What it says is kept
+below `.tpu-launch/preflight/`, a file for each accelerator and question: its name is a hash of everything that the
+answer depends on (the trainer's sections that shape the step, the manifests of the datasets and the tokenizer, the
+accelerator, and the image's content, which includes the trainer's code and the compiler). A file is written whole or
+not at all.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ from typing import Any
 
 import click
 
-from launcher import images, local, terminal
+from launcher import terminal
+from launcher.cli.options import configured
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home
-from launcher.options import configured
+from launcher.images import build as images
+from launcher.images import local
 from launcher.run.launch import CHECKED
 from training import storage
 from training.accelerators import UnknownAccelerator, accelerator
-from training.data.manifest import MANIFEST
-from training.hub_names import is_on_hub
+from training.data.formats.dataset import MANIFEST
+from training.storage.hub import is_on_hub
 
 FORMAT = 1
 _MARK = '{"preflight"'  # what the JSON line of `tpu-train preflight` begins with
@@ -41,8 +44,11 @@ _NOT_IN_STEP = ("steps", "learning_rate", "warmup_steps", "schedule", "log_every
 Say = Callable[[str], None]
 
 
-def check(config: Config, home: Path, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say) -> list[dict[str, Any]]:
-    """The results for these accelerators (the file's, when none is named), compiled here unless they are known. Raises BadInput, LaunchError."""
+def check(
+    config: Config, home: Path, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say
+) -> list[dict[str, Any]]:
+    """The results for these accelerators (the file's, when none is named), compiled here unless they are known. Raises
+    BadInput, LaunchError."""
     if config.trainer is None:
         raise BadInput(
             f"{config.document.name}: has no trainer's sections, and preflight compiles the trainer's step: only the trainer can be checked"
@@ -76,8 +82,8 @@ def known(config: Config, home: Path) -> dict[str, Any] | None:
 
 
 def require(config: Config, home: Path, say: Say) -> Config:
-    """What `up` and `run` do with what is known. Raises LaunchError for a step that does not fit; returns the configuration, whose containers are told
-    which programs were checked."""
+    """What `up` and `run` do with what is known. Raises LaunchError for a step that does not fit; returns the
+    configuration, whose containers are told which programs were checked."""
     result = known(config, home)
     if result is None:
         return config
@@ -97,9 +103,12 @@ def require(config: Config, home: Path, say: Say) -> Config:
 
 def _no_answer(code: int) -> LaunchError:
     """What the container's exit code tells of a preflight that did not end by itself."""
-    defect = "a defect of libtpu that shows now and then near the end of the memory: run it again, or try another batch size"
+    defect = (
+        "a defect of libtpu that shows now and then near the end of the memory: run it again, or try another batch size"
+    )
     why = {
-        128 + signal.SIGKILL: "it was killed, most likely because this machine's memory ran out: compiling bert-large takes up to 10 GB",
+        128
+        + signal.SIGKILL: "it was killed, most likely because this machine's memory ran out: compiling bert-large takes up to 10 GB",
         128 + signal.SIGSEGV: f"the TPU compiler crashed (SIGSEGV), {defect}",
         128 + signal.SIGABRT: f"the TPU compiler gave up (SIGABRT), {defect}",
     }.get(code, f"it ended with exit code {code}")
@@ -107,7 +116,9 @@ def _no_answer(code: int) -> LaunchError:
     return LaunchError(f"preflight gave no answer: {why}; its last lines are above", exit_code=exit_code)
 
 
-def _compile(config: Config, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say) -> list[dict[str, Any]]:
+def _compile(
+    config: Config, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say
+) -> list[dict[str, Any]]:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="preflight-") as file:
         file.write(config.document.dump())
         file.flush()
@@ -180,17 +191,32 @@ def _write(path: Path, result: dict[str, Any]) -> None:
 
 
 @click.command()
-@click.option("--accelerator", "accelerators", metavar="TYPE,...", default="", help="v3-8,v4-32,...  [default: the file's]")
-@click.option("--max-batch", is_flag=True, help="Also search for the largest training batch that fits: compiles about six times more.")
+@click.option(
+    "--accelerator", "accelerators", metavar="TYPE,...", default="", help="v3-8,v4-32,...  [default: the file's]"
+)
+@click.option(
+    "--max-batch",
+    is_flag=True,
+    help="Also search for the largest training batch that fits: compiles about six times more.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
 @click.option("--vocabulary", type=int, help="Before there is a tokenizer: how many ids it will have.")
-@click.option("--sequence-length", metavar="N,...", help="Before there is data: tokens a row; of each bucket, for classification.")
+@click.option(
+    "--sequence-length", metavar="N,...", help="Before there is data: tokens a row; of each bucket, for classification."
+)
 @click.option("--labels", type=int, help="Before there is data, classification: how many labels.")
 @configured
 def preflight(
-    config: Any, accelerators: str, max_batch: bool, as_json: bool, vocabulary: int | None, sequence_length: str | None, labels: int | None
+    config: Any,
+    accelerators: str,
+    max_batch: bool,
+    as_json: bool,
+    vocabulary: int | None,
+    sequence_length: str | None,
+    labels: int | None,
 ) -> None:
-    """Compile the run's step with the TPU compiler, here, for slices that need not exist: does it fit, and what does it cost?
+    """Compile the run's step with the TPU compiler, here, for slices that need not exist: does it fit, and what does it
+    cost?
 
     \b
     tpu-launch preflight -f run.yaml

@@ -32,7 +32,11 @@ class SliceState:
     @property
     def trouble(self) -> str:
         """What the API says is wrong with it, for a person; empty when all is well."""
-        parts = [self.state if not self.ready else "", self.health if self.health.startswith("UNHEALTHY") else "", self.detail]
+        parts = [
+            self.state if not self.ready else "",
+            self.health if self.health.startswith("UNHEALTHY") else "",
+            self.detail,
+        ]
         return ", ".join(part for part in parts if part)
 
     @property
@@ -53,7 +57,9 @@ class Attempt:
     files: Mapping[str, bytes] = field(default_factory=dict)  # name -> content, below /etc/tpu-launch
     shm_size: str = "16g"
     user: str | None = None
-    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)  # environment variables that nothing but the command may see
+    secrets: Mapping[str, str] = field(
+        default_factory=dict, repr=False
+    )  # environment variables that nothing but the command may see
     overlay: Overlay | None = None  # files over the image's own
 
     @property
@@ -113,7 +119,8 @@ class Provider(Protocol):
         """The slice, or None when it doesn't exist."""
 
     def known_ready(self) -> bool:
-        """Whether the slice was READY, and as the file says, when a command from here last used it: then a start need not ask before it tries."""
+        """Whether the slice was READY, and as the file says, when a command from here last used it: then a start need
+        not ask before it tries."""
 
     def create(self) -> None:
         """Creates the slice and returns when it is READY."""
@@ -122,7 +129,8 @@ class Provider(Protocol):
         """Deletes the slice and returns when the API says that it is gone; none is fine."""
 
     def prepare(self, attempt: Attempt) -> list[HostReport]:
-        """Gets the image onto every host and makes the attempt's container there, not yet started. `detail` is the image id."""
+        """Gets the image onto every host and makes the attempt's container there, not yet started. `detail` is the
+        image id."""
 
     def start(self, attempt: Attempt) -> list[HostReport]:
         """Starts the prepared containers on all hosts."""
@@ -133,11 +141,15 @@ class Provider(Protocol):
         While the container runs, the look may wait `patience` seconds for its end before it answers.
         """
 
-    def stop(self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None) -> list[HostReport]:
-        """Stops a container on every host, or on some: SIGTERM, then SIGKILL after `grace` seconds; removes it if asked. Gone is fine."""
+    def stop(
+        self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
+    ) -> list[HostReport]:
+        """Stops a container on every host, or on some: SIGTERM, then SIGKILL after `grace` seconds; removes it if
+        asked. Gone is fine."""
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """What the slice and the hosts know of an attempt that failed: file name -> text for a person. Never raises."""
 
     def stacks(self, container: str) -> dict[int, str]:
-        """Where the processes of a container are, on every host that answers: text for a person. Never raises for a host."""
+        """Where the processes of a container are, on every host that answers: text for a person. Never raises for a
+        host."""

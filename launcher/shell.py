@@ -1,7 +1,8 @@
 """The one place that starts local processes.
 
-Commands are argument lists, never shell strings. Everything that waits has a time-out whose message names the command. Environment changes
-(for example an emulated slice's endpoints) are made once, in this process's own environment, before the first command.
+Commands are argument lists, never shell strings. Everything that waits has a time-out whose message names the command.
+Environment changes (for example an emulated slice's endpoints) are made once, in this process's own environment, before
+the first command.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ def run(
 ) -> Result:
     """Runs `argv` to its end and returns what it printed; a non-zero end is the caller's to judge.
 
-    `timeout` is in seconds; when it passes, the command's whole process group is ended and CommandTimeout names the command. `env` is
-    added to this process's environment. `on_start` is given a function that ends the command early. Raises CommandMissing when the program isn't there.
+    `timeout` is in seconds; when it passes, the command's whole process group is ended and CommandTimeout names the
+    command. `env` is added to this process's environment. `on_start` is given a function that ends the command early.
+    Raises CommandMissing when the program isn't there.
     """
     find(argv[0])
     data = input.encode() if isinstance(input, str) else input
@@ -105,7 +107,8 @@ def stream(
     cwd: Path | None = None,
     on_start: Callable[[Callable[[], None]], None] | None = None,
 ) -> Result:
-    """Runs `argv`, hands each line of its output (stdout and stderr together) to `on_line` as it comes; the result's stdout holds them all.
+    """Runs `argv`, hands each line of its output (stdout and stderr together) to `on_line` as it comes; the result's
+    stdout holds them all.
 
     Used for long work that shows progress. Time-out and errors as for `run`. `on_start`: as for `run`.
     """
@@ -151,7 +154,8 @@ def stream(
 
 
 def attached(argv: Sequence[str]) -> int:
-    """Runs `argv` on this terminal, until it ends or the person ends it (Ctrl-C is the command's, not ours); returns its exit code."""
+    """Runs `argv` on this terminal, until it ends or the person ends it (Ctrl-C is the command's, not ours); returns
+    its exit code."""
     find(argv[0])
     process = subprocess.Popen(list(argv))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -165,7 +169,8 @@ def attached(argv: Sequence[str]) -> int:
 
 
 def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> int:
-    """Starts `argv` as a process of its own that outlives this one, writing to `log` (appended, mode 0600); returns its process id."""
+    """Starts `argv` as a process of its own that outlives this one, writing to `log` (appended, mode 0600); returns its
+    process id."""
     find(argv[0])
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as sink:
         process = subprocess.Popen(

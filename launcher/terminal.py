@@ -1,6 +1,7 @@
 """What a person sees: few lines on standard error, the hosts' own lines on standard output.
 
-Standard output carries what a script may want (log lines, JSON); everything the launcher says about its own work goes to standard error.
+Standard output carries what a script may want (log lines, JSON); everything the launcher says about its own work goes
+to standard error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The emulator's Cloud Storage for tests that need no emulated slice: unmodified clients, one bucket, and faults on demand."""
+"""The emulator's Cloud Storage for tests that need no emulated slice: unmodified clients, one bucket, and faults on
+demand."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from typing import Any
 
 
 class BucketServer:
-    """The emulator's Cloud Storage on a loopback port, with faults: `fault(request)` answers instead, or returns None."""
+    """The emulator's Cloud Storage on a loopback port, with faults: `fault(request)` answers instead, or returns
+    None."""
 
     def __init__(self, folder: Path) -> None:
-        from launcher.emulator.bucket import Buckets
-        from launcher.emulator.bucket_api import StorageApi
+        from launcher.emulator.storage.api import StorageApi
+        from launcher.emulator.storage.bucket import Buckets
         from launcher.emulator.web import Acceptor, serve_http
 
         buckets = Buckets(folder)

@@ -1,10 +1,11 @@
 """Runs one benchmark where it must run: benchmark.py NAME [the benchmark's arguments]
 
-A benchmark that needs a framework says so in a line of its own, `RUNS_IN = "tensorflow"` (or "torch-xla"): it then runs in that image's test stage, from this
-checkout, as the current user, without a network. Otherwise it runs here. Either way it writes .tpu-launch/benchmarks/NAME.json.
+A benchmark that needs a framework says so in a line of its own, `RUNS_IN = "tensorflow"` (or "torch-xla"): it then runs
+in that image's test stage, from this checkout, as the current user, without a network. Otherwise it runs here. Either
+way it writes .tpu-launch/benchmarks/NAME.json.
 
-Real data is at /data there: the folder that BENCHMARK_DATA names, or ../shared/data, where there is one. Packages that only the benchmark wants
-(`PACKAGES = "name==1.0 other==2.0"`) are fetched to .tpu-launch/benchmarks/packages.
+Real data is at /data there: the folder that BENCHMARK_DATA names, or ../shared/data, where there is one. Packages that
+only the benchmark wants (`PACKAGES = "name==1.0 other==2.0"`) are fetched to .tpu-launch/benchmarks/packages.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launcher import engine, images
 from launcher.errors import LaunchError
+from launcher.images import build as images
+from launcher.images import engine
 
 HOUSE = Path(__file__).resolve().parent.parent
 MOUNTED = ("benchmarks", "training", "launcher", "examples")
@@ -32,7 +34,9 @@ def main(arguments: list[str]) -> int:
     out = HOUSE / ".tpu-launch"
     (out / "benchmarks").mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        image = images.ensure(images.default_spec(place.group(1), target="test"), lambda line: print(line, file=sys.stderr, flush=True))
+        image = images.ensure(
+            images.default_spec(place.group(1), target="test"), lambda line: print(line, file=sys.stderr, flush=True)
+        )
         docker = engine.client()
     except LaunchError as error:
         print(error, file=sys.stderr)
@@ -42,7 +46,17 @@ def main(arguments: list[str]) -> int:
     data = Path(os.environ.get("BENCHMARK_DATA", HOUSE.parent / "shared" / "data"))
     mounts = [f"--volume={HOUSE / each}:/src/{each}:ro" for each in MOUNTED]
     mounts += [f"--volume={data.absolute()}:/data:ro"] if data.is_dir() else []
-    container = [docker, "run", "--rm", "--init", "--network=none", "--shm-size=1g", "--workdir=/src", *mounts, f"--volume={out}:/out"]
+    container = [
+        docker,
+        "run",
+        "--rm",
+        "--init",
+        "--network=none",
+        "--shm-size=1g",
+        "--workdir=/src",
+        *mounts,
+        f"--volume={out}:/out",
+    ]
     container += [f"--user={os.getuid()}:{os.getgid()}", "--label=tpu-launch.tests=benchmark"]
     for variable in (
         "HOME=/tmp",
@@ -52,11 +66,14 @@ def main(arguments: list[str]) -> int:
         "TPU_LAUNCH_HOME=/out",
     ):
         container.append(f"--env={variable}")
-    return subprocess.run([*container, image.reference, "/opt/venv/bin/python", f"benchmarks/{name}.py", *rest], check=False).returncode
+    return subprocess.run(
+        [*container, image.reference, "/opt/venv/bin/python", f"benchmarks/{name}.py", *rest], check=False
+    ).returncode
 
 
 def chosen(name: str, *rest: str) -> tuple[str, list[str]]:
-    """The script and its arguments: with `--backend tensorflow`, NAME_tensorflow where there is one, for that backend is in another image."""
+    """The script and its arguments: with `--backend tensorflow`, NAME_tensorflow where there is one, for that backend
+    is in another image."""
     if "--backend" in rest[:-1]:
         at = rest.index("--backend")
         other = f"{name}_{rest[at + 1]}"
@@ -69,7 +86,18 @@ def fetch(packages: list[str], folder: Path) -> bool:
     """Whether the packages are in `folder`, without what they depend on."""
     mark = folder / (" ".join(packages) + ".fetched")
     if not mark.exists():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(folder), *packages]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--upgrade",
+            "--target",
+            str(folder),
+            *packages,
+        ]
         if subprocess.run(command, check=False).returncode:
             return False
         mark.touch()

@@ -1,11 +1,12 @@
-"""Runs tests inside the `test` stage of an image: container_tests.py [torch-xla | tensorflow | beam] [pytest's arguments]
+"""Runs tests inside the `test` stage of an image: container_tests.py [torch-xla | tensorflow | beam] [pytest's
+arguments]
 
   torch-xla   tests/container in the torch-xla image (also when no place is named)
   tensorflow  tests/tensorflow in the tensorflow image
   beam        tests/beam in the environment with Apache Beam that the tensorflow image's test stage has beside its own
 
-The image is built by the launcher's own code when anything in it changed. The tests run as the image's user and import the `training`
-package that is in the image; only what the tests read is mounted, read-only.
+The image is built by the launcher's own code when anything in it changed. The tests run as the image's user and import
+the `training` package that is in the image; only what the tests read is mounted, read-only.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher import engine, images
 from launcher.errors import LaunchError
+from launcher.images import build as images
+from launcher.images import engine
 
 HOUSE = Path(__file__).resolve().parent.parent
 MOUNTED = ("tests", "examples", "launcher", "pyproject.toml")  # of the launcher tests use the emulated bucket
@@ -51,7 +53,17 @@ def main(arguments: list[str]) -> int:
     mounts = [f"--volume={HOUSE / name}:/src/{name}:ro" for name in MOUNTED if (HOUSE / name).exists()]
     passed_on = [f"--env={name}" for name in ("CI", "TPU_LAUNCH_NO_SKIPS", "TPU_LAUNCH_KILLS") if name in os.environ]
     # No network but loopback: a test that needs more isn't a single-host test.
-    container = [docker, "run", "--rm", "--init", "--network=none", "--shm-size=1g", "--workdir=/src", *mounts, *passed_on]
+    container = [
+        docker,
+        "run",
+        "--rm",
+        "--init",
+        "--network=none",
+        "--shm-size=1g",
+        "--workdir=/src",
+        *mounts,
+        *passed_on,
+    ]
     container += [
         "--label=tpu-launch.tests=container",
         "--env=PYTHONDONTWRITEBYTECODE=1",

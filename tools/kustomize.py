@@ -1,7 +1,8 @@
 """Writes k8s/: what `tpu-launch manifest` renders, as a kustomize base and overlays, for people who use kubectl alone.
 
-An overlay is what becomes different in the base when keys of examples/gke.yaml are changed: a JSON patch (RFC 6902), made by comparing both renderings.
-A test checks that k8s/ is what this writes and that kubectl builds it. To write it again: .venv/bin/python -m tools.kustomize
+An overlay is what becomes different in the base when keys of examples/gke.yaml are changed: a JSON patch (RFC 6902),
+made by comparing both renderings. A test checks that k8s/ is what this writes and that kubectl builds it. To write it
+again: .venv/bin/python -m tools.kustomize
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def files() -> dict[str, str]:
     base = _rendered(())
     names = {"ConfigMap": "config.yaml", "JobSet": "jobset.yaml"}
     made = {f"base/{names[_plain(each)['kind']]}": yaml_text.documents([each], MADE) for each in base}
-    made["base/kustomization.yaml"] = _kustomization("A v4-16 (2 hosts, 8 devices), on demand.", {"resources": list(names.values())})
+    made["base/kustomization.yaml"] = _kustomization(
+        "A v4-16 (2 hosts, 8 devices), on demand.", {"resources": list(names.values())}
+    )
     for name, overlay in OVERLAYS.items():
         made[f"overlays/{name}/kustomization.yaml"] = _kustomization(
             overlay.about, {"resources": ["../../base"], **overlay.more, **_patches(overlay)}
@@ -79,7 +82,10 @@ def queue() -> list[Any]:
     config = load(EXAMPLE)
     api = "kueue.x-k8s.io/v1beta1"
     chips = config.accelerator.chips
-    quota = {"name": "google.com/tpu", "nominalQuota": Noted(chips, "Chips that may be in use at once: those of one slice.")}
+    quota = {
+        "name": "google.com/tpu",
+        "nominalQuota": Noted(chips, "Chips that may be in use at once: those of one slice."),
+    }
     return [
         Noted(
             {
@@ -97,7 +103,10 @@ def queue() -> list[Any]:
             "spec": {
                 "namespaceSelector": {},
                 "resourceGroups": [
-                    {"coveredResources": ["google.com/tpu"], "flavors": [{"name": config.accelerator.name, "resources": [quota]}]}
+                    {
+                        "coveredResources": ["google.com/tpu"],
+                        "flavors": [{"name": config.accelerator.name, "resources": [quota]}],
+                    }
                 ],
             },
         },
@@ -119,7 +128,9 @@ def json_patch(old: Any, new: Any, path: str = "") -> list[dict[str, Any]]:
         found = [{"op": "remove", "path": f"{path}/{_escape(key)}"} for key in old if key not in new]
         for key, value in new.items():
             below = f"{path}/{_escape(key)}"
-            found += json_patch(old[key], value, below) if key in old else [{"op": "add", "path": below, "value": value}]
+            found += (
+                json_patch(old[key], value, below) if key in old else [{"op": "add", "path": below, "value": value}]
+            )
         return found
     if isinstance(old, list) and isinstance(new, list) and len(new) >= len(old):
         found = [each for index, value in enumerate(old) for each in json_patch(value, new[index], f"{path}/{index}")]
@@ -144,7 +155,10 @@ def _patches(overlay: Overlay) -> dict[str, Any]:
 def _rendered(changes: tuple[str, ...]) -> list[Any]:
     config = load(EXAMPLE, changes)
     return objects(
-        config, standalone.workload(config, config.run_name, f"{config.image.repository}@{NO_DIGEST}"), Kind.JOBSET, Restarts.BY_CLUSTER
+        config,
+        standalone.workload(config, config.run_name, f"{config.image.repository}@{NO_DIGEST}"),
+        Kind.JOBSET,
+        Restarts.BY_CLUSTER,
     )
 
 

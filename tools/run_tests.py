@@ -1,7 +1,9 @@
-"""Everything `make test` runs: lint, fast tests, tests inside the images, whole emulated slices. run_tests.py [stage...]
+"""Everything `make test` runs: lint, fast tests, tests inside the images, whole emulated slices. run_tests.py
+[stage...]
 
-A stage that fails does not keep the next from running. Each stage's output goes to the screen and to .tpu-launch/tests/<stage>.log; at the
-end comes a table of what ran and how long it took, and as the last line "N passed, N failed", also in .tpu-launch/tests/closing-line.
+A stage that fails does not keep the next from running. Each stage's output goes to the screen and to
+.tpu-launch/tests/<stage>.log; at the end comes a table of what ran and how long it took, and as the last line "N
+passed, N failed", also in .tpu-launch/tests/closing-line.
 """
 
 from __future__ import annotations
@@ -48,9 +50,11 @@ class Outcome:
 
 SLOWEST = ("--durations=0", "--durations-min=1")
 FAULTS = tuple(
-    f"tests/rehearsal/test_{name}.py" for name in ("fault_matrix", "queued_slices", "emulator_slice", "housekeeping", "gcloud_defects")
+    f"tests/rehearsal/test_{name}.py"
+    for name in ("fault_matrix", "queued_slices", "emulator_slice", "housekeeping", "gcloud_defects")
 )
-# One after the other; those of one line at the same time, because they wait more than they work, for processes, hosts and time-outs.
+# One after the other; those of one line at the same time, because they wait more than they work, for processes, hosts
+# and time-outs.
 STAGES = (
     (Stage("lint", ("make", "--no-print-directory", "lint"), 300, runs_tests=False),),
     (Stage("fast", (*PYTEST, "--durations=5"), 600),),
@@ -59,7 +63,11 @@ STAGES = (
     (Stage("beam", (sys.executable, "tools/container_tests.py", "beam"), 600),),
     (Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *SLOWEST), 2400),),
     (
-        Stage("slices", (*PYTEST, "tests/rehearsal", "-m", "not alone", *(f"--ignore={file}" for file in FAULTS), *SLOWEST), 1800),
+        Stage(
+            "slices",
+            (*PYTEST, "tests/rehearsal", "-m", "not alone", *(f"--ignore={file}" for file in FAULTS), *SLOWEST),
+            1800,
+        ),
         Stage("faults", (*PYTEST, *FAULTS, *SLOWEST), 1800),
     ),
 )
@@ -84,7 +92,9 @@ class Running:
             errors="replace",
             start_new_session=True,
         )
-        self._late = threading.Timer(stage.seconds, end, ([self.process], f"stage {stage.name} was not done within {stage.seconds} s"))
+        self._late = threading.Timer(
+            stage.seconds, end, ([self.process], f"stage {stage.name} was not done within {stage.seconds} s")
+        )
         self._late.daemon = True
         self._late.start()
         self._reading = threading.Thread(target=self._read, daemon=True)
@@ -153,7 +163,9 @@ def main(names: list[str]) -> int:
     for outcome in outcomes:
         print(f"{outcome.stage.name:<10} {outcome.seconds:7.1f} s   {outcome.verdict}")
     print(f"{'together':<10} {time.monotonic() - began:7.1f} s")
-    closing = f"{sum(outcome.passed for outcome in outcomes)} passed, {sum(outcome.failed for outcome in outcomes)} failed"
+    closing = (
+        f"{sum(outcome.passed for outcome in outcomes)} passed, {sum(outcome.failed for outcome in outcomes)} failed"
+    )
     (LOGS / "closing-line").write_text(closing + "\n", encoding="utf-8")
     print(closing, flush=True)
     return int(any(outcome.returncode for outcome in outcomes))

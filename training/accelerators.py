@@ -1,11 +1,12 @@
 """The one table of TPU generations: names, sizes, hosts, devices, bounds, runtime versions, zones, peak figures.
 
-Pure data and pure functions; imported by the launcher, the trainer, the emulator and the manifests alike, so that nobody counts hosts twice.
-It knows what a name means before a slice exists; what a slice really has is read from the slice (its network endpoints).
+Pure data and pure functions; imported by the launcher, the trainer, the emulator and the manifests alike, so that
+nobody counts hosts twice. It knows what a name means before a slice exists; what a slice really has is read from the
+slice (its network endpoints).
 
-Sources: the size tables of torch_xla 2.9 (`torch_xla/_internal/tpu.py`) and of MaxText (`accelerator_to_spec_map.py`); peaks, memory, zones and
-runtime versions from Google's Cloud TPU documentation (docs.cloud.google.com/tpu/docs/{v2,v3,v4,v5e,v5p,v6e}, .../regions-zones,
-.../runtimes), read in November 2026.
+Sources: the size tables of torch_xla 2.9 (`torch_xla/_internal/tpu.py`) and of MaxText (`accelerator_to_spec_map.py`);
+peaks, memory, zones and runtime versions from Google's Cloud TPU documentation
+(docs.cloud.google.com/tpu/docs/{v2,v3,v4,v5e,v5p,v6e}, .../regions-zones, .../runtimes), read in November 2026.
 """
 
 from __future__ import annotations
@@ -83,15 +84,22 @@ class GkeNodes:
 def gke_nodes(slice_: Accelerator) -> GkeNodes:
     """The nodes that make up a slice on GKE, one a host, each with all its chips (`google.com/tpu`) for one pod.
 
-    Source: GKE's machine type table in its cluster autoscaler, and cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus, read in
-    November 2026. Raises ValueError for a generation that GKE does not have.
+    Source: GKE's machine type table in its cluster autoscaler, and
+    cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus, read in November 2026. Raises ValueError for a
+    generation that GKE does not have.
     """
     generation, chips = slice_.generation.name, slice_.chips_per_host
     if generation == "v2":
         others = ", ".join(each.name for each in GENERATIONS if each.name != "v2")
-        raise ValueError(f"GKE has no nodes for {slice_.name}: it never offered TPU v2 (it has {others}); TPU VMs have v2")
+        raise ValueError(
+            f"GKE has no nodes for {slice_.name}: it never offered TPU v2 (it has {others}); TPU VMs have v2"
+        )
     if generation == "v3":
-        return GkeNodes("tpu-v3-device", "ct3-hightpu-4t") if slice_.hosts == 1 else GkeNodes("tpu-v3-slice", "ct3p-hightpu-4t")
+        return (
+            GkeNodes("tpu-v3-device", "ct3-hightpu-4t")
+            if slice_.hosts == 1
+            else GkeNodes("tpu-v3-slice", "ct3p-hightpu-4t")
+        )
     return {
         "v4": GkeNodes("tpu-v4-podslice", f"ct4p-hightpu-{chips}t"),
         "v5e": GkeNodes("tpu-v5-lite-podslice", f"ct5lp-hightpu-{chips}t"),
@@ -146,7 +154,16 @@ _V4: dict[int, tuple[int, ...]] = {
     1024: (8, 8, 8), 1536: (8, 8, 12), 2048: (8, 8, 16), 4096: (8, 16, 16),
 }  # fmt: skip
 _V5P: dict[int, tuple[int, ...]] = {**_V4, 640: (4, 4, 20), 768: (4, 8, 12), 896: (4, 4, 28)}
-_V5E: dict[int, tuple[int, ...]] = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
+_V5E: dict[int, tuple[int, ...]] = {
+    1: (1, 1),
+    4: (2, 2),
+    8: (2, 4),
+    16: (4, 4),
+    32: (4, 8),
+    64: (8, 8),
+    128: (8, 16),
+    256: (16, 16),
+}
 _SIZES: dict[str, dict[int, tuple[int, ...]]] = {"v2": _V2, "v3": _V3, "v4": _V4, "v5e": _V5E, "v5p": _V5P, "v6e": _V5E}
 
 

@@ -1,8 +1,8 @@
 """The trainer's half of the YAML file: frozen sections, checked before anything is rented.
 
-The launcher reads the same file and validates it with these functions before it creates a slice, so this module imports no framework
-and no numpy. Sections that belong to the launcher are allowed and ignored, with one exception: if the file names an accelerator, the
-global batch is checked against its devices here, where a mistake costs nothing.
+The launcher reads the same file and validates it with these functions before it creates a slice, so this module imports
+no framework and no numpy. Sections that belong to the launcher are allowed and ignored, with one exception: if the file
+names an accelerator, the global batch is checked against its devices here, where a mistake costs nothing.
 """
 
 from __future__ import annotations
@@ -39,10 +39,13 @@ ModelName = Literal["bert-tiny", "bert-mini", "bert-small", "bert-medium", "bert
 
 
 class Model(Section):
-    """Which network. Either a known name, some of its sizes changed, or a folder in Hugging Face's layout, or a name on its Hub, to start from."""
+    """Which network. Either a known name, some of its sizes changed, or a folder in Hugging Face's layout, or a name on
+    its Hub, to start from."""
 
     name: ModelName | None = None
-    path: str | None = None  # a folder with config.json and model.safetensors, or org/name on the Hub: its weights are the start
+    path: str | None = (
+        None  # a folder with config.json and model.safetensors, or org/name on the Hub: its weights are the start
+    )
     hidden_size: int | None = Field(default=None, ge=8)
     layers: int | None = Field(default=None, ge=1)
     heads: int | None = Field(default=None, ge=1)
@@ -74,7 +77,9 @@ class MaskingSection(Section):
     """Which tokens are predicted."""
 
     percent: int = Field(default=15, ge=1, le=100)  # of a row's ordinary tokens
-    predictions: int | None = Field(default=None, ge=1)  # places for them in each row; what a full row needs, unless given
+    predictions: int | None = Field(
+        default=None, ge=1
+    )  # places for them in each row; what a full row needs, unless given
 
 
 class Data(Section):
@@ -85,7 +90,9 @@ class Data(Section):
     tokenizer: str
     masking: MaskingSection = MaskingSection()  # task: mlm
     cache: str | None = (
-        None  # task: mlm. A folder on the host's disk: blocks that came from gs:// are kept there for the next epoch or attempt
+        # task: mlm. A folder on the host's disk: blocks that came from gs:// are kept there for the next epoch or
+        # attempt
+        None
     )
     on_corrupt: Literal["stop", "skip"] = "stop"
 
@@ -103,7 +110,8 @@ class Train(Section):
     clip_norm: float | None = Field(default=1.0, gt=0)
     dropout: float = Field(default=0.1, ge=0, lt=1)
     precision: Literal["fp32", "bf16"] = "fp32"
-    # backend: torch-xla. What is computed a second time in the backward pass instead of being kept: nothing, the attention's probabilities, or whole layers
+    # backend: torch-xla. What is computed a second time in the backward pass instead of being kept: nothing, the
+    # attention's probabilities, or whole layers
     remat: Remat | None = None  # attention on TPUs, none on CPUs, unless given
     gradient_accumulation: int = Field(default=1, ge=1)
     log_every: int = Field(default=10, ge=1)
@@ -150,7 +158,8 @@ def _repository(value: str) -> str:
 
 
 class Hub(Section):
-    """The model on the Hugging Face Hub, uploaded by host 0 in the background with the HF_TOKEN of its environment (run.secrets)."""
+    """The model on the Hugging Face Hub, uploaded by host 0 in the background with the HF_TOKEN of its environment
+    (run.secrets)."""
 
     repository: Annotated[str, AfterValidator(_repository)]
     every: Literal["checkpoint"] | None = None  # each commit, as far as uploads keep up
@@ -208,7 +217,8 @@ def from_document(document: Document) -> TrainerConfig:
     own = {key: value for key, value in document.value.items() if key not in LAUNCHER_SECTIONS}
     config = validate(TrainerConfig, Document(document.name, own, document.places))
     mistakes = [
-        f"{document.place(path)}: {'.'.join(path)}: {message}" for path, message in _contradictions(config, _accelerator_name(document))
+        f"{document.place(path)}: {'.'.join(path)}: {message}"
+        for path, message in _contradictions(config, _accelerator_name(document))
     ]
     mistakes += _hub_without_token(config, document)
     if mistakes:
@@ -217,7 +227,8 @@ def from_document(document: Document) -> TrainerConfig:
 
 
 def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None:
-    """Why the global batch can't be divided evenly over `devices` on `hosts`; None when it can. Called again when devices are known."""
+    """Why the global batch can't be divided evenly over `devices` on `hosts`; None when it can. Called again when
+    devices are known."""
     for what, size, pieces in (
         ("train.global_batch_size", config.train.global_batch_size, config.train.gradient_accumulation),
         ("the evaluation batch", config.evaluation_batch_size, 1),
@@ -231,10 +242,17 @@ def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None
 def _hub_without_token(config: TrainerConfig, document: Document) -> list[str]:
     """A file for a slice must say that the hosts are given the token."""
     sections = {name: document.value.get(name) for name in ("slice", "run", "gke")}
-    named = [name for section in (sections["run"], sections["gke"]) if isinstance(section, dict) for name in section.get("secrets") or ()]
+    named = [
+        name
+        for section in (sections["run"], sections["gke"])
+        if isinstance(section, dict)
+        for name in section.get("secrets") or ()
+    ]
     if config.hub is None or not isinstance(sections["slice"], dict) or "HF_TOKEN" in named:
         return []
-    return [f"{document.place(('hub',))}: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"]
+    return [
+        f"{document.place(('hub',))}: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"
+    ]
 
 
 def _accelerator_name(document: Document) -> str | None:
@@ -248,7 +266,9 @@ def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list
     found: list[tuple[tuple[str, ...], str]] = []
     model, train = config.model, config.train
     if (model.name is None) == (model.path is None):
-        found.append((("model",), "give either model.name (for example bert-base) or model.path, a folder to start from"))
+        found.append(
+            (("model",), "give either model.name (for example bert-base) or model.path, a folder to start from")
+        )
     elif model.name is not None:
         hidden, _, heads, _, _ = model.shape
         if hidden % heads:
@@ -264,17 +284,32 @@ def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list
     if config.task == "classification" and config.data.cache is not None:
         found.append((("data", "cache"), "classification does not read through a cache: remove data.cache"))
     if config.task == "classification" and "masking" in config.data.model_fields_set:
-        found.append((("data", "masking"), "classification predicts labels, not masked tokens: remove data.masking, or set task: mlm"))
+        found.append(
+            (
+                ("data", "masking"),
+                "classification predicts labels, not masked tokens: remove data.masking, or set task: mlm",
+            )
+        )
     if config.evaluation.every is not None and config.data.evaluation is None:
-        found.append((("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every"))
+        found.append(
+            (("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every")
+        )
     if config.checkpoint.best is not None and config.evaluation.every is None:
         found.append((("checkpoint", "best"), "the best checkpoint is known by its evaluations: set evaluation.every"))
     if config.backend == "tensorflow" and train.remat not in (None, "none"):
         found.append(
-            (("train", "remat"), "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla")
+            (
+                ("train", "remat"),
+                "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla",
+            )
         )
     if train.warmup_steps > train.steps:
-        found.append((("train", "warmup_steps"), f"{train.warmup_steps} steps of warm-up are more than train.steps ({train.steps})"))
+        found.append(
+            (
+                ("train", "warmup_steps"),
+                f"{train.warmup_steps} steps of warm-up are more than train.steps ({train.steps})",
+            )
+        )
     if accelerator_name is not None:
         try:
             slice_ = accelerator(accelerator_name)

@@ -1,6 +1,7 @@
 """What ends a training process, and the exit code that tells the launcher which it was (section "A run" of the README).
 
-Framework-free. `cli.main` turns every `TrainError` into one message on standard error and its exit code; a traceback means a bug.
+Framework-free. `cli.main` turns every `TrainError` into one message on standard error and its exit code; a traceback
+means a bug.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class BadInput(TrainError):
 
 
 class LostPeer(TrainError):
-    """Another host did not arrive or broke the connection; the message names it and its last phase where they are known."""
+    """Another host did not arrive or broke the connection; the message names it and its last phase where they are
+    known."""
 
     exit_code = Exit.LOST_PEER
 

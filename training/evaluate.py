@@ -1,4 +1,5 @@
-"""Figures over a whole evaluation set: between the steps of a run, and with `tpu-train evaluate` of a checkpoint or of a model folder.
+"""Figures over a whole evaluation set: between the steps of a run, and with `tpu-train evaluate` of a checkpoint or of
+a model folder.
 
 Each record counts once, on any number of hosts: totals are added over batches and hosts, and only then divided.
 """
@@ -11,18 +12,18 @@ from typing import Any
 
 from training import storage
 from training.backends.protocol import Asks, Backend, Outcome
-from training.checkpoint.inspect import find
-from training.checkpoint.manifest import Damaged, Manifest, decode
-from training.checkpoint.restore import read_manifest, read_part
-from training.cluster import Cluster
+from training.checkpoint.admin import find
+from training.checkpoint.format import Damaged, Manifest, decode
+from training.checkpoint.reader import read_manifest, read_part
 from training.config import Model, TrainerConfig
 from training.data import tokenizer as tokenizers
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Rendezvous
+from training.distributed.shutdown import Stopping
 from training.errors import BadInput, TrainError
-from training.hub_names import model_folder
 from training.models.hugging_face import WEIGHTS, labels_of, read_config
-from training.rendezvous import Rendezvous
-from training.start import agree, open_backend, open_task
-from training.stopping import Stopping
+from training.run_setup import agree, open_backend, open_task
+from training.storage.hub import model_folder
 from training.tasks.task import Task
 
 
@@ -44,7 +45,8 @@ class Evaluated:
 
 
 def over_all(task: Task, backend: Backend, rendezvous: Rendezvous, stopping: Stopping, doing: str) -> Outcome:
-    """The totals over the evaluation set. When its `asked.stop` is set, all hosts have broken off: the totals are of a part."""
+    """The totals over the evaluation set. When its `asked.stop` is set, all hosts have broken off: the totals are of a
+    part."""
     total = Outcome.nothing()
     for number, batch in enumerate(task.evaluation_batches()):
         rendezvous.phase(f"{doing}, batch {number}")
@@ -56,12 +58,18 @@ def over_all(task: Task, backend: Backend, rendezvous: Rendezvous, stopping: Sto
 
 
 def evaluate(
-    place: str, config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopping: Stopping, step: int | None = None
+    place: str,
+    config: TrainerConfig,
+    cluster: Cluster,
+    rendezvous: Rendezvous,
+    stopping: Stopping,
+    step: int | None = None,
 ) -> Evaluated:
-    """`place` is a run's folder (its newest checkpoint, unless `step` is given), a model folder in Hugging Face's layout, or a name on the Hub.
+    """`place` is a run's folder (its newest checkpoint, unless `step` is given), a model folder in Hugging Face's
+    layout, or a name on the Hub.
 
-    The network is built as it says; data, batch size and precision are the configuration's. Called by all hosts. Raises BadInput for what does not
-    fit together."""
+    The network is built as it says; data, batch size and precision are the configuration's. Called by all hosts. Raises
+    BadInput for what does not fit together."""
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")
     place = model_folder(place)
@@ -82,7 +90,9 @@ def evaluate(
     total = over_all(task, backend, rendezvous, stopping, "evaluation")
     if total.asked.stop:
         raise TrainError("asked to stop: the evaluation was broken off")
-    counts = None if total.counts is None or task.labels is None else total.counts.reshape(len(task.labels), -1).tolist()
+    counts = (
+        None if total.counts is None or task.labels is None else total.counts.reshape(len(task.labels), -1).tolist()
+    )
     evaluation = task.data.evaluation
     return Evaluated(
         _name(place, checkpoint), checkpoint[2].step if checkpoint else None, evaluation.url, evaluation.records, task.figures(total), counts, task.labels
@@ -128,7 +138,9 @@ def _require_alike(place: str, task: Task, checkpoint: Checkpoint | None) -> Non
         ("tokenizer", tokenizer or wanted["tokenizer"], wanted["tokenizer"]),
     ):
         if have != want:
-            raise BadInput(f"{place} can't be evaluated on {task.data.train.url}: the {what} of the model: {have}; of the data: {want}")
+            raise BadInput(
+                f"{place} can't be evaluated on {task.data.train.url}: the {what} of the model: {have}; of the data: {want}"
+            )
 
 
 def _list(labels: Sequence[str] | None) -> str:

@@ -1,4 +1,5 @@
-"""The trainer as Python functions on this host, for notebooks: the same code that `tpu-train` runs, without its process.
+"""The trainer as Python functions on this host, for notebooks: the same code that `tpu-train` runs, without its
+process.
 
     from training import one_host
     one_host.shards("--corpus", "builtin:pydoc", "--tokenizer", "tokenizer", "--out", "data")
@@ -6,8 +7,8 @@
     summary = one_host.train(config, run_id="notebook")
     one_host.predict(summary["model"], "The [MASK] statement ends a loop.")
 
-Errors are training.errors.TrainError and training.yaml_file.ConfigError, whose messages are complete. A run that was interrupted goes on from its newest
-checkpoint when it is trained again with the same run id.
+Errors are training.errors.TrainError and training.yaml_file.ConfigError, whose messages are complete. A run that was
+interrupted goes on from its newest checkpoint when it is trained again with the same run id.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from training import storage
-from training.cluster import Cluster
 from training.config import TrainerConfig, load
-from training.metrics import Clock, history
-from training.rendezvous import Alone
-from training.stopping import Stopping
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Alone
+from training.distributed.shutdown import Stopping
+from training.telemetry.metrics import Clock, history
 
 
 def shards(*arguments: str) -> None:
     """`tpu-train shards ARGUMENTS`: makes a dataset; does nothing when it is there already."""
-    from training.data.commands import shards as command
+    from training.cli.data import shards as command
 
     command.main(list(arguments), prog_name="shards", standalone_mode=False)
 
@@ -37,7 +38,7 @@ def configuration(file: str | Path, *settings: str) -> TrainerConfig:
 
 def train(config: TrainerConfig, run_id: str = "notebook") -> dict[str, Any]:
     """Trains on this host to the last step, and returns the summary that is in the run's summary.json."""
-    from training.loop import train as run
+    from training.trainer import train as run
 
     return run(config, Cluster(0, ("localhost",), run_id=run_id), Alone(), Stopping(), Clock())
 
@@ -49,7 +50,7 @@ def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, A
 
 def predict(model: str, text: str, top: int = 5) -> list[tuple[float, str]]:
     """(probability, class), or for a masked-language model (probability, text with its mask filled), best first."""
-    from training.predict import classify, fill_mask, is_classifier
+    from training.models.predict import classify, fill_mask, is_classifier
 
     if is_classifier(model):
         return [(label.score, label.name) for label in classify(model, text, top)]

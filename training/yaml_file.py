@@ -1,7 +1,8 @@
 """Strict YAML files: text in, frozen pydantic models out, every error with its file and line.
 
-Framework-free, shared by `tpu-launch` and `tpu-train`, which read the same file. A document is loaded once, changed by `--set key=value`, and then
-validated section by section against models that forbid unknown keys. Nothing is ever coerced silently: `steps: "100"` is an error.
+Framework-free, shared by `tpu-launch` and `tpu-train`, which read the same file. A document is loaded once, changed by
+`--set key=value`, and then validated section by section against models that forbid unknown keys. Nothing is ever
+coerced silently: `steps: "100"` is an error.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def parse(text: str, name: str, overrides: Iterable[str] = ()) -> Document:
 
 
 def validate(model: type[Model], document: Document, path: Path_ = ()) -> Model:
-    """The part of `document` at `path` as `model`; an absent part counts as empty. Raises ConfigError with a line for each mistake."""
+    """The part of `document` at `path` as `model`; an absent part counts as empty. Raises ConfigError with a line for
+    each mistake."""
     value: Any = document.value
     for key in path:
         value = value.get(str(key), {}) if isinstance(value, dict) else {}
@@ -108,7 +110,9 @@ def refuse_unknown(document: Document, known: Iterable[str]) -> None:
     known = tuple(known)
     wrong = [key for key in document.value if key not in known]
     if wrong:
-        raise ConfigError("\n".join(f"{document.place((key,))}: unknown key {key!r}{_did_you_mean(key, known)}" for key in wrong))
+        raise ConfigError(
+            "\n".join(f"{document.place((key,))}: unknown key {key!r}{_did_you_mean(key, known)}" for key in wrong)
+        )
 
 
 def _collect(node: yaml.Node, path: Path_, name: str, places: dict[Path_, str]) -> None:
@@ -169,11 +173,17 @@ def _explain(model: type[BaseModel], document: Document, path: Path_, detail: Er
 def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str, ...]:
     current: Any = model
     for part in location:
-        field = current.model_fields.get(str(part)) if isinstance(current, type) and issubclass(current, BaseModel) else None
+        field = (
+            current.model_fields.get(str(part))
+            if isinstance(current, type) and issubclass(current, BaseModel)
+            else None
+        )
         if field is None:
             return ()
         current = field.annotation
-        options = [each for each in getattr(current, "__args__", ()) if isinstance(each, type) and issubclass(each, BaseModel)]
+        options = [
+            each for each in getattr(current, "__args__", ()) if isinstance(each, type) and issubclass(each, BaseModel)
+        ]
         current = options[0] if options else current
     return tuple(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else ()
 

@@ -1,7 +1,8 @@
 """The peer: Hugging Face's Trainer in plain torch on the CPU, as a process of its own: hugging_face.py JOB.json
 
-It is driven as the public recipes drive it (transformers' run_mlm.py and run_glue.py): a model, rows, a collator, TrainingArguments. It prints `step N` after
-each step, for whoever measures, and at the end one JSON object with the figures of the evaluation, if there is one.
+It is driven as the public recipes drive it (transformers' run_mlm.py and run_glue.py): a model, rows, a collator,
+TrainingArguments. It prints `step N` after each step, for whoever measures, and at the end one JSON object with the
+figures of the evaluation, if there is one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.update(USE_TORCH_XLA="0", TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1")  # before transformers is imported
+os.environ.update(
+    USE_TORCH_XLA="0", TRANSFORMERS_VERBOSITY="error", HF_HUB_OFFLINE="1"
+)  # before transformers is imported
 
 import numpy as np
 import torch
@@ -76,14 +79,22 @@ def figures(network: torch.nn.Module, rows: Rows, batch: int) -> dict[str, float
     loss, hits, count = 0.0, 0, 0
     with torch.no_grad():
         for start in range(0, len(rows), batch):
-            part = {name: torch.from_numpy(values[start : start + batch].astype(np.int64)) for name, values in rows.arrays.items()}
+            part = {
+                name: torch.from_numpy(values[start : start + batch].astype(np.int64))
+                for name, values in rows.arrays.items()
+            }
             labels = part.pop("labels")
             predicted = labels != -100
             logits = network(**part).logits[predicted]
             loss += float(torch.nn.functional.cross_entropy(logits, labels[predicted], reduction="sum"))
             hits += int((logits.argmax(-1) == labels[predicted]).sum())
             count += int(predicted.sum())
-    return {"loss": loss / count, "perplexity": float(np.exp(loss / count)), "accuracy": hits / count, "predictions": count}
+    return {
+        "loss": loss / count,
+        "perplexity": float(np.exp(loss / count)),
+        "accuracy": hits / count,
+        "predictions": count,
+    }
 
 
 def main(path: str) -> None:
@@ -92,7 +103,9 @@ def main(path: str) -> None:
     network = model(job)
     collator = None
     if "tokenizer" in job:  # masks are made as rows are read
-        collator = DataCollatorForLanguageModeling(AutoTokenizer.from_pretrained(job["tokenizer"]), mlm_probability=0.15)
+        collator = DataCollatorForLanguageModeling(
+            AutoTokenizer.from_pretrained(job["tokenizer"]), mlm_probability=0.15
+        )
     arguments = TrainingArguments(
         output_dir=job["out"],
         use_cpu=True,

@@ -1,7 +1,8 @@
 """The peer of `backend: tensorflow`, as a process of its own: keras_fit.py JOB.json
 
 It is the public recipe's run_mlm.py (transformers' examples/tensorflow/language-modeling-tpu).
-Its data pipeline, model, optimizer and `model.fit`, on shards in its layout. TPUStrategy is left out: there is no TPU. It prints `step N` after each step.
+Its data pipeline, model, optimizer and `model.fit`, on shards in its layout. TPUStrategy is left out: there is no TPU.
+It prints `step N` after each step.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def rows(folder: Path, length: int, batch: int, collator: Any) -> Any:
             | (found["input_ids"] == tokenizer.sep_token_id)
         )
         found["input_ids"], found["labels"] = collator.tf_mask_tokens(
-            found["input_ids"], vocab_size=len(tokenizer), mask_token_id=tokenizer.mask_token_id, special_tokens_mask=special
+            found["input_ids"],
+            vocab_size=len(tokenizer),
+            mask_token_id=tokenizer.mask_token_id,
+            special_tokens_mask=special,
         )
         return found
 
@@ -59,7 +63,9 @@ def main(path: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
     model = TFBertForMaskedLM(BertConfig(**job["config"]))
     model(model.dummy_inputs)
-    optimizer, _ = create_optimizer(num_train_steps=job["steps"], num_warmup_steps=job["steps"] // 20, init_lr=1e-4, weight_decay_rate=1e-3)
+    optimizer, _ = create_optimizer(
+        num_train_steps=job["steps"], num_warmup_steps=job["steps"] // 20, init_lr=1e-4, weight_decay_rate=1e-3
+    )
     model.compile(optimizer=optimizer, metrics=["accuracy"], jit_compile=job["jit_compile"] or None)
     collator = DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm_probability=0.15, mlm=True, return_tensors="tf")
     data = rows(Path(job["rows"]), job["length"], job["batch"], collator)

@@ -1,7 +1,8 @@
 """Slices of light hosts: what gcloud, ssh and the launcher need of a host, without a machine for each.
 
-All hosts of a slice are in one container, each with an address and an sshd of its own. In place of a container engine a shell script runs a command as a
-plain process. Before them is the emulator's Cloud TPU API. Everything is removed when the block of `rack` ends.
+All hosts of a slice are in one container, each with an address and an sshd of its own. In place of a container engine a
+shell script runs a command as a plain process. Before them is the emulator's Cloud TPU API. Everything is removed when
+the block of `rack` ends.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import engine, images
-from launcher.emulator import tpu_api
-from launcher.emulator.catalogue import CODES, ApiError
+from launcher.emulator.api import nodes as tpu_api
+from launcher.emulator.api.catalogue import CODES, ApiError
+from launcher.emulator.api.lifecycle import end_changes
 from launcher.emulator.control import IMAGE
-from launcher.emulator.lifecycle import end_changes
 from launcher.emulator.state import State
 from launcher.emulator.web import Acceptor, Request, Response, json_response, serve_http
+from launcher.images import build as images
+from launcher.images import engine
 
 HOUSE = Path(__file__).resolve().parent.parent.parent
 TYPES = {2: "v4-16", 4: "v4-32", 8: "v4-64", 16: "v4-128", 32: "v4-256", 64: "v4-512"}
@@ -118,16 +120,41 @@ class Rack:
     hosts: int
 
     def inside(self, script: str, given: str | None = None) -> str:
-        argv = [self.docker, "exec", *(["--interactive"] if given is not None else []), self.container, "sh", "-c", script]
+        argv = [
+            self.docker,
+            "exec",
+            *(["--interactive"] if given is not None else []),
+            self.container,
+            "sh",
+            "-c",
+            script,
+        ]
         return subprocess.run(argv, input=given, capture_output=True, text=True, check=True, timeout=120).stdout
 
     def launch(self, script: str, *options: str) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "launcher.cli", "run", "--new", "-f", "run.yaml", *options, "--", "sh", "-c", script]
-        return subprocess.Popen(argv, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        argv = [
+            sys.executable,
+            "-m",
+            "launcher.cli",
+            "run",
+            "--new",
+            "-f",
+            "run.yaml",
+            *options,
+            "--",
+            "sh",
+            "-c",
+            script,
+        ]
+        return subprocess.Popen(
+            argv, cwd=self.folder, env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def up(self) -> None:
         argv = [sys.executable, "-m", "launcher.cli", "up", "-f", "run.yaml"]
-        ended = subprocess.run(argv, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False, timeout=600)
+        ended = subprocess.run(
+            argv, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False, timeout=600
+        )
         assert ended.returncode == 0, ended.stderr
 
     def gcloud(self) -> float:
@@ -155,7 +182,9 @@ class Rack:
         return [int(line) for line in self.inside(script).split()]
 
     def bytes_on_the_wire(self) -> int:
-        fields = next(line for line in self.inside("cat /proc/net/dev").splitlines() if "eth0" in line).split(":")[1].split()
+        fields = (
+            next(line for line in self.inside("cat /proc/net/dev").splitlines() if "eth0" in line).split(":")[1].split()
+        )
         return int(fields[0]) + int(fields[8])
 
     def looks(self) -> int:
@@ -166,7 +195,9 @@ class Rack:
 def rack(hosts: int) -> Iterator[Rack]:
     """Everything is removed at the end."""
     docker = engine.require_engine()
-    image = images.ensure(images.folder_spec(IMAGE, HOUSE / "images" / "host"), lambda line: print(line, file=sys.stderr)).reference
+    image = images.ensure(
+        images.folder_spec(IMAGE, HOUSE / "images" / "host"), lambda line: print(line, file=sys.stderr)
+    ).reference
     name = f"tpu-launch-benchmark-{os.getpid()}"
     folder = Path(tempfile.mkdtemp(prefix="tpu-launch-benchmark-"))
 
@@ -196,7 +227,8 @@ def rack(hosts: int) -> Iterator[Rack]:
         key = folder / "home" / ".ssh" / "google_compute_engine"
         key.parent.mkdir(parents=True, mode=0o700)
         subprocess.run(
-            ["ssh-keygen", "-q", "-t", "rsa", "-b", "2048", "-N", "", "-C", os.environ.get("USER", "root"), "-f", key], check=True
+            ["ssh-keygen", "-q", "-t", "rsa", "-b", "2048", "-N", "", "-C", os.environ.get("USER", "root"), "-f", key],
+            check=True,
         )
         port, acceptor = serve_api(state)
         environment = {
@@ -253,7 +285,9 @@ def serve_api(state: State) -> tuple[int, Closing]:
                 segments = request.segments
                 if segments[0] == "compute":
                     return json_response(tpu_api.compute_project(segments[3]))
-                value = tpu_api.answer(state, tpu_api.parse(request.method, segments[1:], request.query, request.json()), time.time())
+                value = tpu_api.answer(
+                    state, tpu_api.parse(request.method, segments[1:], request.query, request.json()), time.time()
+                )
                 end_changes(state)
                 return json_response(value)
         except ApiError as error:
@@ -280,7 +314,11 @@ class Closing:
 
 
 def make_node(state: State, hosts: int, key: str) -> Any:
-    body = {"acceleratorType": TYPES[hosts], "runtimeVersion": "tpu-ubuntu2204-base", "networkConfig": {"enableExternalIps": True}}
+    body = {
+        "acceleratorType": TYPES[hosts],
+        "runtimeVersion": "tpu-ubuntu2204-base",
+        "networkConfig": {"enableExternalIps": True},
+    }
     parent = ("projects", PROJECT, "locations", ZONE, "nodes")
     tpu_api.answer(state, tpu_api.Call("POST", parent, "", {"nodeId": "rack"}, body), time.time())
     (node,) = state.nodes.values()

@@ -1,4 +1,5 @@
-"""Trainers as processes whose steps are timed from outside, ours and the peer's alike: by the clock, from when the lines come that tell of them."""
+"""Trainers as processes whose steps are timed from outside, ours and the peer's alike: by the clock, from when the
+lines come that tell of them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,11 @@ _STEP = re.compile(r"step +(\d+)\b")
 def timed(command: list[str], warm: int, seconds: float = 1500, **environment: str) -> tuple[float, str]:
     """Steps a second after the first `warm` ones (0 when there were no more), and all that was printed."""
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"}
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
     )
     assert process.stdout is not None
     told: dict[int, float] = {}
@@ -34,7 +39,9 @@ def timed(command: list[str], warm: int, seconds: float = 1500, **environment: s
             process.kill()
             raise SystemExit(f"{' '.join(command)} was not done within {seconds:g} s:\n{''.join(lines[-20:])}")
     if process.wait() or not told:
-        raise SystemExit(f"{' '.join(command)} ended with code {process.returncode} after {len(told)} step(s):\n{''.join(lines[-40:])}")
+        raise SystemExit(
+            f"{' '.join(command)} ended with code {process.returncode} after {len(told)} step(s):\n{''.join(lines[-40:])}"
+        )
     first, last = min(step for step in told if step >= warm), max(told)
     return (last - first) / (told[last] - told[first]) if last > first else 0.0, "".join(lines)
 

@@ -13,7 +13,15 @@ Row = dict[str, Any]
 def row(name: str, unit: str, ours: float | None, peer_name: str, peer: float | None, goal: str) -> Row:
     """`ours` or `peer` is None where it can't be measured here."""
     ratio = ours / peer if ours is not None and peer else None
-    return {"name": name, "unit": unit, "ours": ours, "peer_name": peer_name, "peer": peer, "ratio": ratio, "goal": goal}
+    return {
+        "name": name,
+        "unit": unit,
+        "ours": ours,
+        "peer_name": peer_name,
+        "peer": peer,
+        "ratio": ratio,
+        "goal": goal,
+    }
 
 
 def table(rows: list[Row]) -> str:

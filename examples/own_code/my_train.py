@@ -3,19 +3,20 @@
     tpu-launch run -f examples/own_code/run.yaml       # on a slice; --emulated for a rehearsal
     tpu-launch local -f examples/own_code/run.yaml -- python my_train.py
 
-A linear model learns y = 3 x - 2. Each host reads its own rows; all hosts hold the same weights after each step. On TPU one process a host drives all its
-chips (SPMD): the compiler sums the gradients. CPU hosts sum them with gloo.
+A linear model learns y = 3 x - 2. Each host reads its own rows; all hosts hold the same weights after each step. On TPU
+one process a host drives all its chips (SPMD): the compiler sums the gradients. CPU hosts sum them with gloo.
 """
 
 import os
 
-from training.cluster import discover, tpu_environment  # of the image
+from training.distributed.cluster import discover, tpu_environment  # of the image
 
 WORKER = int(os.environ.get("TPU_WORKER_ID", "0"))
 HOSTS = os.environ.get("TPU_WORKER_HOSTNAMES", "localhost").split(",")  # addresses, in worker order
 TPU = os.environ.get("PJRT_DEVICE") == "TPU"
 if TPU:
-    os.environ.update(tpu_environment(discover()))  # what libtpu wants to know of the slice; before torch_xla is imported
+    # what libtpu wants to know of the slice; before torch_xla is imported
+    os.environ.update(tpu_environment(discover()))
 
 import numpy as np
 import torch

@@ -1,13 +1,16 @@
 #!/usr/bin/python3
-"""The guest agent of an emulated TPU VM: the container's entry point, and the host's side of everything that Google does inside a VM.
+"""The guest agent of an emulated TPU VM: the container's entry point, and the host's side of everything that Google
+does inside a VM.
 
-At boot it adds the metadata server's address to the loopback interface and opens listening sockets in this host's own network and file system:
-169.254.169.254:80 (metadata), 127.0.0.1:4443 and :443 (Cloud Storage, plain and under Google's names) and /var/run/docker.sock. It hands them to the emulator over a unix socket
-(SCM_RIGHTS): the emulator accepts on them directly, so it knows which host asks, no byte is relayed, and nothing listens on an outside network.
-When the emulator restarts, the sockets are handed over again; connections made meanwhile wait in the backlog.
+At boot it adds the metadata server's address to the loopback interface and opens listening sockets in this host's own
+network and file system: 169.254.169.254:80 (metadata), 127.0.0.1:4443 and :443 (Cloud Storage, plain and under Google's
+names) and /var/run/docker.sock. It hands them to the emulator over a unix socket (SCM_RIGHTS): the emulator accepts on
+them directly, so it knows which host asks, no byte is relayed, and nothing listens on an outside network. When the
+emulator restarts, the sockets are handed over again; connections made meanwhile wait in the backlog.
 
-Then, like Google's agent: ssh host keys are made at the first boot and published as guest attributes, sshd starts, `startup-script` runs, and
-the ssh keys of the metadata become users with sudo and membership of the docker group, for as long as the host lives (long poll).
+Then, like Google's agent: ssh host keys are made at the first boot and published as guest attributes, sshd starts,
+`startup-script` runs, and the ssh keys of the metadata become users with sudo and membership of the docker group, for
+as long as the host lives (long poll).
 """
 
 import contextlib
@@ -38,7 +41,8 @@ def log(message):
 
 
 def open_listeners():
-    """The sockets that the emulator will accept on, in the order that it expects: metadata, storage, storage over TLS, engine."""
+    """The sockets that the emulator will accept on, in the order that it expects: metadata, storage, storage over TLS,
+    engine."""
     subprocess.run(["ip", "address", "replace", "169.254.169.254/32", "dev", "lo"], check=True)
     metadata = socket.create_server(("169.254.169.254", 80), backlog=512)
     storage = socket.create_server(("127.0.0.1", 4443), backlog=512)
@@ -106,7 +110,8 @@ def start_sshd():
 
 
 def publish_host_keys():
-    patiently("instance/guest-attributes/tpu/hostname", socket.gethostname().encode())  # gcloud's way through IAP asks for it
+    # gcloud's way through IAP asks for it
+    patiently("instance/guest-attributes/tpu/hostname", socket.gethostname().encode())
     for kind in ("ecdsa", "ed25519"):
         with open(f"/etc/ssh/ssh_host_{kind}_key.pub") as file:
             name, value = file.read().split()[:2]
@@ -114,7 +119,8 @@ def publish_host_keys():
 
 
 def wanted_keys(attributes):
-    """User name -> authorized keys, from the metadata's `ssh-keys` ("user:key" a line), leaving out those that have expired."""
+    """User name -> authorized keys, from the metadata's `ssh-keys` ("user:key" a line), leaving out those that have
+    expired."""
     users = {}
     for line in "\n".join(attributes).splitlines():
         user, separator, key = line.strip().partition(":")

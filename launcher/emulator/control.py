@@ -1,7 +1,9 @@
-"""Starts, stops and describes the emulator of a home directory, and says what to put into the environment so that the real tools talk to it.
+"""Starts, stops and describes the emulator of a home directory, and says what to put into the environment so that the
+real tools talk to it.
 
-`start` is idempotent and heals what a crash left; `stop` removes everything, also when no server and no state is left to ask: every container,
-volume and network carries the emulator's id as a label, and the id comes from the home directory.
+`start` is idempotent and heals what a crash left; `stop` removes everything, also when no server and no state is left
+to ask: every container, volume and network carries the emulator's id as a label, and the id comes from the home
+directory.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher import images, shell
-from launcher.emulator.engine_client import Engine, EngineError, UnixConnection
-from launcher.emulator.machines import remove_everything
+from launcher import shell
 from launcher.emulator.server import CONTROL, ENGINE
 from launcher.emulator.state import State, emulator_id, from_json, to_json, write_atomically
+from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnection
+from launcher.emulator.vm.machines import remove_everything
 from launcher.errors import BadInput, LaunchError
+from launcher.images import build as images
 
 START_TIMEOUT = 30.0  # seconds until the server answers
 PING_TIMEOUT = 5.0  # seconds until a server that says nothing counts as not running
@@ -52,8 +55,9 @@ def start(
 ) -> None:
     """The emulator of `home` runs; `bucket` exists in it.
 
-    `port` fixes the port on 127.0.0.1 (else the one of before, or a free one); the other settings keep their values across starts unless given.
-    Raises BadInput when the engine isn't running, the port is taken, or the home can't be used.
+    `port` fixes the port on 127.0.0.1 (else the one of before, or a free one); the other settings keep their values
+    across starts unless given. Raises BadInput when the engine isn't running, the port is taken, or the home can't be
+    used.
     """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = _read(home)
@@ -65,16 +69,19 @@ def start(
             if state is None or not _answers(state):  # nobody else was faster
                 state = _launch(home, state, engine, image, port, create_seconds, plain_endpoints)
     if port is not None and state.port != port:
-        raise BadInput(f"the emulator of {home} already runs on port {state.port}, not {port}: `tpu-launch emulator stop` it first")
+        raise BadInput(
+            f"the emulator of {home} already runs on port {state.port}, not {port}: `tpu-launch emulator stop` it first"
+        )
     if bucket is not None:
         _ask(state, "POST", "/bucket", {"name": bucket})
 
 
 def stop(home: Path, *, keep_data: bool = False) -> None:
-    """Nothing of the emulator is left: server, containers, networks, volumes, sockets, state; `keep_data` keeps the buckets' objects.
+    """Nothing of the emulator is left: server, containers, networks, volumes, sockets, state; `keep_data` keeps the
+    buckets' objects.
 
-    Works after a crash of the server, with a broken state file, and when nothing was running. Raises LaunchError when the engine isn't there to
-    remove what it may hold.
+    Works after a crash of the server, with a broken state file, and when nothing was running. Raises LaunchError when
+    the engine isn't there to remove what it may hold.
     """
     with _starting(home):
         _stop(home, keep_data)
@@ -109,7 +116,8 @@ def _stop(home: Path, keep_data: bool) -> None:
 
 
 def status(home: Path) -> dict[str, Any]:
-    """What runs: {"running": false} or the server's account (nodes, hosts, containers, pushed images, buckets, faults)."""
+    """What runs: {"running": false} or the server's account (nodes, hosts, containers, pushed images, buckets,
+    faults)."""
     state = _read(home)
     if state is None or not _answers(state):
         return {"running": False, "home": str(home), "crashed": state is not None}
@@ -117,12 +125,14 @@ def status(home: Path) -> dict[str, Any]:
 
 
 def inject(home: Path, fault: dict[str, Any]) -> dict[str, Any]:
-    """Injects a fault (commands.py has the list). Raises BadInput when the emulator isn't running or the target doesn't exist."""
+    """Injects a fault (commands.py has the list). Raises BadInput when the emulator isn't running or the target doesn't
+    exist."""
     return _ask(_running(home), "POST", "/inject", fault)
 
 
 def environment(home: Path) -> dict[str, str]:
-    """What makes gcloud, docker and the storage clients talk to the emulator instead of Google. Raises BadInput when it isn't running."""
+    """What makes gcloud, docker and the storage clients talk to the emulator instead of Google. Raises BadInput when it
+    isn't running."""
     state = _running(home)
     endpoint = f"http://127.0.0.1:{state.port}"
     user = home / "user"
@@ -148,7 +158,8 @@ def environment(home: Path) -> dict[str, str]:
     }
 
 
-# -- starting -----------------------------------------------------------------------------------------------------------------------------
+# -- starting
+# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def _launch(
@@ -172,10 +183,16 @@ def _launch(
     write_atomically(home / "state.json", to_json(state).encode())
     (home / "user" / "gcloud").mkdir(mode=0o700, parents=True, exist_ok=True)
     log = home / "server.log"
-    pid = shell.spawn([sys.executable, "-m", "launcher.emulator.server", str(home), image], log=log, env={"PYTHONPATH": _python_path()})
+    pid = shell.spawn(
+        [sys.executable, "-m", "launcher.emulator.server", str(home), image],
+        log=log,
+        env={"PYTHONPATH": _python_path()},
+    )
     try:
         _wait_for_server(state, pid, log)
-    except BaseException:  # also Ctrl-C: a server that nobody waits for would come up behind the back of the next command
+    except (
+        BaseException
+    ):  # also Ctrl-C: a server that nobody waits for would come up behind the back of the next command
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         raise
@@ -248,7 +265,8 @@ def _find_engine(state: State | None) -> Engine:
 
 
 def _engine_path(state: State | None) -> str:
-    """The engine's unix socket: DOCKER_HOST, unless that is an emulator's own view; else that of the state; else the default one."""
+    """The engine's unix socket: DOCKER_HOST, unless that is an emulator's own view; else that of the state; else the
+    default one."""
     host = os.environ.get("DOCKER_HOST", "")
     if host.startswith("unix://") and not host.endswith("/" + ENGINE):
         return host.removeprefix("unix://")
@@ -263,18 +281,22 @@ def _socket_folder(home: Path) -> Path:
 
 
 def _make_socket_folder(home: Path) -> Path:
-    """A private folder with a short name (a unix socket's path has at most 107 bytes). Raises BadInput when somebody else made it."""
+    """A private folder with a short name (a unix socket's path has at most 107 bytes). Raises BadInput when somebody
+    else made it."""
     folder = _socket_folder(home)
     for each in (folder.parent, folder):
         each.mkdir(mode=0o700, exist_ok=True)
         found = each.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise BadInput(f"{each} must be a folder that only you can enter; remove it, or set XDG_RUNTIME_DIR to a private folder")
+            raise BadInput(
+                f"{each} must be a folder that only you can enter; remove it, or set XDG_RUNTIME_DIR to a private folder"
+            )
     return folder
 
 
 def _host_image(engine: Engine) -> str:
-    """The name of the hosts' image, built when it is missing or its sources changed. Raises LaunchError when it can't be built."""
+    """The name of the hosts' image, built when it is missing or its sources changed. Raises LaunchError when it can't
+    be built."""
     with _docker_host(f"unix://{engine.path}"):  # not an emulator's own view, which may be gone
         spec = images.folder_spec(IMAGE, _image_folder())
         found = images.plan(spec)
@@ -307,7 +329,8 @@ def _image_folder() -> Path:
     raise LaunchError("images/host is missing from this installation: install tpu-launch again")
 
 
-# -- talking to the server ----------------------------------------------------------------------------------------------------------------
+# -- talking to the server
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def _read(home: Path) -> State | None:
@@ -325,7 +348,9 @@ def _read(home: Path) -> State | None:
 def _running(home: Path) -> State:
     state = _read(home)
     if state is None or not _answers(state):
-        crashed = " (it ended without being stopped; starting it again continues where it was)" if state is not None else ""
+        crashed = (
+            " (it ended without being stopped; starting it again continues where it was)" if state is not None else ""
+        )
         raise BadInput(f"the emulator of {home} isn't running{crashed}: start it with `tpu-launch emulator start`")
     return state
 
@@ -366,7 +391,8 @@ def _raw(path: Path, method: str, target: str, body: dict[str, Any] | None, time
 
 
 def _end_server(home: Path, sockets: Path) -> None:
-    """The server is gone: asked first, killed when it doesn't go. It holds a lock on the file that has its process id, so no other is ever hit."""
+    """The server is gone: asked first, killed when it doesn't go. It holds a lock on the file that has its process id,
+    so no other is ever hit."""
     if _unlocked(home):
         return
     with contextlib.suppress(OSError, http.client.HTTPException):

@@ -1,4 +1,5 @@
-"""Faults: what goes wrong on purpose. Entered by `tpu-launch emulator inject ...`, kept in the state, consumed atomically with what they spoil.
+"""Faults: what goes wrong on purpose. Entered by `tpu-launch emulator inject ...`, kept in the state, consumed
+atomically with what they spoil.
 
 Pure functions over the state; the ones that kill or cut off hosts only mark them here, and machines.py does it.
 """
@@ -8,8 +9,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from launcher.emulator import catalogue
-from launcher.emulator.catalogue import ApiError, event_id
+from launcher.emulator.api import catalogue
+from launcher.emulator.api.catalogue import ApiError, event_id
 from launcher.emulator.state import Fault, Host, Node, State
 from training.accelerators import Accelerator
 
@@ -38,7 +39,9 @@ def refuse_create(state: State, wanted: Accelerator, zone: str) -> None:
         raise ApiError(catalogue.PERMISSION_DENIED, f"Permission denied on 'locations/{zone}' (or it may not exist).")
     if take(state, "quota"):
         limit = f"TPU{wanted.generation.name.upper()}PerProjectPerZoneForTPUAPI"
-        raise ApiError(catalogue.RESOURCE_EXHAUSTED, f"Quota limit '{limit}' has been exceeded. Limit: 0 in zone {zone}.")
+        raise ApiError(
+            catalogue.RESOURCE_EXHAUSTED, f"Quota limit '{limit}' has been exceeded. Limit: 0 in zone {zone}."
+        )
 
 
 def refuse_change(state: State) -> None:
@@ -48,7 +51,8 @@ def refuse_change(state: State) -> None:
 
 
 def engine_trouble(state: State, hostname: str, *, registry: bool) -> str | None:
-    """Why an engine (a host's; the workstation's has no name) can't do what it is asked for now: its registry is down, or its disk is full."""
+    """Why an engine (a host's; the workstation's has no name) can't do what it is asked for now: its registry is down,
+    or its disk is full."""
     for fault in state.faults:
         if fault.host in ("", hostname):
             if fault.kind == "registry" and registry:
@@ -95,7 +99,8 @@ def stockout(state: State, zone: str) -> dict[str, Any] | None:
 
 
 def error_status(state: State, service: str, chance: float | None = None) -> int | None:
-    """The HTTP status to answer the next request to `service` with instead of doing it, if any. `chance` is drawn from [0, 1)."""
+    """The HTTP status to answer the next request to `service` with instead of doing it, if any. `chance` is drawn from
+    [0, 1)."""
     for fault in state.faults:
         if fault.kind == "errors" and fault.service == service:
             drawn = random.random() if chance is None else chance

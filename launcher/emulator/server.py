@@ -1,8 +1,9 @@
 """The emulator's process: opens the sockets, wires the services together, and keeps hosts as the state says.
 
-Started by control.start as `python -m launcher.emulator.server HOME IMAGE`. It listens on 127.0.0.1 (Cloud TPU, Compute, Cloud Storage), on unix sockets
-in a private folder (control, the workstation's engine, one a host for its agent), and on the listeners that hosts hand over. It holds a lock on
-HOME/lock for its life, and can be killed at any moment.
+Started by control.start as `python -m launcher.emulator.server HOME IMAGE`. It listens on 127.0.0.1 (Cloud TPU,
+Compute, Cloud Storage), on unix sockets in a private folder (control, the workstation's engine, one a host for its
+agent), and on the listeners that hosts hand over. It holds a lock on HOME/lock for its life, and can be killed at any
+moment.
 """
 
 from __future__ import annotations
@@ -20,24 +21,34 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from launcher.emulator import catalogue, faults, metadata, queued_resources, repositories, tpu_api
-from launcher.emulator.bucket import Buckets
-from launcher.emulator.bucket_api import StorageApi
-from launcher.emulator.bucket_tls import CA_FILE, tls_context
-from launcher.emulator.catalogue import ApiError
-from launcher.emulator.engine_client import LABEL, Engine, EngineError
-from launcher.emulator.engine_proxy import Views
-from launcher.emulator.hosts import Hosts, all_hosts, find_host, unix_listener
-from launcher.emulator.lifecycle import Lifecycle
-from launcher.emulator.machines import Machines
+from launcher.emulator import faults
+from launcher.emulator.api import catalogue, queued_resources, repositories
+from launcher.emulator.api import nodes as tpu_api
+from launcher.emulator.api.catalogue import ApiError
+from launcher.emulator.api.lifecycle import Lifecycle
 from launcher.emulator.state import Fault, Node, Store, from_json
+from launcher.emulator.storage.api import StorageApi
+from launcher.emulator.storage.bucket import Buckets
+from launcher.emulator.storage.tls import CA_FILE, tls_context
+from launcher.emulator.vm import metadata
+from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
+from launcher.emulator.vm.engine_proxy import Views
+from launcher.emulator.vm.hosts import Hosts, all_hosts, find_host, unix_listener
+from launcher.emulator.vm.machines import Machines
 from launcher.emulator.web import Acceptor, Request, Response, json_response, serve_http
 
 log = logging.getLogger(__name__)
 
 # Names of the sockets in the private folder.
 CONTROL, ENGINE = "control.sock", "engine.sock"
-_SHOWN = {"worker": "index", "hostname": "hostname", "address": "address", "killed": "killed", "cut": "cut", "hung": "hung"}
+_SHOWN = {
+    "worker": "index",
+    "hostname": "hostname",
+    "address": "address",
+    "killed": "killed",
+    "cut": "cut",
+    "hung": "hung",
+}
 QUEUE_SECONDS = 0.3  # between looks at the queued resources
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -87,7 +98,9 @@ class Server:
         self.lifecycle.wake()
         self.hosts.watch()
         threading.Thread(target=self._advance_queue, name="queue", daemon=True).start()
-        self.acceptor.add(unix_listener(self.sockets / CONTROL, 0o600), lambda connection: serve_http(connection, self.control))
+        self.acceptor.add(
+            unix_listener(self.sockets / CONTROL, 0o600), lambda connection: serve_http(connection, self.control)
+        )
         log.info("serving %s", self.home)
         self.stopping.wait()
         self.lifecycle.close()
@@ -105,7 +118,8 @@ class Server:
             except Exception:
                 log.exception("queued resources")
 
-    # -- Google's services ----------------------------------------------------------------------------------------------------------------
+    # -- Google's services
+    # ----------------------------------------------------------------------------------------------------------------
 
     def google(self, request: Request) -> Response:
         """One request on 127.0.0.1."""
@@ -114,7 +128,9 @@ class Server:
             return self._storage(request)
         if first in ("v1", "v2", "v2alpha1", "compute"):
             return self._faulty("tpu", lambda: self._api(request))
-        return json_response({"error": {"code": 404, "message": f"the emulator has no {request.path}", "status": "NOT_FOUND"}}, 404)
+        return json_response(
+            {"error": {"code": 404, "message": f"the emulator has no {request.path}", "status": "NOT_FOUND"}}, 404
+        )
 
     def _api(self, request: Request) -> Response:
         try:
@@ -123,7 +139,9 @@ class Server:
                 return json_response(tpu_api.compute_project(segments[3]))
             if repositories.concerns(segments):
                 with self.store.change() as state:
-                    return json_response(repositories.answer(state, request.method, segments, request.query, request.json()))
+                    return json_response(
+                        repositories.answer(state, request.method, segments, request.query, request.json())
+                    )
             locations_only = segments[0] == "v1" and segments[3:4] == ["locations"] and len(segments) <= 5
             if not (segments[0] in ("v2", "v2alpha1") or locations_only) or len(segments) < 3:
                 raise ApiError(catalogue.NOT_FOUND, f"The requested URL was not found: {request.path}")
@@ -140,7 +158,9 @@ class Server:
         except ApiError as error:
             return json_response(error.as_json(), catalogue.CODES[error.code][0])
         except ValueError as error:
-            return json_response(ApiError(catalogue.INVALID_ARGUMENT, f"Invalid JSON payload received. {error}").as_json(), 400)
+            return json_response(
+                ApiError(catalogue.INVALID_ARGUMENT, f"Invalid JSON payload received. {error}").as_json(), 400
+            )
 
     def _storage(self, request: Request) -> Response:
         return self._faulty("storage", lambda: self.storage.answer(request))
@@ -148,7 +168,9 @@ class Server:
     def _metadata(self, hostname: str, request: Request) -> Response:
         if request.path.startswith("/v2/"):
             return self._faulty("tpu", lambda: self._api_for_host(hostname, request))
-        return self._faulty("metadata", lambda: metadata.answer(self.store, lambda state: find_host(state, hostname), request))
+        return self._faulty(
+            "metadata", lambda: metadata.answer(self.store, lambda state: find_host(state, hostname), request)
+        )
 
     def _faulty(self, service: str, answer: Callable[[], Response]) -> Response:
         """Answers, unless a fault says otherwise."""
@@ -160,9 +182,18 @@ class Server:
                 status = faults.error_status(state, service)
             if status is not None:
                 text = "The service is currently unavailable." if status == 503 else f"injected fault: status {status}"
-                name = {429: "RESOURCE_EXHAUSTED", 500: "INTERNAL", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}.get(status, "UNKNOWN")
+                name = {429: "RESOURCE_EXHAUSTED", 500: "INTERNAL", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}.get(
+                    status, "UNKNOWN"
+                )
                 return json_response(
-                    {"error": {"code": status, "message": text, "status": name, "errors": [{"message": text, "reason": "backendError"}]}},
+                    {
+                        "error": {
+                            "code": status,
+                            "message": text,
+                            "status": name,
+                            "errors": [{"message": text, "reason": "backendError"}],
+                        }
+                    },
                     status,
                 )
         return answer()
@@ -174,11 +205,13 @@ class Server:
             token = None if found is None else metadata.token(state, found[1])
         if token is None or request.headers.get("Authorization") != f"Bearer {token}":
             return json_response(
-                {"error": {"code": 401, "message": "invalid authentication credentials", "status": "UNAUTHENTICATED"}}, 401
+                {"error": {"code": 401, "message": "invalid authentication credentials", "status": "UNAUTHENTICATED"}},
+                401,
             )
         return self._api(request)
 
-    # -- control --------------------------------------------------------------------------------------------------------------------------
+    # -- control
+    # --------------------------------------------------------------------------------------------------------------------------
 
     def control(self, request: Request) -> Response:
         """Requests of control.py, over the private socket."""
@@ -217,20 +250,29 @@ class Server:
                 "pushed": {repository: dict(versions) for repository, versions in state.pushed.items()},
                 "faults": [vars(fault) for fault in state.faults],
             }
-        containers = {each["Names"][0].removeprefix("/"): each for each in self.engine.containers(f"{LABEL}={emulator}")}
+        containers = {
+            each["Names"][0].removeprefix("/"): each for each in self.engine.containers(f"{LABEL}={emulator}")
+        }
         for node in listed["nodes"]:
             for host in node["hosts"]:
                 host["state"] = containers[host["hostname"]]["State"] if host["hostname"] in containers else "none"
                 prefix = host["hostname"] + "."
                 host["containers"] = {
-                    name.removeprefix(prefix): each["State"] for name, each in containers.items() if name.startswith(prefix)
+                    name.removeprefix(prefix): each["State"]
+                    for name, each in containers.items()
+                    if name.startswith(prefix)
                 }
         return {**listed, "buckets": self.buckets.summary()}
 
     @staticmethod
     def _status_of(node: Node) -> dict[str, Any]:
         hosts = [{key: getattr(host, name) for key, name in _SHOWN.items()} for host in node.hosts]
-        return {"name": node.name, "state": node.state, "accelerator_type": node.resource["acceleratorType"], "hosts": hosts}
+        return {
+            "name": node.name,
+            "state": node.state,
+            "accelerator_type": node.resource["acceleratorType"],
+            "hosts": hosts,
+        }
 
     def inject(self, wanted: dict[str, Any]) -> dict[str, Any]:
         """A fault, as commands.py describes it: {"fault": ..., and its arguments}."""
@@ -270,7 +312,9 @@ class Server:
             else:
                 host = faults.find_host(state, wanted["node"], wanted["worker"])
                 if kind == "restore-host" and node.state != "READY":
-                    raise ValueError(f"node {node.short_name} is {node.state}; only hosts of a READY one can be restored")
+                    raise ValueError(
+                        f"node {node.short_name} is {node.state}; only hosts of a READY one can be restored"
+                    )
                 hosts = [host]
                 if kind != "restore-host":
                     host.killed, host.cut = host.killed or kind == "kill-host", host.cut or kind == "cut-host"

@@ -1,7 +1,9 @@
-"""What `--emulated` does to a command: the emulator's endpoints go into this process's environment, and nothing else is different.
+"""What `--emulated` does to a command: the emulator's endpoints go into this process's environment, and nothing else is
+different.
 
-A command starts an emulator when none runs, and the command after which no slice is left stops the one that was started so: after `down` nothing of it
-runs. What buckets hold stays, so a run can be resumed. An emulator that was started with `tpu-launch emulator start` is left running.
+A command starts an emulator when none runs, and the command after which no slice is left stops the one that was started
+so: after `down` nothing of it runs. What buckets hold stays, so a run can be resumed. An emulator that was started with
+`tpu-launch emulator start` is left running.
 """
 
 from __future__ import annotations

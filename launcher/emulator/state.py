@@ -1,9 +1,10 @@
 """What the emulator knows, and how it is kept: one JSON file.
 
-Everything that must survive the server is in `State`: nodes and their hosts, operations, pushed images, faults. It is changed only inside
-`Store.change()`, which holds the lock and writes the file before anyone sees the change: to a temporary name, synced, then renamed. A server
-that is killed at any moment therefore finds either the old or the new state, never a torn one; what it then does for pending operations is
-idempotent (lifecycle.py). Objects of the bucket are not here but in files of their own (bucket.py).
+Everything that must survive the server is in `State`: nodes and their hosts, operations, pushed images, faults. It is
+changed only inside `Store.change()`, which holds the lock and writes the file before anyone sees the change: to a
+temporary name, synced, then renamed. A server that is killed at any moment therefore finds either the old or the new
+state, never a torn one; what it then does for pending operations is idempotent (lifecycle.py). Objects of the bucket
+are not here but in files of their own (bucket.py).
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ def from_json(text: str) -> State:
         raise ValueError(f"not an emulator state of format {FORMAT}")
     try:
         value["nodes"] = {
-            name: Node(**{**node, "hosts": [Host(**host) for host in node["hosts"]]}) for name, node in value["nodes"].items()
+            name: Node(**{**node, "hosts": [Host(**host) for host in node["hosts"]]})
+            for name, node in value["nodes"].items()
         }
         value["operations"] = {name: Operation(**operation) for name, operation in value["operations"].items()}
         value["faults"] = [Fault(**fault) for fault in value["faults"]]

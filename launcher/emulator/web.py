@@ -1,7 +1,9 @@
-"""The little of HTTP that the emulator's services need: requests with streamed bodies, responses from memory or from a file.
+"""The little of HTTP that the emulator's services need: requests with streamed bodies, responses from memory or from a
+file.
 
-One thread a connection, and one thread that accepts on every listener (TCP, unix, and those that hosts hand over), so that a listener can be
-added, paused and removed at any time. Handlers are functions from `Request` to `Response`; they know nothing about sockets.
+One thread a connection, and one thread that accepts on every listener (TCP, unix, and those that hosts hand over), so
+that a listener can be added, paused and removed at any time. Handlers are functions from `Request` to `Response`; they
+know nothing about sockets.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ class Body:
             yield data
 
     def drain(self) -> None:
-        """Reads what the handler left: a connection closed with unread bytes is reset, and the client would never see its answer."""
+        """Reads what the handler left: a connection closed with unread bytes is reset, and the client would never see
+        its answer."""
         for _ in self.blocks():
             pass
 
@@ -126,7 +129,11 @@ class Response:
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(status, json.dumps(value, indent=1).encode(), {"Content-Type": "application/json; charset=UTF-8", **(headers or {})})
+    return Response(
+        status,
+        json.dumps(value, indent=1).encode(),
+        {"Content-Type": "application/json; charset=UTF-8", **(headers or {})},
+    )
 
 
 Handler = Callable[[Request], Response]
@@ -161,7 +168,9 @@ def serve_http(connection: socket.socket, handler: Handler) -> None:
                 return
             except Exception:
                 log.exception("%s %s", self.command, self.path)
-                response = json_response({"error": {"code": 500, "message": "the emulator failed; see its log", "status": "INTERNAL"}}, 500)
+                response = json_response(
+                    {"error": {"code": 500, "message": "the emulator failed; see its log", "status": "INTERNAL"}}, 500
+                )
             try:
                 body.drain()
             except Disconnected:
@@ -181,7 +190,9 @@ def serve_http(connection: socket.socket, handler: Handler) -> None:
                 with response.body.file as file:
                     self.connection.sendall(text)
                     if self.command != "HEAD":
-                        self.connection.sendfile(file, response.body.start, response.body.length or None) if response.body.length else None
+                        self.connection.sendfile(
+                            file, response.body.start, response.body.length or None
+                        ) if response.body.length else None
             elif self.command == "HEAD" or response.status in (204, 304):
                 self.connection.sendall(text)
             else:
@@ -198,7 +209,8 @@ _CHANGE_SECONDS = 5.0  # for the accepting thread to notice a change
 
 
 class Acceptor:
-    """Accepts on any number of listeners; each connection gets a thread that runs the listener's function and then closes it."""
+    """Accepts on any number of listeners; each connection gets a thread that runs the listener's function and then
+    closes it."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -216,7 +228,8 @@ class Acceptor:
         self._later(lambda: self._selector.register(listener, selectors.EVENT_READ, serve))
 
     def remove(self, listener: socket.socket, *, close: bool) -> None:
-        """Nothing is accepted after this returns; what connects waits in the backlog unless the listener is closed too."""
+        """Nothing is accepted after this returns; what connects waits in the backlog unless the listener is closed
+        too."""
         done = threading.Event()
 
         def change() -> None:

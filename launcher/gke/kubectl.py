@@ -25,7 +25,8 @@ class Kubectl:
     namespace: str
 
     def argv(self, *words: str, seconds: float | None = SECONDS) -> list[str]:
-        """The command as it would be typed. `seconds` bounds one request; None for those that go on (watching, following)."""
+        """The command as it would be typed. `seconds` bounds one request; None for those that go on (watching,
+        following)."""
         where = ["--context", self.context] if self.context else []
         bound = [f"--request-timeout={seconds:.0f}s"] if seconds else []
         return ["kubectl", *where, "--namespace", self.namespace, *bound, *words]
@@ -38,8 +39,15 @@ class Kubectl:
             raise explain(result.stderr, argv)
         return result.stdout
 
-    def follow(self, *words: str, on_line: Callable[[str], None], on_start: Callable[[Callable[[], None]], None], seconds: float) -> None:
-        """A command that goes on: every line of its output, until it ends, is ended, or `seconds` have passed. Raises what its failure means."""
+    def follow(
+        self,
+        *words: str,
+        on_line: Callable[[str], None],
+        on_start: Callable[[Callable[[], None]], None],
+        seconds: float,
+    ) -> None:
+        """A command that goes on: every line of its output, until it ends, is ended, or `seconds` have passed. Raises
+        what its failure means."""
         # Bounded by kubectl itself as well, so that nothing is left behind when this process is killed.
         argv = self.argv(*words, seconds=seconds)
         result = shell.stream(argv, on_line, timeout=seconds + 10, on_start=on_start)

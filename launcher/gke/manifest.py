@@ -1,10 +1,12 @@
-"""A run as Kubernetes objects: a JobSet, or an Indexed Job with a headless Service; and the ConfigMap with its configuration. Pure.
+"""A run as Kubernetes objects: a JobSet, or an Indexed Job with a headless Service; and the ConfigMap with its
+configuration. Pure.
 
-Sizes, hosts, chips and names of nodes come from the accelerator table alone. Two parties may restart a run: the cluster, when a person
-applies the manifest with kubectl (`Restarts.BY_CLUSTER`), or tpu-launch, which looks at every host's end itself and therefore must find the
-pods as they ended (`Restarts.BY_LAUNCHER`).
+Sizes, hosts, chips and names of nodes come from the accelerator table alone. Two parties may restart a run: the
+cluster, when a person applies the manifest with kubectl (`Restarts.BY_CLUSTER`), or tpu-launch, which looks at every
+host's end itself and therefore must find the pods as they ended (`Restarts.BY_LAUNCHER`).
 
-What the rules of BY_CLUSTER rest on: the trainer's exit codes (training.errors) and that every host of a slice must start again together.
+What the rules of BY_CLUSTER rest on: the trainer's exit codes (training.errors) and that every host of a slice must
+start again together.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from launcher.errors import BadInput
 from launcher.gke import yaml_text
 from launcher.gke.yaml_text import Noted
 from training.accelerators import ACCELERATORS, Accelerator, gke_nodes
-from training.cluster import GLOO_PORT, RENDEZVOUS_PORT
+from training.distributed.cluster import GLOO_PORT, RENDEZVOUS_PORT
 from training.errors import Exit
 from training.storage import is_remote
 
@@ -94,12 +96,18 @@ def check(config: Config) -> None:
     if doubled:
         raise BadInput(f"{place(('gke', 'secrets', doubled[0]))}: {doubled[0]} is in run.environment too: remove one")
     mounted = wanted.gcsfuse.folder + "/" if wanted.gcsfuse else None
-    if config.trainer and not is_remote(config.trainer.output) and not (mounted and config.trainer.output.startswith(mounted)):
+    if (
+        config.trainer
+        and not is_remote(config.trainer.output)
+        and not (mounted and config.trainer.output.startswith(mounted))
+    ):
         raise BadInput(
             f"{place(('output',))}: output: {config.trainer.output} is lost with its pod: give a gs:// folder, or one below gke.gcsfuse.folder"
         )
     if config.run.user is not None and not re.fullmatch(r"\d+(:\d+)?", config.run.user):
-        raise BadInput(f"{place(('run', 'user'))}: run.user: Kubernetes wants numbers, UID or UID:GID, not {config.run.user!r}")
+        raise BadInput(
+            f"{place(('run', 'user'))}: run.user: Kubernetes wants numbers, UID or UID:GID, not {config.run.user!r}"
+        )
 
 
 def check_name(name: str) -> str:
@@ -153,7 +161,9 @@ def node_selector(config: Config) -> dict[str, str]:
 
 def _sizes(slice_: Accelerator) -> str:
     family = [each for each in ACCELERATORS.values() if each.generation == slice_.generation]
-    return "there are " + ", ".join(f"{each.name} ({each.topology_name}, {each.hosts} host{'s'[: each.hosts > 1]})" for each in family)
+    return "there are " + ", ".join(
+        f"{each.name} ({each.topology_name}, {each.hosts} host{'s'[: each.hosts > 1]})" for each in family
+    )
 
 
 def _metadata(config: Config, work: Workload) -> dict[str, Any]:
@@ -177,7 +187,9 @@ def _service(config: Config, work: Workload) -> Any:
             "kind": "Service",
             "metadata": _metadata(config, work),
             "spec": {
-                "clusterIP": Noted("None", "Headless: it only gives each pod a name, by which the hosts find each other."),
+                "clusterIP": Noted(
+                    "None", "Headless: it only gives each pod a name, by which the hosts find each other."
+                ),
                 "publishNotReadyAddresses": True,
                 "selector": {"batch.kubernetes.io/job-name": work.name},
                 "ports": ports,
@@ -198,13 +210,16 @@ def _jobset(config: Config, work: Workload, restarts: Restarts) -> Any:
     if hosts > 1:
         metadata["annotations"] = {
             "alpha.jobset.sigs.k8s.io/exclusive-topology": Noted(
-                "cloud.google.com/gke-nodepool", "One slice is one node pool: all hosts in the same one, and no other run's beside them."
+                "cloud.google.com/gke-nodepool",
+                "One slice is one node pool: all hosts in the same one, and no other run's beside them.",
             )
         }
     template: dict[str, Any] = {
         "parallelism": hosts,
         "completions": Noted(hosts, "One pod a host."),
-        "completionMode": Noted("Indexed", "Pod number i is host i; GKE tells each TPU_WORKER_ID and TPU_WORKER_HOSTNAMES."),
+        "completionMode": Noted(
+            "Indexed", "Pod number i is host i; GKE tells each TPU_WORKER_ID and TPU_WORKER_HOSTNAMES."
+        ),
     }
     if restarts is Restarts.BY_CLUSTER:
         policy: Any = {
@@ -215,12 +230,17 @@ def _jobset(config: Config, work: Workload, restarts: Restarts) -> Any:
                     "action": "FailJobSet",
                     "onJobFailureReasons": ["PodFailurePolicy"],
                     "onJobFailureMessagePatterns": [
-                        Noted(f"exit code {int(Exit.BAD_INPUT)} ", "Wrong configuration or data: trying again changes nothing.")
+                        Noted(
+                            f"exit code {int(Exit.BAD_INPUT)} ",
+                            "Wrong configuration or data: trying again changes nothing.",
+                        )
                     ],
                 },
                 {
                     "name": "savedOrDisrupted",
-                    "action": Noted("RestartJobSetAndIgnoreMaxRestarts", "Saved and left, or lost its node: not a failure."),
+                    "action": Noted(
+                        "RestartJobSetAndIgnoreMaxRestarts", "Saved and left, or lost its node: not a failure."
+                    ),
                     "onJobFailureReasons": ["PodFailurePolicy"],
                 },
             ],
@@ -229,7 +249,9 @@ def _jobset(config: Config, work: Workload, restarts: Restarts) -> Any:
         template["podFailurePolicy"] = {
             "rules": [
                 _on_exit(
-                    "FailJob", Exit.BAD_INPUT, "Refused its configuration or data. The JobSet's first rule knows it by this exit code."
+                    "FailJob",
+                    Exit.BAD_INPUT,
+                    "Refused its configuration or data. The JobSet's first rule knows it by this exit code.",
                 ),
                 _on_exit("FailJob", Exit.SAVED, "Asked to stop (maintenance, preemption), and saved."),
                 _on_exit("Ignore", Exit.LOST_PEER, "Lost another host: that host's end decides, not this one's."),
@@ -241,7 +263,9 @@ def _jobset(config: Config, work: Workload, restarts: Restarts) -> Any:
         template["backoffLimitPerIndex"] = Noted(
             0, "A host that fails does not end the others: tpu-launch finds out who was first, and ends them itself."
         )
-        template["podReplacementPolicy"] = Noted("Failed", "A host that is being stopped has not failed yet: it may save.")
+        template["podReplacementPolicy"] = Noted(
+            "Failed", "A host that is being stopped has not failed yet: it may save."
+        )
     template["template"] = _pod(config, work, Kind.JOBSET)
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -279,14 +303,21 @@ def _job(config: Config, work: Workload) -> Any:
             "ttlSecondsAfterFinished": Noted(KEPT_SECONDS, "An ended run is removed after three days."),
             "parallelism": hosts,
             "completions": Noted(hosts, "One pod a host."),
-            "completionMode": Noted("Indexed", f"Pod number i is host i and called {host_name(work.name, Kind.JOB, '<i>')}."),
+            "completionMode": Noted(
+                "Indexed", f"Pod number i is host i and called {host_name(work.name, Kind.JOB, '<i>')}."
+            ),
             "backoffLimit": Noted(
-                config.gke.restarts, "For failures; a host's pod is made again and all go on from the newest checkpoint."
+                config.gke.restarts,
+                "For failures; a host's pod is made again and all go on from the newest checkpoint.",
             ),
             "podFailurePolicy": {
                 "rules": [
-                    _on_exit("FailJob", Exit.BAD_INPUT, "Refused its configuration or data: trying again changes nothing."),
-                    _on_exit("Ignore", Exit.SAVED, "Asked to stop (maintenance, preemption), and saved: not a failure."),
+                    _on_exit(
+                        "FailJob", Exit.BAD_INPUT, "Refused its configuration or data: trying again changes nothing."
+                    ),
+                    _on_exit(
+                        "Ignore", Exit.SAVED, "Asked to stop (maintenance, preemption), and saved: not a failure."
+                    ),
                     _on_exit("Ignore", Exit.LOST_PEER, "Lost another host: that host's end counts, not this one's."),
                     _on_disruption("Ignore"),
                 ]
@@ -297,12 +328,16 @@ def _job(config: Config, work: Workload) -> Any:
 
 
 def _on_exit(action: str, code: Exit, comment: str) -> Any:
-    return Noted({"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [int(code)]}}, comment)
+    return Noted(
+        {"action": action, "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [int(code)]}},
+        comment,
+    )
 
 
 def _on_disruption(action: str) -> Any:
     return Noted(
-        {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}, "Its node was preempted, drained or lost."
+        {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        "Its node was preempted, drained or lost.",
     )
 
 
@@ -336,7 +371,9 @@ def _pod(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
     )
     tolerations: list[Any] = [{"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"}]
     if config.slice.capacity == "spot":
-        tolerations.append({"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"})
+        tolerations.append(
+            {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+        )
     spec["tolerations"] = tolerations
     if config.gke.privileged:
         pod_security: dict[str, Any] = {}
@@ -346,7 +383,9 @@ def _pod(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
         security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     user, _, group = (work.user or "0").partition(":")
     pod_security = {"runAsUser": int(user), **({"runAsGroup": int(group)} if group else {}), **pod_security}
-    spec["securityContext"] = pod_security if work.user else Noted(pod_security, "The TPU's device files belong to root.")
+    spec["securityContext"] = (
+        pod_security if work.user else Noted(pod_security, "The TPU's device files belong to root.")
+    )
     chips = str(config.accelerator.chips_per_host)
     requests = {key: value for key, value in (("cpu", config.gke.cpu), ("memory", config.gke.memory)) if value}
     mounts: list[Any] = [
@@ -360,17 +399,23 @@ def _pod(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
         "env": _environment(config, work, kind),
         "ports": [{"name": name, "containerPort": number} for name, number in _ports()],
         "resources": {
-            "requests": {**requests, "google.com/tpu": Noted(chips, "All chips of a node: GKE gives a node's chips to one pod only.")},
+            "requests": {
+                **requests,
+                "google.com/tpu": Noted(chips, "All chips of a node: GKE gives a node's chips to one pod only."),
+            },
             "limits": {"google.com/tpu": chips},
         },
         "securityContext": security,
-        "terminationMessagePolicy": Noted("FallbackToLogsOnError", "`kubectl describe pod` shows the last lines of a failure."),
+        "terminationMessagePolicy": Noted(
+            "FallbackToLogsOnError", "`kubectl describe pod` shows the last lines of a failure."
+        ),
         "volumeMounts": mounts,
     }
     volumes: list[Any] = [
         {"name": "config", "configMap": {"name": work.name}},
         Noted(
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _binary_unit(work.shm_size)}}, "Shared memory of data workers."
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _binary_unit(work.shm_size)}},
+            "Shared memory of data workers.",
         ),
     ]
     metadata: dict[str, Any] = {"labels": labels(config, work)}
@@ -379,7 +424,11 @@ def _pod(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
         metadata["annotations"] = {"gke-gcsfuse/volumes": Noted("true", "GKE adds the sidecar that serves the bucket.")}
         mounts.append({"name": "bucket", "mountPath": fuse.folder, **({"readOnly": True} if fuse.read_only else {})})
         attributes = {"bucketName": fuse.bucket, "mountOptions": fuse.options}
-        driver = {"driver": "gcsfuse.csi.storage.gke.io", **({"readOnly": True} if fuse.read_only else {}), "volumeAttributes": attributes}
+        driver = {
+            "driver": "gcsfuse.csi.storage.gke.io",
+            **({"readOnly": True} if fuse.read_only else {}),
+            "volumeAttributes": attributes,
+        }
         volumes.append({"name": "bucket", "csi": driver})
     spec["containers"] = [container]
     spec["volumes"] = volumes
@@ -391,17 +440,23 @@ def _environment(config: Config, work: Workload, kind: Kind) -> list[Any]:
     entries: list[Any] = [
         {"name": "PJRT_DEVICE", "value": "TPU"},
         {"name": "TPU_ACCELERATOR_TYPE", "value": config.accelerator.name},
-        Noted({"name": "TPU_LAUNCH_RUN_ID", "value": work.run_id}, "Names the run's folder below `output`: the same name goes on there."),
+        Noted(
+            {"name": "TPU_LAUNCH_RUN_ID", "value": work.run_id},
+            "Names the run's folder below `output`: the same name goes on there.",
+        ),
     ]
     if work.attempt is not None:
         entries.append({"name": "TPU_LAUNCH_ATTEMPT", "value": str(work.attempt)})
     elif kind is Kind.JOBSET:
         field = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
-        entries.append(Noted({"name": "TPU_LAUNCH_ATTEMPT", "valueFrom": field}, "How often the JobSet has been restarted."))
+        entries.append(
+            Noted({"name": "TPU_LAUNCH_ATTEMPT", "valueFrom": field}, "How often the JobSet has been restarted.")
+        )
     if hosts > 1:
         entries += [
             Noted(
-                {"name": "TPU_LAUNCH_HOSTS", "value": str(hosts)}, "Where nothing gives TPU_WORKER_HOSTNAMES, the hosts are found by these."
+                {"name": "TPU_LAUNCH_HOSTS", "value": str(hosts)},
+                "Where nothing gives TPU_WORKER_HOSTNAMES, the hosts are found by these.",
             ),
             {"name": "TPU_LAUNCH_HOST_NAME", "value": host_name(work.name, kind, "*")},
         ]

@@ -36,7 +36,9 @@ class Pod:
 
     @property
     def ended(self) -> bool:
-        return self.gone or self.phase in ("Succeeded", "Failed") or (self.container is not None and self.container.ended)
+        return (
+            self.gone or self.phase in ("Succeeded", "Failed") or (self.container is not None and self.container.ended)
+        )
 
     @property
     def started(self) -> bool:
@@ -69,7 +71,13 @@ def parse(document: Mapping[str, Any]) -> Pod:
     disruption = ""
     if disrupted.get("status") == "True":
         disruption = _words(disrupted)
-    elif status.get("phase") == "Failed" and status.get("reason") in ("Evicted", "Preempting", "NodeShutdown", "Terminated", "NodeLost"):
+    elif status.get("phase") == "Failed" and status.get("reason") in (
+        "Evicted",
+        "Preempting",
+        "NodeShutdown",
+        "Terminated",
+        "NodeLost",
+    ):
         disruption = _words(status)
     return Pod(
         name=metadata["name"],
@@ -95,7 +103,9 @@ def _container(state: Mapping[str, Any], image: str) -> ContainerState:
     ended = state.get("terminated")
     if ended:
         reason = ended.get("reason", "")
-        message = ended.get("message", "") if reason not in ("Completed", "Error", "OOMKilled") else ""  # else: lines of its log
+        message = (
+            ended.get("message", "") if reason not in ("Completed", "Error", "OOMKilled") else ""
+        )  # else: lines of its log
         return ContainerState(
             "exited",
             exit_code=int(ended["exitCode"]),
@@ -125,7 +135,9 @@ def trouble(pod: Pod, image: str) -> LaunchError | None:
                 f"{host} may not pull {image}{said}\n  give the node pool's service account roles/artifactregistry.reader on the repository",
                 exit_code=Exit.PERMISSION,
             )
-        return LaunchError(f"{host} can't pull {image}{said}\n  was it pushed, and to this repository?", exit_code=Exit.BAD_INPUT)
+        return LaunchError(
+            f"{host} can't pull {image}{said}\n  was it pushed, and to this repository?", exit_code=Exit.BAD_INPUT
+        )
     if pod.waiting in ("CreateContainerConfigError", "CreateContainerError"):
         return LaunchError(
             f"{host} can't make its container: {pod.message or pod.waiting}\n  the Secrets that gke.secrets names must be in the namespace",
@@ -144,7 +156,8 @@ def waits_for(pod: Pod) -> str:
 
 
 def log_lines(output: str, limit: int) -> tuple[list[LogLine], bool]:
-    """What `kubectl logs --timestamps --limit-bytes=limit` printed, and whether it was cut; a line that was cut is left out."""
+    """What `kubectl logs --timestamps --limit-bytes=limit` printed, and whether it was cut; a line that was cut is left
+    out."""
     cut = len(output.encode(errors="replace")) >= limit
     lines = output.split("\n")  # and on nothing else: progress bars write \r, text may hold U+2028
     last = lines.pop()
@@ -155,7 +168,9 @@ def log_lines(output: str, limit: int) -> tuple[list[LogLine], bool]:
 
 def log_line(line: str) -> LogLine:
     timestamp, _, text = line.partition(" ")
-    return LogLine(_utc(timestamp), text.rstrip("\r")) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)
+    return (
+        LogLine(_utc(timestamp), text.rstrip("\r")) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)
+    )
 
 
 def _utc(timestamp: str) -> str:

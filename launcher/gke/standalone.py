@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-from launcher import images, local
 from launcher.config import IMAGE_BY_DIGEST, Config
 from launcher.errors import BadInput
 from launcher.gke import manifest as manifests
 from launcher.gke.manifest import Kind, Workload
+from launcher.images import build as images
+from launcher.images import local
 from launcher.run.launch import CONFIG_FILE, TRAINER_COMMAND
 
 HEADING = "A run on {hosts} host(s) of {accelerator} on GKE, as `tpu-launch manifest` renders it from {file}."

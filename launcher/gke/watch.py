@@ -1,8 +1,9 @@
 """The pods of one attempt, as they are now and as they ended.
 
-A pod that is deleted (a node drained, a stop) vanishes from the API together with its log a moment after its end, too fast to be found by asking
-once a second. So two things are followed: a watch of all pods, whose last event shows how each ended; and, from the moment a pod is being
-deleted, its log. A list every few seconds mends what a broken watch missed, and notices a cluster that does not answer.
+A pod that is deleted (a node drained, a stop) vanishes from the API together with its log a moment after its end, too
+fast to be found by asking once a second. So two things are followed: a watch of all pods, whose last event shows how
+each ended; and, from the moment a pod is being deleted, its log. A list every few seconds mends what a broken watch
+missed, and notices a cluster that does not answer.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class PodWatch:
         self._asked_from[worker] = since
 
     def last_words(self, pod: Pod, since: str | None) -> list[LogLine] | None:
-        """The lines of a pod that is being deleted, or was; None for any other, whose log can be asked for. Waits for the end of an ended one's."""
+        """The lines of a pod that is being deleted, or was; None for any other, whose log can be asked for. Waits for
+        the end of an ended one's."""
         with self._lock:
             found = self._last_words.get(pod.worker)
         if found is None or found.uid != pod.uid:
@@ -99,12 +101,22 @@ class PodWatch:
         self._listed = time.monotonic()
 
     def _watch(self) -> None:
-        """Follows all changes until closed. A watch that ends is begun again; the list tells whether the cluster is there at all."""
+        """Follows all changes until closed. A watch that ends is begun again; the list tells whether the cluster is
+        there at all."""
         while not self._closed.is_set():
             reader = _Documents(self._event)
             try:
                 self._follow(
-                    ["get", "pods", "--selector", self._selector, "--watch", "--output-watch-events", "--output", "json"],
+                    [
+                        "get",
+                        "pods",
+                        "--selector",
+                        self._selector,
+                        "--watch",
+                        "--output-watch-events",
+                        "--output",
+                        "json",
+                    ],
                     reader.line,
                     _WATCH_SECONDS,
                 )
@@ -126,11 +138,18 @@ class PodWatch:
                 # An older answer that came late, or one without the container's end: how it ended is known already.
                 pod = replace(known, gone=known.gone or pod.gone, disruption=known.disruption or pod.disruption)
             self._pods[pod.uid] = pod
-            follow = pod.deleting and not pod.gone and pod.started and self._last_words.get(pod.worker, _LastWords("")).uid != pod.uid
+            follow = (
+                pod.deleting
+                and not pod.gone
+                and pod.started
+                and self._last_words.get(pod.worker, _LastWords("")).uid != pod.uid
+            )
             if follow:
                 words = self._last_words[pod.worker] = _LastWords(pod.uid)
         if follow:
-            threading.Thread(target=self._listen, args=(pod, words), name=f"last-words-{pod.worker}", daemon=True).start()
+            threading.Thread(
+                target=self._listen, args=(pod, words), name=f"last-words-{pod.worker}", daemon=True
+            ).start()
 
     def _listen(self, pod: Pod, words: _LastWords) -> None:
         since = self._asked_from.get(pod.worker)

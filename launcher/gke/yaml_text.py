@@ -1,7 +1,7 @@
 """YAML that people read: plain values to text, in the order given, with comments. Pure and deterministic.
 
-`Noted(value, comment)` puts a comment above a key or a list item. Values are dicts, lists, strings, whole numbers and booleans; strings are
-quoted only where YAML would take them for something else.
+`Noted(value, comment)` puts a comment above a key or a list item. Values are dicts, lists, strings, whole numbers and
+booleans; strings are quoted only where YAML would take them for something else.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def _leaf(start: str, value: Any, indent: str) -> list[str]:
 
 
 def _fits_a_block(value: str) -> bool:
-    """Whether a literal block says exactly this: one line end at its end, no blank first, nothing that a block can't hold."""
+    """Whether a literal block says exactly this: one line end at its end, no blank first, nothing that a block can't
+    hold."""
     return (
         value.endswith("\n")
         and not value.endswith("\n\n")
@@ -103,11 +104,17 @@ def _fits_a_block(value: str) -> bool:
 def _scalar(value: Any) -> str:
     if not isinstance(value, str):
         return json.dumps(value)  # numbers, booleans, {} and []
-    if re.fullmatch(r"[A-Za-z0-9_./$(][-A-Za-z0-9_./$()@:=+]*", value) and not value.endswith(":") and yaml.safe_load(value) == value:
+    if (
+        re.fullmatch(r"[A-Za-z0-9_./$(][-A-Za-z0-9_./$()@:=+]*", value)
+        and not value.endswith(":")
+        and yaml.safe_load(value) == value
+    ):
         return value
     # With YAML's own escapes where needed: JSON's surrogate pairs mean nothing to it.
     return (
-        json.dumps(value) if value.isascii() else yaml.safe_dump(value, default_style='"', allow_unicode=True, width=1 << 30).rstrip("\n")
+        json.dumps(value)
+        if value.isascii()
+        else yaml.safe_dump(value, default_style='"', allow_unicode=True, width=1 << 30).rstrip("\n")
     )
 
 

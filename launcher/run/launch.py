@@ -1,7 +1,7 @@
 """Starting, resuming, attaching to and stopping a run.
 
-A run is found again by its folder and by the labels of its containers, so every function here may be called again after a crash at any point: a start that
-finds its containers running attaches to them.
+A run is found again by its folder and by the labels of its containers, so every function here may be called again after
+a crash at any point: a start that finds its containers running attaches to them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from launcher.run.verdict import Cause, Kind, Limits, Verdict
 CONFIG_FILE = "config.yaml"  # below /etc/tpu-launch in the container
 TRAINER_COMMAND = ("tpu-train", "train", f"/etc/tpu-launch/{CONFIG_FILE}")
 
-CHECKED = "TPU_LAUNCH_PREFLIGHT"  # variable of the containers: hashes of the programs that preflight compiled, with commas
+CHECKED = (
+    "TPU_LAUNCH_PREFLIGHT"  # variable of the containers: hashes of the programs that preflight compiled, with commas
+)
 
 Say = Callable[[str], None]
 Emit = Callable[[int, LogLine], None]
@@ -45,12 +47,20 @@ class Outcome:
 
 
 def run(
-    config: Config, provider: Provider, home: Path, image: Callable[[], str], *, run_id: str | None, new: bool, say: Say, emit: Emit
+    config: Config,
+    provider: Provider,
+    home: Path,
+    image: Callable[[], str],
+    *,
+    run_id: str | None,
+    new: bool,
+    say: Say,
+    emit: Emit,
 ) -> Outcome:
     """Starts the run's next attempt on every host, watches it, and starts further attempts as the budgets allow.
 
-    Without `run_id`, the newest run of this slice that has not finished and means the same is resumed, unless `new`. `image` is called when a first attempt
-    is really started, and returns what hosts must run.
+    Without `run_id`, the newest run of this slice that has not finished and means the same is resumed, unless `new`.
+    `image` is called when a first attempt is really started, and returns what hosts must run.
     """
     require_secrets(config)
     ledger = _choose(config, home, run_id, new)
@@ -88,7 +98,9 @@ def under_way(config: Config, home: Path) -> bool:
     return any(ledger.under_way for ledger in ledgers.runs(home) if _same_slice(config, ledger.record))
 
 
-def stop(config: Config, provider: Provider, home: Path, run_id: str | None, *, grace: int | None, say: Say) -> list[HostReport]:
+def stop(
+    config: Config, provider: Provider, home: Path, run_id: str | None, *, grace: int | None, say: Say
+) -> list[HostReport]:
     """Asks the run's containers on all hosts to stop (SIGTERM; SIGKILL after the grace), and waits until they have."""
     ledger = ledgers.find(home, run_id, slice_name=config.slice.name, provider=config.provider)
     if ledger.attempts == 0:
@@ -100,17 +112,28 @@ def stop(config: Config, provider: Provider, home: Path, run_id: str | None, *, 
     return provider.stop(_watched(config, ledger, number).container, grace=seconds, remove=False)
 
 
-def _begin(config: Config, provider: Provider, ledger: Ledger, image: str, say: Say, *, seen_ready: bool) -> Watched | Verdict:
-    """Starts the next attempt on all hosts. The verdict, when the slice was taken away meanwhile: a preemption like any other.
+def _begin(
+    config: Config, provider: Provider, ledger: Ledger, image: str, say: Say, *, seen_ready: bool
+) -> Watched | Verdict:
+    """Starts the next attempt on all hosts. The verdict, when the slice was taken away meanwhile: a preemption like any
+    other.
 
-    Where the slice was not seen to be READY before (the start itself was the first question), a failure is told as what is wrong with the slice.
+    Where the slice was not seen to be READY before (the start itself was the first question), a failure is told as what
+    is wrong with the slice.
     """
     number = ledger.attempts
     attempt = make_attempt(config, ledger.folder.name, number, image)
     before = f" (resumes: the last attempt ended with {ledger.outcome!r})" if number and ledger.outcome else ""
     say(f"run {ledger.folder.name}: attempt {number} on {config.accelerator.hosts} hosts{before}")
     _sweep(config, provider, ledger.folder.parent.parent)
-    ledger.event("attempt", attempt=number, image=attempt.image, command=list(attempt.command), **_overlaid(attempt), **_checked(attempt))
+    ledger.event(
+        "attempt",
+        attempt=number,
+        image=attempt.image,
+        command=list(attempt.command),
+        **_overlaid(attempt),
+        **_checked(attempt),
+    )
     try:
         _start_everywhere(provider, attempt, ledger)
     except LaunchError as error:
@@ -127,7 +150,8 @@ def _begin(config: Config, provider: Provider, ledger: Ledger, image: str, say: 
 
 
 def _sweep(config: Config, provider: Provider, home: Path) -> None:
-    """Ends what attempts of ours left on hosts that were out of reach when they ended: a host that was only cut off goes on working, and holds its TPU."""
+    """Ends what attempts of ours left on hosts that were out of reach when they ended: a host that was only cut off
+    goes on working, and holds its TPU."""
     for ledger in ledgers.runs(home):
         left = ledger.left_behind() if _same_slice(config, ledger.record) else []
         for event in left:
@@ -151,14 +175,24 @@ def _taken_away(provider: Provider, seen_ready: bool) -> Verdict | None:
     if found is None and not seen_ready:
         return None
     if found is None or found.gone_for_good:
-        return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {found.state}" if found else "the slice does not exist any more"))
+        return Verdict(
+            Kind.PREEMPTED, Cause(-1, f"the slice is {found.state}" if found else "the slice does not exist any more")
+        )
     return None
 
 
 def _go_on(
-    config: Config, provider: Provider, ledger: Ledger, begun: Watched | str, say: Say, emit: Emit, *, seen_ready: bool = True
+    config: Config,
+    provider: Provider,
+    ledger: Ledger,
+    begun: Watched | str,
+    say: Say,
+    emit: Emit,
+    *,
+    seen_ready: bool = True,
 ) -> Outcome:
-    """Watches an attempt that runs, or starts one with the image that is given; then the attempts after it that the budgets allow.
+    """Watches an attempt that runs, or starts one with the image that is given; then the attempts after it that the
+    budgets allow.
 
     Returns the outcome of the last one.
     """
@@ -167,7 +201,9 @@ def _go_on(
     budgets = Budgets(config.run.preemption_retries, config.run.failure_retries)
     moments: list[float] = []  # of a recovery: the attempt before was judged, its delay was over, the slice was ready
     while True:
-        watched = _begin(config, provider, ledger, begun, say, seen_ready=seen_ready) if isinstance(begun, str) else begun
+        watched = (
+            _begin(config, provider, ledger, begun, say, seen_ready=seen_ready) if isinstance(begun, str) else begun
+        )
         seen_ready = True
         if moments:
             _tell_recovery(ledger, [*moments, time.monotonic()], say)
@@ -183,7 +219,10 @@ def _go_on(
             return Outcome(ledger.folder.name, number, verdict, last_lines(ledger, number, verdict))
         for line in explain(verdict):
             say(f"run {ledger.folder.name}, attempt {number}: {line}")
-        say(f"run {ledger.folder.name}: starting again ({decision.reason})" + (f" in {decision.delay:.0f} s" if decision.delay else ""))
+        say(
+            f"run {ledger.folder.name}: starting again ({decision.reason})"
+            + (f" in {decision.delay:.0f} s" if decision.delay else "")
+        )
         ledger.event("recover", after=verdict.kind.value, attempt=number, reason=decision.reason, delay=decision.delay)
         time.sleep(decision.delay)
         moments.append(time.monotonic())
@@ -194,7 +233,8 @@ def _go_on(
 
 
 def _replace_bad_host(config: Config, provider: Provider, ledger: Ledger, say: Say) -> None:
-    """A host can't be exchanged; with run.replace_after, a slice whose same host fails again and again is deleted, to be made anew."""
+    """A host can't be exchanged; with run.replace_after, a slice whose same host fails again and again is deleted, to
+    be made anew."""
     worker, count = bad_host(ledger.events())
     after = config.run.replace_after
     if count < (after or 2) or config.provider == "gke":  # there the cluster chooses nodes
@@ -204,7 +244,9 @@ def _replace_bad_host(config: Config, provider: Provider, ledger: Ledger, say: S
         say(f"run {ledger.folder.name}: {told}; run.replace_after: 2 makes the slice anew then")
         return
     say(f"run {ledger.folder.name}: {told}: making the slice anew (run.replace_after)")
-    ledger.event("replaced", attempt=ledger.attempts - 1, host=worker, reason=f"first cause of {count} attempts in a row")
+    ledger.event(
+        "replaced", attempt=ledger.attempts - 1, host=worker, reason=f"first cause of {count} attempts in a row"
+    )
     provider.delete()
 
 
@@ -240,7 +282,9 @@ def _checked(attempt: Attempt) -> dict[str, str]:
 
 
 def _overlaid(attempt: Attempt) -> dict[str, str]:
-    return {} if attempt.overlay is None else {"overlay": attempt.overlay.digest, "overlay_target": attempt.overlay.target}
+    return (
+        {} if attempt.overlay is None else {"overlay": attempt.overlay.digest, "overlay_target": attempt.overlay.target}
+    )
 
 
 def last_image(config: Config, home: Path) -> str | None:
@@ -253,7 +297,8 @@ def last_image(config: Config, home: Path) -> str | None:
 
 
 def secrets(config: Config) -> dict[str, str]:
-    """The values of run.secrets, from this process's environment; absent ones are left out (`require_secrets` refuses them before a start).
+    """The values of run.secrets, from this process's environment; absent ones are left out (`require_secrets` refuses
+    them before a start).
 
     On GKE there are none: gke.secrets names where the cluster has them.
     """
@@ -272,8 +317,11 @@ def require_secrets(config: Config) -> None:
 
 
 def meaning(config: Config) -> str:
-    """What makes two starts the same run: the trainer's part of the file and the command, not where it runs, nor which backend computes."""
-    trainer = {key: value for key, value in config.document.value.items() if key in TRAINER_SECTIONS and key != "backend"}
+    """What makes two starts the same run: the trainer's part of the file and the command, not where it runs, nor which
+    backend computes."""
+    trainer = {
+        key: value for key, value in config.document.value.items() if key in TRAINER_SECTIONS and key != "backend"
+    }
     return ledgers.config_hash(json.dumps(trainer, sort_keys=True, default=str), config.run.command or [])
 
 
@@ -312,7 +360,9 @@ def _record(config: Config, run_id: str) -> RunRecord:
 
 def _watched(config: Config, ledger: Ledger, number: int) -> Watched:
     container = make_attempt(config, ledger.folder.name, number, "").container
-    return Watched(ledger.folder.name, number, container, range(config.accelerator.hosts), tuple(secrets(config).values()))
+    return Watched(
+        ledger.folder.name, number, container, range(config.accelerator.hosts), tuple(secrets(config).values())
+    )
 
 
 def _require_ready(config: Config, provider: Provider) -> None:
@@ -322,19 +372,31 @@ def _require_ready(config: Config, provider: Provider) -> None:
             f"slice {config.slice.name} does not exist in {config.zone}: create it with `tpu-launch up -f {config.document.name}`"
         )
     if found.gone_for_good:
-        raise LaunchError(f"slice {found.name} is {found.state}: `tpu-launch up` deletes it and creates it again", exit_code=Exit.PREEMPTED)
+        raise LaunchError(
+            f"slice {found.name} is {found.state}: `tpu-launch up` deletes it and creates it again",
+            exit_code=Exit.PREEMPTED,
+        )
     if not found.ready:
-        raise LaunchError(f"slice {found.name} is {found.state}, not READY: `tpu-launch up` waits for it", exit_code=Exit.CONFLICT)
+        raise LaunchError(
+            f"slice {found.name} is {found.state}, not READY: `tpu-launch up` waits for it", exit_code=Exit.CONFLICT
+        )
 
 
 def _open_attempt(config: Config, provider: Provider, ledger: Ledger) -> Watched | None:
-    """The attempt that was not seen to end, if any host still has its container. One that no host has any more is recorded as ended."""
+    """The attempt that was not seen to end, if any host still has its container. One that no host has any more is
+    recorded as ended."""
     if ledger.attempts == 0 or ledger.outcome is not None:
         return None
     watched = _watched(config, ledger, ledger.attempts - 1)
     if any(_status(look) in ("running", "exited") for look in _looks(provider, watched)):
         return watched
-    ledger.event("ended", attempt=watched.number, outcome="vanished", cause={"what": "no host has its container any more"}, symptoms=[])
+    ledger.event(
+        "ended",
+        attempt=watched.number,
+        outcome="vanished",
+        cause={"what": "no host has its container any more"},
+        symptoms=[],
+    )
     return None
 
 
@@ -354,11 +416,14 @@ def _start_everywhere(provider: Provider, attempt: Attempt, ledger: Ledger) -> N
     images = {report.detail for report in prepared}
     if len(images) != 1 or not all(report.ok for report in prepared):
         with contextlib.suppress(LaunchError):  # what failed is told, not what failed after it
-            provider.stop(attempt.container, grace=1, remove=True, workers=[report.worker for report in prepared if report.ok])
+            provider.stop(
+                attempt.container, grace=1, remove=True, workers=[report.worker for report in prepared if report.ok]
+            )
     _require_all(prepared, "prepare")
     if len(images) != 1:
         raise LaunchError(
-            "the hosts do not have the same image: " + "; ".join(f"host {report.worker} has {report.detail}" for report in prepared)
+            "the hosts do not have the same image: "
+            + "; ".join(f"host {report.worker} has {report.detail}" for report in prepared)
         )
     ledger.event("prepared", attempt=attempt.number, image_id=images.pop())
     started = provider.start(attempt)
@@ -376,6 +441,7 @@ def _require_all(reports: Sequence[HostReport], what: str) -> None:
     details = "\n".join(f"  host {report.worker}: {report.detail}" for report in failed)
     if any("is on this host" in report.detail for report in failed):
         raise LaunchError(
-            f"the slice is in use:\n{details}\n  wait for it, or stop it with `tpu-launch stop --run RUN`", exit_code=Exit.CONFLICT
+            f"the slice is in use:\n{details}\n  wait for it, or stop it with `tpu-launch stop --run RUN`",
+            exit_code=Exit.CONFLICT,
         )
     raise LaunchError(f"{len(failed)} of {len(reports)} hosts could not {what} the container:\n{details}")

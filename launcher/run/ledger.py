@@ -8,8 +8,8 @@
     logs/attempt-<n>/host-<worker>.log    each line as "<engine's time> <line>", appended by whoever holds the lock
     lock            held (flock) by the one process that supervises the run
 
-What can fail half-way: a line of events or logs may be cut by a crash; readers pass over a last line without an end. The lock goes with its process.
-All files are 0600, all folders 0700.
+What can fail half-way: a line of events or logs may be cut by a crash; readers pass over a last line without an end.
+The lock goes with its process. All files are 0600, all folders 0700.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Ledger:
 
     def event(self, event: str, **details: Any) -> None:
         """Appends one event. `details` must not hold secrets: this file is kept."""
-        line = json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "event": event, **details}) + "\n"
+        line = (
+            json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "event": event, **details}) + "\n"
+        )
         _append(self.folder / "events.jsonl", line)
 
     def events(self) -> list[dict[str, Any]]:
@@ -98,7 +100,8 @@ class Ledger:
         return any(event["event"] == "stop" and event.get("attempt") == attempt for event in self.events())
 
     def left_behind(self) -> list[dict[str, Any]]:
-        """The attempts that ended while some of their hosts were out of reach, and whose hosts were not cleared since."""
+        """The attempts that ended while some of their hosts were out of reach, and whose hosts were not cleared
+        since."""
         events = self.events()
         swept = {event["attempt"] for event in events if event["event"] == "swept"}
         return [event for event in events if event["event"] == "left behind" and event["attempt"] not in swept]
@@ -152,25 +155,36 @@ def runs(home: Path) -> list[Ledger]:
 
 def find(home: Path, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None) -> Ledger:
     """The run of that id, or the newest one (of that slice, on that provider). Raises BadInput when there is none."""
-    known = [ledger for ledger in runs(home) if slice_name in (None, ledger.record.slice) and provider in (None, ledger.record.provider)]
+    known = [
+        ledger
+        for ledger in runs(home)
+        if slice_name in (None, ledger.record.slice) and provider in (None, ledger.record.provider)
+    ]
     if run_id is not None:
         for ledger in known:
             if ledger.folder.name == run_id:
                 return ledger
-        raise BadInput(f"there is no run {run_id!r} here; known: {', '.join(ledger.folder.name for ledger in known) or 'none'}")
+        raise BadInput(
+            f"there is no run {run_id!r} here; known: {', '.join(ledger.folder.name for ledger in known) or 'none'}"
+        )
     if not known:
-        raise BadInput(f"no run was started from this folder yet (looked in {home / 'runs'}); `tpu-launch run` starts one")
+        raise BadInput(
+            f"no run was started from this folder yet (looked in {home / 'runs'}); `tpu-launch run` starts one"
+        )
     return known[-1]
 
 
 def begin(home: Path, record_of: Callable[[str], RunRecord], document: str, name: str) -> Ledger:
-    """Makes the folder of a new run. Its id is the name, the UTC time and a few random letters, so that two workstations don't collide."""
+    """Makes the folder of a new run. Its id is the name, the UTC time and a few random letters, so that two
+    workstations don't collide."""
     run_id = f"{name}-{time.strftime('%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
     folder = home / "runs" / run_id
     folder.mkdir(mode=0o700, parents=True)
     ledger = Ledger(folder)
     write_private(folder / "config.yaml", document)
-    write_private(folder / "run.json", json.dumps(asdict(record_of(run_id)), indent=1))  # last: a folder without it is no run
+    write_private(
+        folder / "run.json", json.dumps(asdict(record_of(run_id)), indent=1)
+    )  # last: a folder without it is no run
     return ledger
 
 

@@ -1,8 +1,9 @@
 """Exactly-once delivery of the hosts' log lines.
 
-An engine gives lines from a time on, inclusive. Two lines can bear the same time, and a line can be written a moment after one with a later time (stdout and
-stderr are copied by two threads). So each look asks again from a little before the newest line, and lines seen already are counted off. The host's log file
-is the cursor: what is in it was delivered, and a new process goes on from its end.
+An engine gives lines from a time on, inclusive. Two lines can bear the same time, and a line can be written a moment
+after one with a later time (stdout and stderr are copied by two threads). So each look asks again from a little before
+the newest line, and lines seen already are counted off. The host's log file is the cursor: what is in it was delivered,
+and a new process goes on from its end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Cursor:
     """What of one host's log has been delivered."""
 
     newest: str = ""  # time of the newest line
-    recent: Counter[tuple[str, str]] = field(default_factory=Counter)  # lines of the overlap, with how often they were seen
+    recent: Counter[tuple[str, str]] = field(
+        default_factory=Counter
+    )  # lines of the overlap, with how often they were seen
 
     @property
     def since(self) -> str | None:
@@ -33,7 +36,8 @@ class Cursor:
         return _before(self.newest) if self.newest else None
 
     def new(self, lines: Iterable[LogLine]) -> list[LogLine]:
-        """Those of `lines` (a look from `since` on, or from earlier) that were not delivered yet, in order; they count as delivered now."""
+        """Those of `lines` (a look from `since` on, or from earlier) that were not delivered yet, in order; they count
+        as delivered now."""
         allowance = Counter(self.recent)
         edge = _before(self.newest) if self.newest else ""
         fresh = []
@@ -55,9 +59,11 @@ class Cursor:
 
 
 def covers(lines: Sequence[LogLine], since: str, tail: int) -> bool:
-    """Whether a look at the last `tail` lines shows everything from `since` (a `Cursor.since`) on, the newest known line among it.
+    """Whether a look at the last `tail` lines shows everything from `since` (a `Cursor.since`) on, the newest known
+    line among it.
 
-    It does when it reaches well back before that line, or back to it and has room left; times run backwards a little where stdout and stderr meet.
+    It does when it reaches well back before that line, or back to it and has room left; times run backwards a little
+    where stdout and stderr meet.
     """
     if not lines:
         return False

@@ -1,7 +1,8 @@
 """`run --overlay FOLDER=TARGET`: the files of a folder go over the image's own, without a build or a push.
 
-They travel as one archive that is made the same way every time (sorted names, no times, no owners), so that its hash says what ran. Every host tells
-the hash of what it received, and all must be equal to ours before anything starts; the run's events keep it.
+They travel as one archive that is made the same way every time (sorted names, no times, no owners), so that its hash
+says what ran. Every host tells the hash of what it received, and all must be equal to ours before anything starts; the
+run's events keep it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from pathlib import Path
 from launcher.errors import BadInput
 
 _MOST_BYTES = 32 * 2**20  # more than code: build an image
-_LEFT_OUT = frozenset(("__pycache__", ".git", ".venv", ".tpu-launch", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules"))
+_LEFT_OUT = frozenset(
+    ("__pycache__", ".git", ".venv", ".tpu-launch", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules")
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,8 @@ class Overlay:
 
 @functools.cache  # the next attempt must get what the first one had, whatever happened to the files
 def read(wanted: str) -> Overlay:
-    """The overlay that FOLDER=TARGET means. Raises BadInput for a folder that is not there, holds nothing or too much, or a target that is not absolute."""
+    """The overlay that FOLDER=TARGET means. Raises BadInput for a folder that is not there, holds nothing or too much,
+    or a target that is not absolute."""
     folder, separator, target = wanted.rpartition("=")
     if not separator or not target.startswith("/"):
         raise BadInput(
@@ -43,7 +47,9 @@ def read(wanted: str) -> Overlay:
     root = Path(folder)
     if not root.is_dir():
         raise BadInput(f"--overlay {wanted}: {root} is not a folder")
-    files = sorted(path for path in root.rglob("*") if path.is_file() and not _LEFT_OUT & set(path.relative_to(root).parts))
+    files = sorted(
+        path for path in root.rglob("*") if path.is_file() and not _LEFT_OUT & set(path.relative_to(root).parts)
+    )
     if not files:
         raise BadInput(f"--overlay {wanted}: {root} holds no files")
     if (size := sum(path.stat().st_size for path in files)) > _MOST_BYTES:

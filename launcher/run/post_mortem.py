@@ -1,8 +1,9 @@
 """What is kept of an attempt that failed: one archive in the run's folder, made before its containers are removed.
 
-`.tpu-launch/runs/<run id>/post-mortem-<attempt>.tar.gz` (0600) holds run.json, config.yaml, events.jsonl, the logs and stacks of the attempt, what the API says
-of the slice, and for each host that answers its container's inspection, disks, memory, kernel messages and TPU logs. The values of the run's secrets
-are masked wherever they appear. It is written under a temporary name and renamed: a crash leaves nothing half-written.
+`.tpu-launch/runs/<run id>/post-mortem-<attempt>.tar.gz` (0600) holds run.json, config.yaml, events.jsonl, the logs and
+stacks of the attempt, what the API says of the slice, and for each host that answers its container's inspection, disks,
+memory, kernel messages and TPU logs. The values of the run's secrets are masked wherever they appear. It is written
+under a temporary name and renamed: a crash leaves nothing half-written.
 """
 
 from __future__ import annotations

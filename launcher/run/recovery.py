@@ -1,8 +1,9 @@
 """What to do when an attempt has ended: pure, so that every case can be read and tested.
 
-Two budgets, because two different things go wrong. *Preemptions* (the slice was taken away, a host was lost, the trainer was asked to stop by its machine and
-saved) are the price of cheap capacity: starting again helps. *Failures* are the program's own: starting again rarely helps. What its owner stopped, and what
-was configured wrongly, is never started again.
+Two budgets, because two different things go wrong. *Preemptions* (the slice was taken away, a host was lost, the
+trainer was asked to stop by its machine and saved) are the price of cheap capacity: starting again helps. *Failures*
+are the program's own: starting again rarely helps. What its owner stopped, and what was configured wrongly, is never
+started again.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def spent_so_far(events: Sequence[Mapping[str, Any]]) -> Spent:
 
 
 def bad_host(events: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """The host that was the first cause of the last attempts, and of how many in a row; (-1, 0) when none was. A slice that was made anew starts afresh."""
+    """The host that was the first cause of the last attempts, and of how many in a row; (-1, 0) when none was. A slice
+    that was made anew starts afresh."""
     worker, count = -1, 0
     for event in reversed(events):
         if event.get("event") == "replaced":

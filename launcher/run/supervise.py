@@ -1,7 +1,8 @@
 """The loop that watches an attempt: observe all hosts, judge, act.
 
-One thread a host looks at it again and again; the main thread delivers log lines, judges, and when the attempt has ended stops what still runs, fetches the
-last lines and removes the containers. It holds no state that matters: killed at any moment, the run goes on, and another process attaches to it.
+One thread a host looks at it again and again; the main thread delivers log lines, judges, and when the attempt has
+ended stops what still runs, fetches the last lines and removes the containers. It holds no state that matters: killed
+at any moment, the run goes on, and another process attaches to it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from launcher.run.logs import HostLog, tail
 from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
 
 LOOK_EVERY = 1.0  # seconds between two looks at a host
-_LOOKS_A_SECOND = 16  # at all hosts together: what a watch costs does not grow with the slice. Ends are told at once nevertheless
+_LOOKS_A_SECOND = (
+    16  # at all hosts together: what a watch costs does not grow with the slice. Ends are told at once nevertheless
+)
 _WAITING_LOOKS = 64  # a look may hold 4 MB: who writes faster than this machine takes in must wait
 _SLICE_EVERY = 15.0  # seconds between two questions to the API while a host is out of reach
 _COMPLAIN_EVERY = 30.0  # seconds between two complaints that nobody answers
@@ -60,7 +63,8 @@ def supervise(
     emit: Callable[[int, LogLine], None],
     say: Callable[[str], None],
 ) -> Verdict:
-    """Watches an attempt to its end, ends it on every host, and records how it ended. KeyboardInterrupt leaves everything running."""
+    """Watches an attempt to its end, ends it on every host, and records how it ended. KeyboardInterrupt leaves
+    everything running."""
     logs = {worker: HostLog(ledger.log_file(watched.number, worker)) for worker in watched.workers}
 
     def deliver(observation: Observation) -> bool:
@@ -92,10 +96,16 @@ def supervise(
         last_lines=last_lines(ledger, watched.number, verdict),
     )
     if verdict.kind in _WORTH_A_POST_MORTEM:
-        path = post_mortem.write(ledger, watched.number, provider.evidence(watched.container, reachable), watched.secrets)
+        path = post_mortem.write(
+            ledger, watched.number, provider.evidence(watched.container, reachable), watched.secrets
+        )
         ledger.event("post-mortem", attempt=watched.number, path=str(path))
         say(f"logs, inspection, TPU logs and the slice's state are kept in {path}")
-    cleared = {report.worker for report in provider.stop(watched.container, grace=1, remove=True, workers=reachable) if report.ok}
+    cleared = {
+        report.worker
+        for report in provider.stop(watched.container, grace=1, remove=True, workers=reachable)
+        if report.ok
+    }
     if left := [worker for worker in watched.workers if worker not in cleared]:
         ledger.event("left behind", attempt=watched.number, container=watched.container, hosts=left)
     return verdict
@@ -172,9 +182,18 @@ def _watch(
                 threading.Thread(target=_ask_slice, args=(provider, inbox), daemon=True).start()
             if not any(view.reachable for view in views.values()) and now - complained > _COMPLAIN_EVERY:
                 complained = now
-                say(f"no host answers ({views[watched.workers[0]].problem}); still trying. The run goes on without us: Ctrl-C detaches")
+                say(
+                    f"no host answers ({views[watched.workers[0]].problem}); still trying. The run goes on without us: Ctrl-C detaches"
+                )
             requested = ledger.stop_requested(watched.number)
-            verdict = judge(list(views.values()), now, limits, slice_state=slice_state, stop_requested=requested, quiet=now - last_line)
+            verdict = judge(
+                list(views.values()),
+                now,
+                limits,
+                slice_state=slice_state,
+                stop_requested=requested,
+                quiet=now - last_line,
+            )
             if verdict.kind is Kind.SETTLING and not hurried:
                 # The other looks wait on their hosts: nobody who is well may seem silent.
                 hurried = True
@@ -185,7 +204,9 @@ def _watch(
             if verdict.kind.ended:
                 silent = {verdict.cause.worker} if verdict.kind is Kind.HOST_LOST and verdict.cause else set()
                 if verdict.kind is Kind.HOST_LOST and verdict.cause and slice_detail:
-                    verdict = replace(verdict, cause=replace(verdict.cause, what=f"{verdict.cause.what} (the slice: {slice_detail})"))
+                    verdict = replace(
+                        verdict, cause=replace(verdict.cause, what=f"{verdict.cause.what} (the slice: {slice_detail})")
+                    )
                 return verdict, [view.worker for view in views.values() if view.reachable and view.worker not in silent]
     finally:
         over.set()  # not joined: one may be waiting for a host that is gone
@@ -203,7 +224,8 @@ def _look(
     over: threading.Event,
     interval: float,
 ) -> None:
-    """Looks at one host until told to stop. Every look is answered into `inbox`, whatever happened. It waits on the host, where an end is seen at once."""
+    """Looks at one host until told to stop. Every look is answered into `inbox`, whatever happened. It waits on the
+    host, where an end is seen at once."""
     patience, asked_from = 0.0, log.cursor.since
     while not over.is_set():
         begun = time.monotonic()
@@ -223,7 +245,9 @@ def _look(
         )  # from one that has ended nothing new will come
 
 
-def _look_once(provider: Provider, container: str, log: HostLog, worker: int, inbox: queue.Queue[Observation | SliceNews]) -> None:
+def _look_once(
+    provider: Provider, container: str, log: HostLog, worker: int, inbox: queue.Queue[Observation | SliceNews]
+) -> None:
     inbox.put(_one_look(provider, container, worker, log.cursor.since, 0.0))
 
 
@@ -257,7 +281,12 @@ def _update(view: HostView, news: Observation, ledger: Ledger, attempt: int, say
         ended_seen, ended_away = now, not view.reachable
         what = describe_exit(news.container) if news.container.ended else "its container is gone"
         ledger.event(
-            "host ended", attempt=attempt, host=view.worker, exit_code=news.container.exit_code, oom=news.container.oom_killed, what=what
+            "host ended",
+            attempt=attempt,
+            host=view.worker,
+            exit_code=news.container.exit_code,
+            oom=news.container.oom_killed,
+            what=what,
         )
     return replace(view, container=news.container, seen=now, problem="", ended_seen=ended_seen, ended_away=ended_away)
 

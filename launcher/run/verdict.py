@@ -1,14 +1,17 @@
 """What the observations of all hosts mean together. Pure: no clock, no network.
 
-The first host that fails ends an attempt, and it, not the hosts that failed because of it, is the *first cause*. In data-parallel training the death of
-one host breaks the others within milliseconds, so order of arrival proves little. The rules, most certain first:
+The first host that fails ends an attempt, and it, not the hosts that failed because of it, is the *first cause*. In
+data-parallel training the death of one host breaks the others within milliseconds, so order of arrival proves little.
+The rules, most certain first:
 
-1. A host that can't be reached, while others answer, is the cause of failures seen at the same time; so is one that was away and
+1. A host that can't be reached, while others answer, is the cause of failures seen at the same time; so is one that was
+  away and
    whose container was killed meanwhile.
 2. An exit that says "I lost a peer" (76) is a symptom as long as anything else explains it.
 3. Of other failures, the one that its engine recorded first.
 
-Before a failure is judged, every other host must have been looked at once more since (or be unreachable), for a few seconds at most: SETTLING.
+Before a failure is judged, every other host must have been looked at once more since (or be unreachable), for a few
+seconds at most: SETTLING.
 """
 
 from __future__ import annotations
@@ -110,15 +113,17 @@ def judge(
 ) -> Verdict:
     """The state of an attempt.
 
-    `slice_state` is what the API last said of the slice (None: there is none), `stop_requested` whether its owner asked to stop, `quiet` for how many
-    seconds no host has written a line.
+    `slice_state` is what the API last said of the slice (None: there is none), `stop_requested` whether its owner asked
+    to stop, `quiet` for how many seconds no host has written a line.
     """
     if slice_state is None:
         return Verdict(Kind.PREEMPTED, Cause(-1, "the slice does not exist any more"))
     if slice_state in ("PREEMPTED", "TERMINATED", "STOPPED"):
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {slice_state}"))
     ended = [view for view in views if view.container is not None and view.container.ended]
-    vanished = [view for view in views if view.reachable and view.container is not None and view.container.status == "absent"]
+    vanished = [
+        view for view in views if view.reachable and view.container is not None and view.container.status == "absent"
+    ]
     failed = [view for view in ended if _code(view) not in (TrainerExit.FINISHED, TrainerExit.SAVED)]
     unreachable = [view for view in views if not view.reachable]
 
@@ -126,7 +131,11 @@ def judge(
         if len(ended) == len(views):
             saved = any(_code(view) == TrainerExit.SAVED for view in ended)
             return Verdict(Kind.SAVED if saved else Kind.FINISHED)
-        overdue = [view for view in unreachable if now - view.seen > limits.lost and not (view.container and view.container.ended)]
+        overdue = [
+            view
+            for view in unreachable
+            if now - view.seen > limits.lost and not (view.container and view.container.ended)
+        ]
         # When nobody answers it may be our own network: a host is lost when others were heard long after it.
         if overdue and max(view.seen for view in views) - min(view.seen for view in overdue) > limits.lost / 2:
             return Verdict(Kind.HOST_LOST, _lost(min(overdue, key=lambda view: view.seen), now))
@@ -154,10 +163,14 @@ def judge(
     if restarted:
         cause = min(restarted, key=lambda view: view.container.finished_at if view.container else "")
         what = "the host went away and came back; its container was killed with it"
-        return Verdict(Kind.HOST_LOST, replace(_exit(cause), what=what), _symptoms([view for view in failed if view is not cause]))
+        return Verdict(
+            Kind.HOST_LOST, replace(_exit(cause), what=what), _symptoms([view for view in failed if view is not cause])
+        )
     causes = [view for view in failed if _code(view) != TrainerExit.LOST_PEER]
     if not causes and vanished:
-        return Verdict(Kind.FAILED, Cause(vanished[0].worker, "its container was removed by somebody else"), _symptoms(failed))
+        return Verdict(
+            Kind.FAILED, Cause(vanished[0].worker, "its container was removed by somebody else"), _symptoms(failed)
+        )
     first = min(causes or failed, key=lambda view: view.container.finished_at if view.container else "")
     kind = Kind.BAD_INPUT if _code(first) == TrainerExit.BAD_INPUT else Kind.FAILED
     return Verdict(kind, _exit(first), _symptoms([view for view in failed if view is not first]))
@@ -171,7 +184,10 @@ def _code(view: HostView) -> int | None:
 
 
 def _lost(view: HostView, now: float) -> Cause:
-    return Cause(view.worker, f"the host has not answered for {now - view.seen:.0f} s ({view.problem or 'no answer yet to the last look'})")
+    return Cause(
+        view.worker,
+        f"the host has not answered for {now - view.seen:.0f} s ({view.problem or 'no answer yet to the last look'})",
+    )
 
 
 def _exit(view: HostView) -> Cause:

@@ -1,9 +1,10 @@
 """Calling gcloud, and reading its errors.
 
-Command lines are built by pure functions, so that `plan` prints exactly what would run. What gcloud answers is told apart here and nowhere else: no
-capacity, no quota, no permission, a conflict, something missing. Known defects of the SDK (seen with 528.0.0) decide the shape of every call:
-`--output-directory` is broken, subsets of workers lose exit codes, and ssh's 255 makes gcloud run the whole command again, so calls address `all`
-or one worker, and no remote command returns 255.
+Command lines are built by pure functions, so that `plan` prints exactly what would run. What gcloud answers is told
+apart here and nowhere else: no capacity, no quota, no permission, a conflict, something missing. Known defects of the
+SDK (seen with 528.0.0) decide the shape of every call: `--output-directory` is broken, subsets of workers lose exit
+codes, and ssh's 255 makes gcloud run the whole command again, so calls address `all` or one worker, and no remote
+command returns 255.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from collections.abc import Sequence
 from launcher import shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
-from launcher.tpu_vm import dead_man, placement
+from launcher.tpu_vm import idle_shutdown as dead_man
+from launcher.tpu_vm import placement
 
 # gcloud has no time-outs of its own for ssh: a dead host would hang each call for minutes.
 _BUSY_SECONDS = 60.0  # how long another operation on the same node is waited for
-_SSH_FLAGS = ("--ssh-flag=-oConnectTimeout=10", "--ssh-flag=-oServerAliveInterval=15", "--ssh-flag=-oServerAliveCountMax=3")
+_SSH_FLAGS = (
+    "--ssh-flag=-oConnectTimeout=10",
+    "--ssh-flag=-oServerAliveInterval=15",
+    "--ssh-flag=-oServerAliveCountMax=3",
+)
 
 
 class NotFound(LaunchError):
@@ -63,8 +69,20 @@ class Refused(LaunchError):
 
 
 def _base(config: Config, *words: str) -> list[str]:
-    track = ["alpha"] if words[0] == "ssh" and config.slice.iap else []  # the only one that knows --tunnel-through-iap (SDK 528)
-    return ["gcloud", *track, "compute", "tpus", "tpu-vm", *words, f"--project={config.project}", f"--zone={zone(config)}", "--quiet"]
+    track = (
+        ["alpha"] if words[0] == "ssh" and config.slice.iap else []
+    )  # the only one that knows --tunnel-through-iap (SDK 528)
+    return [
+        "gcloud",
+        *track,
+        "compute",
+        "tpus",
+        "tpu-vm",
+        *words,
+        f"--project={config.project}",
+        f"--zone={zone(config)}",
+        "--quiet",
+    ]
 
 
 def zone(config: Config) -> str:
@@ -74,11 +92,16 @@ def zone(config: Config) -> str:
 
 def create_command(config: Config, labels: dict[str, str]) -> list[str]:
     """Creates the node and waits for the operation."""
-    return [*_base(config, "create", config.slice.name), f"--version={config.runtime_version}", *node_flags(config, labels)]
+    return [
+        *_base(config, "create", config.slice.name),
+        f"--version={config.runtime_version}",
+        *node_flags(config, labels),
+    ]
 
 
 def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
-    """What a node is to be, for its creation and for a request in the queue. The type always: gcloud's default is a v2-8."""
+    """What a node is to be, for its creation and for a request in the queue. The type always: gcloud's default is a
+    v2-8."""
     wanted = config.slice
     command = [f"--accelerator-type={wanted.accelerator_type}"]
     if wanted.capacity != "on-demand":
@@ -118,7 +141,12 @@ def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bo
 
 def shell_command(config: Config, worker: int, flags: Sequence[str] = ()) -> list[str]:
     """A person's own ssh session on one host, or (with flags of ssh's) a tunnel to it."""
-    command = [*_base(config, "ssh", config.slice.name), f"--worker={worker}", *_SSH_FLAGS, *(f"--ssh-flag={flag}" for flag in flags)]
+    command = [
+        *_base(config, "ssh", config.slice.name),
+        f"--worker={worker}",
+        *_SSH_FLAGS,
+        *(f"--ssh-flag={flag}" for flag in flags),
+    ]
     return [*command, *_way(config)]
 
 
@@ -139,7 +167,8 @@ def runtime_versions_command(config: Config) -> list[str]:
 
 
 def call(argv: Sequence[str], *, timeout: float) -> str:
-    """Runs a gcloud command and returns its standard output; waits for another operation to end. Raises the LaunchError that its message means."""
+    """Runs a gcloud command and returns its standard output; waits for another operation to end. Raises the LaunchError
+    that its message means."""
     deadline = time.monotonic() + _BUSY_SECONDS
     while True:
         result = shell.run(argv, timeout=timeout)
@@ -162,8 +191,8 @@ def call_with_progress(argv: Sequence[str], *, timeout: float) -> str:
         ) from None
 
 
-# Longest and most specific first: the first that matches explains the error. Messages: terraform-provider-google #21243, skypilot
-# `instance_utils.py`, marin #1612, and the API's own answers.
+# Longest and most specific first: the first that matches explains the error. Messages: terraform-provider-google
+# #21243, skypilot `instance_utils.py`, marin #1612, and the API's own answers.
 _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
     (r"no more capacity|Insufficient (reserved )?capacity|stockout|ZONE_RESOURCE_POOL_EXHAUSTED", Stockout,
      "no capacity in the zone right now: try again later, another zone, or another accelerator type"),

@@ -1,6 +1,8 @@
-"""Looking at all hosts before a start, in one round trip: what would make the run fail on one of them later, said now, with what to do.
+"""Looking at all hosts before a start, in one round trip: what would make the run fail on one of them later, said now,
+with what to do.
 
-Pure but for the script, which a host's shell runs. A host prints facts, one a line; `problems` judges them all together.
+Pure but for the script, which a host's shell runs. A host prints facts, one a line; `problems` judges them all
+together.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ def script(image: str, run_id: str, label: str) -> str:
     )
     return "\n".join(
         [
-            "set -f; fact() { echo tpu-launch-fact $1 $2; }",  # unquoted: what has several lines becomes one, without a process
+            # unquoted: what has several lines becomes one, without a process
+            "set -f; fact() { echo tpu-launch-fact $1 $2; }",
             "docker=docker; [ -w /var/run/docker.sock ] || docker='sudo -n docker'",
             "fact worker \"$(curl -sf --max-time 10 -H 'Metadata-Flavor: Google' "
             'http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number)"',
@@ -73,7 +76,11 @@ def problems(facts: Sequence[Facts], hosts: int, *, image_bytes: int | None = No
     found: list[Problem] = []
     if len(facts) != hosts:
         found.append(
-            Problem(-1, f"{len(facts)} hosts answered, the slice has {hosts}", "`tpu-launch status`, then `tpu-launch down` and `up`")
+            Problem(
+                -1,
+                f"{len(facts)} hosts answered, the slice has {hosts}",
+                "`tpu-launch status`, then `tpu-launch down` and `up`",
+            )
         )
     for fact in facts:
         found += _of_host(fact, image_bytes)
@@ -83,7 +90,11 @@ def problems(facts: Sequence[Facts], hosts: int, *, image_bytes: int | None = No
 def _of_host(fact: Facts, image_bytes: int | None) -> list[Problem]:
     values, worker = fact.values, fact.worker
     if values.get("done") != "yes":
-        return [Problem(worker, "the host's shell did not answer the checks", "log in and look: gcloud compute tpus tpu-vm ssh")]
+        return [
+            Problem(
+                worker, "the host's shell did not answer the checks", "log in and look: gcloud compute tpus tpu-vm ssh"
+            )
+        ]
     found = []
     if values.get("worker") != str(worker):
         found.append(
@@ -94,14 +105,29 @@ def _of_host(fact: Facts, image_bytes: int | None) -> list[Problem]:
             )
         )
     if not values.get("engine"):
-        found.append(Problem(worker, "its container engine does not answer", "sudo systemctl restart docker, on that host"))
+        found.append(
+            Problem(worker, "its container engine does not answer", "sudo systemctl restart docker, on that host")
+        )
     if values.get("runs"):
-        found.append(Problem(worker, f"run {values['runs'].split()[0]} is on this host", "wait for it, or `tpu-launch stop --run RUN`"))
+        found.append(
+            Problem(
+                worker,
+                f"run {values['runs'].split()[0]} is on this host",
+                "wait for it, or `tpu-launch stop --run RUN`",
+            )
+        )
     if values.get("holders"):
-        held = ", ".join(f"{name} (process {pid})" for pid, _, name in (entry.partition(":") for entry in values["holders"].split()))
+        held = ", ".join(
+            f"{name} (process {pid})" for pid, _, name in (entry.partition(":") for entry in values["holders"].split())
+        )
         found.append(Problem(worker, f"its TPU is held by {held}", "end it there, for example: sudo kill PROCESS"))
     free = values.get("free_kb", "")
-    if image_bytes is not None and not values.get("image") and free.isdigit() and int(free) * 1024 < image_bytes * _DISK_FACTOR:
+    if (
+        image_bytes is not None
+        and not values.get("image")
+        and free.isdigit()
+        and int(free) * 1024 < image_bytes * _DISK_FACTOR
+    ):
         gib = int(free) / 2**20
         found.append(
             Problem(
@@ -115,7 +141,10 @@ def _of_host(fact: Facts, image_bytes: int | None) -> list[Problem]:
         if skew > _CLOCK_SECONDS:
             found.append(
                 Problem(
-                    worker, f"its clock is {skew:.0f} s off the workstation's", "sudo systemctl restart chrony, on that host", fatal=False
+                    worker,
+                    f"its clock is {skew:.0f} s off the workstation's",
+                    "sudo systemctl restart chrony, on that host",
+                    fatal=False,
                 )
             )
     return found

@@ -1,6 +1,8 @@
-"""Everything of ours in a project: which slices there are, whose, for which run, how old, what they cost so far, and which should be gone.
+"""Everything of ours in a project: which slices there are, whose, for which run, how old, what they cost so far, and
+which should be gone.
 
-Ours is what carries the label `tpu-launch=1`, which every creation gets. `leftovers` decides what `gc` removes; it never names anything else.
+Ours is what carries the label `tpu-launch=1`, which every creation gets. `leftovers` decides what `gc` removes; it
+never names anything else.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ class Found:
         """Dollars so far; None when unknown, 0 for a request that holds nothing."""
         if self.kind != "node":
             return 0.0
-        return None if self.created is None else costs.so_far(self.accelerator_type, self.zone, self.capacity, now - self.created)
+        return (
+            None
+            if self.created is None
+            else costs.so_far(self.accelerator_type, self.zone, self.capacity, now - self.created)
+        )
 
     def why_leftover(self, now: float) -> str:
         """Why `gc` would remove it; empty when it would not."""
@@ -92,7 +98,9 @@ def ours(project: str, zones: Sequence[str]) -> list[Found]:
     """All slices of ours in the zones, whoever made them. A queued resource that became a node counts as the node."""
     found: dict[tuple[str, str], Found] = {}
     for zone in zones:
-        nodes, queued = (json.loads(gcloud.call(command, timeout=_SECONDS) or "[]") for command in list_commands(project, zone))
+        nodes, queued = (
+            json.loads(gcloud.call(command, timeout=_SECONDS) or "[]") for command in list_commands(project, zone)
+        )
         for each in [*map(parse_queued, queued), *map(parse_node, nodes)]:
             if each is None or each.labels.get(OURS) != "1":
                 continue
@@ -106,24 +114,47 @@ def ours(project: str, zones: Sequence[str]) -> list[Found]:
 def parse_node(node: dict[str, Any]) -> Found:
     """One entry of `tpu-vm list --format=json`."""
     parts = node["name"].split("/")
-    return _found(parts[-1], parts[-3], "node", node.get("state", ""), node, node.get("schedulingConfig", {}), node.get("createTime", ""))
+    return _found(
+        parts[-1],
+        parts[-3],
+        "node",
+        node.get("state", ""),
+        node,
+        node.get("schedulingConfig", {}),
+        node.get("createTime", ""),
+    )
 
 
 def parse_queued(resource: dict[str, Any]) -> Found | None:
-    """One entry of `queued-resources list --format=json`; None for one without a node of its own (multi-slice is out of scope)."""
+    """One entry of `queued-resources list --format=json`; None for one without a node of its own (multi-slice is out of
+    scope)."""
     specs = resource.get("tpu", {}).get("nodeSpec", [])
     if len(specs) != 1 or "nodeId" not in specs[0]:
         return None
     parts = resource["name"].split("/")
     scheduling = {"spot": "spot" in resource, "reserved": bool(resource.get("reservationName"))}
     state = resource.get("state", {}).get("state", "")
-    return _found(parts[-1], parts[-3], "queued resource", state, specs[0].get("node", {}), scheduling, resource.get("createTime", ""))
+    return _found(
+        parts[-1],
+        parts[-3],
+        "queued resource",
+        state,
+        specs[0].get("node", {}),
+        scheduling,
+        resource.get("createTime", ""),
+    )
 
 
-def _found(name: str, zone: str, kind: str, state: str, node: dict[str, Any], scheduling: dict[str, Any], created: str) -> Found:
+def _found(
+    name: str, zone: str, kind: str, state: str, node: dict[str, Any], scheduling: dict[str, Any], created: str
+) -> Found:
     labels: dict[str, str] = node.get("labels", {})
     capacity = (
-        "spot" if scheduling.get("spot") or scheduling.get("preemptible") else "reserved" if scheduling.get("reserved") else "on-demand"
+        "spot"
+        if scheduling.get("spot") or scheduling.get("preemptible")
+        else "reserved"
+        if scheduling.get("reserved")
+        else "on-demand"
     )
     expires = labels.get(f"{OURS}-expires", "")
     return Found(

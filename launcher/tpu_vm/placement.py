@@ -1,7 +1,9 @@
-"""In which of several zones a slice is (`zone`, then `slice.zones`): remembered in the launcher's folder, so that every command goes there.
+"""In which of several zones a slice is (`zone`, then `slice.zones`): remembered in the launcher's folder, so that every
+command goes there.
 
-`.tpu-launch/slices/<project>.<name>.json` holds {"zone": ...}. It is a hint: `slices` looks in the other zones when the slice is not where it was, so a
-file that is lost or cut short costs some questions and nothing else. With one zone there is nothing to remember.
+`.tpu-launch/slices/<project>.<name>.json` holds {"zone": ...}. It is a hint: `slices` looks in the other zones when the
+slice is not where it was, so a file that is lost or cut short costs some questions and nothing else. With one zone
+there is nothing to remember.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Creating a slice through a queued resource: a request that waits for capacity until its valid-until, and is deleted when nobody wants it any more.
+"""Creating a slice through a queued resource: a request that waits for capacity until its valid-until, and is deleted
+when nobody wants it any more.
 
-The request has the slice's name, and its one node too. Waiting is resumable: it is Google that waits, and every look starts from what the API says. A
-request that is SUSPENDED or FAILED never comes back by itself and keeps its quota: it is deleted, with force, and made again while there is time.
+The request has the slice's name, and its one node too. Waiting is resumable: it is Google that waits, and every look
+starts from what the API says. A request that is SUSPENDED or FAILED never comes back by itself and keeps its quota: it
+is deleted, with force, and made again while there is time.
 """
 
 from __future__ import annotations
@@ -50,8 +52,13 @@ def _base(config: Config, verb: str, name: str | None = None) -> list[str]:
 
 
 def create_command(config: Config, labels: dict[str, str], seconds: float) -> list[str]:
-    """Asks for the slice; not granted any more after `seconds`. Always the GA track: alpha's --spot sends a contradiction (SDK 528)."""
-    flags = [f"--node-id={config.slice.name}", f"--runtime-version={config.runtime_version}", f"--valid-until-duration={round(seconds)}s"]
+    """Asks for the slice; not granted any more after `seconds`. Always the GA track: alpha's --spot sends a
+    contradiction (SDK 528)."""
+    flags = [
+        f"--node-id={config.slice.name}",
+        f"--runtime-version={config.runtime_version}",
+        f"--valid-until-duration={round(seconds)}s",
+    ]
     return [*_base(config, "create"), *flags, *gcloud.node_flags(config, labels)]
 
 
@@ -95,9 +102,11 @@ def obtain(
     clock: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> None:
-    """Returns when the request is ACTIVE and its node READY; asks when nothing was asked for, and goes on waiting for what was.
+    """Returns when the request is ACTIVE and its node READY; asks when nothing was asked for, and goes on waiting for
+    what was.
 
-    Raises Stockout when the time is over (the request is deleted then), and what Google says about quota, permission or the request itself.
+    Raises Stockout when the time is over (the request is deleted then), and what Google says about quota, permission or
+    the request itself.
     """
     assert config.slice.queued is not None
     hours = config.slice.queued.valid_until_hours
@@ -110,11 +119,15 @@ def obtain(
     try:
         while True:
             if asked is None:
-                say(f"asking for a {config.slice.accelerator_type} in {config.zone}, for {costs.duration(until - clock())} at most")
+                say(
+                    f"asking for a {config.slice.accelerator_type} in {config.zone}, for {costs.duration(until - clock())} at most"
+                )
                 try:
                     gcloud.call(create_command(config, labels, max(1.0, until - clock())), timeout=_SECONDS)
                 except gcloud.Conflict:
-                    if describe(config) is None:  # not an earlier try of ours that arrived after all: a node has the name
+                    if (
+                        describe(config) is None
+                    ):  # not an earlier try of ours that arrived after all: a node has the name
                         raise
                 tell.reset()
             elif asked.state == "ACTIVE":
@@ -122,7 +135,9 @@ def obtain(
                 if found is not None and found.ready:
                     return
                 if found is None or found.gone_for_good:
-                    say(f"the node of request {asked.name} is {found.state if found else 'gone'}: deleting the request, asking again")
+                    say(
+                        f"the node of request {asked.name} is {found.state if found else 'gone'}: deleting the request, asking again"
+                    )
                     remove(config, clock=clock, sleep=sleep)
                     asked = None
                     continue
@@ -136,22 +151,31 @@ def obtain(
                 pause = min(max(10.0, pause * 2), 300.0)
                 asked = None
                 continue
-            grace = config.slice.create_minutes * 60 if asked is not None and asked.state in ("PROVISIONING", "ACTIVE") else _LATE_SECONDS
+            grace = (
+                config.slice.create_minutes * 60
+                if asked is not None and asked.state in ("PROVISIONING", "ACTIVE")
+                else _LATE_SECONDS
+            )
             if clock() > until + grace:
                 remove(config, clock=clock, sleep=sleep)
                 raise gcloud.Stockout(_too_late(config, asked))
             sleep(_POLL_SECONDS)
             before, asked = asked, describe(config)
             if asked is None and before is not None:
-                raise LaunchError(f"request {config.slice.name} was deleted while it was waited for; `tpu-launch up` asks again")
+                raise LaunchError(
+                    f"request {config.slice.name} was deleted while it was waited for; `tpu-launch up` asks again"
+                )
             tell(asked, clock())
     except KeyboardInterrupt:
         say("the request goes on waiting: `tpu-launch up` goes on with it, `tpu-launch down` deletes it")
         raise
 
 
-def _judge_dead(config: Config, asked: Request, left: float, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-    """Deletes a SUSPENDED or FAILED request. Raises what its failure means, unless asking again may help and there is time."""
+def _judge_dead(
+    config: Config, asked: Request, left: float, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> None:
+    """Deletes a SUSPENDED or FAILED request. Raises what its failure means, unless asking again may help and there is
+    time."""
     remove(config, clock=clock, sleep=sleep)
     if asked.state == "FAILED" and asked.error:
         meaning = gcloud.explain(asked.error, describe_command(config))
@@ -171,13 +195,18 @@ def _too_late(config: Config, asked: Request | None) -> str:
     )
 
 
-def remove(config: Config, name: str | None = None, *, clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
+def remove(
+    config: Config, name: str | None = None, *, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> None:
     """Deletes the request, with its node if it has one, and waits until the API says that it is gone. None is fine."""
     deadline = clock() + _DELETE_SECONDS
     while (found := describe(config, name)) is not None:
         if clock() > deadline:
-            raise CommandTimeout(f"request {found.name} is {found.state} and not gone after {_DELETE_SECONDS / 60:.0f} minutes; try again")
-        # A request that is being suspended must get there first; the API sometimes forgets a deletion, so it is asked for again.
+            raise CommandTimeout(
+                f"request {found.name} is {found.state} and not gone after {_DELETE_SECONDS / 60:.0f} minutes; try again"
+            )
+        # A request that is being suspended must get there first; the API sometimes forgets a deletion, so it is asked
+        # for again.
         if found.state not in ("DELETING", "SUSPENDING"):
             try:
                 gcloud.call(delete_command(config, name), timeout=_DELETE_SECONDS)
@@ -201,7 +230,9 @@ class _Progress:
         if asked is None or (asked.state == self.shown and now - self.told < _TELL_SECONDS):
             return
         left = (
-            f", asked {costs.duration(now - self.begun)} ago, valid for {costs.duration(self.until - now)} more" if now < self.until else ""
+            f", asked {costs.duration(now - self.begun)} ago, valid for {costs.duration(self.until - now)} more"
+            if now < self.until
+            else ""
         )
         self.say(f"request {self.name} is {asked.state}{left}")
         self.shown, self.told = asked.state, now

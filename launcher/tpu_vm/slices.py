@@ -1,7 +1,8 @@
 """The life of a slice: created, described, deleted, through gcloud.
 
-`create` is idempotent: it finds what exists and goes on from there. A node that was preempted must be deleted before its name can be used again, as the
-API demands. A slice may come from a request in the queue (queued.py), and may be in one of several zones (placement.py).
+`create` is idempotent: it finds what exists and goes on from there. A node that was preempted must be deleted before
+its name can be used again, as the API demands. A slice may come from a request in the queue (queued.py), and may be in
+one of several zones (placement.py).
 """
 
 from __future__ import annotations
@@ -32,17 +33,23 @@ def owner() -> str:
 
 
 def owner_labels(config: Config, now: float | None = None) -> dict[str, str]:
-    """What marks a slice as ours: who made it, for which run, and (slice.expires_hours) when it should be gone, in Unix seconds."""
+    """What marks a slice as ours: who made it, for which run, and (slice.expires_hours) when it should be gone, in Unix
+    seconds."""
     labels = {"tpu-launch": "1", "tpu-launch-owner": owner(), "tpu-launch-run": config.run_name}
     if config.slice.expires_hours is not None:
-        labels["tpu-launch-expires"] = str(round((time.time() if now is None else now) + config.slice.expires_hours * 3600))
+        labels["tpu-launch-expires"] = str(
+            round((time.time() if now is None else now) + config.slice.expires_hours * 3600)
+        )
     return labels
 
 
 def parse_state(text: str) -> SliceState:
     """What `describe --format=json` printed."""
     node: dict[str, Any] = json.loads(text)
-    symptoms = [f"{each.get('symptomType')} on host {each.get('workerId')}: {each.get('details', '')}" for each in node.get("symptoms", [])]
+    symptoms = [
+        f"{each.get('symptomType')} on host {each.get('workerId')}: {each.get('details', '')}"
+        for each in node.get("symptoms", [])
+    ]
     return SliceState(
         name=node["name"].rsplit("/", 1)[-1],
         state=node.get("state", "STATE_UNSPECIFIED"),
@@ -55,7 +62,8 @@ def parse_state(text: str) -> SliceState:
 
 
 def describe(config: Config) -> SliceState | None:
-    """The slice, or None when it doesn't exist. A request that waits in the queue counts, in its own state and without hosts."""
+    """The slice, or None when it doesn't exist. A request that waits in the queue counts, in its own state and without
+    hosts."""
     here = placement.zone(config)
     found = _look(placement.at(config, here))
     if found is not None or len(config.zones) == 1:
@@ -79,7 +87,9 @@ def _look(config: Config) -> SliceState | None:
         return None
     # A suspended request lost its node, which is what PREEMPTED says of a node.
     state = "PREEMPTED" if asked.lost else asked.state
-    return SliceState(asked.name, state, "HEALTH_UNSPECIFIED", config.slice.accelerator_type, (), asked.error or "queued resource")
+    return SliceState(
+        asked.name, state, "HEALTH_UNSPECIFIED", config.slice.accelerator_type, (), asked.error or "queued resource"
+    )
 
 
 def _node(config: Config) -> SliceState | None:
@@ -100,12 +110,17 @@ def _request(config: Config) -> queued.Request | None:
 
 
 def create(
-    config: Config, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    config: Config,
+    say: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> SliceState:
     """Returns the slice when it is READY; creates it when it is missing, waits when it is on its way.
 
-    Zones without capacity are passed over; after the last one all are tried again for slice.stockout_minutes, with growing pauses. Raises Conflict when
-    the name is taken by a slice of another type, Stockout, QuotaExceeded, PermissionDenied, Refused as Google says; only a stock-out is tried again.
+    Zones without capacity are passed over; after the last one all are tried again for slice.stockout_minutes, with
+    growing pauses. Raises Conflict when the name is taken by a slice of another type, Stockout, QuotaExceeded,
+    PermissionDenied, Refused as Google says; only a stock-out is tried again.
     """
     begun, pause = clock(), _FIRST_PAUSE
     order = placement.in_order(config)
@@ -132,7 +147,9 @@ def create(
         pause = min(pause * 2, _LONGEST_PAUSE)
 
 
-def _create_in(config: Config, say: Callable[[str], None], clock: Callable[[], float], sleep: Callable[[float], None]) -> SliceState:
+def _create_in(
+    config: Config, say: Callable[[str], None], clock: Callable[[], float], sleep: Callable[[float], None]
+) -> SliceState:
     """As `create`, in one zone and once."""
     found = _node(config)
     if found is not None and found.gone_for_good:
@@ -148,7 +165,9 @@ def _create_in(config: Config, say: Callable[[str], None], clock: Callable[[], f
         if config.slice.queued is not None:
             queued.obtain(config, owner_labels(config), lambda: _node(config), say, clock=clock, sleep=sleep)
         else:
-            gcloud.call_with_progress(gcloud.create_command(config, owner_labels(config)), timeout=config.slice.create_minutes * 60)
+            gcloud.call_with_progress(
+                gcloud.create_command(config, owner_labels(config)), timeout=config.slice.create_minutes * 60
+            )
         found = _node(config)
     deadline = clock() + config.slice.create_minutes * 60
     shown = ""
@@ -158,7 +177,9 @@ def _create_in(config: Config, say: Callable[[str], None], clock: Callable[[], f
                 f"slice {config.slice.name} disappeared while it was being created; see `gcloud compute tpus operations list --zone={config.zone}`"
             )
         if found.gone_for_good:
-            raise gcloud.Preempted(f"slice {found.name} became {found.state} while it was being created; run `tpu-launch up` again")
+            raise gcloud.Preempted(
+                f"slice {found.name} became {found.state} while it was being created; run `tpu-launch up` again"
+            )
         if found.state != shown:
             say(f"slice {found.name} is {found.state}")
             shown = found.state
@@ -185,11 +206,17 @@ def _check_type(config: Config, found: SliceState) -> None:
 
 
 def delete(
-    config: Config, say: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    config: Config,
+    say: Callable[[str], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Deletes the slice, in whichever zone it is, with the request that it came from, and waits until the API says that both are gone.
+    """Deletes the slice, in whichever zone it is, with the request that it came from, and waits until the API says that
+    both are gone.
 
-    Returns whether there was one. A request is deleted first, with force: one that was granted after somebody gave up takes its node along.
+    Returns whether there was one. A request is deleted first, with force: one that was granted after somebody gave up
+    takes its node along.
     """
     zones = placement.in_order(config)
     with ThreadPoolExecutor(2 * len(zones)) as pool:

@@ -1,4 +1,5 @@
-"""Claims about the Beam pipeline, to be run where apache-beam and tokenizers are: several workers write what the local path writes, byte for byte."""
+"""Claims about the Beam pipeline, to be run where apache-beam and tokenizers are: several workers write what the local
+path writes, byte for byte."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 
 from training import storage
-from training.data import pipeline, prepare
 from training.data import tokenizer as tokenizers
-from training.data.corpus import Corpus, Part
+from training.data.prepare import beam as pipeline
+from training.data.prepare import pack as prepare
+from training.data.prepare.corpus import Corpus, Part
 from training.errors import BadInput
 
 SEVERAL = ("direct_num_workers=2", "direct_running_mode=multi_processing")
@@ -38,7 +40,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def plan(tokenizer: str, **changes: Any) -> prepare.Plan:
     found = tokenizers.read(tokenizer)
     return prepare.Plan(
-        **{"split": "train", "length": 64, "tokenizer_hash": found.hash, "vocabulary": 600, "records_per_shard": 300, **changes}
+        **{
+            "split": "train",
+            "length": 64,
+            "tokenizer_hash": found.hash,
+            "vocabulary": 600,
+            "records_per_shard": 300,
+            **changes,
+        }
     )
 
 
@@ -49,11 +58,21 @@ def content(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip"}, {"layout": "recipe"}])
 @pytest.mark.parametrize("workers", [(), SEVERAL])
 def test_the_shards_are_those_of_the_local_path(
-    tmp_path: Path, tokenizer: str, corpus: Corpus, monkeypatch: pytest.MonkeyPatch, options: dict[str, str], workers: tuple[str, ...]
+    tmp_path: Path,
+    tokenizer: str,
+    corpus: Corpus,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, str],
+    workers: tuple[str, ...],
 ) -> None:
     monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 1 << 14)
     part, wanted = Part("train", 10.0), plan(tokenizer, **options)
-    local = prepare.make(str(tmp_path / "local"), wanted, lambda: filter(part.holds, corpus.documents()), tokenizers.encoder_of(tokenizer))
+    local = prepare.make(
+        str(tmp_path / "local"),
+        wanted,
+        lambda: filter(part.holds, corpus.documents()),
+        tokenizers.encoder_of(tokenizer),
+    )
     encoder = partial(tokenizers.encoder_of, tokenizer)
     beam = pipeline.make(str(tmp_path / "beam"), wanted, corpus, part, encoder, runner="DirectRunner", options=workers)
     assert content(tmp_path / "beam") == content(tmp_path / "local")
@@ -66,7 +85,12 @@ def test_a_finished_dataset_is_left_alone_and_too_little_text_is_said(tmp_path: 
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     encoder = partial(tokenizers.encoder_of, tokenizer)
     run = partial(
-        pipeline.make, corpus=Corpus(str(tmp_path / "a.txt")), part=Part("train", None), encoder=encoder, runner="DirectRunner", options=()
+        pipeline.make,
+        corpus=Corpus(str(tmp_path / "a.txt")),
+        part=Part("train", None),
+        encoder=encoder,
+        runner="DirectRunner",
+        options=(),
     )
     with pytest.raises(BadInput, match=r"the train split has \d+ tokens in 2 documents, less than one row of 64"):
         run(str(tmp_path / "out"), plan(tokenizer))

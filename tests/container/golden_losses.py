@@ -1,7 +1,7 @@
 """Golden losses: twenty steps of each task whose losses a refactoring must leave as they are.
 
-tests/golden/losses.json holds them for each backend and task; tests/container and tests/tensorflow compare them. To write them again, after a change that is
-meant to change numbers, copy what the failing test prints.
+tests/golden/losses.json holds them for each backend and task; tests/container and tests/tensorflow compare them. To
+write them again, after a change that is meant to change numbers, copy what the failing test prints.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from tests.container.test_classification_runs import write as write_classificati
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
 STEPS = 20
-# Machines differ in their vector instructions, so in the order in which XLA adds numbers up. On one machine the losses are equal.
+# Machines differ in their vector instructions, so in the order in which XLA adds numbers up. On one machine the losses
+# are equal.
 RELATIVE = 2e-6
 
 
@@ -40,12 +41,15 @@ DOCUMENTS = {"mlm": mlm_document, "classification": labelled_document}
 
 
 def assert_golden(task: str, backend: str, folder: Path) -> None:
-    """Trains `task` for twenty steps in this process and compares every loss, and the last evaluation's, with the golden file."""
+    """Trains `task` for twenty steps in this process and compares every loss, and the last evaluation's, with the
+    golden file."""
     summary = small_runs.train_here(DOCUMENTS[task](folder, backend), "golden")
     seen = {"losses": small_runs.losses(folder, "golden"), "evaluation": summary["eval_loss"]}
     expected = json.loads(GOLDEN.read_text())[backend].get(task)
     assert expected is not None, f"no golden losses of {task} with {backend}; seen: {json.dumps(seen)}"
-    print(f"{backend} {task}: {'the same bits as' if seen == expected else 'not the same bits as'} the golden losses: {json.dumps(seen)}")
+    print(
+        f"{backend} {task}: {'the same bits as' if seen == expected else 'not the same bits as'} the golden losses: {json.dumps(seen)}"
+    )
     assert len(seen["losses"]) == STEPS
     assert seen["losses"] == pytest.approx(expected["losses"], rel=RELATIVE), json.dumps(seen)
     assert seen["evaluation"] == pytest.approx(expected["evaluation"], rel=RELATIVE)

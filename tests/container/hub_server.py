@@ -1,6 +1,8 @@
-"""The Hugging Face Hub as far as an upload uses it: repositories, the LFS batch protocol, commits in NDJSON. In memory, on loopback.
+"""The Hugging Face Hub as far as an upload uses it: repositories, the LFS batch protocol, commits in NDJSON. In memory,
+on loopback.
 
-https://huggingface.co/docs/hub/api and https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md, as huggingface_hub 0.36 speaks them.
+https://huggingface.co/docs/hub/api and https://github.com/git-lfs/git-lfs/blob/main/docs/api/batch.md, as
+huggingface_hub 0.36 speaks them.
 """
 
 from __future__ import annotations
@@ -54,7 +56,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._json({"errors": [], "warnings": []})
         elif path.startswith("/api/models/") and "/preupload/" in path:
             modes = [
-                {"path": file["path"], "uploadMode": "lfs" if file["size"] >= LARGE else "regular", "shouldIgnore": False}
+                {
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["size"] >= LARGE else "regular",
+                    "shouldIgnore": False,
+                }
                 for file in json.loads(body)["files"]
             ]
             self._json({"files": modes})
@@ -146,7 +152,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _json(self, value: Any, status: int = 200, headers: dict[str, str] | None = None) -> None:
         data = json.dumps(value).encode()
         self.send_response(status)
-        for key, text in {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}.items():
+        for key, text in {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(data)),
+            **(headers or {}),
+        }.items():
             self.send_header(key, text)
         self.end_headers()
         if self.command != "HEAD":

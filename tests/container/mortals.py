@@ -1,7 +1,8 @@
-"""Trainers that meet their fate: the real `tpu-train train`, in a process of its own that is killed, or asked to stop, at a named point or a moment.
+"""Trainers that meet their fate: the real `tpu-train train`, in a process of its own that is killed, or asked to stop,
+at a named point or a moment.
 
-A fork server imports the framework once, so that an attempt costs little more than its compilations. Fates are put around the trainer's own functions in the
-forked process; what runs between them is the code that users run.
+A fork server imports the framework once, so that an attempt costs little more than its compilations. Fates are put
+around the trainer's own functions in the forked process; what runs between them is the code that users run.
 """
 
 from __future__ import annotations
@@ -24,21 +25,29 @@ import yaml
 
 from tests.container import small_runs
 from training import storage
-from training.checkpoint.restore import committed_steps, verify
+from training.checkpoint.reader import committed_steps, verify
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "google.cloud.storage",
-        "training.backends.torch_xla",
-        "training.backends.gloo",
-        "training.loop",
+        "training.backends.torch_xla.backend",
+        "training.backends.torch_xla.gloo",
+        "training.trainer",
         "transformers.models.bert.modeling_bert",
     ]
 )
 
 # The named points of a save that every host passes, in this order; and those that only host 0 passes.
-POINTS = ("copying", "copied", "before the part", "within the part", "after the part", "waiting for the others", "everyone has met")
+POINTS = (
+    "copying",
+    "copied",
+    "before the part",
+    "within the part",
+    "after the part",
+    "waiting for the others",
+    "everyone has met",
+)
 POINTS_OF_FIRST = ("before the manifest", "within the manifest", "after the manifest", "between deletions")
 
 
@@ -114,8 +123,17 @@ class Run:
         for worker in range(self.hosts):
             log = logs / f"{self.run_id}.{number}.{worker}.log"
             log.write_text("")
-            environment = small_runs.cluster_environment(self.run_id, number, worker, self.hosts, ports) | self.environment
-            arguments = (environment, str(path), str(log), str(self._trained), (fates or {}).get(worker), self.ahead.get(worker, 0.0))
+            environment = (
+                small_runs.cluster_environment(self.run_id, number, worker, self.hosts, ports) | self.environment
+            )
+            arguments = (
+                environment,
+                str(path),
+                str(log),
+                str(self._trained),
+                (fates or {}).get(worker),
+                self.ahead.get(worker, 0.0),
+            )
             process = _CONTEXT.Process(target=_live, args=arguments, daemon=True)
             process.start()
             attempt.processes.append(process)
@@ -138,7 +156,8 @@ class Run:
         return self.folder / "logs" / f"{self.run_id}.trained.jsonl"
 
     def history(self) -> dict[int, list[int]]:
-        """The records of all hosts' batches by step, as the final state has seen them: an attempt supersedes the steps after the one it went on from."""
+        """The records of all hosts' batches by step, as the final state has seen them: an attempt supersedes the steps
+        after the one it went on from."""
         lines = [json.loads(line) for line in self._trained.read_text().splitlines()]
         final: dict[int, dict[int, list[int]]] = {}
         for number in range(self.attempts):
@@ -149,7 +168,9 @@ class Run:
             final = {step: told for step, told in final.items() if step < resumed}
             for line in mine:
                 told = final.setdefault(line["step"], {})
-                assert line["worker"] not in told, f"host {line['worker']} trained step {line['step']} twice in attempt {number}"
+                assert line["worker"] not in told, (
+                    f"host {line['worker']} trained step {line['step']} twice in attempt {number}"
+                )
                 told[line["worker"]] = line["records"]
         for step, told in final.items():
             assert len(told) == self.hosts, f"step {step} was trained by hosts {sorted(told)} only"
@@ -172,7 +193,8 @@ def _live(environment: dict[str, str], config: str, log: str, trained: str, fate
     os.environ.update(environment)
     wall = time.time
     time.time = lambda: wall() + ahead
-    from training import bucket, cli
+    from training import cli
+    from training.storage import gcs as bucket
 
     bucket.patience = bucket.Patience(connect=2, silence=3, deadline=3, first_delay=0.02, longest_delay=0.3)
     _put(fate or Fate("never"), trained)
@@ -214,14 +236,23 @@ class _Passing:
 
 def _put(fate: Fate, trained: str) -> None:
     """Puts the points around the trainer's functions, and the records of each step into a file."""
-    from training import loop, objects, rendezvous
-    from training.backends import gloo, torch_xla
-    from training.checkpoint import copying, save
-    from training.checkpoint.manifest import MANIFEST
+    from training import trainer as loop
+    from training.backends.torch_xla import backend as torch_xla
+    from training.backends.torch_xla import gloo
+    from training.checkpoint import snapshot as copying
+    from training.checkpoint import writer as save
+    from training.checkpoint.format import MANIFEST
+    from training.distributed import rendezvous
     from training.models import export
+    from training.storage import types as objects
 
     passing = _Passing(fate)
-    real_write, real_delete, real_save, real_copy_all = storage.write, storage.delete, save.Saver.save, copying.Copying._run
+    real_write, real_delete, real_save, real_copy_all = (
+        storage.write,
+        storage.delete,
+        save.Saver.save,
+        copying.Copying._run,
+    )
     real_meet, real_post, real_train_on = rendezvous.Guest.meet, rendezvous.Guest._post, loop._Run.train_on
 
     def write(url: str, data: bytes, *, create_only: bool = False) -> storage.Stat:

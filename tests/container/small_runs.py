@@ -1,4 +1,5 @@
-"""Small real runs for the tests of this folder: a dataset written by hand, a configuration, and trainers started as processes, as a host starts them."""
+"""Small real runs for the tests of this folder: a dataset written by hand, a configuration, and trainers started as
+processes, as a host starts them."""
 
 from __future__ import annotations
 
@@ -18,19 +19,20 @@ import google_crc32c
 import numpy as np
 import yaml
 
-from training.cluster import Cluster
 from training.config import from_document
-from training.data import example, tfrecord
-from training.data import manifest as datasets
 from training.data import tokenizer as tokenizers
+from training.data.formats import dataset as datasets
+from training.data.formats import example, tfrecord
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Alone
+from training.distributed.shutdown import Stopping
 from training.evaluate import Evaluated, evaluate
-from training.loop import train
-from training.metrics import Clock, history
-from training.rendezvous import Alone
-from training.stopping import Stopping
+from training.telemetry.metrics import Clock, history
+from training.trainer import train
 from training.yaml_file import Document
 
-# Tiny models are trained for moments: compiling fast matters more than fast programs. Read when torch_xla is first imported.
+# Tiny models are trained for moments: compiling fast matters more than fast programs. Read when torch_xla is first
+# imported.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 VOCABULARY = 200
@@ -42,7 +44,15 @@ def write_tokenizer(folder: Path) -> str:
     """A tokenizer.json of a few words. Returns its hash."""
     words = [*SPECIAL, *(f"w{number}" for number in range(VOCABULARY - len(SPECIAL)))]
     added = [
-        {"id": index, "content": token, "special": True, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        {
+            "id": index,
+            "content": token,
+            "special": True,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
         for index, token in enumerate(SPECIAL)
     ]
     content = {
@@ -54,7 +64,11 @@ def write_tokenizer(folder: Path) -> str:
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {word: index for index, word in enumerate(words)}, "unk_token": "<unk>"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {word: index for index, word in enumerate(words)},
+            "unk_token": "<unk>",
+        },
     }
     folder.mkdir(parents=True)
     for name, data in tokenizers.files(json.dumps(content).encode()).items():
@@ -76,7 +90,11 @@ def write_dataset(folder: Path, tokenizer_hash: str, records: int, seed: int) ->
         data = tfrecord.join(rows[index] for index in part)
         name = f"train-{number:05d}.tfrecord"
         (folder / name).write_bytes(data)
-        shards.append(datasets.Shard(name=name, length=SEQUENCE, records=len(part), bytes=len(data), crc32c=google_crc32c.value(data)))
+        shards.append(
+            datasets.Shard(
+                name=name, length=SEQUENCE, records=len(part), bytes=len(data), crc32c=google_crc32c.value(data)
+            )
+        )
     manifest = datasets.Manifest(
         kind="mlm",
         split="train",
@@ -95,9 +113,24 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
         "seed": 1,
         "task": "mlm",
         "model": {"name": "bert-tiny", "hidden_size": 32, "layers": 2, "heads": 2, "max_positions": SEQUENCE},
-        "data": {"train": str(folder / "train"), "evaluation": str(folder / "evaluation"), "tokenizer": str(folder / "tokenizer")},
-        "train": {"steps": 12, "global_batch_size": 8, "learning_rate": 0.003, "warmup_steps": 2, "log_every": 1, "dropout": 0.1},
-        "checkpoint": {"every_steps": 4, "keep_last": 3, "stop_seconds": 200},  # a loaded machine compiles for longer than Spot waits
+        "data": {
+            "train": str(folder / "train"),
+            "evaluation": str(folder / "evaluation"),
+            "tokenizer": str(folder / "tokenizer"),
+        },
+        "train": {
+            "steps": 12,
+            "global_batch_size": 8,
+            "learning_rate": 0.003,
+            "warmup_steps": 2,
+            "log_every": 1,
+            "dropout": 0.1,
+        },
+        "checkpoint": {
+            "every_steps": 4,
+            "keep_last": 3,
+            "stop_seconds": 200,
+        },  # a loaded machine compiles for longer than Spot waits
         "rendezvous": {"start_seconds": 120, "seconds": 60},
         "output": str(folder / "runs"),
     }
@@ -136,7 +169,9 @@ class Host:
         deadline = time.monotonic() + seconds
         status = Path(f"/proc/{self.process.pid}/status")
         while not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1:
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before it listened to signals:\n{self.text()}"
+            assert self.process.poll() is None, (
+                f"ended with {self.process.returncode} before it listened to signals:\n{self.text()}"
+            )
             assert time.monotonic() < deadline, f"no handler of SIGTERM within {seconds} s:\n{self.text()}"
             time.sleep(0.02)
 
@@ -223,10 +258,14 @@ class StopAfter(Stopping):
         return self.left < 0
 
 
-def train_here(config: dict[str, Any], run_id: str, stopping: Stopping | None = None, attempt: int = 0) -> dict[str, Any]:
+def train_here(
+    config: dict[str, Any], run_id: str, stopping: Stopping | None = None, attempt: int = 0
+) -> dict[str, Any]:
     """Trains on one host, in this process, and returns the summary."""
     settings = from_document(Document("test", config, {}))
-    return train(settings, Cluster(0, ("localhost",), run_id=run_id, attempt=attempt), Alone(), stopping or Stopping(), Clock())
+    return train(
+        settings, Cluster(0, ("localhost",), run_id=run_id, attempt=attempt), Alone(), stopping or Stopping(), Clock()
+    )
 
 
 def evaluate_here(config: dict[str, Any], place: str, step: int | None = None) -> Evaluated:

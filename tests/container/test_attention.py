@@ -1,4 +1,5 @@
-"""Our self-attention in Hugging Face's networks computes what theirs does, padding included, whatever is computed again."""
+"""Our self-attention in Hugging Face's networks computes what theirs does, padding included, whatever is computed
+again."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import copy
 import pytest
 import torch
 
-from training.backends.torch_model import build, own_parts
+from training.backends.torch_xla.model import build, own_parts
 from training.config import Model, Remat
 from training.models.hugging_face import Needs
 
@@ -28,7 +29,9 @@ def test_the_network_and_its_gradients_are_those_of_hugging_face(name: str, rema
     for network in (theirs, ours):
         logits = network(input_ids=ids, attention_mask=mask).logits
         parameters = [value for value in network.parameters() if value.requires_grad]
-        gradients = torch.autograd.grad((logits * mask.unsqueeze(-1)).square().sum(), parameters, allow_unused=True, materialize_grads=True)
+        gradients = torch.autograd.grad(
+            (logits * mask.unsqueeze(-1)).square().sum(), parameters, allow_unused=True, materialize_grads=True
+        )
         found.append([logits, *gradients])
     for theirs_value, ours_value in zip(*found, strict=True):
         torch.testing.assert_close(ours_value, theirs_value, rtol=1e-4, atol=1e-5)

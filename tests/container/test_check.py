@@ -1,4 +1,5 @@
-"""`tpu-train check` names the line that breaks one of XLA's rules, in a user's module and in what a configuration runs."""
+"""`tpu-train check` names the line that breaks one of XLA's rules, in a user's module and in what a configuration
+runs."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import yaml
 from click.testing import CliRunner
 
 from tests.container import small_runs, test_classification_runs
-from training.cli import tpu_train
+from training.cli.main import tpu_train
 from training.errors import BadInput, Exit
 
 MODEL = """
@@ -68,14 +69,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def check(model: Path, name: str, inputs: str = "batches", *more: str) -> tuple[int, list[dict[str, Any]]]:
     """The exit code and the findings."""
-    ended = CliRunner().invoke(tpu_train, ["check", "--module", f"{model}:{name}", "--inputs", f"{model}:{inputs}", "--json", *more])
+    ended = CliRunner().invoke(
+        tpu_train, ["check", "--module", f"{model}:{name}", "--inputs", f"{model}:{inputs}", "--json", *more]
+    )
     if isinstance(ended.exception, BadInput):
         raise ended.exception
     return ended.exit_code, json.loads(ended.stdout)
 
 
 def line(model: Path, name: str) -> str:
-    [number] = [number for number, text in enumerate(model.read_text().splitlines(), 1) if text.endswith(f"# line:{name}")]
+    [number] = [
+        number for number, text in enumerate(model.read_text().splitlines(), 1) if text.endswith(f"# line:{name}")
+    ]
     return f"{model}:{number}"
 
 

@@ -1,4 +1,5 @@
-"""What a checkpoint is good for besides going on: the best one is kept and exported, and another run starts from one, with its model or with all of it."""
+"""What a checkpoint is good for besides going on: the best one is kept and exported, and another run starts from one,
+with its model or with all of it."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from click.testing import CliRunner
 from tests.container import small_runs
 from tests.container.small_runs import StopAfter
 from tests.container.test_train_one_host import run
-from training import metrics
-from training.checkpoint import inspect
-from training.checkpoint.restore import committed_steps
-from training.cli import tpu_train
+from training.checkpoint import admin as inspect
+from training.checkpoint.reader import committed_steps
+from training.cli.main import tpu_train
 from training.errors import BadInput, StopRequested
+from training.telemetry import metrics
 
 SMALL = {"model__hidden_size": 16}  # programs of its own: another module of this process counts compilations
 # Too fast to converge: the loss of the evaluation goes up and down.
@@ -37,7 +38,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluations(folder: Path, run_id: str) -> dict[int, float]:
-    return {line["step"]: line["eval_loss"] for line in metrics.history(str(folder / "runs" / run_id)) if "eval_loss" in line}
+    return {
+        line["step"]: line["eval_loss"]
+        for line in metrics.history(str(folder / "runs" / run_id))
+        if "eval_loss" in line
+    }
 
 
 def test_the_best_of_all_evaluations_is_kept_through_stops_and_is_exported(folder: Path) -> None:
@@ -62,7 +67,10 @@ def test_the_best_of_all_evaluations_is_kept_through_stops_and_is_exported(folde
 
 
 def test_a_figure_that_no_evaluation_has_is_refused(folder: Path) -> None:
-    with pytest.raises(BadInput, match=r"checkpoint\.best\.metric: an evaluation of task mlm has no f1; it has loss, perplexity, accuracy"):
+    with pytest.raises(
+        BadInput,
+        match=r"checkpoint\.best\.metric: an evaluation of task mlm has no f1; it has loss, perplexity, accuracy",
+    ):
         run(folder, "no-figure", **{**BEST, "checkpoint__best": {"metric": "f1", "mode": "max"}})
 
 
@@ -74,7 +82,9 @@ def test_a_run_starts_with_the_model_of_another_run_or_of_one_checkpoint_of_it(f
     source = run(folder, "source", train__dropout=0.0, **SMALL)
     newest = started_from(folder, "from-newest", str(folder / "runs" / "source"))
     exported = started_from(folder, "from-export", str(folder / "runs" / "source" / "model"))
-    assert newest["final_weights_crc32c"] == exported["final_weights_crc32c"], "an export is the newest checkpoint's model"
+    assert newest["final_weights_crc32c"] == exported["final_weights_crc32c"], (
+        "an export is the newest checkpoint's model"
+    )
     assert newest["first_loss"] < source["first_loss"] - 0.2
     earlier = started_from(folder, "from-step", str(folder / "runs" / "source" / "checkpoints" / "step-00000004"))
     assert newest["first_loss"] < earlier["first_loss"] < source["first_loss"]

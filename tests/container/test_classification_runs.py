@@ -1,4 +1,5 @@
-"""A classifier is trained: it learns, two hosts train as one, going on changes no bit, and the result is a model that people load."""
+"""A classifier is trained: it learns, two hosts train as one, going on changes no bit, and the result is a model that
+people load."""
 
 from __future__ import annotations
 
@@ -14,14 +15,15 @@ import pytest
 from click.testing import CliRunner
 
 from tests.container import small_runs
-from training import metrics
-from training.cli import tpu_train
-from training.data import examples, prepare
+from training.cli.main import tpu_train
 from training.data import tokenizer as tokenizers
+from training.data.prepare import labelled as examples
+from training.data.prepare import pack as prepare
+from training.distributed.shutdown import Stopping
 from training.errors import BadInput, StopRequested
 from training.models.export import from_checkpoint
-from training.predict import classify
-from training.stopping import Stopping
+from training.models.predict import classify
+from training.telemetry import metrics
 
 LABELS = ["calm", "wild"]  # texts of words below 100, and of those above
 LONGEST = 16
@@ -44,7 +46,9 @@ def write(folder: Path, tokenizer: Path, count: int, seed: int, labels: list[str
         return [np.array([0, *ids, 1], np.int32) for ids in encode(texts)]  # [CLS] text [SEP]
 
     plan = prepare.Plan("train", LONGEST, found.hash, vocabulary=small_runs.VOCABULARY, records_per_shard=100)
-    examples.make(str(folder), plan, examples.Buckets((8, LONGEST)), labels, lambda: rows(count, seed), framed, found.special.pad)
+    examples.make(
+        str(folder), plan, examples.Buckets((8, LONGEST)), labels, lambda: rows(count, seed), framed, found.special.pad
+    )
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +72,9 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
     return small_runs.document(folder, **{"task": "classification", "model": sizes, **steps, **changes})
 
 
-def run(folder: Path, run_id: str, stopping: Stopping | None = None, attempt: int = 0, **changes: Any) -> dict[str, Any]:
+def run(
+    folder: Path, run_id: str, stopping: Stopping | None = None, attempt: int = 0, **changes: Any
+) -> dict[str, Any]:
     return small_runs.train_here(document(folder, **changes), run_id, stopping, attempt)
 
 
@@ -78,12 +84,18 @@ def undisturbed(folder: Path) -> dict[str, Any]:
 
 
 def test_it_learns(undisturbed: dict[str, Any], folder: Path) -> None:
-    told = [line["eval_accuracy"] for line in metrics.history(str(folder / "runs" / "undisturbed")) if "eval_accuracy" in line]
+    told = [
+        line["eval_accuracy"]
+        for line in metrics.history(str(folder / "runs" / "undisturbed"))
+        if "eval_accuracy" in line
+    ]
     assert len(told) == 2
     assert undisturbed["eval_accuracy"] == told[-1] > 0.9
     assert undisturbed["eval_weighted_f1"] == pytest.approx(undisturbed["eval_accuracy"], abs=0.05)
     assert undisturbed["last_loss"] < undisturbed["first_loss"] / 2
-    assert (undisturbed["eval_accuracy"] * 37) == pytest.approx(round(undisturbed["eval_accuracy"] * 37))  # over exactly the 37 examples
+    assert (undisturbed["eval_accuracy"] * 37) == pytest.approx(
+        round(undisturbed["eval_accuracy"] * 37)
+    )  # over exactly the 37 examples
 
 
 def test_the_confusion_matrix_is_a_picture_and_in_the_report(undisturbed: dict[str, Any], folder: Path) -> None:
@@ -129,7 +141,10 @@ def test_two_hosts_train_as_one(folder: Path) -> None:
     one = run(folder, "as-one", **changes)
     assert [host.finish() for host in hosts] == [0, 0], hosts[0].text() + hosts[1].text()
     two = small_runs.summary(folder, "as-two")
-    losses = [[line["loss"] for line in metrics.history(str(folder / "runs" / name)) if "loss" in line] for name in ("as-one", "as-two")]
+    losses = [
+        [line["loss"] for line in metrics.history(str(folder / "runs" / name)) if "loss" in line]
+        for name in ("as-one", "as-two")
+    ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert len(losses[0]) == 15
     assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
@@ -161,23 +176,33 @@ def test_the_result_is_a_model_that_text_classification_loads(undisturbed: dict[
     assert told.splitlines()[0].endswith("  wild")
 
 
-def test_an_encoder_gets_a_fresh_head_and_a_classifier_of_the_same_labels_keeps_its_own(undisturbed: dict[str, Any], folder: Path) -> None:
+def test_an_encoder_gets_a_fresh_head_and_a_classifier_of_the_same_labels_keeps_its_own(
+    undisturbed: dict[str, Any], folder: Path
+) -> None:
     from safetensors.numpy import load_file, save_file
 
     encoder = folder / "encoder"
     shutil.copytree(undisturbed["model"], encoder)
     weights = load_file(encoder / "model.safetensors")
-    body = {name.removeprefix("bert."): value for name, value in weights.items() if name.startswith("bert.") and "pooler" not in name}
+    body = {
+        name.removeprefix("bert."): value
+        for name, value in weights.items()
+        if name.startswith("bert.") and "pooler" not in name
+    }
     save_file(body, encoder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((encoder / "config.json").read_bytes())
-    (encoder / "config.json").write_text(json.dumps({**config, "architectures": ["BertModel"], "id2label": {"0": "a", "1": "b"}}))
+    (encoder / "config.json").write_text(
+        json.dumps({**config, "architectures": ["BertModel"], "id2label": {"0": "a", "1": "b"}})
+    )
     fresh = run(folder, "fresh", model={"path": str(encoder)}, train__steps=2)
     kept = run(folder, "kept", model={"path": undisturbed["model"]}, train__steps=2)
     assert kept["first_loss"] < undisturbed["first_loss"] / 2 < fresh["first_loss"]
 
     del body["encoder.layer.0.output.dense.weight"]
     save_file(body, encoder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(BadInput, match=r"lacks 1 of the model's weights: bert\.encoder\.layer\.0\.output\.dense\.weight"):
+    with pytest.raises(
+        BadInput, match=r"lacks 1 of the model's weights: bert\.encoder\.layer\.0\.output\.dense\.weight"
+    ):
         run(folder, "lacking", model={"path": str(encoder)})
 
 

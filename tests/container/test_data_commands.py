@@ -1,4 +1,5 @@
-"""Claims about `tpu-train tokenizer`, `shards` and `dataset` as a user runs them, and about the tokenizer folders that they make."""
+"""Claims about `tpu-train tokenizer`, `shards` and `dataset` as a user runs them, and about the tokenizer folders that
+they make."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from training.data import tokenizer as tokenizers
-from training.data.corpus import Corpus
-from training.data.dataset import open_dataset
-from training.data.source import open_source
+from training.data.formats.open_dataset import open_dataset
+from training.data.loading.source import open_source
+from training.data.prepare.corpus import Corpus
 
 PYDOC = ("--corpus", "builtin:pydoc")
 
@@ -76,7 +77,9 @@ def test_transformers_loads_a_tokenizer_folder(tmp_path: Path, algorithm: str) -
     [encoded] = tokenizers.encoder(ours)(["the continue statement"])
     assert encoded.tolist() == ids
     loaded.save_pretrained(str(tmp_path / "again"))
-    assert tokenizers.read(str(tmp_path / "again")).hash == ours.hash, "saving it again does not make it another tokenizer"
+    assert tokenizers.read(str(tmp_path / "again")).hash == ours.hash, (
+        "saving it again does not make it another tokenizer"
+    )
 
 
 def test_a_quoted_word_is_normalised_as_in_the_public_recipe(tokenizer: Path) -> None:
@@ -86,7 +89,18 @@ def test_a_quoted_word_is_normalised_as_in_the_public_recipe(tokenizer: Path) ->
 
 
 def test_shards_of_the_built_in_corpus(tokenizer: Path, tmp_path: Path) -> None:
-    command = ("shards", *PYDOC, "--tokenizer", tokenizer, "--sequence-length", "64", "--records-per-shard", "1000", "--out", tmp_path)
+    command = (
+        "shards",
+        *PYDOC,
+        "--tokenizer",
+        tokenizer,
+        "--sequence-length",
+        "64",
+        "--records-per-shard",
+        "1000",
+        "--out",
+        tmp_path,
+    )
     said = succeed(*command)
     assert "records of 64 tokens in" in said
     train, evaluation = open_dataset(str(tmp_path / "train")), open_dataset(str(tmp_path / "evaluation"))
@@ -107,7 +121,7 @@ def test_shards_of_the_built_in_corpus(tokenizer: Path, tmp_path: Path) -> None:
 
 
 def _in_evaluation(text: str) -> bool:
-    from training.data.corpus import in_evaluation
+    from training.data.prepare.corpus import in_evaluation
 
     return in_evaluation(text, 5)
 
@@ -129,7 +143,9 @@ def test_killed_shards_go_on_and_end_in_the_same_bytes(tokenizer: Path, tmp_path
     )
     succeed(*command, tmp_path / "undisturbed")
     expected = {path.name: path.read_bytes() for path in (tmp_path / "undisturbed" / "train").iterdir()}
-    process = subprocess.Popen([sys.executable, "-m", "training.cli", *map(str, command), str(tmp_path / "killed")], start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "training.cli", *map(str, command), str(tmp_path / "killed")], start_new_session=True
+    )
     deadline = time.monotonic() + 60
     while len(list((tmp_path / "killed").rglob("*.tfrecord"))) < 5:
         assert process.poll() is None, "it ended before it could be killed"
@@ -139,12 +155,18 @@ def test_killed_shards_go_on_and_end_in_the_same_bytes(tokenizer: Path, tmp_path
     process.wait(10)
     assert not (tmp_path / "killed" / "train" / "dataset.json").exists()
     succeed(*command, tmp_path / "killed")
-    found = {path.name: path.read_bytes() for path in (tmp_path / "killed" / "train").iterdir() if not path.name.startswith(".")}
+    found = {
+        path.name: path.read_bytes()
+        for path in (tmp_path / "killed" / "train").iterdir()
+        if not path.name.startswith(".")
+    }
     assert found == expected
 
 
 def test_files_of_every_kind_give_the_same_rows(tokenizer: Path, tmp_path: Path) -> None:
-    whole = [[line for line in text.split("\n") if line.strip()] for text in list(Corpus("builtin:pydoc").documents())[:20]]
+    whole = [
+        [line for line in text.split("\n") if line.strip()] for text in list(Corpus("builtin:pydoc").documents())[:20]
+    ]
     documents = ["\n".join(lines) for lines in whole]
     (tmp_path / "a.txt").write_text("\n\n".join(documents))
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
@@ -191,7 +213,10 @@ def test_verify_and_preview_show_a_dataset(tokenizer: Path, tmp_path: Path) -> N
 def test_labelled_texts_become_a_classification_dataset(tokenizer: Path, tmp_path: Path) -> None:
     with (tmp_path / "train.csv").open("w", newline="") as file:
         csv.writer(file).writerows(
-            [["text", "category"], *([f"{'many words ' * (number % 40)}{number}", f"c{number % 7}"] for number in range(200))]
+            [
+                ["text", "category"],
+                *([f"{'many words ' * (number % 40)}{number}", f"c{number % 7}"] for number in range(200)),
+            ]
         )
     options = (
         "--corpus",
@@ -207,7 +232,10 @@ def test_labelled_texts_become_a_classification_dataset(tokenizer: Path, tmp_pat
     )
     said = succeed("shards", "--task", "classification", *options, "--evaluation-percent", "20")
     assert "records of 16 or 32 or 64 tokens" in said
-    train, evaluation = open_dataset(str(tmp_path / "out" / "train")), open_dataset(str(tmp_path / "out" / "evaluation"))
+    train, evaluation = (
+        open_dataset(str(tmp_path / "out" / "train")),
+        open_dataset(str(tmp_path / "out" / "evaluation")),
+    )
     assert train.records + evaluation.records == 200
     assert train.manifest.labels == evaluation.manifest.labels == [f"c{number}" for number in range(7)]
     assert "labels     7: c0, c1" in succeed("dataset", "show", train.url)
@@ -227,8 +255,12 @@ def test_labelled_texts_become_a_classification_dataset(tokenizer: Path, tmp_pat
         ((*PYDOC, "--evaluation-percent", "0"), "the evaluation split has 0 tokens in 0 documents, less than one row"),
     ],
 )
-def test_what_can_not_be_read_is_said(tokenizer: Path, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
-    assert message in refused("shards", *arguments, "--tokenizer", tokenizer, "--split", "evaluation", "--out", tmp_path / "out")
+def test_what_can_not_be_read_is_said(
+    tokenizer: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in refused(
+        "shards", *arguments, "--tokenizer", tokenizer, "--split", "evaluation", "--out", tmp_path / "out"
+    )
 
 
 def test_a_folder_that_is_no_tokenizer_is_said(tmp_path: Path) -> None:
@@ -237,5 +269,7 @@ def test_a_folder_that_is_no_tokenizer_is_said(tmp_path: Path) -> None:
 
 def test_a_vocabulary_below_the_number_of_characters_is_said(tmp_path: Path) -> None:
     for algorithm in ("unigram", "wordpiece"):
-        said = refused("tokenizer", *PYDOC, "--vocabulary", "50", "--algorithm", algorithm, "--out", tmp_path / algorithm)
+        said = refused(
+            "tokenizer", *PYDOC, "--vocabulary", "50", "--algorithm", algorithm, "--out", tmp_path / algorithm
+        )
         assert "--vocabulary 50 is too small" in said

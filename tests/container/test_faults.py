@@ -1,6 +1,8 @@
-"""Two hosts, and something that no training survives on one of them or on both: host 0 says what it was, and nobody is left behind.
+"""Two hosts, and something that no training survives on one of them or on both: host 0 says what it was, and nobody is
+left behind.
 
-Each host works in a folder of its own with its own copy of the data, as hosts with local disks do; the runs' folder is common to both.
+Each host works in a folder of its own with its own copy of the data, as hosts with local disks do; the runs' folder is
+common to both.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import pytest
 
 from tests.container import small_runs, test_classification_runs
 from training.config import Model
-from training.data import example, tfrecord
+from training.data.formats import example, tfrecord
 from training.errors import Exit
 from training.models.hugging_face import config_of
 
@@ -47,7 +49,9 @@ def hosts_of(folder: Path, name: str) -> list[Path]:
     return homes
 
 
-def end(folder: Path, name: str, homes: list[Path], config: dict[str, Any], prefix: Sequence[str] = ()) -> tuple[list[int], list[str]]:
+def end(
+    folder: Path, name: str, homes: list[Path], config: dict[str, Any], prefix: Sequence[str] = ()
+) -> tuple[list[int], list[str]]:
     """Exit codes and output of both hosts; each must end by itself."""
     config["data"] = {**config["data"], "train": "train", "evaluation": "evaluation", "tokenizer": "tokenizer"}
     running = small_runs.start(folder, name, config, hosts=2, homes=homes, prefix=prefix)
@@ -83,7 +87,10 @@ def test_a_label_outside_the_range_on_one_host(labelled: Path) -> None:
         [label] = features["label"]
         assert isinstance(label, bytes)
         changed = example.encode(
-            {name: b"\x07" + b"\0" * (len(label) - 1) if name == "label" else values[0] for name, values in features.items()}
+            {
+                name: b"\x07" + b"\0" * (len(label) - 1) if name == "label" else values[0]
+                for name, values in features.items()
+            }
         )
         shard.write_bytes(tfrecord.join([*(record for _, record in found[:-1]), changed]))
     codes, told = end(labelled, "label", homes, test_classification_runs.document(labelled))
@@ -104,7 +111,9 @@ def test_out_of_memory(mlm: Path) -> None:
 
 
 def test_a_model_with_too_small_a_vocabulary(mlm: Path) -> None:
-    codes, told = end(mlm, "vocabulary", hosts_of(mlm, "vocabulary"), small_runs.document(mlm, model__vocabulary_size=100))
+    codes, told = end(
+        mlm, "vocabulary", hosts_of(mlm, "vocabulary"), small_runs.document(mlm, model__vocabulary_size=100)
+    )
     assert codes[0] in (Exit.BAD_INPUT, Exit.LOST_PEER)  # both find it; one of them may hear of the other first
     assert codes[1] in (Exit.BAD_INPUT, Exit.LOST_PEER)
     assert "the tokenizer has 200 tokens, but the model only 100" in told[0]
@@ -134,5 +143,6 @@ def test_a_loss_that_is_not_finite(mlm: Path) -> None:
     codes, told = end(mlm, "infinite", hosts_of(mlm, "infinite"), config)
     assert set(codes) <= {Exit.FAILED, Exit.LOST_PEER}, "\n".join(told)
     assert re.search(
-        r"the loss of step \d+ is (nan|inf); the last finite one was [\d.]+\. Records of this host's batch: \d+, \d+", told[0]
+        r"the loss of step \d+ is (nan|inf); the last finite one was [\d.]+\. Records of this host's batch: \d+, \d+",
+        told[0],
     ), told[0]

@@ -45,7 +45,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def _send(self, data: bytes, body: bool) -> None:
         self.send_response(200)
-        for name, value in (("ETag", f'"{hashlib.sha1(data).hexdigest()}"'), ("X-Repo-Commit", COMMIT), ("Content-Length", str(len(data)))):
+        for name, value in (
+            ("ETag", f'"{hashlib.sha1(data).hexdigest()}"'),
+            ("X-Repo-Commit", COMMIT),
+            ("Content-Length", str(len(data))),
+        ):
             self.send_header(name, value)
         self.end_headers()
         if body:
@@ -80,20 +84,27 @@ def test_a_run_starts_from_a_name_on_the_hub(folder: Path, hub: str) -> None:
     assert host.finish() == 0, host.text()
     before, after = small_runs.summary(folder, "first"), small_runs.summary(folder, "second")
     assert after["first_loss"] < before["first_loss"] - 0.3, "it goes on from the trained weights"
-    assert {file.name for file in (folder / "runs" / "second" / "model").iterdir()} == {file.name for file in (folder / "model").iterdir()}
+    assert {file.name for file in (folder / "runs" / "second" / "model").iterdir()} == {
+        file.name for file in (folder / "model").iterdir()
+    }
 
 
 def test_a_model_that_the_hub_does_not_give_is_named_with_what_to_do(folder: Path, hub: str) -> None:
-    program = "import sys; from training import errors, hub_names\ntry: hub_names.model_folder(sys.argv[1])\nexcept errors.BadInput as error: print(error)"
+    program = "import sys; from training import errors\nfrom training.storage import hub as hub_names\ntry: hub_names.model_folder(sys.argv[1])\nexcept errors.BadInput as error: print(error)"
     for endpoint in (hub, "http://127.0.0.1:9"):  # not there; no Hub there
         told = subprocess.run(
             [sys.executable, "-c", program, "org/other"],
-            env={"PATH": "", "PYTHONPATH": ":".join(sys.path), "HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "cache")},
+            env={
+                "PATH": "",
+                "PYTHONPATH": ":".join(sys.path),
+                "HF_ENDPOINT": endpoint,
+                "HF_HOME": str(folder / "cache"),
+            },
             capture_output=True,
             text=True,
             timeout=120,
         )
-        assert told.stdout.startswith("model.path org/other: there is no such folder, and the Hub did not give a model of that name: "), (
-            told.stderr
-        )
+        assert told.stdout.startswith(
+            "model.path org/other: there is no such folder, and the Hub did not give a model of that name: "
+        ), told.stderr
         assert "give its folder (local or gs://)" in told.stdout

@@ -1,4 +1,5 @@
-"""A run puts its model on the Hub, in the background; a Hub that is dead, slow or refuses changes nothing but a warning and a line of the summary."""
+"""A run puts its model on the Hub, in the background; a Hub that is dead, slow or refuses changes nothing but a warning
+and a line of the summary."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_serv
 
 
 def run(folder: Path, run_id: str, **settings: Any) -> dict[str, Any]:
-    config = small_runs.document(folder, hub={"repository": REPOSITORY, **settings}, data__evaluation=None, train__steps=8)
+    config = small_runs.document(
+        folder, hub={"repository": REPOSITORY, **settings}, data__evaluation=None, train__steps=8
+    )
     return small_runs.train_here(config, run_id)
 
 
@@ -64,7 +67,11 @@ def test_the_model_is_pushed_while_it_trains_and_at_the_end(
 
 @pytest.mark.parametrize("trouble", ["dead", "refusing", "slow", "token", "no token"])
 def test_trouble_with_the_hub_does_not_touch_the_run(
-    folder: Path, server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], trouble: str
+    folder: Path,
+    server: hub_server.Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    trouble: str,
 ) -> None:
     expected = {
         "dead": "Connection",
@@ -96,7 +103,8 @@ def test_trouble_with_the_hub_does_not_touch_the_run(
 
 
 def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: hub_server.Hub) -> None:
-    """The first upload hangs in its commit; steps go on, and what was committed meanwhile is left out, except the last."""
+    """The first upload hangs in its commit; steps go on, and what was committed meanwhile is left out, except the
+    last."""
     server.release.clear()
     pushes = hub.Pushes(Hub(repository=REPOSITORY, every="checkpoint"), str(folder / "runs" / "pushed"), print)
     began = time.monotonic()
@@ -112,7 +120,9 @@ def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: hub_server.
     assert server.repositories[REPOSITORY].commits == ["Step 4 of pushed", "Step 8 of pushed"]
 
 
-def test_push_is_a_command_and_leaves_a_card_alone(folder: Path, server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_push_is_a_command_and_leaves_a_card_alone(
+    folder: Path, server: hub_server.Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.repositories[REPOSITORY] = hub_server.Repository(private=False, files={"README.md": b"written by hand"})
     command = [sys.executable, "-m", "training.cli", "push", str(folder / "runs" / "pushed"), REPOSITORY, "--step", "4"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout

@@ -1,7 +1,9 @@
-"""Whatever is killed, whenever: restoring gives the newest whole checkpoint, every record counts once, and the last bit of the weights is the same.
+"""Whatever is killed, whenever: restoring gives the newest whole checkpoint, every record counts once, and the last bit
+of the weights is the same.
 
-Each run is killed at every named point of a save and at random moments, started again after each kill, and compared with an undisturbed one. TPU_LAUNCH_KILLS
-says how many kills there are in all (20; `make test-nightly` takes 100); a failure prints the fates, which are drawn from a fixed seed.
+Each run is killed at every named point of a save and at random moments, started again after each kill, and compared
+with an undisturbed one. TPU_LAUNCH_KILLS says how many kills there are in all (20; `make test-nightly` takes 100); a
+failure prints the fates, which are drawn from a fixed seed.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from launcher.emulator.web import Body, Disconnected, Response, json_response
 from tests.bucket_server import BucketServer
 from tests.container import small_runs
 from tests.container.mortals import POINTS, POINTS_OF_FIRST, Fate, Run, resumed_at
-from training import metrics
 from training.errors import Exit
+from training.telemetry import metrics
 
 KILLS = int(os.environ.get("TPU_LAUNCH_KILLS", "20"))
 ON_TWO, ON_FOUR, IN_BUCKET = KILLS // 2, KILLS // 5, KILLS * 3 // 10
 EPOCH = 8  # steps: 64 records in batches of 8
-# An attempt takes 3 s, most of it compiling, or some minutes on a machine that has other things to do. What hangs, hangs forever.
+# An attempt takes 3 s, most of it compiling, or some minutes on a machine that has other things to do. What hangs,
+# hangs forever.
 ATTEMPT = 300.0
 SECONDS = 600 + 60 * KILLS
 
@@ -42,7 +45,8 @@ def config(folder: Path, kills: int, **changes: Any) -> dict[str, Any]:
 
 
 def fates(kills: int, hosts: int, seed: int) -> Iterator[dict[int, Fate]]:
-    """The points of a save in turn, from point number `seed` on, each on some host; every third fate strikes at a random moment, some on all hosts."""
+    """The points of a save in turn, from point number `seed` on, each on some host; every third fate strikes at a
+    random moment, some on all hosts."""
     draw = random.Random(seed)
     points = [*POINTS, *POINTS_OF_FIRST]
     for number in range(kills):
@@ -99,7 +103,11 @@ def unavailable(bucket: BucketServer, request: Any) -> Any:
 def full(bucket: BucketServer, request: Any) -> Any:
     """What Google answers when a project's quota or its billing has ended."""
     refused = {
-        "error": {"code": 403, "message": "The project exceeded its quota for this operation.", "errors": [{"reason": "quotaExceeded"}]}
+        "error": {
+            "code": 403,
+            "message": "The project exceeded its quota for this operation.",
+            "errors": [{"reason": "quotaExceeded"}],
+        }
     }
     return json_response(refused, 403) if request.method in ("POST", "PUT") else None
 
@@ -137,7 +145,9 @@ def kill(run: Run, doomed: dict[int, Fate]) -> None:
     codes = attempt.finish(ATTEMPT)
     for worker, code in enumerate(codes):
         expected = -9 if worker in doomed else Exit.LOST_PEER
-        assert code == expected or (len(doomed) > 1 and code in (-9, Exit.LOST_PEER)), f"{doomed}: {codes}\n{attempt.everything()}"
+        assert code == expected or (len(doomed) > 1 and code in (-9, Exit.LOST_PEER)), (
+            f"{doomed}: {codes}\n{attempt.everything()}"
+        )
     assert -9 in codes
     assert resumed_at(attempt.text(0)) == newest, attempt.everything()
     assert run.newest() >= newest
@@ -155,7 +165,9 @@ def test_killed_at_any_point_on_a_disk(folder: Path, hosts: int, kills: int, see
 @pytest.mark.timeout(SECONDS)
 def test_killed_at_any_point_with_a_bucket_that_fails_too(folder: Path, bucket: BucketServer) -> None:
     """In turns a host is killed, and the bucket fails in one of its ways from some write of a checkpoint on."""
-    run = Run(folder, "bucket", 2, config(folder, IN_BUCKET, output="gs://bucket/runs"), {"STORAGE_EMULATOR_HOST": bucket.url})
+    run = Run(
+        folder, "bucket", 2, config(folder, IN_BUCKET, output="gs://bucket/runs"), {"STORAGE_EMULATOR_HOST": bucket.url}
+    )
     draw = random.Random(7)
     for number, doomed in enumerate(fates(IN_BUCKET, 2, seed=10)):
         if number % 2 == 0:

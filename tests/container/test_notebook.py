@@ -1,4 +1,5 @@
-"""examples/banking77.ipynb runs from its first cell to its last, on a few made-up texts, and gives what `tpu-train` gives with the same file. Half a minute."""
+"""examples/banking77.ipynb runs from its first cell to its last, on a few made-up texts, and gives what `tpu-train`
+gives with the same file. Half a minute."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.container import small_runs
-from training.metrics import history
+from training.telemetry.metrics import history
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SETTINGS = [
@@ -44,7 +45,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             table = csv.writer(file)
             table.writerow(["text", "category"])
             for number in range(count):
-                table.writerow([" ".join(f"w{chance.randrange(90) + 100 * (number % 2)}" for _ in range(6)), ("calm", "wild")[number % 2]])
+                table.writerow(
+                    [
+                        " ".join(f"w{chance.randrange(90) + 100 * (number % 2)}" for _ in range(6)),
+                        ("calm", "wild")[number % 2],
+                    ]
+                )
     return place
 
 
@@ -56,7 +62,9 @@ def test_every_cell_runs_and_the_command_gives_the_same_bits(folder: Path) -> No
     notebook = nbformat.read(folder / "banking77.ipynb", as_version=4)
     [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     parameters.source += f"\nsettings = {SETTINGS!r}\nquery = 'w110 w120 w130 w140'"
-    NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    NotebookClient(
+        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
     printed = [text_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
     assert "64 records of 16 tokens" in printed[1], printed[1]
     assert "weighted F1" in printed[-2], printed[-2]

@@ -1,4 +1,5 @@
-"""Odd circumstances on two hosts: wrong clocks, two launchers, a run id from before, a full disk, a host that freezes and wakes up too late."""
+"""Odd circumstances on two hosts: wrong clocks, two launchers, a run id from before, a full disk, a host that freezes
+and wakes up too late."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import pytest
 
 from tests.container import small_runs
 from tests.container.mortals import Attempt, Fate, Run, resumed_at
-from training.checkpoint.restore import committed_steps
+from training.checkpoint.reader import committed_steps
 from training.errors import Exit
 
 SMALL = {
@@ -72,7 +73,9 @@ def test_clocks_that_differ_by_days_change_nothing(folder: Path, undisturbed: di
     finish(run, undisturbed)
 
 
-def test_of_two_launchers_on_one_run_the_later_goes_on_and_the_earlier_leaves(folder: Path, undisturbed: dict[str, Any]) -> None:
+def test_of_two_launchers_on_one_run_the_later_goes_on_and_the_earlier_leaves(
+    folder: Path, undisturbed: dict[str, Any]
+) -> None:
     config = small_runs.document(folder, **SMALL)
     slow = {**config, "train": {**config["train"], "steps": 2000}}
     (folder / "second").mkdir()
@@ -113,14 +116,19 @@ def test_a_full_disk_on_one_host_ends_the_attempt_and_costs_one_save(folder: Pat
     assert list(Path(run.checkpoints).rglob(".*.partial")) == []
 
 
-def test_a_host_that_freezes_in_a_save_is_named_and_can_do_no_harm_when_it_wakes_up(folder: Path, undisturbed: dict[str, Any]) -> None:
-    """Host 0, which keeps the rendezvous and was about to commit. The other one waits 12 s for its gradients, 5 s for news, and 20 s for an answer."""
+def test_a_host_that_freezes_in_a_save_is_named_and_can_do_no_harm_when_it_wakes_up(
+    folder: Path, undisturbed: dict[str, Any]
+) -> None:
+    """Host 0, which keeps the rendezvous and was about to commit. The other one waits 12 s for its gradients, 5 s for
+    news, and 20 s for an answer."""
     run = Run(folder, "frozen", 2, small_runs.document(folder, **SMALL, rendezvous__seconds=12))
     frozen = run.start({0: Fate("before the manifest", 2, signals=(signal.SIGSTOP,))})
     sleeper, other = frozen.processes
     other.join(120)
     assert other.exitcode == Exit.LOST_PEER, frozen.everything()
-    assert "rendezvous 'after adding up gradients failed': host 0 did not answer within 20 s" in frozen.text(1), frozen.everything()
+    assert "rendezvous 'after adding up gradients failed': host 0 did not answer within 20 s" in frozen.text(1), (
+        frozen.everything()
+    )
     assert run.newest() == 4
     run.config = small_runs.document(folder, **SMALL)
     finish(run, undisturbed)

@@ -15,10 +15,10 @@ import yaml
 from tests.container import small_runs
 from training.accelerators import accelerator
 from training.preflight import compiler
-from training.preflight.check import compiled
 from training.preflight.compiler import DataDependent, NoCompiler, Program
 from training.preflight.programs import Traced
 from training.preflight.report import GIB
+from training.preflight.search import compiled
 from training.preflight.shapes import Graph
 
 SECONDS = 800  # a compilation takes seconds on a quiet machine, and minutes on one that tests share
@@ -66,7 +66,10 @@ def v4(folder: Path) -> dict[str, Any]:
 
 
 def test_every_program_of_the_run_is_compiled(v4: dict[str, Any]) -> None:
-    assert [(each["graph"], each["fits"]) for each in v4["graphs"]] == [("training, 8 x 32", True), ("evaluation, 8 x 32", True)]
+    assert [(each["graph"], each["fits"]) for each in v4["graphs"]] == [
+        ("training, 8 x 32", True),
+        ("evaluation, 8 x 32", True),
+    ]
     assert v4["distinct_graphs"] == 2
     assert v4["devices"] == 4
 
@@ -81,7 +84,7 @@ def test_the_gradients_are_added_over_the_devices(v4: dict[str, Any]) -> None:
 
 
 def small_runs_sizes() -> list[int]:
-    from training.backends.torch_model import build
+    from training.backends.torch_xla.model import build
     from training.config import Model
     from training.models.hugging_face import Needs
 
@@ -103,12 +106,15 @@ def test_the_state_is_counted_once(v4: dict[str, Any]) -> None:
 
 
 def test_a_run_says_whether_it_runs_what_was_checked(folder: Path, v4: dict[str, Any]) -> None:
-    """With four devices, the programs of a run are those of the v4-8. One hash is kept back: that program was not checked."""
+    """With four devices, the programs of a run are those of the v4-8. One hash is kept back: that program was not
+    checked."""
     training, evaluation = (each["hash"] for each in v4["graphs"])
     config = small_runs.document(folder, train__precision="bf16", train__steps=2)
     (host,) = small_runs.start(folder, "checked", config, CPU_NUM_DEVICES="4", TPU_LAUNCH_PREFLIGHT=training)
     assert host.finish(seconds=SECONDS) == 0, host.text()
-    assert small_runs.summary(folder, "checked")["preflight"] == f"1 of 2 programs are not what was checked: {evaluation}"
+    assert (
+        small_runs.summary(folder, "checked")["preflight"] == f"1 of 2 programs are not what was checked: {evaluation}"
+    )
     assert (
         f"the evaluation program for arrays [8, 32], [8, 5], [8, 5], [8, 5] is {evaluation}, which is none that preflight compiled"
         in host.text()
@@ -117,7 +123,8 @@ def test_a_run_says_whether_it_runs_what_was_checked(folder: Path, v4: dict[str,
 
 
 def test_what_is_too_large_is_told_with_its_size() -> None:
-    """The compiler refuses arguments beyond the memory by itself. Outputs it lets pass, and what waits beside a program it can't know: these we add up."""
+    """The compiler refuses arguments beyond the memory by itself. Outputs it lets pass, and what waits beside a program
+    it can't know: these we add up."""
     target = accelerator("v2-8")
     refused, too_much, crowded, small = (
         Traced(Graph("training", 8, 32), Program(DOUBLED.replace("256x256", shape), hash=shape), beside, 0.0)
@@ -136,7 +143,11 @@ def test_what_is_too_large_is_told_with_its_size() -> None:
     [
         (["--accelerator", "v3-16"], {}, "accelerator type 'v3-16' does not exist; v3 has v3-8"),
         ([], {}, "which accelerator? give --accelerator"),
-        (["--accelerator", "v4-32"], {}, "v4-32: train.global_batch_size is 8, which does not divide evenly over 16 devices on 4 hosts"),
+        (
+            ["--accelerator", "v4-32"],
+            {},
+            "v4-32: train.global_batch_size is 8, which does not divide evenly over 16 devices on 4 hosts",
+        ),
         (
             ["--accelerator", "v4-8"],
             {"data__train": "nowhere"},
@@ -153,7 +164,10 @@ def test_bad_input_ends_with_2(folder: Path, options: list[str], changes: dict[s
 
 def test_other_versions_are_refused() -> None:
     compiler.require()
-    with pytest.raises(NoCompiler, match=r"libtpu is 0\.0\.21, and this was seen to work with 9\.9\.9 only; nothing-such is not installed"):
+    with pytest.raises(
+        NoCompiler,
+        match=r"libtpu is 0\.0\.21, and this was seen to work with 9\.9\.9 only; nothing-such is not installed",
+    ):
         compiler.require({"libtpu": "9.9.9", "nothing-such": "1"})
 
 
@@ -172,7 +186,8 @@ def test_a_shape_that_depends_on_data_is_named_with_its_line() -> None:
     values = torch.ones(8).to(torch_xla.device())
     with (
         pytest.raises(
-            DataDependent, match=r"aten\.index\.Tensor depends on the values.*test_preflight\.py:\d+: return values\[values > 0\]\.sum\(\)"
+            DataDependent,
+            match=r"aten\.index\.Tensor depends on the values.*test_preflight\.py:\d+: return values\[values > 0\]\.sum\(\)",
         ),
         compiler.one_program(),
     ):
@@ -185,10 +200,16 @@ def test_a_model_whose_program_depends_on_data_ends_with_3(folder: Path) -> None
     """Longformer asks the mask for its values. The message names the line in its code."""
     from transformers import LongformerConfig, LongformerForMaskedLM
 
-    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "attention_window": 8}
-    LongformerForMaskedLM(LongformerConfig(**small, vocab_size=200, pad_token_id=3, max_position_embeddings=40)).save_pretrained(
-        folder / "longformer"
-    )
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "attention_window": 8,
+    }
+    LongformerForMaskedLM(
+        LongformerConfig(**small, vocab_size=200, pad_token_id=3, max_position_embeddings=40)
+    ).save_pretrained(folder / "longformer")
     answer = preflight(folder, "--accelerator", "v4-8", name="own", model={"path": str(folder / "longformer")})
     assert answer.code == 3, answer.text
     assert "depends on the values of a tensor, not on its shape alone" in answer.text

@@ -1,4 +1,5 @@
-"""SIGTERM on one of two hosts, in each phase of a run: both leave with 75, one step is committed, and the run goes on to the same bits."""
+"""SIGTERM on one of two hosts, in each phase of a run: both leave with 75, one step is committed, and the run goes on
+to the same bits."""
 
 from __future__ import annotations
 
@@ -10,11 +11,17 @@ import pytest
 
 from tests.container import small_runs
 from tests.container.mortals import Fate, Run, resumed_at
-from training import metrics
 from training.errors import Exit
+from training.telemetry import metrics
 
 TERM = (signal.SIGTERM,)
-SMALL = {"model__layers": 1, "model__hidden_size": 16, "train__steps": 16, "checkpoint__every_steps": 4, "evaluation__every": 6}
+SMALL = {
+    "model__layers": 1,
+    "model__hidden_size": 16,
+    "train__steps": 16,
+    "checkpoint__every_steps": 4,
+    "evaluation__every": 6,
+}
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +29,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_runs.prepare(tmp_path_factory.mktemp("stops"))
 
 
-# In this order one attempt after the other, each with the step that it is to commit; the saves are of steps 4, 8, 12 and 16, the evaluations after 6, 12, 16.
+# In this order one attempt after the other, each with the step that it is to commit; the saves are of steps 4, 8, 12
+# and 16, the evaluations after 6, 12, 16.
 PHASES = {
     "start-up": (1, Fate("starting", signals=TERM), 0),
-    "compile": (1, Fate("compiling", delay=0.2, signals=TERM), 2),  # the step that compiles, and the one that tells the others
+    "compile": (
+        1,
+        Fate("compiling", delay=0.2, signals=TERM),
+        2,
+    ),  # the step that compiles, and the one that tells the others
     "step": (0, Fate("a step", 2, signals=TERM), 4),
     "evaluation": (1, Fate("evaluating", 2, signals=TERM), 6),
     "save": (1, Fate("before the part", 1, signals=TERM), None),  # of step 8, while further steps run
@@ -44,7 +56,9 @@ def test_asked_to_stop_in_any_phase(folder: Path) -> None:
         committed = run.newest()
         assert f"stopped after step {committed}, which is committed" in attempt.text(0), phase
         assert f"stopped after step {committed}, which is committed" in attempt.text(1), phase
-        assert committed == expected if expected is not None else 8 <= committed <= 12, f"{phase}: {committed}\n{attempt.everything()}"
+        assert committed == expected if expected is not None else 8 <= committed <= 12, (
+            f"{phase}: {committed}\n{attempt.everything()}"
+        )
     assert not (Path(run.output) / "summary.json").exists()
 
     straight = Run(folder, "straight", 2, small_runs.document(folder, **SMALL))
@@ -52,7 +66,10 @@ def test_asked_to_stop_in_any_phase(folder: Path) -> None:
     assert [attempt.finish() for attempt in attempts] == [[0, 0], [0, 0]], attempts[0].everything()
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", "committed_step"):
         assert run.summary()[key] == straight.summary()[key], key
-    histories = [[(line["step"], line["loss"]) for line in metrics.history(each.output) if "loss" in line] for each in (run, straight)]
+    histories = [
+        [(line["step"], line["loss"]) for line in metrics.history(each.output) if "loss" in line]
+        for each in (run, straight)
+    ]
     assert histories[0] == histories[1]
     assert run.history() == straight.history()
 
@@ -66,8 +83,14 @@ def test_a_compilation_that_outlives_the_budget_is_left_with_the_last_commit_as_
     attempt = run.start({1: Fate("compiling", delay=0.2, signals=TERM)})
     assert attempt.finish(60) == [Exit.SAVED, Exit.SAVED], attempt.everything()
     print(f"left {time.monotonic() - began:.1f} s after the start")
-    assert "could not stop in good order within 0.5 s (checkpoint.stop_seconds); the run goes on from its last commit" in attempt.text(1)
-    assert "host 1 stopped in phase 'step 0, the first of this attempt' with exit code 75: could not stop in good order" in attempt.text(0)
+    assert (
+        "could not stop in good order within 0.5 s (checkpoint.stop_seconds); the run goes on from its last commit"
+        in attempt.text(1)
+    )
+    assert (
+        "host 1 stopped in phase 'step 0, the first of this attempt' with exit code 75: could not stop in good order"
+        in attempt.text(0)
+    )
     assert "step 1/4" not in attempt.text(0), "the compilation was to be cut short"
 
 

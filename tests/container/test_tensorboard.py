@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from training import metrics
-from training.metrics import MetricsLog
-from training.reports import events
+from training.telemetry import metrics
+from training.telemetry import tensorboard as events
+from training.telemetry.metrics import MetricsLog
 
 
 def line(step: int, loss: float) -> dict[str, float]:
@@ -34,7 +34,13 @@ def test_resumed_runs_are_one_curve(tmp_path: Path) -> None:
     second.write({"step": 5, "eval_loss": 1.25, "eval_perplexity": math.exp(1.25)})
     second.finish()
     found = read(tmp_path)
-    assert [(each.step, each.value) for each in found.Scalars("train/loss")] == [(1, 1.0), (2, 2.0), (3, 3.5), (4, 4.5), (5, 5.5)]
+    assert [(each.step, each.value) for each in found.Scalars("train/loss")] == [
+        (1, 1.0),
+        (2, 2.0),
+        (3, 3.5),
+        (4, 4.5),
+        (5, 5.5),
+    ]
     assert found.Scalars("evaluation/perplexity")[0].value == pytest.approx(math.exp(1.25))
     assert set(found.Tags()["scalars"]) == {
         *("train/loss", "train/learning_rate", "train/examples_per_second"),
@@ -55,7 +61,9 @@ def test_a_file_grows_in_place_on_a_disk(tmp_path: Path) -> None:
     assert len(read(tmp_path).Scalars("train/loss")) == 2
 
 
-def test_in_a_bucket_objects_are_rewritten_whole_and_then_the_next_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_bucket_objects_are_rewritten_whole_and_then_the_next_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written: list[str] = []
 
     def write(url: str, data: bytes) -> None:

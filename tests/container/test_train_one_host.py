@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from tests.container import small_runs
-from training import metrics
+from training.distributed.shutdown import Stopping
 from training.errors import BadInput, StopRequested, TrainError
 from training.evaluate import Evaluated
 from training.models.export import from_checkpoint
-from training.predict import fill_mask
-from training.stopping import Stopping
+from training.models.predict import fill_mask
+from training.telemetry import metrics
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_runs.prepare(tmp_path_factory.mktemp("runs"))
 
 
-def run(folder: Path, run_id: str, stopping: Stopping | None = None, attempt: int = 0, **changes: Any) -> dict[str, Any]:
+def run(
+    folder: Path, run_id: str, stopping: Stopping | None = None, attempt: int = 0, **changes: Any
+) -> dict[str, Any]:
     return small_runs.train_here(small_runs.document(folder, **changes), run_id, stopping, attempt)
 
 
@@ -45,7 +47,9 @@ def test_loss_goes_down_and_evaluation_is_reported(undisturbed: dict[str, Any]) 
 def test_a_step_and_an_evaluation_are_one_program_each(folder: Path) -> None:
     own = {"train__global_batch_size": 11}  # no other test in this process has compiled for such a batch
     assert run(folder, "programs", evaluation__every=5, **own)["compilations"] == 2
-    assert run(folder, "programs-again", evaluation__every=3, **own)["compilations"] == 0  # the process has them already
+    assert (
+        run(folder, "programs-again", evaluation__every=3, **own)["compilations"] == 0
+    )  # the process has them already
 
 
 def test_the_same_configuration_gives_the_same_bits(undisturbed: dict[str, Any], folder: Path) -> None:
@@ -98,26 +102,38 @@ def test_a_damaged_part_sends_the_run_to_the_checkpoint_before(
     assert resumed["final_weights_crc32c"] == undisturbed["final_weights_crc32c"]
 
 
-def test_a_checkpoint_of_another_model_is_refused_with_the_difference(undisturbed: dict[str, Any], folder: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(
+    undisturbed: dict[str, Any], folder: Path
+) -> None:
     with pytest.raises(BadInput, match=r"model\.layers: the checkpoint has 2, this run 3"):
         run(folder, "undisturbed", attempt=1, model__layers=3)
 
 
 def test_a_run_that_is_finished_only_evaluates_again(undisturbed: dict[str, Any], folder: Path) -> None:
     again = run(folder, "undisturbed", attempt=2)
-    assert (again["final_weights_crc32c"], again["eval_loss"]) == (undisturbed["final_weights_crc32c"], undisturbed["eval_loss"])
+    assert (again["final_weights_crc32c"], again["eval_loss"]) == (
+        undisturbed["final_weights_crc32c"],
+        undisturbed["eval_loss"],
+    )
 
 
 @pytest.mark.parametrize("change", [{"gradient_accumulation": 4}, {"remat": "attention"}, {"remat": "layers"}])
-def test_pieces_and_computing_again_change_no_more_than_rounding(undisturbed: dict[str, Any], folder: Path, change: dict[str, Any]) -> None:
+def test_pieces_and_computing_again_change_no_more_than_rounding(
+    undisturbed: dict[str, Any], folder: Path, change: dict[str, Any]
+) -> None:
     """Dropout included: what is dropped depends on the row of the global batch, and is dropped again backwards."""
-    changed = run(folder, "-".join(map(str, change.values())), **{f"train__{key}": value for key, value in change.items()})
+    changed = run(
+        folder, "-".join(map(str, change.values())), **{f"train__{key}": value for key, value in change.items()}
+    )
     assert changed["last_loss"] == pytest.approx(undisturbed["last_loss"], rel=1e-5)
     assert changed["eval_loss"] == pytest.approx(undisturbed["eval_loss"], rel=1e-5)
 
 
-def test_sharded_over_two_devices_it_is_the_same_training_in_as_few_programs(undisturbed: dict[str, Any], folder: Path) -> None:
-    """What a TPU host does: one SPMD program over all devices. A process of its own, because devices are counted once a process."""
+def test_sharded_over_two_devices_it_is_the_same_training_in_as_few_programs(
+    undisturbed: dict[str, Any], folder: Path
+) -> None:
+    """What a TPU host does: one SPMD program over all devices. A process of its own, because devices are counted once a
+    process."""
     [host] = small_runs.start(folder, "two-devices", small_runs.document(folder), CPU_NUM_DEVICES="2")
     assert host.finish() == 0, host.text()
     two = small_runs.summary(folder, "two-devices")
@@ -177,7 +193,9 @@ def evaluated(folder: Path, place: str, step: int | None = None, **changes: Any)
     return small_runs.evaluate_here(small_runs.document(folder, **changes), place, step)
 
 
-def test_a_checkpoint_and_its_model_folder_have_the_figures_of_the_run(undisturbed: dict[str, Any], folder: Path) -> None:
+def test_a_checkpoint_and_its_model_folder_have_the_figures_of_the_run(
+    undisturbed: dict[str, Any], folder: Path
+) -> None:
     told = {line["step"]: line for line in metrics.history(str(folder / "runs" / "undisturbed")) if "eval_loss" in line}
     for place in (str(folder / "runs" / "undisturbed"), undisturbed["model"]):
         found = evaluated(folder, place)
@@ -185,7 +203,9 @@ def test_a_checkpoint_and_its_model_folder_have_the_figures_of_the_run(undisturb
         assert {f"eval_{name}": value for name, value in found.figures.items()} == {
             name: value for name, value in told[12].items() if name != "step"
         }
-    by_nine = evaluated(folder, undisturbed["model"], evaluation__batch_size=9)  # other batches: other sums of the same addends
+    by_nine = evaluated(
+        folder, undisturbed["model"], evaluation__batch_size=9
+    )  # other batches: other sums of the same addends
     assert by_nine.figures["loss"] == pytest.approx(told[12]["eval_loss"], rel=1e-6)
     assert by_nine.figures["accuracy"] == pytest.approx(told[12]["eval_accuracy"], rel=1e-6)
     earlier = evaluated(folder, str(folder / "runs" / "undisturbed"), 8)
@@ -209,7 +229,16 @@ def test_what_can_not_be_evaluated_is_refused(undisturbed: dict[str, Any], folde
 
 def test_evaluate_is_a_command(undisturbed: dict[str, Any], folder: Path) -> None:
     (folder / "run.yaml").write_text(yaml.safe_dump(small_runs.document(folder)))
-    command = [sys.executable, "-m", "training.cli", "evaluate", undisturbed["model"], "--config", str(folder / "run.yaml"), "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "training.cli",
+        "evaluate",
+        undisturbed["model"],
+        "--config",
+        str(folder / "run.yaml"),
+        "--json",
+    ]
     told = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
     assert json.loads(told)["loss"] == undisturbed["eval_loss"]
     assert json.loads(told)["examples"] == 19
@@ -229,7 +258,9 @@ def test_a_model_folder_that_lacks_weights_is_refused(undisturbed: dict[str, Any
     weights = load_file(broken / "model.safetensors")
     del weights["bert.encoder.layer.1.output.dense.weight"]
     save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(BadInput, match=r"lacks 1 of the model's weights: bert\.encoder\.layer\.1\.output\.dense\.weight"):
+    with pytest.raises(
+        BadInput, match=r"lacks 1 of the model's weights: bert\.encoder\.layer\.1\.output\.dense\.weight"
+    ):
         run(folder, "broken", model={"path": str(broken)})
 
 

@@ -1,4 +1,5 @@
-"""Two trainers on loopback, as two hosts of a slice: they train as one, and end together whatever happens to one of them."""
+"""Two trainers on loopback, as two hosts of a slice: they train as one, and end together whatever happens to one of
+them."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.container import small_runs
-from training import metrics
 from training.errors import Exit
+from training.telemetry import metrics
 
 LONG = {"train__steps": 60, "checkpoint__every_steps": 10, "evaluation__every": 25, "train__warmup_steps": 5}
 
@@ -45,7 +46,8 @@ def test_one_two_and_four_hosts_train_alike(folder: Path) -> None:
         running = small_runs.start(folder, f"on-{hosts}", config, hosts=hosts)
         assert finish(running, 240) == [0] * hosts, "".join(host.text() for host in running)
     one, two, four = (
-        [line["loss"] for line in metrics.history(str(folder / "runs" / f"on-{hosts}")) if "loss" in line] for hosts in (1, 2, 4)
+        [line["loss"] for line in metrics.history(str(folder / "runs" / f"on-{hosts}")) if "loss" in line]
+        for hosts in (1, 2, 4)
     )
     assert len(one) == 50
     assert two == pytest.approx(one, rel=1e-5)

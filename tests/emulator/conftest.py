@@ -10,25 +10,33 @@ from typing import Any
 
 import pytest
 
-from launcher.emulator import tpu_api
-from launcher.emulator.bucket import Buckets
-from launcher.emulator.bucket_api import StorageApi
+from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.state import Node, Operation, State
+from launcher.emulator.storage.api import StorageApi
+from launcher.emulator.storage.bucket import Buckets
 from launcher.emulator.web import Acceptor, serve_http
 
 ZONE = "us-central2-b"
 PARENT = ("projects", "p", "locations", ZONE)
-BODY = {"acceleratorType": "v4-16", "runtimeVersion": "tpu-ubuntu2204-base", "networkConfig": {"enableExternalIps": True}}
+BODY = {
+    "acceleratorType": "v4-16",
+    "runtimeVersion": "tpu-ubuntu2204-base",
+    "networkConfig": {"enableExternalIps": True},
+}
 
 
 class Api:
     """Calls against one state, at a time that the test sets."""
 
     def __init__(self) -> None:
-        self.state = State("0badcafe", 1, "/nowhere", "/nowhere", create_seconds=1.0, update_seconds=0.5, subnet="10.200.0.0/22")
+        self.state = State(
+            "0badcafe", 1, "/nowhere", "/nowhere", create_seconds=1.0, update_seconds=0.5, subnet="10.200.0.0/22"
+        )
         self.now = 1_700_000_000.0
 
-    def call(self, method: str, *path: str, verb: str = "", body: dict[str, Any] | None = None, **query: str) -> dict[str, Any]:
+    def call(
+        self, method: str, *path: str, verb: str = "", body: dict[str, Any] | None = None, **query: str
+    ) -> dict[str, Any]:
         """A call below the zone; `zone` in the query chooses another one."""
         parent = ("projects", "p", "locations", query.pop("zone", ZONE))
         self.now += 0.001
@@ -65,7 +73,9 @@ class Storage:
         self._acceptor.start()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._acceptor.add(self._listener, lambda connection: serve_http(connection, lambda request: self.api.answer(request)))
+        self._acceptor.add(
+            self._listener, lambda connection: serve_http(connection, lambda request: self.api.answer(request))
+        )
 
     def restart(self) -> None:
         """Forgets everything that isn't on disk."""

@@ -1,4 +1,5 @@
-"""Claims about Cloud Storage under Google's own names: believed with the emulator's CA alone, and the paths that TensorFlow asks."""
+"""Claims about Cloud Storage under Google's own names: believed with the emulator's CA alone, and the paths that
+TensorFlow asks."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher.emulator import bucket_tls
-from launcher.emulator.bucket import Buckets
-from launcher.emulator.bucket_api import StorageApi
+from launcher.emulator.storage import tls as bucket_tls
+from launcher.emulator.storage.api import StorageApi
+from launcher.emulator.storage.bucket import Buckets
 from launcher.emulator.web import Acceptor
 
 
@@ -30,7 +31,9 @@ class Google:
         self.acceptor.start()
         self.acceptor.add(self.listener, lambda connection: bucket_tls.serve_tls(connection, context, api.answer))
 
-    def ask(self, name: str, method: str, path: str, body: bytes = b"", ca: Path | None = None, **headers: str) -> tuple[int, bytes, str]:
+    def ask(
+        self, name: str, method: str, path: str, body: bytes = b"", ca: Path | None = None, **headers: str
+    ) -> tuple[int, bytes, str]:
         trusting = ssl.create_default_context(cafile=str(ca or self.ca))
         plain = socket.create_connection(self.listener.getsockname(), timeout=30)
         connection = http.client.HTTPConnection(name)
@@ -50,14 +53,18 @@ def google(tmp_path: Path) -> Iterator[Google]:
 
 
 def test_objects_are_written_and_read_as_tensorflow_does(google: Google) -> None:
-    begun = google.ask("www.googleapis.com", "POST", "/upload/storage/v1/b/bucket/o?uploadType=resumable&name=a%2Fb%20c")
+    begun = google.ask(
+        "www.googleapis.com", "POST", "/upload/storage/v1/b/bucket/o?uploadType=resumable&name=a%2Fb%20c"
+    )
     assert begun[0] == 200
     assert begun[2].startswith("https://www.googleapis.com/upload/")
     path = begun[2].removeprefix("https://www.googleapis.com")
     assert google.ask("www.googleapis.com", "PUT", path, b"0123456789", **{"Content-Range": "bytes 0-9/10"})[0] == 200
     assert google.ask("storage.googleapis.com", "GET", "/bucket/a%2Fb%20c", Range="bytes=2-4")[:2] == (206, b"234")
     assert google.ask("storage.googleapis.com", "GET", "/bucket/a/b%20c")[:2] == (200, b"0123456789")
-    status, text, _ = google.ask("www.googleapis.com", "GET", "/storage/v1/b/bucket/o/a%2Fb%20c?fields=size%2Cgeneration%2Cupdated")
+    status, text, _ = google.ask(
+        "www.googleapis.com", "GET", "/storage/v1/b/bucket/o/a%2Fb%20c?fields=size%2Cgeneration%2Cupdated"
+    )
     assert (status, json.loads(text)["size"]) == (200, "10")
     assert google.ask("storage.googleapis.com", "GET", "/bucket/none")[0] == 404
 
@@ -65,7 +72,10 @@ def test_objects_are_written_and_read_as_tensorflow_does(google: Google) -> None
 def test_only_the_emulators_ca_and_googles_storage_names_are_believed(google: Google, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     bucket_tls.tls_context(tmp_path / "other")
-    for name, ca in (("storage.googleapis.com", tmp_path / "other" / bucket_tls.CA_FILE), ("oauth2.googleapis.com", google.ca)):
+    for name, ca in (
+        ("storage.googleapis.com", tmp_path / "other" / bucket_tls.CA_FILE),
+        ("oauth2.googleapis.com", google.ca),
+    ):
         with pytest.raises(ssl.SSLCertVerificationError):
             google.ask(name, "GET", "/bucket/o", ca=ca)
     assert google.ask("storage.googleapis.com", "GET", "/bucket/o")[0] == 404

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.emulator import catalogue
-from launcher.emulator.catalogue import ApiError
+from launcher.emulator.api import catalogue
+from launcher.emulator.api.catalogue import ApiError
 from training.accelerators import ACCELERATORS
 
 
@@ -67,7 +67,11 @@ def test_every_accelerator_of_the_table_can_be_created_in_its_zones_and_nowhere_
         ({"description": "x" * 513}, 400, "at most 512 characters"),
         ({"hosts": 4}, 400, 'Unknown name "hosts"'),
         ({"schedulingConfig": {"spot": True, "preemptible": True}}, 400, "only one of spot and preemptible"),
-        ({"acceleratorConfig": {"type": "V4", "topology": "2x2x2"}}, 400, "only one of acceleratorType and acceleratorConfig"),
+        (
+            {"acceleratorConfig": {"type": "V4", "topology": "2x2x2"}},
+            400,
+            "only one of acceleratorType and acceleratorConfig",
+        ),
     ],
 )
 def test_bad_creations_get_googles_code_and_words(api: Any, changes: dict[str, Any], status: int, words: str) -> None:
@@ -107,9 +111,18 @@ def test_node_names_are_those_that_google_accepts(name: str) -> None:
 
 
 def test_missing_things_are_404(api: Any) -> None:
-    for path in (("nodes", "x"), ("operations", "x"), ("acceleratorTypes", "v3-16"), ("runtimeVersions", "x"), ("nothing",)):
+    for path in (
+        ("nodes", "x"),
+        ("operations", "x"),
+        ("acceleratorTypes", "v3-16"),
+        ("runtimeVersions", "x"),
+        ("nothing",),
+    ):
         assert refusal(api.call, "GET", *path)[0] == 404
-    assert refusal(api.call, "DELETE", "nodes", "x") == (404, "Resource 'projects/p/locations/us-central2-b/nodes/x' was not found")
+    assert refusal(api.call, "DELETE", "nodes", "x") == (
+        404,
+        "Resource 'projects/p/locations/us-central2-b/nodes/x' was not found",
+    )
 
 
 def test_addresses_are_never_shared_and_come_back_after_deletion(api: Any) -> None:
@@ -134,11 +147,15 @@ def test_metadata_changes_when_the_operation_ends_and_a_second_one_must_wait(api
     operation = api.call("PATCH", "nodes", "pod", body=change, updateMask="metadata")
     assert api.operation(operation).change == change
     assert "ssh-keys" not in api.call("GET", "nodes", "pod").get("metadata", {})
-    assert refusal(api.call, "PATCH", "nodes", "pod", body=change, updateMask="metadata") == (409, "unable to queue the operation")
+    assert refusal(api.call, "PATCH", "nodes", "pod", body=change, updateMask="metadata") == (
+        409,
+        "unable to queue the operation",
+    )
 
 
 @pytest.mark.parametrize(
-    ("mask", "words"), [("", "updateMask is required"), ("accelerator_type", 'update mask "accelerator_type" is not supported')]
+    ("mask", "words"),
+    [("", "updateMask is required"), ("accelerator_type", 'update mask "accelerator_type" is not supported')],
 )
 def test_only_some_fields_can_be_updated(api: Any, mask: str, words: str) -> None:
     api.ready()
@@ -179,13 +196,15 @@ def test_guest_attributes_have_one_entry_a_worker_in_the_shape_that_gcloud_reads
         host.guest_attributes = {"hostkeys/ssh-ed25519": f"key{host.index}", "other/x": "y"}
     # gcloud sends [""] for all workers.
     every = api.call("POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": [""]})["guestAttributes"]
-    assert [[item["value"] for item in each["queryValue"]["items"] if item["key"] == "ssh-ed25519"] for each in every] == [
+    assert [
+        [item["value"] for item in each["queryValue"]["items"] if item["key"] == "ssh-ed25519"] for each in every
+    ] == [
         ["key0"],
         ["key1"],
     ]
-    one = api.call("POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": ["1"], "queryPath": "hostkeys/"})[
-        "guestAttributes"
-    ]
+    one = api.call(
+        "POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": ["1"], "queryPath": "hostkeys/"}
+    )["guestAttributes"]
     assert [item for each in one for item in each["queryValue"]["items"]] == [
         {"namespace": "hostkeys", "key": "ssh-ed25519", "value": "key1"}
     ]
@@ -210,7 +229,10 @@ def test_lists_come_in_pages_that_together_are_everything(api: Any) -> None:
 def test_a_listing_over_all_zones_shows_every_zone(api: Any) -> None:
     api.create("a")
     api.create("b", zone="europe-west4-a", acceleratorType="v3-8")
-    assert [node["name"].split("/")[3] for node in api.call("GET", "nodes", zone="-")["nodes"]] == ["europe-west4-a", "us-central2-b"]
+    assert [node["name"].split("/")[3] for node in api.call("GET", "nodes", zone="-")["nodes"]] == [
+        "europe-west4-a",
+        "us-central2-b",
+    ]
 
 
 def test_catalogues_name_what_can_be_created(api: Any) -> None:

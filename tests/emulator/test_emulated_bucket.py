@@ -1,4 +1,5 @@
-"""Cloud Storage as the unmodified google-cloud-storage sees it: generations, preconditions, ranges, uploads, listings, restarts."""
+"""Cloud Storage as the unmodified google-cloud-storage sees it: generations, preconditions, ranges, uploads, listings,
+restarts."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def test_what_is_written_is_read_and_described(bucket: Any) -> None:
 
 def test_buckets_that_do_not_exist_are_not_found(client: Any, bucket: Any) -> None:
     assert not client.bucket("no-such-bucket").exists()
-    assert "The specified bucket does not exist" in refused(NotFound, client.bucket("no-such-bucket").blob("x").upload_from_string, b"")
+    assert "The specified bucket does not exist" in refused(
+        NotFound, client.bucket("no-such-bucket").blob("x").upload_from_string, b""
+    )
     assert f"No such object: {bucket.name}/x" in refused(NotFound, bucket.blob("x").download_as_bytes)
     assert not bucket.blob("x").exists()
 
@@ -134,22 +137,32 @@ def test_every_range_is_the_bytes_that_it_names(bucket: Any, start: int, length:
         ("bytes=1-2,4-5", 200, b"abcdefghij", None),
     ],
 )
-def test_range_headers(storage: Any, bucket: Any, header: str, status: int, body: bytes | None, content_range: str | None) -> None:
+def test_range_headers(
+    storage: Any, bucket: Any, header: str, status: int, body: bytes | None, content_range: str | None
+) -> None:
     bucket.blob("x").upload_from_string(b"abcdefghij")
     answer = requests.get(
-        f"{storage.url}/download/storage/v1/b/{bucket.name}/o/x", params={"alt": "media"}, headers={"Range": header}, timeout=10
+        f"{storage.url}/download/storage/v1/b/{bucket.name}/o/x",
+        params={"alt": "media"},
+        headers={"Range": header},
+        timeout=10,
     )
     assert (answer.status_code, answer.headers.get("Content-Range")) == (status, content_range)
     if body is not None:
         assert answer.content == body
         # The checksum is the whole object's, as on Google's service.
-        assert base64.b64encode(google_crc32c.value(b"abcdefghij").to_bytes(4, "big")).decode() in answer.headers["X-Goog-Hash"]
+        assert (
+            base64.b64encode(google_crc32c.value(b"abcdefghij").to_bytes(4, "big")).decode()
+            in answer.headers["X-Goog-Hash"]
+        )
 
 
 def test_an_open_download_is_not_torn_by_a_new_generation(storage: Any, bucket: Any) -> None:
     old, new = os.urandom(8 << 20), os.urandom(8 << 20)
     bucket.blob("x").upload_from_string(old)
-    answer = requests.get(f"{storage.url}/download/storage/v1/b/{bucket.name}/o/x", params={"alt": "media"}, stream=True, timeout=10)
+    answer = requests.get(
+        f"{storage.url}/download/storage/v1/b/{bucket.name}/o/x", params={"alt": "media"}, stream=True, timeout=10
+    )
     first = answer.raw.read(1000)
     bucket.blob("x").upload_from_string(new)
     assert first + answer.raw.read() == old
@@ -248,7 +261,9 @@ def test_an_abandoned_upload_is_forgotten(storage: Any, bucket: Any) -> None:
     prefix=st.sampled_from(["", "a", "a/", "b//"]),
     page=st.integers(1, 4),
 )
-def test_pages_of_a_listing_are_the_names_and_folders_in_order(client: Any, bucket: Any, names: set[str], prefix: str, page: int) -> None:
+def test_pages_of_a_listing_are_the_names_and_folders_in_order(
+    client: Any, bucket: Any, names: set[str], prefix: str, page: int
+) -> None:
     for blob in client.list_blobs(bucket):
         blob.delete()
     for name in names:
@@ -299,7 +314,8 @@ def test_objects_survive_the_server_and_half_written_ones_do_not(storage: Any, c
     blob.upload_from_string(b"first")
     blob.upload_from_string(b"second")
     folder = storage.folder / bucket.name
-    # What a kill leaves: bytes without a name, an upload that had only begun, an older generation that was not removed yet.
+    # What a kill leaves: bytes without a name, an upload that had only begun, an older generation that was not removed
+    # yet.
     (folder / "data" / "1").write_bytes(b"torn")
     (folder / "incoming" / "abc").write_bytes(b"torn")
     stale = (folder / "objects" / f"{blob.generation}.json").read_text().replace(str(blob.generation), "1")
@@ -314,7 +330,13 @@ def test_objects_survive_the_server_and_half_written_ones_do_not(storage: Any, c
 
 
 def test_what_is_not_a_storage_call_is_a_404_and_not_a_crash(storage: Any, bucket: Any) -> None:
-    for path in ("/storage/v1/x", "/storage/v1", "/storage", f"/storage/v1/b/{bucket.name}/o/x/y/z", "/upload/storage/v1/b"):
+    for path in (
+        "/storage/v1/x",
+        "/storage/v1",
+        "/storage",
+        f"/storage/v1/b/{bucket.name}/o/x/y/z",
+        "/upload/storage/v1/b",
+    ):
         answer = requests.get(storage.url + path, timeout=10)
         assert answer.status_code == 404, (path, answer.text)
         assert answer.json()["error"]["errors"][0]["reason"] == "notFound"

@@ -1,4 +1,5 @@
-"""Starting, stopping and asking an emulator when things are not as they should be. No engine is needed; none answers here."""
+"""Starting, stopping and asking an emulator when things are not as they should be. No engine is needed; none answers
+here."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from launcher.emulator import commands, control
+from launcher.cli import emulator as commands
+from launcher.emulator import control
 from launcher.errors import BadInput, Exit
 
 
@@ -32,7 +34,9 @@ def test_an_engine_on_another_machine_is_refused(home: Path, monkeypatch: pytest
         control.start(home)
 
 
-def test_an_emulators_own_view_is_not_taken_for_the_workstations_engine(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_emulators_own_view_is_not_taken_for_the_workstations_engine(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///somewhere/engine.sock")
     assert control._engine_path(None) == "/var/run/docker.sock"
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from launcher.emulator import catalogue, faults
-from launcher.emulator.catalogue import ApiError
+from launcher.emulator import faults
+from launcher.emulator.api import catalogue
+from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.state import Fault
 
 
@@ -57,7 +58,11 @@ def test_errors_hit_the_share_and_the_service_that_were_asked_for(api: Any) -> N
 
 
 def test_slowness_adds_up(api: Any) -> None:
-    api.state.faults += [Fault("slow", "tpu", seconds=0.5), Fault("slow", "tpu", seconds=1), Fault("slow", "storage", seconds=9)]
+    api.state.faults += [
+        Fault("slow", "tpu", seconds=0.5),
+        Fault("slow", "tpu", seconds=1),
+        Fault("slow", "storage", seconds=9),
+    ]
     assert faults.delay(api.state, "tpu") == 1.5
 
 

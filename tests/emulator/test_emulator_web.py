@@ -12,13 +12,16 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.emulator.machines import free_subnets
+from launcher.emulator.vm.machines import free_subnets
 from launcher.emulator.web import Acceptor, Body, Disconnected
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), max_size=6), st.integers(1, 60))
 def test_a_chunked_body_is_what_was_sent_however_it_is_read(chunks: list[bytes], size: int) -> None:
-    wire = b"".join(b"%x;ext=1\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\nTrailer: x\r\n\r\nnext request"
+    wire = (
+        b"".join(b"%x;ext=1\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
+        + b"0\r\nTrailer: x\r\n\r\nnext request"
+    )
     source = BytesIO(wire)
     body = Body(source, None, True)
     parts = []
@@ -31,7 +34,11 @@ def test_a_chunked_body_is_what_was_sent_however_it_is_read(chunks: list[bytes],
 
 
 def test_a_body_that_ends_early_is_noticed() -> None:
-    for body in (Body(BytesIO(b"abc"), 5, False), Body(BytesIO(b"5\r\nabc"), None, True), Body(BytesIO(b"xyz\r\n"), None, True)):
+    for body in (
+        Body(BytesIO(b"abc"), 5, False),
+        Body(BytesIO(b"5\r\nabc"), None, True),
+        Body(BytesIO(b"xyz\r\n"), None, True),
+    ):
         with pytest.raises(Disconnected):
             body.all()
 
@@ -66,7 +73,9 @@ def test_a_paused_listener_answers_what_waited_when_it_is_back() -> None:
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("data", [b"", b"plain", b"\r\n--almost\r\n\n", b"x" * 3_000_000])
-def test_multipart_uploads_arrive_with_either_line_ending(storage: Any, bucket: Any, newline: bytes, data: bytes) -> None:
+def test_multipart_uploads_arrive_with_either_line_ending(
+    storage: Any, bucket: Any, newline: bytes, data: bytes
+) -> None:
     """gcloud ends lines with a bare newline, the client libraries with CRLF."""
     lines = [
         b"--===b==",
@@ -80,7 +89,9 @@ def test_multipart_uploads_arrive_with_either_line_ending(storage: Any, bucket: 
         b"--===b==--",
     ]
     url = f"{storage.url}/upload/storage/v1/b/{bucket.name}/o?uploadType=multipart"
-    answer = requests.post(url, newline.join(lines), headers={"Content-Type": "multipart/related; boundary='===b=='"}, timeout=10)
+    answer = requests.post(
+        url, newline.join(lines), headers={"Content-Type": "multipart/related; boundary='===b=='"}, timeout=10
+    )
     assert answer.status_code == 200, answer.text
     assert answer.json()["contentType"] == "text/x"
     assert bucket.blob("a/b").download_as_bytes() == data

@@ -1,4 +1,5 @@
-"""What a host sees of the engine, as pure rewriting: its own containers under their own names, its own network, honest refusals."""
+"""What a host sees of the engine, as pure rewriting: its own containers under their own names, its own network, honest
+refusals."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.emulator import engine
-from launcher.emulator.engine import Refused, View
-from launcher.emulator.engine_client import HOST_LABEL, LABEL
+from launcher.emulator.vm import engine_view as engine
+from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL
+from launcher.emulator.vm.engine_view import Refused, View
 
 VIEW = View("0badcafe", "t1v-n-12345678-w-0")
 CA_BIND = f"/private/ca.pem:{engine.CONTAINER_CA}:ro"
@@ -25,7 +26,9 @@ def create(body: dict[str, Any], image: str = "sha256:1") -> dict[str, Any]:
             raise Refused(400, f"invalid bind source {path}")
         return f"/engine{path}"
 
-    return engine.create_on_host(body, VIEW, bind=bind, volume=lambda name: f"own.{name}", image=image, ca="/private/ca.pem")
+    return engine.create_on_host(
+        body, VIEW, bind=bind, volume=lambda name: f"own.{name}", image=image, ca="/private/ca.pem"
+    )
 
 
 def refused(status: int, words: str, body: dict[str, Any]) -> None:
@@ -47,7 +50,12 @@ def listed(name: str, identifier: str = IDS[0], **asked: Any) -> dict[str, Any]:
 
 
 def test_host_network_means_the_hosts_network() -> None:
-    body = {"Image": "i", "Hostname": "x", "ExposedPorts": {"80/tcp": {}}, "HostConfig": {"NetworkMode": "host", "PortBindings": {}}}
+    body = {
+        "Image": "i",
+        "Hostname": "x",
+        "ExposedPorts": {"80/tcp": {}},
+        "HostConfig": {"NetworkMode": "host", "PortBindings": {}},
+    }
     made = create(body)
     assert made["HostConfig"]["NetworkMode"] == f"container:{VIEW.hostname}"
     assert "Hostname" not in made
@@ -66,7 +74,12 @@ def test_there_is_no_tpu_and_the_bucket_is_the_emulators() -> None:
 
 
 def test_privileged_becomes_capabilities_and_inspect_still_says_privileged() -> None:
-    made = create({"Image": "repo@sha256:2", "HostConfig": {"Privileged": True, "NetworkMode": "host", "Ulimits": [{"Name": "memlock"}]}})
+    made = create(
+        {
+            "Image": "repo@sha256:2",
+            "HostConfig": {"Privileged": True, "NetworkMode": "host", "Ulimits": [{"Name": "memlock"}]},
+        }
+    )
     host = made["HostConfig"]
     assert "Privileged" not in host
     assert (host["CapAdd"], host["CapDrop"], host["Ulimits"]) == (["ALL"], ["SYS_RESOURCE"], [])
@@ -85,7 +98,9 @@ def test_an_unprivileged_container_gets_no_capability() -> None:
 
 
 def test_namespaces_of_the_host_are_the_emulated_hosts() -> None:
-    host = create({"HostConfig": {"PidMode": "host", "IpcMode": "host", "UTSMode": "host", "Binds": ["/tmp/a:/a"]}})["HostConfig"]
+    host = create({"HostConfig": {"PidMode": "host", "IpcMode": "host", "UTSMode": "host", "Binds": ["/tmp/a:/a"]}})[
+        "HostConfig"
+    ]
     assert (host["PidMode"], host["IpcMode"], host["UTSMode"]) == (f"container:{VIEW.hostname}", "private", "")
     assert host["Binds"] == ["/engine/dev/shm:/dev/shm", "/engine/tmp/a:/a", CA_BIND]
 
@@ -167,7 +182,9 @@ def test_events_show_the_hosts_names_and_none_of_our_labels() -> None:
         "image": "sha256:1",
         "mine": "1",
     }
-    shown = engine.shown_event({"Action": "die", "from": "sha256:1", "Actor": {"ID": "1", "Attributes": attributes}}, VIEW)
+    shown = engine.shown_event(
+        {"Action": "die", "from": "sha256:1", "Actor": {"ID": "1", "Attributes": attributes}}, VIEW
+    )
     assert shown["Actor"]["Attributes"] == {"name": "c", "image": "repo:tag", "mine": "1"}
 
 
@@ -184,7 +201,11 @@ def test_on_the_workstation_only_host_network_containers_reach_the_bucket() -> N
 
 @pytest.mark.parametrize(
     ("path", "parts"),
-    [("/v1.41/containers/json", ("/v1.41", "/containers/json")), ("/_ping", ("", "/_ping")), ("/version", ("", "/version"))],
+    [
+        ("/v1.41/containers/json", ("/v1.41", "/containers/json")),
+        ("/_ping", ("", "/_ping")),
+        ("/version", ("", "/version")),
+    ],
 )
 def test_versions_are_split_off_paths(path: str, parts: tuple[str, str]) -> None:
     assert engine.split_version(path) == parts

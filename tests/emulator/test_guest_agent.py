@@ -23,10 +23,15 @@ def agent() -> ModuleType:
 def test_keys_of_all_sources_are_gathered_by_user(agent: ModuleType) -> None:
     node = "\nme:ssh-rsa AAAA me\nyou:ssh-ed25519 BBBB you"
     project = "me:ssh-rsa CCCC me\n\n"
-    assert agent.wanted_keys([node, project]) == {"me": ["ssh-rsa AAAA me", "ssh-rsa CCCC me"], "you": ["ssh-ed25519 BBBB you"]}
+    assert agent.wanted_keys([node, project]) == {
+        "me": ["ssh-rsa AAAA me", "ssh-rsa CCCC me"],
+        "you": ["ssh-ed25519 BBBB you"],
+    }
 
 
-@pytest.mark.parametrize("line", ["", "no separator", "Bad Name:ssh-rsa A", "../x:ssh-rsa A", "-x:ssh-rsa A", "a" * 33 + ":ssh-rsa A"])
+@pytest.mark.parametrize(
+    "line", ["", "no separator", "Bad Name:ssh-rsa A", "../x:ssh-rsa A", "-x:ssh-rsa A", "a" * 33 + ":ssh-rsa A"]
+)
 def test_lines_that_name_no_user_are_left_out(agent: ModuleType, line: str) -> None:
     assert agent.wanted_keys([line]) == {}
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from launcher.emulator import registry
+from launcher.emulator.vm import registry
 
 REPOSITORY = "us-central2-docker.pkg.dev/p/repo/image"
 IMAGE = "sha256:" + "1" * 64
@@ -18,7 +18,8 @@ def test_names_of_googles_registries_are_recognised(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["debian:bookworm-slim", "docker.io/library/x", "notgcr.io/p/i", "gcr.io.evil.com/i", "localhost:5000/gcr.io/x"]
+    "name",
+    ["debian:bookworm-slim", "docker.io/library/x", "notgcr.io/p/i", "gcr.io.evil.com/i", "localhost:5000/gcr.io/x"],
 )
 def test_other_names_are_the_engines_business(name: str) -> None:
     assert not registry.is_registry(name)
@@ -54,7 +55,9 @@ def test_a_pushed_image_is_found_by_tag_and_by_digest_and_stays_when_the_tag_mov
 def test_a_push_ends_with_the_digest_where_docker_reads_it() -> None:
     lines = [
         json.loads(line)
-        for line in registry.push_progress(REPOSITORY, ["t"], {"Id": IMAGE, "RootFS": {"Layers": ["sha256:abc"]}}).splitlines()
+        for line in registry.push_progress(
+            REPOSITORY, ["t"], {"Id": IMAGE, "RootFS": {"Layers": ["sha256:abc"]}}
+        ).splitlines()
     ]
     assert lines[-1]["aux"] == {"Tag": "t", "Digest": IMAGE, "Size": 2000}
     assert f"t: digest: {IMAGE} size: 2000" in [line.get("status") for line in lines]

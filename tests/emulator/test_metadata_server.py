@@ -1,4 +1,5 @@
-"""What a host reads at metadata.google.internal, in the shapes that torch_xla, TensorFlow, JAX and Google's guest agent expect."""
+"""What a host reads at metadata.google.internal, in the shapes that torch_xla, TensorFlow, JAX and Google's guest agent
+expect."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher.emulator import metadata
 from launcher.emulator.state import Store
+from launcher.emulator.vm import metadata
 from launcher.emulator.web import Body, Request, Response
 
 
@@ -25,7 +26,9 @@ class Host:
         self.node = api.ready(acceleratorType="v4-32", metadata={"greeting": "hello"})
         self.store = Store(api.state, None)
 
-    def ask(self, path: str, method: str = "GET", body: bytes = b"", headers: dict[str, str] | None = None, **query: str) -> Response:
+    def ask(
+        self, path: str, method: str = "GET", body: bytes = b"", headers: dict[str, str] | None = None, **query: str
+    ) -> Response:
         message = Message()
         for key, value in (headers if headers is not None else {"Metadata-Flavor": "Google"}).items():
             message[key] = value

@@ -1,4 +1,5 @@
-"""Long-running operations against machines that boot when the test says so: every path from CREATING, and going on after a crash."""
+"""Long-running operations against machines that boot when the test says so: every path from CREATING, and going on
+after a crash."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher.emulator.lifecycle import Lifecycle
+from launcher.emulator.api.lifecycle import Lifecycle
 from launcher.emulator.state import Fault, Host, Node, Store, from_json, to_json
 
 
@@ -61,7 +62,9 @@ class Running:
             return str(function(*arguments, **named)["name"])
 
     def ended(self, name: str) -> dict[str, Any]:
-        assert self.store.wait(lambda state: name in state.operations and state.operations[name].done, 10), f"{name} did not end"
+        assert self.store.wait(lambda state: name in state.operations and state.operations[name].done, 10), (
+            f"{name} did not end"
+        )
         operation = self.store._state.operations[name]
         return operation.error or operation.response or {}
 
@@ -141,7 +144,9 @@ def test_a_pending_deletion_goes_on_in_the_next_server(running: Running) -> None
 
 def test_an_update_is_seen_when_its_operation_has_ended(running: Running) -> None:
     running.ended(running.call(running.api.create))
-    update = running.call(running.api.call, "PATCH", "nodes", "pod", body={"metadata": {"a": "b"}}, updateMask="metadata")
+    update = running.call(
+        running.api.call, "PATCH", "nodes", "pod", body={"metadata": {"a": "b"}}, updateMask="metadata"
+    )
     assert running.ended(update)["metadata"] == {"a": "b"}
     assert running.node()["metadata"] == {"a": "b"}
 

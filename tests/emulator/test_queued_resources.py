@@ -1,4 +1,5 @@
-"""Claims about queued resources: every state, and what may be done in it. Pure: a state in memory, a clock that the test sets."""
+"""Claims about queued resources: every state, and what may be done in it. Pure: a state in memory, a clock that the
+test sets."""
 
 from __future__ import annotations
 
@@ -6,24 +7,35 @@ from typing import Any
 
 import pytest
 
-from launcher.emulator import queued_resources, tpu_api
-from launcher.emulator.catalogue import ApiError
+from launcher.emulator.api import nodes as tpu_api
+from launcher.emulator.api import queued_resources
+from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.state import Fault, State, from_json, to_json
 
 ZONE = "us-central2-b"
 PARENT = f"projects/p/locations/{ZONE}"
-NODE = {"acceleratorType": "v4-16", "runtimeVersion": "tpu-ubuntu2204-base", "networkConfig": {"enableExternalIps": True}}
+NODE = {
+    "acceleratorType": "v4-16",
+    "runtimeVersion": "tpu-ubuntu2204-base",
+    "networkConfig": {"enableExternalIps": True},
+}
 
 
 class Queue:
     """Requests against one state."""
 
     def __init__(self) -> None:
-        self.state = State("0badcafe", 1, "/nowhere", "/nowhere", create_seconds=1.0, update_seconds=0.5, subnet="10.200.0.0/22")
+        self.state = State(
+            "0badcafe", 1, "/nowhere", "/nowhere", create_seconds=1.0, update_seconds=0.5, subnet="10.200.0.0/22"
+        )
         self.now = 1_700_000_000.0
 
-    def call(self, method: str, *path: str, verb: str = "", body: dict[str, Any] | None = None, **query: str) -> dict[str, Any]:
-        call = tpu_api.Call(method, ("projects", "p", "locations", ZONE, "queuedResources", *path), verb, query, body or {})
+    def call(
+        self, method: str, *path: str, verb: str = "", body: dict[str, Any] | None = None, **query: str
+    ) -> dict[str, Any]:
+        call = tpu_api.Call(
+            method, ("projects", "p", "locations", ZONE, "queuedResources", *path), verb, query, body or {}
+        )
         assert queued_resources.concerns(call)
         return queued_resources.answer(self.state, call, self.now)
 

@@ -1,11 +1,12 @@
 """The schemas by which a cluster judges our objects: Kubernetes' own, and those of JobSet and Kueue.
 
-Built-in kinds are validated by the package kubernetes-validate, strictly (unknown fields are errors). The custom ones were derived from the
-published custom resource definitions, Apache-2.0, by `reduce` below and are kept beside this file:
+Built-in kinds are validated by the package kubernetes-validate, strictly (unknown fields are errors). The custom ones
+were derived from the published custom resource definitions, Apache-2.0, by `reduce` below and are kept beside this
+file:
     jobset-v0.12.0.json                    https://github.com/kubernetes-sigs/jobset
     kueue-{clusterqueues,localqueues,resourceflavors}-v0.19.2.json    https://github.com/kubernetes-sigs/kueue
-Left out of them are descriptions, rules in CEL, and JobSet's copy of the Job's template, in whose place the Job's own schema is used.
-To make them again: python -m tests.kubernetes.schemas FOLDER-WITH-THE-DEFINITIONS
+Left out of them are descriptions, rules in CEL, and JobSet's copy of the Job's template, in whose place the Job's own
+schema is used. To make them again: python -m tests.kubernetes.schemas FOLDER-WITH-THE-DEFINITIONS
 """
 
 from __future__ import annotations
@@ -34,8 +35,15 @@ def mistakes(document: dict[str, Any]) -> list[str]:
     found = _custom(document, custom()[group, version, document["kind"]])
     if document["kind"] == "JobSet":
         for each in document["spec"]["replicatedJobs"]:
-            job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x", **each["template"].get("metadata", {})}}
-            found += [f"replicatedJobs {each['name']}: {mistake}" for mistake in _builtin({**job, "spec": each["template"]["spec"]})]
+            job = {
+                "apiVersion": "batch/v1",
+                "kind": "Job",
+                "metadata": {"name": "x", **each["template"].get("metadata", {})},
+            }
+            found += [
+                f"replicatedJobs {each['name']}: {mistake}"
+                for mistake in _builtin({**job, "spec": each["template"]["spec"]})
+            ]
     return found
 
 
@@ -69,21 +77,28 @@ def _custom(document: dict[str, Any], schema: dict[str, Any]) -> list[str]:
 
 
 def strict(schema: Any) -> Any:
-    """An OpenAPI schema as JSON schema in which fields that are not named are errors, as the API server's strict validation has it."""
+    """An OpenAPI schema as JSON schema in which fields that are not named are errors, as the API server's strict
+    validation has it."""
     if isinstance(schema, list):
         return [strict(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     result = {key: strict(value) for key, value in schema.items()}
     properties = schema.get("properties")
-    if isinstance(properties, dict) and schema.get("type") == "object" and not schema.get("x-kubernetes-preserve-unknown-fields"):
+    if (
+        isinstance(properties, dict)
+        and schema.get("type") == "object"
+        and not schema.get("x-kubernetes-preserve-unknown-fields")
+    ):
         result.setdefault("additionalProperties", False)
     return result
 
 
 def _versions(path: Path) -> list[dict[str, Any]]:
     """Group, version, kind and schema of every served version; metadata as every object may have it."""
-    definition = next(each for each in yaml.safe_load_all(path.read_text()) if each and each["kind"] == "CustomResourceDefinition")
+    definition = next(
+        each for each in yaml.safe_load_all(path.read_text()) if each and each["kind"] == "CustomResourceDefinition"
+    )
     found = []
     for version in definition["spec"]["versions"]:
         schema = version["schema"]["openAPIV3Schema"]
@@ -92,11 +107,16 @@ def _versions(path: Path) -> list[dict[str, Any]]:
             "properties": {
                 "name": {"type": "string"},
                 "namespace": {"type": "string"},
-                **{key: {"type": "object", "additionalProperties": {"type": "string"}} for key in ("labels", "annotations")},
+                **{
+                    key: {"type": "object", "additionalProperties": {"type": "string"}}
+                    for key in ("labels", "annotations")
+                },
             },
         }
         names = definition["spec"]["names"]
-        found.append({"group": definition["spec"]["group"], "version": version["name"], "kind": names["kind"], "schema": schema})
+        found.append(
+            {"group": definition["spec"]["group"], "version": version["name"], "kind": names["kind"], "schema": schema}
+        )
     return found
 
 
@@ -105,7 +125,9 @@ def reduce(versions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     kept = [{**version, "schema": _without_prose(version["schema"])} for version in versions]
     for version in kept:
         if version["kind"] == "JobSet":
-            template = version["schema"]["properties"]["spec"]["properties"]["replicatedJobs"]["items"]["properties"]["template"]
+            template = version["schema"]["properties"]["spec"]["properties"]["replicatedJobs"]["items"]["properties"][
+                "template"
+            ]
             template["properties"]["spec"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
             template["properties"]["metadata"] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     return kept

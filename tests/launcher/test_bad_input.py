@@ -1,4 +1,5 @@
-"""Claims about bad input, through the command line: one message that names the place and what to do, exit code 2, no traceback, nothing started."""
+"""Claims about bad input, through the command line: one message that names the place and what to do, exit code 2, no
+traceback, nothing started."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ run:
 
 
 def launch(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    base = {key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST", "TPU_LAUNCH_HOME")}
+    base = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST", "TPU_LAUNCH_HOME")
+    }
     return subprocess.run(
         [sys.executable, "-m", "launcher.cli", *arguments],
         cwd=folder,
@@ -52,12 +57,17 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("verb", ["up", "run", "status", "stop", "down", "plan"])
 def test_an_unknown_key_is_named_by_every_verb(folder: Path, verb: str) -> None:
     (folder / "run.yaml").write_text(GOOD.replace("accelerator_type", "acelerator_type"))
-    refused(launch(folder, verb, "-f", "run.yaml"), "run.yaml:5: unknown key 'slice.acelerator_type'; did you mean 'accelerator_type'?")
+    refused(
+        launch(folder, verb, "-f", "run.yaml"),
+        "run.yaml:5: unknown key 'slice.acelerator_type'; did you mean 'accelerator_type'?",
+    )
 
 
 def test_a_wrong_type_is_named(folder: Path) -> None:
     (folder / "run.yaml").write_text(GOOD + "  stop_seconds: soon\n")
-    refused(launch(folder, "run", "-f", "run.yaml"), "run.yaml:8: run.stop_seconds: should be a valid integer, not 'soon'")
+    refused(
+        launch(folder, "run", "-f", "run.yaml"), "run.yaml:8: run.stop_seconds: should be a valid integer, not 'soon'"
+    )
 
 
 def test_a_missing_file_is_named(folder: Path) -> None:
@@ -79,7 +89,9 @@ def test_an_engine_that_does_not_run_is_named(folder: Path) -> None:
 def test_gcloud_missing_is_named(folder: Path) -> None:
     bare = folder / "bin"
     bare.mkdir()
-    refused(launch(folder, "up", "-f", "run.yaml", PATH=str(bare)), "gcloud was not found on PATH", "cloud.google.com/sdk")
+    refused(
+        launch(folder, "up", "-f", "run.yaml", PATH=str(bare)), "gcloud was not found on PATH", "cloud.google.com/sdk"
+    )
 
 
 def test_an_unknown_option_is_named(folder: Path) -> None:

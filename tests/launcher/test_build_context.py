@@ -10,10 +10,12 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from launcher import build_context
 from launcher.errors import BadInput
+from launcher.images import build_context
 
-names = st.text("abcXYZ09._- ü", min_size=1, max_size=6).filter(lambda name: name not in (".", "..") and name == name.strip())
+names = st.text("abcXYZ09._- ü", min_size=1, max_size=6).filter(
+    lambda name: name not in (".", "..") and name == name.strip()
+)
 contexts = st.dictionaries(names, st.tuples(st.binary(max_size=40), st.booleans()), min_size=1, max_size=5)
 Context = dict[str, tuple[bytes, bool]]
 
@@ -81,19 +83,52 @@ def test_symbolic_link_counts_by_where_it_points(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "left"),
     [
-        ([], ["Dockerfile", "a.py", "data/big.bin", "data/keep.txt", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"]),
+        (
+            [],
+            [
+                "Dockerfile",
+                "a.py",
+                "data/big.bin",
+                "data/keep.txt",
+                "deep/x/__pycache__/a.pyc",
+                "deep/x/b.py",
+                "log.txt",
+            ],
+        ),
         (["data"], ["Dockerfile", "a.py", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"]),
         (["/data/", "# a comment", "", "*.txt"], ["Dockerfile", "a.py", "deep/x/__pycache__/a.pyc", "deep/x/b.py"]),
         (["**/__pycache__", "**/*.txt"], ["Dockerfile", "a.py", "data/big.bin", "deep/x/b.py"]),
-        (["data/*", "!data/keep.txt"], ["Dockerfile", "a.py", "data/keep.txt", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"]),
+        (
+            ["data/*", "!data/keep.txt"],
+            ["Dockerfile", "a.py", "data/keep.txt", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"],
+        ),
         (["*", "!*.py"], ["a.py"]),
         (["**", "!deep/**/b.py"], ["deep/x/b.py"]),
         (["de?p", "[a-d]*"], ["Dockerfile", "log.txt"]),
-        (["big.bin"], ["Dockerfile", "a.py", "data/big.bin", "data/keep.txt", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"]),
+        (
+            ["big.bin"],
+            [
+                "Dockerfile",
+                "a.py",
+                "data/big.bin",
+                "data/keep.txt",
+                "deep/x/__pycache__/a.pyc",
+                "deep/x/b.py",
+                "log.txt",
+            ],
+        ),
     ],
 )
 def test_dockerignore_leaves_out_what_docker_leaves_out(tmp_path: Path, lines: list[str], left: list[str]) -> None:
-    for name in ["Dockerfile", "a.py", "data/big.bin", "data/keep.txt", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"]:
+    for name in [
+        "Dockerfile",
+        "a.py",
+        "data/big.bin",
+        "data/keep.txt",
+        "deep/x/__pycache__/a.pyc",
+        "deep/x/b.py",
+        "log.txt",
+    ]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / ".dockerignore").write_text("\n".join(lines))

@@ -41,12 +41,18 @@ def test_set_changes_a_key(tmp_path: Path) -> None:
     [
         (("  name: demo", "  nmae: demo"), "run.yaml:4: unknown key 'slice.nmae'; did you mean 'name'?"),
         (("zone: us-central2-b", "zone: 7"), "run.yaml:2: zone: should be a valid string, not 7"),
-        (("v4-16", "v3-16"), "run.yaml:5: slice.accelerator_type: accelerator type 'v3-16' does not exist; v3 has v3-8"),
+        (
+            ("v4-16", "v3-16"),
+            "run.yaml:5: slice.accelerator_type: accelerator type 'v3-16' does not exist; v3 has v3-8",
+        ),
         (("name: demo", "name: Demo_1"), "run.yaml:4: slice.name: 'Demo_1' must be a lower-case letter"),
         (("project: my-project\n", ""), "missing key 'project'"),
         (("slice:", "slcie:"), "run.yaml:3: unknown key 'slcie'; did you mean 'slice'?"),
         (("zone: us-central2-b", "zone: [a"), "not valid YAML"),
-        (("zone: us-central2-b", "zone: us-central2-b\nzone: us-central2-b"), "run.yaml:3: key 'zone' is given twice, first on line 2"),
+        (
+            ("zone: us-central2-b", "zone: us-central2-b\nzone: us-central2-b"),
+            "run.yaml:3: key 'zone' is given twice, first on line 2",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_line(tmp_path: Path, change: tuple[str, str], expected: str) -> None:
@@ -94,7 +100,10 @@ def test_the_image_is_that_of_the_trainers_backend(tmp_path: Path) -> None:
     assert load(path, ["backend=tensorflow"]).backend == "tensorflow"
     assert load(path, ["backend=tensorflow"], command=["true"]).backend == "tensorflow"
     assert load(path, ["image.backend=tensorflow"], command=["true"]).backend == "tensorflow"
-    with pytest.raises(BadInput, match=r"image\.backend: this image is of tensorflow, and `backend` is torch-xla: remove image\.backend"):
+    with pytest.raises(
+        BadInput,
+        match=r"image\.backend: this image is of tensorflow, and `backend` is torch-xla: remove image\.backend",
+    ):
         load(path, ["image.backend=tensorflow"])
 
 

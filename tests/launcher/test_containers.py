@@ -1,4 +1,5 @@
-"""Claims about the scripts that hosts run. They are run here by a real shell; what they do to an engine is shown in tests/rehearsal."""
+"""Claims about the scripts that hosts run. They are run here by a real shell; what they do to an engine is shown in
+tests/rehearsal."""
 
 import json
 import subprocess
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from launcher.provider import Attempt, ContainerState
 from launcher.run.overlay import Overlay
-from launcher.tpu_vm import containers
+from launcher.tpu_vm import host_scripts as containers
 
 TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=30)
 
@@ -47,15 +48,22 @@ def test_scripts_are_valid_posix_shell_and_never_end_with_255(script: str) -> No
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(TEXT, min_size=1, max_size=4), st.dictionaries(st.sampled_from(["A", "B_1"]), TEXT.filter(lambda text: "\n" not in text)))
+@given(
+    st.lists(TEXT, min_size=1, max_size=4),
+    st.dictionaries(st.sampled_from(["A", "B_1"]), TEXT.filter(lambda text: "\n" not in text)),
+)
 def test_any_command_and_value_reaches_the_engine_as_it_was_written(command: list[str], values: dict[str, str]) -> None:
-    script = containers.prepare_script(attempt(command=tuple(command), environment=values), ["10.0.0.1", "10.0.0.2"], "v4-16")
+    script = containers.prepare_script(
+        attempt(command=tuple(command), environment=values), ["10.0.0.1", "10.0.0.2"], "v4-16"
+    )
     create = script[
         script.index("$docker create") + len("$docker ") : script.index(
             ' >/dev/null 2>"$errors" || fail "the container can not be created"'
         )
     ]
-    shown = subprocess.run(["sh"], input=f"worker=1\nprintf '%s\\0' {create}".encode(), stdout=subprocess.PIPE, check=True).stdout
+    shown = subprocess.run(
+        ["sh"], input=f"worker=1\nprintf '%s\\0' {create}".encode(), stdout=subprocess.PIPE, check=True
+    ).stdout
     words = shown.decode().split("\0")[:-1]
     assert words[-len(command) :] == command
     assert "TPU_WORKER_ID=1" in words

@@ -56,7 +56,8 @@ def test_age_and_cost_are_counted_from_the_time_of_creation(tmp_path: Path) -> N
     begun = costs.parse_time(created)
     assert begun == 1795161600.5
     assert (
-        costs.since(config(tmp_path), created, begun + 5400) == "created 1 h 30 min ago, cost so far: about $38.64 (list prices of 2026-11)"
+        costs.since(config(tmp_path), created, begun + 5400)
+        == "created 1 h 30 min ago, cost so far: about $38.64 (list prices of 2026-11)"
     )
     assert costs.since(config(tmp_path), "", begun) == ""
     assert [costs.duration(seconds) for seconds in (40, 90, 7500, 273600)] == ["40 s", "1 min", "2 h 5 min", "3 d 4 h"]

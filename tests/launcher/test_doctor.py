@@ -22,7 +22,10 @@ def test_the_sdk_that_was_tested_passes_and_an_older_one_is_doubtful() -> None:
 def test_an_account_is_needed_unless_credentials_are_switched_off() -> None:
     assert doctor.account_row({"config": {"account": "ann@example.com"}}).verdict is Verdict.PASS
     assert doctor.account_row({"config": {"account": None}}).fix.startswith("gcloud auth login")
-    assert doctor.account_row({"config": {"properties": {"auth": {"disable_credentials": "true"}}}}).verdict is Verdict.PASS
+    assert (
+        doctor.account_row({"config": {"properties": {"auth": {"disable_credentials": "true"}}}}).verdict
+        is Verdict.PASS
+    )
 
 
 def test_docker_must_have_something_to_show_to_googles_registry() -> None:
@@ -36,7 +39,8 @@ def test_docker_must_have_something_to_show_to_googles_registry() -> None:
 
 
 @pytest.mark.parametrize(
-    ("passphrase", "mode", "verdict"), [("", 0o600, Verdict.PASS), ("", 0o644, Verdict.FAIL), ("secret", 0o600, Verdict.FAIL)]
+    ("passphrase", "mode", "verdict"),
+    [("", 0o600, Verdict.PASS), ("", 0o644, Verdict.FAIL), ("secret", 0o600, Verdict.FAIL)],
 )
 def test_a_key_must_be_private_and_usable_without_a_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passphrase: str, mode: int, verdict: Verdict

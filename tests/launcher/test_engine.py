@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import engine
 from launcher.errors import BadInput, CommandMissing, Exit
+from launcher.images import engine
 
 
 def client_script(version: str, *, buildx: bool = False, else_says: str = "") -> str:
@@ -59,7 +59,9 @@ def test_client_that_cannot_say_its_version_is_named(tmp_path: Path, monkeypatch
         engine.client()
 
 
-def test_only_a_client_without_buildx_is_bad_input_and_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_client_without_buildx_is_bad_input_and_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path / "a", NEW_WITHOUT_BUILDX)
     search(monkeypatch, tmp_path / "a")
     with pytest.raises(BadInput, match=r"has no buildx plug-in.*docker\.io") as caught:
@@ -67,7 +69,9 @@ def test_only_a_client_without_buildx_is_bad_input_and_says_what_to_install(tmp_
     assert caught.value.exit_code == Exit.BAD_INPUT
 
 
-def test_no_client_at_all_is_bad_input_and_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_client_at_all_is_bad_input_and_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     search(monkeypatch, tmp_path)
     with pytest.raises(BadInput, match="docker was not found on PATH"):
         engine.client()
@@ -75,13 +79,17 @@ def test_no_client_at_all_is_bad_input_and_says_what_to_install(tmp_path: Path, 
 
 def test_engine_that_does_not_run_is_named_by_docker_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
-    with pytest.raises(BadInput, match=rf"no container engine answers at unix://{tmp_path}/none\.sock \(DOCKER_HOST\)") as caught:
+    with pytest.raises(
+        BadInput, match=rf"no container engine answers at unix://{tmp_path}/none\.sock \(DOCKER_HOST\)"
+    ) as caught:
         engine.require_engine()
     assert caught.value.exit_code == Exit.BAD_INPUT
     assert "start it" in str(caught.value)
 
 
-def test_engine_that_may_not_be_used_is_told_from_one_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_may_not_be_used_is_told_from_one_that_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(tmp_path / "a", client_script("20.10.24", else_says="Got permission denied while trying to connect"))
     search(monkeypatch, tmp_path / "a")
     monkeypatch.delenv("DOCKER_HOST", raising=False)

@@ -1,4 +1,5 @@
-"""Claims about what the command line adds to a run: overlays, env files, dry runs; and about IAP and the dead-man timer as gcloud is told of them."""
+"""Claims about what the command line adds to a run: overlays, env files, dry runs; and about IAP and the dead-man timer
+as gcloud is told of them."""
 
 import os
 import signal
@@ -9,13 +10,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from launcher import env_file, provider
-from launcher.cli import cli
+from launcher import provider
+from launcher.cli.main import cli
 from launcher.config import Config, load
 from launcher.doctor import Verdict, quota_row
 from launcher.errors import BadInput
-from launcher.run import overlay
-from launcher.tpu_vm import containers, dead_man, gcloud
+from launcher.run import env_file, overlay
+from launcher.tpu_vm import gcloud
+from launcher.tpu_vm import host_scripts as containers
+from launcher.tpu_vm import idle_shutdown as dead_man
 
 FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, EXTRA}\n"
 
@@ -67,7 +70,11 @@ def test_with_iap_ssh_goes_through_it_and_nothing_else_changes(tmp_path: Path) -
 
 def test_a_timer_is_a_startup_script_that_is_valid_and_only_there_when_it_is_wanted(tmp_path: Path) -> None:
     assert not [flag for flag in gcloud.create_command(config(tmp_path), {}) if flag.startswith("--metadata")]
-    (flag,) = [flag for flag in gcloud.create_command(config(tmp_path, "abandoned_hours: 2"), {}) if flag.startswith("--metadata")]
+    (flag,) = [
+        flag
+        for flag in gcloud.create_command(config(tmp_path, "abandoned_hours: 2"), {})
+        if flag.startswith("--metadata")
+    ]
     script = flag.removeprefix(f"--metadata=^{dead_man.DELIMITER}^startup-script=")
     assert dead_man.DELIMITER not in script
     assert "-ge 7200" in script
@@ -86,7 +93,9 @@ def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "runs").write_text("4711\n")
-    script = dead_man.startup_script(config(tmp_path, f"abandoned_hours: {2 / 3600}")).replace("/var/log/", f"{tmp_path}/")
+    script = dead_man.startup_script(config(tmp_path, f"abandoned_hours: {2 / 3600}")).replace(
+        "/var/log/", f"{tmp_path}/"
+    )
     environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
     process = subprocess.Popen(["bash", "-c", script], env=environment, start_new_session=True)
     try:
@@ -120,13 +129,17 @@ def test_the_quota_that_a_slice_needs_is_named(tmp_path: Path) -> None:
     assert "TPUV4PreemptiblePerProjectPerZoneForTPUAPI" in row.detail
 
 
-@pytest.mark.parametrize(("verb", "words"), [("up", "tpu-vm create demo"), ("run", "docker"), ("down", "tpu-vm delete demo")])
+@pytest.mark.parametrize(
+    ("verb", "words"), [("up", "tpu-vm create demo"), ("run", "docker"), ("down", "tpu-vm delete demo")]
+)
 def test_a_dry_run_prints_its_own_commands_and_calls_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, words: str
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))  # no gcloud, no docker
     path = tmp_path / "run.yaml"
-    path.write_text(FILE.replace("EXTRA", "") + f"run: {{command: [train]}}\nimage: {{reference: 'r/i@sha256:{'0' * 64}'}}\n")
+    path.write_text(
+        FILE.replace("EXTRA", "") + f"run: {{command: [train]}}\nimage: {{reference: 'r/i@sha256:{'0' * 64}'}}\n"
+    )
     result = CliRunner().invoke(cli, [verb, "--dry-run", "-f", str(path)])
     assert result.exit_code == 0, result.output
     assert words in result.output

@@ -7,8 +7,8 @@ import pytest
 from launcher.config import Config, load
 from launcher.errors import Exit, LaunchError
 from launcher.tpu_vm import gcloud
-from launcher.tpu_vm.addresses import parse_dry_run
 from launcher.tpu_vm.slices import parse_state
+from launcher.tpu_vm.ssh.addresses import parse_dry_run
 
 FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, capacity: spot}\n"
 
@@ -47,8 +47,14 @@ def test_ssh_goes_to_all_hosts_or_one_never_to_a_subset(config: Config) -> None:
             "ERROR: (gcloud.x) RESOURCE_EXHAUSTED: Quota limit 'TPUV4PerProjectPerZone' has been exceeded. Limit: 0 in zone us-central2-b.",
             Exit.QUOTA,
         ),
-        ("ERROR: (gcloud.x) PERMISSION_DENIED: Permission denied on 'locations/mars-1a' (or it may not exist).", Exit.PERMISSION),
-        ("ERROR: (gcloud.x) ALREADY_EXISTS: Resource 'projects/p/locations/z/nodes/demo' already exists", Exit.CONFLICT),
+        (
+            "ERROR: (gcloud.x) PERMISSION_DENIED: Permission denied on 'locations/mars-1a' (or it may not exist).",
+            Exit.PERMISSION,
+        ),
+        (
+            "ERROR: (gcloud.x) ALREADY_EXISTS: Resource 'projects/p/locations/z/nodes/demo' already exists",
+            Exit.CONFLICT,
+        ),
         ("ERROR: (gcloud.x) INVALID_ARGUMENT: CloudTpu received an invalid AcceleratorType", Exit.BAD_INPUT),
         ("ERROR: gcloud crashed (ConnectionError): Max retries exceeded", Exit.CLOUD_ERROR),
         ("something new", Exit.CLOUD_ERROR),

@@ -8,8 +8,8 @@ import pytest
 
 from launcher.errors import Exit
 from launcher.gke import pods as parsing
-from launcher.gke.gke import _waiting
 from launcher.gke.kubectl import Kubectl, explain
+from launcher.gke.provider import _waiting
 from launcher.gke.watch import _Documents
 from launcher.provider import ContainerState, LogLine
 
@@ -39,14 +39,22 @@ SAID = [
         Exit.QUOTA,
         "ResourceQuota tpus is used up, requested: requests.google.com/tpu=8",
     ),
-    ('error: the server doesn\'t have a resource type "jobsets"', Exit.BAD_INPUT, "no JobSet: its administrator installs it"),
+    (
+        'error: the server doesn\'t have a resource type "jobsets"',
+        Exit.BAD_INPUT,
+        "no JobSet: its administrator installs it",
+    ),
     (
         'error: resource mapping not found for name: "demo" namespace: "default" from "STDIN": no matches for kind "JobSet" in version '
         '"jobset.x-k8s.io/v1alpha2"\nensure CRDs are installed first',
         Exit.BAD_INPUT,
         "the cluster has no JobSet",
     ),
-    ('Error from server (NotFound): namespaces "research" not found', Exit.BAD_INPUT, "kubectl create namespace research"),
+    (
+        'Error from server (NotFound): namespaces "research" not found',
+        Exit.BAD_INPUT,
+        "kubectl create namespace research",
+    ),
     (
         'Error from server (BadRequest): error when creating "STDIN": JobSet in version "v1alpha2" cannot be handled as a JobSet: strict decoding '
         'error: unknown field "spec.failurePolicy.rules[0].onJobFailureMessagePatterns"',
@@ -63,17 +71,33 @@ SAID = [
         Exit.BAD_INPUT,
         "vjobset.kb.io refuses it: name too long",
     ),
-    ('Error from server (AlreadyExists): jobsets.jobset.x-k8s.io "demo" already exists', Exit.CONFLICT, "already exists"),
+    (
+        'Error from server (AlreadyExists): jobsets.jobset.x-k8s.io "demo" already exists',
+        Exit.CONFLICT,
+        "already exists",
+    ),
     ('The JobSet "demo" is invalid: spec.replicatedJobs[0].name: Required value', Exit.BAD_INPUT, "Required value"),
-    ("Unable to connect to the server: x509: certificate signed by unknown authority", Exit.CLOUD_ERROR, "certificate is not trusted"),
+    (
+        "Unable to connect to the server: x509: certificate signed by unknown authority",
+        Exit.CLOUD_ERROR,
+        "certificate is not trusted",
+    ),
     (
         "The connection to the server 10.0.0.2 was refused - did you specify the right host or port?",
         Exit.CLOUD_ERROR,
         "does not answer (10.0.0.2)",
     ),
     ("Unable to connect to the server: dial tcp 34.1.2.3:443: i/o timeout", Exit.CLOUD_ERROR, "does not answer"),
-    ("Unable to connect to the server: dial tcp: lookup nowhere on 10.0.0.1:53: no such host", Exit.CLOUD_ERROR, "does not answer"),
-    ("Error from server (ServiceUnavailable): the server is currently unable to handle the request", Exit.CLOUD_ERROR, "unable to handle"),
+    (
+        "Unable to connect to the server: dial tcp: lookup nowhere on 10.0.0.1:53: no such host",
+        Exit.CLOUD_ERROR,
+        "does not answer",
+    ),
+    (
+        "Error from server (ServiceUnavailable): the server is currently unable to handle the request",
+        Exit.CLOUD_ERROR,
+        "unable to handle",
+    ),
     ("something nobody has seen", Exit.CLOUD_ERROR, "something nobody has seen"),
     ("", Exit.CLOUD_ERROR, "it gave no reason"),
 ]
@@ -101,11 +125,16 @@ def test_commands_name_the_context_and_are_bounded() -> None:
     assert "--context" not in Kubectl(None, "n").argv("get", "pods")
 
 
-def pod(phase: str, state: dict[str, Any] | None = None, conditions: list[dict[str, str]] | None = None, **status: str) -> parsing.Pod:
+def pod(
+    phase: str, state: dict[str, Any] | None = None, conditions: list[dict[str, str]] | None = None, **status: str
+) -> parsing.Pod:
     statuses = [] if state is None else [{"name": "trainer", "imageID": "i", "state": state}]
     metadata = {"name": "p", "uid": "u", "creationTimestamp": "2026-11-20T00:00:00Z", "labels": {parsing.INDEX: "3"}}
     return parsing.parse(
-        {"metadata": metadata, "status": {"phase": phase, "containerStatuses": statuses, "conditions": conditions or [], **status}}
+        {
+            "metadata": metadata,
+            "status": {"phase": phase, "containerStatuses": statuses, "conditions": conditions or [], **status},
+        }
     )
 
 
@@ -113,12 +142,24 @@ def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]
     return {"terminated": {"exitCode": code, "reason": reason, "message": message, "startedAt": "a", "finishedAt": "b"}}
 
 
-TAKEN = [{"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI", "message": "Eviction API: evicting"}]
+TAKEN = [
+    {
+        "type": "DisruptionTarget",
+        "status": "True",
+        "reason": "EvictionByEvictionAPI",
+        "message": "Eviction API: evicting",
+    }
+]
 
 
 def test_a_container_is_told_as_an_engine_would_tell_it() -> None:
-    assert pod("Running", {"running": {"startedAt": "a"}}).state() == (ContainerState("running", started_at="a", image="i"), "")
-    assert pod("Failed", ended(3, message="lines of its log")).state()[0] == ContainerState("exited", 3, False, "a", "b", "", "i")
+    assert pod("Running", {"running": {"startedAt": "a"}}).state() == (
+        ContainerState("running", started_at="a", image="i"),
+        "",
+    )
+    assert pod("Failed", ended(3, message="lines of its log")).state()[0] == ContainerState(
+        "exited", 3, False, "a", "b", "", "i"
+    )
     oom = pod("Failed", ended(137, "OOMKilled")).state()[0]
     assert oom is not None
     assert oom.oom_killed
@@ -163,7 +204,9 @@ def test_a_pod_that_will_never_start_is_told_at_once(reason: str, message: str, 
 def test_a_pod_that_may_still_start_is_no_trouble() -> None:
     for reason in ("ContainerCreating", "ErrImagePull"):
         assert parsing.trouble(pod("Pending", {"waiting": {"reason": reason}}), "i") is None
-    unschedulable = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}]
+    unschedulable = [
+        {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
+    ]
     waiting = pod("Pending", None, unschedulable)
     assert parsing.trouble(waiting, "i") is None
     assert _waiting({0: waiting, 1: waiting, 2: None}) == (
@@ -173,7 +216,9 @@ def test_a_pod_that_may_still_start_is_no_trouble() -> None:
 
 def test_times_of_lines_can_be_compared_as_text() -> None:
     assert parsing.log_line("2026-11-20T08:00:00.5Z x").timestamp == "2026-11-20T08:00:00.500000000Z"
-    assert parsing.log_line("2026-11-20T09:00:00.123456789+01:00 x y") == LogLine("2026-11-20T08:00:00.123456789Z", "x y")
+    assert parsing.log_line("2026-11-20T09:00:00.123456789+01:00 x y") == LogLine(
+        "2026-11-20T08:00:00.123456789Z", "x y"
+    )
     assert parsing.log_line("no time") == LogLine("", "no time")
 
 

@@ -20,14 +20,23 @@ K8S = kustomize.FOLDER
 
 
 def built(folder: Path) -> list[dict[str, Any]]:
-    text = subprocess.run([find("kubectl"), "kustomize", str(folder)], capture_output=True, text=True, check=True, timeout=60).stdout
+    text = subprocess.run(
+        [find("kubectl"), "kustomize", str(folder)], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     return list(yaml.safe_load_all(text))
 
 
 def test_every_file_is_what_the_code_renders() -> None:
     for path, text in kustomize.files().items():
-        assert (K8S / path).read_text() == text, "if this is wanted: python -m tools.kustomize, and review the difference"
-    kept = {str(path.relative_to(K8S)) for folder in ("base", "overlays") for path in (K8S / folder).rglob("*") if path.is_file()}
+        assert (K8S / path).read_text() == text, (
+            "if this is wanted: python -m tools.kustomize, and review the difference"
+        )
+    kept = {
+        str(path.relative_to(K8S))
+        for folder in ("base", "overlays")
+        for path in (K8S / folder).rglob("*")
+        if path.is_file()
+    }
     assert kept == set(kustomize.files())
 
 
@@ -63,7 +72,9 @@ def test_the_readme_names_every_machine_type() -> None:
             assert f"`{gke_nodes(slice_).machine_type}`" in readme
 
 
-values = st.recursive(st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3))
+values = st.recursive(
+    st.integers() | st.text(), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+)
 
 
 @given(st.dictionaries(st.text(), values, max_size=3), st.dictionaries(st.text(), values, max_size=3))

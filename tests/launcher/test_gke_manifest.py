@@ -1,4 +1,5 @@
-"""Claims about rendered manifests. For every size of every accelerator they are valid; what can't be is refused in words."""
+"""Claims about rendered manifests. For every size of every accelerator they are valid; what can't be is refused in
+words."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.cli import cli
+from launcher.cli.main import cli
 from launcher.config import load
 from launcher.errors import BadInput
 from launcher.gke import standalone, yaml_text
@@ -20,7 +21,7 @@ from launcher.gke.yaml_text import Noted
 from tests.kubernetes import golden, schemas
 from tests.kubernetes.golden import EXAMPLE, IMAGE
 from training.accelerators import ACCELERATORS, gke_nodes
-from training.cluster import Cluster, from_environment
+from training.distributed.cluster import Cluster, from_environment
 
 ON_GKE = [name for name, each in ACCELERATORS.items() if each.generation.name != "v2"]
 
@@ -54,9 +55,17 @@ def test_every_size_of_every_accelerator_is_valid_and_has_its_hosts_and_chips(na
         for document in documents:
             assert schemas.mistakes(document) == []
         job, pod = job_of(documents), pod_of(documents)
-        assert (job["parallelism"], job["completions"], job["completionMode"]) == (slice_.hosts, slice_.hosts, "Indexed")
+        assert (job["parallelism"], job["completions"], job["completionMode"]) == (
+            slice_.hosts,
+            slice_.hosts,
+            "Indexed",
+        )
         resources = pod["containers"][0]["resources"]
-        assert resources["limits"]["google.com/tpu"] == resources["requests"]["google.com/tpu"] == str(slice_.chips_per_host)
+        assert (
+            resources["limits"]["google.com/tpu"]
+            == resources["requests"]["google.com/tpu"]
+            == str(slice_.chips_per_host)
+        )
         assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == slice_.topology_name
         assert int(gke_nodes(slice_).machine_type.rsplit("-", 1)[1].removesuffix("t")) == slice_.chips_per_host
 
@@ -96,7 +105,9 @@ def test_the_schemas_find_what_is_wrong() -> None:
 @pytest.mark.parametrize("name", golden.CASES)
 def test_manifests_are_as_they_were_reviewed(name: str) -> None:
     kept = (golden.FOLDER / f"{name}.yaml").read_text()
-    assert golden.render(name) == kept, "if this is wanted: python -m tests.kubernetes.golden, and review the difference"
+    assert golden.render(name) == kept, (
+        "if this is wanted: python -m tests.kubernetes.golden, and review the difference"
+    )
     for document in yaml.safe_load_all(kept):
         assert schemas.mistakes(document) == []
 
@@ -140,7 +151,8 @@ def test_an_image_must_be_named_by_its_digest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "asked", "given_"), [("on-demand", 60, 60), ("on-demand", 600, 600), ("spot", 10, 10), ("spot", 60, 25)]
+    ("capacity", "asked", "given_"),
+    [("on-demand", 60, 60), ("on-demand", 600, 600), ("spot", 10, 10), ("spot", 60, 25)],
 )
 def test_the_grace_period_is_what_the_capacity_gives(capacity: str, asked: int, given_: int) -> None:
     pod = pod_of(rendered(f"slice.capacity={capacity}", f"run.stop_seconds={asked}"))
@@ -153,8 +165,13 @@ def test_the_grace_period_is_what_the_capacity_gives(capacity: str, asked: int, 
 def test_no_pod_is_privileged_or_on_the_nodes_network_unless_asked(kind: str) -> None:
     pod = pod_of(rendered(kind=kind))
     assert "hostNetwork" not in pod
-    assert pod["containers"][0]["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-    assert pod_of(rendered("gke.privileged=true", kind=kind))["containers"][0]["securityContext"] == {"privileged": True}
+    assert pod["containers"][0]["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert pod_of(rendered("gke.privileged=true", kind=kind))["containers"][0]["securityContext"] == {
+        "privileged": True
+    }
 
 
 def test_secrets_come_from_kubernetes_secrets_only() -> None:
@@ -179,7 +196,9 @@ def test_the_trainer_finds_its_peers_by_what_the_manifest_says_alone(kind: Kind)
 
 def test_tpu_launchs_own_jobsets_leave_every_decision_to_it() -> None:
     config = load(EXAMPLE)
-    jobset = yaml_text.plain(objects(config, standalone.workload(config, "demo", IMAGE), Kind.JOBSET, Restarts.BY_LAUNCHER)[-1])
+    jobset = yaml_text.plain(
+        objects(config, standalone.workload(config, "demo", IMAGE), Kind.JOBSET, Restarts.BY_LAUNCHER)[-1]
+    )
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 0}
     assert job["backoffLimitPerIndex"] == 0
@@ -228,7 +247,9 @@ def test_verbs_that_know_no_cluster_say_so(words: list[str], message: str) -> No
 
 
 def test_the_command_prints_a_manifest_and_nothing_else() -> None:
-    result = CliRunner().invoke(cli, ["manifest", "-f", str(EXAMPLE), "--image", IMAGE, "--kind", "job", "--name", "other", "--", "true"])
+    result = CliRunner().invoke(
+        cli, ["manifest", "-f", str(EXAMPLE), "--image", IMAGE, "--kind", "job", "--name", "other", "--", "true"]
+    )
     assert result.exit_code == 0
     documents = list(yaml.safe_load_all(result.stdout))
     assert [each["kind"] for each in documents] == ["ConfigMap", "Service", "Job"]

@@ -1,4 +1,5 @@
-"""What decides an image's tag, and what a user reads when an image can't be made. Real builds are in tests/rehearsal/test_image_builds.py."""
+"""What decides an image's tag, and what a user reads when an image can't be made. Real builds are in
+tests/rehearsal/test_image_builds.py."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from launcher import images
 from launcher.errors import BadInput
-from launcher.images import ImageSpec
+from launcher.images import build as images
+from launcher.images.build import ImageSpec
 
 BASE = {"debian:bookworm-slim": "sha256:0123"}
 
@@ -38,7 +39,9 @@ def test_tag_is_the_same_for_two_copies_of_the_same_files(spec: ImageSpec, tmp_p
     assert images.tag(images.folder_spec("test/image", copy), BASE) == images.tag(spec, BASE)
 
 
-def test_tag_changes_with_a_file_the_dockerfile_an_argument_the_target_and_the_base(spec: ImageSpec, tmp_path: Path) -> None:
+def test_tag_changes_with_a_file_the_dockerfile_an_argument_the_target_and_the_base(
+    spec: ImageSpec, tmp_path: Path
+) -> None:
     other_dockerfile = tmp_path / "other"
     other_dockerfile.write_text("FROM debian:bookworm-slim\n\n")
     tags = [
@@ -75,7 +78,9 @@ def test_default_image_holds_the_trainer_but_no_leftovers_of_running_it(backend:
     paths = [path for path, _ in images.default_spec(backend).context]
     assert "training/errors.py" in paths
     assert "requirements.txt" in paths
-    assert not [path for path in paths if "__pycache__" in path or path.endswith((".pyc", ".in")) or path == "Dockerfile"]
+    assert not [
+        path for path in paths if "__pycache__" in path or path.endswith((".pyc", ".in")) or path == "Dockerfile"
+    ]
 
 
 @pytest.mark.parametrize("backend", ["torch-xla", "tensorflow"])
@@ -102,7 +107,9 @@ def test_missing_dockerfile_is_named(tmp_path: Path) -> None:
         images.folder_spec("test/image", tmp_path, dockerfile=tmp_path / "nowhere")
 
 
-def test_ca_bundle_comes_from_the_environment_and_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ca_bundle_comes_from_the_environment_and_must_be_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = tmp_path / "ca.pem"
     monkeypatch.setenv("TPU_LAUNCH_CA_BUNDLE", str(bundle))
     with pytest.raises(BadInput, match=r"ca\.pem: there is no such CA bundle \(from TPU_LAUNCH_CA_BUNDLE\)"):
@@ -135,11 +142,18 @@ def test_build_argument_overrides_the_base_image() -> None:
 def test_commands_are_shown_without_an_engine_and_touch_nothing(spec: ImageSpec, tmp_path: Path) -> None:
     bundle = tmp_path / "ca.pem"
     bundle.write_text("certificates")
-    given = dataclasses.replace(spec, repository="r.example/p/n", build_args=(("A", "b c"),), target="t", ca_bundle=bundle)
+    given = dataclasses.replace(
+        spec, repository="r.example/p/n", build_args=(("A", "b c"),), target="t", ca_bundle=bundle
+    )
     pull, build, tag, push = images.commands(given)
     assert pull[1:] == ["pull", "--quiet", "debian:bookworm-slim"]
     assert build[1] == "build"
-    for pair in (["--secret", f"id=ca,src={bundle}"], ["--build-arg", "A=b c"], ["--target", "t"], ["--platform", "linux/amd64"]):
+    for pair in (
+        ["--secret", f"id=ca,src={bundle}"],
+        ["--build-arg", "A=b c"],
+        ["--target", "t"],
+        ["--platform", "linux/amd64"],
+    ):
         assert pair == build[build.index(pair[0]) : build.index(pair[0]) + 2]
     assert tag[1:] == ["tag", "test/image:TAG", "r.example/p/n:TAG"]
     assert push[1:] == ["push", "r.example/p/n:TAG"]

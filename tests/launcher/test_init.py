@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher import init
+from launcher import scaffold as init
+from launcher.cli.setup import init as command
+from launcher.cli.ssh import remote_script
 from launcher.config import load
 from launcher.errors import BadInput
-from launcher.init import Answers
-from launcher.preparing import init as command
-from launcher.reaching import remote_script
+from launcher.scaffold import Answers
 from training.accelerators import ACCELERATORS
 
 
@@ -37,7 +37,9 @@ def test_every_key_of_the_file_has_a_comment_or_stands_below_one(tmp_path: Path)
 
 @settings(max_examples=60, deadline=None)
 @given(st.text(min_size=1, max_size=12), st.text(min_size=1, max_size=12))
-def test_no_answer_makes_another_key_or_a_broken_file(tmp_path_factory: pytest.TempPathFactory, project: str, bucket: str) -> None:
+def test_no_answer_makes_another_key_or_a_broken_file(
+    tmp_path_factory: pytest.TempPathFactory, project: str, bucket: str
+) -> None:
     path = tmp_path_factory.mktemp("init") / "run.yaml"
     try:
         init.write(path, Answers(project, "v4-8", "us-central2-b", "s", "on-demand", bucket))

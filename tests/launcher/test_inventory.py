@@ -34,7 +34,13 @@ def queued(state: str) -> dict[str, Any]:
 
 def test_an_entry_says_whose_it_is_how_old_and_what_it_cost() -> None:
     found = inventory.parse_node(node())
-    assert (found.name, found.zone, found.owner, found.run, found.capacity) == ("n", "us-central2-b", "ann", "bert", "spot")
+    assert (found.name, found.zone, found.owner, found.run, found.capacity) == (
+        "n",
+        "us-central2-b",
+        "ann",
+        "bert",
+        "spot",
+    )
     shown = found.as_json(NOW)
     assert shown["age_seconds"] == 3600
     assert shown["cost"] == 3.69
@@ -61,7 +67,18 @@ def test_a_dead_request_is_deleted_with_force_and_a_waiting_one_is_left_alone() 
     assert inventory.leftovers([waiting, suspended], NOW, owner="ann") == [suspended]
     assert waiting.cost(NOW) == 0
     assert inventory.delete_command("p", suspended) == [
-        *("gcloud", "compute", "tpus", "queued-resources", "delete", "n", "--project=p", "--zone=us-central2-b", "--quiet", "--force")
+        *(
+            "gcloud",
+            "compute",
+            "tpus",
+            "queued-resources",
+            "delete",
+            "n",
+            "--project=p",
+            "--zone=us-central2-b",
+            "--quiet",
+            "--force",
+        )
     ]
 
 
@@ -72,4 +89,7 @@ def test_a_node_from_the_queue_goes_with_its_request() -> None:
 
 
 def test_a_request_for_several_slices_is_not_ours_to_count() -> None:
-    assert inventory.parse_queued({"name": "a/b/c/d/e/f", "tpu": {"nodeSpec": [{"multisliceParams": {"nodeCount": 2}}]}}) is None
+    assert (
+        inventory.parse_queued({"name": "a/b/c/d/e/f", "tpu": {"nodeSpec": [{"multisliceParams": {"nodeCount": 2}}]}})
+        is None
+    )

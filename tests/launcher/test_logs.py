@@ -22,16 +22,22 @@ def engine_log(history: list[LogLine], since: str | None) -> list[LogLine]:
     return [line for line in history if since is None or line.timestamp >= since]
 
 
-# Written in order, but stamped up to 400 ms earlier than the newest: stdout and stderr are copied by two threads. Equal times and equal texts occur.
-histories = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 400), st.sampled_from(["a", "b", ""])), max_size=60).map(
+# Written in order, but stamped up to 400 ms earlier than the newest: stdout and stderr are copied by two threads. Equal
+# times and equal texts occur.
+histories = st.lists(
+    st.tuples(st.integers(0, 300), st.integers(0, 400), st.sampled_from(["a", "b", ""])), max_size=60
+).map(
     lambda steps: [
-        LogLine(stamp(1000 + sum(step for step, _, _ in steps[: index + 1]) - back), text) for index, (_, back, text) in enumerate(steps)
+        LogLine(stamp(1000 + sum(step for step, _, _ in steps[: index + 1]) - back), text)
+        for index, (_, back, text) in enumerate(steps)
     ]
 )
 
 
 @given(histories, st.lists(st.integers(0, 60), max_size=8), st.data())
-def test_every_line_is_delivered_once_and_in_order_for_any_looks(history: list[LogLine], cuts: list[int], data: st.DataObject) -> None:
+def test_every_line_is_delivered_once_and_in_order_for_any_looks(
+    history: list[LogLine], cuts: list[int], data: st.DataObject
+) -> None:
     cursor = Cursor()
     delivered: list[LogLine] = []
     earlier: str | None = None
@@ -84,7 +90,8 @@ def test_bytes_that_are_not_text_survive(tmp_path: Path) -> None:
 
 @given(histories, st.lists(st.integers(1, 20), max_size=20), st.integers(2, 12))
 def test_looks_at_the_last_lines_only_lose_nothing(history: list[LogLine], steps: list[int], tail: int) -> None:
-    """An engine cuts off the last lines first and looks at their times then; a look that does not reach back is done again in full."""
+    """An engine cuts off the last lines first and looks at their times then; a look that does not reach back is done
+    again in full."""
     cursor, delivered, written = Cursor(), [], 0
     for step in [*steps, len(history)]:
         written = min(len(history), written + step)

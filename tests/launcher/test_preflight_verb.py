@@ -1,4 +1,5 @@
-"""What `up` and `run` make of an answer that preflight gave before, through the command line; no TPU compiler and no engine is needed for that."""
+"""What `up` and `run` make of an answer that preflight gave before, through the command line; no TPU compiler and no
+engine is needed for that."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def keep(folder: Path, answer: dict[str, Any]) -> Path:
 
 
 def launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST")
+    }
     return subprocess.run(
         [sys.executable, "-m", "launcher.cli", *arguments],
         cwd=folder,
@@ -139,7 +142,8 @@ def test_an_unknown_accelerator_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(137, "memory ran out"), (139, "the TPU compiler crashed"), (134, "gave up"), (77, "exit code 77")]
+    ("code", "said"),
+    [(137, "memory ran out"), (139, "the TPU compiler crashed"), (134, "gave up"), (77, "exit code 77")],
 )
 def test_a_compiler_that_does_not_end_by_itself_is_told(code: int, said: str) -> None:
     error = preflight._no_answer(code)

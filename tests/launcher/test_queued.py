@@ -1,4 +1,5 @@
-"""Claims about requests in the queue and about several zones: command lines, what the API answers, where a slice is remembered."""
+"""Claims about requests in the queue and about several zones: command lines, what the API answers, where a slice is
+remembered."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 def test_a_request_always_names_zone_type_and_end(config: Config) -> None:
     command = queued.create_command(config, {"tpu-launch": "1"}, 21600)
-    assert command[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "s"], "the GA track: alpha contradicts itself"
+    assert command[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "s"], (
+        "the GA track: alpha contradicts itself"
+    )
     for flag in ("--zone=us-west1-c", "--node-id=s", "--accelerator-type=v5litepod-8", "--runtime-version=v2-alpha-tpuv5-lite",
                  "--valid-until-duration=21600s", "--reserved", "--labels=tpu-launch=1"):  # fmt: skip
         assert flag in command
@@ -32,7 +35,8 @@ def test_a_request_always_names_zone_type_and_end(config: Config) -> None:
 
 
 @pytest.mark.parametrize(
-    "state", ["CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE", "SUSPENDING", "SUSPENDED", "DELETING"]
+    "state",
+    ["CREATING", "ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE", "SUSPENDING", "SUSPENDED", "DELETING"],
 )
 def test_every_state_is_read(state: str) -> None:
     found = queued.parse(answer({"state": state, "stateInitiator": "SERVICE"}))
@@ -48,7 +52,11 @@ def test_a_failure_says_why() -> None:
 
 def answer(state: dict[str, Any]) -> str:
     return json.dumps(
-        {"name": "projects/p/locations/us-west1-c/queuedResources/s", "state": state, "createTime": "2026-11-20T08:00:00.000000000Z"}
+        {
+            "name": "projects/p/locations/us-west1-c/queuedResources/s",
+            "state": state,
+            "createTime": "2026-11-20T08:00:00.000000000Z",
+        }
     )
 
 
@@ -75,15 +83,15 @@ def test_a_memory_that_is_broken_or_of_another_file_is_no_memory(config: Config,
 
 
 def test_a_zone_that_can_not_be_one_is_named_with_its_line(tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("project: p\nzone: us-west1-c\nslice:\n  name: s\n  accelerator_type: v4-8\n  zones:\n  - europe\n")
+    (tmp_path / "run.yaml").write_text(
+        "project: p\nzone: us-west1-c\nslice:\n  name: s\n  accelerator_type: v4-8\n  zones:\n  - europe\n"
+    )
     with pytest.raises(BadInput, match=r"run\.yaml:7: .*'europe' is not the name of a zone"):
         load(tmp_path / "run.yaml")
 
 
 def test_an_operations_error_is_told_by_its_message() -> None:
-    said = (
-        'Create request issued\nERROR: (gcloud.create) {\n  "code": 8,\n  "message": "There is no more capacity in the zone \\"z\\""\n}\n'
-    )
+    said = 'Create request issued\nERROR: (gcloud.create) {\n  "code": 8,\n  "message": "There is no more capacity in the zone \\"z\\""\n}\n'
     error = gcloud.explain(said, ["gcloud"])
     assert isinstance(error, gcloud.Stockout)
     assert str(error).splitlines()[0] == 'gcloud: There is no more capacity in the zone "z"'

@@ -1,4 +1,5 @@
-"""Claims about where the hosts of a slice are: what is remembered of it, and when gcloud is asked again. Sockets are real, gcloud is its printed words."""
+"""Claims about where the hosts of a slice are: what is remembered of it, and when gcloud is asked again. Sockets are
+real, gcloud is its printed words."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -9,9 +10,9 @@ import pytest
 from launcher.config import Config, load
 from launcher.errors import LaunchError
 from launcher.provider import SliceState
-from launcher.tpu_vm import addresses
-from launcher.tpu_vm.addresses import Address, Known
-from launcher.tpu_vm.reach import Reach
+from launcher.tpu_vm.ssh import addresses
+from launcher.tpu_vm.ssh.addresses import Address, Known
+from launcher.tpu_vm.ssh.connections import Reach
 
 DRY_RUN = (  # as gcloud 528 prints it
     "/usr/bin/ssh -T -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} -o IdentitiesOnly=yes "
@@ -20,8 +21,12 @@ DRY_RUN = (  # as gcloud 528 prints it
 
 
 def gcloud_says(folder: Path, monkeypatch: pytest.MonkeyPatch, hosts: list[str]) -> Path:
-    """A gcloud that prints the way to these hosts, or that there is no such slice, and writes down that it was asked."""
-    asked, told = folder / "asked", "".join(DRY_RUN.format(worker=worker, host=host) for worker, host in enumerate(hosts))
+    """A gcloud that prints the way to these hosts, or that there is no such slice, and writes down that it was
+    asked."""
+    asked, told = (
+        folder / "asked",
+        "".join(DRY_RUN.format(worker=worker, host=host) for worker, host in enumerate(hosts)),
+    )
     asked.write_text("")
     (folder / "told").write_text(told)
     script = folder / "bin" / "gcloud"
@@ -60,7 +65,9 @@ def test_a_slice_is_remembered_for_the_same_file_and_no_other(tmp_path: Path, mo
 
 def remembered(folder: Path) -> Known:
     """Two hosts where nothing listens, kept by an earlier command."""
-    two = tuple(Address(worker, f"127.9.9.{worker + 1}", "me", "key", "known", f"tpu.1-{worker}") for worker in range(2))
+    two = tuple(
+        Address(worker, f"127.9.9.{worker + 1}", "me", "key", "known", f"tpu.1-{worker}") for worker in range(2)
+    )
     known = Known("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), two)
     addresses.keep(config(folder), known)
     return known
@@ -70,7 +77,9 @@ def seen(known: Known) -> SliceState:
     return SliceState("demo", "READY", "HEALTHY", "v4-16", known.internal, created=known.created)
 
 
-def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     known = remembered(tmp_path)
     reach = Reach(config(tmp_path))
@@ -83,7 +92,9 @@ def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(tmp_path
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, moved: bool) -> None:
+def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, moved: bool
+) -> None:
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     known = remembered(tmp_path)
     asked = gcloud_says(tmp_path, monkeypatch, [f"127.9.{8 if moved else 9}.{worker + 1}" for worker in range(2)])
@@ -97,8 +108,11 @@ def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(tmp_path: Path,
     assert (addresses.recall(config(tmp_path)) == known) == (not moved)
 
 
-def test_looks_that_come_back_late_find_no_slice_and_never_break(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that look at hosts of an attempt that is over, while the slice is seen to be gone: they get an answer or a LaunchError, nothing else."""
+def test_looks_that_come_back_late_find_no_slice_and_never_break(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads that look at hosts of an attempt that is over, while the slice is seen to be gone: they get an answer or
+    a LaunchError, nothing else."""
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     gcloud_says(tmp_path, monkeypatch, [])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 import pytest
 
-from launcher.cli import cli
+from launcher.cli.main import cli
 from launcher.config import load
 from launcher.errors import Exit
 from training.errors import Exit as TrainerExit

@@ -46,10 +46,15 @@ def test_failures_wait_longer_each_time_and_preemptions_do_not_wait() -> None:
 
 
 @given(st.lists(st.sampled_from(ENDED)), st.integers(0, 5), st.integers(0, 5))
-def test_no_history_starts_more_attempts_than_the_budgets_allow(kinds: list[Kind], preemptions: int, failures: int) -> None:
+def test_no_history_starts_more_attempts_than_the_budgets_allow(
+    kinds: list[Kind], preemptions: int, failures: int
+) -> None:
     events: list[dict[str, str]] = []
     for kind in kinds:
-        if decide(Verdict(kind), spent_so_far(events), Budgets(preemptions, failures), stop_requested=False).next is Next.RECOVER:
+        if (
+            decide(Verdict(kind), spent_so_far(events), Budgets(preemptions, failures), stop_requested=False).next
+            is Next.RECOVER
+        ):
             events.append({"event": "recover", "after": kind.value})
     assert sum(event["after"] in {kind.value for kind in PREEMPTIONS} for event in events) <= preemptions
     assert sum(event["after"] == Kind.FAILED.value for event in events) <= failures

@@ -1,18 +1,22 @@
-"""Claims about the repository that images are pushed to; it is made, with the real gcloud, in tests/rehearsal/test_fault_matrix.py."""
+"""Claims about the repository that images are pushed to; it is made, with the real gcloud, in
+tests/rehearsal/test_fault_matrix.py."""
 
 import pytest
 
-from launcher import registries
+from launcher.images import registry as registries
 
 
-@pytest.mark.parametrize("image", ["repository/image", "repository/deeper/image:tag", "repository/image@sha256:00", "repository"])
+@pytest.mark.parametrize(
+    "image", ["repository/image", "repository/deeper/image:tag", "repository/image@sha256:00", "repository"]
+)
 def test_where_a_repository_is_is_in_its_name(image: str) -> None:
     found = registries.parse(f"us-central2-docker.pkg.dev/my-project/{image}")
     assert found == registries.Repository("us-central2", "my-project", "repository")
 
 
 @pytest.mark.parametrize(
-    "name", ["gcr.io/p/image", "docker.io/library/debian", "us-docker.pkg.dev.evil.example/p/r/i", "us-docker.pkg.dev/p"]
+    "name",
+    ["gcr.io/p/image", "docker.io/library/debian", "us-docker.pkg.dev.evil.example/p/r/i", "us-docker.pkg.dev/p"],
 )
 def test_other_registries_are_left_alone(name: str) -> None:
     assert registries.parse(name) is None

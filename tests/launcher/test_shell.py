@@ -65,7 +65,11 @@ def test_a_child_that_ignores_the_polite_signal_is_killed(tmp_path: Path, monkey
 def test_lines_are_handed_over_as_they_come() -> None:
     seen: list[tuple[float, str]] = []
     begun = time.monotonic()
-    shell.stream(["sh", "-c", "echo one; sleep 0.6; echo two"], lambda line: seen.append((time.monotonic() - begun, line)), timeout=10)
+    shell.stream(
+        ["sh", "-c", "echo one; sleep 0.6; echo two"],
+        lambda line: seen.append((time.monotonic() - begun, line)),
+        timeout=10,
+    )
     assert [line for _, line in seen] == ["one", "two"]
     assert seen[1][0] - seen[0][0] > 0.4
 

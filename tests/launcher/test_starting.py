@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.tpu_vm import starting
+from launcher.tpu_vm.ssh import start_gate as starting
 
 PRELUDE = 'worker=3; say() { echo "$worker $*"; }\n'
 
@@ -18,7 +18,10 @@ def start(container: str, status: str = "echo created") -> subprocess.Popen[str]
 
 def go(container: str) -> None:
     assert (
-        subprocess.run(["sh", "-c", starting.go_script(PRELUDE, container)], capture_output=True, text=True, check=True).stdout == "3 go\n"
+        subprocess.run(
+            ["sh", "-c", starting.go_script(PRELUDE, container)], capture_output=True, text=True, check=True
+        ).stdout
+        == "3 go\n"
     )
 
 

@@ -1,11 +1,12 @@
-"""Claims about what `status` tells of a run that was recovered: a few lines, and nothing that only a reader of the code understands."""
+"""Claims about what `status` tells of a run that was recovered: a few lines, and nothing that only a reader of the code
+understands."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from launcher.run import look
+from launcher.run import status as look
 from launcher.run.ledger import Ledger
 
 LOST = {"worker": 1, "what": "the host went away and came back; its container was killed with it"}

@@ -1,4 +1,5 @@
-"""The set-up and test scripts of tools/: what they say when something is missing, and that no test is left out unnoticed."""
+"""The set-up and test scripts of tools/: what they say when something is missing, and that no test is left out
+unnoticed."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ def test_missing_gcloud_is_named_with_what_to_install(tmp_path: Path) -> None:
         found = shutil.which(program)
         assert found
         (tmp_path / program).symlink_to(found)
-    said = subprocess.run([HOUSE / "tools" / "need.sh", "gcloud"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=30)
+    said = subprocess.run(
+        [HOUSE / "tools" / "need.sh", "gcloud"], env={"PATH": str(tmp_path)}, capture_output=True, text=True, timeout=30
+    )
     assert said.returncode == 2
     assert "gcloud, the Google Cloud CLI (https://" in said.stderr
 

@@ -14,7 +14,9 @@ def running(worker: int, seen: float = 100.0, problem: str = "") -> HostView:
     return HostView(worker, ContainerState("running"), seen=seen, problem=problem)
 
 
-def exited(worker: int, code: int, *, at: str = "2026-01-01T00:00:00Z", ended_seen: float = 99.0, seen: float = 100.0) -> HostView:
+def exited(
+    worker: int, code: int, *, at: str = "2026-01-01T00:00:00Z", ended_seen: float = 99.0, seen: float = 100.0
+) -> HostView:
     return HostView(worker, ContainerState("exited", exit_code=code, finished_at=at), seen=seen, ended_seen=ended_seen)
 
 
@@ -67,7 +69,10 @@ def test_a_silent_host_is_the_cause_even_when_its_last_look_has_not_come_back() 
 
 
 def test_lost_peer_is_a_symptom_of_another_exit_code_whatever_the_order_of_arrival() -> None:
-    views = [exited(0, 76, at="2026-01-01T00:00:01Z", ended_seen=98.0), exited(1, 137, at="2026-01-01T00:00:02Z", ended_seen=99.0)]
+    views = [
+        exited(0, 76, at="2026-01-01T00:00:01Z", ended_seen=98.0),
+        exited(1, 137, at="2026-01-01T00:00:02Z", ended_seen=99.0),
+    ]
     verdict = judge(views, 100.0, LIMITS)
     assert verdict.kind is Kind.FAILED
     assert verdict.cause is not None
@@ -133,7 +138,10 @@ def test_a_container_that_somebody_removed_is_named() -> None:
 
 @given(st.lists(st.sampled_from([None, 0, 1, 2, 75, 76, 137]), min_size=1, max_size=8), st.floats(100, 1000))
 def test_every_attempt_with_a_failure_is_judged_within_the_settling_time(codes: list[int | None], now: float) -> None:
-    views = [running(w, seen=now) if code is None else exited(w, code, ended_seen=now - 5, seen=now) for w, code in enumerate(codes)]
+    views = [
+        running(w, seen=now) if code is None else exited(w, code, ended_seen=now - 5, seen=now)
+        for w, code in enumerate(codes)
+    ]
     failed = any(code not in (None, 0, 75) for code in codes)
     verdict = judge(views, now, LIMITS)
     assert verdict.kind is not Kind.SETTLING

@@ -14,7 +14,9 @@ from tests.rehearsal.workstation import BUCKET, HOUSE, Workstation
 @pytest.fixture(scope="module")
 def workstation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workstation]:
     folder = tmp_path_factory.mktemp("workstation")
-    environment = {key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST")}
+    environment = {
+        key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST")
+    }
     environment |= {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(HOUSE), "PYTHONUNBUFFERED": "1"}
     work = Workstation(folder, environment)
     try:

@@ -1,4 +1,5 @@
-"""Claims about looking at a run while it goes on and after it failed: status, events, the post-mortem. One slice of two hosts; about 30 s."""
+"""Claims about looking at a run while it goes on and after it failed: status, events, the post-mortem. One slice of two
+hosts; about 30 s."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ import tarfile
 from pathlib import Path
 
 from tests.rehearsal.workstation import Workstation
-from training.reports.report import progress
+from training.telemetry.text import progress
 
 SECRET = "v3ry-s3cret-t0ken"
 
 
-def test_status_tells_step_loss_speed_ages_and_cost_and_a_failure_leaves_a_masked_post_mortem(two_hosts: tuple[Workstation, str]) -> None:
+def test_status_tells_step_loss_speed_ages_and_cost_and_a_failure_leaves_a_masked_post_mortem(
+    two_hosts: tuple[Workstation, str],
+) -> None:
     work, file = two_hosts
     line = progress(12, 500, 6.54321, 1234.5, 60.0)
     script = (
@@ -21,7 +24,20 @@ def test_status_tells_step_loss_speed_ages_and_cost_and_a_failure_leaves_a_maske
         'i=0; while [ ! -e /tmp/fail ]; do sleep 0.2; i=$((i+1)); [ $i -gt 40 ] && [ "$TPU_WORKER_ID" = 1 ] && exit 5; done'
     )
     running = work.begin(
-        *("--emulated", "run", "--new", "--json", "-f", file, "--set", "run.secrets=[HF_TOKEN]", "--", "sh", "-c", script),
+        *(
+            "--emulated",
+            "run",
+            "--new",
+            "--json",
+            "-f",
+            file,
+            "--set",
+            "run.secrets=[HF_TOKEN]",
+            "--",
+            "sh",
+            "-c",
+            script,
+        ),
         environment={"HF_TOKEN": SECRET},
     )
     running.wait_for(r"^\[1\] token")
@@ -40,7 +56,15 @@ def test_status_tells_step_loss_speed_ages_and_cost_and_a_failure_leaves_a_maske
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     with tarfile.open(path) as archive:
         kept = {name.split("/", 1)[1]: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
-    assert {"slice.json", "host-0.txt", "host-1.txt", "logs/attempt-0/host-0.log", "events.jsonl", "run.json", "config.yaml"} <= set(kept)
+    assert {
+        "slice.json",
+        "host-0.txt",
+        "host-1.txt",
+        "logs/attempt-0/host-0.log",
+        "events.jsonl",
+        "run.json",
+        "config.yaml",
+    } <= set(kept)
     assert '"ExitCode": 5' in kept["host-1.txt"]
     assert "from libtpu" in kept["host-1.txt"]
     assert '"state": "READY"' in kept["slice.json"]

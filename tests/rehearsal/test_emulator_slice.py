@@ -1,4 +1,5 @@
-"""The emulator under the real gcloud, ssh and docker: a four-host slice, its hosts' view of the engine, faults, and a server that is killed.
+"""The emulator under the real gcloud, ssh and docker: a four-host slice, its hosts' view of the engine, faults, and a
+server that is killed.
 
 Starts an emulator of its own with one v4-32 (four containers), and at the end looks for anything that is left.
 """
@@ -20,7 +21,7 @@ import pytest
 
 from launcher.emulator import control
 from launcher.emulator.state import emulator_id
-from launcher.engine import client
+from launcher.images.engine import client
 from tests.rehearsal.workstation import HOUSE
 
 ZONE = "us-central2-b"
@@ -40,7 +41,9 @@ class Slice:
     def run(self, *argv: str, check: bool = True, seconds: float = 90) -> str:
         """What a command printed, standard error after standard output."""
         ended = subprocess.run(argv, capture_output=True, text=True, env=self.environment, timeout=seconds)
-        assert not check or ended.returncode == 0, f"{argv} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}"
+        assert not check or ended.returncode == 0, (
+            f"{argv} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}"
+        )
         return ended.stdout + ended.stderr
 
     def gcloud(self, *arguments: str, check: bool = True) -> str:
@@ -48,7 +51,18 @@ class Slice:
 
     def ssh(self, command: str, worker: str = "all", name: str = "pod") -> list[str]:
         """The lines that a command prints on the workers, sorted."""
-        argv = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", f"me@{name}", "--zone", ZONE, f"--worker={worker}", f"--command={command}"]
+        argv = [
+            "gcloud",
+            "compute",
+            "tpus",
+            "tpu-vm",
+            "ssh",
+            f"me@{name}",
+            "--zone",
+            ZONE,
+            f"--worker={worker}",
+            f"--command={command}",
+        ]
         ended = subprocess.run(argv, capture_output=True, text=True, env=self.environment, timeout=90)
         assert ended.returncode == 0, ended.stdout + ended.stderr
         return sorted(ended.stdout.splitlines())
@@ -58,7 +72,9 @@ class Slice:
 
     def remove(self, name: str) -> None:
         """Removes the containers of that name from all hosts, from beside (ssh to each takes its time)."""
-        listed = self.docker("ps", "--all", "--format", "{{.Names}}", "--filter", f"label=tpu-launch.emulator={emulator_id(self.home)}")
+        listed = self.docker(
+            "ps", "--all", "--format", "{{.Names}}", "--filter", f"label=tpu-launch.emulator={emulator_id(self.home)}"
+        )
         self.docker("rm", "--force", *(each for each in listed.splitlines() if each.endswith(f".{name}")))
 
     def node(self, name: str = "pod") -> dict[str, Any]:
@@ -70,7 +86,9 @@ class Slice:
         """How long it took until the condition held."""
         begun = time.monotonic()
         while not condition():
-            assert time.monotonic() - begun < seconds, f"not within {seconds} s; the emulator: {json.dumps(control.status(self.home))}"
+            assert time.monotonic() - begun < seconds, (
+                f"not within {seconds} s; the emulator: {json.dumps(control.status(self.home))}"
+            )
             time.sleep(0.05)
         return time.monotonic() - begun
 
@@ -98,7 +116,13 @@ def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slice]:
     label = f"label=tpu-launch.emulator={emulator_id(home)}"
     bare = {key: value for key, value in os.environ.items() if key != "DOCKER_HOST"}
     for kind in ("container ls --all", "network ls", "volume ls"):
-        left = subprocess.run([client(), *kind.split(), "--quiet", "--filter", label], capture_output=True, text=True, env=bare, check=True)
+        left = subprocess.run(
+            [client(), *kind.split(), "--quiet", "--filter", label],
+            capture_output=True,
+            text=True,
+            env=bare,
+            check=True,
+        )
         assert left.stdout == "", f"{kind}: {left.stdout}"
     assert not sockets.exists()
     assert not home.exists()
@@ -109,7 +133,9 @@ def pod(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slice]:
 def image(pod: Slice) -> str:
     """The name, by digest, of an image that was pushed; it has curl, and sleeps when told to."""
     local = next(
-        line for line in pod.docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines() if line.startswith("tpu-launch/host:")
+        line
+        for line in pod.docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines()
+        if line.startswith("tpu-launch/host:")
     )
     pod.docker("tag", local, f"{IMAGE}:t")
     try:
@@ -123,18 +149,27 @@ def image(pod: Slice) -> str:
 
 def test_gcloud_shows_the_slice_as_it_would_show_a_real_one(pod: Slice) -> None:
     shown = json.loads(pod.gcloud("describe", "pod", "--format=json"))
-    assert (shown["state"], shown["health"], shown["acceleratorConfig"]) == ("READY", "HEALTHY", {"topology": "2x2x4", "type": "V4"})
+    assert (shown["state"], shown["health"], shown["acceleratorConfig"]) == (
+        "READY",
+        "HEALTHY",
+        {"topology": "2x2x4", "type": "V4"},
+    )
     assert len(shown["networkEndpoints"]) == 4
     refused = pod.gcloud("create", "other", "--accelerator-type=v3-16", "--version=tpu-ubuntu2204-base", check=False)
     assert 'INVALID_ARGUMENT: CloudTpu received an invalid AcceleratorType, "v3-16" for zone "us-central2-b"' in refused
-    assert "ALREADY_EXISTS" in pod.gcloud("create", "pod", "--accelerator-type=v4-8", "--version=tpu-ubuntu2204-base", check=False)
+    assert "ALREADY_EXISTS" in pod.gcloud(
+        "create", "pod", "--accelerator-type=v4-8", "--version=tpu-ubuntu2204-base", check=False
+    )
 
 
 def test_ssh_reaches_every_worker_which_knows_who_it_is_and_reaches_its_peers(pod: Slice) -> None:
     addresses = [host["address"] for host in pod.node()["hosts"]]
     lines = pod.ssh(f"echo $({WHO}) $(hostname -I) $(id -nG | grep -c docker) $(sudo id -u)")
     assert lines == [f"{worker} {address} 1 0" for worker, address in enumerate(addresses)]
-    assert pod.ssh(f'for a in {" ".join(addresses)}; do timeout 3 bash -c "</dev/tcp/$a/22" && echo ok; done') == ["ok"] * 16
+    assert (
+        pod.ssh(f'for a in {" ".join(addresses)}; do timeout 3 bash -c "</dev/tcp/$a/22" && echo ok; done')
+        == ["ok"] * 16
+    )
 
 
 def test_files_go_to_every_worker_with_scp(pod: Slice, tmp_path: Path) -> None:
@@ -148,11 +183,11 @@ def test_a_container_on_each_host_has_that_hosts_network_and_nobody_elses_contai
     names = [host["hostname"] for host in pod.node()["hosts"]]
     (refused,) = pod.ssh(f"docker --config /none pull -q {image} 2>&1 || true", worker="0")
     assert "denied: Unauthenticated request" in refused
-    assert pod.ssh(f"docker pull -q {image} >/dev/null && {run}") == [f"{worker} {name} CPU" for worker, name in enumerate(names)]
+    assert pod.ssh(f"docker pull -q {image} >/dev/null && {run}") == [
+        f"{worker} {name} CPU" for worker, name in enumerate(names)
+    ]
     pod.ssh(f"docker run -d --net=host --name only --label a=b --entrypoint sleep {image} 1000", worker="1")
-    listing = (
-        "echo $(hostname) $(docker ps --format '{{.Names}} {{.Labels}}') $(docker inspect only --format {{.Config.Image}} 2>&1 | grep .)"
-    )
+    listing = "echo $(hostname) $(docker ps --format '{{.Names}} {{.Labels}}') $(docker inspect only --format {{.Config.Image}} 2>&1 | grep .)"
     expected = [f"{name} Error: No such object: only" for name in names]
     expected[1] = f"{names[1]} only a=b {image}"
     assert pod.ssh(listing) == expected
@@ -222,9 +257,16 @@ def test_builds_with_buildkit_go_through_the_emulators_socket(pod: Slice, tmp_pa
 def test_what_runs_on_a_host_dies_with_it_and_is_seen_dead_when_the_host_is_back(pod: Slice, image: str) -> None:
     pod.ssh(f"docker run -d --net=host --name w --entrypoint sleep {image} 1000")
     host = pod.node()["hosts"][2]
-    subprocess.run([client(), "kill", host["hostname"]], check=True, capture_output=True)  # from outside, unknown to the emulator
+    subprocess.run(
+        [client(), "kill", host["hostname"]], check=True, capture_output=True
+    )  # from outside, unknown to the emulator
     assert pod.until(lambda: pod.node()["hosts"][2]["containers"] == {"w": "exited"}, 5) < 1.5
-    assert [each["containers"] for each in pod.node()["hosts"]] == [{"w": "running"}, {"w": "running"}, {"w": "exited"}, {"w": "running"}]
+    assert [each["containers"] for each in pod.node()["hosts"]] == [
+        {"w": "running"},
+        {"w": "running"},
+        {"w": "exited"},
+        {"w": "running"},
+    ]
     control.inject(pod.home, {"fault": "restore-host", "node": "pod", "worker": 2})
     assert pod.ssh("docker inspect w --format '{{.State.ExitCode}} {{.State.Running}}'", worker="2") == ["137 false"]
     pod.remove("w")
@@ -232,11 +274,17 @@ def test_what_runs_on_a_host_dies_with_it_and_is_seen_dead_when_the_host_is_back
 
 def test_a_host_that_is_cut_off_is_silent_and_its_containers_go_on(pod: Slice, image: str) -> None:
     asking = f"if {WHO} -m 1 >/dev/null; then echo answered; else echo silence; fi"
-    pod.ssh(f"docker run -d --net=host --name w --entrypoint sh {image} -c 'while :; do {asking}; sleep 0.2; done'", worker="3")
+    pod.ssh(
+        f"docker run -d --net=host --name w --entrypoint sh {image} -c 'while :; do {asking}; sleep 0.2; done'",
+        worker="3",
+    )
     address = pod.node()["hosts"][3]["address"]
 
     def reachable() -> bool:
-        return subprocess.run(["timeout", "1", "bash", "-c", f"</dev/tcp/{address}/22"], capture_output=True).returncode == 0
+        return (
+            subprocess.run(["timeout", "1", "bash", "-c", f"</dev/tcp/{address}/22"], capture_output=True).returncode
+            == 0
+        )
 
     assert reachable()
     control.inject(pod.home, {"fault": "cut-host", "node": "pod", "worker": 3, "seconds": 3.5})
@@ -254,7 +302,9 @@ def test_a_killed_server_goes_on_where_it_was(pod: Slice, image: str) -> None:
     pod.ssh(f"docker run -d --net=host --name w --entrypoint sleep {image} 1000", worker="0")
     ended: list[str] = []
     create = threading.Thread(
-        target=lambda: ended.append(pod.gcloud("create", "second", "--accelerator-type=v4-16", "--version=tpu-ubuntu2204-base"))
+        target=lambda: ended.append(
+            pod.gcloud("create", "second", "--accelerator-type=v4-16", "--version=tpu-ubuntu2204-base")
+        )
     )
     create.start()
     pod.until(lambda: len(control.status(pod.home)["nodes"]) == 2, 20)
@@ -284,7 +334,9 @@ def test_a_stockout_and_a_quota_look_as_google_shows_them(pod: Slice) -> None:
     create = ("create", "third", "--accelerator-type=v4-8", "--version=tpu-ubuntu2204-base")
     control.inject(pod.home, {"fault": "stockout", "left": 1})
     control.inject(pod.home, {"fault": "quota", "left": 1})
-    assert "RESOURCE_EXHAUSTED: Quota limit 'TPUV4PerProjectPerZoneForTPUAPI' has been exceeded" in pod.gcloud(*create, check=False)
+    assert "RESOURCE_EXHAUSTED: Quota limit 'TPUV4PerProjectPerZoneForTPUAPI' has been exceeded" in pod.gcloud(
+        *create, check=False
+    )
     stockout = pod.gcloud(*create, check=False)
     assert '"code": 8' in stockout
     assert "There is no more capacity in the zone" in stockout
@@ -295,28 +347,47 @@ def test_a_second_start_does_nothing_and_another_port_is_refused(pod: Slice) -> 
     before = control.status(pod.home)["pid"]
     control.start(pod.home)
     assert control.status(pod.home)["pid"] == before
-    argv = [sys.executable, "-m", "launcher.emulator.commands", "start", "--port", "1234"]
+    argv = [sys.executable, "-m", "launcher.cli.emulator", "start", "--port", "1234"]
     environment = {**pod.environment, "TPU_LAUNCH_HOME": str(pod.home.parent), "PYTHONPATH": str(HOUSE)}
     refused = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
     assert (refused.returncode, "already runs on port" in refused.stderr) == (2, True)
 
 
 def test_defects_of_gcloud_that_decide_how_it_is_called_are_still_there(pod: Slice, tmp_path: Path) -> None:
-    """--output-directory loses its files, and a subset of workers loses exit codes: the launcher uses neither (test_gcloud.py). Gone one day: fine to drop."""
+    """--output-directory loses its files, and a subset of workers loses exit codes: the launcher uses neither
+    (test_gcloud.py). Gone one day: fine to drop."""
     common = ("ssh", "me@pod", "--worker=all", "--command=echo heard")
-    assert "None" in pod.gcloud(*common, f"--output-directory={tmp_path}", check=False), "its files go to a folder called None"
+    assert "None" in pod.gcloud(*common, f"--output-directory={tmp_path}", check=False), (
+        "its files go to a folder called None"
+    )
     assert list(tmp_path.iterdir()) == []
     argv = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "me@pod", "--zone", ZONE, "--worker=2,3", "--command=exit 7"]
     subset = subprocess.run(argv, capture_output=True, text=True, env=pod.environment, timeout=90)
     assert (subset.returncode, "Command execution on worker" in subset.stderr) == (0, True), subset.stderr
     every = subprocess.run(
-        [*argv[:-2], "--worker=all", "--command=exit 7"], capture_output=True, text=True, env=pod.environment, timeout=90
+        [*argv[:-2], "--worker=all", "--command=exit 7"],
+        capture_output=True,
+        text=True,
+        env=pod.environment,
+        timeout=90,
     )
     assert every.returncode == 7
 
 
 def test_gcloud_reaches_hosts_through_iap_as_it_is_told(pod: Slice) -> None:
     """What `slice.iap` adds, as the real gcloud reads it; the proxy itself is Google's."""
-    argv = ["gcloud", "alpha", "compute", "tpus", "tpu-vm", "ssh", "me@pod", "--zone", ZONE, "--worker=all", "--tunnel-through-iap"]
+    argv = [
+        "gcloud",
+        "alpha",
+        "compute",
+        "tpus",
+        "tpu-vm",
+        "ssh",
+        "me@pod",
+        "--zone",
+        ZONE,
+        "--worker=all",
+        "--tunnel-through-iap",
+    ]
     printed = pod.run(*argv, "--dry-run", "--command=true", check=False)
     assert printed.count("start-iap-tunnel") == 4, printed

@@ -1,4 +1,5 @@
-"""Claims about hostile values, env files, overlays and the dead-man timer, on emulated hosts. Starts two slices; about 45 s."""
+"""Claims about hostile values, env files, overlays and the dead-man timer, on emulated hosts. Starts two slices; about
+45 s."""
 
 from __future__ import annotations
 
@@ -38,17 +39,36 @@ def test_hostile_values_env_files_and_overlays_arrive_as_they_are(two_hosts: tup
     program += f"hostile = {{key: os.environ[key] for key in {sorted(HOSTILE)!r}}}; rest = [os.environ['FROM_FILE'], probe.WHERE]; "
     program += "print('TOLD', json.dumps([hostile, sys.argv[1:], *rest, os.path.exists('/tmp/pwned')]))"
     ended = work.good(
-        *("--emulated", "run", "--new", "--json", "-f", name, "--env-file", "some.env", "--overlay", "changed=/opt/tpu-launch/training"),
+        *(
+            "--emulated",
+            "run",
+            "--new",
+            "--json",
+            "-f",
+            name,
+            "--env-file",
+            "some.env",
+            "--overlay",
+            "changed=/opt/tpu-launch/training",
+        ),
         *("--", "python", "-c", program, *arguments),
     )
     for worker in (0, 1):
         (told,) = [line for line in ended.output.splitlines() if line.startswith(f"[{worker}] TOLD ")]
-        assert json.loads(told.split("TOLD ")[1]) == [HOSTILE, arguments, f"{NEEDLE} $(touch /tmp/pwned)", "laid over the image", False]
+        assert json.loads(told.split("TOLD ")[1]) == [
+            HOSTILE,
+            arguments,
+            f"{NEEDLE} $(touch /tmp/pwned)",
+            "laid over the image",
+            False,
+        ]
     attempt = next(event for event in work.events(ended.json()["run"]) if event["event"] == "attempt")
     prepared = next(event for event in work.events(ended.json()["run"]) if event["event"] == "prepared")
     assert attempt["overlay"] in prepared["image_id"], "what all hosts say that they have"
     runs = Path(work.environment["TPU_LAUNCH_HOME"]) / "runs"
-    kept = [path for path in runs.rglob("*") if path.is_file() and path.parent.name != "attempt-0"]  # the program printed it itself
+    kept = [
+        path for path in runs.rglob("*") if path.is_file() and path.parent.name != "attempt-0"
+    ]  # the program printed it itself
     assert not [path for path in kept if NEEDLE in path.read_text(errors="replace")]
     assert not list(work.folder.glob("pwned"))
 
@@ -61,7 +81,8 @@ def test_a_line_break_in_the_plain_environment_is_refused(two_hosts: tuple[Works
 
 
 def test_an_abandoned_slice_deletes_itself(emulator: Workstation) -> None:
-    """That one with a run on it does not is in tests/launcher/test_extras.py, where time can be short on any machine."""
+    """That one with a run on it does not is in tests/launcher/test_extras.py, where time can be short on any
+    machine."""
     text = SLICE.replace("NAME", "lonely").replace("TYPE", f"v4-8, abandoned_hours: {8 / 3600}")
     running = emulator.begin("--emulated", "up", "-f", emulator.file("lonely.yaml", text))
     running.wait_for("creating v4-8 slice lonely", 60)

@@ -2,31 +2,55 @@
 
 Starts one slice of two hosts and one more host; about 3 minutes. The whole matrix, with what is claimed elsewhere:
 
-| fault                                      | claimed by                                                                                   |
+| fault                                      | claimed by
+                   |
 |--------------------------------------------|----------------------------------------------------------------------------------------------|
-| ssh ends with 255 after the command ran    | test_a_start_that_gcloud_runs_again_starts_once                                              |
-| the command itself ends with 255           | test_runs.py: test_exit_code_255_is_reported_once_and_not_run_again                          |
-| slow host                                  | test_a_slow_host_is_waited_for                                                               |
-| host hangs, is cut off                     | HOST_ROWS                                                                                    |
-| host dies                                  | test_recovery.py: test_killing_a_host_ends_the_run_..., test_a_host_that_comes_back_...      |
-| maintenance, REPAIRING                     | HOST_ROWS                                                                                    |
-| PREEMPTED: just created                    | test_a_slice_that_is_taken_away_as_soon_as_it_comes_is_told_at_once                          |
-| PREEMPTED: while starting                  | test_a_preemption_during_the_start_counts_as_one                                             |
-| PREEMPTED: running                         | test_runs.py: test_a_preempted_slice_...; test_recovery.py                                   |
-| PREEMPTED: while stopping                  | test_a_preemption_while_stopping_is_told                                                     |
-| PREEMPTED: before `run`                    | test_queued_slices.py: test_a_request_that_lost_its_node_is_deleted_and_made_again           |
-| stock-out, 429, 403, endless operation     | UP_ROWS; several zones and the queue: test_queued_slices.py                                  |
-| another operation on its way (409)         | test_conflicts_with_other_changes_pass_... (creation, ssh key, deletion)                     |
-| queued resource SUSPENDED, granted late    | test_queued_slices.py                                                                        |
-| registry down, image missing on one host   | START_ROWS                                                                                   |
-| no docker credentials on a host            | test_emulator_slice.py: the engine refuses; every run with a repository here shows it its token |
-| no repository to push to                   | test_a_repository_that_is_not_there_is_named_and_made_on_request                             |
-| an image that differs on one host          | test_a_host_with_another_image_is_named_and_nothing_starts                                   |
-| the same host fails again and again        | test_runs.py: test_a_failure_is_tried_again_..._and_the_slice_of_a_bad_host_is_made_anew     |
-| disk full, or too small for the image      | START_ROWS, test_a_disk_that_is_too_small_for_the_image_...                                 |
-| changed host key; a recreated slice        | test_a_changed_host_key_..., test_a_slice_that_was_made_anew_...                             |
-| another run on the slice                   | test_runs.py: test_another_run_on_the_slice_is_not_touched                                   |
-| launcher killed, `run --attach`            | test_runs.py: test_every_line_arrives_once_...; while starting: test_a_launcher_that_is_...  |
+| ssh ends with 255 after the command ran    | test_a_start_that_gcloud_runs_again_starts_once
+                   |
+| the command itself ends with 255           | test_runs.py: test_exit_code_255_is_reported_once_and_not_run_again
+                   |
+| slow host                                  | test_a_slow_host_is_waited_for
+                   |
+| host hangs, is cut off                     | HOST_ROWS
+                   |
+| host dies                                  | test_recovery.py: test_killing_a_host_ends_the_run_...,
+test_a_host_that_comes_back_...      |
+| maintenance, REPAIRING                     | HOST_ROWS
+                   |
+| PREEMPTED: just created                    | test_a_slice_that_is_taken_away_as_soon_as_it_comes_is_told_at_once
+                   |
+| PREEMPTED: while starting                  | test_a_preemption_during_the_start_counts_as_one
+                   |
+| PREEMPTED: running                         | test_runs.py: test_a_preempted_slice_...; test_recovery.py
+                   |
+| PREEMPTED: while stopping                  | test_a_preemption_while_stopping_is_told
+                   |
+| PREEMPTED: before `run`                    | test_queued_slices.py:
+test_a_request_that_lost_its_node_is_deleted_and_made_again           |
+| stock-out, 429, 403, endless operation     | UP_ROWS; several zones and the queue: test_queued_slices.py
+                   |
+| another operation on its way (409)         | test_conflicts_with_other_changes_pass_... (creation, ssh key, deletion)
+                   |
+| queued resource SUSPENDED, granted late    | test_queued_slices.py
+                   |
+| registry down, image missing on one host   | START_ROWS
+                   |
+| no docker credentials on a host            | test_emulator_slice.py: the engine refuses; every run with a repository
+here shows it its token |
+| no repository to push to                   | test_a_repository_that_is_not_there_is_named_and_made_on_request
+                   |
+| an image that differs on one host          | test_a_host_with_another_image_is_named_and_nothing_starts
+                   |
+| the same host fails again and again        | test_runs.py:
+test_a_failure_is_tried_again_..._and_the_slice_of_a_bad_host_is_made_anew     |
+| disk full, or too small for the image      | START_ROWS, test_a_disk_that_is_too_small_for_the_image_...
+                  |
+| changed host key; a recreated slice        | test_a_changed_host_key_..., test_a_slice_that_was_made_anew_...
+                   |
+| another run on the slice                   | test_runs.py: test_another_run_on_the_slice_is_not_touched
+                   |
+| launcher killed, `run --attach`            | test_runs.py: test_every_line_arrives_once_...; while starting:
+test_a_launcher_that_is_...  |
 """
 
 from __future__ import annotations
@@ -137,7 +161,8 @@ def test_a_slow_host_is_waited_for(pair: Workstation) -> None:
 
 
 def test_a_start_that_gcloud_runs_again_starts_once(pair: Workstation) -> None:
-    """The connection breaks when the container has been started: ssh ends with 255, and gcloud runs the whole command again."""
+    """The connection breaks when the container has been started: ssh ends with 255, and gcloud runs the whole command
+    again."""
     lines = 'case "$BASH_EXECUTION_STRING" in *"docker start"*) mkdir /tmp/dropped 2>/dev/null && trap "kill -9 $PPID" EXIT ;; esac'
     bashrc(pair, 1, lines)
     ended = begin(pair, "echo ran; sleep 3").end(120)
@@ -159,7 +184,11 @@ class StartRow:
 
 START_ROWS = (
     StartRow("registry down", ("registry",), ("503 Service Unavailable",)),
-    StartRow("image missing on one host", ("registry", NAME, "1"), ("host 1: the image can not be pulled", "503 Service Unavailable")),
+    StartRow(
+        "image missing on one host",
+        ("registry", NAME, "1"),
+        ("host 1: the image can not be pulled", "503 Service Unavailable"),
+    ),
     StartRow("disk full", ("disk-full", NAME, "0"), ("host 0: ", "no space left on device")),
 )
 
@@ -179,7 +208,9 @@ def test_what_keeps_a_run_from_starting_is_told_with_its_host(pair: Workstation,
 def shadow(work: Workstation, worker: int, program: str, script: str) -> None:
     """Puts a program of that name before the host's own; without a script it is taken away."""
     path = f"/usr/local/sbin/{program}"
-    on_host(work, worker, f"cat > {path} <<'EOF'\n#!/bin/sh\n{script}\nEOF\nchmod 755 {path}" if script else f"rm {path}")
+    on_host(
+        work, worker, f"cat > {path} <<'EOF'\n#!/bin/sh\n{script}\nEOF\nchmod 755 {path}" if script else f"rm {path}"
+    )
 
 
 def test_a_host_with_another_image_is_named_and_nothing_starts(pair: Workstation) -> None:
@@ -205,7 +236,13 @@ def test_a_disk_that_is_too_small_for_the_image_is_told_before_anything_is_pulle
 def test_a_repository_that_is_not_there_is_named_and_made_on_request(pair: Workstation) -> None:
     pair.file("small/Dockerfile", "FROM debian:bookworm-slim\nLABEL tpu-launch.test=repository\n")
     pair.good("emulator", "inject", "repository")
-    told(begin(pair, WAITS).end(60), 2, "does not exist", "gcloud artifacts repositories create images", "image.create_repository: true")
+    told(
+        begin(pair, WAITS).end(60),
+        2,
+        "does not exist",
+        "gcloud artifacts repositories create images",
+        "image.create_repository: true",
+    )
     wanted = ("--set", "image.create_repository=true")
     told(begin(pair, "echo ran", *wanted).end(60), 0, "made the repository", "[1] ran")
     pair.good("emulator", "inject", "clear")
@@ -245,8 +282,16 @@ class UpRow:
 UP_ROWS = (
     UpRow("stock-out", ("stockout",), 20, ("no more capacity", "try again later, another zone")),
     UpRow("quota, 429", ("quota", "--count", "1"), 21, ("Quota limit", "waiting does not help")),
-    UpRow("permission, 403", ("permission", "--count", "1"), 22, ("Permission denied", "the account lacks a permission")),
-    UpRow("an operation that never ends", ("stuck",), 24, ("no end after", "tpu-launch down"), ("--set", "slice.create_minutes=0.15")),
+    UpRow(
+        "permission, 403", ("permission", "--count", "1"), 22, ("Permission denied", "the account lacks a permission")
+    ),
+    UpRow(
+        "an operation that never ends",
+        ("stuck",),
+        24,
+        ("no end after", "tpu-launch down"),
+        ("--set", "slice.create_minutes=0.15"),
+    ),
 )
 
 
@@ -275,7 +320,8 @@ def test_a_slice_that_is_taken_away_as_soon_as_it_comes_is_told_at_once(pair: Wo
 
 
 def test_conflicts_with_other_changes_pass_and_one_with_another_slice_is_told(pair: Workstation) -> None:
-    """409 in all its places: for the creation, while the ssh key is spread (gcloud swallows it and would try for 50 s to get in), for the deletion."""
+    """409 in all its places: for the creation, while the ssh key is spread (gcloud swallows it and would try for 50 s
+    to get in), for the deletion."""
     file = one(pair, "single")
     pair.good("emulator", "inject", "busy", "--count", "1")
     running = pair.begin("--emulated", "up", "-f", file)

@@ -1,17 +1,27 @@
-"""Defects of gcloud 528 that show in what it asks of the API, provoked with the real gcloud and the emulator's API in this process. About 10 s.
+"""Defects of gcloud 528 that show in what it asks of the API, provoked with the real gcloud and the emulator's API in
+this process. About 10 s.
 
 Where the others are provoked and survived:
 
-| defect                                              | test                                                                                                 |
+| defect                                              | test
+                                    |
 |-----------------------------------------------------|------------------------------------------------------------------------------------------------------|
-| --output-directory, exit codes of worker subsets    | test_emulator_slice.py: test_defects_of_gcloud_...; never used: test_gcloud.py: test_ssh_goes_to_... |
-| 255 runs the command again                          | test_fault_matrix.py: test_a_start_that_gcloud_runs_again_starts_once                                |
-| it waits for all workers, rc by worker index        | test_runs.py: test_the_first_host_that_fails_ends_the_run_and_is_named                               |
-| output without prefix, stdin to one worker only     | test_secrets.py: ...[gcloud]; test_runs.py: test_gcloud_alone_is_enough_as_transport                 |
-| ssh crashes while guest attributes are empty        | here                                                                                                 |
-| scp wants the key in the agent                      | here; never used                                                                                     |
-| each ssh may change the node's metadata: 409        | test_fault_matrix.py: test_conflicts_with_other_changes_pass_...                                     |
-| --reserved without --zone; --spot in alpha; v2-8    | here; test_gcloud.py and test_queued.py: the zone and the type always, the GA track                  |
+| --output-directory, exit codes of worker subsets    | test_emulator_slice.py: test_defects_of_gcloud_...; never used:
+test_gcloud.py: test_ssh_goes_to_... |
+| 255 runs the command again                          | test_fault_matrix.py:
+test_a_start_that_gcloud_runs_again_starts_once                                |
+| it waits for all workers, rc by worker index        | test_runs.py:
+test_the_first_host_that_fails_ends_the_run_and_is_named                               |
+| output without prefix, stdin to one worker only     | test_secrets.py: ...[gcloud]; test_runs.py:
+test_gcloud_alone_is_enough_as_transport                 |
+| ssh crashes while guest attributes are empty        | here
+                                    |
+| scp wants the key in the agent                      | here; never used
+                                    |
+| each ssh may change the node's metadata: 409        | test_fault_matrix.py: test_conflicts_with_other_changes_pass_...
+                                    |
+| --reserved without --zone; --spot in alpha; v2-8    | here; test_gcloud.py and test_queued.py: the zone and the type
+always, the GA track                  |
 """
 
 from __future__ import annotations
@@ -30,17 +40,21 @@ import pytest
 
 from launcher import shell
 from launcher.config import Config, load
-from launcher.emulator import tpu_api
-from launcher.emulator.catalogue import CODES, ApiError
-from launcher.emulator.lifecycle import end_changes
+from launcher.emulator.api import nodes as tpu_api
+from launcher.emulator.api.catalogue import CODES, ApiError
+from launcher.emulator.api.lifecycle import end_changes
 from launcher.emulator.state import Host, State
 from launcher.emulator.web import Acceptor, Request, Response, json_response, serve_http
 from launcher.tpu_vm import gcloud, queued
-from launcher.tpu_vm.addresses import parse_dry_run
-from launcher.tpu_vm.reach import Reach
+from launcher.tpu_vm.ssh.addresses import parse_dry_run
+from launcher.tpu_vm.ssh.connections import Reach
 
 NODE = ("projects", "p", "locations", "us-central2-b", "nodes")
-BODY = {"acceleratorType": "v4-16", "runtimeVersion": "tpu-ubuntu2204-base", "networkConfig": {"enableExternalIps": True}}
+BODY = {
+    "acceleratorType": "v4-16",
+    "runtimeVersion": "tpu-ubuntu2204-base",
+    "networkConfig": {"enableExternalIps": True},
+}
 
 
 @pytest.fixture
@@ -63,7 +77,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
         with lock:
             if request.segments[0] == "compute":
                 return json_response(tpu_api.compute_project("p"))
-            if request.path.endswith(":getGuestAttributes") and not any(host.guest_attributes for host in hosts_of(found)):
+            if request.path.endswith(":getGuestAttributes") and not any(
+                host.guest_attributes for host in hosts_of(found)
+            ):
                 return json_response({"guestAttributes": []})
             try:
                 said = request.json()
@@ -110,7 +126,8 @@ def hosts_of(state: State) -> list[Host]:
 
 
 def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: State, config: Config) -> None:
-    """gcloud itself crashes on one worker of a slice without guest attributes; for the launcher that host does not answer yet."""
+    """gcloud itself crashes on one worker of a slice without guest attributes; for the launcher that host does not
+    answer yet."""
     crashed = shell.run(gcloud.ssh_command(config, "true", worker="0"), timeout=60)
     assert not crashed.ok
     assert "IndexError" in crashed.stderr
@@ -127,7 +144,9 @@ def body(asked: list[tuple[str, Any]], collection: str) -> Any:
     return next(said for path, said in reversed(asked) if path.endswith(f"/{collection}") and said)
 
 
-def test_without_a_type_gcloud_asks_for_a_v2_8_and_we_always_say_which(state: State, asked: list[tuple[str, Any]], config: Config) -> None:
+def test_without_a_type_gcloud_asks_for_a_v2_8_and_we_always_say_which(
+    state: State, asked: list[tuple[str, Any]], config: Config
+) -> None:
     words = [
         "gcloud",
         "compute",
@@ -149,7 +168,17 @@ def test_reserved_without_a_zone_asks_for_a_reservation_in_none_and_we_always_sa
     state: State, asked: list[tuple[str, Any]], config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CLOUDSDK_COMPUTE_ZONE", "us-central2-b")
-    words = ["gcloud", "compute", "tpus", "queued-resources", "create", "bare", "--project=p", "--node-id=bare", "--accelerator-type=v4-16"]
+    words = [
+        "gcloud",
+        "compute",
+        "tpus",
+        "queued-resources",
+        "create",
+        "bare",
+        "--project=p",
+        "--node-id=bare",
+        "--accelerator-type=v4-16",
+    ]
     shell.run([*words, "--runtime-version=tpu-ubuntu2204-base", "--reserved", "--quiet"], timeout=60)
     assert "/locations/None/" in body(asked, "queuedResources")["reservationName"]
     reserved = replace(config, slice=config.slice.model_copy(update={"capacity": "reserved"}))

@@ -1,4 +1,5 @@
-"""Claims about runs of any command on GKE: the real kubectl, a small cluster of this machine's containers. About 2 minutes.
+"""Claims about runs of any command on GKE: the real kubectl, a small cluster of this machine's containers. About 2
+minutes.
 
 What the cluster does and what it lacks is told in tests/kubernetes/cluster.
 """
@@ -35,7 +36,7 @@ SAVING = "import signal,sys,time\nsignal.signal(signal.SIGTERM,lambda *_:(print(
 @pytest.fixture(scope="module")
 def image() -> str:
     """Any image with a shell and Python will do: the newest of ours."""
-    from launcher import images
+    from launcher.images import build as images
 
     return images.ensure(images.default_spec("torch-xla"), print).reference
 
@@ -103,7 +104,9 @@ def test_a_command_runs_on_every_host_and_hosts_reach_each_other(work: Workstati
 
 
 def test_the_first_host_that_fails_ends_the_run_and_is_named(work: Workstation) -> None:
-    running = work.begin(*sh('if [ "$TPU_WORKER_ID" = 1 ]; then echo about to fail; exit 3; fi; echo waiting; exec sleep 600'))
+    running = work.begin(
+        *sh('if [ "$TPU_WORKER_ID" = 1 ]; then echo about to fail; exit 3; fi; echo waiting; exec sleep 600')
+    )
     running.wait_for(r"^\[1\] about to fail")
     begun = time.monotonic()
     ended = running.end(30)
@@ -133,7 +136,9 @@ def test_a_command_that_the_image_lacks_is_told_in_words(work: Workstation) -> N
 
 def test_every_line_arrives_once_although_the_launcher_is_killed_twice(work: Workstation) -> None:
     running = work.begin(
-        *sh('i=0; while [ $i -lt 500 ]; do echo "line $i"; [ $((i % 3)) = 0 ] && echo "error $i" >&2; i=$((i+1)); sleep 0.02; done')
+        *sh(
+            'i=0; while [ $i -lt 500 ]; do echo "line $i"; [ $((i % 3)) = 0 ] && echo "error $i" >&2; i=$((i+1)); sleep 0.02; done'
+        )
     )
     run_id = run_id_of(running)
     for moment in ("line 60", "line 200"):
@@ -188,7 +193,9 @@ def test_another_run_on_the_slice_is_not_touched(work: Workstation, cluster: Clu
 
 
 def test_a_pod_that_is_evicted_and_saves_has_saved(work: Workstation, cluster: Cluster) -> None:
-    script = SAVING.replace("time.sleep(600)", "import os\nwhile os.environ['TPU_WORKER_ID']=='0' or True: time.sleep(0.1)")
+    script = SAVING.replace(
+        "time.sleep(600)", "import os\nwhile os.environ['TPU_WORKER_ID']=='0' or True: time.sleep(0.1)"
+    )
     running = work.begin(*run("python3", "-c", script))
     for worker in (0, 1):
         running.wait_for(rf"^\[{worker}\] up")
@@ -211,7 +218,9 @@ def test_a_pod_that_is_taken_away_is_the_cause_and_its_peers_end_a_symptom(work:
 
 
 def test_nodes_that_are_taken_away_without_a_save_are_a_preemption(work: Workstation, cluster: Cluster) -> None:
-    running = work.begin("run", *GKE, "--set", "run.stop_seconds=1", "--new", "--json", "--", "sh", "-c", "echo up; exec sleep 600")
+    running = work.begin(
+        "run", *GKE, "--set", "run.stop_seconds=1", "--new", "--json", "--", "sh", "-c", "echo up; exec sleep 600"
+    )
     for worker in (0, 1):
         running.wait_for(rf"^\[{worker}\] up")
     cluster.nodes.preempt("two")
@@ -238,7 +247,9 @@ def test_an_image_that_can_not_be_pulled_is_told_at_once(work: Workstation) -> N
 
 
 def test_a_secret_that_is_not_there_is_told_at_once(work: Workstation) -> None:
-    ended = work.launch("run", *GKE, "--set", "gke.secrets={HF_TOKEN: huggingface/token}", "--new", "--", "true", seconds=60)
+    ended = work.launch(
+        "run", *GKE, "--set", "gke.secrets={HF_TOKEN: huggingface/token}", "--new", "--", "true", seconds=60
+    )
     assert ended.code == 2
     assert 'secret "huggingface" not found' in ended.output
 
@@ -262,7 +273,9 @@ def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: 
     assert "[1] right" in ended.output
     cluster.store.remove("secrets", "huggingface")
     kept = [
-        path for path in Path(work.environment["TPU_LAUNCH_HOME"]).rglob("*") if path.is_file() and b"hf_verysecret" in path.read_bytes()
+        path
+        for path in Path(work.environment["TPU_LAUNCH_HOME"]).rglob("*")
+        if path.is_file() and b"hf_verysecret" in path.read_bytes()
     ]
     assert kept == []
 
@@ -275,7 +288,9 @@ def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: 
         (("gke.namespace=default", "slice.accelerator_type=v2-8"), 2, ["never offered TPU v2"]),
     ],
 )
-def test_a_cluster_that_is_not_there_is_told_in_words(work: Workstation, changes: tuple[str, ...], code: int, words: list[str]) -> None:
+def test_a_cluster_that_is_not_there_is_told_in_words(
+    work: Workstation, changes: tuple[str, ...], code: int, words: list[str]
+) -> None:
     options = [word for change in changes for word in ("--set", change)]
     ended = work.launch("run", *GKE, *options, "--new", "--", "true", seconds=60)
     assert ended.code == code
@@ -286,7 +301,9 @@ def test_a_cluster_that_is_not_there_is_told_in_words(work: Workstation, changes
 
 def test_without_permission_it_says_who_may_not_do_what(work: Workstation, cluster: Cluster) -> None:
     role = cluster.api.role
-    cluster.api.role = [rule if "jobsets" not in rule["resources"] else {**rule, "verbs": ["get", "list", "delete"]} for rule in role]
+    cluster.api.role = [
+        rule if "jobsets" not in rule["resources"] else {**rule, "verbs": ["get", "list", "delete"]} for rule in role
+    ]
     try:
         ended = work.launch(*sh("true"))
     finally:
@@ -298,7 +315,9 @@ def test_without_permission_it_says_who_may_not_do_what(work: Workstation, clust
 
 def test_who_may_list_pods_but_not_watch_them_is_told_so(work: Workstation, cluster: Cluster) -> None:
     role = cluster.api.role
-    cluster.api.role = [rule if "pods" not in rule["resources"] else {**rule, "verbs": ["get", "list", "delete"]} for rule in role]
+    cluster.api.role = [
+        rule if "pods" not in rule["resources"] else {**rule, "verbs": ["get", "list", "delete"]} for rule in role
+    ]
     try:
         ended = work.launch("run", *GKE, "--set", "run.stop_seconds=1", "--new", "--", "sleep", "30")
     finally:
@@ -321,11 +340,16 @@ def test_without_jobset_it_says_how_to_install_it(work: Workstation, cluster: Cl
 
 def test_the_role_has_what_is_asked_for_and_manifests_are_judged_strictly(work: Workstation, cluster: Cluster) -> None:
     text = shell.run(
-        [sys.executable, "-m", "launcher.cli", "manifest", *GKE[2:], "--", "true"], timeout=60, cwd=work.folder, env=work.environment
+        [sys.executable, "-m", "launcher.cli", "manifest", *GKE[2:], "--", "true"],
+        timeout=60,
+        cwd=work.folder,
+        env=work.environment,
     ).stdout
     kubectl = ["kubectl", "--context", CONTEXT]
     wrong = text.replace("parallelism:", "paralelism:")
-    refused = shell.run([*kubectl, "create", "--validate=strict", "--filename", "-"], timeout=60, input=wrong, env=work.environment)
+    refused = shell.run(
+        [*kubectl, "create", "--validate=strict", "--filename", "-"], timeout=60, input=wrong, env=work.environment
+    )
     assert "paralelism" in refused.stderr
     assert not refused.ok
     cluster.store.remove("configmaps", "two")  # was made before the JobSet was refused

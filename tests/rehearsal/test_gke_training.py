@@ -1,6 +1,8 @@
-"""Claims about training on GKE: a manifest given to kubectl, restarted by the cluster, and a run watched by tpu-launch give the same bits.
+"""Claims about training on GKE: a manifest given to kubectl, restarted by the cluster, and a run watched by tpu-launch
+give the same bits.
 
-Real trainers in the pods of rendered manifests, on the small cluster of tests/kubernetes/cluster, with the emulated bucket. About 3 minutes.
+Real trainers in the pods of rendered manifests, on the small cluster of tests/kubernetes/cluster, with the emulated
+bucket. About 3 minutes.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher import images, shell
-from launcher.emulator.bucket import Buckets
-from launcher.emulator.bucket_api import StorageApi
+from launcher import shell
+from launcher.emulator.storage.api import StorageApi
+from launcher.emulator.storage.bucket import Buckets
 from launcher.emulator.web import Acceptor, serve_http
+from launcher.images import build as images
 from tests.container import small_runs
 from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
 from tests.kubernetes.cluster.store import Object
@@ -47,8 +50,12 @@ class Room:
         manifest = [option for option in options if option != "--"]
         command = manifest[manifest.index("sh") :] if "sh" in manifest else []
         flags = manifest[: len(manifest) - len(command)]
-        text = self.work.good("manifest", "-f", "run.yaml", *settings, *flags, *(["--", *command] if command else [])).output
-        applied = shell.run([*self.kubectl, "apply", "--filename", "-"], timeout=60, input=text, env=self.work.environment)
+        text = self.work.good(
+            "manifest", "-f", "run.yaml", *settings, *flags, *(["--", *command] if command else [])
+        ).output
+        applied = shell.run(
+            [*self.kubectl, "apply", "--filename", "-"], timeout=60, input=text, env=self.work.environment
+        )
         assert applied.ok, applied.stderr
 
     def end_of(self, name: str, seconds: float = 180) -> Object:
@@ -60,13 +67,17 @@ class Room:
             if found and any(each["type"] in ("Completed", "Complete", "Failed") for each in conditions):
                 return found
             time.sleep(0.2)
-        pytest.fail(f"{name} did not end within {seconds} s: {self.cluster.store.get('jobsets', name)}\n{self.cluster.log(0)}")
+        pytest.fail(
+            f"{name} did not end within {seconds} s: {self.cluster.store.get('jobsets', name)}\n{self.cluster.log(0)}"
+        )
 
     def wait(self, true: Callable[[], Any], what: str, seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while not true():
             if time.monotonic() > deadline:
-                pytest.fail(f"{what}: not within {seconds} s\n{self.cluster.pods()}\n{self.cluster.log(0)}\n{self.cluster.log(1)}")
+                pytest.fail(
+                    f"{what}: not within {seconds} s\n{self.cluster.pods()}\n{self.cluster.log(0)}\n{self.cluster.log(1)}"
+                )
             time.sleep(0.1)
 
     def remove(self, kind: str, name: str) -> None:
@@ -103,8 +114,15 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
             patch.delenv(name)
         patch.setenv("STORAGE_EMULATOR_HOST", url)
         write_data(folder / "data")
-        environment = dict(os.environ) | {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(HOUSE), "PYTHONUNBUFFERED": "1"}
-        environment |= {"KUBECONFIG": str(cluster.kubeconfig(folder / "kubeconfig")), "KUBECACHEDIR": str(folder / "cache")}
+        environment = dict(os.environ) | {
+            "TPU_LAUNCH_HOME": str(folder / ".tpu-launch"),
+            "PYTHONPATH": str(HOUSE),
+            "PYTHONUNBUFFERED": "1",
+        }
+        environment |= {
+            "KUBECONFIG": str(cluster.kubeconfig(folder / "kubeconfig")),
+            "KUBECACHEDIR": str(folder / "cache"),
+        }
         work = Workstation(folder, environment)
         work.file("run.yaml", yaml.safe_dump(document(folder / "data")))
         yield Room(work, cluster, ["kubectl", "--context", CONTEXT])
@@ -122,9 +140,19 @@ def write_data(folder: Path) -> None:
 def document(folder: Path) -> dict[str, Any]:
     told = small_runs.document(folder, train__steps=STEPS, train__log_every=5, checkpoint__every_steps=50)
     text = json.dumps(told).replace(str(folder), "gs://data")
-    where = {"project": "p", "zone": "us-central2-b", "slice": {"name": "trained", "accelerator_type": "v4-16", "capacity": "spot"}}
+    where = {
+        "project": "p",
+        "zone": "us-central2-b",
+        "slice": {"name": "trained", "accelerator_type": "v4-16", "capacity": "spot"},
+    }
     speed = {"environment": {"XLA_FLAGS": "--xla_backend_optimization_level=0"}}
-    return {**where, "image": {"reference": IMAGE}, "run": speed, "gke": {"context": CONTEXT, "restarts": 1}, **json.loads(text)}
+    return {
+        **where,
+        "image": {"reference": IMAGE},
+        "run": speed,
+        "gke": {"context": CONTEXT, "restarts": 1},
+        **json.loads(text),
+    }
 
 
 def at_step(room: Room, pattern: str) -> Callable[[], Any]:
@@ -139,7 +167,8 @@ def same_bits(room: Room, run_id: str, undisturbed: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(room: Room) -> dict[str, Any]:
-    """The summary of a plain Job that nothing happened to, in a cluster that injects nothing: the hosts find each other by index and Service."""
+    """The summary of a plain Job that nothing happened to, in a cluster that injects nothing: the hosts find each other
+    by index and Service."""
     cluster = room.cluster
     cluster.add_pool("quiet", "v4-16", spot=True)
     cluster.webhook = False
@@ -158,7 +187,9 @@ def test_a_jobset_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, undis
     room.apply("--name", "restarted")
     room.wait(at_step(room, "[1-9][05]"), "the JobSet trains")
     cluster.nodes.preempt("first")
-    room.wait(lambda: (cluster.store.get("jobsets", "restarted") or {})["status"]["restarts"] == 1, "the JobSet is restarted")
+    room.wait(
+        lambda: (cluster.store.get("jobsets", "restarted") or {})["status"]["restarts"] == 1, "the JobSet is restarted"
+    )
     cluster.add_pool("second", "v4-16", spot=True)
     jobset = room.end_of("restarted")
     assert jobset["status"]["terminalState"] == "Completed", cluster.log(0)
@@ -188,7 +219,9 @@ def test_a_plain_job_goes_on_with_the_same_bits_after_an_eviction(room: Room, un
 def test_a_watched_run_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, undisturbed: dict[str, Any]) -> None:
     cluster = room.cluster
     cluster.add_pool("first", "v4-16", spot=True)
-    running = room.work.begin("run", "--provider", "gke", "-f", "run.yaml", "--json", "--set", "run.preemption_retries=1")
+    running = room.work.begin(
+        "run", "--provider", "gke", "-f", "run.yaml", "--json", "--set", "run.preemption_retries=1"
+    )
     running.wait_for(r"^\[0\].*\bstep +[1-9][05]\b", 120)
     cluster.nodes.preempt("first")
     running.wait_for(r"starting again", 60)
@@ -208,7 +241,12 @@ def test_a_watched_run_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, 
         ("exit 2", "Failed", 0, 0),
         ("exit 1", "Failed", 1, 1),
         ('[ "$TPU_LAUNCH_ATTEMPT" -ge 3 ] || exit 75', "Completed", 3, 0),
-        ('[ "$TPU_LAUNCH_ATTEMPT" = 1 ] || { [ "$TPU_WORKER_ID" = 0 ] && exit 76; sleep 1; exit 1; }', "Completed", 1, 1),
+        (
+            '[ "$TPU_LAUNCH_ATTEMPT" = 1 ] || { [ "$TPU_WORKER_ID" = 0 ] && exit 76; sleep 1; exit 1; }',
+            "Completed",
+            1,
+            1,
+        ),
     ],
     ids=["refused", "failed", "saved three times", "a failure that others felt first"],
 )
@@ -217,7 +255,11 @@ def test_the_cluster_knows_what_to_restart(room: Room, script: str, state: str, 
     try:
         room.apply("--name", "rules", "sh", "-c", script)
         status = room.end_of("rules", 60)["status"]
-        assert (status["terminalState"], status["restarts"], status["restartsCountTowardsMax"]) == (state, restarts, counted)
+        assert (status["terminalState"], status["restarts"], status["restartsCountTowardsMax"]) == (
+            state,
+            restarts,
+            counted,
+        )
         room.remove("jobsets", "rules")
     finally:
         room.cluster.nodes.preempt("rules")

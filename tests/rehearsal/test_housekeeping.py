@@ -1,4 +1,5 @@
-"""Claims about looking after slices: doctor, costs, list, ssh, tunnel, gc (real gcloud, emulated API). Starts four slices at once; about 45 s."""
+"""Claims about looking after slices: doctor, costs, list, ssh, tunnel, gc (real gcloud, emulated API). Starts four
+slices at once; about 45 s."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def test_a_slice_above_the_limit_is_not_created(emulator: Workstation) -> None:
 
 @pytest.fixture(scope="module")
 def four(emulator: Workstation) -> Workstation:
-    """Two slices of ours, `old` (expired) and `lost`; one that a colleague's tpu-launch made; one that is nobody's business."""
+    """Two slices of ours, `old` (expired) and `lost`; one that a colleague's tpu-launch made; one that is nobody's
+    business."""
     for name in ("old", "lost"):
         emulator.file(f"{name}.yaml", ONE.replace("NAME", name))
     node = ["--accelerator-type=v4-8", "--version=tpu-ubuntu2204-base"]
@@ -75,7 +77,9 @@ def test_a_tunnel_listens_on_loopback_until_ctrl_c(four: Workstation) -> None:
     four.good("--emulated", "ssh", "-f", "old.yaml", "--", "sh", "-c", server)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert four.launch("--emulated", "tunnel", "-f", "old.yaml", "--port", "8123", "--local-port", str(port)).code == 2
+        assert (
+            four.launch("--emulated", "tunnel", "-f", "old.yaml", "--port", "8123", "--local-port", str(port)).code == 2
+        )
     running = four.begin("--emulated", "tunnel", "-f", "old.yaml", "--port", "8123", "--local-port", str(port))
     line = running.wait_for(r"http://127\.0\.0\.1:\d+ leads to port 8123 of host 0", 30)
     assert f"127.0.0.1:{port} " in line

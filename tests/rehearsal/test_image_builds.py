@@ -1,7 +1,7 @@
 """Real builds: what is built again and what isn't, what reaches a registry, and what must never be in a layer.
 
-Starts small builds from debian:bookworm-slim, a registry on loopback that speaks as much of the distribution protocol as `docker push` needs, and
-reads the whole torch-xla image once, layer by layer.
+Starts small builds from debian:bookworm-slim, a registry on loopback that speaks as much of the distribution protocol
+as `docker push` needs, and reads the whole torch-xla image once, layer by layer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from typing import ClassVar
 
 import pytest
 
-from launcher import engine, images, shell
-from launcher.emulator import bucket_tls
+from launcher import shell
+from launcher.emulator.storage import tls as bucket_tls
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.images import ImageSpec
+from launcher.images import build as images
+from launcher.images import engine
+from launcher.images.build import ImageSpec
 
 pytestmark = pytest.mark.alone
 
@@ -59,7 +61,9 @@ def spec(tmp_path: Path) -> Iterator[ImageSpec]:
     yield images.folder_spec(name, folder, ca_bundle=bundle)
     docker = engine.client()
     for repository in (name, "localhost:*/project/name"):
-        listed = shell.run([docker, "images", "--format", "{{.Repository}}:{{.Tag}}", repository], timeout=30).stdout.split()
+        listed = shell.run(
+            [docker, "images", "--format", "{{.Repository}}:{{.Tag}}", repository], timeout=30
+        ).stdout.split()
         for each in listed:
             shell.run([docker, "image", "rm", "--force", each], timeout=60)
 
@@ -74,7 +78,9 @@ def output(reference: str) -> str:
 
 
 def layers(reference: str) -> list[str]:
-    found = shell.run([engine.client(), "image", "inspect", "--format", "{{json .RootFS.Layers}}", reference], timeout=30)
+    found = shell.run(
+        [engine.client(), "image", "inspect", "--format", "{{json .RootFS.Layers}}", reference], timeout=30
+    )
     return list(json.loads(found.stdout))
 
 
@@ -84,9 +90,13 @@ File = tuple[str, Callable[[], bytes]]  # its path in the image, and what reads 
 def files(reference: str) -> Iterator[File]:
     """Every file with content of every layer of an image, also of what a later layer hides."""
     data = json.loads(
-        shell.run([engine.client(), "image", "inspect", "--format", "{{json .GraphDriver.Data}}", reference], timeout=30).stdout
+        shell.run(
+            [engine.client(), "image", "inspect", "--format", "{{json .GraphDriver.Data}}", reference], timeout=30
+        ).stdout
     )
-    folders = [Path(folder) for key in ("LowerDir", "UpperDir") for folder in (data or {}).get(key, "").split(":") if folder]
+    folders = [
+        Path(folder) for key in ("LowerDir", "UpperDir") for folder in (data or {}).get(key, "").split(":") if folder
+    ]
     # Where the engine's own folders can be read, they are: to save 9 GB takes a minute.
     readable = folders and all(os.access(folder, os.R_OK | os.X_OK) for folder in folders)
     found = 0
@@ -181,12 +191,15 @@ def test_failed_build_shows_the_last_lines_and_the_log_and_leaves_no_tag(spec: I
 
 def test_base_image_that_nobody_has_is_named(spec: ImageSpec) -> None:
     spec.dockerfile.write_text("FROM localhost:1/no/such:image\n")
-    with pytest.raises(BadInput, match=r"the base image localhost:1/no/such:image is not in the engine's store and can't be pulled"):
+    with pytest.raises(
+        BadInput, match=r"the base image localhost:1/no/such:image is not in the engine's store and can't be pulled"
+    ):
         images.ensure(again(spec), print)
 
 
 class _Registry(http.server.BaseHTTPRequestHandler):
-    """As much of the distribution protocol (https://distribution.github.io/distribution/spec/api/) as pushing and looking need; digests are checked."""
+    """As much of the distribution protocol (https://distribution.github.io/distribution/spec/api/) as pushing and
+    looking need; digests are checked."""
 
     protocol_version = "HTTP/1.1"
     blobs: ClassVar[dict[str, bytes]] = {}
@@ -214,7 +227,8 @@ class _Registry(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         if self.refuse:
             self._answer(
-                403, body=b'{"errors": [{"code": "DENIED", "message": "Permission artifactregistry.repositories.uploadArtifacts denied"}]}'
+                403,
+                body=b'{"errors": [{"code": "DENIED", "message": "Permission artifactregistry.repositories.uploadArtifacts denied"}]}',
             )
             return
         upload = f"{self.path}{secrets.token_hex(8)}"
@@ -251,7 +265,11 @@ class _Registry(http.server.BaseHTTPRequestHandler):
 
     def _answer(self, status: int, headers: dict[str, str] | None = None, body: bytes = b"") -> None:
         self.send_response(status)
-        for key, value in {"Content-Length": str(len(body)), "Content-Type": "application/json", **(headers or {})}.items():
+        for key, value in {
+            "Content-Length": str(len(body)),
+            "Content-Type": "application/json",
+            **(headers or {}),
+        }.items():
             self.send_header(key, value)
         self.end_headers()
         self.wfile.write(body)
@@ -262,7 +280,8 @@ class _Registry(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of an empty registry on loopback, over TLS: without, docker pushes to it, but does not look at its manifests."""
+    """The address of an empty registry on loopback, over TLS: without, docker pushes to it, but does not look at its
+    manifests."""
     for kept in (_Registry.blobs, _Registry.uploads, _Registry.manifests):
         kept.clear()
     _Registry.refuse = False
@@ -300,11 +319,16 @@ def test_image_that_was_built_before_is_pushed_without_another_build(spec: Image
 
 
 def test_the_size_of_an_image_that_only_the_registry_has_is_known(spec: ImageSpec, registry: str) -> None:
-    """Hosts are asked for room before they pull. A registry knows packed layers: what they take unpacked is estimated."""
+    """Hosts are asked for room before they pull. A registry knows packed layers: what they take unpacked is
+    estimated."""
     image = images.ensure(dataclasses.replace(spec, repository=f"{registry}/project/name"), print)
     here = images.size(image.reference)
     docker = engine.client()
-    for reference in (image.reference, f"{registry}/project/name:{images.plan(spec).tag}", f"{spec.name}:{images.plan(spec).tag}"):
+    for reference in (
+        image.reference,
+        f"{registry}/project/name:{images.plan(spec).tag}",
+        f"{spec.name}:{images.plan(spec).tag}",
+    ):
         shell.run([docker, "image", "rm", "--force", reference], timeout=60)
     assert not shell.run([docker, "image", "inspect", image.reference], timeout=30).ok
     told = images.size(image.reference)
@@ -331,7 +355,17 @@ def test_trainer_gets_the_signal_of_docker_stop(torch_xla: str) -> None:
     docker = engine.client()
     program = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('ready', flush=True); time.sleep(60)"
     # As `tpu-train` does it: a shell that replaces itself by Python.
-    command = ["run", "--detach", "--network=none", "--label=tpu-launch.tests=stop", torch_xla, "sh", "-c", 'exec python -c "$0"', program]
+    command = [
+        "run",
+        "--detach",
+        "--network=none",
+        "--label=tpu-launch.tests=stop",
+        torch_xla,
+        "sh",
+        "-c",
+        'exec python -c "$0"',
+        program,
+    ]
     container = shell.run([docker, *command], timeout=60).stdout.strip()
     try:
         end = time.monotonic() + 30
@@ -353,18 +387,26 @@ def test_entry_point_replaces_its_shell_and_runs_as_an_ordinary_user(torch_xla: 
 
     assert run("id", "-u").strip() == "1000"
     assert run("cat", "/usr/local/bin/tpu-train").splitlines()[1].startswith("exec python -m training.cli ")
-    configured = shell.run([engine.client(), "image", "inspect", "--format", "{{json .Config.Cmd}}", torch_xla], timeout=30).stdout
+    configured = shell.run(
+        [engine.client(), "image", "inspect", "--format", "{{json .Config.Cmd}}", torch_xla], timeout=30
+    ).stdout
     assert json.loads(configured) == ["tpu-train", "--help"]  # a list: no shell between
 
 
 def _certificates(text: str) -> set[str]:
     """The bodies of all certificates of a PEM file."""
-    return {"".join(body.split()) for body in re.findall(r"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", text, re.DOTALL)}
+    return {
+        "".join(body.split())
+        for body in re.findall(r"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", text, re.DOTALL)
+    }
 
 
 def test_no_layer_holds_a_secret_or_a_cache(torch_xla: str) -> None:
     docker = engine.client()
-    public = shell.run([docker, "run", "--rm", "--network=none", torch_xla, "sh", "-c", "cat /usr/share/ca-certificates/*/*"], timeout=60)
+    public = shell.run(
+        [docker, "run", "--rm", "--network=none", torch_xla, "sh", "-c", "cat /usr/share/ca-certificates/*/*"],
+        timeout=60,
+    )
     bundle = images.default_spec("torch-xla").ca_bundle
     private = _certificates(bundle.read_text()) - _certificates(public.stdout) if bundle else set()
     history = shell.run([docker, "history", "--no-trunc", torch_xla], timeout=30).stdout
@@ -374,6 +416,10 @@ def test_no_layer_holds_a_secret_or_a_cache(torch_xla: str) -> None:
         if re.match(r"(root/\.cache|run/secrets|tmp|opt/installer|var/lib/apt/lists|var/cache/apt/archives)/", name):
             wrong.append(name)
         # Wheels bring public bundles of their own, pinned by their hashes.
-        elif name.endswith((".pem", ".crt")) and "/site-packages/" not in name and _certificates(read().decode(errors="replace")) & private:
+        elif (
+            name.endswith((".pem", ".crt"))
+            and "/site-packages/" not in name
+            and _certificates(read().decode(errors="replace")) & private
+        ):
             wrong.append(f"{name} holds a certificate of {bundle}")
     assert wrong == []

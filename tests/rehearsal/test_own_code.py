@@ -1,4 +1,5 @@
-"""A user's own program runs on an emulated slice of two hosts, from a folder and the documented variables. Starts one slice; half a minute."""
+"""A user's own program runs on an emulated slice of two hosts, from a folder and the documented variables. Starts one
+slice; half a minute."""
 
 from __future__ import annotations
 

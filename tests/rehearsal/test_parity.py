@@ -20,4 +20,6 @@ def test_losses_batches_checkpoints_and_models_of_both_backends_agree(tmp_path: 
     assert len(rows) == 19
     for name, row in rows.items():
         assert row["ours"] <= row["peer"], name
-    assert parity.losses(tmp_path, "mlm-1-tensorflow")[-1] < parity.losses(tmp_path, "mlm-1-tensorflow")[0] - 0.1, "it learns"
+    assert parity.losses(tmp_path, "mlm-1-tensorflow")[-1] < parity.losses(tmp_path, "mlm-1-tensorflow")[0] - 0.1, (
+        "it learns"
+    )

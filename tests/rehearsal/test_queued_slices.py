@@ -1,4 +1,5 @@
-"""Claims about slices from the queue and in several zones (real gcloud, emulated API). Creates and loses slices one after the other; about 50 s."""
+"""Claims about slices from the queue and in several zones (real gcloud, emulated API). Creates and loses slices one
+after the other; about 50 s."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def wait_until(work: Workstation, wanted: dict[str, Any], seconds: float = 30) -
         time.sleep(0.2)
 
 
-def test_a_wait_can_be_interrupted_and_gone_on_with_and_down_takes_what_was_granted_afterwards(emulator: Workstation) -> None:
+def test_a_wait_can_be_interrupted_and_gone_on_with_and_down_takes_what_was_granted_afterwards(
+    emulator: Workstation,
+) -> None:
     file = emulator.file("queue.yaml", QUEUED.replace("NAME", "queue"))
     control.inject(home(emulator), {"fault": "stockout", "left": 1000})
     for first in (True, False):

@@ -1,4 +1,5 @@
-"""Claims about README.md: its commands of "A real run" work as they are typed, one after the other, on an emulated slice. About 60 s."""
+"""Claims about README.md: its commands of "A real run" work as they are typed, one after the other, on an emulated
+slice. About 60 s."""
 
 from __future__ import annotations
 
@@ -18,15 +19,31 @@ def typed() -> list[list[str]]:
     section = (HOUSE / "README.md").read_text().split("## A real run")[1].split("\n## ")[0]
     block = section.split("```console")[1].split("```")[0]
     return [
-        shlex.split(line.removeprefix("$ tpu-launch "), comments=True) for line in block.splitlines() if line.startswith("$ tpu-launch ")
+        shlex.split(line.removeprefix("$ tpu-launch "), comments=True)
+        for line in block.splitlines()
+        if line.startswith("$ tpu-launch ")
     ]
 
 
 def test_the_commands_of_a_real_run_work_in_their_order(emulator: Workstation) -> None:
-    """`run` is detached from by Ctrl-C, as its comment says; `--attach` and `logs -f` go on until the run is stopped by the next command."""
-    assert "preflight" in [words[0] for words in typed()]  # of our trainer, which doesn't run here: tests/launcher/test_preflight_verb.py
+    """`run` is detached from by Ctrl-C, as its comment says; `--attach` and `logs -f` go on until the run is stopped by
+    the next command."""
+    assert "preflight" in [
+        words[0] for words in typed()
+    ]  # of our trainer, which doesn't run here: tests/launcher/test_preflight_verb.py
     commands = [words for words in typed() if words[0] != "preflight"]
-    assert [words[0] for words in commands] == ["init", "doctor", "plan", "up", "run", "run", "logs", "stop", "run", "down"], commands
+    assert [words[0] for words in commands] == [
+        "init",
+        "doctor",
+        "plan",
+        "up",
+        "run",
+        "run",
+        "logs",
+        "stop",
+        "run",
+        "down",
+    ], commands
     going = []
     for number, words in enumerate(commands):
         if words[0] == "init":

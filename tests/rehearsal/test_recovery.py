@@ -1,4 +1,5 @@
-"""Claims about a run that loses a host: fail-fast with the right first cause, and a resumed run that equals the undisturbed one bit for bit.
+"""Claims about a run that loses a host: fail-fast with the right first cause, and a resumed run that equals the
+undisturbed one bit for bit.
 
 Starts one slice of two hosts and trains three times; about 3 minutes.
 """
@@ -29,7 +30,15 @@ def trainable(emulator: Workstation) -> Workstation:
     local = ["--emulated", "local", "-f", FILE, "--", "tpu-train"]
     emulator.good(*local, "tokenizer", *corpus, "--vocabulary", "2000", "--out", "gs://rehearsal/tokenizer")
     emulator.good(
-        *local, "shards", *corpus, "--tokenizer", "gs://rehearsal/tokenizer", "--sequence-length", "64", "--out", "gs://rehearsal/data"
+        *local,
+        "shards",
+        *corpus,
+        "--tokenizer",
+        "gs://rehearsal/tokenizer",
+        "--sequence-length",
+        "64",
+        "--out",
+        "gs://rehearsal/data",
     )
     return emulator
 
@@ -43,9 +52,10 @@ def settings() -> list[str]:
 
 
 def summary(work: Workstation, run_id: str) -> dict[str, Any]:
-    """What the trainer left in the bucket, with the "history" of its losses: (step, loss), as far as they led to the final weights."""
+    """What the trainer left in the bucket, with the "history" of its losses: (step, loss), as far as they led to the
+    final weights."""
     script = (
-        "import json; from training import metrics, storage; "
+        "import json; from training import storage; from training.telemetry import metrics; "
         f"folder = 'gs://rehearsal/runs/{run_id}'; "
         "history = [(line['step'], line['loss']) for line in metrics.history(folder) if 'loss' in line]; "
         "print(json.dumps(json.loads(storage.read(folder + '/summary.json')) | {'history': history}))"
@@ -64,8 +74,8 @@ def require_the_same(work: Workstation, run_id: str, undisturbed: dict[str, Any]
     after = summary(work, run_id)
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", "committed_step", "steps"):
         assert after[key] == undisturbed[key], f"{key}: {after[key]} disturbed, {undisturbed[key]} undisturbed"
-    # A step's batch is a function of its number, and each loss is that of the same batch and the same weights: so every record was trained exactly once. Lines
-    # that were not written yet when a host died are missing.
+    # A step's batch is a function of its number, and each loss is that of the same batch and the same weights: so every
+    # record was trained exactly once. Lines that were not written yet when a host died are missing.
     expected = dict(undisturbed["history"])
     steps = [step for step, _ in after["history"]]
     assert list(expected) == list(range(1, STEPS + 1))
@@ -126,7 +136,8 @@ def step_after(running: Running, pattern: str, seconds: float = 120) -> None:
 def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refuses_and_ends_with_the_same_bits(
     trainable: Workstation, undisturbed: dict[str, Any]
 ) -> None:
-    """One run, five attempts: a host dies and comes back within a minute; `stop` saves and `run` resumes; a host is cut off; the bucket refuses."""
+    """One run, five attempts: a host dies and comes back within a minute; `stop` saves and `run` resumes; a host is cut
+    off; the bucket refuses."""
     work = trainable
     retries = ["--set", "run.preemption_retries=2", "--set", "run.failure_retries=1"]
     running = work.begin("--emulated", "run", "--new", "-f", FILE, "--json", *settings(), *retries)

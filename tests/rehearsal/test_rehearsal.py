@@ -1,4 +1,5 @@
-"""Claims about the main job: `tpu-launch rehearsal` trains on two hosts and leaves nothing; a slice of four hosts works too. About 3 minutes."""
+"""Claims about the main job: `tpu-launch rehearsal` trains on two hosts and leaves nothing; a slice of four hosts works
+too. About 3 minutes."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ from tests.rehearsal.workstation import HOUSE, Workstation, docker
 
 pytestmark = pytest.mark.alone
 
-KEYS = {"hosts", "steps", "first_loss", "last_loss", "eval_perplexity", "examples_per_second", "checkpoint", "committed_step", "seconds"}
+KEYS = {
+    "hosts",
+    "steps",
+    "first_loss",
+    "last_loss",
+    "eval_perplexity",
+    "examples_per_second",
+    "checkpoint",
+    "committed_step",
+    "seconds",
+}
 
 
 def left(work: Workstation) -> list[str]:
@@ -33,7 +44,14 @@ def left(work: Workstation) -> list[str]:
 def test_a_rehearsal_trains_commits_and_leaves_nothing(workstation: Workstation, accelerator: str, hosts: int) -> None:
     file = str(HOUSE / "examples" / "rehearsal.yaml")
     ended = workstation.good(
-        "rehearsal", "-f", file, "--set", f"slice.accelerator_type={accelerator}", "--set", "train.steps=12", seconds=600
+        "rehearsal",
+        "-f",
+        file,
+        "--set",
+        f"slice.accelerator_type={accelerator}",
+        "--set",
+        "train.steps=12",
+        seconds=600,
     )
     summary = json.loads((Path(workstation.environment["TPU_LAUNCH_HOME"]) / "rehearsal" / "summary.json").read_text())
     assert summary.keys() >= KEYS
@@ -56,7 +74,8 @@ def test_ctrl_c_in_the_middle_leaves_nothing(workstation: Workstation) -> None:
 
 def test_down_after_ctrl_c_leaves_nothing_running(workstation: Workstation) -> None:
     file = workstation.file(
-        "hello.yaml", "project: p\nzone: us-central2-b\nslice: {name: hello, accelerator_type: v4-16}\nrun: {command: [sleep, '600']}\n"
+        "hello.yaml",
+        "project: p\nzone: us-central2-b\nslice: {name: hello, accelerator_type: v4-16}\nrun: {command: [sleep, '600']}\n",
     )
     workstation.good("--emulated", "up", "-f", file)
     running = workstation.begin("--emulated", "run", "-f", file)

@@ -1,4 +1,5 @@
-"""Claims about runs of any command on an emulated slice of two hosts (real gcloud, ssh, containers). Starts one slice; about 2 minutes."""
+"""Claims about runs of any command on an emulated slice of two hosts (real gcloud, ssh, containers). Starts one slice;
+about 2 minutes."""
 
 from __future__ import annotations
 
@@ -30,10 +31,14 @@ def test_a_command_runs_on_every_host_and_knows_who_it_is(two_hosts: TwoHosts) -
         "--new",
         "-f",
         file,
-        *command('echo "$TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES $TPU_ACCELERATOR_TYPE $PJRT_DEVICE"; ls /etc/tpu-launch'),
+        *command(
+            'echo "$TPU_WORKER_ID of $TPU_WORKER_HOSTNAMES $TPU_ACCELERATOR_TYPE $PJRT_DEVICE"; ls /etc/tpu-launch'
+        ),
     )
     for worker in (0, 1):
-        assert re.search(rf"^\[{worker}\] {worker} of [\d.]+,[\d.]+ v4-16 CPU$", ended.output, re.MULTILINE), ended.output
+        assert re.search(rf"^\[{worker}\] {worker} of [\d.]+,[\d.]+ v4-16 CPU$", ended.output, re.MULTILINE), (
+            ended.output
+        )
         assert f"[{worker}] config.yaml" in ended.output
     assert "finished" in ended.output
     assert work.containers_of_runs() == []
@@ -80,7 +85,13 @@ def test_a_command_that_the_image_lacks_is_told_in_words(two_hosts: TwoHosts) ->
 def test_exit_code_255_is_reported_once_and_not_run_again(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
     ended = work.launch(
-        "--emulated", "run", "--new", "--json", "-f", file, *command('echo ran; [ "$TPU_WORKER_ID" = 0 ] && exit 255; exec sleep 60')
+        "--emulated",
+        "run",
+        "--new",
+        "--json",
+        "-f",
+        file,
+        *command('echo ran; [ "$TPU_WORKER_ID" = 0 ] && exit 255; exec sleep 60'),
     )
     assert ended.code == 10, ended.output
     assert ended.json()["cause"]["exit_code"] == 255
@@ -178,11 +189,11 @@ def test_plan_prints_every_command_and_touches_nothing(two_hosts: TwoHosts) -> N
     assert work.good("emulator", "status", "--json").output == before
 
 
-def test_a_failure_is_tried_again_within_its_budget_and_the_slice_of_a_bad_host_is_made_anew(two_hosts: TwoHosts) -> None:
+def test_a_failure_is_tried_again_within_its_budget_and_the_slice_of_a_bad_host_is_made_anew(
+    two_hosts: TwoHosts,
+) -> None:
     work, file = two_hosts
-    script = (
-        'echo "attempt $TPU_LAUNCH_ATTEMPT"; [ "$TPU_LAUNCH_ATTEMPT" = 1 ] && exit 0; [ "$TPU_WORKER_ID" = 0 ] && exit 7; exec sleep 60'
-    )
+    script = 'echo "attempt $TPU_LAUNCH_ATTEMPT"; [ "$TPU_LAUNCH_ATTEMPT" = 1 ] && exit 0; [ "$TPU_WORKER_ID" = 0 ] && exit 7; exec sleep 60'
     budget = ("--set", "run.failure_retries=1", "--set", "run.replace_after=1")
     ended = work.good("--emulated", "run", "--new", "--json", "-f", file, *budget, *command(script))
     assert "failure 1 of 1" in ended.output
@@ -202,7 +213,9 @@ def test_a_failure_is_tried_again_within_its_budget_and_the_slice_of_a_bad_host_
 def test_a_preempted_slice_is_created_again_and_the_run_goes_on(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
     script = 'echo "attempt $TPU_LAUNCH_ATTEMPT"; [ "$TPU_LAUNCH_ATTEMPT" = 1 ] && exit 0; exec sleep 600'
-    running = work.begin("--emulated", "run", "--new", "--json", "-f", file, "--set", "run.preemption_retries=1", *command(script))
+    running = work.begin(
+        "--emulated", "run", "--new", "--json", "-f", file, "--set", "run.preemption_retries=1", *command(script)
+    )
     running.wait_for(r"^\[1\] attempt 0")
     work.good("emulator", "inject", "preempt", "two")
     ended = running.end(120)
@@ -239,7 +252,9 @@ def test_a_run_that_hangs_is_ended_and_its_stacks_are_kept(two_hosts: TwoHosts) 
     work, file = two_hosts
     program = "import time\ndef waits_for_ever():\n    time.sleep(600)\nprint('begun', flush=True)\nwaits_for_ever()"
     ended = work.launch(
-        "--emulated", *("run", "--new", "--json", "-f", file, "--set", "run.stall_minutes=0.1"), *("--", "python", "-c", program)
+        "--emulated",
+        *("run", "--new", "--json", "-f", file, "--set", "run.stall_minutes=0.1"),
+        *("--", "python", "-c", program),
     )
     assert ended.code == 13, ended.output
     told = ended.json()

@@ -1,4 +1,5 @@
-"""Claims about secrets: the command gets them, and nothing else shows them. Starts one slice of two hosts; about half a minute."""
+"""Claims about secrets: the command gets them, and nothing else shows them. Starts one slice of two hosts; about half a
+minute."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def arguments_of_all_processes(seen: set[bytes], over: threading.Event) -> None:
 
 
 @pytest.mark.parametrize("transport", ["auto", "gcloud"])
-def test_a_secret_reaches_the_command_and_nothing_else_shows_it(two_hosts: tuple[Workstation, str], transport: str) -> None:
+def test_a_secret_reaches_the_command_and_nothing_else_shows_it(
+    two_hosts: tuple[Workstation, str], transport: str
+) -> None:
     work, file = two_hosts
     program = "import hashlib, os, time; print(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest(), flush=True); time.sleep(8)"
     digest = hashlib.sha256(VALUE.encode()).hexdigest()
@@ -40,7 +43,17 @@ def test_a_secret_reaches_the_command_and_nothing_else_shows_it(two_hosts: tuple
     watch = threading.Thread(target=arguments_of_all_processes, args=(seen, over))
     watch.start()
     running = work.begin(
-        *("--emulated", "run", "--new", "-f", file, "--set", "run.secrets=[HF_TOKEN]", "--set", f"run.transport={transport}"),
+        *(
+            "--emulated",
+            "run",
+            "--new",
+            "-f",
+            file,
+            "--set",
+            "run.secrets=[HF_TOKEN]",
+            "--set",
+            f"run.transport={transport}",
+        ),
         *("--", "python", "-c", program),
         environment={"HF_TOKEN": VALUE},
     )
@@ -53,16 +66,23 @@ def test_a_secret_reaches_the_command_and_nothing_else_shows_it(two_hosts: tuple
     over.set()
     watch.join(10)
     assert any(b"--worker=" in line for line in seen), "the start was not seen"
-    assert not [line for line in seen if NEEDLE in line], "no process may ever have it in its arguments, here or on a host"
+    assert not [line for line in seen if NEEDLE in line], (
+        "no process may ever have it in its arguments, here or on a host"
+    )
     assert NEEDLE not in "\n".join(running.lines).encode()
     home = Path(work.environment["TPU_LAUNCH_HOME"])
     found = subprocess.run(
-        ["grep", "--recursive", "--files-with-matches", "--text", NEEDLE.decode(), str(home)], capture_output=True, text=True, check=False
+        ["grep", "--recursive", "--files-with-matches", "--text", NEEDLE.decode(), str(home)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert found.stdout == "", "no file may hold it: runs, events, logs, gcloud's own logs"
 
 
-def test_a_secret_that_is_not_in_the_environment_is_named_before_anything_starts(two_hosts: tuple[Workstation, str]) -> None:
+def test_a_secret_that_is_not_in_the_environment_is_named_before_anything_starts(
+    two_hosts: tuple[Workstation, str],
+) -> None:
     work, file = two_hosts
     ended = work.launch("--emulated", "run", "--new", "-f", file, "--set", "run.secrets=[NO_SUCH_TOKEN]", "--", "true")
     assert ended.code == 2, ended.output
@@ -71,6 +91,8 @@ def test_a_secret_that_is_not_in_the_environment_is_named_before_anything_starts
 
 def test_a_secret_in_the_plain_environment_is_refused(two_hosts: tuple[Workstation, str]) -> None:
     work, file = two_hosts
-    ended = work.launch("--emulated", "run", "--new", "-f", file, "--set", "run.environment={HF_TOKEN: abc}", "--", "true")
+    ended = work.launch(
+        "--emulated", "run", "--new", "-f", file, "--set", "run.environment={HF_TOKEN: abc}", "--", "true"
+    )
     assert ended.code == 2, ended.output
     assert "run.secrets" in ended.output

@@ -1,4 +1,5 @@
-"""`backend: tensorflow` by the same commands: two hosts train, lose one, end at once, and the resumed run equals the undisturbed one bit for bit.
+"""`backend: tensorflow` by the same commands: two hosts train, lose one, end at once, and the resumed run equals the
+undisturbed one bit for bit.
 
 Starts one slice of two hosts and trains three times; about a minute.
 """
@@ -17,7 +18,16 @@ from tests.rehearsal.workstation import HOUSE, Workstation
 pytestmark = pytest.mark.alone
 
 FILE = "tensorflow.yaml"
-LENGTH = ["--set", "train.steps=300", "--set", "checkpoint.every_steps=20", "--set", "evaluation.every=100", "--set", "train.log_every=5"]
+LENGTH = [
+    "--set",
+    "train.steps=300",
+    "--set",
+    "checkpoint.every_steps=20",
+    "--set",
+    "evaluation.every=100",
+    "--set",
+    "train.log_every=5",
+]
 
 
 def begin_to_train(work: Workstation, *options: str) -> Any:

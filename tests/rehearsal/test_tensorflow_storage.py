@@ -1,4 +1,5 @@
-"""Claims about TensorFlow's own gs:// on an emulated host: unmodified, by Google's names, from what the Python client library wrote.
+"""Claims about TensorFlow's own gs:// on an emulated host: unmodified, by Google's names, from what the Python client
+library wrote.
 
 Starts an emulated v4-8 (one host) with a bucket, and runs one container of the tensorflow image on it.
 """
@@ -16,9 +17,10 @@ import pytest
 from launcher.emulator import control
 from tests.rehearsal.workstation import BUCKET, Workstation
 from training import storage
-from training.data import batches, prepare
-from training.data.masking import Masking, SpecialTokens
-from training.data.reading import Reading
+from training.data.loading import mlm as batches
+from training.data.loading.host_slice import Reading
+from training.data.prepare import pack as prepare
+from training.data.sampling.masking import Masking, SpecialTokens
 
 pytestmark = pytest.mark.alone
 
@@ -33,10 +35,10 @@ run: {command: [python, -c, PROGRAM]}
 PROGRAM = """
 import hashlib, json
 import tensorflow as tf
-from training.data import batches_tensorflow
-from training.data.dataset import open_dataset
-from training.data.masking import Masking, SpecialTokens
-from training.data.reading import Reading
+from training.data.tf import batches as batches_tensorflow
+from training.data.formats.open_dataset import open_dataset
+from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.loading.host_slice import Reading
 url = "gs://BUCKET/data"
 names = sorted(tf.io.gfile.listdir(url))
 shards = [url + "/" + name for name in names if name.endswith(".tfrecord")]
@@ -56,13 +58,17 @@ print("seen: " + json.dumps([names, hashlib.sha256(content).hexdigest(), records
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
 
 
-def test_tensorflow_reads_and_writes_the_emulated_bucket_by_its_own_code(emulator: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorflow_reads_and_writes_the_emulated_bucket_by_its_own_code(
+    emulator: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     home = Path(emulator.environment["TPU_LAUNCH_HOME"]) / "emulator"
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", control.environment(home)["STORAGE_EMULATOR_HOST"])
     rows = np.random.default_rng(0).integers(5, 100, (300, 16)).astype(np.int32)
     plan = prepare.Plan("train", 16, "t", 100, 70, compression="gzip")
     url = f"gs://{BUCKET}/data"
-    dataset = prepare.make(url, plan, lambda: map(str, range(300)), lambda texts: [rows[int(each)] for each in texts]).dataset
+    dataset = prepare.make(
+        url, plan, lambda: map(str, range(300)), lambda texts: [rows[int(each)] for each in texts]
+    ).dataset
     content = b"".join(storage.read(storage.join(url, shard.name)) for shard in dataset.shards)
 
     name = emulator.file("reader.yaml", FILE.replace("PROGRAM", json.dumps(PROGRAM.replace("BUCKET", BUCKET))))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launcher.emulator.state import emulator_id
-from launcher.engine import client
+from launcher.images.engine import client
 
 HOUSE = Path(__file__).resolve().parents[2]
 BUCKET = "rehearsal"
@@ -32,7 +32,9 @@ class Ended:
 
     def json(self) -> Any:
         """The JSON object that the command printed last."""
-        return json.loads(self.output[self.output.index("\n{") + 1 :] if not self.output.startswith("{") else self.output)
+        return json.loads(
+            self.output[self.output.index("\n{") + 1 :] if not self.output.startswith("{") else self.output
+        )
 
 
 @dataclass
@@ -62,7 +64,10 @@ class Running:
                         return line
                 left = deadline - time.monotonic()
                 if left <= 0 or self.process.poll() is not None:
-                    pytest.fail(f"no line matched {pattern!r} within {seconds} s (ended: {self.process.poll()}):\n" + "\n".join(self.lines))
+                    pytest.fail(
+                        f"no line matched {pattern!r} within {seconds} s (ended: {self.process.poll()}):\n"
+                        + "\n".join(self.lines)
+                    )
                 self._news.wait(min(left, 0.5))
 
     def interrupt(self) -> None:

@@ -10,4 +10,6 @@ import importlib.util
 import pytest
 
 if importlib.util.find_spec("tensorflow") is None:
-    raise pytest.UsageError("tests/tensorflow runs inside the image: use .venv/bin/python tools/container_tests.py tensorflow")
+    raise pytest.UsageError(
+        "tests/tensorflow runs inside the image: use .venv/bin/python tools/container_tests.py tensorflow"
+    )

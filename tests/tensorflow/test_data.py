@@ -1,4 +1,5 @@
-"""Claims about data and TensorFlow, to be run where TensorFlow is: it reads our shards with its own code, we read its shards, masks are the same."""
+"""Claims about data and TensorFlow, to be run where TensorFlow is: it reads our shards with its own code, we read its
+shards, masks are the same."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from training.data import example, prepare
-from training.data.dataset import open_dataset
-from training.data.manifest import Dataset
-from training.data.masking import Masker, Masking, SpecialTokens
-from training.data.masking_tensorflow import mask
-from training.data.source import open_source
+from training.data.formats import example
+from training.data.formats.dataset import Dataset
+from training.data.formats.open_dataset import open_dataset
+from training.data.loading.source import open_source
+from training.data.prepare import pack as prepare
+from training.data.sampling.masking import Masker, Masking, SpecialTokens
+from training.data.tf.masking import mask
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=30_000)
 ROWS = np.random.default_rng(0).integers(5, 30_000, (1000, 128)).astype(np.int32)
@@ -22,7 +24,9 @@ ROWS = np.random.default_rng(0).integers(5, 30_000, (1000, 128)).astype(np.int32
 
 def make(folder: Path, **options: str) -> Dataset:
     plan = prepare.Plan("train", 128, "t", 30_000, 400, **options)
-    return prepare.make(str(folder), plan, lambda: map(str, range(1000)), lambda batch: [ROWS[int(each)] for each in batch]).dataset
+    return prepare.make(
+        str(folder), plan, lambda: map(str, range(1000)), lambda batch: [ROWS[int(each)] for each in batch]
+    ).dataset
 
 
 def files(dataset: Dataset) -> list[str]:
@@ -33,7 +37,9 @@ def files(dataset: Dataset) -> list[str]:
 def test_tensorflow_reads_our_shards(tmp_path: Path, compression: str) -> None:
     dataset = make(tmp_path, compression=compression)
     found = []
-    for batch in tf.data.TFRecordDataset(files(dataset), compression_type="GZIP" if compression == "gzip" else None).batch(100):
+    for batch in tf.data.TFRecordDataset(
+        files(dataset), compression_type="GZIP" if compression == "gzip" else None
+    ).batch(100):
         parsed = tf.io.parse_example(batch, {"input_ids": tf.io.FixedLenFeature([], tf.string)})
         found.append(tf.cast(tf.io.decode_raw(parsed["input_ids"], tf.uint16), tf.int32).numpy())
     assert np.array_equal(np.concatenate(found), ROWS)
@@ -41,7 +47,10 @@ def test_tensorflow_reads_our_shards(tmp_path: Path, compression: str) -> None:
 
 def test_tensorflow_reads_our_shards_in_the_public_layout(tmp_path: Path) -> None:
     spec = {name: tf.io.FixedLenFeature([128], tf.int64) for name in ("input_ids", "attention_mask")}
-    found = [tf.io.parse_example(batch, spec) for batch in tf.data.TFRecordDataset(files(make(tmp_path, layout="recipe"))).batch(100)]
+    found = [
+        tf.io.parse_example(batch, spec)
+        for batch in tf.data.TFRecordDataset(files(make(tmp_path, layout="recipe"))).batch(100)
+    ]
     assert np.array_equal(np.concatenate([each["input_ids"].numpy() for each in found]), ROWS)
     assert all((each["attention_mask"].numpy() == 1).all() for each in found)
 
@@ -51,9 +60,13 @@ def test_we_read_shards_that_tensorflow_wrote(tmp_path: Path) -> None:
         with tf.io.TFRecordWriter(str(tmp_path / f"dataset-{number}-{stop - start}.tfrecord")) as writer:
             for row in ROWS[start:stop]:
                 values = {"attention_mask": [1] * 128, "input_ids": row}
-                feature = {name: tf.train.Feature(int64_list=tf.train.Int64List(value=each)) for name, each in values.items()}
+                feature = {
+                    name: tf.train.Feature(int64_list=tf.train.Int64List(value=each)) for name, each in values.items()
+                }
                 writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
-    assert np.array_equal(open_source(open_dataset(str(tmp_path)), vocabulary=30_000).read(0, 1000, 1000)["input_ids"], ROWS)
+    assert np.array_equal(
+        open_source(open_dataset(str(tmp_path)), vocabulary=30_000).read(0, 1000, 1000)["input_ids"], ROWS
+    )
 
 
 def test_our_examples_are_tensorflows_bytes() -> None:

@@ -1,4 +1,5 @@
-"""Claims about what the tensorflow image holds: models of transformers, made of Keras 2, compute and differentiate; nothing is there twice."""
+"""Claims about what the tensorflow image holds: models of transformers, made of Keras 2, compute and differentiate;
+nothing is there twice."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ import tensorflow as tf
 import tf_keras
 from transformers import BertConfig, TFAutoModelForMaskedLM, TFAutoModelForSequenceClassification
 
-SMALL = BertConfig(vocab_size=100, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, num_labels=3)
+SMALL = BertConfig(
+    vocab_size=100, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, num_labels=3
+)
 
 
 def test_one_package_owns_tensorflow() -> None:

@@ -1,4 +1,5 @@
-"""Claims about the tf.data input: the tensors are the integers of the numpy batches, whatever the layout, the hosts, the step, the batch and the seed."""
+"""Claims about the tf.data input: the tensors are the integers of the numpy batches, whatever the layout, the hosts,
+the step, the batch and the seed."""
 
 from __future__ import annotations
 
@@ -13,13 +14,19 @@ import tensorflow as tf
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from training.data import batches, batches_tensorflow, classification, examples, order, order_tensorflow, prepare
-from training.data.dataset import open_dataset
-from training.data.manifest import Dataset
-from training.data.masking import Masking, SpecialTokens
-from training.data.reading import Reading
-from training.data.shards_tensorflow import explained
-from training.data.tfrecord import Corrupt
+from training.data.formats.dataset import Dataset
+from training.data.formats.open_dataset import open_dataset
+from training.data.formats.tfrecord import Corrupt
+from training.data.loading import classification
+from training.data.loading import mlm as batches
+from training.data.loading.host_slice import Reading
+from training.data.prepare import labelled as examples
+from training.data.prepare import pack as prepare
+from training.data.sampling import order
+from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.tf import batches as batches_tensorflow
+from training.data.tf import order as order_tensorflow
+from training.data.tf.shards import explained
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=40_000)
@@ -34,7 +41,9 @@ def ids(count: int, length: int = 12) -> Any:
 def make(folder: Path | str, count: int, layout: str = "compact", per_shard: int = 70) -> Dataset:
     rows = ids(count)
     plan = prepare.Plan("train", 12, "t", TOKENS.vocabulary, per_shard, **LAYOUTS[layout])
-    return prepare.make(str(folder), plan, lambda: map(str, range(count)), lambda texts: [rows[int(text)] for text in texts]).dataset
+    return prepare.make(
+        str(folder), plan, lambda: map(str, range(count)), lambda texts: [rows[int(text)] for text in texts]
+    ).dataset
 
 
 @functools.cache
@@ -86,7 +95,9 @@ def test_windows_are_those_of_numpy(records: int, batch: int, block: int, seed: 
     st.sampled_from(sorted(LAYOUTS)), st.sampled_from([5, 130, 1000]), st.sampled_from([1, 2, 3, 4]), st.integers(1, 16),
     st.integers(0, 200), st.integers(0, 2**31 - 1), st.booleans(),
 )  # fmt: skip
-def test_batches_are_those_of_numpy(layout: str, records: int, hosts: int, rows: int, start: int, seed: int, small: bool) -> None:
+def test_batches_are_those_of_numpy(
+    layout: str, records: int, hosts: int, rows: int, start: int, seed: int, small: bool
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if small:  # several windows an epoch
             patch.setattr(order, "WINDOW_BLOCKS", 3)
@@ -115,7 +126,9 @@ def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows
 @given(
     st.sampled_from([(50, 90, 30), (2, 60, 0), (3, 4, 5)]), st.sampled_from([1, 2]), st.integers(1, 10), st.integers(0, 60), st.integers(0, 2**31 - 1)
 )  # fmt: skip
-def test_classification_batches_are_those_of_numpy(counts: tuple[int, ...], hosts: int, rows: int, start: int, seed: int) -> None:
+def test_classification_batches_are_those_of_numpy(
+    counts: tuple[int, ...], hosts: int, rows: int, start: int, seed: int
+) -> None:
     dataset = labelled(counts)
     how = Reading(TOKENS, rows * hosts, seed % hosts, hosts)
     ours = classification.ClassificationBatches(dataset, how, seed)
@@ -142,7 +155,11 @@ def test_damage_stops_the_run_with_its_place_or_is_replaced_as_by_numpy(tmp_path
         batches.MlmBatches(dataset, how, Masking(), 0).batch(0)
     with pytest.raises(Corrupt) as theirs, explained():
         next(iter(batches_tensorflow.mlm(dataset, how, Masking(), 0)))
-    assert (theirs.value.shard, theirs.value.record, theirs.value.offset) == (ours.value.shard, ours.value.record, ours.value.offset)
+    assert (theirs.value.shard, theirs.value.record, theirs.value.offset) == (
+        ours.value.shard,
+        ours.value.record,
+        ours.value.offset,
+    )
 
     how = Reading(TOKENS, 130, on_corrupt="skip")
     numpy = batches.MlmBatches(dataset, how, Masking(), 0)
@@ -183,7 +200,9 @@ def test_the_public_layout_without_a_manifest_is_read(tmp_path: Path) -> None:
     with tf.io.TFRecordWriter(str(tmp_path / "wiki-0-60.tfrecord")) as writer:
         for row in ids(60):
             values = {"attention_mask": [1] * 12, "input_ids": row}
-            feature = {name: tf.train.Feature(int64_list=tf.train.Int64List(value=each)) for name, each in values.items()}
+            feature = {
+                name: tf.train.Feature(int64_list=tf.train.Int64List(value=each)) for name, each in values.items()
+            }
             writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
     dataset = open_dataset(str(tmp_path))
     how, masking = Reading(TOKENS, 16), Masking()

@@ -1,5 +1,6 @@
-"""The public recipe (transformers' examples/tensorflow/language-modeling-tpu) from end to end with our commands: a Unigram tokenizer, shards in its layout
-without a manifest, masked-language modelling on TPUStrategy's path through the backend, and `pipeline("fill-mask")` of what was exported.
+"""The public recipe (transformers' examples/tensorflow/language-modeling-tpu) from end to end with our commands: a
+Unigram tokenizer, shards in its layout without a manifest, masked-language modelling on TPUStrategy's path through the
+backend, and `pipeline("fill-mask")` of what was exported.
 
 Starts three processes, the last of them a training of a minute at most on two logical devices.
 """
@@ -14,14 +15,16 @@ from typing import Any
 import pytest
 
 from tests.container import small_runs
-from training.data.recipe import NAME
-from training.predict import open_pipeline
+from training.data.formats.recipe import NAME
+from training.models.predict import open_pipeline
 
 STEPS = 50
 
 
 def tpu_train(*arguments: str) -> str:
-    ended = subprocess.run([sys.executable, "-m", "training.cli", *arguments], capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(
+        [sys.executable, "-m", "training.cli", *arguments], capture_output=True, text=True, timeout=120
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

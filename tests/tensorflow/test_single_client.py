@@ -1,4 +1,5 @@
-"""Claims about TensorFlow's single program for several hosts, on CPUs: real workers, a real meeting of two hosts, and a program in the loop's place.
+"""Claims about TensorFlow's single program for several hosts, on CPUs: real workers, a real meeting of two hosts, and a
+program in the loop's place.
 
 TPUStrategy itself needs TPUs. Each test starts two hosts and their two workers.
 """
@@ -23,18 +24,19 @@ HOST = """
 import json, os, sys, time
 from pathlib import Path
 import yaml
-from training import single_client, stopping
-from training.cluster import discover
+from training.backends.tensorflow import pod as single_client
+from training.distributed import shutdown as stopping
+from training.distributed.cluster import discover
 from training.config import from_document
 from training.errors import Exit, StopRequested, TrainError
-from training.rendezvous import join
+from training.distributed.rendezvous import join
 from training.yaml_file import Document
 
 def program(config, cluster, rendezvous, stopping):
     print("program", cluster.hosts, flush=True)
     if WHAT == "read":
         import tensorflow as tf
-        from training.backends.tensorflow_input import host_rows
+        from training.backends.tensorflow.input import host_rows
         from training.tasks.task import open_data
         workers = [each.removeprefix("grpc://") for each in os.environ["TPU_NAME"].split(",")]
         tf.config.experimental_connect_to_cluster(tf.train.ClusterSpec({"tpu_worker": workers}))
@@ -81,10 +83,18 @@ def start(folder: Path, what: str) -> list[subprocess.Popen[str]]:
     hosts = []
     for worker, port in enumerate((first, second)):
         cluster = small_runs.cluster_environment(what, 0, worker, 2, ports)
-        environment = {**os.environ, **cluster, "PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v4-16", "TPU_TASK_PORT": str(port)}
+        environment = {
+            **os.environ,
+            **cluster,
+            "PJRT_DEVICE": "TPU",
+            "TPU_ACCELERATOR_TYPE": "v4-16",
+            "TPU_TASK_PORT": str(port),
+        }
         with (folder / f"{worker}.log").open("w") as log:
             command = [sys.executable, "-c", HOST, what]
-            hosts.append(subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True))
+            hosts.append(
+                subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+            )
     return hosts
 
 
@@ -96,7 +106,9 @@ def ended(folder: Path, hosts: list[subprocess.Popen[str]], seconds: float = 150
         except subprocess.TimeoutExpired:
             for each in hosts:
                 each.kill()
-            pytest.fail(f"not within {seconds} s:\n" + "\n".join((folder / f"{worker}.log").read_text() for worker in (0, 1)))
+            pytest.fail(
+                f"not within {seconds} s:\n" + "\n".join((folder / f"{worker}.log").read_text() for worker in (0, 1))
+            )
     return [host.returncode for host in hosts]
 
 
@@ -112,7 +124,9 @@ def children(host: subprocess.Popen[str]) -> list[int]:
 
 
 def test_each_worker_reads_its_hosts_rows_where_no_python_of_ours_is(folder: Path) -> None:
-    assert ended(folder, start(folder, "read")) == [0, 0], (folder / "0.log").read_text() + (folder / "1.log").read_text()
+    assert ended(folder, start(folder, "read")) == [0, 0], (folder / "0.log").read_text() + (
+        folder / "1.log"
+    ).read_text()
     found = json.loads((folder / "found.json").read_text())
     expected = small_runs_batch(folder)
     assert found == [expected[:4], expected[4:]]
@@ -120,9 +134,9 @@ def test_each_worker_reads_its_hosts_rows_where_no_python_of_ours_is(folder: Pat
 
 def small_runs_batch(folder: Path) -> list[list[int]]:
     """Global batch 3, as numpy makes it."""
-    from training.cluster import Cluster
     from training.config import from_document
-    from training.start import open_task
+    from training.distributed.cluster import Cluster
+    from training.run_setup import open_task
     from training.yaml_file import Document
 
     config = from_document(Document("test", yaml.safe_load((folder / "config.yaml").read_text()), {}))

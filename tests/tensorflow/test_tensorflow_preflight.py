@@ -1,4 +1,5 @@
-"""`tpu-train preflight` with `backend: tensorflow`: the real TPU compiler compiles the step that TPUStrategy would run on each device."""
+"""`tpu-train preflight` with `backend: tensorflow`: the real TPU compiler compiles the step that TPUStrategy would run
+on each device."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from training.cli import tpu_train
+from training.cli.main import tpu_train
 
 FILE = """\
 task: mlm
@@ -18,14 +19,26 @@ train: {steps: 10, global_batch_size: 64, precision: bf16}
 output: nowhere
 """
 # Embeddings, the layer, the head.
-PARAMETERS = (200 + 32 + 2 + 2) * 32 + 4 * (32 + 1) * 32 + 4 * 32 + (32 + 1) * 128 + (128 + 1) * 32 + (32 + 1 + 2) * 32 + 200
+PARAMETERS = (
+    (200 + 32 + 2 + 2) * 32 + 4 * (32 + 1) * 32 + 4 * 32 + (32 + 1) * 128 + (128 + 1) * 32 + (32 + 1 + 2) * 32 + 200
+)
 SUMS = 3
 
 
 def test_the_step_is_one_program_a_device_that_adds_gradients_over_the_slice(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(FILE)
-    command = ["preflight", str(path), "--accelerator", "v4-16", "--vocabulary", "200", "--sequence-length", "32", "--json"]
+    command = [
+        "preflight",
+        str(path),
+        "--accelerator",
+        "v4-16",
+        "--vocabulary",
+        "200",
+        "--sequence-length",
+        "32",
+        "--json",
+    ]
     ended = CliRunner().invoke(tpu_train, command)
     assert ended.exit_code == 0, ended.output
     [found] = json.loads(ended.stdout)["accelerators"]
@@ -33,6 +46,10 @@ def test_the_step_is_one_program_a_device_that_adds_gradients_over_the_slice(tmp
     [step] = found["graphs"]
     [gradients] = step["collectives"]
     assert (gradients["kind"], gradients["count"], gradients["elements"]) == ("all-reduce", 1, PARAMETERS + SUMS)
-    assert 3 * 4 * PARAMETERS < step["memory"]["donated"] < step["memory"]["arguments"] < step["memory"]["total"]  # weights and moments
+    assert (
+        3 * 4 * PARAMETERS < step["memory"]["donated"] < step["memory"]["arguments"] < step["memory"]["total"]
+    )  # weights and moments
     assert step["memory"]["resident"] == 0
-    assert "model/bert.embeddings.word_embeddings.weight: copy" in {each["where"] for each in step["largest"]}  # by the model's own names
+    assert "model/bert.embeddings.word_embeddings.weight: copy" in {
+        each["where"] for each in step["largest"]
+    }  # by the model's own names

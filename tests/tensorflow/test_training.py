@@ -1,4 +1,5 @@
-"""`backend: tensorflow` on one host: what a run gives, that going on changes no bit of it, and that devices, pieces and XLA change nothing but the time.
+"""`backend: tensorflow` on one host: what a run gives, that going on changes no bit of it, and that devices, pieces and
+XLA change nothing but the time.
 
 That its losses are PyTorch's is claimed by tests/rehearsal/test_parity.py, which needs both images.
 """
@@ -16,7 +17,7 @@ import pytest
 from tests.container import small_runs
 from tests.container.test_classification_runs import document as classification
 from tests.container.test_classification_runs import write as write_classification
-from training.checkpoint.manifest import decode, encode
+from training.checkpoint.format import decode, encode
 from training.errors import BadInput, StopRequested
 
 SMALL = {"layers": 1, "hidden_size": 32, "heads": 2, "intermediate_size": 64, "max_positions": 64}
@@ -37,7 +38,9 @@ def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:
-    return small_runs.document(folder, **{"backend": "tensorflow", "train__strict": True, "model__layers": 1, **changes})
+    return small_runs.document(
+        folder, **{"backend": "tensorflow", "train__strict": True, "model__layers": 1, **changes}
+    )
 
 
 def run(folder: Path, run_id: str, **changes: Any) -> dict[str, Any]:
@@ -70,7 +73,9 @@ def test_a_stopped_run_goes_on_to_the_same_bits(undisturbed: dict[str, Any], fol
         assert resumed[key] == undisturbed[key]
 
 
-def test_dropout_follows_from_the_seed_and_changes_the_losses(undisturbed: dict[str, Any], plain: dict[str, Any], folder: Path) -> None:
+def test_dropout_follows_from_the_seed_and_changes_the_losses(
+    undisturbed: dict[str, Any], plain: dict[str, Any], folder: Path
+) -> None:
     dropped, whole = (small_runs.losses(folder, name) for name in ("undisturbed", "plain"))
     assert dropped[0] != whole[0]
     assert dropped == pytest.approx(whole, rel=0.1)
@@ -78,7 +83,8 @@ def test_dropout_follows_from_the_seed_and_changes_the_losses(undisturbed: dict[
 
 @pytest.mark.parametrize("task", ["mlm", "classification"])
 def test_over_two_devices_it_is_the_same_training(folder: Path, labelled: Path, task: str) -> None:
-    """MirroredStrategy over logical devices, which is TPUStrategy's path through the backend. A process of its own: devices are counted once a process."""
+    """MirroredStrategy over logical devices, which is TPUStrategy's path through the backend. A process of its own:
+    devices are counted once a process."""
     place, make = (folder, document) if task == "mlm" else (labelled, classification)
     config = make(place, backend="tensorflow", train__dropout=0.0, train__steps=8, evaluation__every=None)
     [host] = small_runs.start(place, "two-devices", config, CPU_NUM_DEVICES="2")
@@ -91,7 +97,9 @@ def test_over_two_devices_it_is_the_same_training(folder: Path, labelled: Path, 
         assert two[key] == pytest.approx(one[key], rel=1e-5)
 
 
-@pytest.mark.parametrize("change", [{"train__gradient_accumulation": 4}, {"train__jit_compile": True}], ids=["accumulated", "xla"])
+@pytest.mark.parametrize(
+    "change", [{"train__gradient_accumulation": 4}, {"train__jit_compile": True}], ids=["accumulated", "xla"]
+)
 def test_pieces_and_xla_give_the_same_training(plain: dict[str, Any], folder: Path, change: dict[str, Any]) -> None:
     name = "-".join(change)
     run(folder, name, train__dropout=0.0, **change)
@@ -116,7 +124,7 @@ def test_a_model_folder_is_where_training_goes_on(plain: dict[str, Any], folder:
 
 
 def test_positions_of_roberta_begin_behind_its_own_padding_id(folder: Path) -> None:
-    from training.backends.tensorflow_pipeline import open_pipeline
+    from training.backends.tensorflow.inference import open_pipeline
 
     made = Path(run(folder, "roberta", model={"name": "roberta-base", **SMALL}, train__steps=2)["model"])
     config, found = json.loads((made / "config.json").read_bytes()), tensors(made)
@@ -128,7 +136,9 @@ def test_positions_of_roberta_begin_behind_its_own_padding_id(folder: Path) -> N
     data, places = encode([(name, info) for name, (info, _) in found.items()], {"format": "pt"})
     for name, place in places.items():
         value = bytes(found[name][1])
-        place[:] = value[2 * 4 * SMALL["hidden_size"] :] + bytes(2 * 4 * SMALL["hidden_size"]) if "position" in name else value
+        place[:] = (
+            value[2 * 4 * SMALL["hidden_size"] :] + bytes(2 * 4 * SMALL["hidden_size"]) if "position" in name else value
+        )
     (other / "model.safetensors").write_bytes(data)
 
     ids = np.array([[0, 7, 8, 9, 2]])

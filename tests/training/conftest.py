@@ -1,4 +1,5 @@
-"""Small datasets of generated ids and a bucket that can misbehave, for the tests of training.data and training.storage."""
+"""Small datasets of generated ids and a bucket that can misbehave, for the tests of training.data and
+training.storage."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ import numpy.typing as npt
 import pytest
 
 from tests.bucket_server import BucketServer
-from training.data import prepare
-from training.data.manifest import Dataset
-from training.data.masking import SpecialTokens
+from training.data.formats.dataset import Dataset
+from training.data.prepare import pack as prepare
+from training.data.sampling.masking import SpecialTokens
 
 
 class Samples:
@@ -29,11 +30,17 @@ class Samples:
             rows[:, place] = 5 + np.arange(count) // 90**place % 90
         return rows.astype(np.int32)
 
-    def make(self, folder: Path | str, count: int, length: int = 8, per_shard: int = 10, seed: int = 0, **options: Any) -> Dataset:
+    def make(
+        self, folder: Path | str, count: int, length: int = 8, per_shard: int = 10, seed: int = 0, **options: Any
+    ) -> Dataset:
         """A dataset of `ids(count, length, seed)` in a folder, local or gs://. options: of prepare.Plan"""
         rows = self.ids(count, length, seed)
-        plan = prepare.Plan("train", length, "t" * 64, vocabulary=self.vocabulary, records_per_shard=per_shard, **options)
-        return prepare.make(str(folder), plan, lambda: map(str, range(count)), lambda texts: [rows[int(text)] for text in texts]).dataset
+        plan = prepare.Plan(
+            "train", length, "t" * 64, vocabulary=self.vocabulary, records_per_shard=per_shard, **options
+        )
+        return prepare.make(
+            str(folder), plan, lambda: map(str, range(count)), lambda texts: [rows[int(text)] for text in texts]
+        ).dataset
 
 
 @pytest.fixture(scope="session")
@@ -44,7 +51,7 @@ def samples() -> Samples:
 @pytest.fixture
 def gcs(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
     """gs://bucket on this machine, and little patience."""
-    from training import bucket
+    from training.storage import gcs as bucket
 
     server = BucketServer(tmp_path_factory.mktemp("storage"))
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)

@@ -1,4 +1,5 @@
-"""A host that saves one checkpoint, as a process: saving_host.py FOLDER WORKER HOSTS PORT BYTES. Prints the seconds from the last arrival to the commit."""
+"""A host that saves one checkpoint, as a process: saving_host.py FOLDER WORKER HOSTS PORT BYTES. Prints the seconds
+from the last arrival to the commit."""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from training.checkpoint.copying import Copying
-from training.checkpoint.manifest import TensorInfo
-from training.checkpoint.policy import Keep
-from training.checkpoint.save import Description, Saver
-from training.cluster import Cluster
-from training.rendezvous import join
-from training.stopping import Stopping
+from training.checkpoint.format import TensorInfo
+from training.checkpoint.retention import Keep
+from training.checkpoint.snapshot import Copying
+from training.checkpoint.writer import Description, Saver
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import join
+from training.distributed.shutdown import Stopping
 
 TENSORS = 16
 

@@ -1,4 +1,5 @@
-"""Claims about the order of records and about batches: functions of the step, whatever the number of hosts and whatever was read before."""
+"""Claims about the order of records and about batches: functions of the step, whatever the number of hosts and whatever
+was read before."""
 
 import threading
 import time
@@ -11,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.data import order
-from training.data.batches import MlmBatch, MlmBatches, evaluation, prefetch
-from training.data.manifest import Dataset
-from training.data.masking import Masking, SpecialTokens
-from training.data.reading import Reading
+from training.data.formats.dataset import Dataset
+from training.data.loading.host_slice import Reading
+from training.data.loading.mlm import MlmBatch, MlmBatches, evaluation, prefetch
+from training.data.sampling import order
+from training.data.sampling.masking import Masking, SpecialTokens
 from training.errors import BadInput
 
 MASKING = Masking()
@@ -39,8 +40,17 @@ def small(records: int, block: int, blocks_per_window: int) -> order.Geometry:
     return order.Geometry(records, block, min(block * blocks_per_window, -(-records // block) * block))
 
 
-@given(st.integers(1, 400), st.integers(1, 9), st.integers(1, 40), st.integers(1, 70), st.integers(0, 2**64), st.integers(0, 5))
-def test_every_epoch_is_a_permutation_of_all_records(records: int, block: int, window: int, batch: int, seed: int, epoch: int) -> None:
+@given(
+    st.integers(1, 400),
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.integers(1, 70),
+    st.integers(0, 2**64),
+    st.integers(0, 5),
+)
+def test_every_epoch_is_a_permutation_of_all_records(
+    records: int, block: int, window: int, batch: int, seed: int, epoch: int
+) -> None:
     shape = small(records, block, window)
     shuffled = order.Shuffled(shape, seed, batch)
     seen = np.concatenate([shuffled.window(epoch, number) for number in range(shape.windows)])
@@ -48,7 +58,9 @@ def test_every_epoch_is_a_permutation_of_all_records(records: int, block: int, w
 
 
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 20), st.integers(1, 70), st.integers(0, 2**32))
-def test_batches_run_through_the_epochs_without_dropping_or_repeating(records: int, block: int, window: int, batch: int, seed: int) -> None:
+def test_batches_run_through_the_epochs_without_dropping_or_repeating(
+    records: int, block: int, window: int, batch: int, seed: int
+) -> None:
     shuffled = order.Shuffled(small(records, block, window), seed, batch)
     steps = -(-3 * records // batch)
     epochs, seen = map(np.concatenate, zip(*(order.batch(shuffled, k) for k in range(steps)), strict=True))
@@ -59,12 +71,17 @@ def test_batches_run_through_the_epochs_without_dropping_or_repeating(records: i
 
 def test_epochs_seeds_and_nothing_else_change_the_order() -> None:
     shape = order.geometry(1000, 298)
-    orders = {(seed, epoch): tuple(order.Shuffled(shape, seed, 32).window(epoch, 0)) for seed in (0, 1, 2) for epoch in (0, 1, 2)}
+    orders = {
+        (seed, epoch): tuple(order.Shuffled(shape, seed, 32).window(epoch, 0))
+        for seed in (0, 1, 2)
+        for epoch in (0, 1, 2)
+    }
     assert len(set(orders.values())) == len(orders)
 
 
 def test_the_order_is_pinned() -> None:
-    """What a seed means must not change between versions: a resumed run would see records twice. Change ORDER_VERSION with it."""
+    """What a seed means must not change between versions: a resumed run would see records twice. Change ORDER_VERSION
+    with it."""
     assert order.ORDER_VERSION == 1
     assert order.batch(order.Shuffled(order.geometry(1000, 298), 7, 8), 3)[1].tolist() == PINNED_SMALL
     assert order.batch(order.Shuffled(order.geometry(1_000_000, 298), 7, 8), 100_000)[1].tolist() == PINNED_LARGE
@@ -76,7 +93,8 @@ PINNED_LARGE = [791860, 787154, 967989, 48302, 818938, 181697, 500182, 297121]
 
 @pytest.mark.parametrize("records", [1000, 60_000, 2_000_000])
 def test_a_record_is_anywhere_in_the_epoch(records: int) -> None:
-    """Mean place of the first 1000 records over 50 epochs is the middle, within 5 standard errors of a uniform place."""
+    """Mean place of the first 1000 records over 50 epochs is the middle, within 5 standard errors of a uniform
+    place."""
     shape = order.geometry(records, 298)
     firsts = []
     for epoch in range(50):
@@ -86,7 +104,8 @@ def test_a_record_is_anywhere_in_the_epoch(records: int) -> None:
 
 
 def test_neighbours_are_spread_over_batches() -> None:
-    """In a batch of 256 a record meets about 256 / WINDOW_BLOCKS records of its own block, and not more than a few of them."""
+    """In a batch of 256 a record meets about 256 / WINDOW_BLOCKS records of its own block, and not more than a few of
+    them."""
     shape = order.geometry(200_000, 298)
     shuffled = order.Shuffled(shape, 5, 256)
     mates = [Counter((order.batch(shuffled, k)[1] // shape.block).tolist()) for k in range(100)]
@@ -109,7 +128,9 @@ def test_hosts_together_read_a_large_dataset_about_once(hosts: int) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_batches_do_not_depend_on_the_number_of_hosts(samples: Any, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_batches_do_not_depend_on_the_number_of_hosts(
+    samples: Any, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     count = data.draw(st.integers(1, 150))
     folder = tmp_path_factory.mktemp("dataset")
     dataset = samples.make(folder, count, per_shard=data.draw(st.integers(1, 60)))
@@ -218,4 +239,6 @@ def test_closing_prefetch_ends_its_thread() -> None:
 def test_batches_for_trainers_are_static_and_typed(samples: Any, tmp_path: Path) -> None:
     found = batches(samples.make(tmp_path, 30), host=1, hosts=2)
     shapes = {tuple((values.shape, values.dtype.name) for values in vars(found.batch(k)).values()) for k in range(5)}
-    assert shapes == {(((12, 8), "int32"), ((12, 2), "int32"), ((12, 2), "int32"), ((12, 2), "float32"), ((12,), "int64"))}
+    assert shapes == {
+        (((12, 8), "int32"), ((12, 2), "int32"), ((12, 2), "int32"), ((12, 2), "float32"), ((12,), "int64"))
+    }

@@ -14,8 +14,9 @@ import google_crc32c
 import pytest
 
 from launcher.emulator.web import Disconnected, Response
-from training import bucket, storage
+from training import storage
 from training.errors import BadInput, Exit
+from training.storage import gcs as bucket
 
 DATA = random.Random(0).randbytes(300_000)
 
@@ -35,7 +36,9 @@ def test_an_object_is_written_looked_at_listed_read_and_deleted(gcs: Any) -> Non
     assert storage.stat("gs://bucket/a/x") is None
 
 
-@pytest.mark.parametrize(("start", "end"), [(0, None), (0, 4), (2, 4), (2, None), (8, 50), (10, 20), (50, 60), (50, None), (3, 3)])
+@pytest.mark.parametrize(
+    ("start", "end"), [(0, None), (0, 4), (2, 4), (2, None), (8, 50), (10, 20), (50, 60), (50, None), (3, 3)]
+)
 def test_a_range_means_the_same_as_for_a_file(gcs: Any, tmp_path: Path, start: int, end: int | None) -> None:
     for url in ("gs://bucket/x", str(tmp_path / "x")):
         storage.write(url, b"0123456789")
@@ -143,7 +146,8 @@ def test_a_lasting_failure_names_the_object_and_ends_at_the_deadline(gcs: Any, m
     gcs.fault = lambda request: Response(503, b"busy")
     began = time.monotonic()
     with pytest.raises(
-        storage.StorageError, match=r"gs://bucket/x: reading bytes 5 to 9 of it failed for \d s, \d+ times; last: ServiceUnavailable"
+        storage.StorageError,
+        match=r"gs://bucket/x: reading bytes 5 to 9 of it failed for \d s, \d+ times; last: ServiceUnavailable",
     ):
         storage.read("gs://bucket/x", 5, 9)
     assert time.monotonic() - began < 3
@@ -164,7 +168,9 @@ def test_a_server_that_says_nothing_is_asked_again_and_given_up(gcs: Any, monkey
     silent = [True] * 1000
     monkeypatch.setattr(bucket, "patience", bucket.Patience(silence=0.2, deadline=1, first_delay=0.01))
     began = time.monotonic()
-    with pytest.raises(storage.StorageError, match=r"gs://bucket/x: reading it failed for .* (ReadTimeout|ConnectionError)"):
+    with pytest.raises(
+        storage.StorageError, match=r"gs://bucket/x: reading it failed for .* (ReadTimeout|ConnectionError)"
+    ):
         storage.read("gs://bucket/x")
     assert time.monotonic() - began < 4
     released.set()
@@ -204,7 +210,9 @@ def test_a_server_that_trickles_is_given_up_at_the_deadline(monkeypatch: pytest.
 
 
 def test_a_refusal_is_not_repeated_and_says_what_to_grant(gcs: Any) -> None:
-    gcs.fault = lambda request: Response(403, b'{"error": {"code": 403, "message": "no access"}}', {"Content-Type": "application/json"})
+    gcs.fault = lambda request: Response(
+        403, b'{"error": {"code": 403, "message": "no access"}}', {"Content-Type": "application/json"}
+    )
     said = r"^gs://bucket/x: %s it is not allowed: no access\. Grant .* roles/storage.objectUser on gs://bucket$"
     with pytest.raises(storage.StorageError, match=said % "reading"):
         storage.read("gs://bucket/x")

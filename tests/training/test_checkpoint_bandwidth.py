@@ -1,4 +1,5 @@
-"""Hosts write their parts at the same time, so more hosts save faster where each has a network of its own. Starts processes, and a slow line for each."""
+"""Hosts write their parts at the same time, so more hosts save faster where each has a network of its own. Starts
+processes, and a slow line for each."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.bucket_server import BucketServer
-from training.checkpoint.restore import committed_steps, verify
+from training.checkpoint.reader import committed_steps, verify
 
 HOUSE = Path(__file__).resolve().parents[2]
 RATE = 4_000_000  # bytes a second, of each host
@@ -70,7 +71,16 @@ def seconds_of_a_save(server: BucketServer, hosts: int) -> float:
         processes = []
         for worker in range(hosts):
             line = stack.enter_context(SlowLine(server.url, RATE))
-            command = [sys.executable, "-m", "tests.training.saving_host", folder, str(worker), str(hosts), str(port), str(SIZE)]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.training.saving_host",
+                folder,
+                str(worker),
+                str(hosts),
+                str(port),
+                str(SIZE),
+            ]
             environment = {**os.environ, "STORAGE_EMULATOR_HOST": line.url, "PYTHONPATH": str(HOUSE)}
             processes.append(subprocess.Popen(command, cwd=HOUSE, env=environment, stdout=subprocess.PIPE, text=True))
         told = [process.communicate(timeout=120)[0] for process in processes]

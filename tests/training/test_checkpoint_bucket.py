@@ -1,4 +1,5 @@
-"""A run's folder in a bucket: saves, restores, metrics, the claim and the exported model. The server enforces preconditions and can misbehave."""
+"""A run's folder in a bucket: saves, restores, metrics, the claim and the exported model. The server enforces
+preconditions and can misbehave."""
 
 from __future__ import annotations
 
@@ -10,19 +11,20 @@ import numpy as np
 import pytest
 
 from launcher.emulator.web import Response
-from training import metrics, storage
-from training.checkpoint import manifest as form
-from training.checkpoint.copying import Copying
-from training.checkpoint.manifest import TensorInfo
-from training.checkpoint.policy import Keep
-from training.checkpoint.restore import committed_steps, restore
-from training.checkpoint.save import Description, Saver
-from training.cluster import Cluster
+from training import storage
+from training.checkpoint import format as form
+from training.checkpoint.format import TensorInfo
+from training.checkpoint.reader import committed_steps, restore
+from training.checkpoint.retention import Keep
+from training.checkpoint.snapshot import Copying
+from training.checkpoint.writer import Description, Saver
 from training.config import TrainerConfig
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Alone
 from training.errors import BadInput, TrainError
 from training.models import export
-from training.rendezvous import Alone
-from training.start import claim
+from training.run_setup import claim
+from training.telemetry import metrics
 
 RUN = "gs://bucket/runs/r"
 FOLDER = f"{RUN}/checkpoints"
@@ -49,7 +51,9 @@ class State:
         return {name: TensorInfo("F32", value.shape, value.nbytes) for name, value in self.values.items()}
 
     def copy(self, places: Mapping[str, memoryview]) -> Copying:
-        return Copying((np.frombuffer(place, np.float32), self.values[name].reshape(-1)) for name, place in places.items())
+        return Copying(
+            (np.frombuffer(place, np.float32), self.values[name].reshape(-1)) for name, place in places.items()
+        )
 
     def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
         for name, (info, data) in tensors.items():
@@ -58,7 +62,9 @@ class State:
 
 def save(*steps: int, keep: int = 2, token: str = "t") -> Saver:
     config = TrainerConfig.model_validate(CONFIG).canonical()
-    saver = Saver(FOLDER, Cluster(0, ("h",), run_id="r"), Alone(), Description({"seed": 1}, config, "code", token), Keep(keep))
+    saver = Saver(
+        FOLDER, Cluster(0, ("h",), run_id="r"), Alone(), Description({"seed": 1}, config, "code", token), Keep(keep)
+    )
     for step in steps:
         saver.save(step, State(step).layout(), State(step).copy, {"first_loss": 1.5})
     saver.wait()
@@ -136,10 +142,14 @@ def test_a_checkpoint_becomes_a_model_folder(gcs: Any) -> None:
 def test_without_the_right_to_delete_saves_go_on_and_old_checkpoints_stay(gcs: Any) -> None:
     warnings: list[str] = []
     refused = Response(
-        403, b'{"error": {"code": 403, "message": "no storage.objects.delete access"}}', {"Content-Type": "application/json"}
+        403,
+        b'{"error": {"code": 403, "message": "no storage.objects.delete access"}}',
+        {"Content-Type": "application/json"},
     )
     gcs.fault = lambda request: refused if request.method == "DELETE" else None
-    saver = Saver(FOLDER, Cluster(0, ("h",), run_id="r"), Alone(), Description({}, {}, "c", "t"), Keep(1), warn=warnings.append)
+    saver = Saver(
+        FOLDER, Cluster(0, ("h",), run_id="r"), Alone(), Description({}, {}, "c", "t"), Keep(1), warn=warnings.append
+    )
     for step in (10, 20, 30):
         saver.save(step, State(step).layout(), State(step).copy, {})
     saver.wait()

@@ -1,4 +1,5 @@
-"""What `tpu-train checkpoint` and `tpu-train export --best` do with a run's folder: copying, finding the best, naming one checkpoint by its folder."""
+"""What `tpu-train checkpoint` and `tpu-train export --best` do with a run's folder: copying, finding the best, naming
+one checkpoint by its folder."""
 
 from __future__ import annotations
 
@@ -10,31 +11,40 @@ import numpy as np
 import pytest
 
 from training import storage
-from training.checkpoint import inspect
-from training.checkpoint import manifest as form
-from training.checkpoint import restore as restoring
-from training.checkpoint.copying import Copying
-from training.checkpoint.manifest import TensorInfo
-from training.checkpoint.policy import Best, Keep
-from training.checkpoint.restore import committed_steps, restore, verify
-from training.checkpoint.save import Description, Saver
-from training.cluster import Cluster
+from training.checkpoint import admin as inspect
+from training.checkpoint import format as form
+from training.checkpoint import reader as restoring
+from training.checkpoint.format import TensorInfo
+from training.checkpoint.reader import committed_steps, restore, verify
+from training.checkpoint.retention import Best, Keep
+from training.checkpoint.snapshot import Copying
+from training.checkpoint.writer import Description, Saver
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Alone
 from training.errors import BadInput
-from training.rendezvous import Alone
 
 INFO = {"model/w": TensorInfo("F32", (3,), 12)}
 
 
 def saved(folder: Path, figures: dict[int, float | None], keep: Keep, mode: str = "min") -> None:
     """A run of one host that saved after these steps, and evaluated to these figures just before."""
-    saver = Saver(str(folder / "checkpoints"), Cluster(0, ("h",), run_id="r"), Alone(), Description({"seed": 1}, {}, "c", "t"), keep)
+    saver = Saver(
+        str(folder / "checkpoints"),
+        Cluster(0, ("h",), run_id="r"),
+        Alone(),
+        Description({"seed": 1}, {}, "c", "t"),
+        keep,
+    )
     best: dict[str, Any] | None = None
     for step, value in figures.items():
         if value is not None and Best("loss", mode).better(value, best["value"] if best else None):
             best = {"step": step, "metric": "loss", "value": value}
         content = np.full(3, step, np.float32)
         saver.save(
-            step, INFO, lambda places, content=content: Copying([(np.frombuffer(places["model/w"], np.float32), content)]), {"best": best}
+            step,
+            INFO,
+            lambda places, content=content: Copying([(np.frombuffer(places["model/w"], np.float32), content)]),
+            {"best": best},
         )
     saver.wait()
 
@@ -88,9 +98,14 @@ def damaged(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "step", "said"),
-    [(damaged, 10, "is damaged .*crc32c.*choose another"), (lambda folder: None, 15, "has no committed step 15; it has 20, 10")],
+    [
+        (damaged, 10, "is damaged .*crc32c.*choose another"),
+        (lambda folder: None, 15, "has no committed step 15; it has 20, 10"),
+    ],
 )
-def test_what_can_not_be_copied_leaves_no_checkpoint(tmp_path: Path, spoil: Callable[[Path], None], step: int, said: str) -> None:
+def test_what_can_not_be_copied_leaves_no_checkpoint(
+    tmp_path: Path, spoil: Callable[[Path], None], step: int, said: str
+) -> None:
     saved(tmp_path / "a", {10: None, 20: None}, Keep(2))
     spoil(tmp_path)
     with pytest.raises(BadInput, match=said):
@@ -109,22 +124,32 @@ def test_a_file_that_ends_early_is_damage_and_not_a_crash(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("bytes_a_request", [1, 5, 12, 1 << 20])
-def test_any_flipped_byte_is_damage_however_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_a_request: int) -> None:
+def test_any_flipped_byte_is_damage_however_the_part_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_a_request: int
+) -> None:
     """In the list of tensors as in the tensors: never another exception, never silence."""
     monkeypatch.setattr(restoring, "_RANGE", bytes_a_request)
     monkeypatch.setattr(restoring, "_HEAD", 16)
     tensors = {f"model/{index}": TensorInfo("F32", (index, 3), 12 * index) for index in range(5)}
-    saver = Saver(str(tmp_path), Cluster(0, ("h",), run_id="r"), Alone(), Description({"seed": 1}, {}, "c", "t"), Keep(2))
+    saver = Saver(
+        str(tmp_path), Cluster(0, ("h",), run_id="r"), Alone(), Description({"seed": 1}, {}, "c", "t"), Keep(2)
+    )
     saver.save(
         10,
         tensors,
-        lambda places: Copying((np.frombuffer(place, np.uint8), np.arange(len(place), dtype=np.uint8)) for place in places.values()),
+        lambda places: Copying(
+            (np.frombuffer(place, np.uint8), np.arange(len(place), dtype=np.uint8)) for place in places.values()
+        ),
         {},
     )
     saver.wait()
     seen: dict[str, bytes] = {}
     restored = restore(
-        str(tmp_path), Alone(), {"seed": 1}, lambda given: seen.update({name: bytes(data) for name, (_, data) in given.items()}), print
+        str(tmp_path),
+        Alone(),
+        {"seed": 1},
+        lambda given: seen.update({name: bytes(data) for name, (_, data) in given.items()}),
+        print,
     )
     assert restored is not None
     assert seen == {name: bytes(range(info.size)) for name, info in tensors.items()}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from training.checkpoint.copying import Copying
+from training.checkpoint.snapshot import Copying
 
 
 class Place:

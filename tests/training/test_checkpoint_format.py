@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.checkpoint import manifest as form
-from training.checkpoint.manifest import Damaged, Manifest, Part, TensorInfo
-from training.checkpoint.policy import EveryMinutes, EverySteps, Keep
+from training.checkpoint import format as form
+from training.checkpoint.format import Damaged, Manifest, Part, TensorInfo
+from training.checkpoint.retention import EveryMinutes, EverySteps, Keep
 
 MANIFEST = Manifest(
     step=40, parts=(Part("part-0-of-1.ab.safetensors", 100, 7),), identity={"seed": 1}, state={"first_loss": 5.5}, config={}, code="c", tensors=3
@@ -55,7 +55,9 @@ def test_a_manifest_of_a_later_format_is_refused_by_its_number() -> None:
 
 
 @given(tensors, st.integers(1, 9))
-def test_every_tensor_is_written_by_exactly_one_host_and_hosts_share_the_bytes(sizes: dict[str, TensorInfo], hosts: int) -> None:
+def test_every_tensor_is_written_by_exactly_one_host_and_hosts_share_the_bytes(
+    sizes: dict[str, TensorInfo], hosts: int
+) -> None:
     shares = form.assign(sizes, hosts)
     assert len(shares) == hosts
     assert sorted(name for share in shares for name in share) == sorted(sizes)

@@ -1,4 +1,5 @@
-"""Hosts save together; whatever is killed, damaged or in the way, restoring gives a whole checkpoint. Hosts are threads here, the files are real."""
+"""Hosts save together; whatever is killed, damaged or in the way, restoring gives a whole checkpoint. Hosts are threads
+here, the files are real."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ import numpy as np
 import pytest
 
 from training import storage
-from training.checkpoint import inspect
-from training.checkpoint import manifest as form
-from training.checkpoint import save as saving
-from training.checkpoint.copying import Copying
-from training.checkpoint.manifest import Damaged, TensorInfo
-from training.checkpoint.policy import Keep
-from training.checkpoint.restore import Restored, committed_steps, restore, verify
-from training.checkpoint.save import Description, Saver
-from training.cluster import Cluster
+from training.checkpoint import admin as inspect
+from training.checkpoint import format as form
+from training.checkpoint import writer as saving
+from training.checkpoint.format import Damaged, TensorInfo
+from training.checkpoint.reader import Restored, committed_steps, restore, verify
+from training.checkpoint.retention import Keep
+from training.checkpoint.snapshot import Copying
+from training.checkpoint.writer import Description, Saver
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Alone, Rendezvous
 from training.errors import BadInput, LostPeer, TrainError
-from training.rendezvous import Alone, Rendezvous
 
 IDENTITY = {"seed": 1, "model.layers": 2}
 
@@ -62,14 +63,19 @@ class State:
         return {name: TensorInfo("F32", value.shape, value.nbytes) for name, value in self.values.items()}
 
     def copy(self, places: Mapping[str, memoryview]) -> Copying:
-        return Copying((np.frombuffer(place, np.float32), self.values[name].reshape(-1)) for name, place in places.items())
+        return Copying(
+            (np.frombuffer(place, np.float32), self.values[name].reshape(-1)) for name, place in places.items()
+        )
 
     def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
         for name, (info, data) in tensors.items():
             self.values[name] = np.frombuffer(bytes(data), np.float32).reshape(info.shape)
 
     def is_of(self, step: int) -> bool:
-        return all(np.array_equal(value, other) for value, other in zip(self.values.values(), State(step).values.values(), strict=True))
+        return all(
+            np.array_equal(value, other)
+            for value, other in zip(self.values.values(), State(step).values.values(), strict=True)
+        )
 
 
 def on_all(hosts: int, work: Callable[[int], Any]) -> list[Any]:
@@ -90,7 +96,9 @@ def on_all(hosts: int, work: Callable[[int], Any]) -> list[Any]:
     return results
 
 
-def save(folder: Path, steps: list[int], hosts: int = 2, keep: int = 2, token: str = "t", damaged: tuple[int, ...] = ()) -> list[Any]:
+def save(
+    folder: Path, steps: list[int], hosts: int = 2, keep: int = 2, token: str = "t", damaged: tuple[int, ...] = ()
+) -> list[Any]:
     meeting = Meeting(hosts)
 
     def work(worker: int) -> int | None:
@@ -106,10 +114,14 @@ def save(folder: Path, steps: list[int], hosts: int = 2, keep: int = 2, token: s
     return on_all(hosts, work)
 
 
-def load(folder: Path, hosts: int = 1, identity: Mapping[str, Any] = IDENTITY) -> tuple[Restored | None, State, list[str]]:
+def load(
+    folder: Path, hosts: int = 1, identity: Mapping[str, Any] = IDENTITY
+) -> tuple[Restored | None, State, list[str]]:
     meeting, warnings = Meeting(hosts), list[str]()
     states = [State(-1) for _ in range(hosts)]
-    results = on_all(hosts, lambda worker: restore(str(folder), meeting.of(worker), identity, states[worker].accept, warnings.append))
+    results = on_all(
+        hosts, lambda worker: restore(str(folder), meeting.of(worker), identity, states[worker].accept, warnings.append)
+    )
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -175,7 +187,9 @@ def damage_manifest(folder: Path) -> None:
         (damage_manifest, "manifest.json has a wrong crc32c"),
     ],
 )
-def test_damage_is_named_and_the_checkpoint_before_is_used(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
+def test_damage_is_named_and_the_checkpoint_before_is_used(
+    tmp_path: Path, damage: Callable[[Path], None], said: str
+) -> None:
     save(tmp_path, [10, 20])
     damage(tmp_path / "step-00000020")
     restored, state, warnings = load(tmp_path, 2)
@@ -216,13 +230,20 @@ def test_without_a_manifest_nothing_is_committed_and_the_next_commit_clears_it_a
 
 def test_what_killed_writers_left_hidden_goes_with_the_next_commit(tmp_path: Path) -> None:
     save(tmp_path, [10])
-    older, other, newer = (tmp_path / f"step-000000{step}" / ".part-0-of-2.old.safetensors.0123.partial" for step in (10, 15, 30))
+    older, other, newer = (
+        tmp_path / f"step-000000{step}" / ".part-0-of-2.old.safetensors.0123.partial" for step in (10, 15, 30)
+    )
     for left in (older, other, newer):
         left.parent.mkdir(exist_ok=True)
         left.write_bytes(b"half")
     (tmp_path / "notes").mkdir()
     save(tmp_path, [20], token="u")
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["notes", "step-00000010", "step-00000020", "step-00000030"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "notes",
+        "step-00000010",
+        "step-00000020",
+        "step-00000030",
+    ]
     assert not older.exists()
     assert newer.exists(), "somebody may still be writing it"
     assert committed_steps(str(tmp_path)) == [20, 10]
@@ -295,7 +316,12 @@ def test_a_save_that_is_slower_than_its_interval_is_waited_for_counted_and_told_
     monkeypatch.setattr(storage, "write", slow)
     warnings: list[str] = []
     saver = Saver(
-        str(tmp_path), Cluster(0, ("h",), run_id="r"), Alone(), Description(IDENTITY, {}, "c", "t"), Keep(2), warn=warnings.append
+        str(tmp_path),
+        Cluster(0, ("h",), run_id="r"),
+        Alone(),
+        Description(IDENTITY, {}, "c", "t"),
+        Keep(2),
+        warn=warnings.append,
     )
     for step in (10, 20, 30, 40, 50):
         saver.save(step, State(step).layout(), State(step).copy, {})
@@ -303,7 +329,10 @@ def test_a_save_that_is_slower_than_its_interval_is_waited_for_counted_and_told_
     saver.wait()
     assert saver.blocked_seconds > 4 * 0.05
     assert len(warnings) == 1
-    assert "for the one of step 20 before that of step 30 could begin; save less often (checkpoint.every_steps" in warnings[0]
+    assert (
+        "for the one of step 20 before that of step 30 could begin; save less often (checkpoint.every_steps"
+        in warnings[0]
+    )
 
 
 def test_a_second_trainer_on_the_same_run_is_noticed_at_the_commit(tmp_path: Path) -> None:
@@ -324,7 +353,10 @@ def test_the_commands_show_list_and_verify(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", [10, 20])
     assert [line.split()[0] for line in inspect.table(str(tmp_path)).splitlines()] == ["step", "20", "10"]
     assert '"step": 10' in inspect.show(str(tmp_path), 10)
-    assert inspect.verify(str(tmp_path), None) == ("step 20: good, 652 bytes in 2 part(s)\nstep 10: good, 652 bytes in 2 part(s)", True)
+    assert inspect.verify(str(tmp_path), None) == (
+        "step 20: good, 652 bytes in 2 part(s)\nstep 10: good, 652 bytes in 2 part(s)",
+        True,
+    )
     with pytest.raises(BadInput, match="no committed step 15; it has 20, 10"):
         inspect.show(str(tmp_path), 15)
     with pytest.raises(Damaged):
@@ -339,7 +371,14 @@ def test_a_trainer_that_was_replaced_commits_nothing(tmp_path: Path) -> None:
         if replaced:
             raise BadInput("run r was started again")
 
-    saver = Saver(str(tmp_path), Cluster(0, ("h",), run_id="r"), Alone(), Description(IDENTITY, {}, "c", "old"), Keep(2), fence=fence)
+    saver = Saver(
+        str(tmp_path),
+        Cluster(0, ("h",), run_id="r"),
+        Alone(),
+        Description(IDENTITY, {}, "c", "old"),
+        Keep(2),
+        fence=fence,
+    )
     saver.save(20, State(20).layout(), State(20).copy, {})
     saver.wait()
     replaced.append(True)
@@ -353,7 +392,8 @@ def test_a_trainer_that_slept_while_it_committed_takes_back_what_has_no_parts_an
     calls: list[int] = []
 
     def fence() -> None:
-        """Before the manifest nothing is known; after it, the next attempt has begun, committed, and cleared this step's parts away."""
+        """Before the manifest nothing is known; after it, the next attempt has begun, committed, and cleared this
+        step's parts away."""
         calls.append(1)
         if len(calls) == 2:
             assert save(tmp_path, [40], hosts=1, token="new") == [40]
@@ -361,7 +401,14 @@ def test_a_trainer_that_slept_while_it_committed_takes_back_what_has_no_parts_an
                 part.unlink()
             raise BadInput("run r was started again")
 
-    saver = Saver(str(tmp_path), Cluster(0, ("h",), run_id="r"), Alone(), Description(IDENTITY, {}, "c", "old"), Keep(2), fence=fence)
+    saver = Saver(
+        str(tmp_path),
+        Cluster(0, ("h",), run_id="r"),
+        Alone(),
+        Description(IDENTITY, {}, "c", "old"),
+        Keep(2),
+        fence=fence,
+    )
     saver.save(30, State(30).layout(), State(30).copy, {})
     with pytest.raises(BadInput, match="started again"):
         saver.wait()

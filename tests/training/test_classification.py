@@ -1,4 +1,5 @@
-"""Claims about labelled rows: length buckets, static shapes, nothing lost, and batches that do not depend on the number of hosts."""
+"""Claims about labelled rows: length buckets, static shapes, nothing lost, and batches that do not depend on the number
+of hosts."""
 
 from __future__ import annotations
 
@@ -13,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training import storage
-from training.data import examples, prepare
-from training.data.classification import ClassificationBatch, ClassificationBatches, evaluation, schedule
-from training.data.manifest import Dataset
-from training.data.masking import SpecialTokens
-from training.data.reading import Reading
+from training.data.formats.dataset import Dataset
+from training.data.loading.classification import ClassificationBatch, ClassificationBatches, evaluation, schedule
+from training.data.loading.host_slice import Reading
+from training.data.prepare import labelled as examples
+from training.data.prepare import pack as prepare
+from training.data.sampling.masking import SpecialTokens
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
@@ -31,7 +33,9 @@ def rows(count: int, seed: int = 0) -> list[examples.Row]:
     found = []
     for number in range(count):
         size = chance.choice((3, 5, 8, 8, 8, 12, 16, 20, 40))
-        found.append((" ".join(map(str, [0, 5 + number % 90, *([5 + number // 90] * (size - 3)), 1])), LABELS[number % 3]))
+        found.append(
+            (" ".join(map(str, [0, 5 + number % 90, *([5 + number // 90] * (size - 3)), 1])), LABELS[number % 3])
+        )
     return found
 
 
@@ -52,7 +56,9 @@ def contents(parts: list[ClassificationBatch]) -> Counter[tuple[tuple[int, ...],
     """What rows hold, without padding."""
     found: Counter[tuple[tuple[int, ...], int]] = Counter()
     for batch in parts:
-        for ids, mask, label, weight in zip(batch.input_ids, batch.attention_mask, batch.labels, batch.weights, strict=True):
+        for ids, mask, label, weight in zip(
+            batch.input_ids, batch.attention_mask, batch.labels, batch.weights, strict=True
+        ):
             if weight:
                 found[tuple(ids[mask > 0].tolist()), int(label)] += 1
     return found
@@ -70,11 +76,15 @@ def test_rows_are_padded_to_their_bucket_and_cut_at_the_longest(tmp_path: Path) 
     dataset = make(tmp_path, 100)
     assert (dataset.manifest.kind, dataset.manifest.labels, dataset.records) == ("classification", LABELS, 100)
     assert {shard.length for shard in dataset.shards} == {8, 16, 32}
-    made = examples.make(str(tmp_path / "b"), prepare.Plan("train", 32, "t", 100, 10), BUCKETS, LABELS, lambda: rows(100), encode, pad=3)
+    made = examples.make(
+        str(tmp_path / "b"), prepare.Plan("train", 32, "t", 100, 10), BUCKETS, LABELS, lambda: rows(100), encode, pad=3
+    )
     assert made.cut == sum(len(text.split()) > 32 for text, _ in rows(100))
 
 
-@pytest.mark.parametrize(("count", "batch", "hosts"), [(100, 12, 1), (100, 12, 3), (7, 12, 2), (1, 4, 4), (100, 120, 2)])
+@pytest.mark.parametrize(
+    ("count", "batch", "hosts"), [(100, 12, 1), (100, 12, 3), (7, 12, 2), (1, 4, 4), (100, 120, 2)]
+)
 def test_evaluation_covers_each_row_once(tmp_path: Path, count: int, batch: int, hosts: int) -> None:
     dataset = make(tmp_path, count)
     parts = [list(evaluation(dataset, Reading(TOKENS, batch, host, hosts))) for host in range(hosts)]
@@ -114,8 +124,15 @@ def test_every_row_is_seen_equally_often(tmp_path: Path, batch: int) -> None:
     assert max(abs(count - epochs) for count in seen.values()) <= 1
 
 
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=5), st.integers(1, 200), st.integers(0, 2**32), st.integers(0, 300))
-def test_the_schedule_gives_every_bucket_its_batches_in_order(records: list[int], batch: int, seed: int, steps: int) -> None:
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=5),
+    st.integers(1, 200),
+    st.integers(0, 2**32),
+    st.integers(0, 300),
+)
+def test_the_schedule_gives_every_bucket_its_batches_in_order(
+    records: list[int], batch: int, seed: int, steps: int
+) -> None:
     taken: dict[int, list[int]] = {}
     for k in range(steps):
         bucket, number = schedule(tuple(records), batch, seed, k)
@@ -165,7 +182,9 @@ def test_writing_again_does_nothing_and_other_labels_are_refused(tmp_path: Path)
 
 def test_rows_without_text_or_label_are_named() -> None:
     assert list(examples.rows_of([{"text": "a", "label": 3}], "text", "label", "f")) == [("a", "3")]
-    with pytest.raises(BadInput, match=r"f: row 2 has no 'label', it has: text. Name the columns with --field and --label"):
+    with pytest.raises(
+        BadInput, match=r"f: row 2 has no 'label', it has: text. Name the columns with --field and --label"
+    ):
         list(examples.rows_of([{"text": "a", "label": "x"}, {"text": "a"}], "text", "label", "f"))
     with pytest.raises(BadInput, match="'text' is not text but int"):
         list(examples.rows_of([{"text": 1, "label": "x"}], "text", "label", "f"))

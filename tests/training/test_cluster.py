@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 
 from training.accelerators import ACCELERATORS
-from training.cluster import Cluster, discover, from_environment, from_metadata, parse_endpoints, tensorflow_environment, tpu_environment
+from training.backends.tensorflow.pod import worker_environment
+from training.distributed.cluster import (
+    Cluster,
+    discover,
+    from_environment,
+    from_metadata,
+    parse_endpoints,
+    tensorflow_environment,
+    tpu_environment,
+)
 from training.errors import BadInput
-from training.single_client import worker_environment
 
 LAUNCHER = {
     "TPU_WORKER_ID": "1",
@@ -31,7 +39,12 @@ def test_an_indexed_job_stands_in_for_the_worker_id() -> None:
 
 
 def test_the_jobs_index_and_service_are_enough() -> None:
-    job = {"JOB_COMPLETION_INDEX": "1", "TPU_LAUNCH_HOSTS": "2", "TPU_LAUNCH_HOST_NAME": "demo-w-0-*.demo", "TPU_LAUNCH_RUN_ID": "demo"}
+    job = {
+        "JOB_COMPLETION_INDEX": "1",
+        "TPU_LAUNCH_HOSTS": "2",
+        "TPU_LAUNCH_HOST_NAME": "demo-w-0-*.demo",
+        "TPU_LAUNCH_RUN_ID": "demo",
+    }
     assert from_environment(job) == Cluster(1, ("demo-w-0-0.demo", "demo-w-0-1.demo"), None, "demo")
     told = from_environment({**job, "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a.s,b.s"})
     assert told == Cluster(0, ("a.s", "b.s"), None, "demo"), "what GKE tells comes first"
@@ -53,7 +66,11 @@ def test_without_variables_this_is_a_single_host() -> None:
 )
 def test_both_formats_of_the_metadata(text: str, addresses: tuple[str, ...]) -> None:
     assert parse_endpoints(text) == addresses
-    known = {"worker-network-endpoints": text, "agent-worker-number": str(len(addresses) - 1), "accelerator-type": "v4-16"}
+    known = {
+        "worker-network-endpoints": text,
+        "agent-worker-number": str(len(addresses) - 1),
+        "accelerator-type": "v4-16",
+    }
     cluster = from_metadata(known.get, {})
     assert cluster == Cluster(len(addresses) - 1, addresses, "v4-16")
 
@@ -102,8 +119,12 @@ def test_a_slice_with_another_number_of_hosts_is_refused() -> None:
 
 
 def test_tensorflow_leaves_the_chips_to_a_slices_workers_and_refuses_the_wheel_for_cpus() -> None:
-    assert tensorflow_environment(Cluster(0, ("a",), "v4-16"), {"TPU_NAME": "grpc://a:8470,grpc://b:8470"}) == {"TPU_LOAD_LIBRARY": "0"}
-    with pytest.raises(BadInput, match=r"the one for CPUs: build it with `image\.build_args: \{REQUIREMENTS: requirements-tpu\.txt\}`"):
+    assert tensorflow_environment(Cluster(0, ("a",), "v4-16"), {"TPU_NAME": "grpc://a:8470,grpc://b:8470"}) == {
+        "TPU_LOAD_LIBRARY": "0"
+    }
+    with pytest.raises(
+        BadInput, match=r"the one for CPUs: build it with `image\.build_args: \{REQUIREMENTS: requirements-tpu\.txt\}`"
+    ):
         tensorflow_environment(Cluster(0, ("a",), "v4-8"), {})
 
 
@@ -111,7 +132,9 @@ def test_tensorflow_leaves_the_chips_to_a_slices_workers_and_refuses_the_wheel_f
     ("name", "bounds"),
     [("v3-32", {"TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1", "TPU_HOST_BOUNDS": "2,2,1"}), ("v4-32", {})],
 )
-def test_a_tensorflow_worker_is_told_what_start_grpc_tpu_worker_would_ask_for(name: str, bounds: dict[str, str]) -> None:
+def test_a_tensorflow_worker_is_told_what_start_grpc_tpu_worker_would_ask_for(
+    name: str, bounds: dict[str, str]
+) -> None:
     environment = worker_environment(Cluster(2, tuple(f"10.0.0.{number}" for number in range(4)), name))
     assert environment == {
         "CLOUD_TPU_TASK_ID": "2",

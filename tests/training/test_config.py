@@ -50,7 +50,9 @@ def test_the_launchers_sections_are_allowed_and_ignored() -> None:
 
 
 def test_a_misspelt_key_is_refused_with_its_line_and_a_suggestion() -> None:
-    assert "run.yaml:12: unknown key 'train.stesp'; did you mean 'steps'?" in mistakes(changed("steps: 100", "stesp: 100"))
+    assert "run.yaml:12: unknown key 'train.stesp'; did you mean 'steps'?" in mistakes(
+        changed("steps: 100", "stesp: 100")
+    )
 
 
 def test_an_unknown_section_is_refused() -> None:
@@ -65,14 +67,22 @@ def test_an_unknown_section_is_refused() -> None:
         ("name: bert-tiny", "name: bert-huge", "run.yaml:6: model.name"),
         ("  tokenizer: gs://b/tokenizer\n", "", "missing key 'data.tokenizer'"),
         ("name: bert-tiny", "layers: 2", "give either model.name"),
-        ("name: bert-tiny", "{name: bert-tiny, hidden_size: 100, heads: 3}", "does not divide evenly over 3 attention heads"),
+        (
+            "name: bert-tiny",
+            "{name: bert-tiny, hidden_size: 100, heads: 3}",
+            "does not divide evenly over 3 attention heads",
+        ),
         ("  evaluation: gs://b/evaluation\n", "", "evaluation needs data"),
         (
             "steps: 100",
             "steps: 100\n  warmup_steps: 101",
             "run.yaml:13: train.warmup_steps: 101 steps of warm-up are more than train.steps (100)",
         ),
-        ("global_batch_size: 64", "global_batch_size: 12", "run.yaml:13: train.global_batch_size: train.global_batch_size is 12"),
+        (
+            "global_batch_size: 64",
+            "global_batch_size: 12",
+            "run.yaml:13: train.global_batch_size: train.global_batch_size is 12",
+        ),
         ("name: bert-tiny", "{path: gs://b/model, layers: 2}", "model.path brings its own sizes"),
         ("seed: 1", "task: classify", "run.yaml:4: task: "),
         (
@@ -103,7 +113,9 @@ def test_the_batch_is_checked_against_the_slice_before_it_exists() -> None:
 
 
 def test_the_batch_must_divide_by_the_gradient_accumulation_too() -> None:
-    config = from_document(parse(changed("global_batch_size: 64", "global_batch_size: 64\n  gradient_accumulation: 4"), "run.yaml"))
+    config = from_document(
+        parse(changed("global_batch_size: 64", "global_batch_size: 64\n  gradient_accumulation: 4"), "run.yaml")
+    )
     assert batch_mistake(config, 2, 16) is None
     assert "multiple of 128" in str(batch_mistake(config, 4, 32))
 
@@ -134,7 +146,9 @@ def test_the_examples_are_right(name: str) -> None:
 
 def test_blocks_of_the_bucket_may_be_kept_on_the_host() -> None:
     config = from_document(
-        parse(changed("  tokenizer: gs://b/tokenizer", "  cache: /tmp/blocks\n  tokenizer: gs://b/tokenizer"), "run.yaml")
+        parse(
+            changed("  tokenizer: gs://b/tokenizer", "  cache: /tmp/blocks\n  tokenizer: gs://b/tokenizer"), "run.yaml"
+        )
     )
     assert config.data.cache == "/tmp/blocks"
 
@@ -142,7 +156,9 @@ def test_blocks_of_the_bucket_may_be_kept_on_the_host() -> None:
 def test_a_model_for_the_hub_needs_the_token_on_the_hosts() -> None:
     hub = "hub: {repository: org/model}\n"
     told = mistakes(GOOD + hub)
-    assert told == "run.yaml:17: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"
+    assert (
+        told == "run.yaml:17: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"
+    )
     for given in ("run: {secrets: [HF_TOKEN]}\n", "gke: {secrets: {HF_TOKEN: huggingface/token}}\n"):
         assert from_document(parse(GOOD + hub + given, "run.yaml")).hub is not None
     without_slice = changed("slice:\n  accelerator_type: v4-16\n", "") + hub

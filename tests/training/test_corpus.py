@@ -1,4 +1,5 @@
-"""Claims about corpora: every kind of file streams as documents, mistakes are named with file and line, and the split follows from the text."""
+"""Claims about corpora: every kind of file streams as documents, mistakes are named with file and line, and the split
+follows from the text."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training import storage
-from training.data import corpus
-from training.data.corpus import Corpus, Part
+from training.data.prepare import corpus
+from training.data.prepare.corpus import Corpus, Part
 from training.errors import BadInput
 
 
@@ -46,7 +47,9 @@ def test_a_bucket_is_a_folder_too(gcs: object) -> None:
 
 
 @given(st.text(alphabet="aé漢𝔘\n \r", max_size=60), st.integers(1, 9))
-def test_lines_do_not_depend_on_where_pieces_are_cut(tmp_path_factory: pytest.TempPathFactory, text: str, piece: int) -> None:
+def test_lines_do_not_depend_on_where_pieces_are_cut(
+    tmp_path_factory: pytest.TempPathFactory, text: str, piece: int
+) -> None:
     path = tmp_path_factory.mktemp("x") / "a.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,5 @@
-"""Claims about dataset.json: what it says is checked, and what does not fit is refused with a message that says where and what to do."""
+"""Claims about dataset.json: what it says is checked, and what does not fit is refused with a message that says where
+and what to do."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from typing import Any
 import pytest
 
 from training import storage
-from training.data.dataset import check, open_dataset
-from training.data.manifest import Manifest, dumps, find_shards, loads, tokenizer_hash
+from training.data.formats.dataset import Manifest, dumps, find_shards, loads, tokenizer_hash
+from training.data.formats.open_dataset import check, open_dataset
 from training.errors import BadInput
 
 
 def edit(folder: Path, **changes: Any) -> None:
     """Changes dataset.json and makes its hash right again, as a careful editor would."""
-    from training.data import manifest
+    from training.data.formats import dataset as manifest
 
     body = {**json.loads((folder / "dataset.json").read_bytes()), **changes}
     body.pop("hash")
@@ -59,7 +60,9 @@ def test_the_hash_names_the_content_and_not_the_place(samples: Any, tmp_path: Pa
         ({"tokenizer_hash": "u" * 64}, "was written with another tokenizer"),
     ],
 )
-def test_a_dataset_for_something_else_is_refused(samples: Any, tmp_path: Path, wanted: dict[str, Any], message: str) -> None:
+def test_a_dataset_for_something_else_is_refused(
+    samples: Any, tmp_path: Path, wanted: dict[str, Any], message: str
+) -> None:
     with pytest.raises(BadInput, match=message):
         samples.make(tmp_path, 5).require(**wanted)
 
@@ -86,7 +89,10 @@ def test_a_folder_without_a_manifest_is_no_dataset(samples: Any, tmp_path: Path)
         ({"member_records": 4, "compression": "gzip"}, "the members of train-00000.tfrecord do not add up"),
         ({"shards": [{"name": "../x", "length": 8, "records": 1, "bytes": 1, "crc32c": 1}]}, r"shards\.0\.name"),
         ({"shards": [{"name": "x", "length": 8, "records": -1, "bytes": 1, "crc32c": 1}]}, r"shards\.0\.records"),
-        ({"shards": [{"name": "x", "length": 8, "records": 1, "bytes": 1, "crc32c": 1}] * 2}, "a shard is listed twice"),
+        (
+            {"shards": [{"name": "x", "length": 8, "records": 1, "bytes": 1, "crc32c": 1}] * 2},
+            "a shard is listed twice",
+        ),
     ],
 )
 def test_an_impossible_manifest_is_refused(samples: Any, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -108,7 +114,10 @@ def test_an_edited_manifest_is_refused(samples: Any, tmp_path: Path) -> None:
     ("damage", "message"),
     [
         (lambda path: path.unlink(), r"train-00001.tfrecord is missing: dataset.json lists it with 10 records"),
-        (lambda path: path.write_bytes(b""), r"train-00001.tfrecord is empty, and dataset.json says \d+ bytes \(10 records\)"),
+        (
+            lambda path: path.write_bytes(b""),
+            r"train-00001.tfrecord is empty, and dataset.json says \d+ bytes \(10 records\)",
+        ),
         (lambda path: os.truncate(path, 100), r"train-00001.tfrecord has 100 bytes, and dataset.json says \d+ bytes"),
     ],
 )
@@ -124,7 +133,9 @@ def test_another_shard_of_the_same_size_is_found_in_a_bucket_without_reading_it(
     dataset = samples.make("gs://bucket/data", 25)
     storage.write("gs://bucket/data/train-00001.tfrecord", bytes(dataset.shards[1].bytes))
     gcs.requests.clear()
-    with pytest.raises(BadInput, match=r"gs://bucket/data/train-00001.tfrecord is not the shard that dataset.json lists"):
+    with pytest.raises(
+        BadInput, match=r"gs://bucket/data/train-00001.tfrecord is not the shard that dataset.json lists"
+    ):
         find_shards(dataset)
     assert not [path for _, path, _ in gcs.requests if path.startswith("/download/")]
 
@@ -141,9 +152,13 @@ def test_a_run_is_checked_against_its_data_before_anything_is_rented(samples: An
     body = {**json.loads(storage.read("gs://bucket/data/dataset.json")), "tokenizer_hash": hash}
     body.pop("hash")
     storage.write(
-        "gs://bucket/data/dataset.json", dumps(Manifest.model_validate({k: v for k, v in body.items() if k not in ("format", "version")}))
+        "gs://bucket/data/dataset.json",
+        dumps(Manifest.model_validate({k: v for k, v in body.items() if k not in ("format", "version")})),
     )
-    assert check("gs://bucket/data", kind="mlm", tokenizer="gs://bucket/tokenizer", sequence_length=8).shards == dataset.shards
+    assert (
+        check("gs://bucket/data", kind="mlm", tokenizer="gs://bucket/tokenizer", sequence_length=8).shards
+        == dataset.shards
+    )
     storage.delete("gs://bucket/data/train-00002.tfrecord")
     with pytest.raises(BadInput, match=r"train-00002.tfrecord is missing"):
         check("gs://bucket/data", kind="mlm", tokenizer="gs://bucket/tokenizer")
@@ -182,5 +197,8 @@ def mutate(data: bytes, chance: random.Random) -> bytes:
 
 def test_a_manifest_is_checked_without_numpy_and_frameworks() -> None:
     """The launcher reads it on the workstation."""
-    code = "import sys, training.data.dataset; print([name for name in ('numpy', 'torch', 'google.cloud.storage') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout == "[]\n"
+    code = "import sys, training.data.formats.open_dataset; print([name for name in ('numpy', 'torch', 'google.cloud.storage') if name in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+        == "[]\n"
+    )

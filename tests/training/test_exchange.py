@@ -1,4 +1,5 @@
-"""Claims about sums across hosts over TCP: in worker order, the same bits everywhere, and an end at once when a host is gone."""
+"""Claims about sums across hosts over TCP: in worker order, the same bits everywhere, and an end at once when a host is
+gone."""
 
 from __future__ import annotations
 
@@ -30,10 +31,20 @@ def port() -> str:
 
 
 @pytest.mark.parametrize(("numbers", "total"), [((1e8, 1.0, -1e8), 0.0), ((1e8, -1e8, 1.0), 1.0)])
-def test_the_sum_is_in_worker_order_and_the_same_on_all_hosts(hosts: Hosts, port: str, numbers: tuple[float, ...], total: float) -> None:
+def test_the_sum_is_in_worker_order_and_the_same_on_all_hosts(
+    hosts: Hosts, port: str, numbers: tuple[float, ...], total: float
+) -> None:
     """In single precision 1e8 + 1 is 1e8: the order shows."""
     processes = [
-        hosts.start(worker, 3, "connect token", f"sum [{number}, {worker}, 2.5]", "sum [1]", "meet end", TPU_LAUNCH_GLOO_PORT=port)
+        hosts.start(
+            worker,
+            3,
+            "connect token",
+            f"sum [{number}, {worker}, 2.5]",
+            "sum [1]",
+            "meet end",
+            TPU_LAUNCH_GLOO_PORT=port,
+        )
         for worker, number in reversed(list(enumerate(numbers)))
     ]
     for process in processes:
@@ -46,7 +57,8 @@ def test_the_sum_is_in_worker_order_and_the_same_on_all_hosts(hosts: Hosts, port
 def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, port: str, victim: int) -> None:
     lines = ("connect token", "phase step 7", "sum [1]", "sleep 1.5", "say now")
     processes = [
-        hosts.start(worker, 2, *lines, "hang 60" if worker == victim else "sum [1]", TPU_LAUNCH_GLOO_PORT=port) for worker in (0, 1)
+        hosts.start(worker, 2, *lines, "hang 60" if worker == victim else "sum [1]", TPU_LAUNCH_GLOO_PORT=port)
+        for worker in (0, 1)
     ]
     for process in processes:
         said(process, "now")
@@ -54,7 +66,9 @@ def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, 
     killed = time.monotonic()
     code, text = end(processes[1 - victim])
     assert time.monotonic() - killed < 4
-    assert (code, f"host {victim} is gone: its connection broke in phase 'step 7'" in text) == (Exit.LOST_PEER, True), text
+    assert (code, f"host {victim} is gone: its connection broke in phase 'step 7'" in text) == (Exit.LOST_PEER, True), (
+        text
+    )
 
 
 def test_who_has_another_token_is_not_added(hosts: Hosts, port: str) -> None:

@@ -1,11 +1,12 @@
-"""Claims about fresh weights: pure functions of seed, name and shape, so that every framework and every host starts from the same numbers."""
+"""Claims about fresh weights: pure functions of seed, name and shape, so that every framework and every host starts
+from the same numbers."""
 
 from __future__ import annotations
 
 import google_crc32c
 import numpy as np
 
-from training.backends.initial import weight
+from training.models.initial import weight
 
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 

@@ -1,4 +1,5 @@
-"""Claims about the other ways to store a dataset: gzip members, and the public recipe's layout. Batches are those of the compact layout."""
+"""Claims about the other ways to store a dataset: gzip members, and the public recipe's layout. Batches are those of
+the compact layout."""
 
 from __future__ import annotations
 
@@ -11,15 +12,16 @@ import numpy as np
 import pytest
 
 from training import storage
-from training.data import example, prepare, recipe, tfrecord, verify
-from training.data.batches import MlmBatches
-from training.data.dataset import open_dataset
-from training.data.manifest import Dataset
-from training.data.masking import Masking, SpecialTokens
-from training.data.reading import Reading
-from training.data.shards import FixedShards
-from training.data.source import open_source
-from training.data.tfrecord import Corrupt
+from training.data.formats import example, recipe, tfrecord, verify
+from training.data.formats.dataset import Dataset
+from training.data.formats.open_dataset import open_dataset
+from training.data.formats.tfrecord import Corrupt
+from training.data.loading.host_slice import Reading
+from training.data.loading.mlm import MlmBatches
+from training.data.loading.shards import FixedShards
+from training.data.loading.source import open_source
+from training.data.prepare import pack as prepare
+from training.data.sampling.masking import Masking, SpecialTokens
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
@@ -52,7 +54,10 @@ def test_any_range_is_read_from_gzip_members(samples: Any, tmp_path: Path, per_s
 def test_gzip_shards_are_gzip_files_of_the_uncompressed_shards(samples: Any, tmp_path: Path) -> None:
     plain, packed = samples.make(tmp_path / "plain", 30), samples.make(tmp_path / "gzip", 30, compression="gzip")
     for one, other in zip(plain.shards, packed.shards, strict=True):
-        assert gzip.decompress((tmp_path / "gzip" / other.name).read_bytes()) == (tmp_path / "plain" / one.name).read_bytes()
+        assert (
+            gzip.decompress((tmp_path / "gzip" / other.name).read_bytes())
+            == (tmp_path / "plain" / one.name).read_bytes()
+        )
 
 
 @pytest.mark.parametrize("options", [{"compression": "gzip"}, {"layout": "recipe"}])
@@ -60,14 +65,19 @@ def test_batches_are_those_of_any_other_layout(samples: Any, tmp_path: Path, gcs
     """With units smaller than a block, the order is the same too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "MEMBER_RECORDS", 4)
-        plain, other = samples.make(tmp_path, 300, per_shard=70), samples.make("gs://bucket/data", 300, per_shard=70, **options)
+        plain, other = (
+            samples.make(tmp_path, 300, per_shard=70),
+            samples.make("gs://bucket/data", 300, per_shard=70, **options),
+        )
     one, two = batches(plain), batches(other)
     for k in range(40):
         assert np.array_equal(one.batch(k).input_ids, two.batch(k).input_ids)
 
 
 @pytest.mark.usefixtures("small_members")
-def test_no_mutated_gzip_shard_gives_a_wrong_record(samples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mutated_gzip_shard_gives_a_wrong_record(
+    samples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """3,000 damaged shards: the right rows, or a Corrupt that names the damaged member's place."""
     dataset, expected = samples.make(tmp_path, 12, per_shard=12, compression="gzip"), samples.ids(12)
     path, chance = tmp_path / "train-00000.tfrecord", random.Random(0)
@@ -91,7 +101,9 @@ def test_no_mutated_gzip_shard_gives_a_wrong_record(samples: Any, tmp_path: Path
         else:  # the member's time stamp, system and the like: bytes that mean nothing
             right += 1
             assert np.array_equal(got, expected)
-        assert all(place in starts and place >= starts[np.searchsorted(starts, first, side="right") - 1] for place in places)
+        assert all(
+            place in starts and place >= starts[np.searchsorted(starts, first, side="right") - 1] for place in places
+        )
     assert right < 600
 
 
@@ -101,7 +113,9 @@ def test_a_damaged_member_is_replaced_from_its_block(samples: Any, tmp_path: Pat
     data = bytearray((tmp_path / "train-00000.tfrecord").read_bytes())
     data[dataset.shards[0].members[0] + 20] ^= 1
     (tmp_path / "train-00000.tfrecord").write_bytes(data)
-    with pytest.raises(Corrupt, match=rf"record 4 at byte {dataset.shards[0].members[0]}: the gzip member there is damaged"):
+    with pytest.raises(
+        Corrupt, match=rf"record 4 at byte {dataset.shards[0].members[0]}: the gzip member there is damaged"
+    ):
         batches(dataset).batch(0)
     found = FixedShards(dataset, on_corrupt="skip").read(0, 64, 64)["input_ids"]
     assert np.array_equal(found, expected[[*range(4), 8, 8, 8, 8, *range(8, 64)]])
@@ -113,7 +127,9 @@ def test_text_takes_less_than_half_of_the_recipe(tmp_path: Path) -> None:
 
     zipf = np.minimum(np.random.default_rng(0).zipf(1.2, (2000, 128)), 29_999).astype(np.int32)
     text = (
-        np.frombuffer("".join(topics[each] for each in sorted(topics)).encode()[: 2000 * 128], np.uint8).reshape(-1, 128).astype(np.int32)
+        np.frombuffer("".join(topics[each] for each in sorted(topics)).encode()[: 2000 * 128], np.uint8)
+        .reshape(-1, 128)
+        .astype(np.int32)
     )
     for name, ids in (("zipf", zipf), ("text", text)):
         sizes = {}
@@ -133,7 +149,9 @@ def publish(folder: Path, ids: Any, counts: list[int]) -> None:
     """Shards as the public recipe's script writes them: protobuf's field order for a map is any."""
     start = 0
     for number, count in enumerate(counts):
-        framed = tfrecord.join(example.encode({"input_ids": row, "attention_mask": [1] * len(row)}) for row in ids[start : start + count])
+        framed = tfrecord.join(
+            example.encode({"input_ids": row, "attention_mask": [1] * len(row)}) for row in ids[start : start + count]
+        )
         (folder / f"dataset-{number}-{count}.tfrecord").write_bytes(framed)
         start += count
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.data import mixing
-from training.data.masking import Masked, Masker, Masking, SpecialTokens, special_tokens
+from training.data.sampling import random_bits as mixing
+from training.data.sampling.masking import Masked, Masker, Masking, SpecialTokens, special_tokens
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=1000)
@@ -30,7 +30,13 @@ def restored(masked: Masked) -> Any:
 
 def test_splitmix64_gives_its_published_numbers() -> None:
     # Seed 1234567: https://rosettacode.org/wiki/Pseudo-random_numbers/Splitmix64
-    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]
+    expected = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
     assert mixing.counted(np.uint64(1234567), np.arange(5, dtype=np.uint64)).tolist() == expected
     assert mixing.mix_int(1234567 + mixing.GOLDEN) == expected[0]
 
@@ -48,7 +54,14 @@ def test_the_masks_are_pinned() -> None:
     assert masked.input_ids[masked.input_ids != np.arange(100, 140).reshape(2, 20)].tolist() == PINNED_IDS
 
 
-@given(st.integers(1, 8), st.integers(2, 80), st.integers(1, 100), st.integers(0, 2**63), st.integers(-1, 50), st.integers(0, 9))
+@given(
+    st.integers(1, 8),
+    st.integers(2, 80),
+    st.integers(1, 100),
+    st.integers(0, 2**63),
+    st.integers(-1, 50),
+    st.integers(0, 9),
+)
 def test_labels_restore_the_row(count: int, length: int, percent: int, seed: int, epoch: int, data: int) -> None:
     ids = rows(count, length, data)
     masked = Masker(Masking(percent), TOKENS, seed)(ids, epoch, np.arange(count))
@@ -115,14 +128,18 @@ def test_no_rows_are_no_rows() -> None:
     assert masked.positions.shape == (0, 3)
 
 
-@pytest.mark.parametrize(("options", "message"), [({"percent": 0}, "percent must be 1 to 100"), ({"predictions": 0}, "at least 1")])
+@pytest.mark.parametrize(
+    ("options", "message"), [({"percent": 0}, "percent must be 1 to 100"), ({"predictions": 0}, "at least 1")]
+)
 def test_impossible_settings_are_refused(options: dict[str, int], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         Masking(**options)
 
 
 def test_special_tokens_come_from_tokenizer_json() -> None:
-    added = [{"id": i, "content": c, "special": True} for i, c in enumerate(["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"])]
+    added = [
+        {"id": i, "content": c, "special": True} for i, c in enumerate(["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]"])
+    ]
     content: dict[str, Any] = {"added_tokens": added, "model": {"type": "Unigram", "vocab": [["x", 0.0]] * 60}}
     assert special_tokens(content, "t") == SpecialTokens(4, 3, frozenset(range(5)), 60)
     content["model"] = {"type": "WordPiece", "vocab": {"a": 70}}

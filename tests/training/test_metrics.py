@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from training import metrics
 from training.config import Train
-from training.metrics import Clock, MetricsLog, history, merge
-from training.reports import report
-from training.schedule import adam_numbers, learning_rate, step_seed
+from training.optim.schedule import adam_numbers, learning_rate, step_seed
+from training.telemetry import metrics
+from training.telemetry import text as report
+from training.telemetry.metrics import Clock, MetricsLog, history, merge
 
 
 class Time:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from training.models.model_flops import Work, mfu, peak, per_row
+from training.models.flops import Work, mfu, peak, per_row
 
 BERT_BASE = {"hidden_size": 768, "num_hidden_layers": 12, "intermediate_size": 3072, "vocab_size": 30522}
 

@@ -12,19 +12,29 @@ import pytest
 from click.testing import CliRunner
 
 from training import storage
-from training.cli import tpu_train
+from training.cli.main import tpu_train
 from training.errors import BadInput, LostPeer, StopRequested, TrainError
-from training.metrics import MetricsLog
-from training.reports import attempts, charts, page
+from training.telemetry import attempts
+from training.telemetry import html as page
+from training.telemetry import svg as charts
+from training.telemetry.metrics import MetricsLog
 
 SECONDS = {"start": 2.0, "step": 6.0, "compile": 2.0, "total": 10.0}
 
 
-def attempt(folder: Path, number: int, resumed_at: int, steps: range, error: BaseException | None, *, ended: bool = True) -> None:
+def attempt(
+    folder: Path, number: int, resumed_at: int, steps: range, error: BaseException | None, *, ended: bool = True
+) -> None:
     """What an attempt leaves in the run's folder."""
     start = folder / "attempts" / f"attempt-{number:04d}.t{number}.json"
     start.parent.mkdir(parents=True, exist_ok=True)
-    record = {"run_id": "bert-<1>", "began": 1795169047.0 + number, "hosts": ["a", "b"], "code": "c0de", "config": {"seed": 1}}
+    record = {
+        "run_id": "bert-<1>",
+        "began": 1795169047.0 + number,
+        "hosts": ["a", "b"],
+        "code": "c0de",
+        "config": {"seed": 1},
+    }
     start.write_text(json.dumps(record))
     log = MetricsLog(str(folder), number, resumed_at)
     for step in steps:
@@ -56,7 +66,13 @@ def test_a_run_that_failed_is_told_with_all_its_attempts(tmp_path: Path) -> None
     said = texts(page.render(page.read(str(tmp_path))))
     assert "bert-<1> failed" in said
     assert "the loss of step 50 is nan & <infinite>" in said
-    for words in ("stopped after step 30", "going on, or killed", "8.0000 → 0.1600", "evaluation accuracy", "None was committed"):
+    for words in (
+        "stopped after step 30",
+        "going on, or killed",
+        "8.0000 → 0.1600",
+        "evaluation accuracy",
+        "None was committed",
+    ):
         assert words in said
     assert "Goodput, the share of the time that was spent in steps: 60.0% of 20.0 s" in said
 
@@ -69,7 +85,9 @@ def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Pat
         "hub": {"repository": "org/bank", "step": 30, "commit": "https://hub/org/bank/commit/1", "error": None},
     }  # fmt: skip
     (tmp_path / page.SUMMARY).write_text(json.dumps(summary))
-    page.confusion(str(tmp_path), ["card <lost>", "card stolen", "other"], [[7.0, 3.0, 0.0], [1.0, 9.0, 0.0], [0.0, 0.0, 5.0]])
+    page.confusion(
+        str(tmp_path), ["card <lost>", "card stolen", "other"], [[7.0, 3.0, 0.0], [1.0, 9.0, 0.0], [0.0, 0.0, 5.0]]
+    )
     result = CliRunner().invoke(tpu_train, ["report", str(tmp_path)])
     assert result.output.strip() == str(tmp_path / "report.html")
     said = texts((tmp_path / "report.html").read_text())
@@ -106,7 +124,10 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_how_an_attempt_ended() -> None:
-    told = [attempts.how(error) for error in (None, StopRequested(""), BadInput(""), LostPeer(""), TrainError(""), ValueError())]
+    told = [
+        attempts.how(error)
+        for error in (None, StopRequested(""), BadInput(""), LostPeer(""), TrainError(""), ValueError())
+    ]
     assert told == ["finished", "stopped", "refused", "lost a host", "failed", "failed"]
 
 
@@ -116,13 +137,17 @@ def test_curves_keep_spikes_and_leave_out_what_is_not_finite() -> None:
     thinned = charts.thin(points, 800)
     assert len(thinned) <= 801
     assert (5_000.0, 99.0) in thinned
-    drawn = ElementTree.fromstring(charts.curves("Loss", [charts.Curve("a", [(1, 2.0), (2, math.nan), (3, math.inf), (4, 1.0)])]))
+    drawn = ElementTree.fromstring(
+        charts.curves("Loss", [charts.Curve("a", [(1, 2.0), (2, math.nan), (3, math.inf), (4, 1.0)])])
+    )
     [line] = [each for each in drawn.iter() if each.tag.endswith("polyline")]
     assert len(line.attrib["points"].split()) == 2
     assert "nothing was recorded" in charts.curves("Loss", [charts.Curve("a", [(1, math.nan)])])
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.2, 3.9), (1.0, 1.0), (0.0, 0.0), (-5.0, 7.0), (1e-6, 4e-4), (1, 123_456)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (3.2, 3.9), (1.0, 1.0), (0.0, 0.0), (-5.0, 7.0), (1e-6, 4e-4), (1, 123_456)]
+)
 def test_ticks_surround_the_values(low: float, high: float) -> None:
     found = charts.ticks(low, high, 5)
     assert found[0] <= low <= high <= found[-1]
@@ -131,11 +156,17 @@ def test_ticks_surround_the_values(low: float, high: float) -> None:
 
 def test_the_most_confused_pairs_come_first() -> None:
     found = charts.most_confused(["a", "b", "c"], [[5, 2, 0], [4, 5, 0], [0, 1, 0]])
-    assert [(each.true, each.predicted, each.count, each.of) for each in found] == [("b", "a", 4, 9), ("a", "b", 2, 7), ("c", "b", 1, 1)]
+    assert [(each.true, each.predicted, each.count, each.of) for each in found] == [
+        ("b", "a", 4, 9),
+        ("a", "b", 2, 7),
+        ("c", "b", 1, 1),
+    ]
 
 
 def test_77_classes_fit_on_the_page() -> None:
     names = [f"a_rather_long_intent_{number}" for number in range(77)]
-    picture = ElementTree.fromstring(charts.alone(charts.confusion(names, [[float(a == b) for a in range(77)] for b in range(77)])))
+    picture = ElementTree.fromstring(
+        charts.alone(charts.confusion(names, [[float(a == b) for a in range(77)] for b in range(77)]))
+    )
     assert float(picture.attrib["width"]) < 1000
     assert sum(each.tag.endswith("title") for each in picture.iter()) == 77

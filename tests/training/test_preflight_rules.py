@@ -1,4 +1,5 @@
-"""Claims about preflight's pure parts: which programs a run has, what a refusal means, the search for the largest batch, the bound."""
+"""Claims about preflight's pure parts: which programs a run has, what a refusal means, the search for the largest
+batch, the bound."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from training.accelerators import ACCELERATORS, accelerator
 from training.config import TrainerConfig
 from training.errors import BadInput
 from training.preflight.agreement import Agreement
-from training.preflight.check import bisect, where_memory_ends
 from training.preflight.compiler import Program, graph_hash
 from training.preflight.programs import Traced
 from training.preflight.report import GIB, advised, allocations_of, reason_of, refused, roofline
+from training.preflight.search import bisect, where_memory_ends
 from training.preflight.shapes import Graph, batch, graphs, stand_in
 
 CONFIG = TrainerConfig.model_validate(
@@ -76,14 +77,19 @@ def test_buckets_are_programs_of_their_own() -> None:
     ]
 
 
-@pytest.mark.parametrize(("task", "lengths", "labels"), [("classification", (32,), None), ("mlm", (32,), 5), ("mlm", (32, 64), None)])
+@pytest.mark.parametrize(
+    ("task", "lengths", "labels"), [("classification", (32,), None), ("mlm", (32,), 5), ("mlm", (32, 64), None)]
+)
 def test_stand_ins_fit_to_the_task(task: str, lengths: tuple[int, ...], labels: int | None) -> None:
     with pytest.raises(BadInput, match=f"task is {task}"):
         stand_in(CONFIG.model_copy(update={"task": task}), 100, lengths, labels)
 
 
 def test_a_refusal_for_memory_is_told_in_plain_words() -> None:
-    assert reason_of(REFUSAL) == (int(22.46 * GIB), "does not fit: it needs 22.46 GiB of HBM a device, and 15.48 GiB are there")
+    assert reason_of(REFUSAL) == (
+        int(22.46 * GIB),
+        "does not fit: it needs 22.46 GiB of HBM a device, and 15.48 GiB are there",
+    )
     (found,) = allocations_of(REFUSAL)
     assert (found.bytes, found.count, found.shape) == (3 * GIB, 2, "f32[24,16,512,512]")
     assert found.where == "bert.encoder.layer.*.attention.self: softmax"
@@ -95,13 +101,18 @@ def test_the_two_forms_of_a_refusal_mean_the_same() -> None:
 
 
 def test_any_other_refusal_is_the_compilers_first_line() -> None:
-    assert reason_of("UNIMPLEMENTED: no such thing\nat 0x12") == (None, "the compiler refuses it: UNIMPLEMENTED: no such thing")
+    assert reason_of("UNIMPLEMENTED: no such thing\nat 0x12") == (
+        None,
+        "the compiler refuses it: UNIMPLEMENTED: no such thing",
+    )
 
 
 def test_what_does_not_fit_is_told_with_what_computing_again_would_need() -> None:
     traced = Traced(Graph("training", 128, 512), Program(""), 0, 0.0)
     large, less = (refused(traced, f"Used {size}G of 15.48G hbm.", 1.0) for size in ("22.46", "16.00"))
-    assert str(advised(large, less).reason).endswith("and 15.48 GiB are there; with train.remat: layers it would need 16.00 GiB")
+    assert str(advised(large, less).reason).endswith(
+        "and 15.48 GiB are there; with train.remat: layers it would need 16.00 GiB"
+    )
     assert str(advised(large, replace(less, fits=True)).reason).endswith("it would need 16.00 GiB and fit")
 
 
@@ -115,7 +126,9 @@ def test_what_does_not_fit_is_told_with_what_computing_again_would_need() -> Non
         ({100: 15.9, 120: 15.8}, 120),
     ],
 )
-def test_memory_is_expected_to_end_where_the_nearest_line_says(needed: dict[int, float], expected: float | None) -> None:
+def test_memory_is_expected_to_end_where_the_nearest_line_says(
+    needed: dict[int, float], expected: float | None
+) -> None:
     traced = Traced(Graph("training", 128, 512), Program(""), 0, 0.0)
     known = {rows: refused(traced, f"Used {size:.2f}G of 16.00G hbm.", 1.0) for rows, size in needed.items()}
     assert where_memory_ends(known, 16 * GIB) == (expected if expected is None else pytest.approx(expected))
@@ -207,7 +220,9 @@ def test_a_run_compares_what_it_runs_only_where_that_means_something() -> None:
 def test_a_machine_without_the_compiler_says_so(tmp_path: Path) -> None:
     """This environment has neither jax nor libtpu."""
     path = tmp_path / "run.yaml"
-    path.write_text("model: {name: bert-tiny}\ndata: {train: a, tokenizer: b}\ntrain: {steps: 1, global_batch_size: 8}\noutput: c\n")
+    path.write_text(
+        "model: {name: bert-tiny}\ndata: {train: a, tokenizer: b}\ntrain: {steps: 1, global_batch_size: 8}\noutput: c\n"
+    )
     command = [sys.executable, "-m", "training.cli", "preflight", str(path)]
     options = ["--accelerator", "v4-8", "--vocabulary", "100", "--sequence-length", "32"]
     ended = subprocess.run([*command, *options], capture_output=True, text=True, timeout=60, check=False)

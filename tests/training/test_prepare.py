@@ -1,4 +1,5 @@
-"""Claims about writing datasets: nothing is lost, the same input gives the same bytes, and an interrupted run is taken up."""
+"""Claims about writing datasets: nothing is lost, the same input gives the same bytes, and an interrupted run is taken
+up."""
 
 from __future__ import annotations
 
@@ -13,15 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training import storage
-from training.data import prepare
-from training.data.shards import FixedShards
+from training.data.loading.shards import FixedShards
+from training.data.prepare import pack as prepare
 from training.errors import BadInput
 
 LENGTH = 8
 
 
 def plan(**changes: Any) -> prepare.Plan:
-    values = {"split": "train", "length": LENGTH, "tokenizer_hash": "t", "vocabulary": 1000, "records_per_shard": 5, **changes}
+    values = {
+        "split": "train",
+        "length": LENGTH,
+        "tokenizer_hash": "t",
+        "vocabulary": 1000,
+        "records_per_shard": 5,
+        **changes,
+    }
     return prepare.Plan(**values)
 
 
@@ -54,7 +62,9 @@ def test_only_the_last_tail_of_a_split_is_dropped(
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "BATCH_DOCUMENTS", batch)
-        made = prepare.make(str(tmp_path_factory.mktemp("d")), plan(records_per_shard=per_shard), lambda: documents, encode)
+        made = prepare.make(
+            str(tmp_path_factory.mktemp("d")), plan(records_per_shard=per_shard), lambda: documents, encode
+        )
     assert rows(made).reshape(-1).tolist() == stream[: len(stream) // LENGTH * LENGTH].tolist()
     assert made.dropped == len(stream) % LENGTH
     assert made.documents == count
@@ -118,7 +128,9 @@ def test_a_run_killed_anywhere_is_taken_up_and_ends_in_the_same_bytes(
     assert finished
 
 
-def test_a_half_written_or_replaced_shard_of_an_interrupted_run_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_half_written_or_replaced_shard_of_an_interrupted_run_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 3)
     documents = corpus(30)
     prepare.make(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
@@ -139,12 +151,20 @@ def test_a_finished_dataset_is_left_alone_and_another_one_is_not_overwritten(tmp
     assert again.reused
     assert again.dataset == first.dataset
     for other in (plan(length=4), plan(tokenizer_hash="u"), plan(origin={"corpus": "y"})):
-        with pytest.raises(BadInput, match=rf"{url} holds another dataset \(\d+ records of 8 tokens\): use another --out, or --overwrite"):
+        with pytest.raises(
+            BadInput,
+            match=rf"{url} holds another dataset \(\d+ records of 8 tokens\): use another --out, or --overwrite",
+        ):
             prepare.make(url, other, lambda: documents, encode)
     assert content(url) == before
     made = prepare.make(url, plan(length=4, records_per_shard=50), lambda: documents, encode, overwrite=True)
     assert made.dataset.sequence_length == 4
-    assert set(content(url)) == {"/dataset.json", "/train-00000.tfrecord", "/train-00001.tfrecord", "/train-00002.tfrecord"}
+    assert set(content(url)) == {
+        "/dataset.json",
+        "/train-00000.tfrecord",
+        "/train-00001.tfrecord",
+        "/train-00002.tfrecord",
+    }
 
 
 def test_the_beginning_of_another_dataset_is_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +175,10 @@ def test_the_beginning_of_another_dataset_is_not_mixed_in(tmp_path: Path, monkey
             prepare.make(url, plan(), lambda: documents, encode)
     with pytest.raises(BadInput, match="holds the beginning of another dataset"):
         prepare.make(url, plan(tokenizer_hash="u"), lambda: documents, encode)
-    assert prepare.make(url, plan(tokenizer_hash="u"), lambda: documents, encode, overwrite=True).dataset.tokenizer_hash == "u"
+    assert (
+        prepare.make(url, plan(tokenizer_hash="u"), lambda: documents, encode, overwrite=True).dataset.tokenizer_hash
+        == "u"
+    )
 
 
 def test_a_folder_with_other_files_is_not_written_to(tmp_path: Path) -> None:
@@ -190,7 +213,10 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         patch.setattr(prepare, "BATCH_CHARACTERS", 1 << 16)
         tracemalloc.start()
         made = prepare.make(
-            str(tmp_path), plan(records_per_shard=5000), documents, lambda texts: [np.arange(20_000, dtype=np.int32) % 1000] * len(texts)
+            str(tmp_path),
+            plan(records_per_shard=5000),
+            documents,
+            lambda texts: [np.arange(20_000, dtype=np.int32) % 1000] * len(texts),
         )
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

@@ -7,10 +7,10 @@ import json
 import click
 import numpy as np
 
-from training.data import preview
-from training.data.batches import MlmBatch
-from training.data.classification import ClassificationBatch
-from training.data.masking import SpecialTokens
+from training.data.loading import preview
+from training.data.loading.classification import ClassificationBatch
+from training.data.loading.mlm import MlmBatch
+from training.data.sampling.masking import SpecialTokens
 
 PIECES = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]", "▁the", "▁cat", "s", "▁sat", "▁dog"]
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=10)
@@ -18,8 +18,14 @@ TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=10
 
 def tokenizer(pieces: list[str], kind: str) -> bytes:
     added = [{"id": number, "content": pieces[number], "special": True} for number in range(5)]
-    vocabulary = [[piece, 0.0] for piece in pieces] if kind == "Unigram" else {piece: number for number, piece in enumerate(pieces)}
-    return json.dumps({"added_tokens": added, "model": {"type": kind, "vocab": vocabulary, "continuing_subword_prefix": "##"}}).encode()
+    vocabulary = (
+        [[piece, 0.0] for piece in pieces]
+        if kind == "Unigram"
+        else {piece: number for number, piece in enumerate(pieces)}
+    )
+    return json.dumps(
+        {"added_tokens": added, "model": {"type": kind, "vocab": vocabulary, "continuing_subword_prefix": "##"}}
+    ).encode()
 
 
 def test_hidden_replaced_and_kept_words_are_told_apart() -> None:
@@ -42,6 +48,8 @@ def test_wordpieces_are_joined() -> None:
 
 def test_a_labelled_row_is_shown_without_padding() -> None:
     ids = np.array([[0, 5, 6, 1, 3, 3]], np.int32)
-    batch = ClassificationBatch(ids, (ids != 3).astype(np.int32), np.array([1], np.int32), np.ones(1, np.float32), np.array([7]))
+    batch = ClassificationBatch(
+        ids, (ids != 3).astype(np.int32), np.array([1], np.int32), np.ones(1, np.float32), np.array([7])
+    )
     shown = preview.render_labelled(batch, 5, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), ["dog", "cat"])
     assert list(map(click.unstyle, shown)) == ["record 7: cat, 4 tokens", "[CLS] the cat [SEP]"]

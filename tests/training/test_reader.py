@@ -13,17 +13,18 @@ import numpy as np
 import pytest
 
 from launcher.emulator.web import Disconnected, Response
-from training import bucket, storage
-from training.data import records as form
-from training.data import shards
-from training.data.batches import MlmBatches
-from training.data.manifest import Dataset
-from training.data.masking import Masking, SpecialTokens
-from training.data.order import geometry
-from training.data.reading import Reading
-from training.data.shards import FixedShards
-from training.data.tfrecord import Corrupt
+from training import storage
+from training.data.formats import records as form
+from training.data.formats.dataset import Dataset
+from training.data.formats.tfrecord import Corrupt
+from training.data.loading import shards
+from training.data.loading.host_slice import Reading
+from training.data.loading.mlm import MlmBatches
+from training.data.loading.shards import FixedShards
+from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.sampling.order import geometry
 from training.errors import BadInput
+from training.storage import gcs as bucket
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
 
@@ -55,11 +56,13 @@ def test_any_range_of_records_is_read_across_shards(samples: Any, tmp_path: Path
 
 
 def test_wide_ids_are_kept(tmp_path: Path) -> None:
-    from training.data import prepare
+    from training.data.prepare import pack as prepare
 
     plan = prepare.Plan("train", 8, "t", vocabulary=100_000, records_per_shard=4)
     ids = np.arange(99_920, 100_000, dtype=np.int32).reshape(10, 8)
-    dataset = prepare.make(str(tmp_path), plan, lambda: map(str, range(10)), lambda texts: [ids[int(text)] for text in texts]).dataset
+    dataset = prepare.make(
+        str(tmp_path), plan, lambda: map(str, range(10)), lambda texts: [ids[int(text)] for text in texts]
+    ).dataset
     assert dataset.manifest.features["input_ids"].dtype == "int32"
     assert np.array_equal(rows(dataset), ids)
 
@@ -70,7 +73,8 @@ def test_every_flipped_byte_is_found_with_shard_record_and_offset(samples: Any, 
     for offset in range(10 * size):
         flip(tmp_path / "train-00001.tfrecord", offset, 1 << offset % 8)
         with pytest.raises(
-            Corrupt, match=rf"{tmp_path}/train-00001.tfrecord: record {offset // size} at byte {offset // size * size}: "
+            Corrupt,
+            match=rf"{tmp_path}/train-00001.tfrecord: record {offset // size} at byte {offset // size * size}: ",
         ) as caught:
             rows(dataset)
         assert (caught.value.record, caught.value.offset) == (offset // size, offset // size * size)
@@ -80,7 +84,8 @@ def test_every_flipped_byte_is_found_with_shard_record_and_offset(samples: Any, 
 
 
 def test_no_mutated_shard_gives_a_wrong_record(samples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """6,000 damaged shards of the right size: the right rows or a Corrupt; with skip, only rows of the dataset and each good one in its place."""
+    """6,000 damaged shards of the right size: the right rows or a Corrupt; with skip, only rows of the dataset and each
+    good one in its place."""
     dataset, expected = samples.make(tmp_path, 12, per_shard=12), samples.ids(12)
     data, chance, size = (tmp_path / "train-00000.tfrecord").read_bytes(), random.Random(0), size_of(dataset)
     known = {tuple(row) for row in expected.tolist()}
@@ -96,7 +101,9 @@ def test_no_mutated_shard_gives_a_wrong_record(samples: Any, tmp_path: Path, mon
             mutated[start : start + len(stretch)] = stretch
         shown[0] = bytes(mutated)
         really = [
-            number for number in range(12) if mutated[number * size : (number + 1) * size] != data[number * size : (number + 1) * size]
+            number
+            for number in range(12)
+            if mutated[number * size : (number + 1) * size] != data[number * size : (number + 1) * size]
         ]
         if not really:
             assert np.array_equal(stop.read(0, 12, 12)["input_ids"], expected)
@@ -144,7 +151,9 @@ def test_a_block_without_a_good_record_stops_even_when_skipping(samples: Any, tm
 
 def test_ids_that_the_tokenizer_does_not_have_are_refused(samples: Any, tmp_path: Path) -> None:
     dataset = samples.make(tmp_path, 25)
-    with pytest.raises(BadInput, match=r"train-0000\d.tfrecord: record \d has token id \d\d, and the tokenizer has 50 ids"):
+    with pytest.raises(
+        BadInput, match=r"train-0000\d.tfrecord: record \d has token id \d\d, and the tokenizer has 50 ids"
+    ):
         rows(dataset, vocabulary=50)
     with pytest.raises(BadInput, match="was written with a tokenizer of 100 ids, and the given one has 50"):
         batches(dataset, tokenizer=SpecialTokens(4, 3, frozenset(range(5)), 50))
@@ -152,7 +161,7 @@ def test_ids_that_the_tokenizer_does_not_have_are_refused(samples: Any, tmp_path
 
 def test_a_valid_record_of_another_layout_is_refused(samples: Any, tmp_path: Path) -> None:
     """Right framing and right CRC, but the numbers would stand elsewhere."""
-    from training.data import example, tfrecord
+    from training.data.formats import example, tfrecord
 
     dataset = samples.make(tmp_path, 1)
     framed = tfrecord.frame(example.encode({"input_idz": bytes(16)}))
@@ -170,7 +179,10 @@ def test_a_shard_replaced_during_the_run_stops_it(samples: Any, tmp_path: Path, 
     url = storage.join(folder, "train-00001.tfrecord")
     time.sleep(0.01)
     storage.write(url, storage.read(url))
-    with pytest.raises(BadInput, match=rf"{url} was (changed|replaced) while it was in use.*\(record \d+ of this shard was to be read\)"):
+    with pytest.raises(
+        BadInput,
+        match=rf"{url} was (changed|replaced) while it was in use.*\(record \d+ of this shard was to be read\)",
+    ):
         found.batch(0)
 
 
@@ -183,7 +195,9 @@ def test_a_shard_removed_during_the_run_stops_it(samples: Any, tmp_path: Path, g
         found.batch(0)
 
 
-def test_a_bucket_gives_the_batches_of_a_disk_even_when_a_third_of_the_requests_fails(samples: Any, tmp_path: Path, gcs: Any) -> None:
+def test_a_bucket_gives_the_batches_of_a_disk_even_when_a_third_of_the_requests_fails(
+    samples: Any, tmp_path: Path, gcs: Any
+) -> None:
     local, remote = samples.make(tmp_path, 500, per_shard=100), samples.make("gs://bucket/data", 500, per_shard=100)
     chance = random.Random(3)
 
@@ -199,7 +213,9 @@ def test_a_bucket_gives_the_batches_of_a_disk_even_when_a_third_of_the_requests_
         assert np.array_equal(one.batch(k).input_ids, other.batch(k).input_ids)
 
 
-def test_a_silent_bucket_ends_in_a_message_and_not_in_a_hang(samples: Any, gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_bucket_ends_in_a_message_and_not_in_a_hang(
+    samples: Any, gcs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import threading
 
     found = batches(samples.make("gs://bucket/data", 25))
@@ -211,7 +227,9 @@ def test_a_silent_bucket_ends_in_a_message_and_not_in_a_hang(samples: Any, gcs: 
     gcs.fault = stall
     monkeypatch.setattr(bucket, "patience", bucket.Patience(silence=0.2, deadline=1, first_delay=0.01))
     began = time.monotonic()
-    with pytest.raises(storage.StorageError, match=r"gs://bucket/data/train-0000\d.tfrecord: reading bytes \d+ to \d+ of it failed for"):
+    with pytest.raises(
+        storage.StorageError, match=r"gs://bucket/data/train-0000\d.tfrecord: reading bytes \d+ to \d+ of it failed for"
+    ):
         found.batch(0)
     assert time.monotonic() - began < 8
     released.set()
@@ -226,7 +244,7 @@ def test_neighbouring_blocks_are_read_in_large_requests(samples: Any, gcs: Any) 
 
 
 def test_a_host_reads_only_what_its_rows_need(samples: Any, gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.data import order
+    from training.data.sampling import order
 
     monkeypatch.setattr(order, "MIN_BLOCK", 4)
     dataset = samples.make("gs://bucket/data", 2000, per_shard=500)
@@ -309,7 +327,9 @@ def test_a_cache_on_a_full_disk_costs_the_cache_and_not_the_run(
     assert str(tmp_path) in warning
     assert not list(tmp_path.rglob("*.partial"))
     monkeypatch.undo()
-    assert np.array_equal(batches(dataset, cache=tmp_path).batch(7).input_ids, expected.input_ids), "what is there is whole"
+    assert np.array_equal(batches(dataset, cache=tmp_path).batch(7).input_ids, expected.input_ids), (
+        "what is there is whole"
+    )
 
 
 def test_an_error_is_raised_again_by_every_batch_that_needs_the_record(samples: Any, tmp_path: Path) -> None:
@@ -322,8 +342,8 @@ def test_an_error_is_raised_again_by_every_batch_that_needs_the_record(samples: 
 
 
 def test_a_layout_is_that_of_a_single_encoded_record() -> None:
-    from training.data import example, tfrecord
-    from training.data.manifest import Feature
+    from training.data.formats import example, tfrecord
+    from training.data.formats.dataset import Feature
 
     features = {
         "label": Feature(dtype="int32", shape=[]),

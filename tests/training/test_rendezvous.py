@@ -1,4 +1,5 @@
-"""Real processes meet on loopback, and are told in time when one is missing, gone, stuck or from elsewhere. Starts up to 4 small processes a test."""
+"""Real processes meet on loopback, and are told in time when one is missing, gone, stuck or from elsewhere. Starts up
+to 4 small processes a test."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ HOUSE = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import json, os, sys, threading, time
 import numpy as np
-from training import rendezvous
-from training.backends.exchange import TcpExchange
-from training.cluster import discover
+from training.distributed import rendezvous
+from training.distributed.tcp_allreduce import TcpExchange
+from training.distributed.cluster import discover
 from training.errors import Exit, TrainError
-from training.rendezvous import join
-from training.stopping import Stopping
+from training.distributed.rendezvous import join
+from training.distributed.shutdown import Stopping
 code, why, meeting = 1, "", None
 rendezvous.PATIENCE = 1.0
 try:
@@ -147,7 +148,8 @@ def test_without_host_0_the_others_give_up_and_say_so(hosts: Hosts) -> None:
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_killed_host_ends_all_others_within_two_seconds(hosts: Hosts, victim: int) -> None:
     processes = [
-        hosts.start(worker, 3, "meet start", "phase step 7", "say here", "sleep 1.5", "say now", "sleep 30") for worker in range(3)
+        hosts.start(worker, 3, "meet start", "phase step 7", "say here", "sleep 1.5", "say now", "sleep 30")
+        for worker in range(3)
     ]
     for process in processes:
         said(process, "now")

@@ -1,4 +1,5 @@
-"""Whatever order hosts arrive, repeat, leave and break in, a room answers everyone alike and never twice differently."""
+"""Whatever order hosts arrive, repeat, leave and break in, a room answers everyone alike and never twice
+differently."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.room import Identity, Room
+from training.distributed.barrier_state import Identity, Room
 
 ME = Identity("run", 0, 3)
 

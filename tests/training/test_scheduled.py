@@ -1,11 +1,12 @@
-"""Claims about reading a compiled program: what is alive at its fullest moment, and what devices exchange. The texts are libtpu's, cut short."""
+"""Claims about reading a compiled program: what is alive at its fullest moment, and what devices exchange. The texts
+are libtpu's, cut short."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.preflight.scheduled import collectives, largest, place
+from training.preflight.hlo import collectives, largest, place
 
 PROGRAM = """\
 HloModule step, is_scheduled=true
@@ -30,7 +31,8 @@ ENTRY %main_spmd (p: f32[1024,1024]) -> (f32[1024,1024]) {
 
 
 def test_the_fullest_moment_has_what_is_read_later() -> None:
-    """At the all-reduce: its operand and result, and one of the softmaxes, which is read after it. The other was read before; the result is no temporary."""
+    """At the all-reduce: its operand and result, and one of the softmaxes, which is read after it. The other was read
+    before; the result is no temporary."""
     found = largest(PROGRAM, 10)
     padded = 104 * 128 * 4  # tiles of 8 x 128
     assert [(each.bytes, each.count, each.shape, each.where) for each in found] == [

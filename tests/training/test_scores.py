@@ -13,7 +13,7 @@ from training.backends.protocol import Asks, Outcome
 from training.config import Model
 from training.errors import BadInput
 from training.models.hugging_face import config_of, labels_of
-from training.tasks.classification import accuracy, check_labels, weighted_f1
+from training.tasks.classification.task import accuracy, check_labels, weighted_f1
 
 Pairs = Sequence[tuple[int, int]]  # true, predicted
 CLASSES = 4
@@ -61,7 +61,11 @@ def test_figures_of_the_matrix_are_those_of_the_examples(pairs: Pairs) -> None:
 
 def test_outcomes_add_up_and_one_that_counts_nothing_further_adds_nothing() -> None:
     first = Outcome({"loss": 1.0, "weight": 2.0, "correct": 1.0}, Asks(), np.array([1.0, 0.0]))
-    total = Outcome.nothing().plus(first).plus(Outcome({"loss": 2.0, "weight": 1.0, "correct": 0.0}, Asks(stop=True), np.array([0.0, 1.0])))
+    total = (
+        Outcome.nothing()
+        .plus(first)
+        .plus(Outcome({"loss": 2.0, "weight": 1.0, "correct": 0.0}, Asks(stop=True), np.array([0.0, 1.0])))
+    )
     assert (total.sums, total.asked) == ({"loss": 3.0, "weight": 3.0, "correct": 1.0}, Asks(stop=True))
     assert total.counts is not None
     assert total.counts.tolist() == [1, 1]
@@ -69,7 +73,9 @@ def test_outcomes_add_up_and_one_that_counts_nothing_further_adds_nothing() -> N
 
 @pytest.mark.parametrize("label", [-1, 3])
 def test_a_label_outside_the_range_is_named_with_its_record(label: int) -> None:
-    with pytest.raises(BadInput, match=rf"gs://b/train: record 12 has label {label}, and the dataset has 3 labels, 0 to 2"):
+    with pytest.raises(
+        BadInput, match=rf"gs://b/train: record 12 has label {label}, and the dataset has 3 labels, 0 to 2"
+    ):
         check_labels("gs://b/train", np.array([0, label, 2], np.int32), np.array([11, 12, 13]), 3)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from training.reports.screen import Screen
+from training.telemetry.console import Screen
 
 
 class Terminal(io.StringIO):

@@ -1,4 +1,5 @@
-"""Before the first step all hosts have the same facts and the same output folder, or the run stops and says who differs."""
+"""Before the first step all hosts have the same facts and the same output folder, or the run stops and says who
+differs."""
 
 from __future__ import annotations
 
@@ -7,14 +8,18 @@ from typing import Any
 
 import pytest
 
-from training.cluster import Cluster
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Alone
 from training.errors import BadInput
-from training.rendezvous import Alone
-from training.start import agree, claim, code_hash, disagreements
+from training.run_setup import agree, claim, code_hash, disagreements
 
 
 def test_everyone_who_differs_from_host_0_is_named() -> None:
-    told = [{"code": "a", "configuration": "x"}, {"code": "a", "configuration": "y"}, {"code": "b", "configuration": "x"}]
+    told = [
+        {"code": "a", "configuration": "x"},
+        {"code": "a", "configuration": "y"},
+        {"code": "b", "configuration": "x"},
+    ]
     assert disagreements(told) == ["code: host 0 has a, host 2 b", "configuration: host 0 has x, host 1 y"]
     assert disagreements(told[:1] * 3) == []
 

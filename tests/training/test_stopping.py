@@ -15,7 +15,7 @@ HOUSE = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import os, sys, time
-from training import stopping
+from training.distributed import shutdown as stopping
 asked = stopping.install()
 print("ready", flush=True)
 while not asked.requested:
@@ -67,14 +67,18 @@ def test_a_second_request_ends_even_a_process_that_hangs(then: str) -> None:
 
 def test_a_signal_after_another_hosts_is_still_a_first_one() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", HEARD], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(HOUSE)}
+        [sys.executable, "-c", HEARD],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(HOUSE)},
     )
     assert (ended.returncode, ended.stdout) == (75, "heard\nsaved\n")
 
 
 HEARD = """
 import os, signal, time
-from training import stopping
+from training.distributed import shutdown as stopping
 asked = stopping.install()
 asked.hear()
 print("heard" if asked.requested else "not", flush=True)

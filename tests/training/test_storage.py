@@ -77,7 +77,9 @@ def test_listing_is_recursive_sorted_and_without_partial_files(tmp_path: Path) -
     for name in ("b/2", "a", "b/1"):
         storage.write(str(tmp_path / name), b"")
     (tmp_path / ".a.0123.partial").write_bytes(b"half")
-    assert [each.url for each in storage.listing(str(tmp_path))] == [str(tmp_path / name) for name in ("a", "b/1", "b/2")]
+    assert [each.url for each in storage.listing(str(tmp_path))] == [
+        str(tmp_path / name) for name in ("a", "b/1", "b/2")
+    ]
     assert storage.listing(str(tmp_path / "missing")) == []
 
 
@@ -100,14 +102,22 @@ def test_upload_and_download_copy_a_file(tmp_path: Path) -> None:
         storage.upload(source, str(tmp_path / "copy"), create_only=True)
 
 
-@pytest.mark.parametrize(("url", "remote"), [("gs://b/x", True), ("./gs", False), ("gs", False), ("/gs://b", False), ("./logs", False)])
+@pytest.mark.parametrize(
+    ("url", "remote"), [("gs://b/x", True), ("./gs", False), ("gs", False), ("/gs://b", False), ("./logs", False)]
+)
 def test_only_the_scheme_makes_a_url_remote(url: str, remote: bool) -> None:
     assert storage.is_remote(url) is remote
 
 
 @pytest.mark.parametrize(
     ("parts", "joined"),
-    [(("gs://b", "x"), "gs://b/x"), (("gs://b/", "/x/", "y"), "gs://b/x/y"), (("/", "x"), "/x"), (("a/",), "a"), (("a", ""), "a")],
+    [
+        (("gs://b", "x"), "gs://b/x"),
+        (("gs://b/", "/x/", "y"), "gs://b/x/y"),
+        (("/", "x"), "/x"),
+        (("a/",), "a"),
+        (("a", ""), "a"),
+    ],
 )
 def test_join(parts: tuple[str, ...], joined: str) -> None:
     assert storage.join(*parts) == joined

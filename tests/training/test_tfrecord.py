@@ -1,4 +1,5 @@
-"""Claims about TFRecord frames and tf.train.Example bytes, against bytes worked out by hand or taken from the formats' own pages."""
+"""Claims about TFRecord frames and tf.train.Example bytes, against bytes worked out by hand or taken from the formats'
+own pages."""
 
 import contextlib
 import struct
@@ -9,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.data import example, tfrecord
+from training.data.formats import example, tfrecord
 
 
 def test_crc32c_is_masked_as_tensorflow_does() -> None:
-    # crc32c("123456789") = 0xe3069283 (RFC 3720's check value); rotated right by 15: 0x2507c60d; plus 0xa282ead8: 0xc78ab0e5
+    # crc32c("123456789") = 0xe3069283 (RFC 3720's check value); rotated right by 15: 0x2507c60d; plus 0xa282ead8:
+    # 0xc78ab0e5
     assert tfrecord.mask(0xE3069283) == 0xC78AB0E5
     assert tfrecord.unmask(0xC78AB0E5) == 0xE3069283
 
@@ -58,7 +60,8 @@ def test_a_shard_cut_inside_a_record_is_found(records: list[bytes], data: st.Dat
             list(tfrecord.walk(shard[:cut], "s"))
 
 
-# {"a": bytes "xy"}: Example{1: Features{1: entry{1: "a", 2: Feature{1: BytesList{1: "xy"}}}}}, each tag = field << 3 | 2
+# {"a": bytes "xy"}: Example{1: Features{1: entry{1: "a", 2: Feature{1: BytesList{1: "xy"}}}}}, each tag = field << 3 |
+# 2
 BYTES_EXAMPLE = bytes.fromhex("0a0d 0a0b 0a0161 1206 0a04 0a02 7879")
 # {"n": [1, 300, -1]}: Feature{3: Int64List{1: packed 01, ac 02, ff*9 01}}
 INTS_EXAMPLE = bytes.fromhex("0a18 0a16 0a016e 1211 1a0f 0a0d 01 ac02 ffffffffffffffffff01")
@@ -74,12 +77,16 @@ def test_an_example_is_encoded_byte_for_byte() -> None:
 def test_a_record_of_fixed_payload_is_a_constant_and_the_payload() -> None:
     for length in (0, 2, 256, 1024, 40_000):
         payload = bytes(range(256)) * (length // 256 + 1)
-        assert example.bytes_prefix("input_ids", length) + payload[:length] == example.encode({"input_ids": payload[:length]})
+        assert example.bytes_prefix("input_ids", length) + payload[:length] == example.encode(
+            {"input_ids": payload[:length]}
+        )
 
 
 @given(
     st.dictionaries(
-        st.text(max_size=5), st.one_of(st.binary(max_size=9), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9)), max_size=4
+        st.text(max_size=5),
+        st.one_of(st.binary(max_size=9), st.lists(st.integers(-(2**63), 2**63 - 1), max_size=9)),
+        max_size=4,
     )
 )
 def test_decode_inverts_encode(features: dict[str, bytes | list[int]]) -> None:

@@ -1,4 +1,5 @@
-"""`tpu-train train` says a user's mistake in one message and exits with 2, before any framework is imported: there is none here."""
+"""`tpu-train train` says a user's mistake in one message and exits with 2, before any framework is imported: there is
+none here."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_a_missing_file(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named_with_their_lines(tmp_path: Path) -> None:
-    code, text = tpu_train(tmp_path, "train", write(tmp_path, train={"steps": "many", "global_batch_size": 4, "learnig_rate": 1.0}))
+    code, text = tpu_train(
+        tmp_path, "train", write(tmp_path, train={"steps": "many", "global_batch_size": 4, "learnig_rate": 1.0})
+    )
     assert (code, is_one_message(text)) == (Exit.BAD_INPUT, True), text
     assert "train.steps: should be a valid integer, not 'many'" in text
     assert "unknown key 'train.learnig_rate'; did you mean 'learning_rate'?" in text

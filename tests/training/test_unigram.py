@@ -1,4 +1,5 @@
-"""Claims about training a Unigram vocabulary: probabilities are right, every character is a piece, and nothing depends on chance or order."""
+"""Claims about training a Unigram vocabulary: probabilities are right, every character is a piece, and nothing depends
+on chance or order."""
 
 from __future__ import annotations
 
@@ -12,9 +13,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.data import tokenizer, unigram
+from training.data import tokenizer
+from training.data.prepare import unigram
 
-TEXT = ["▁the", "▁cat", "▁sat", "▁on", "▁the", "▁mat", "▁and", "▁the", "▁cats", "▁sat", "▁there", "▁then", "▁other", "▁mothers", "▁gather"]
+TEXT = [
+    "▁the",
+    "▁cat",
+    "▁sat",
+    "▁on",
+    "▁the",
+    "▁mat",
+    "▁and",
+    "▁the",
+    "▁cats",
+    "▁sat",
+    "▁there",
+    "▁then",
+    "▁other",
+    "▁mothers",
+    "▁gather",
+]
 WORDS = {word: 3 + len(word) for word in TEXT}
 
 
@@ -47,7 +65,10 @@ def test_the_best_other_segmentation_of_a_piece_is_found() -> None:
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.dictionaries(st.text("abcdé▁𝔘", min_size=1, max_size=90), st.integers(1, 50), min_size=1, max_size=12), st.integers(7, 40))
+@given(
+    st.dictionaries(st.text("abcdé▁𝔘", min_size=1, max_size=90), st.integers(1, 50), min_size=1, max_size=12),
+    st.integers(7, 40),
+)
 def test_every_character_is_a_piece_and_the_size_is_kept(words: dict[str, int], size: int) -> None:
     pieces = unigram.train(words, size)
     assert len(pieces) <= size
@@ -81,4 +102,11 @@ def test_digamma() -> None:
 
 
 def test_words_begin_with_their_space_and_special_tokens_are_not_words() -> None:
-    assert tokenizer.words(["the cat", "the  ``cat''", "a[MASK]b", ""]) == {"▁the": 2, "▁cat": 1, "▁": 1, '▁"cat"': 1, "▁a": 1, "▁b": 1}
+    assert tokenizer.words(["the cat", "the  ``cat''", "a[MASK]b", ""]) == {
+        "▁the": 2,
+        "▁cat": 1,
+        "▁": 1,
+        '▁"cat"': 1,
+        "▁a": 1,
+        "▁b": 1,
+    }

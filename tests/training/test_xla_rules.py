@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from training.xla_rules import HOST, PROGRAM, SHAPE, VALUE, Finding, Judge, Operation, Watched, merged
+from training.lint.rules import HOST, PROGRAM, SHAPE, VALUE, Finding, Judge, Operation, Watched, merged
 
 FOUR, FIVE = {"x": (4, 8)}, {"x": (5, 8)}
 
 
 def step(compilations: int = 0, *findings: Finding, numbers: tuple[int, ...] = (1,), transfers: int = 0) -> Watched:
-    operations = [Operation("addmm", "([4, 8])", "m.py:1"), *(Operation("roll", f"([4, 8], {each})", "m.py:2") for each in numbers)]
+    operations = [
+        Operation("addmm", "([4, 8])", "m.py:1"),
+        *(Operation("roll", f"([4, 8], {each})", "m.py:2") for each in numbers),
+    ]
     return Watched(list(findings), operations, compilations, transfers)
 
 

@@ -1,11 +1,13 @@
 """Tokenizers: trained like the public recipe's, saved as a Hugging Face tokenizer folder, and recognised by a hash.
 
-Normalisation and special tokens are those of transformers' examples/tensorflow/language-modeling-tpu/train_unigram.py: ``quotes'' become ",
-Metaspace pieces, `[CLS] text [SEP]`. The same text gives the same tokenizer, byte for byte: Unigram vocabularies are trained here
-(`training.data.unigram`), and WordPiece ones by the `tokenizers` library on one thread, twice, see `_wordpiece`.
+Normalisation and special tokens are those of transformers' examples/tensorflow/language-modeling-tpu/train_unigram.py:
+``quotes'' become ", Metaspace pieces, `[CLS] text [SEP]`. The same text gives the same tokenizer, byte for byte:
+Unigram vocabularies are trained here (`training.data.prepare.unigram`), and WordPiece ones by the `tokenizers` library
+on one thread, twice, see `_wordpiece`.
 
-A folder holds tokenizer.json, tokenizer_config.json and special_tokens_map.json: `transformers.AutoTokenizer.from_pretrained(folder)` loads it. That
-function does not read gs://; `fetch` copies a folder first. Needs `tokenizers` only inside `train` and `load`.
+A folder holds tokenizer.json, tokenizer_config.json and special_tokens_map.json:
+`transformers.AutoTokenizer.from_pretrained(folder)` loads it. That function does not read gs://; `fetch` copies a
+folder first. Needs `tokenizers` only inside `train` and `load`.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from training import storage
-from training.data import unigram
-from training.data.manifest import tokenizer_hash
-from training.data.masking import SpecialTokens, special_tokens
+from training.data.formats.dataset import tokenizer_hash
+from training.data.prepare import unigram
+from training.data.sampling.masking import SpecialTokens, special_tokens
 from training.errors import BadInput
-from training.hub_names import tokenizer_folder
+from training.storage.hub import tokenizer_folder
 
 FILE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -54,7 +56,9 @@ def read(url: str) -> Tokenizer:
     try:
         content = storage.read(where)
     except storage.NotFound as error:
-        raise BadInput(f"{url} is not a tokenizer folder: {error}. Make one with `tpu-train tokenizer --out {url}`") from None
+        raise BadInput(
+            f"{url} is not a tokenizer folder: {error}. Make one with `tpu-train tokenizer --out {url}`"
+        ) from None
     try:
         parsed = json.loads(content)
         special = special_tokens(parsed, where)
@@ -70,7 +74,9 @@ def fetch(url: str, folder: Path) -> Path:
         return Path(url)
     found = storage.listing(url)
     if not any(storage.name_of(each.url) == FILE for each in found):
-        raise BadInput(f"{url} is not a tokenizer folder: it has no {FILE}. Make one with `tpu-train tokenizer --out {url}`")
+        raise BadInput(
+            f"{url} is not a tokenizer folder: it has no {FILE}. Make one with `tpu-train tokenizer --out {url}`"
+        )
     for each in found:
         storage.download(each.url, folder / storage.name_of(each.url))
     return folder
@@ -85,13 +91,21 @@ def files(content: bytes) -> dict[str, bytes]:
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     dump = {CONFIG: config, "special_tokens_map.json": ROLES}
-    return {FILE: content, **{name: (json.dumps(value, indent=2, sort_keys=True) + "\n").encode() for name, value in dump.items()}}
+    return {
+        FILE: content,
+        **{name: (json.dumps(value, indent=2, sort_keys=True) + "\n").encode() for name, value in dump.items()},
+    }
 
 
 def train(documents: Callable[[], Iterable[str]], vocabulary: int, algorithm: Algorithm) -> bytes:
-    """tokenizer.json of a tokenizer trained on the documents, with at most `vocabulary` ids. Raises BadInput when the text does not fit."""
+    """tokenizer.json of a tokenizer trained on the documents, with at most `vocabulary` ids. Raises BadInput when the
+    text does not fit."""
     tokenizers = _library()
-    trained = _unigram(tokenizers, vocabulary, documents) if algorithm == "unigram" else _wordpiece(tokenizers, vocabulary, documents)
+    trained = (
+        _unigram(tokenizers, vocabulary, documents)
+        if algorithm == "unigram"
+        else _wordpiece(tokenizers, vocabulary, documents)
+    )
     ids = {token: trained.token_to_id(token) for token in ("[CLS]", "[SEP]")}
     trained.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS]:0 $A:0 [SEP]:0", pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1", special_tokens=list(ids.items())
@@ -102,7 +116,8 @@ def train(documents: Callable[[], Iterable[str]], vocabulary: int, algorithm: Al
 
 
 def words(documents: Iterable[str]) -> dict[str, int]:
-    """The words of a Unigram vocabulary with their counts: a space is the beginning of a word and becomes part of it."""
+    """The words of a Unigram vocabulary with their counts: a space is the beginning of a word and becomes part of
+    it."""
     special, word = re.compile("|".join(map(re.escape, SPECIAL))), re.compile("▁[^▁]*|[^▁]+")
     counts: Counter[str] = Counter()
     for document in documents:
@@ -150,7 +165,9 @@ def _unigram(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[
     try:
         pieces = unigram.train(counts, vocabulary - len(SPECIAL))
     except ValueError as error:
-        raise BadInput(f"--vocabulary {vocabulary} is too small: {error}, and there are {len(SPECIAL)} special tokens") from None
+        raise BadInput(
+            f"--vocabulary {vocabulary} is too small: {error}, and there are {len(SPECIAL)} special tokens"
+        ) from None
     model = tokenizers.models.Unigram([*((token, 0.0) for token in SPECIAL), *pieces], SPECIAL.index("<unk>"), False)
     trained = tokenizers.Tokenizer(model)
     trained.add_special_tokens(SPECIAL)
@@ -161,15 +178,18 @@ def _unigram(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[
 
 
 def _wordpiece(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:
-    """The library numbers the marked characters ("##a") in the order of a hash table, and settles ties between pairs by those numbers. So they are
-    learned in a first training, and given in order, as if they were special tokens, to a second one."""
+    """The library numbers the marked characters ("##a") in the order of a hash table, and settles ties between pairs by
+    those numbers. So they are learned in a first training, and given in order, as if they were special tokens, to a
+    second one."""
 
     def trained(special: list[str]) -> Any:
         made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="<unk>"))
         made.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
         made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
         made.decoder = tokenizers.decoders.WordPiece(prefix="##")
-        trainer = tokenizers.trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=special, show_progress=False)
+        trainer = tokenizers.trainers.WordPieceTrainer(
+            vocab_size=vocabulary, special_tokens=special, show_progress=False
+        )
         made.train_from_iterator(documents(), trainer=trainer)
         return made
 
@@ -179,7 +199,9 @@ def _wordpiece(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterabl
             raise BadInput("the corpus has no text to train a tokenizer on")
         result = trained(SPECIAL + marked)
     if result.get_vocab_size() > vocabulary:
-        raise BadInput(f"--vocabulary {vocabulary} is too small: the text's characters alone take {result.get_vocab_size()} ids")
+        raise BadInput(
+            f"--vocabulary {vocabulary} is too small: the text's characters alone take {result.get_vocab_size()} ids"
+        )
     return result
 
 
@@ -201,5 +223,7 @@ def _library() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise BadInput("this needs the `tokenizers` package: run it in the image, or pip install 'tpu-launch[train]'") from None
+        raise BadInput(
+            "this needs the `tokenizers` package: run it in the image, or pip install 'tpu-launch[train]'"
+        ) from None
     return tokenizers

@@ -1,7 +1,9 @@
-"""The result: a folder in Hugging Face's layout, which `transformers.pipeline("fill-mask" or "text-classification", model=folder)` loads in plain torch.
+"""The result: a folder in Hugging Face's layout, which `transformers.pipeline("fill-mask" or "text-classification",
+model=folder)` loads in plain torch.
 
-It is made of a run's weights, a config.json and the tokenizer's files, whichever backend trained them; no framework is needed to write it. The order of
-the writes is: tokenizer, config.json, and last model.safetensors; a folder without it is not finished.
+It is made of a run's weights, a config.json and the tokenizer's files, whichever backend trained them; no framework is
+needed to write it. The order of the writes is: tokenizer, config.json, and last model.safetensors; a folder without it
+is not finished.
 """
 
 from __future__ import annotations
@@ -13,18 +15,27 @@ from typing import Any
 import numpy as np
 
 from training import storage
-from training.checkpoint.copying import Copy, Copying
-from training.checkpoint.inspect import find
-from training.checkpoint.manifest import Damaged, TensorInfo, decode, encode
-from training.checkpoint.restore import read_manifest, read_part
+from training.checkpoint.admin import find
+from training.checkpoint.format import Damaged, TensorInfo, decode, encode
+from training.checkpoint.reader import read_manifest, read_part
+from training.checkpoint.snapshot import Copy, Copying
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
-from training.hub_names import tokenizer_folder
 from training.models.hugging_face import CONFIG, WEIGHTS, config_of
+from training.storage.hub import tokenizer_folder
 
 PREFIX = "model/"
-_OF_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".h5", ".msgpack", ".onnx", ".ckpt")
+_OF_WEIGHTS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".ckpt",
+)
 _EMBEDDINGS = "embeddings.word_embeddings.weight"
 
 
@@ -35,14 +46,20 @@ def write(
     config: Mapping[str, Any],
     tokenizer: str,
 ) -> None:
-    """Writes a model folder. `weights` and `copy` are as in `Backend.layout` and `Backend.copy`; tensors of other groups are left out."""
+    """Writes a model folder. `weights` and `copy` are as in `Backend.layout` and `Backend.copy`; tensors of other
+    groups are left out."""
     tokenizer = tokenizer_folder(tokenizer)
     for each in storage.listing(tokenizer):
         name = storage.name_of(each.url)
         inside = each.url.removeprefix(tokenizer.rstrip("/") + "/").count("/") == 0
-        if inside and name != CONFIG and not name.endswith(_OF_WEIGHTS):  # the tokenizer's folder may be another model's
+        if (
+            inside and name != CONFIG and not name.endswith(_OF_WEIGHTS)
+        ):  # the tokenizer's folder may be another model's
             storage.write(storage.join(folder, name), storage.read(each.url))
-    storage.write(storage.join(folder, CONFIG), json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True).encode() + b"\n")
+    storage.write(
+        storage.join(folder, CONFIG),
+        json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True).encode() + b"\n",
+    )
     names = [name for name in sorted(weights) if name.startswith(PREFIX)]
     data, places = encode([(name.removeprefix(PREFIX), weights[name]) for name in names], {"format": "pt"})
     copy({PREFIX + name: place for name, place in places.items()}).wait()
@@ -50,7 +67,8 @@ def write(
 
 
 def from_checkpoint(run: str, out: str, step: int | None = None) -> int:
-    """Writes the model of a run's checkpoint (the newest, unless `step` is given) to `out`, and returns its step. Raises BadInput."""
+    """Writes the model of a run's checkpoint (the newest, unless `step` is given) to `out`, and returns its step.
+    Raises BadInput."""
     place, steps = find(run)
     chosen = steps[0] if step is None else step
     if chosen not in steps:
@@ -59,17 +77,33 @@ def from_checkpoint(run: str, out: str, step: int | None = None) -> int:
     try:
         manifest = read_manifest(place, chosen)
         for part in manifest.parts:
-            tensors.update({name: value for name, value in decode(read_part(place, chosen, part)).items() if name.startswith(PREFIX)})
+            tensors.update(
+                {
+                    name: value
+                    for name, value in decode(read_part(place, chosen, part)).items()
+                    if name.startswith(PREFIX)
+                }
+            )
     except Damaged as error:
-        raise BadInput(f"checkpoint of step {chosen} in {place} is damaged ({error}); choose another with --step") from None
+        raise BadInput(
+            f"checkpoint of step {chosen} in {place} is damaged ({error}); choose another with --step"
+        ) from None
     settings = TrainerConfig.model_validate(manifest.config)
     tokenizer = tokenizers.read(settings.data.tokenizer)
-    vocabulary = next((info.shape[0] for name, (info, _) in tensors.items() if name.endswith(_EMBEDDINGS)), tokenizer.special.vocabulary)
+    vocabulary = next(
+        (info.shape[0] for name, (info, _) in tensors.items() if name.endswith(_EMBEDDINGS)),
+        tokenizer.special.vocabulary,
+    )
     labels = manifest.identity.get("labels")
-    config = config_of(settings.model, vocabulary=vocabulary, pad=tokenizer.special.pad, dropout=settings.train.dropout, labels=labels)
+    config = config_of(
+        settings.model, vocabulary=vocabulary, pad=tokenizer.special.pad, dropout=settings.train.dropout, labels=labels
+    )
 
     def copy(places: Mapping[str, memoryview]) -> Copying:
-        return Copying((np.frombuffer(place, np.uint8), np.frombuffer(tensors[name][1], np.uint8)) for name, place in places.items())
+        return Copying(
+            (np.frombuffer(place, np.uint8), np.frombuffer(tensors[name][1], np.uint8))
+            for name, place in places.items()
+        )
 
     write(out, {name: info for name, (info, _) in tensors.items()}, copy, config, settings.data.tokenizer)
     return chosen

@@ -1,8 +1,10 @@
-"""The model on the Hugging Face Hub: `push` uploads one, `Pushes` does so beside a run, which it can neither stop nor slow down.
+"""The model on the Hugging Face Hub: `push` uploads one, `Pushes` does so beside a run, which it can neither stop nor
+slow down.
 
-An upload beside a run is a process of its own with low priority. It reads a committed checkpoint from the run's folder, so nothing is asked of the device or
-of the step loop, and it dies with the run. What goes wrong is one warning and a line of the summary. The token is HF_TOKEN of the environment and
-nothing else: it is in no argument, no file and no message. Files go through the Hub's LFS protocol; its newer Xet store is not used.
+An upload beside a run is a process of its own with low priority. It reads a committed checkpoint from the run's folder,
+so nothing is asked of the device or of the step loop, and it dies with the run. What goes wrong is one warning and a
+line of the summary. The token is HF_TOKEN of the environment and nothing else: it is in no argument, no file and no
+message. Files go through the Hub's LFS protocol; its newer Xet store is not used.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from training import metrics, storage
+from training import storage
 from training.config import Hub
 from training.errors import BadInput, TrainError
 from training.models import export
 from training.models.hugging_face import read_config
+from training.telemetry import metrics
 
 TOKEN = "HF_TOKEN"
 CARD = "README.md"
@@ -30,12 +33,16 @@ _TRIES, _DELAY = 2, 3.0  # of an upload, and the seconds between
 
 
 def push(run: str, repository: str, step: int | None, private: bool) -> tuple[int, str]:
-    """Uploads the model of a run's checkpoint (the newest, unless `step` is given), and returns its step and the commit's URL.
+    """Uploads the model of a run's checkpoint (the newest, unless `step` is given), and returns its step and the
+    commit's URL.
 
-    The repository is made if there is none; a README.md that it has already is left alone. Raises BadInput, TrainError."""
+    The repository is made if there is none; a README.md that it has already is left alone. Raises BadInput,
+    TrainError."""
     token = os.environ.get(TOKEN)
     if not token:
-        raise BadInput(f"{TOKEN} is not in the environment: make a token that may write at https://huggingface.co/settings/tokens")
+        raise BadInput(
+            f"{TOKEN} is not in the environment: make a token that may write at https://huggingface.co/settings/tokens"
+        )
     os.environ["HF_HUB_DISABLE_XET"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read at the import below
     from huggingface_hub import HfApi
 
@@ -63,7 +70,9 @@ def push(run: str, repository: str, step: int | None, private: bool) -> tuple[in
 
 def figures(run: str, step: int) -> dict[str, float]:
     """Of the run's last evaluation until `step`."""
-    told = [line for line in metrics.history(run) if line["step"] <= step and any(name.startswith("eval_") for name in line)]
+    told = [
+        line for line in metrics.history(run) if line["step"] <= step and any(name.startswith("eval_") for name in line)
+    ]
     return {name.removeprefix("eval_"): value for name, value in told[-1].items() if name != "step"} if told else {}
 
 
@@ -74,13 +83,28 @@ def card(repository: str, config: Mapping[str, Any], told: Mapping[str, float]) 
     lines = ["---", "library_name: transformers", f"pipeline_tag: {task}", "---", "", f"# {repository}", ""]
     lines += [f"A {config.get('model_type')} model, trained with tpu-launch.", ""]
     if told:
-        lines += ["Over the whole evaluation set:", "", *(f"* {name.replace('_', ' ')}: {value:.4f}" for name, value in told.items()), ""]
-    return "\n".join([*lines, "```python", "from transformers import pipeline", f'pipeline("{task}", model="{repository}")', "```", ""])
+        lines += [
+            "Over the whole evaluation set:",
+            "",
+            *(f"* {name.replace('_', ' ')}: {value:.4f}" for name, value in told.items()),
+            "",
+        ]
+    return "\n".join(
+        [
+            *lines,
+            "```python",
+            "from transformers import pipeline",
+            f'pipeline("{task}", model="{repository}")',
+            "```",
+            "",
+        ]
+    )
 
 
 @dataclass
 class Pushes:
-    """The uploads of one attempt, on host 0: one at a time; what is committed meanwhile is left out, except the last."""
+    """The uploads of one attempt, on host 0: one at a time; what is committed meanwhile is left out, except the
+    last."""
 
     settings: Hub
     run: str  # its folder
@@ -93,14 +117,16 @@ class Pushes:
     _out: Any = field(default_factory=tempfile.TemporaryFile)
 
     def committed(self, step: int | None) -> None:
-        """Starts to upload a newly committed step, if that is wanted and nothing is under way. Called after every step."""
+        """Starts to upload a newly committed step, if that is wanted and nothing is under way. Called after every
+        step."""
         if self._process is not None and self._process.poll() is not None:
             self._read(self._process.returncode)
         if step is not None and step != self._seen and self._process is None and self.settings.every == "checkpoint":
             self._start(step)
 
     def finish(self, step: int) -> dict[str, Any]:
-        """Uploads the last step, unless it is there, and waits for it as long as the settings say. What the summary tells."""
+        """Uploads the last step, unless it is there, and waits for it as long as the settings say. What the summary
+        tells."""
         self._wait()
         if self.pushed != step and (self.settings.at_end or self.settings.every):
             self._start(step)
@@ -119,7 +145,17 @@ class Pushes:
         if not os.environ.get(TOKEN):
             self._failed(f"{TOKEN} is not in the environment (name it in run.secrets)")
             return
-        command = [sys.executable, "-m", "training.cli", "push", self.run, self.settings.repository, "--step", str(step), "--beside"]
+        command = [
+            sys.executable,
+            "-m",
+            "training.cli",
+            "push",
+            self.run,
+            self.settings.repository,
+            "--step",
+            str(step),
+            "--beside",
+        ]
         command += ["--private" if self.settings.private else "--public"]
         self._out.seek(0)
         self._out.truncate()

@@ -1,4 +1,5 @@
-"""A model's `config.json` in Hugging Face's terms: what the backends build from, and what the result is written with. Framework-free."""
+"""A model's `config.json` in Hugging Face's terms: what the backends build from, and what the result is written with.
+Framework-free."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any
 from training import storage
 from training.config import Model
 from training.errors import BadInput
-from training.hub_names import model_folder
+from training.storage.hub import model_folder
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -25,7 +26,8 @@ HEAD = ("classifier.", "bert.pooler.")  # of a classifier: what an encoder's fol
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run's data asks of its model: embeddings for its tokens, positions for its rows, classes for its labels."""
+    """What a run's data asks of its model: embeddings for its tokens, positions for its rows, classes for its
+    labels."""
 
     vocabulary: int
     pad: int
@@ -33,8 +35,11 @@ class Needs:
     labels: tuple[str, ...] | None = None  # of a classifier
 
 
-def config_of(model: Model, *, vocabulary: int, pad: int, dropout: float, labels: Sequence[str] | None = None) -> dict[str, Any]:
-    """The values of config.json: of a masked-language model, or with `labels` of a classifier. `vocabulary` is the tokenizer's.
+def config_of(
+    model: Model, *, vocabulary: int, pad: int, dropout: float, labels: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """The values of config.json: of a masked-language model, or with `labels` of a classifier. `vocabulary` is the
+    tokenizer's.
 
     Raises BadInput when model.path has no config.json, or one of a family that is not known here."""
     try:
@@ -87,7 +92,8 @@ def _of_name(model: Model, vocabulary: int, pad: int, dropout: float) -> dict[st
 
 
 def require_room(configuration: Any, needs: Needs) -> None:
-    """The network has a position for each token of a row, and an embedding for each token of the tokenizer. Raises BadInput.
+    """The network has a position for each token of a row, and an embedding for each token of the tokenizer. Raises
+    BadInput.
 
     `configuration` is the network's, as transformers' PretrainedConfig."""
     positions = configuration.max_position_embeddings - (needs.pad + 1 if configuration.model_type == "roberta" else 0)

@@ -1,7 +1,8 @@
-"""Does the run execute the programs that preflight compiled? Compared once for each shape, when the program has been traced and before it first runs.
+"""Does the run execute the programs that preflight compiled? Compared once for each shape, when the program has been
+traced and before it first runs.
 
-`tpu-launch run` tells the containers the hashes of what was checked (TPU_LAUNCH_PREFLIGHT, with commas). Another program is a warning, not an error: it may
-well fit too, only nobody looked.
+`tpu-launch run` tells the containers the hashes of what was checked (TPU_LAUNCH_PREFLIGHT, with commas). Another
+program is a warning, not an error: it may well fit too, only nobody looked.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ class Agreement:
     """What was checked, and what is about to run."""
 
     def __init__(self, environment: Mapping[str, str], *, comparable: bool, talks: bool) -> None:
-        """`comparable`: this process runs programs for all devices of a slice, as preflight compiles them. `talks`: it is the host that tells the user."""
+        """`comparable`: this process runs programs for all devices of a slice, as preflight compiles them. `talks`: it
+        is the host that tells the user."""
         self._expected = frozenset(each for each in environment.get(VARIABLE, "").split(",") if each)
         self._comparable, self._talks = comparable, talks
         self._seen: dict[tuple[object, ...], str] = {}
 
     def look(self, kind: str, shapes: Sequence[tuple[int, ...]], outputs: Callable[[], list[Any]]) -> None:
-        """Before a program of this kind, "training" or "evaluation", runs on arrays of these shapes; `outputs` gives its tensors."""
+        """Before a program of this kind, "training" or "evaluation", runs on arrays of these shapes; `outputs` gives
+        its tensors."""
         if not self._expected or not self._comparable or (kind, *shapes) in self._seen:
             return
         from training.preflight.compiler import hash_of

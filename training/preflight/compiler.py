@@ -1,12 +1,16 @@
-"""The TPU compiler (libtpu) on a machine without a TPU: from a traced program to an executable's facts, or the compiler's refusal.
+"""The TPU compiler (libtpu) on a machine without a TPU: from a traced program to an executable's facts, or the
+compiler's refusal.
 
-The only file with private interfaces: torch_xla's `_XLAC`, jaxlib's compile-only client and MLIR bindings. `require` refuses versions that they were not
-seen to work with, because other versions answer with crashes. Nothing is executed here, and no executable leaves: what a TPU would load is not verified.
+The only file with private interfaces: torch_xla's `_XLAC`, jaxlib's compile-only client and MLIR bindings. `require`
+refuses versions that they were not seen to work with, because other versions answer with crashes. Nothing is executed
+here, and no executable leaves: what a TPU would load is not verified.
 
-A program is one StableHLO module, for all devices and partitioned by the compiler (SPMD), or for each device (replicated). Two ways lead to one:
+A program is one StableHLO module, for all devices and partitioned by the compiler (SPMD), or for each device
+(replicated). Two ways lead to one:
 
     program(outputs, state)     from torch_xla tensors whose values were not computed yet
-    Program(stablehlo, ...)     from text, for example TensorFlow's `experimental_get_compiler_ir(...)(stage="stablehlo")`
+    Program(stablehlo, ...)     from text, for example TensorFlow's
+    `experimental_get_compiler_ir(...)(stage="stablehlo")`
 
 and `compile(program, accelerator("v4-32"))` leads on.
 """
@@ -28,7 +32,7 @@ from typing import Any
 
 from training.accelerators import Accelerator
 from training.errors import BadInput, Exit, TrainError
-from training.preflight.scheduled import BACKWARD
+from training.preflight.hlo import BACKWARD
 
 # What the private interfaces below were seen to work with; the image has these. jaxlib's version is jax's.
 SEEN_WITH = {"jax": "0.7.1", "jaxlib": "0.7.1", "libtpu": "0.0.21"}
@@ -45,8 +49,9 @@ _NO_TPU = {
     "JAX_PLATFORMS": "cpu",
 }
 
-# Near the end of the memory it computes much again, in deep recursions: with the stacks that its threads have by default it crashed each time (SIGSEGV, "stack
-# overflow") on bert-base with 328 rows of 512 tokens for v6e, with 64 MiB twice in a dozen such programs.
+# Near the end of the memory it computes much again, in deep recursions: with the stacks that its threads have by
+# default it crashed each time (SIGSEGV, "stack overflow") on bert-base with 328 rows of 512 tokens for v6e, with 64 MiB
+# twice in a dozen such programs.
 _DEEP_STACKS = "--xla_internal_thread_stack_size_bytes=268435456"
 
 _LOADING = threading.Lock()  # libtpu is loaded once, whichever thread comes first
@@ -57,18 +62,24 @@ class NoCompiler(BadInput):
 
 
 class Refused(Exception):
-    """The compiler does not compile this program; the message is its own. `training.preflight.report` puts it in plain words."""
+    """The compiler does not compile this program; the message is its own. `training.preflight.report` puts it in plain
+    words."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """What is to be compiled: a module in StableHLO's text form, whose arguments may be annotated with `mhlo.sharding`."""
+    """What is to be compiled: a module in StableHLO's text form, whose arguments may be annotated with
+    `mhlo.sharding`."""
 
     stablehlo: str
     donated: frozenset[int] = frozenset()  # arguments whose buffers the outputs may reuse, as on the device
-    arguments: Mapping[int, str] = field(default_factory=dict)  # names of arguments that have one: "model/bert.embeddings..."
+    arguments: Mapping[int, str] = field(
+        default_factory=dict
+    )  # names of arguments that have one: "model/bert.embeddings..."
     hash: str = ""  # of the computation alone, without names, layouts and places in source code
-    replicated: bool = False  # every device runs it as it is, on its own rows; otherwise the compiler makes the devices' parts of it
+    replicated: bool = (
+        False  # every device runs it as it is, on its own rows; otherwise the compiler makes the devices' parts of it
+    )
 
 
 @dataclass(frozen=True)
@@ -118,15 +129,17 @@ def version() -> str:
 
 
 def tensor_ids(state: Mapping[str, Any]) -> dict[int, str]:
-    """Number -> name of tensors that are on the device. Take it before the program is built: in-place changes give tensors other numbers."""
+    """Number -> name of tensors that are on the device. Take it before the program is built: in-place changes give
+    tensors other numbers."""
     import _XLAC
 
     return {_XLAC._xla_get_tensor_id(value): name for name, value in state.items()}
 
 
 def stand_in_for(devices: int) -> None:
-    """From here on, torch_xla traces programs for so many devices in this process, which has one CPU device: each array's first part is all that is
-    ever kept of it. The programs are those of a process that has the devices, but can't be run here."""
+    """From here on, torch_xla traces programs for so many devices in this process, which has one CPU device: each
+    array's first part is all that is ever kept of it. The programs are those of a process that has the devices, but
+    can't be run here."""
     import torch_xla.runtime
 
     torch_xla.runtime.use_spmd()
@@ -135,8 +148,9 @@ def stand_in_for(devices: int) -> None:
 
 @contextmanager
 def named_operations(network: Any) -> Iterator[None]:
-    """Operations that are traced in this block remember which module of the network asked for them; those of the backward pass, whose gradient they
-    belong to. It is written into the program as metadata, and changes nothing else."""
+    """Operations that are traced in this block remember which module of the network asked for them; those of the
+    backward pass, whose gradient they belong to. It is written into the program as metadata, and changes nothing
+    else."""
     import _XLAC
     from torch.nn.modules import module as modules
 
@@ -163,7 +177,10 @@ def named_operations(network: Any) -> Iterator[None]:
 
     before = _XLAC._get_ir_debug()
     _XLAC._set_ir_debug(True)
-    hooks = [modules.register_module_forward_pre_hook(enter), modules.register_module_forward_hook(leave, always_call=True)]
+    hooks = [
+        modules.register_module_forward_pre_hook(enter),
+        modules.register_module_forward_hook(leave, always_call=True),
+    ]
     try:
         yield
     finally:
@@ -174,15 +191,16 @@ def named_operations(network: Any) -> Iterator[None]:
 
 
 class DataDependent(TrainError):
-    """The step reads a value of a tensor while it is being built, or has a shape that depends on one: it would be several programs, and new ones
-    whenever the value changes."""
+    """The step reads a value of a tensor while it is being built, or has a shape that depends on one: it would be
+    several programs, and new ones whenever the value changes."""
 
     exit_code = Exit.DOES_NOT_FIT
 
 
 @contextmanager
 def one_program() -> Iterator[None]:
-    """Raises DataDependent in this block as soon as an operation is asked for whose shape or result in Python depends on data."""
+    """Raises DataDependent in this block as soon as an operation is asked for whose shape or result in Python depends
+    on data."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -217,7 +235,8 @@ def _asked_by() -> str:
 
 
 def program(outputs: Sequence[Any], state: Mapping[int, str]) -> Program:
-    """The program that a `torch_xla.sync()` would run to compute these tensors; it is not run. `state`: of `tensor_ids`, which the program may overwrite.
+    """The program that a `torch_xla.sync()` would run to compute these tensors; it is not run. `state`: of
+    `tensor_ids`, which the program may overwrite.
 
     Raises NoCompiler."""
     require({**SEEN_WITH, **SEEN_WITH_TORCH})
@@ -240,7 +259,8 @@ def hash_of(outputs: Sequence[Any]) -> str:
 
 
 def graph_hash(hlo: str) -> str:
-    """Of a module in HLO's text form. Blind to what the same computation may differ in between devices and machines: layouts, names, source places."""
+    """Of a module in HLO's text form. Blind to what the same computation may differ in between devices and machines:
+    layouts, names, source places."""
     for pattern in (r", metadata=\{[^{}]*\}", r"(?<=\])\{[\d,]*\}", r", entry_computation_layout=\{.*\}(?=\n|,)"):
         hlo = re.sub(pattern, "", hlo)
     return hashlib.sha256(hlo.encode()).hexdigest()[:16]
@@ -301,10 +321,16 @@ def _topology(target: Accelerator) -> tuple[Any, tuple[Any, ...]]:
     if target.chips_per_host != 4:
         options["chips_per_host_bounds"] = target.chips_per_host_bounds
     try:
-        devices = tuple(topologies.get_topology_desc(f"{generation.name}:{target.topology_name}", "tpu", **options).devices)
+        devices = tuple(
+            topologies.get_topology_desc(f"{generation.name}:{target.topology_name}", "tpu", **options).devices
+        )
     except Exception as error:  # jax passes on what libtpu says in several classes
-        raise NoCompiler(f"libtpu knows no topology {generation.name}:{target.topology_name}: {str(error).splitlines()[0]}") from None
-    assert len(devices) == target.devices, f"{target.name}: libtpu shows {len(devices)} devices, and the table says {target.devices}"
+        raise NoCompiler(
+            f"libtpu knows no topology {generation.name}:{target.topology_name}: {str(error).splitlines()[0]}"
+        ) from None
+    assert len(devices) == target.devices, (
+        f"{target.name}: libtpu shows {len(devices)} devices, and the table says {target.devices}"
+    )
     return devices[0].client, devices
 
 
@@ -313,7 +339,12 @@ def _with_donors(program: Program) -> Any:
     from jaxlib.mlir import ir
 
     module = ir.Module.parse(program.stablehlo)
-    for name in ("mhlo.cross_program_prefetches", "mhlo.input_output_alias", "mhlo.is_dynamic", "mhlo.use_auto_spmd_partitioning"):
+    for name in (
+        "mhlo.cross_program_prefetches",
+        "mhlo.input_output_alias",
+        "mhlo.is_dynamic",
+        "mhlo.use_auto_spmd_partitioning",
+    ):
         if name in module.operation.attributes:
             del module.operation.attributes[name]
     if program.donated:

@@ -1,6 +1,7 @@
 """The programs that a run's devices would execute, from the backend's own step: traced, never run.
 
-One process traces for any slice: it has one CPU device, and stands in for all devices of the slice (`compiler.stand_in_for`).
+One process traces for any slice: it has one CPU device, and stands in for all devices of the slice
+(`compiler.stand_in_for`).
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from training.backends.protocol import Asks
-from training.cluster import Cluster
 from training.config import TrainerConfig
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Alone
 from training.errors import Exit, TrainError
 from training.models.hugging_face import Needs
 from training.preflight import compiler
 from training.preflight.compiler import Program
 from training.preflight.shapes import Facts, Graph, batch
-from training.rendezvous import Alone
-from training.start import require, torch_xla
+from training.run_setup import require, torch_xla
 
 
 class Untraceable(TrainError):
@@ -54,7 +55,8 @@ def trace(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: int
     compiler.require({**compiler.SEEN_WITH, **compiler.SEEN_WITH_TORCH})
     compiler.stand_in_for(devices)
     found, backend = [], None
-    # An evaluation leaves the state alone; a traced step leaves it as something that was not computed. So a step comes last on its backend.
+    # An evaluation leaves the state alone; a traced step leaves it as something that was not computed. So a step comes
+    # last on its backend.
     for graph in sorted(graphs, key=lambda each: each.kind != "evaluation"):
         began = time.monotonic()
         backend = backend or _backend(config, facts, torch_xla())
@@ -81,7 +83,7 @@ def _lowered(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: 
     compiler.require()
     require("tensorflow", "tensorflow")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from training.backends.tensorflow_lowered import Lowered
+    from training.backends.tensorflow.lowered import Lowered
 
     backend, found = _backend(config, facts, Lowered), []
     backend.slice_devices = devices
@@ -126,7 +128,9 @@ def _explained(graph: Graph) -> Iterator[None]:
     except TrainError:
         raise
     except Exception as error:
-        raise Untraceable(f"the program of {graph} can't be built: {type(error).__name__}: {error}{_where(error)}") from None
+        raise Untraceable(
+            f"the program of {graph} can't be built: {type(error).__name__}: {error}{_where(error)}"
+        ) from None
 
 
 def _where(error: BaseException) -> str:

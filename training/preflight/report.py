@@ -1,4 +1,5 @@
-"""What a preflight found, in words, as a table and as JSON. Pure: from the compiler's facts and refusals to what a person and `tpu-launch run` read.
+"""What a preflight found, in words, as a table and as JSON. Pure: from the compiler's facts and refusals to what a
+person and `tpu-launch run` read.
 
 Bytes and FLOPs are those of one device; a batch is the global one.
 """
@@ -12,8 +13,8 @@ from typing import Any
 
 from training.accelerators import Accelerator
 from training.preflight.compiler import Compiled
+from training.preflight.hlo import Allocation, Collective, collectives, largest, place
 from training.preflight.programs import Traced
-from training.preflight.scheduled import Allocation, Collective, collectives, largest, place
 
 FORMAT = 1
 GIB = 2**30
@@ -45,7 +46,9 @@ class Costs:
     flops: float
     bytes: float
     bound_by: str  # "FLOPs" or "memory bandwidth"
-    examples_per_second: float  # of all devices: no run is faster than this; how much slower it is, nobody knows before it runs
+    examples_per_second: (
+        float  # of all devices: no run is faster than this; how much slower it is, nobody knows before it runs
+    )
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ class Report:
 
 
 def fitting(traced: Traced, compiled: Compiled, target: Accelerator, other_programs: int) -> GraphResult:
-    """What compiled. It still does not fit when the state that waits beside it, and the run's other programs, leave too little."""
+    """What compiled. It still does not fit when the state that waits beside it, and the run's other programs, leave too
+    little."""
     capacity = target.generation.usable_hbm_bytes_per_device
     memory = Memory(
         arguments=compiled.argument_bytes,
@@ -168,7 +172,9 @@ def refused(traced: Traced, message: str, seconds: float) -> GraphResult:
 def advised(graph: GraphResult, again: GraphResult) -> GraphResult:
     """What does not fit, with what became of it when whole layers are computed again backwards."""
     needed = f"would need {gib(again.needed)}" if again.needed else "would not compile either"
-    return replace(graph, reason=f"{graph.reason}; with train.remat: layers it {needed}{' and fit' if again.fits else ''}")
+    return replace(
+        graph, reason=f"{graph.reason}; with train.remat: layers it {needed}{' and fit' if again.fits else ''}"
+    )
 
 
 def _result(traced: Traced, **facts: Any) -> GraphResult:
@@ -185,12 +191,18 @@ def _result(traced: Traced, **facts: Any) -> GraphResult:
 
 
 def roofline(flops: float, bytes_accessed: float, target: Accelerator, rows: int) -> Costs:
-    """The larger of the times that FLOPs and memory traffic take at the published peaks (https://doi.org/10.1145/1498765.1498785)."""
+    """The larger of the times that FLOPs and memory traffic take at the published peaks
+    (https://doi.org/10.1145/1498765.1498785)."""
     generation = target.generation
     compute = flops * generation.devices_per_chip / generation.bf16_flops_per_chip
     memory = bytes_accessed * generation.devices_per_chip / generation.hbm_bytes_per_second_per_chip
     seconds = max(compute, memory)
-    return Costs(flops, bytes_accessed, "FLOPs" if compute >= memory else "memory bandwidth", rows / seconds if seconds else float("inf"))
+    return Costs(
+        flops,
+        bytes_accessed,
+        "FLOPs" if compute >= memory else "memory bandwidth",
+        rows / seconds if seconds else float("inf"),
+    )
 
 
 def reason_of(message: str) -> tuple[int | None, str]:
@@ -267,7 +279,9 @@ def _footer(report: Report) -> str:
 def _of_accelerator(one: AcceleratorResult) -> list[str]:
     hosts = "1 host" if one.hosts == 1 else f"{one.hosts} hosts"
     verdict = "fits" if one.fits else "DOES NOT FIT"
-    said = [f"{one.accelerator}: {verdict}: {one.devices} devices on {hosts}, {gib(one.capacity)} of HBM each; {_programs(one)}"]
+    said = [
+        f"{one.accelerator}: {verdict}: {one.devices} devices on {hosts}, {gib(one.capacity)} of HBM each; {_programs(one)}"
+    ]
     for graph in one.graphs:
         said += [f"  {line}" for line in _of_graph(graph, one.devices)]
     if one.max_batch:
@@ -293,7 +307,9 @@ def _of_graph(graph: GraphResult, devices: int) -> list[str]:
             f"  work     {costs.flops / 1e12:.4g} TFLOP, {size(costs.bytes)}, {costs.flops / max(costs.bytes, 1):.0f} FLOP/byte a device; "
             f"bound: at most {costs.examples_per_second:,.0f} examples/s ({costs.bound_by})",
         ]
-        said += [f"  traffic  {each.count} x {each.kind}: {size(each.bytes)} ({_dtypes(each)})" for each in graph.collectives]
+        said += [
+            f"  traffic  {each.count} x {each.kind}: {size(each.bytes)} ({_dtypes(each)})" for each in graph.collectives
+        ]
     for each in graph.largest:
         said.append(f"  largest  {size(each.bytes):>10}  {each.count:3} x {each.shape}  {each.where}")
     return said
@@ -303,4 +319,6 @@ def _of_largest(found: Largest) -> str:
     if found.fits is None:
         return f"largest batch: none; not even {found.refused} fits ({found.tried} compiled)"
     beyond = f"{found.refused} does not" if found.refused else "more was not tried"
-    return f"largest batch: {found.fits} fits ({found.rows_per_device} rows a device), {beyond} ({found.tried} compiled)"
+    return (
+        f"largest batch: {found.fits} fits ({found.rows_per_device} rows a device), {beyond} ({found.tried} compiled)"
+    )

@@ -1,4 +1,5 @@
-"""Which programs a run has: one for each shape of a training batch and of an evaluation batch. Pure, but for reading the manifests.
+"""Which programs a run has: one for each shape of a training batch and of an evaluation batch. Pure, but for reading
+the manifests.
 
 A checkpoint adds none: its state is copied from the device, nothing is computed.
 """
@@ -11,11 +12,12 @@ from training import storage
 from training.backends.protocol import Arrays
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
-from training.data.classification import batch_lengths
-from training.data.dataset import open_dataset
-from training.data.masking import Masking
+from training.data.formats.open_dataset import open_dataset
+from training.data.loading.classification import batch_lengths
+from training.data.sampling.masking import Masking
 from training.errors import BadInput
-from training.tasks import classification, mlm
+from training.tasks.classification import task as classification
+from training.tasks.mlm import task as mlm
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,13 @@ def read_facts(config: TrainerConfig) -> Facts:
             f"{error}\n  Before there is data, say what it will be: --vocabulary and --sequence-length{' and' + more if more else ''}"
         ) from None
     if config.task == "mlm":
-        return Facts(tokens.vocabulary, tokens.pad, (train.sequence_length,), (evaluation.sequence_length,) if evaluation else (), None)
+        return Facts(
+            tokens.vocabulary,
+            tokens.pad,
+            (train.sequence_length,),
+            (evaluation.sequence_length,) if evaluation else (),
+            None,
+        )
     return Facts(
         tokens.vocabulary,
         tokens.pad,
@@ -79,11 +87,17 @@ def stand_in(config: TrainerConfig, vocabulary: int, lengths: tuple[int, ...], l
 def graphs(config: TrainerConfig, facts: Facts) -> list[Graph]:
     """All programs that a run compiles, the training steps first, longest first."""
     train = [Graph("training", config.train.global_batch_size, length) for length in reversed(facts.lengths)]
-    return train + [Graph("evaluation", config.evaluation_batch_size, length) for length in reversed(facts.evaluation_lengths)]
+    return train + [
+        Graph("evaluation", config.evaluation_batch_size, length) for length in reversed(facts.evaluation_lengths)
+    ]
 
 
 def batch(config: TrainerConfig, graph: Graph) -> Arrays:
     """A global batch of that shape, empty."""
     if config.task == "classification":
         return classification.blank(graph.rows, graph.length)
-    return mlm.blank(graph.rows, graph.length, Masking(config.data.masking.percent, config.data.masking.predictions).places(graph.length))
+    return mlm.blank(
+        graph.rows,
+        graph.length,
+        Masking(config.data.masking.percent, config.data.masking.predictions).places(graph.length),
+    )

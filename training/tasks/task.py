@@ -11,14 +11,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from training.backends.protocol import Arrays, Outcome
-from training.cluster import Cluster
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
-from training.data.batches import prefetch
-from training.data.dataset import open_dataset
-from training.data.manifest import Dataset, find_shards
-from training.data.masking import SpecialTokens
-from training.data.reading import Reading
+from training.data.formats.dataset import Dataset, find_shards
+from training.data.formats.open_dataset import open_dataset
+from training.data.loading.host_slice import Reading
+from training.data.loading.mlm import prefetch
+from training.data.sampling.masking import SpecialTokens
+from training.distributed.cluster import Cluster
 
 B = TypeVar("B", covariant=True)
 
@@ -43,7 +43,8 @@ class Task(Protocol):
         """What a checkpoint must agree with to be continued on this data."""
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
-        """This host's rows of batch `start`, `start` + 1, ..., read ahead in the background once the first is asked for. Close it in the end."""
+        """This host's rows of batch `start`, `start` + 1, ..., read ahead in the background once the first is asked
+        for. Close it in the end."""
 
     def evaluation_batches(self) -> Iterator[HostBatch]:
         """This host's rows of the whole evaluation set, each record once and the same each time."""
@@ -79,8 +80,8 @@ class Data:
 
 
 def open_data(config: TrainerConfig) -> Data:
-    """Reads manifests, and looks at every shard of the evaluation set: a missing one is found before the first step, not at the first
-    evaluation. Raises BadInput for anything that does not fit together."""
+    """Reads manifests, and looks at every shard of the evaluation set: a missing one is found before the first step,
+    not at the first evaluation. Raises BadInput for anything that does not fit together."""
     tokenizer = tokenizers.read(config.data.tokenizer)
 
     def opened(url: str, sequence_length: int | None) -> Dataset:
@@ -98,17 +99,21 @@ def open_data(config: TrainerConfig) -> Data:
 def reading(config: TrainerConfig, cluster: Cluster, data: Data) -> Reading:
     """How this host reads its rows of the training batches."""
     cache = Path(config.data.cache) if config.data.cache else None
-    return Reading(data.tokens, config.train.global_batch_size, cluster.worker, cluster.hosts, config.data.on_corrupt, cache)
+    return Reading(
+        data.tokens, config.train.global_batch_size, cluster.worker, cluster.hosts, config.data.on_corrupt, cache
+    )
 
 
 class Source(Protocol[B]):
-    """Endless training batches, as in `training.data.batches`."""
+    """Endless training batches, as in `training.data.loading.mlm`."""
 
     def batch(self, k: int) -> B: ...
     def close(self) -> None: ...
 
 
-def read_ahead(source: Source[B], convert: Callable[[B], HostBatch], start: int, depth: int) -> Generator[HostBatch, None, None]:
+def read_ahead(
+    source: Source[B], convert: Callable[[B], HostBatch], start: int, depth: int
+) -> Generator[HostBatch, None, None]:
     """Batch `start`, `start` + 1, ...; closing it closes the source."""
     with contextlib.closing(source):
         yield from prefetch(lambda number: convert(source.batch(number)), start, depth)

@@ -1,4 +1,5 @@
-"""The API server, as much of it as kubectl asks for: discovery, objects, watches, logs, authorisation by a Role, strict validation."""
+"""The API server, as much of it as kubectl asks for: discovery, objects, watches, logs, authorisation by a Role, strict
+validation."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ class Api:
                 return
         where = f' in the namespace "{namespace}"' if RESOURCES[resource].namespaced else " at the cluster scope"
         subject = f"{resource}.{group}" if group else resource
-        message = f'{subject} is forbidden: User "{self.user}" cannot {verb} resource "{full}" in API group "{group}"{where}'
+        message = (
+            f'{subject} is forbidden: User "{self.user}" cannot {verb} resource "{full}" in API group "{group}"{where}'
+        )
         raise Refused(403, "Forbidden", message)
 
     def discovery(self, path: str) -> Object | None:
@@ -99,12 +102,20 @@ class Api:
 
     def _listed(self, group: str) -> list[Object]:
         found = [
-            {"name": name, "singularName": each.kind.lower(), "namespaced": each.namespaced, "kind": each.kind, "verbs": _VERBS}
+            {
+                "name": name,
+                "singularName": each.kind.lower(),
+                "namespaced": each.namespaced,
+                "kind": each.kind,
+                "verbs": _VERBS,
+            }
             for name, each in self.resources().items()
             if each.group == group
         ]
         return (
-            [*found, {"name": "pods/log", "singularName": "", "namespaced": True, "kind": "Pod", "verbs": ["get"]}] if not group else found
+            [*found, {"name": "pods/log", "singularName": "", "namespaced": True, "kind": "Pod", "verbs": ["get"]}]
+            if not group
+            else found
         )
 
     def _openapi(self, group: str, base: str) -> Object:
@@ -114,11 +125,16 @@ class Api:
             if each.group == group:
                 kind = {"group": each.group, "version": each.version, "kind": each.kind}
                 parameters = [{"name": "fieldValidation", "in": "query", "schema": {"type": "string"}}]
-                operation = {"x-kubernetes-group-version-kind": kind, "parameters": parameters, "responses": {"200": {"description": "OK"}}}
+                operation = {
+                    "x-kubernetes-group-version-kind": kind,
+                    "parameters": parameters,
+                    "responses": {"200": {"description": "OK"}},
+                }
                 paths[f"{base}/namespaces/{{namespace}}/{name}/{{name}}"] = {"patch": operation}
         return {"openapi": "3.0.0", "info": {"title": "Kubernetes", "version": "v1.32.4"}, "paths": paths}
 
-    # -- objects --------------------------------------------------------------------------------------------------------
+    # -- objects
+    # --------------------------------------------------------------------------------------------------------
 
     def create(self, resource: str, document: Object, namespace: str, dry_run: bool) -> Object:
         if resource in self.missing:
@@ -203,14 +219,24 @@ class _Handler(BaseHTTPRequestHandler):
         match = _PATH.fullmatch(parts.path)
         if not match or match["resource"] not in api.resources():
             raise Refused(404, "NotFound", "the server could not find the requested resource")
-        resource, name, sub, namespace = match["resource"], match["name"], match["sub"] or "", match["namespace"] or "default"
+        resource, name, sub, namespace = (
+            match["resource"],
+            match["name"],
+            match["sub"] or "",
+            match["namespace"] or "default",
+        )
         watching = query.get("watch") in ("true", "1")
-        verb = {"GET": "get" if name else "watch" if watching else "list", "POST": "create", "DELETE": "delete", "PATCH": "patch"}[
-            self.command
-        ]
+        verb = {
+            "GET": "get" if name else "watch" if watching else "list",
+            "POST": "create",
+            "DELETE": "delete",
+            "PATCH": "patch",
+        }[self.command]
         api.requests.append(f"{verb} {resource}{'/' + sub if sub else ''}")
         api.authorise(verb, resource, sub, namespace)
-        labels = dict(each.split("=", 1) for each in query.get("labelSelector", "").replace("==", "=").split(",") if each)
+        labels = dict(
+            each.split("=", 1) for each in query.get("labelSelector", "").replace("==", "=").split(",") if each
+        )
         if sub == "log":
             return self._log(api.found(resource, name), query)
         if verb == "create":
@@ -221,13 +247,20 @@ class _Handler(BaseHTTPRequestHandler):
         if verb == "get":
             return self._json(api.found(resource, name))
         if verb == "watch":
-            return self._watch(resource, labels, int(query.get("resourceVersion") or 0), float(query.get("timeoutSeconds") or 3600))
+            return self._watch(
+                resource, labels, int(query.get("resourceVersion") or 0), float(query.get("timeoutSeconds") or 3600)
+            )
         if verb == "list":
             with api.store.lock:
                 items, version = api.store.all(resource, labels), api.store.version
             kind = RESOURCES[resource]
             return self._json(
-                {"kind": f"{kind.kind}List", "apiVersion": kind.api_version, "metadata": {"resourceVersion": str(version)}, "items": items}
+                {
+                    "kind": f"{kind.kind}List",
+                    "apiVersion": kind.api_version,
+                    "metadata": {"resourceVersion": str(version)},
+                    "items": items,
+                }
             )
         raise Refused(405, "MethodNotAllowed", f"{verb} is not done here")
 
@@ -270,7 +303,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not statuses or "waiting" in statuses[0]["state"]:
             container = pod["spec"]["containers"][0]["name"]
             raise Refused(
-                400, "BadRequest", f'container "{container}" in pod "{pod["metadata"]["name"]}" is waiting to start: ContainerCreating'
+                400,
+                "BadRequest",
+                f'container "{container}" in pod "{pod["metadata"]["name"]}" is waiting to start: ContainerCreating',
             )
         since = ["--since", query["sinceTime"]] if "sinceTime" in query else []
         follow = ["--follow"] if query.get("follow") == "true" else []

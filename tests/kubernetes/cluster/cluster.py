@@ -10,7 +10,7 @@ from types import TracebackType
 
 import yaml
 
-from launcher.engine import client
+from launcher.images.engine import client
 from tests.kubernetes.cluster import controllers
 from tests.kubernetes.cluster.api import Api, serve
 from tests.kubernetes.cluster.nodes import Nodes
@@ -22,7 +22,8 @@ ROLE = Path(__file__).resolve().parents[3] / "k8s" / "role.yaml"
 
 
 class Cluster:
-    """A cluster whose one user may do what k8s/role.yaml allows. To be used in a `with` statement: at its end nothing is left."""
+    """A cluster whose one user may do what k8s/role.yaml allows. To be used in a `with` statement: at its end nothing
+    is left."""
 
     def __init__(self, *, images: dict[str, str], environment: dict[str, str] | None = None) -> None:
         self.store = Store()
@@ -38,7 +39,9 @@ class Cluster:
         self._thread.start()
         return self
 
-    def __exit__(self, _type: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None) -> None:
+    def __exit__(
+        self, _type: type[BaseException] | None, _value: BaseException | None, _trace: TracebackType | None
+    ) -> None:
         self._over.set()
         self._thread.join(30)
         self.server.shutdown()
@@ -48,7 +51,10 @@ class Cluster:
     def kubeconfig(self, path: Path) -> Path:
         """A configuration whose current context is another cluster, which does not answer."""
         server = f"http://127.0.0.1:{self.server.server_port}"
-        clusters = [{"name": "test", "cluster": {"server": server}}, {"name": "dead", "cluster": {"server": "http://127.0.0.1:9"}}]
+        clusters = [
+            {"name": "test", "cluster": {"server": server}},
+            {"name": "dead", "cluster": {"server": "http://127.0.0.1:9"}},
+        ]
         contexts = [
             {"name": CONTEXT, "context": {"cluster": "test", "user": "u"}},
             {"name": "dead", "context": {"cluster": "dead", "user": "u"}},
@@ -75,7 +81,8 @@ class Cluster:
         self.nodes.add_pool(name, slice_.hosts, slice_.chips_per_host, labels)
 
     def log(self, worker: int) -> str:
-        """What a host's newest container has printed so far; empty as long as there is none. Names end at random: they tell no order."""
+        """What a host's newest container has printed so far; empty as long as there is none. Names end at random: they
+        tell no order."""
         pods = [pod for pod in self.pods() if pod["metadata"]["annotations"][controllers.INDEX] == str(worker)]
         newest = max(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]), default=None)
         name = self.nodes.container_of(newest) if newest else ""

@@ -1,7 +1,7 @@
 """The controllers of JobSet and of Indexed Jobs, and what GKE adds to their pods: one pass over all objects at a time.
 
-Sources: kubernetes.io/docs/concepts/workloads/controllers/job (pod failure policy, back-off limits, Indexed completion mode), and the
-documentation of JobSet's failure policy. Back-off delays are left out.
+Sources: kubernetes.io/docs/concepts/workloads/controllers/job (pod failure policy, back-off limits, Indexed completion
+mode), and the documentation of JobSet's failure policy. Back-off delays are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def reconcile(store: Store, *, webhook: bool = True) -> None:
         _job(store, job, webhook)
 
 
-# -- JobSet ---------------------------------------------------------------------------------------------------------------
+# -- JobSet
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def _jobset(store: Store, jobset: Object) -> None:
@@ -45,7 +46,9 @@ def _jobset(store: Store, jobset: Object) -> None:
         return
     subdomain = jobset["spec"].get("network", {}).get("subdomain", name)
     if store.get("services", subdomain) is None:
-        store.create("services", {"metadata": {"name": subdomain, "labels": {JOBSET: name}}, "spec": {"clusterIP": "None"}})
+        store.create(
+            "services", {"metadata": {"name": subdomain, "labels": {JOBSET: name}}, "spec": {"clusterIP": "None"}}
+        )
     restarts = status.setdefault("restarts", 0)
     status.setdefault("restartsCountTowardsMax", 0)
     current = [job for job in jobs if job["metadata"]["labels"][RESTARTS] == str(restarts)]
@@ -125,11 +128,16 @@ def _delete_job(store: Store, job: Object) -> None:
         store.remove("jobs", job["metadata"]["name"])
 
 
-# -- Job ------------------------------------------------------------------------------------------------------------------
+# -- Job
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def _pods(store: Store, job: Object) -> list[Object]:
-    return [pod for pod in store.all("pods") if any(each["uid"] == job["metadata"]["uid"] for each in pod["metadata"]["ownerReferences"])]
+    return [
+        pod
+        for pod in store.all("pods")
+        if any(each["uid"] == job["metadata"]["uid"] for each in pod["metadata"]["ownerReferences"])
+    ]
 
 
 def _job(store: Store, job: Object, webhook: bool) -> None:
@@ -210,7 +218,9 @@ def _judge(spec: Object, pod: Object) -> tuple[str, str]:
                 return rule["action"], text
         for wanted in rule.get("onPodConditions", []):
             if condition(pod, wanted["type"]):
-                return rule["action"], f"Pod {full} has condition {wanted['type']} matching {rule['action']} rule at index {number}"
+                return rule[
+                    "action"
+                ], f"Pod {full} has condition {wanted['type']} matching {rule['action']} rule at index {number}"
     return "Count", ""
 
 
@@ -223,9 +233,22 @@ def _pod_of(job: Object, index: int, webhook: bool) -> Object:
     return {
         "metadata": {
             "name": f"{name}-{index}-{secrets.token_hex(3)[:5]}",
-            "labels": {**metadata.get("labels", {}), INDEX: str(index), "batch.kubernetes.io/job-name": name, "job-name": name},
+            "labels": {
+                **metadata.get("labels", {}),
+                INDEX: str(index),
+                "batch.kubernetes.io/job-name": name,
+                "job-name": name,
+            },
             "annotations": {**metadata.get("annotations", {}), INDEX: str(index)},
-            "ownerReferences": [{"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"], "controller": True}],
+            "ownerReferences": [
+                {
+                    "apiVersion": "batch/v1",
+                    "kind": "Job",
+                    "name": name,
+                    "uid": job["metadata"]["uid"],
+                    "controller": True,
+                }
+            ],
         },
         "spec": spec,
         "status": {"phase": "Pending"},
@@ -233,8 +256,8 @@ def _pod_of(job: Object, index: int, webhook: bool) -> Object:
 
 
 def _injected(container: Object, job: Object, index: int, webhook: bool) -> Object:
-    """The Job controller tells the index; GKE tells pods that ask for chips who they are: its device plugin those of a single host, its webhook
-    those of several, if they have names (Indexed, parallelism above 1, a subdomain)."""
+    """The Job controller tells the index; GKE tells pods that ask for chips who they are: its device plugin those of a
+    single host, its webhook those of several, if they have names (Indexed, parallelism above 1, a subdomain)."""
     told: list[Any] = [{"name": "JOB_COMPLETION_INDEX", "value": str(index)}]
     if CONTAINER_DEVICES in container.get("resources", {}).get("limits", {}):
         spec = job["spec"]
@@ -244,7 +267,10 @@ def _injected(container: Object, job: Object, index: int, webhook: bool) -> Obje
         elif webhook and spec["completionMode"] == "Indexed" and "subdomain" in spec["template"]["spec"]:
             subdomain = spec["template"]["spec"]["subdomain"]
             names = [f"{job['metadata']['name']}-{each}.{subdomain}" for each in range(spec["parallelism"])]
-            told += [{"name": "TPU_WORKER_ID", "value": str(index)}, {"name": "TPU_WORKER_HOSTNAMES", "value": ",".join(names)}]
+            told += [
+                {"name": "TPU_WORKER_ID", "value": str(index)},
+                {"name": "TPU_WORKER_HOSTNAMES", "value": ",".join(names)},
+            ]
     return {**container, "env": [*container.get("env", []), *told]}
 
 

@@ -1,7 +1,9 @@
-"""Scheduler and nodes: pods find a node by their selectors, tolerations and chips, and run there as containers of this machine's engine.
+"""Scheduler and nodes: pods find a node by their selectors, tolerations and chips, and run there as containers of this
+machine's engine.
 
-A container gets exactly its pod's image, command, environment, user, capabilities, volumes and grace period, on a private network in which it is
-known by the names that its Service gives it. Instead of chips a node has a CPU: PJRT_DEVICE says so to the container, whatever the pod says.
+A container gets exactly its pod's image, command, environment, user, capabilities, volumes and grace period, on a
+private network in which it is known by the names that its Service gives it. Instead of chips a node has a CPU:
+PJRT_DEVICE says so to the container, whatever the pod says.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ class CanNotStart(Exception):
 
 
 class Nodes:
-    def __init__(self, store: Store, docker: str, identity: str, images: dict[str, str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, store: Store, docker: str, identity: str, images: dict[str, str], environment: dict[str, str]
+    ) -> None:
         self.store = store
         self.docker = docker
         self.network = f"tpu-launch-test-{identity}"
@@ -47,7 +51,9 @@ class Nodes:
         self.gateway = str(inspected["IPAM"]["Config"][0]["Gateway"])
 
     def engine(self, *words: str, check: bool = True, seconds: float = 120) -> str:
-        return subprocess.run([self.docker, *words], capture_output=True, text=True, check=check, timeout=seconds).stdout
+        return subprocess.run(
+            [self.docker, *words], capture_output=True, text=True, check=check, timeout=seconds
+        ).stdout
 
     def add_pool(self, pool: str, nodes: int, chips: int, labels: dict[str, str]) -> None:
         """As `gcloud container node-pools create` with a machine type of so many chips."""
@@ -87,7 +93,8 @@ class Nodes:
         self.engine("network", "rm", self.network, check=False)
         self._folder.cleanup()
 
-    # -- what happens to nodes ------------------------------------------------------------------------------------------
+    # -- what happens to nodes
+    # ------------------------------------------------------------------------------------------
 
     def preempt(self, pool: str, notice: int = 25) -> None:
         """Spot: the nodes are told, their pods have what is left of 30 s, and the nodes are gone."""
@@ -96,7 +103,10 @@ class Nodes:
             for pod in self.store.all("pods"):
                 if pod["spec"].get("nodeName") == node["metadata"]["name"] and pod["status"]["phase"] == "Running":
                     self._disrupt(
-                        pod, "TerminationByKubelet", "Pod was terminated in response to imminent node shutdown.", status_reason="Terminated"
+                        pod,
+                        "TerminationByKubelet",
+                        "Pod was terminated in response to imminent node shutdown.",
+                        status_reason="Terminated",
                     )
                     self._stopping.add(pod["metadata"]["uid"])
                     self._aside(self._stop, pod, min(notice, pod["spec"]["terminationGracePeriodSeconds"]))
@@ -120,18 +130,25 @@ class Nodes:
 
         self._update(pod["metadata"]["name"], change)
 
-    # -- the scheduler --------------------------------------------------------------------------------------------------
+    # -- the scheduler
+    # --------------------------------------------------------------------------------------------------
 
     def _schedule(self, pod: Object) -> None:
         spec = pod["spec"]
         wanted = int(spec["containers"][0].get("resources", {}).get("limits", {}).get(CONTAINER_DEVICES, 0))
         others = [
-            each for each in self.store.all("pods") if each["status"]["phase"] in ("Pending", "Running") and "nodeName" in each["spec"]
+            each
+            for each in self.store.all("pods")
+            if each["status"]["phase"] in ("Pending", "Running") and "nodeName" in each["spec"]
         ]
-        siblings = [each for each in others if each["metadata"]["labels"]["job-name"] == pod["metadata"]["labels"]["job-name"]]
+        siblings = [
+            each for each in others if each["metadata"]["labels"]["job-name"] == pod["metadata"]["labels"]["job-name"]
+        ]
         nodes = self.store.all("nodes")
         matching = [
-            node for node in nodes if spec.get("nodeSelector", {}).items() <= node["metadata"]["labels"].items() and _tolerated(spec, node)
+            node
+            for node in nodes
+            if spec.get("nodeSelector", {}).items() <= node["metadata"]["labels"].items() and _tolerated(spec, node)
         ]
         busy = {each["spec"]["nodeName"] for each in others}
         free = [
@@ -151,13 +168,18 @@ class Nodes:
             self._update(name, lambda each: each["spec"].update(nodeName=free[0]["metadata"]["name"]))
             self._update(name, lambda each: set_condition(each, "PodScheduled", "", ""))
             return
-        why = f"{len(nodes) - len(matching)} node(s) didn't match Pod's node affinity/selector" if len(matching) < len(nodes) else ""
+        why = (
+            f"{len(nodes) - len(matching)} node(s) didn't match Pod's node affinity/selector"
+            if len(matching) < len(nodes)
+            else ""
+        )
         if matching:
             why = f"{len(matching)} Insufficient {CONTAINER_DEVICES}"
         message = f"0/{len(nodes)} nodes are available: {why}." if nodes else "no nodes available to schedule pods"
         self._update(name, lambda each: set_condition(each, "PodScheduled", "Unschedulable", message, status="False"))
 
-    # -- the kubelet ----------------------------------------------------------------------------------------------------
+    # -- the kubelet
+    # ----------------------------------------------------------------------------------------------------
 
     def _live(self, pod: Object) -> None:
         """A pod's whole life on its node."""
@@ -169,7 +191,13 @@ class Nodes:
             return
         started = subprocess.run([self.docker, "start", name], capture_output=True, text=True, timeout=120)
         if started.returncode:
-            state = {"exitCode": 128, "reason": "StartError", "message": started.stderr.strip(), "startedAt": None, "finishedAt": now()}
+            state = {
+                "exitCode": 128,
+                "reason": "StartError",
+                "message": started.stderr.strip(),
+                "startedAt": None,
+                "finishedAt": now(),
+            }
             self._status(pod, "Failed", {"terminated": state})
             return
         begun = json.loads(self.engine("inspect", name))[0]["State"]["StartedAt"]
@@ -188,7 +216,10 @@ class Nodes:
         assert spec["restartPolicy"] == "Never"
         image = self.images.get(container["image"])
         if image is None:
-            raise CanNotStart("ImagePullBackOff", f'Back-off pulling image "{container["image"]}": failed to resolve reference: not found')
+            raise CanNotStart(
+                "ImagePullBackOff",
+                f'Back-off pulling image "{container["image"]}": failed to resolve reference: not found',
+            )
         arguments = ["--label", self.label, "--network", self.network, "--hostname", spec["hostname"]]
         if "subdomain" in spec and self.store.get("services", spec["subdomain"]):
             arguments += ["--network-alias", f"{spec['hostname']}.{spec['subdomain']}"]
@@ -205,7 +236,13 @@ class Nodes:
         for key, value in {**self._variables(pod, container), "PJRT_DEVICE": "CPU", **self.environment}.items():
             arguments += ["--env", f"{key}={value}"]
         command = container.get("command", [])
-        return [*arguments, *(["--entrypoint", command[0]] if command else []), image, *command[1:], *container.get("args", [])]
+        return [
+            *arguments,
+            *(["--entrypoint", command[0]] if command else []),
+            image,
+            *command[1:],
+            *container.get("args", []),
+        ]
 
     def _volumes(self, spec: Object, container: Object) -> list[str]:
         volumes = {each["name"]: each for each in spec.get("volumes", [])}
@@ -260,7 +297,9 @@ class Nodes:
                 "state": state,
             }
         ]
-        self._update(pod["metadata"]["name"], lambda each: each["status"].update(phase=phase, containerStatuses=statuses))
+        self._update(
+            pod["metadata"]["name"], lambda each: each["status"].update(phase=phase, containerStatuses=statuses)
+        )
 
     def _stop(self, pod: Object, grace: int) -> None:
         self.engine("stop", "--time", str(grace), self._container(pod), check=False, seconds=grace + 60)

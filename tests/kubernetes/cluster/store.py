@@ -77,7 +77,9 @@ class Store:
     def all(self, resource: str, labels: dict[str, str] | None = None) -> list[Object]:
         with self.lock:
             return [
-                copy.deepcopy(each) for (kind, _), each in sorted(self._objects.items()) if kind == resource and has(each, labels or {})
+                copy.deepcopy(each)
+                for (kind, _), each in sorted(self._objects.items())
+                if kind == resource and has(each, labels or {})
             ]
 
     def put(self, resource: str, document: Object) -> None:
@@ -123,11 +125,19 @@ def now() -> str:
 
 def condition(document: Object, type_: str) -> Object | None:
     return next(
-        (each for each in document.get("status", {}).get("conditions", []) if each["type"] == type_ and each["status"] == "True"), None
+        (
+            each
+            for each in document.get("status", {}).get("conditions", [])
+            if each["type"] == type_ and each["status"] == "True"
+        ),
+        None,
     )
 
 
 def set_condition(document: Object, type_: str, reason: str, message: str, status: str = "True") -> None:
     status_of = document.setdefault("status", {})
     kept = [each for each in status_of.get("conditions", []) if each["type"] != type_]
-    status_of["conditions"] = [*kept, {"type": type_, "status": status, "reason": reason, "message": message, "lastTransitionTime": now()}]
+    status_of["conditions"] = [
+        *kept,
+        {"type": type_, "status": status, "reason": reason, "message": message, "lastTransitionTime": now()},
+    ]

@@ -1,0 +1,234 @@
+"""`tpu-launch rehearsal`: a whole run on an emulated slice, by the commands that a user would type.
+
+Each step is the command line that is printed before it. Whatever happens, the slice and the emulator are taken down at
+the end. It has a home of its own (`.tpu-launch/rehearsal`), so that slices emulated by hand are left alone;
+summary.json there holds what is printed last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launcher import shell, terminal
+from launcher.config import Config, load
+from launcher.emulator import control
+from launcher.errors import BadInput, LaunchError
+from launcher.home import home
+from launcher.run import ledger as ledgers
+from training import storage
+
+_STEP_SECONDS = 1800.0  # of any one step; a first image build is the longest
+_SEQUENCE_LENGTH = 64
+_VOCABULARY = 2000
+_TRAINER_KEYS = (
+    "hosts",
+    "steps",
+    "first_loss",
+    "last_loss",
+    "eval_perplexity",
+    "examples_per_second",
+    "checkpoint",
+    "committed_step",
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the rehearsal, and the phase its seconds count for."""
+
+    phase: str
+    arguments: Sequence[str]
+
+
+def steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
+    """The commands between `emulator start` and `emulator stop`. Raises BadInput when the file is not one that can be
+    rehearsed."""
+    if config.trainer is None:
+        raise BadInput(
+            f"{path}: a rehearsal trains: the file needs the trainer's sections (task, model, data, train, output)"
+        )
+    if config.trainer.task != "mlm":
+        raise BadInput(
+            f"{config.document.place(('task',))}: task: a rehearsal trains mlm, because that is what it has data for, not {config.trainer.task!r}"
+        )
+    buckets = {storage.split_remote(url)[0] for url in _urls(config) if storage.is_remote(url)}
+    if len(buckets) != 1:
+        raise BadInput(
+            f"{path}: a rehearsal streams from one bucket: data.train, data.evaluation, data.tokenizer and output must be in the same gs:// bucket"
+        )
+    data = config.trainer.data
+    corpus = data.train.removesuffix("/train")
+    if not data.train.endswith("/train") or data.evaluation not in (None, f"{corpus}/evaluation"):
+        raise BadInput(
+            f"{path}: a rehearsal writes its data to FOLDER/train and FOLDER/evaluation: data.train and data.evaluation must be named so"
+        )
+    file = _file(path, overrides)
+    here = ["--emulated", "local", *file, "--", "tpu-train"]
+    text = ["--corpus", "builtin:pydoc"]
+    shards = [
+        "shards",
+        *text,
+        "--tokenizer",
+        data.tokenizer,
+        "--sequence-length",
+        str(_SEQUENCE_LENGTH),
+        "--out",
+        corpus,
+    ]
+    planned = [
+        Step("slice", ["--emulated", "up", *file]),
+        Step("image", [*here, "--help"]),
+        Step("data", [*here, "tokenizer", *text, "--vocabulary", str(_VOCABULARY), "--out", data.tokenizer]),
+        Step("data", [*here, *shards]),
+    ]
+    return [*planned, Step("run", ["--emulated", "run", "--new", *file])]
+
+
+def _file(path: Path, overrides: Sequence[str]) -> list[str]:
+    return ["-f", str(path), *(word for override in overrides for word in ("--set", override))]
+
+
+def rehearse(path: Path, overrides: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
+    """Runs all steps and returns the summary. Raises LaunchError with the failing step's exit code; nothing is left
+    running."""
+    config = load(path, overrides)
+    planned = steps(config, path, overrides)
+    assert config.trainer is not None
+    bucket = storage.split_remote(config.trainer.output)[0]
+    folder = home() / "rehearsal"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    environment = {"TPU_LAUNCH_HOME": str(folder)}
+    seconds: dict[str, float] = {}
+    begun = time.monotonic()
+    try:
+        _timed("emulator", ["emulator", "start", "--bucket", bucket], environment, seconds, say)
+        for step in planned:
+            _timed(step.phase, step.arguments, environment, seconds, say)
+        result = _trainer_summary(config, folder)
+    except BaseException:
+        _take_down(environment, say)
+        raise
+    try:
+        _timed("down", ["--emulated", "down", *_file(path, overrides)], environment, seconds, say)
+    finally:
+        _take_down(environment, say)
+    seconds["total"] = time.monotonic() - begun
+    missing = [key for key in _TRAINER_KEYS if key not in result]
+    assert not missing, f"the trainer's summary lacks {missing}"
+    summary = {
+        **{key: result[key] for key in _TRAINER_KEYS},
+        "accelerator_type": config.slice.accelerator_type,
+        "seconds": {phase: round(value, 1) for phase, value in seconds.items()},
+        "training_seconds": result.get("seconds", {}),
+    }
+    target = folder / "summary.json"
+    temporary = target.with_suffix(".new")
+    temporary.write_text(json.dumps(summary, indent=2) + "\n")
+    os.replace(temporary, target)
+    return summary
+
+
+def lines(summary: dict[str, Any]) -> list[str]:
+    """The summary as a person reads it."""
+    phases = ", ".join(f"{phase} {value:.0f} s" for phase, value in summary["seconds"].items())
+    inside = ", ".join(f"{phase} {value:.1f} s" for phase, value in summary["training_seconds"].items())
+    return [
+        f"hosts                {summary['hosts']} ({summary['accelerator_type']}, emulated)",
+        f"steps                {summary['steps']}",
+        f"loss                 {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}",
+        f"evaluation           perplexity {summary['eval_perplexity']:.2f}",
+        f"speed                {summary['examples_per_second']:.1f} examples/s",
+        f"committed checkpoint {summary['checkpoint']} (step {summary['committed_step']})",
+        f"seconds              {phases}",
+        f"  of the training    {inside}",
+    ]
+
+
+@click.command()
+@click.option(
+    "-f",
+    "--file",
+    "path",
+    type=click.Path(path_type=Path),
+    default=Path("examples/rehearsal.yaml"),
+    show_default=True,
+    help="The run's YAML file.",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a key of the file: --set slice.accelerator_type=v4-32.",
+)
+def rehearsal(path: Path, overrides: tuple[str, ...]) -> None:
+    """Rehearse a whole run on an emulated slice of this machine: up, prepare data, train, down."""
+    summary = rehearse(path, overrides, terminal.say)
+    click.echo("")
+    for line in lines(summary):
+        click.echo(line)
+
+
+def _timed(
+    phase: str,
+    arguments: Sequence[str],
+    environment: dict[str, str],
+    seconds: dict[str, float],
+    say: Callable[[str], None],
+) -> None:
+    """Runs one command of ours as a user would, its output passed through."""
+    say(click.style(f"$ {shell.quote(['tpu-launch', *arguments])}", bold=True))
+    begun = time.monotonic()
+    result = shell.stream(
+        [sys.executable, "-m", "launcher.cli", *arguments],
+        lambda line: click.echo(f"         {line}", err=True),
+        timeout=_STEP_SECONDS,
+        env=environment,
+    )
+    seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - begun
+    if not result.ok:
+        code = result.returncode
+        raise LaunchError(
+            f"the rehearsal stopped: `tpu-launch {shell.quote(arguments)}` ended with {code}; its lines are above",
+            exit_code=_exit(code),
+        )
+
+
+def _take_down(environment: dict[str, str], say: Callable[[str], None]) -> None:
+    control.stop(Path(environment["TPU_LAUNCH_HOME"]) / "emulator")
+    say("the emulator and everything it started are gone")
+
+
+def _trainer_summary(config: Config, folder: Path) -> dict[str, Any]:
+    """What the trainer wrote into the run's folder in the bucket."""
+    assert config.trainer is not None
+    run_id = ledgers.find(folder, None).folder.name
+    before = dict(os.environ)
+    os.environ.update(control.environment(folder / "emulator"))
+    try:
+        found: dict[str, Any] = json.loads(storage.read(storage.join(config.trainer.output, run_id, "summary.json")))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return found
+
+
+def _urls(config: Config) -> list[str]:
+    assert config.trainer is not None
+    data = config.trainer.data
+    return [config.trainer.output, data.train, data.tokenizer, *([data.evaluation] if data.evaluation else [])]
+
+
+def _exit(code: int) -> Any:
+    from launcher.errors import Exit
+
+    return Exit(code) if code in set(Exit) else Exit.CLOUD_ERROR

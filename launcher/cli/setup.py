@@ -1,0 +1,102 @@
+"""Verbs before a first run: `tpu-launch init` and `tpu-launch doctor`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from launcher import shell, terminal
+from launcher.cli.options import DEFAULT_FILE, configured
+from launcher.errors import BadInput, Exit
+
+_COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "red"}
+
+
+@click.command()
+@click.option(
+    "-f",
+    "--file",
+    "path",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_FILE,
+    show_default=True,
+    help="The file to write.",
+)
+@click.option("--project", help="Google Cloud project.")
+@click.option("--accelerator-type", help="v2-8 ... v6e-256.")
+@click.option("--zone", help="Where the slice is created.  [default: the first with that accelerator]")
+@click.option("--name", help="Name of the TPU node.  [default: the file's folder]")
+@click.option(
+    "--capacity", type=click.Choice(["on-demand", "spot", "reserved"]), default="on-demand", show_default=True
+)
+@click.option("--bucket", help="Data and checkpoints: writes the trainer's sections too.")
+@click.option("--repository", help="REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME: where the image is pushed.")
+def init(
+    path: Path,
+    project: str | None,
+    accelerator_type: str | None,
+    zone: str | None,
+    name: str | None,
+    capacity: str,
+    bucket: str | None,
+    repository: str | None,
+) -> None:
+    """Write a first file, commented and valid; asks on a terminal for what no flag says. Never overwrites.
+
+    \b
+    tpu-launch init
+    tpu-launch init -f bert.yaml --project my-project --accelerator-type v4-16 --bucket my-bucket
+    """
+    from launcher import scaffold as writer
+
+    if path.exists():
+        raise BadInput(f"{path} exists and is not overwritten: choose another name with --file, or remove it")
+    project = project or _ask("--project", "Google Cloud project")
+    wanted = writer.known(accelerator_type or _ask("--accelerator-type", "Accelerator type", "v4-8"))
+    zone = zone or _ask("--zone", "Zone", wanted.generation.zones[0], optional=True)
+    name = name or _ask("--name", "Name of the slice", _slice_name(path), optional=True)
+    if bucket is None:
+        bucket = _ask("--bucket", "Bucket for data and checkpoints (empty: none)", "", optional=True)
+    bucket = bucket.removeprefix("gs://").rstrip("/")
+    writer.write(path, writer.Answers(project, wanted.name, zone, name, capacity, bucket or None, repository))
+    terminal.say(f"wrote {path}; next: {shell.quote(['tpu-launch', 'doctor', '-f', str(path)])}")
+
+
+def _ask(flag: str, question: str, default: str | None = None, *, optional: bool = False) -> str:
+    """The answer of a person; without a terminal the default, or an error that names the flag."""
+    if sys.stdin.isatty():
+        return str(click.prompt(question, default=default, err=True)).strip()
+    if default is not None and optional:
+        return default
+    raise BadInput(f"there is no terminal to ask on: give {flag}")
+
+
+def _slice_name(path: Path) -> str:
+    """The folder's name, as far as it can name a slice."""
+    letters = "".join(
+        letter if letter.isascii() and letter.isalnum() else "-" for letter in path.absolute().parent.name.lower()
+    )
+    return letters.strip("-0123456789")[:40].rstrip("-") or "slice"
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="The rows as JSON.")
+@configured
+def doctor(config: Any, as_json: bool) -> None:
+    """Look at everything that a run needs, and print the command that mends what is missing. Changes nothing; 0 or
+    2."""
+    from launcher import doctor as examiner
+
+    rows = examiner.examine(config)
+    if as_json:
+        terminal.dump([row.as_json() for row in rows])
+    else:
+        for row in rows:
+            click.echo(f"{click.style(row.verdict.value, fg=_COLOURS[row.verdict.value])}  {row.check}: {row.detail}")
+            if row.fix:
+                click.echo(f"      to mend it: {row.fix}")
+    if examiner.failed(rows):
+        sys.exit(Exit.BAD_INPUT)

@@ -1,0 +1,198 @@
+"""What Google offers where, and what it refuses: zones, accelerator types, runtime versions, names, labels.
+
+Pure. The tables come from `training.accelerators`. Messages and codes are those of the Cloud TPU API as its users quote
+them (terraform-provider-google issues 21243 and 10222, marin 87 and 1612, skypilot 4579); where no report was found,
+the words are ours and the code is Google's.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from training.accelerators import ACCELERATORS, GENERATIONS, Accelerator, UnknownAccelerator, accelerator
+
+# google.rpc.Code -> (HTTP status, name)
+CODES = {
+    1: (499, "CANCELLED"),
+    3: (400, "INVALID_ARGUMENT"),
+    5: (404, "NOT_FOUND"),
+    6: (409, "ALREADY_EXISTS"),
+    7: (403, "PERMISSION_DENIED"),
+    8: (429, "RESOURCE_EXHAUSTED"),
+    9: (400, "FAILED_PRECONDITION"),
+    10: (409, "ABORTED"),
+    12: (501, "UNIMPLEMENTED"),
+    13: (500, "INTERNAL"),
+    14: (503, "UNAVAILABLE"),
+}
+INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, RESOURCE_EXHAUSTED = 3, 5, 6, 7, 8
+FAILED_PRECONDITION, ABORTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 9, 10, 12, 13, 14
+
+# Zones that exist without a generation of the table: asking there is a wrong zone, not a forbidden one.
+_OTHER_ZONES = (
+    "us-east1-b",
+    "us-east1-c",
+    "us-west1-a",
+    "us-west1-b",
+    "us-west4-c",
+    "europe-west1-b",
+    "europe-west1-c",
+    "asia-east1-a",
+    "asia-east1-b",
+)
+ZONES: tuple[str, ...] = tuple(
+    sorted({zone for generation in GENERATIONS for zone in generation.zones} | set(_OTHER_ZONES))
+)
+
+_NODE_NAME = re.compile(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")
+_LABEL_KEY = re.compile(r"^[\w-]{1,63}$")
+_LABEL_VALUE = re.compile(r"^[\w-]{0,63}$")
+_TENSORFLOW = re.compile(r"^tpu-vm-tf-2\.\d+\.\d+(-pod)?(-(pjrt|se|pjrt-v5e-and-v6|pjrt-v5p))?$")
+# What a node's creation may set.
+_FIELDS = frozenset((
+    "acceleratorConfig", "acceleratorType", "bootDiskConfig", "cidrBlock", "dataDisks", "description", "labels", "metadata", "networkConfig",
+    "networkConfigs", "runtimeVersion", "schedulingConfig", "serviceAccount", "shieldedInstanceConfig", "tags",
+))  # fmt: skip
+
+
+@dataclass
+class ApiError(Exception):
+    """An error that the API answers with. `code` is a google.rpc.Code."""
+
+    code: int
+    message: str
+    details: list[dict[str, Any]] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        status, name = CODES[self.code]
+        return {
+            "error": {
+                "code": status,
+                "message": self.message,
+                "status": name,
+                **({"details": self.details} if self.details else {}),
+            }
+        }
+
+
+def event_id(text: str) -> str:
+    """The "[EID: 0x...]" that ends Cloud TPU's messages; the same for the same text, so that tests can compare."""
+    return f"[EID: 0x{zlib.crc32(text.encode()):08x}{zlib.adler32(text.encode()):08x}]"
+
+
+def bad_request(text: str) -> ApiError:
+    return ApiError(INVALID_ARGUMENT, f"Cloud TPU received a bad request. {text} {event_id(text)}")
+
+
+def accelerators_in(zone: str) -> list[str]:
+    return [name for name, each in ACCELERATORS.items() if zone in each.generation.zones]
+
+
+def runtime_versions() -> list[str]:
+    tensorflow = [
+        f"tpu-vm-tf-{version}{pod}-{api}"
+        for version in ("2.16.1", "2.17.1", "2.18.0", "2.19.0")
+        for pod in ("", "-pod")
+        for api in ("pjrt", "se")
+    ]
+    return sorted({generation.runtime_version for generation in GENERATIONS} | set(tensorflow))
+
+
+def check_zone(zone: str) -> None:
+    if zone not in ZONES:
+        raise ApiError(PERMISSION_DENIED, f"Permission denied on 'locations/{zone}' (or it may not exist).", [
+            {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": "LOCATION_POLICY_VIOLATED", "domain": "googleapis.com"}])  # fmt: skip
+
+
+def check_node_name(name: str) -> None:
+    if not _NODE_NAME.match(name):
+        text = f'invalid TPU name "{name}": it must match {_NODE_NAME.pattern}'
+        raise ApiError(INVALID_ARGUMENT, f"Cloud TPU received a bad request. {text} {event_id(text)}")
+
+
+def check_labels(labels: Any) -> None:
+    if not isinstance(labels, dict) or len(labels) > 64:
+        raise bad_request("labels must be an object of at most 64 entries")
+    for key, value in labels.items():
+        text = str(value)
+        if not (_LABEL_KEY.match(key) and key == key.lower() and not key[0].isdigit()):
+            raise bad_request(
+                f'label key "{key}" must start with a lowercase letter and hold only lowercase letters, digits, "_" and "-"'
+            )
+        if not (_LABEL_VALUE.match(text) and text == text.lower()):
+            raise bad_request(
+                f'label value "{text}" must hold only lowercase letters, digits, "_" and "-", at most 63 of them'
+            )
+
+
+def check_metadata(metadata: Any) -> None:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise bad_request("metadata must be an object of strings")
+    for key, value in metadata.items():
+        if not re.match(r"^[\w-]{1,128}$", key):
+            raise bad_request(f'metadata key "{key}" must match [a-zA-Z0-9-_]+ and be shorter than 128 bytes')
+        if len(value.encode()) > 256 * 1024:
+            raise bad_request(f'the value of metadata key "{key}" is larger than 256 KiB')
+
+
+def check_description(description: Any) -> None:
+    if not isinstance(description, str) or len(description) > 512:
+        raise bad_request("description must be a string of at most 512 characters")
+
+
+def wanted_accelerator(body: dict[str, Any], zone: str) -> Accelerator:
+    """The accelerator that a node asks for, by type or by generation and topology. Raises ApiError."""
+    config = body.get("acceleratorConfig")
+    name = str(body.get("acceleratorType", ""))
+    if config is not None:
+        if name:
+            raise bad_request("only one of acceleratorType and acceleratorConfig may be set")
+        fits = [
+            each
+            for each in ACCELERATORS.values()
+            if each.topology_name == config.get("topology")
+            and each.generation.prefix.upper().replace("LITEPOD", "LITE_POD") == config.get("type")
+        ]
+        if not fits:
+            raise bad_request(f"no accelerator of type {config.get('type')} has topology {config.get('topology')}")
+        name = fits[0].name
+    try:
+        found = accelerator(name or "v2-8")
+    except UnknownAccelerator:
+        found = None
+    if found is None or zone not in found.generation.zones:
+        text = f'CloudTpu received an invalid AcceleratorType, "{name}" for zone "{zone}". Valid values are "{", ".join(accelerators_in(zone))}".'
+        raise ApiError(INVALID_ARGUMENT, f"{text} {event_id(text)}")
+    return found
+
+
+def check_runtime_version(version: Any, wanted: Accelerator) -> None:
+    if not version:
+        raise bad_request("runtimeVersion is required")
+    if version not in runtime_versions() and not _TENSORFLOW.match(str(version)):
+        raise bad_request(f'the runtime version "{version}" was not found')
+    bases = {generation.runtime_version for generation in GENERATIONS}
+    if version in bases and version != wanted.generation.runtime_version and version != "tpu-ubuntu2204-base":
+        raise bad_request(f'the runtime version "{version}" is not supported for accelerator type "{wanted.name}"')
+
+
+def check_node(body: dict[str, Any], zone: str) -> Accelerator:
+    """Everything a node's creation is refused for; returns its accelerator. Raises ApiError."""
+    unknown = sorted(set(body) - _FIELDS)
+    if unknown:
+        text = f"Invalid JSON payload received. Unknown name \"{unknown[0]}\" at 'node': Cannot find field."
+        raise ApiError(INVALID_ARGUMENT, text)
+    wanted = wanted_accelerator(body, zone)
+    check_runtime_version(body.get("runtimeVersion"), wanted)
+    check_labels(body.get("labels", {}))
+    check_metadata(body.get("metadata", {}))
+    check_description(body.get("description", ""))
+    scheduling = body.get("schedulingConfig", {})
+    if scheduling.get("spot") and scheduling.get("preemptible"):
+        raise bad_request("only one of spot and preemptible may be set")
+    if body.get("networkConfig") and body.get("networkConfigs"):
+        raise bad_request("networkConfig and networkConfigs are mutually exclusive")
+    return wanted

@@ -1,0 +1,376 @@
+"""The Cloud TPU API v2, and the few Compute calls that gcloud makes: pure request -> response over the state.
+
+`answer(state, call, now)` changes the state and returns what Google would. Nothing here starts a container: a new
+operation is entered into the state as pending, and lifecycle.py works on whatever is pending there. Queued resources
+have a module of their own beside this one.
+
+Reference: gcloud 528, generated_clients/apis/tpu/v2/tpu_v2_{client,messages}.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from launcher.emulator import faults
+from launcher.emulator.api import catalogue
+from launcher.emulator.api.catalogue import ApiError, bad_request
+from launcher.emulator.state import Host, Node, Operation, State
+from training.accelerators import ACCELERATORS, Accelerator
+
+PROJECT_NUMBER = "100000000001"
+# States in which only deletion makes sense.
+_TERMINAL = {"PREEMPTED", "TERMINATED"}
+_NEVER = 1e7  # seconds
+_FIRST_HOST = 10  # of the subnet: the addresses below belong to the network
+
+
+@dataclass(frozen=True)
+class Call:
+    """An API call, without its transport."""
+
+    method: str
+    path: tuple[str, ...]  # decoded parts after the version: ("projects", "p", ...), the last without its ":verb"
+    verb: str = ""  # "stop" of nodes/n:stop
+    query: dict[str, str] = field(default_factory=dict)
+    body: dict[str, Any] = field(default_factory=dict)
+
+
+def parse(method: str, segments: list[str], query: dict[str, str], body: dict[str, Any]) -> Call:
+    """A call from a URL's parts (without the version)."""
+    head, separator, verb = segments[-1].partition(":")
+    return Call(method, (*segments[:-1], head), verb if separator else "", query, body)
+
+
+def timestamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def answer(state: State, call: Call, now: float) -> dict[str, Any]:
+    """The response's JSON. Raises ApiError."""
+    match call.path:
+        case ("projects", project, "locations"):
+            names = [{"name": f"projects/{project}/locations/{zone}", "locationId": zone} for zone in catalogue.ZONES]
+            return page("locations", names, call)
+        case ("projects", project, "locations", zone):
+            catalogue.check_zone(zone)
+            return {"name": f"projects/{project}/locations/{zone}", "locationId": zone}
+        case ("projects", project, "locations", zone, *rest):
+            if zone != "-":
+                catalogue.check_zone(zone)
+            return _in_zone(state, call, project, zone, tuple(rest), now)
+    raise no_method(call)
+
+
+def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str, ...], now: float) -> dict[str, Any]:
+    parent = f"projects/{project}/locations/{zone}"
+    match (call.method, rest, call.verb):
+        case ("GET", ("nodes",), ""):
+            prefix = f"projects/{project}/locations/" + ("" if zone == "-" else f"{zone}/")
+            return page(
+                "nodes",
+                [node_json(node) for name, node in sorted(state.nodes.items()) if name.startswith(prefix)],
+                call,
+            )
+        case ("POST", ("nodes",), ""):
+            return operation_json(_create(state, call, parent, now))
+        case ("GET", ("nodes", name), ""):
+            return node_json(_node(state, f"{parent}/nodes/{name}"))
+        case ("DELETE", ("nodes", name), ""):
+            return operation_json(_delete(state, _node(state, f"{parent}/nodes/{name}"), now))
+        case ("PATCH", ("nodes", name), ""):
+            return operation_json(_update(state, _node(state, f"{parent}/nodes/{name}"), call, now))
+        case ("POST", ("nodes", name), "getGuestAttributes"):
+            return _guest_attributes(_node(state, f"{parent}/nodes/{name}"), call.body)
+        case ("POST", ("nodes", name), "stop" | "start"):
+            return operation_json(_stop_or_start(state, _node(state, f"{parent}/nodes/{name}"), call.verb, now))
+        case ("GET", ("operations",), ""):
+            prefix = f"{parent}/operations/"
+            return page(
+                "operations",
+                [operation_json(each) for name, each in sorted(state.operations.items()) if name.startswith(prefix)],
+                call,
+            )
+        case ("GET", ("operations", name), ""):
+            return operation_json(_operation(state, f"{parent}/operations/{name}"))
+        case ("DELETE", ("operations", name), ""):
+            del state.operations[_operation(state, f"{parent}/operations/{name}").name]
+            return {}
+        case ("POST", ("operations", name), "cancel"):
+            operation = _operation(state, f"{parent}/operations/{name}")
+            operation.cancelled = operation.cancelled or not operation.done
+            return {}
+        case ("GET", ("acceleratorTypes",), ""):
+            return page(
+                "acceleratorTypes", [_accelerator_json(parent, name) for name in catalogue.accelerators_in(zone)], call
+            )
+        case ("GET", ("acceleratorTypes", name), "") if name in catalogue.accelerators_in(zone):
+            return _accelerator_json(parent, name)
+        case ("GET", ("runtimeVersions",), ""):
+            return page(
+                "runtimeVersions",
+                [
+                    {"name": f"{parent}/runtimeVersions/{each}", "version": each}
+                    for each in catalogue.runtime_versions()
+                ],
+                call,
+            )
+        case ("GET", ("runtimeVersions", name), "") if name in catalogue.runtime_versions():
+            return {"name": f"{parent}/runtimeVersions/{name}", "version": name}
+        case ("GET", ("acceleratorTypes" | "runtimeVersions", name), ""):
+            raise ApiError(catalogue.NOT_FOUND, f"Resource '{parent}/{rest[0]}/{name}' was not found")
+    raise no_method(call)
+
+
+def compute_project(project: str) -> dict[str, Any]:
+    """GET compute/v1/projects/P: gcloud looks for ssh keys and OS Login in the project's metadata."""
+    return {
+        "kind": "compute#project",
+        "id": PROJECT_NUMBER,
+        "name": project,
+        "commonInstanceMetadata": {"kind": "compute#metadata", "fingerprint": "AAAAAAAAAAA=", "items": []},
+        "defaultServiceAccount": service_account(),
+    }
+
+
+def service_account() -> str:
+    return f"{PROJECT_NUMBER}-compute@developer.gserviceaccount.com"
+
+
+# -- what a call does
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _create(state: State, call: Call, parent: str, now: float) -> Operation:
+    node_id = call.query.get("nodeId", "")
+    catalogue.check_node_name(node_id)
+    name = f"{parent}/nodes/{node_id}"
+    zone, project = parent.split("/")[3], parent.split("/")[1]
+    wanted = catalogue.check_node(call.body, zone)
+    if name in state.nodes:
+        raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{name}' already exists")
+    faults.refuse_create(state, wanted, zone)
+    faults.refuse_change(state)
+    hosts = new_hosts(state, name, wanted.hosts, now)
+    operation = start_operation(state, "create", name, now, state.create_seconds)
+    operation.failure = faults.stockout(state, zone)
+    if faults.take(state, "stuck"):
+        operation.ends_at = now + _NEVER
+    # A stock-out is known before any VM exists.
+    node = Node(name, _new_resource(call.body, name, wanted, zone, project, now), [] if operation.failure else hosts)
+    state.nodes[name] = node
+    return operation
+
+
+def _new_resource(
+    body: dict[str, Any], name: str, wanted: Accelerator, zone: str, project: str, now: float
+) -> dict[str, Any]:
+    network = {"network": "default", **body.get("networkConfig", {})}
+    region = zone.rsplit("-", 1)[0]
+    network["network"] = _qualified(network["network"], f"projects/{project}/global/networks/")
+    network["subnetwork"] = _qualified(
+        network.get("subnetwork") or "default", f"projects/{project}/regions/{region}/subnetworks/"
+    )
+    return {
+        **body,
+        "name": name,
+        "id": str(_number(name, now)),
+        "apiVersion": "V2",
+        "acceleratorType": wanted.name,
+        "acceleratorConfig": {
+            "type": wanted.generation.prefix.upper().replace("LITEPOD", "LITE_POD"),
+            "topology": wanted.topology_name,
+        },
+        "createTime": timestamp(now),
+        "networkConfig": network,
+        "schedulingConfig": {key: value for key, value in body.get("schedulingConfig", {}).items() if value},
+        "serviceAccount": {
+            "email": service_account(),
+            "scope": ["https://www.googleapis.com/auth/cloud-platform"],
+            **body.get("serviceAccount", {}),
+        },
+        "state": "CREATING",
+    }
+
+
+def new_hosts(state: State, name: str, count: int, now: float) -> list[Host]:
+    """Addresses (the lowest that are free) and names for the hosts of a new node. Raises ApiError when the network is
+    full."""
+    taken = {host.address for node in state.nodes.values() for host in node.hosts}
+    addresses = itertools.islice(ipaddress.ip_network(state.subnet).hosts(), _FIRST_HOST - 1, None)
+    free = list(itertools.islice((str(address) for address in addresses if str(address) not in taken), count))
+    if len(free) < count:
+        raise ApiError(
+            catalogue.RESOURCE_EXHAUSTED,
+            f"the emulated network {state.subnet} has only {len(free)} free addresses, and {name} needs {count}",
+        )
+    digest = hashlib.sha256(f"{state.id} {name} {now}".encode()).hexdigest()[:8]
+    return [Host(i, free[i], f"t1v-n-{digest}-w-{i}", _number(f"{name} {i}", now)) for i in range(count)]
+
+
+def _delete(state: State, node: Node, now: float) -> Operation:
+    if node.state == "DELETING":
+        raise ApiError(catalogue.ABORTED, "unable to queue the operation")
+    faults.refuse_change(state)
+    for other in state.operations.values():
+        if other.target == node.name and not other.done:
+            other.cancelled = True
+    return start_delete(state, node, now)
+
+
+def start_delete(state: State, node: Node, now: float) -> Operation:
+    """Begins the deletion of a node, whatever it was doing."""
+    node.resource["state"] = "DELETING"
+    return start_operation(state, "delete", node.name, now, state.update_seconds)
+
+
+_UPDATABLE: dict[str, Callable[[Any], None]] = {
+    "metadata": catalogue.check_metadata,
+    "labels": catalogue.check_labels,
+    "description": catalogue.check_description,
+    "tags": lambda value: None,
+}
+
+
+def _update(state: State, node: Node, call: Call, now: float) -> Operation:
+    mask = [part for part in call.query.get("updateMask", "").split(",") if part]
+    if not mask:
+        raise bad_request("updateMask is required")
+    for part in mask:
+        if part not in _UPDATABLE:
+            raise bad_request(f'update mask "{part}" is not supported; it may hold {", ".join(_UPDATABLE)}')
+    if node.state not in ("READY", "STOPPED"):
+        raise bad_request(f"update is not supported while in state {node.state}")
+    if any(each.target == node.name and not each.done for each in state.operations.values()):
+        raise ApiError(catalogue.ABORTED, "unable to queue the operation")
+    faults.refuse_change(state)
+    empty: dict[str, Any] = {"metadata": {}, "labels": {}, "description": "", "tags": []}
+    change = {part: call.body.get(part, empty[part]) for part in mask}
+    for part, value in change.items():
+        _UPDATABLE[part](value)
+    operation = start_operation(state, "update", node.name, now, state.update_seconds)
+    operation.change = change
+    return operation
+
+
+def _stop_or_start(state: State, node: Node, verb: str, now: float) -> Operation:
+    before, during = ("READY", "STOPPING") if verb == "stop" else ("STOPPED", "STARTING")
+    if len(node.hosts) > 1:
+        raise bad_request(
+            f"{verb} is not supported for TPU pods: {node.short_name} has {len(node.hosts)} hosts; delete it and create it again"
+        )
+    if node.state != before:
+        raise ApiError(
+            catalogue.FAILED_PRECONDITION,
+            f"Cloud TPU received a bad request. {verb} is not supported while in state {node.state}",
+        )
+    node.resource["state"] = during
+    return start_operation(state, verb, node.name, now, state.update_seconds)
+
+
+def _guest_attributes(node: Node, body: dict[str, Any]) -> dict[str, Any]:
+    """One entry a worker, in order. gcloud sends workerIds [""] for all of them."""
+    wanted = [worker for worker in body.get("workerIds", []) if worker != ""]
+    if any(not str(worker).isdigit() or int(worker) >= len(node.hosts) for worker in wanted):
+        raise bad_request(f"worker ids {wanted} are not of this node, which has {len(node.hosts)} workers")
+    hosts = [node.hosts[int(worker)] for worker in wanted] or node.hosts
+    query = str(body.get("queryPath", "")).strip("/")
+    entries = []
+    for host in hosts:
+        items = []
+        for path, value in sorted(host.guest_attributes.items()):
+            if path == query or path.startswith(f"{query}/" if query else ""):
+                namespace, _, key = path.partition("/")
+                items.append({"namespace": namespace, "key": key, "value": value})
+        entries.append({"queryPath": query, "queryValue": {"items": items}})
+    return {"guestAttributes": entries}
+
+
+# -- how things look
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def node_json(node: Node) -> dict[str, Any]:
+    """The node as GET shows it; its addresses appear when it has been created."""
+    if node.state == "CREATING" or not node.hosts:
+        return node.resource
+    external = bool(node.resource["networkConfig"].get("enableExternalIps"))
+    endpoints = [
+        {"ipAddress": host.address, "port": 8470, "accessConfig": {"externalIp": host.address} if external else {}}
+        for host in node.hosts
+    ]
+    return {**node.resource, "networkEndpoints": endpoints}
+
+
+def operation_json(operation: Operation) -> dict[str, Any]:
+    metadata = {
+        "@type": "type.googleapis.com/google.cloud.tpu.v2.OperationMetadata",
+        "createTime": timestamp(operation.created),
+        "target": operation.target,
+        "verb": operation.verb,
+        "cancelRequested": operation.cancelled,
+        "apiVersion": "v2",
+    }
+    if operation.ended is not None:
+        metadata["endTime"] = timestamp(operation.ended)
+    value: dict[str, Any] = {"name": operation.name, "metadata": metadata, "done": operation.done}
+    if operation.error is not None:
+        value["error"] = operation.error
+    elif operation.response is not None:
+        value["response"] = operation.response
+    return value
+
+
+def _accelerator_json(parent: str, name: str) -> dict[str, Any]:
+    each = ACCELERATORS[name]
+    config = {"type": each.generation.prefix.upper().replace("LITEPOD", "LITE_POD"), "topology": each.topology_name}
+    return {"name": f"{parent}/acceleratorTypes/{name}", "type": name, "acceleratorConfigs": [config]}
+
+
+def page(key: str, items: list[dict[str, Any]], call: Call) -> dict[str, Any]:
+    """One page; the token is the index of the next item."""
+    try:
+        start = int(call.query.get("pageToken") or 0)
+        size = int(call.query.get("pageSize") or 0) or 500
+    except ValueError:
+        raise bad_request("pageToken or pageSize is invalid") from None
+    page = {key: items[start : start + size]}
+    return {**page, "nextPageToken": str(start + size)} if start + size < len(items) else page
+
+
+def start_operation(state: State, verb: str, target: str, now: float, seconds: float) -> Operation:
+    parent = target.rsplit("/", 2)[0]
+    number = _number(f"{verb} {target} {len(state.operations)}", now)
+    name = f"{parent}/operations/operation-{int(now * 1000)}-{number:013x}"
+    state.operations[name] = Operation(name, verb, target, now, now + seconds)
+    return state.operations[name]
+
+
+def _node(state: State, name: str) -> Node:
+    if name not in state.nodes:
+        raise ApiError(catalogue.NOT_FOUND, f"Resource '{name}' was not found")
+    return state.nodes[name]
+
+
+def _operation(state: State, name: str) -> Operation:
+    if name not in state.operations:
+        raise ApiError(catalogue.NOT_FOUND, f"Resource '{name}' was not found")
+    return state.operations[name]
+
+
+def no_method(call: Call) -> ApiError:
+    return ApiError(catalogue.NOT_FOUND, f"The requested URL was not found: {call.method} /v2/{'/'.join(call.path)}")
+
+
+def _qualified(name: str, prefix: str) -> str:
+    return name if "/" in name else prefix + name
+
+
+def _number(text: str, now: float) -> int:
+    """A number like Google's ids: 19 digits at most, the same for the same text and time."""
+    return int.from_bytes(hashlib.sha256(f"{text} {now}".encode()).digest()[:7], "big") * 100

@@ -1,0 +1,217 @@
+"""Queued resources of the Cloud TPU API v2: requests that wait for capacity, become a node, and outlive it.
+
+`answer` is request -> response over the state, as tpu_api.answer; `advance` moves every request along and is called
+again and again by the server, so that one is granted, expires, or notices a preempted node whether anybody looks or
+not. Nodes are made and deleted through tpu_api, so that they are nodes like any other. Requests for several nodes
+(multi-slice) are refused.
+
+    ACCEPTED -> PROVISIONING | WAITING_FOR_RESOURCES (a stock-out is due; one of them is used up at each try) ->
+    PROVISIONING -> ACTIVE past its valid-until without a node: FAILED · node preempted or deleted: SUSPENDING ->
+    SUSPENDED · delete: DELETING -> gone
+
+What can fail half-way: nothing that a killed server would not find again, since each step is one change of the state.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from launcher.emulator import faults
+from launcher.emulator.api import catalogue
+from launcher.emulator.api import nodes as tpu_api
+from launcher.emulator.api.catalogue import ApiError, bad_request
+from launcher.emulator.api.nodes import Call
+from launcher.emulator.state import Operation, QueuedResource, State
+
+DELETE = "delete-queued"  # the verb of an operation that is worked on here, not by lifecycle.py
+_TRY_SECONDS = 1.0  # between tries to find capacity
+# Without a node: may be deleted without force.
+_NO_NODE = frozenset(("ACCEPTED", "WAITING_FOR_RESOURCES", "FAILED", "SUSPENDED"))
+
+
+def concerns(call: Call) -> bool:
+    """Whether a call is one of ours."""
+    return call.path[4:5] == ("queuedResources",)
+
+
+def answer(state: State, call: Call, now: float) -> dict[str, Any]:
+    """The response's JSON. Raises ApiError."""
+    _, project, _, zone, _, *rest = call.path
+    if zone != "-":
+        catalogue.check_zone(zone)
+    parent = f"projects/{project}/locations/{zone}"
+    match (call.method, rest, call.verb):
+        case ("GET", [], ""):
+            prefix = f"projects/{project}/locations/" + ("" if zone == "-" else f"{zone}/")
+            return tpu_api.page(
+                "queuedResources",
+                [to_json(each) for name, each in sorted(state.queued.items()) if name.startswith(prefix)],
+                call,
+            )
+        case ("POST", [], ""):
+            return tpu_api.operation_json(_create(state, call, parent, now))
+        case ("GET", [name], ""):
+            return to_json(_find(state, f"{parent}/queuedResources/{name}"))
+        case ("DELETE", [name], ""):
+            force = call.query.get("force", "").lower() == "true"
+            return tpu_api.operation_json(_delete(state, _find(state, f"{parent}/queuedResources/{name}"), force, now))
+        case ("POST", [name], "reset"):
+            return tpu_api.operation_json(_reset(state, _find(state, f"{parent}/queuedResources/{name}"), now))
+    raise tpu_api.no_method(call)
+
+
+def to_json(queued: QueuedResource) -> dict[str, Any]:
+    shown: dict[str, Any] = {"state": queued.state, "stateInitiator": queued.initiator}
+    # "WAITING_FOR_RESOURCES" has no data of its own; the others have, and only a failure says something in it.
+    if queued.state == "FAILED":
+        shown["failedData"] = {"error": queued.error or {}}
+    elif queued.state != "WAITING_FOR_RESOURCES":
+        shown[f"{queued.state.lower()}Data"] = {}
+    return {**queued.resource, "state": shown}
+
+
+def advance(state: State, now: float) -> None:
+    """Moves every request along as far as it goes at this moment."""
+    for queued in list(state.queued.values()):
+        node = state.nodes.get(queued.node)
+        match queued.state:
+            case "ACCEPTED" | "WAITING_FOR_RESOURCES":
+                _try(state, queued, now)
+            case "PROVISIONING" if node is None:
+                queued.state = "WAITING_FOR_RESOURCES"  # its creation failed
+            case "PROVISIONING" if node is not None and node.state == "READY":
+                queued.state = "ACTIVE"
+            case "ACTIVE" if node is None or node.state in ("PREEMPTED", "TERMINATED", "DELETING"):
+                queued.initiator = "SERVICE" if node is not None and node.state != "DELETING" else "USER"
+                queued.state = "SUSPENDING"
+            case "SUSPENDING" | "DELETING" if node is not None and node.state != "DELETING":
+                tpu_api.start_delete(state, node, now)
+            case "SUSPENDING" if node is None:
+                queued.state = "SUSPENDED"
+            case "DELETING" if node is None:
+                del state.queued[queued.name]
+                for operation in state.operations.values():
+                    if operation.target == queued.name and not operation.done:
+                        _end(operation, {"@type": "type.googleapis.com/google.protobuf.Empty"}, now)
+
+
+def _try(state: State, queued: QueuedResource, now: float) -> None:
+    """Looks for capacity, unless it is too late or too early."""
+    if queued.until is not None and now > queued.until:
+        text = f"Resource {queued.name} could not be provisioned before its valid-until time"
+        queued.state, queued.error = (
+            "FAILED",
+            {"code": catalogue.RESOURCE_EXHAUSTED, "message": f"{text} {catalogue.event_id(text)}"},
+        )
+        return
+    if now < queued.next_try:
+        return
+    queued.next_try = now + _TRY_SECONDS
+    parent, node_id = queued.node.split("/nodes/")
+    _, project, _, zone = parent.split("/")
+    if faults.stockout(state, zone) is not None:
+        queued.state = "WAITING_FOR_RESOURCES"
+        return
+    body = dict(queued.resource["tpu"]["nodeSpec"][0]["node"])
+    body["schedulingConfig"] = {"spot": "spot" in queued.resource, "reserved": "reservationName" in queued.resource}
+    try:
+        tpu_api.answer(
+            state, Call("POST", ("projects", project, "locations", zone, "nodes"), "", {"nodeId": node_id}, body), now
+        )
+    except ApiError as error:  # the name was taken meanwhile, or the network is full
+        queued.state, queued.error = "FAILED", {"code": error.code, "message": error.message}
+        return
+    state.nodes[queued.node].resource["queuedResource"] = queued.name
+    queued.state = "PROVISIONING"
+
+
+def _create(state: State, call: Call, parent: str, now: float) -> Operation:
+    zone = parent.split("/")[3]
+    queued_id = call.query.get("queuedResourceId", "")
+    catalogue.check_node_name(queued_id)
+    name = f"{parent}/queuedResources/{queued_id}"
+    if name in state.queued:
+        raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{name}' already exists")
+    specs = call.body.get("tpu", {}).get("nodeSpec", [])
+    if len(specs) != 1 or "nodeId" not in specs[0]:
+        raise ApiError(catalogue.UNIMPLEMENTED, "the emulator has queued resources for one node only: give --node-id")
+    spec = specs[0]
+    catalogue.check_node_name(spec["nodeId"])
+    if spec.get("parent") != parent:
+        raise bad_request(
+            f"the parent of the node, {spec.get('parent')!r}, is not that of the queued resource, {parent!r}"
+        )
+    reservation = call.body.get("reservationName", "")
+    if reservation and f"/locations/{zone}/" not in reservation:
+        raise bad_request(f'the reservation "{reservation}" is not in {zone}')
+    if "spot" in call.body and "guaranteed" in call.body:
+        raise bad_request("only one of spot and guaranteed may be set")
+    wanted = catalogue.check_node(spec.get("node", {}), zone)
+    node = f"{parent}/nodes/{spec['nodeId']}"
+    if node in state.nodes:
+        raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{node}' already exists")
+    faults.refuse_create(state, wanted, zone)
+    resource = {**call.body, "name": name, "createTime": tpu_api.timestamp(now)}
+    state.queued[name] = QueuedResource(
+        name, resource, node, "ACCEPTED", now, _until(call.body.get("queueingPolicy", {}), now)
+    )
+    operation = tpu_api.start_operation(state, "create-queued", name, now, 0)
+    _end(
+        operation,
+        {"@type": "type.googleapis.com/google.cloud.tpu.v2.QueuedResource", **to_json(state.queued[name])},
+        now,
+    )
+    return operation
+
+
+def _until(policy: dict[str, Any], now: float) -> float | None:
+    unknown = sorted(set(policy) - {"validUntilDuration"})
+    if unknown:
+        raise ApiError(
+            catalogue.UNIMPLEMENTED,
+            f"the emulator knows only validUntilDuration of a queueing policy, not {unknown[0]}",
+        )
+    if "validUntilDuration" not in policy:
+        return None
+    match = re.fullmatch(r"(\d+(\.\d+)?)s", str(policy["validUntilDuration"]))
+    if not match:
+        raise bad_request(f"validUntilDuration {policy['validUntilDuration']!r} is not a duration")
+    return now + float(match.group(1))
+
+
+def _delete(state: State, queued: QueuedResource, force: bool, now: float) -> Operation:
+    if queued.state == "DELETING":
+        raise ApiError(catalogue.ABORTED, "unable to queue the operation")
+    if not force and queued.state not in _NO_NODE:
+        text = f"queued resource {queued.name} is {queued.state}: delete its node first, or delete it with force"
+        raise ApiError(
+            catalogue.FAILED_PRECONDITION, f"Cloud TPU received a bad request. {text} {catalogue.event_id(text)}"
+        )
+    queued.state, queued.initiator = "DELETING", "USER"
+    return tpu_api.start_operation(state, DELETE, queued.name, now, 0)
+
+
+def _reset(state: State, queued: QueuedResource, now: float) -> Operation:
+    if queued.state not in ("ACTIVE", "SUSPENDED", "FAILED"):
+        raise ApiError(
+            catalogue.FAILED_PRECONDITION, f"queued resource {queued.name} is {queued.state} and can't be reset"
+        )
+    node = state.nodes.get(queued.node)
+    if node is not None and node.state != "DELETING":
+        tpu_api.start_delete(state, node, now)
+    queued.state, queued.initiator, queued.error = "ACCEPTED", "USER", None
+    queued.next_try = now + _TRY_SECONDS
+    operation = tpu_api.start_operation(state, "reset-queued", queued.name, now, 0)
+    _end(operation, {"@type": "type.googleapis.com/google.cloud.tpu.v2.QueuedResource", **to_json(queued)}, now)
+    return operation
+
+
+def _end(operation: Operation, response: dict[str, Any], now: float) -> None:
+    operation.done, operation.ended, operation.response = True, now, response
+
+
+def _find(state: State, name: str) -> QueuedResource:
+    if name not in state.queued:
+        raise ApiError(catalogue.NOT_FOUND, f"Resource '{name}' was not found")
+    return state.queued[name]

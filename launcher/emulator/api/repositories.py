@@ -1,0 +1,51 @@
+"""Artifact Registry's API, as far as `gcloud artifacts repositories describe|create` asks it: pure request -> response
+over the state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from launcher.emulator.api import catalogue
+from launcher.emulator.api.catalogue import ApiError, bad_request
+from launcher.emulator.state import State
+
+
+def concerns(segments: list[str]) -> bool:
+    """v1/projects/P/locations/L/repositories[/R]"""
+    return (
+        segments[0] == "v1"
+        and segments[3:4] == ["locations"]
+        and segments[5:6] == ["repositories"]
+        and len(segments) in (6, 7)
+    )
+
+
+def answer(
+    state: State, method: str, segments: list[str], query: dict[str, str], body: dict[str, Any]
+) -> dict[str, Any]:
+    """The response's JSON. Raises ApiError."""
+    parent = "/".join(segments[1:6])
+    match (method, segments[6:]):
+        case ("GET", [name]):
+            found = state.repositories.get(f"{parent}/{name}")
+            if found is None:
+                raise ApiError(catalogue.NOT_FOUND, "Requested entity was not found.")
+            return found
+        case ("POST", []):
+            name = f"{parent}/{query.get('repositoryId', '')}"
+            if body.get("format") != "DOCKER":
+                raise bad_request("format: only DOCKER repositories are emulated")
+            if name in state.repositories:
+                raise ApiError(catalogue.ALREADY_EXISTS, "the repository already exists")
+            state.repositories[name] = {"name": name, "format": "DOCKER", "description": body.get("description", "")}
+            operation = f"{'/'.join(segments[1:5])}/operations/{name.rsplit('/', 1)[1]}"
+            return {"name": operation, "done": True, "response": state.repositories[name]}
+    raise ApiError(catalogue.NOT_FOUND, f"{method} is not emulated for repositories")
+
+
+def is_there(state: State, repository: str) -> bool:
+    """Whether the repository of LOCATION-docker.pkg.dev/PROJECT/NAME/IMAGE was made."""
+    host, project, name = [*repository.split("/"), "", ""][:3]
+    return (
+        f"projects/{project}/locations/{host.removesuffix('-docker.pkg.dev')}/repositories/{name}" in state.repositories
+    )

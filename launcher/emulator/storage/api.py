@@ -1,0 +1,356 @@
+"""The JSON API of Cloud Storage over bucket.py: what google-cloud-storage and `gcloud storage` send, unmodified.
+
+Uploads of all three kinds are in uploads.py. Not emulated: versioning, ACLs, notifications, customer-supplied keys, the
+XML API.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.parser import BytesParser
+from http.client import HTTPMessage, responses
+from io import BytesIO
+from typing import Any
+from urllib.parse import parse_qs, quote
+
+from launcher.emulator.storage.bucket import Bucket, Buckets, Listing, Preconditions, StorageError, StoredObject
+from launcher.emulator.storage.uploads import Uploads
+from launcher.emulator.web import Body, FileRegion, Request, Response, json_response
+
+_PREFIXES = {"storage": 2, "upload": 3, "download": 3, "resumable": 4}  # parts of the path before "b"
+
+
+class StorageApi:
+    """Request -> response."""
+
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = buckets
+        self._uploads = Uploads(buckets)
+
+    def answer(self, request: Request) -> Response:
+        """One request; errors become responses in Google's shape."""
+        try:
+            return self._answer(request)
+        except StorageError as error:
+            return error_response(error, plain=request.query.get("alt") == "media")
+        except (ValueError, KeyError, TypeError) as error:
+            return error_response(StorageError(400, "invalid", f"Invalid request: {error!r}"))
+
+    def _answer(self, request: Request) -> Response:
+        base = _base(request)
+        if request.path.startswith("/batch/"):
+            return self._batch(request)
+        parts = request.segments
+        kind = parts[0]
+        parts = parts[_PREFIXES[kind] :]
+        if kind in ("upload", "resumable"):
+            if len(parts) != 3 or parts[0] != "b" or parts[2] != "o":
+                raise _not_found(request)
+            result = self._uploads.answer(request, parts[1], base)
+            return result if isinstance(result, Response) else json_response(object_json(*result, base))
+        match (request.method, parts):
+            case ("GET", ["b"]):
+                prefix = request.query.get("prefix", "")
+                items = [bucket_json(bucket, base) for bucket in self._buckets.all() if bucket.name.startswith(prefix)]
+                return json_response({"kind": "storage#buckets", "items": items})
+            case ("POST", ["b"]):
+                body = request.json()
+                return json_response(bucket_json(self._buckets.create(str(body.get("name", "")), body), base))
+            case ("GET", ["b", bucket]):
+                return json_response(bucket_json(self._buckets.get(bucket), base))
+            case ("PATCH" | "PUT", ["b", bucket]):
+                found = self._buckets.get(bucket)
+                found.settings.update({key: value for key, value in request.json().items() if key != "name"})
+                return json_response(bucket_json(found, base))
+            case ("DELETE", ["b", bucket]):
+                self._buckets.delete(bucket)
+                return Response(204)
+            case ("GET", ["b", bucket, "storageLayout"]):
+                layout = {
+                    "kind": "storage#storageLayout",
+                    "bucket": self._buckets.get(bucket).name,
+                    "location": "US",
+                    "locationType": "multi-region",
+                }
+                return json_response({**layout, "hierarchicalNamespace": {"enabled": False}})
+            case ("GET", ["b", bucket, "iam"]):
+                self._buckets.get(bucket)
+                return json_response({"kind": "storage#policy", "version": 1, "etag": "CAE=", "bindings": []})
+            case ("GET", ["b", bucket, "iam", "testPermissions"]):
+                self._buckets.get(bucket)
+                return json_response(
+                    {"kind": "storage#testIamPermissionsResponse", "permissions": _repeated(request, "permissions")}
+                )
+            case ("GET", ["b", bucket, "managedFolders"]):
+                self._buckets.get(bucket)
+                return json_response({"kind": "storage#managedFolders", "items": []})
+            case ("GET", ["b", bucket, "o"]):
+                return self._list(request, self._buckets.get(bucket), base)
+            case (_, ["b", bucket, "o", name, *rest]):
+                return self._object(request, self._buckets.get(bucket), name, rest, base)
+        raise _not_found(request)
+
+    def _object(self, request: Request, bucket: Bucket, name: str, rest: list[str], base: str) -> Response:
+        generation = _integer(request.query, "generation")
+        conditions = preconditions(request.query)
+        match (request.method, rest):
+            case ("GET" | "HEAD", []) if request.query.get("alt") == "media":
+                return self._download(request, bucket, name, generation, conditions)
+            case ("GET" | "HEAD", []):
+                found = bucket.get(name, generation)
+                conditions.check(found, reading=True)
+                return json_response(object_json(bucket, found, base), headers={"ETag": etag(found)})
+            case ("DELETE", []):
+                bucket.delete(name, generation, conditions)
+                return Response(204)
+            case ("PATCH" | "PUT", []):
+                new = bucket.update(name, generation, request.json(), conditions, replace_all=request.method == "PUT")
+                return json_response(object_json(bucket, new, base))
+            case ("POST", ["compose"]):
+                body = request.json()
+                sources = [
+                    (
+                        str(each["name"]),
+                        _integer(each, "generation"),
+                        preconditions(each.get("objectPreconditions", {})),
+                    )
+                    for each in body["sourceObjects"]
+                ]
+                return json_response(
+                    object_json(bucket, bucket.compose(name, sources, body.get("destination", {}), conditions), base)
+                )
+            case ("POST", ["rewriteTo" | "copyTo", "b", target, "o", new_name]):
+                return self._copy(request, bucket, name, self._buckets.get(target), new_name, base)
+            case ("GET", ["acl"]):
+                return json_response({"kind": "storage#objectAccessControls", "items": []})
+        raise _not_found(request)
+
+    def _download(
+        self, request: Request, bucket: Bucket, name: str, generation: int | None, conditions: Preconditions
+    ) -> Response:
+        found, file = bucket.open(name, generation, conditions)
+        headers = {
+            "Content-Type": str(found.settings.get("contentType", "application/octet-stream")),
+            "Accept-Ranges": "bytes",
+            "ETag": etag(found),
+            "X-Goog-Generation": str(found.generation),
+            "X-Goog-Metageneration": str(found.metageneration),
+            "X-Goog-Hash": f"crc32c={found.crc32c}" + (f",md5={found.md5}" if found.md5 else ""),
+            "X-Goog-Stored-Content-Length": str(found.size),
+            "X-Goog-Stored-Content-Encoding": str(found.settings.get("contentEncoding", "identity")),
+            "X-Goog-Storage-Class": str(found.settings.get("storageClass", "STANDARD")),
+        }
+        if "contentEncoding" in found.settings:
+            headers["Content-Encoding"] = str(found.settings["contentEncoding"])
+        wanted = byte_range(request.headers.get("Range", ""), found.size)
+        if wanted is None:
+            return Response(200, FileRegion(file, 0, found.size), headers)
+        start, end = wanted
+        if start >= found.size:
+            file.close()
+            headers = {"Content-Type": "text/html; charset=UTF-8", "Content-Range": f"bytes */{found.size}"}
+            return Response(416, b"Requested range not satisfiable", headers)
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{found.size}"
+        return Response(206, FileRegion(file, start, end - start), headers)
+
+    def _list(self, request: Request, bucket: Bucket, base: str) -> Response:
+        query = request.query
+        wanted = Listing(
+            prefix=query.get("prefix", ""),
+            delimiter=query.get("delimiter", ""),
+            after=base64.urlsafe_b64decode(query.get("pageToken", "").encode()).decode(),
+            start=query.get("startOffset", ""),
+            end=query.get("endOffset", ""),
+            limit=min(_integer(query, "maxResults") or 1000, 1000),
+            glob=query.get("matchGlob", ""),
+            trailing=query.get("includeTrailingDelimiter") == "true",
+        )
+        items, prefixes, token = bucket.listing(wanted)
+        value: dict[str, Any] = {"kind": "storage#objects"}
+        if items:
+            value["items"] = [object_json(bucket, each, base) for each in items]
+        if prefixes:
+            value["prefixes"] = prefixes
+        if token:
+            value["nextPageToken"] = base64.urlsafe_b64encode(token.encode()).decode()
+        return json_response(value)
+
+    def _copy(self, request: Request, bucket: Bucket, name: str, target: Bucket, new_name: str, base: str) -> Response:
+        """rewriteTo and copyTo: always whole, in one call."""
+        source, file = bucket.open(
+            name, _integer(request.query, "sourceGeneration"), preconditions(request.query, "ifSource")
+        )
+        new = target.incoming()
+        with file:
+            while data := file.read(1 << 20):
+                new.write(data)
+        settings = {**source.settings, **request.json()}
+        made = object_json(target, target.commit(new_name, new, settings, preconditions(request.query)), base)
+        if "copyTo" in request.segments[-5:]:
+            return json_response(made)
+        size = str(source.size)
+        return json_response(
+            {
+                "kind": "storage#rewriteResponse",
+                "totalBytesRewritten": size,
+                "objectSize": size,
+                "done": True,
+                "resource": made,
+            }
+        )
+
+    def _batch(self, request: Request) -> Response:
+        """Up to 100 calls in one multipart/mixed body, each answered for itself."""
+        head = f"Content-Type: {request.headers['Content-Type']}\r\n\r\n".encode()
+        message = BytesParser().parsebytes(head + request.body.all())
+        if not message.is_multipart():
+            raise StorageError(400, "invalid", "a multipart/mixed body is expected")
+        boundary = "batch_emulator"
+        parts = []
+        for part in message.get_payload():
+            raw = part.get_payload(decode=True)  # type: ignore[union-attr]
+            assert isinstance(raw, bytes)
+            response = self.answer(_inner(raw))
+            body = response.body if isinstance(response.body, bytes) else response.body.file.read()
+            lines = [
+                f"HTTP/1.1 {response.status} {responses.get(response.status, '')}",
+                *(f"{key}: {value}" for key, value in response.headers.items()),
+            ]
+            identifier = str(part["Content-ID"] or "").replace("<", "<response-", 1)  # type: ignore[index]
+            lines = [
+                f"--{boundary}",
+                "Content-Type: application/http",
+                f"Content-ID: {identifier}",
+                "",
+                *lines,
+                f"Content-Length: {len(body)}",
+                "",
+                "",
+            ]
+            parts.append("\r\n".join(lines).encode() + body + b"\r\n")
+        return Response(
+            200,
+            b"".join(parts) + f"--{boundary}--\r\n".encode(),
+            {"Content-Type": f"multipart/mixed; boundary={boundary}"},
+        )
+
+
+def _inner(raw: bytes) -> Request:
+    head, _, body = raw.replace(b"\r\n", b"\n").partition(b"\n\n")
+    line, _, fields = head.partition(b"\n")
+    method, target, *_ = line.decode().split(" ")
+    path, _, query = re.sub(r"^https?://[^/]+", "", target).partition("?")
+    headers: HTTPMessage = BytesParser(_class=HTTPMessage).parsebytes(fields + b"\n\n")
+    values = {key: each[-1] for key, each in parse_qs(query, keep_blank_values=True).items()}
+    return Request(method, path, values, headers, Body(BytesIO(body), len(body), False))
+
+
+def preconditions(query: Mapping[str, Any], prefix: str = "if") -> Preconditions:
+    """Those of a query, or of a compose source. Raises StorageError when one is not a number."""
+    names = ("GenerationMatch", "GenerationNotMatch", "MetagenerationMatch", "MetagenerationNotMatch")
+    return Preconditions(*(_integer(query, prefix + name) for name in names))
+
+
+def byte_range(text: str, size: int) -> tuple[int, int] | None:
+    """[start, end) of a Range header; None when there is none, or none that can be understood (then the whole is sent,
+    as by Google)."""
+    found = re.fullmatch(r"bytes=(\d*)-(\d*)", text.strip())
+    if not found or found.groups() == ("", ""):
+        return None
+    first, last = found.groups()
+    if not first:
+        return max(0, size - int(last)), size
+    if last and int(last) < int(first):
+        return None
+    return int(first), min(int(last) + 1, size) if last else size
+
+
+def object_json(bucket: Bucket, each: StoredObject, base: str) -> dict[str, Any]:
+    """An object's resource."""
+    path = f"b/{quote(bucket.name, safe='')}/o/{quote(each.name, safe='')}"
+    value: dict[str, Any] = {
+        "kind": "storage#object",
+        "id": f"{bucket.name}/{each.name}/{each.generation}",
+        "selfLink": f"{base}/storage/v1/{path}",
+        "mediaLink": f"{base}/download/storage/v1/{path}?generation={each.generation}&alt=media",
+        "name": each.name,
+        "bucket": bucket.name,
+        "generation": str(each.generation),
+        "metageneration": str(each.metageneration),
+        "storageClass": "STANDARD",
+        "size": str(each.size),
+        "crc32c": each.crc32c,
+        "etag": etag(each),
+        "timeCreated": _time(each.created),
+        "updated": _time(each.updated),
+        "timeStorageClassUpdated": _time(each.created),
+        **each.settings,
+    }
+    if each.md5:
+        value["md5Hash"] = each.md5
+    if each.components:
+        value["componentCount"] = each.components
+    return value
+
+
+def bucket_json(bucket: Bucket, base: str) -> dict[str, Any]:
+    """A bucket's resource."""
+    created = _time(float(bucket.settings["timeCreated"]))
+    fixed = {
+        "kind": "storage#bucket",
+        "id": bucket.name,
+        "name": bucket.name,
+        "timeCreated": created,
+        "updated": created,
+    }
+    shown = {
+        "location": "US",
+        "locationType": "multi-region",
+        "storageClass": "STANDARD",
+        "metageneration": "1",
+        "etag": "CAE=",
+    }
+    return {**shown, **bucket.settings, **fixed, "selfLink": f"{base}/storage/v1/b/{bucket.name}"}
+
+
+def etag(each: StoredObject) -> str:
+    return base64.b64encode(f"{each.generation}/{each.metageneration}".encode()).decode()
+
+
+def error_response(error: StorageError, *, plain: bool = False) -> Response:
+    """In Google's shape: JSON, or text where bytes were asked for."""
+    if error.status == 304:
+        return Response(304)
+    if plain:
+        return Response(error.status, str(error).encode(), {"Content-Type": "text/html; charset=UTF-8"})
+    detail = {"message": str(error), "domain": "global", "reason": error.reason}
+    return json_response({"error": {"code": error.status, "message": str(error), "errors": [detail]}}, error.status)
+
+
+def _base(request: Request) -> str:
+    return f"http://{request.headers.get('Host', '127.0.0.1')}"
+
+
+def _integer(values: Mapping[str, Any], name: str) -> int | None:
+    text = values.get(name)
+    if text is None or text == "":
+        return None
+    try:
+        return int(text)
+    except (ValueError, TypeError):
+        raise StorageError(400, "invalidParameter", f"Invalid value for {name}: {text!r}") from None
+
+
+def _repeated(request: Request, name: str) -> list[str]:
+    return [request.query[name]] if name in request.query else []
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _not_found(request: Request) -> StorageError:
+    return StorageError(404, "notFound", f"Not Found: {request.method} {request.path}")

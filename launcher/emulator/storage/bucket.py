@@ -1,0 +1,421 @@
+"""Cloud Storage without HTTP: buckets and objects on disk, with generations and preconditions.
+
+On disk, for each bucket, `<folder>/<bucket>/`: `bucket.json`; `objects/<generation>.json`, an object's metadata;
+`data/<generation>`, its bytes.
+
+What can fail half-way: data is written under a temporary name and renamed, then the metadata the same way; the
+metadata's rename is the commit. A server that is killed before it leaves data that nobody names (removed at the next
+start), never a torn or half-named object. When an object is replaced, the old metadata goes after the new one has come;
+at the next start the newest generation of a name wins. Renames are not synced to the disk: objects survive a crash of
+the server, not of the machine.
+
+Preconditions are checked and the change is made under one lock for each bucket, so of any number of writers with
+ifGenerationMatch=0 one wins.
+"""
+
+from __future__ import annotations
+
+import base64
+import bisect
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import google_crc32c
+
+_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$")
+# What a client may set on an object; everything else is the service's.
+SETTABLE = (
+    "cacheControl",
+    "contentDisposition",
+    "contentEncoding",
+    "contentLanguage",
+    "contentType",
+    "customTime",
+    "metadata",
+    "storageClass",
+)
+_BLOCK = 1 << 20
+
+
+class StorageError(Exception):
+    """What the service answers instead: HTTP status, reason and message, in Google's words."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """One generation of an object. Checksums are base64 of big-endian bytes, as the API shows them."""
+
+    name: str
+    generation: int
+    metageneration: int
+    size: int
+    crc32c: str
+    md5: str  # "" for a composite object
+    created: float
+    updated: float
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    components: int = 0
+
+
+@dataclass(frozen=True)
+class Preconditions:
+    """ifGenerationMatch and its kin; None: not given."""
+
+    generation: int | None = None
+    not_generation: int | None = None
+    metageneration: int | None = None
+    not_metageneration: int | None = None
+
+    def check(self, current: StoredObject | None, *, reading: bool = False) -> None:
+        """Raises StorageError 412, or 304 where a reader asked for anything but what is there."""
+        generation = current.generation if current else 0
+        if self.generation is not None and self.generation != generation:
+            raise _failed()
+        if self.metageneration is not None and (current is None or self.metageneration != current.metageneration):
+            raise _failed()
+        unchanged = self.not_generation is not None and self.not_generation == generation
+        unchanged = unchanged or (current is not None and self.not_metageneration == current.metageneration)
+        if unchanged:
+            raise StorageError(304, "notModified", "Not Modified") if reading else _failed()
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What a listing asks for: names with `prefix` in [start, end) that match `glob`, those with `delimiter` after the
+    prefix rolled up."""
+
+    prefix: str = ""
+    delimiter: str = ""
+    after: str = ""  # the token of the page before
+    start: str = ""
+    end: str = ""
+    limit: int = 1000
+    glob: str = ""
+    trailing: bool = False  # includeTrailingDelimiter
+
+
+class Incoming:
+    """Bytes on their way into an object: a temporary file, and checksums that follow it."""
+
+    def __init__(self, path: Path) -> None:
+        """Continues with what the file holds already."""
+        self.path = path
+        self.size = 0
+        self._crc, self._md5 = google_crc32c.Checksum(), hashlib.md5()
+        self._file = open(path, "a+b", buffering=0)  # noqa: SIM115  closed by commit or discard
+        self._file.seek(0)
+        while data := self._file.read(_BLOCK):
+            self._count(data)
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._count(data)
+
+    def _count(self, data: bytes) -> None:
+        self.size += len(data)
+        self._crc.update(data)
+        self._md5.update(data)
+
+    @property
+    def crc32c(self) -> str:
+        return base64.b64encode(self._crc.digest()).decode()
+
+    @property
+    def md5(self) -> str:
+        return base64.b64encode(self._md5.digest()).decode()
+
+    def verify(self, crc32c: str | None, md5: str | None) -> None:
+        """Raises StorageError when a checksum that the client sent is not that of the bytes."""
+        for name, sent, found in (("CRC32C", crc32c, self.crc32c), ("MD5 hash", md5, self.md5)):
+            if sent and sent != found:
+                raise StorageError(
+                    400, "invalid", f'Provided {name} "{sent}" doesn\'t match calculated {name} "{found}".'
+                )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def discard(self) -> None:
+        self.close()
+        self.path.unlink(missing_ok=True)
+
+
+class Bucket:
+    """One bucket; every method is atomic."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = folder.name
+        self._lock = threading.RLock()
+        self._objects: dict[str, StoredObject] = {}
+        self._names: list[str] = []
+        self._last = 0
+        for part in ("objects", "data", "incoming", "uploads"):
+            (folder / part).mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.settings: dict[str, Any] = json.loads((folder / "bucket.json").read_text())
+        self._load()
+
+    def _load(self) -> None:
+        shutil.rmtree(self.folder / "incoming")
+        (self.folder / "incoming").mkdir(mode=0o700)
+        for path in (self.folder / "objects").glob("*.json"):
+            each = StoredObject(**json.loads(path.read_text()))
+            known = self._objects.get(each.name)
+            if known is None or known.generation < each.generation:
+                self._objects[each.name] = each
+        live = {str(each.generation) for each in self._objects.values()}
+        for folder in ("objects", "data"):
+            for path in (self.folder / folder).iterdir():
+                if path.name.removesuffix(".json") not in live:
+                    path.unlink()
+        self._names = sorted(self._objects)
+        self._last = max(map(int, live), default=0)
+
+    def get(self, name: str, generation: int | None = None) -> StoredObject:
+        """Raises StorageError 404 when there is none, or when that generation was replaced."""
+        with self._lock:
+            found = self._objects.get(name)
+        if found is None or (generation is not None and generation != found.generation):
+            raise StorageError(
+                404,
+                "notFound",
+                f"No such object: {self.name}/{name}" + (f"#{generation}" if generation is not None and found else ""),
+            )
+        return found
+
+    def find(self, name: str) -> StoredObject | None:
+        with self._lock:
+            return self._objects.get(name)
+
+    def open(self, name: str, generation: int | None, preconditions: Preconditions) -> tuple[StoredObject, BinaryIO]:
+        """The object and its bytes, which stay readable while they are open, also when the object is replaced."""
+        with self._lock:
+            found = self.get(name, generation)
+            preconditions.check(found, reading=True)
+            return found, open(self._data(found.generation), "rb")
+
+    def incoming(self) -> Incoming:
+        return Incoming(self.folder / "incoming" / os.urandom(8).hex())
+
+    def commit(
+        self,
+        name: str,
+        bytes_: Incoming,
+        settings: Mapping[str, Any],
+        preconditions: Preconditions,
+        components: int = 0,
+    ) -> StoredObject:
+        """Makes the bytes the object's newest generation, all or nothing. Raises StorageError 412."""
+        if not 1 <= len(name.encode()) <= 1024 or "\n" in name or "\r" in name:
+            raise StorageError(400, "invalid", f"Invalid object name: {name[:80]!r}")
+        bytes_.close()
+        with self._lock:
+            current = self._objects.get(name)
+            preconditions.check(current)
+            now = time.time()
+            self._last = generation = max(self._last + 1, int(now * 1e6))
+            kept = {key: value for key, value in settings.items() if key in SETTABLE and value is not None}
+            md5 = "" if components else bytes_.md5
+            new = StoredObject(name, generation, 1, bytes_.size, bytes_.crc32c, md5, now, now, kept, components)
+            os.rename(bytes_.path, self._data(generation))
+            self._enter(new)
+            if current is not None:
+                self._forget(current)
+            return new
+
+    def update(
+        self,
+        name: str,
+        generation: int | None,
+        changes: Mapping[str, Any],
+        preconditions: Preconditions,
+        *,
+        replace_all: bool,
+    ) -> StoredObject:
+        """Changes settings; None removes one. `metadata` is merged the same way unless `replace_all`."""
+        with self._lock:
+            current = self.get(name, generation)
+            preconditions.check(current)
+            settings = {} if replace_all else dict(current.settings)
+            for key, value in changes.items():
+                if key not in SETTABLE:
+                    continue
+                if key == "metadata" and isinstance(value, dict) and not replace_all:
+                    value = {**settings.get("metadata", {}), **value}
+                if key == "metadata" and isinstance(value, dict):
+                    value = {each: text for each, text in value.items() if text is not None}
+                settings[key] = value
+            settings = {key: value for key, value in settings.items() if value is not None}
+            new = replace(current, settings=settings, metageneration=current.metageneration + 1, updated=time.time())
+            self._enter(new)
+            return new
+
+    def delete(self, name: str, generation: int | None, preconditions: Preconditions) -> None:
+        with self._lock:
+            current = self.get(name, generation)
+            preconditions.check(current)
+            self._forget(current)
+            del self._objects[name]
+            del self._names[bisect.bisect_left(self._names, name)]
+
+    def compose(
+        self,
+        name: str,
+        sources: list[tuple[str, int | None, Preconditions]],
+        settings: Mapping[str, Any],
+        preconditions: Preconditions,
+    ) -> StoredObject:
+        """One object from the bytes of up to 32, in order."""
+        if not 1 <= len(sources) <= 32:
+            raise StorageError(400, "invalid", "The number of source components provided must be between 1 and 32.")
+        new = self.incoming()
+        components = 0
+        for source, generation, conditions in sources:
+            found, file = self.open(source, generation, replace(conditions))
+            components += max(1, found.components)
+            with file:
+                while data := file.read(_BLOCK):
+                    new.write(data)
+        return self.commit(name, new, settings, preconditions, components)
+
+    def listing(self, wanted: Listing) -> tuple[list[StoredObject], list[str], str]:
+        """Objects, common prefixes and the token of the next page ("" when this is the last)."""
+        prefix, delimiter, after, trailing = wanted.prefix, wanted.delimiter, wanted.after, wanted.trailing
+        items: list[StoredObject] = []
+        prefixes: list[str] = []
+        pattern = glob_pattern(wanted.glob) if wanted.glob else None
+        with self._lock:
+            last = ""
+            for name in self._names[bisect.bisect_left(self._names, max(prefix, wanted.start, after)) :]:
+                if not name.startswith(prefix) or (wanted.end and name >= wanted.end):
+                    break
+                cut = name.find(delimiter, len(prefix)) if delimiter else -1
+                common = name[: cut + len(delimiter)] if cut >= 0 else ""
+                entry = common or name
+                if (entry <= after and after) or (
+                    common and prefixes and prefixes[-1] == common and not (trailing and name == common)
+                ):
+                    continue
+                if pattern is not None and not pattern.match(name):
+                    continue
+                if len(items) + len(prefixes) >= wanted.limit:
+                    return items, prefixes, last
+                if common and not (prefixes and prefixes[-1] == common):
+                    prefixes.append(common)
+                if not common or (trailing and name == common):
+                    items.append(self._objects[name])
+                last = entry
+        return items, prefixes, ""
+
+    @property
+    def empty(self) -> bool:
+        with self._lock:
+            return not self._objects
+
+    def totals(self) -> dict[str, int]:
+        with self._lock:
+            return {"objects": len(self._objects), "bytes": sum(each.size for each in self._objects.values())}
+
+    def _data(self, generation: int) -> Path:
+        return self.folder / "data" / str(generation)
+
+    def _enter(self, new: StoredObject) -> None:
+        write_json(self.folder / "objects" / f"{new.generation}.json", asdict(new))
+        if new.name not in self._objects:
+            bisect.insort(self._names, new.name)
+        self._objects[new.name] = new
+
+    def _forget(self, old: StoredObject) -> None:
+        for path in (self.folder / "objects" / f"{old.generation}.json", self._data(old.generation)):
+            path.unlink(missing_ok=True)
+
+
+class Buckets:
+    """All buckets of an emulator."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._buckets = {path.name: Bucket(path) for path in folder.iterdir() if (path / "bucket.json").is_file()}
+
+    def get(self, name: str) -> Bucket:
+        with self._lock:
+            if name not in self._buckets:
+                raise StorageError(404, "notFound", "The specified bucket does not exist.")
+            return self._buckets[name]
+
+    def create(self, name: str, settings: Mapping[str, Any]) -> Bucket:
+        """Raises StorageError when the name is bad or taken."""
+        if not _NAME.match(name) or len(name) > (222 if "." in name else 63) or ".." in name or name.startswith("goog"):
+            raise StorageError(400, "invalid", f"Invalid bucket name: '{name}'")
+        with self._lock:
+            if name in self._buckets:
+                message = "Your previous request to create the named bucket succeeded and you already own it."
+                raise StorageError(409, "conflict", message)
+            folder = self._folder / name
+            folder.mkdir(mode=0o700, exist_ok=True)
+            write_json(folder / "bucket.json", {**settings, "name": name, "timeCreated": time.time()})
+            self._buckets[name] = Bucket(folder)
+            return self._buckets[name]
+
+    def ensure(self, name: str) -> None:
+        """Makes the bucket unless it exists. Raises ValueError when its name is bad."""
+        try:
+            self.create(name, {})
+        except StorageError as error:
+            if error.status != 409:
+                raise ValueError(str(error)) from None
+
+    def delete(self, name: str) -> None:
+        bucket = self.get(name)
+        with self._lock:
+            if not bucket.empty:
+                raise StorageError(409, "conflict", "The bucket you tried to delete is not empty.")
+            del self._buckets[name]
+        with contextlib.suppress(FileNotFoundError):
+            (bucket.folder / "bucket.json").unlink()
+        shutil.rmtree(bucket.folder, ignore_errors=True)
+
+    def all(self) -> list[Bucket]:
+        with self._lock:
+            return [self._buckets[name] for name in sorted(self._buckets)]
+
+    def summary(self) -> dict[str, dict[str, int]]:
+        return {bucket.name: bucket.totals() for bucket in self.all()}
+
+
+def write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.{threading.get_ident()}")
+    temporary.write_text(json.dumps(value))
+    os.rename(temporary, path)
+
+
+def glob_pattern(glob: str) -> re.Pattern[str]:
+    """A matchGlob of the API as a regular expression: * and ? stop at "/", ** doesn't, [...] and {a,b} as usual."""
+    tokens: Iterable[tuple[str, str]] = re.findall(r"(\*\*|\*|\?|\[[^\]]*\]|[{},])|(.)", glob, re.S)
+    special = {"**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")", ",": "|"}
+    depth, text = 0, ""
+    for token, plain in tokens:
+        depth += (token == "{") - (token == "}")
+        text += re.escape(plain) if plain else "," if token == "," and not depth else special.get(token, token)
+    return re.compile(text + r"\Z", re.S)
+
+
+def _failed() -> StorageError:
+    return StorageError(412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold.")

@@ -1,0 +1,123 @@
+"""Cloud Storage under Google's own names: what TensorFlow's gs:// asks, whose endpoints are compiled in (tsl's
+gcs_file_system.cc).
+
+On an emulated host the names below lead to its loopback interface, where the emulator answers over TLS with a
+certificate of its own; the CA that signed it is made anew with each server and its key is thrown away. A container is
+told of the CA by CURL_CA_BUNDLE, beside the machine's own CAs, so that everything else over TLS is as it was. The token
+comes from the metadata server, as on a TPU VM.
+
+Reads and writes of whole objects use the XML API's paths (`GET /bucket/object`); everything else is the JSON API of
+bucket_api.py.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from launcher.emulator.web import Handler, Request, Response, serve_http
+
+NAMES = ("storage.googleapis.com", "www.googleapis.com")
+CA_FILE = "ca.pem"  # in the emulator's private folder, and from there in containers
+_JSON = ("storage", "upload", "download", "resumable", "batch")
+_DAYS = 365
+
+
+def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
+    """A server's side for these names; writes `folder`/ca.pem, with which a client believes it."""
+    now, ca_key, key = (
+        datetime.now(UTC),
+        ec.generate_private_key(ec.SECP256R1()),
+        ec.generate_private_key(ec.SECP256R1()),
+    )
+    ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tpu-launch emulator")])
+
+    def certificate(name: x509.Name, public_key: ec.EllipticCurvePublicKey, *, ca: bool) -> x509.CertificateBuilder:
+        builder = x509.CertificateBuilder().issuer_name(ca_name).subject_name(name).public_key(public_key)
+        # A day back: clocks of containers are the machine's, but it may have been set since.
+        builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - timedelta(days=1))
+        builder = builder.not_valid_after(now + timedelta(days=_DAYS))
+        return builder.add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
+
+    own = certificate(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])]), key.public_key(), ca=False)
+    own = own.add_extension(
+        x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False
+    ).add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+    signed = own.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+    ca = (
+        certificate(ca_name, ca_key.public_key(), ca=True)
+        .sign(ca_key, hashes.SHA256())
+        .public_bytes(serialization.Encoding.PEM)
+    )
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    pair = folder / "tls.pem"
+    descriptor = os.open(pair, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:  # load_cert_chain takes files only
+        file.write(secret + signed)
+    context.load_cert_chain(pair)
+    pair.unlink()
+    others = next((path.read_bytes() for path in _system_cas() if path.is_file()), b"")
+    # Written in place: containers that run already have this very file mounted.
+    (folder / CA_FILE).write_bytes(ca + others)
+    (folder / CA_FILE).chmod(0o644)
+    return context
+
+
+def _system_cas() -> list[Path]:
+    """Where this machine's own CAs may be."""
+    found = ssl.get_default_verify_paths().cafile
+    return [
+        *([Path(found)] if found else []),
+        Path("/etc/ssl/certs/ca-certificates.crt"),
+        Path("/etc/pki/tls/certs/ca-bundle.crt"),
+    ]
+
+
+def serve_tls(connection: socket.socket, context: ssl.SSLContext, handler: Handler) -> None:
+    """Answers the requests of one connection; one that does not believe the certificate is dropped."""
+    connection.setblocking(True)
+    connection.settimeout(30)
+    try:
+        secure = context.wrap_socket(connection, server_side=True)
+    except OSError:
+        return
+    secure.settimeout(None)
+    serve_http(secure, lambda request: answer(request, handler))
+    secure.close()
+
+
+def answer(request: Request, handler: Handler) -> Response:
+    """One request under Google's names. The address of a resumable upload leads back here."""
+    response = handler(as_json_api(request))
+    location = response.headers.get("Location", "")
+    if location.startswith("http://"):
+        response.headers["Location"] = "https://" + location.removeprefix("http://")
+    return response
+
+
+def as_json_api(request: Request) -> Request:
+    """`/bucket/object` as a download by the JSON API; its own requests as they are."""
+    parts = request.path.strip("/").split("/")
+    if parts[0] in _JSON or len(parts) < 2:
+        return request
+    bucket, name = parts[0], "%2F".join(parts[1:])
+    return Request(
+        request.method,
+        f"/download/storage/v1/b/{bucket}/o/{name}",
+        {**request.query, "alt": "media"},
+        request.headers,
+        request.body,
+    )

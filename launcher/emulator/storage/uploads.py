@@ -1,0 +1,225 @@
+"""Uploads to a bucket: media, multipart and resumable.
+
+A resumable upload is `<bucket>/uploads/<id>.json` (what it will become) and `<id>.data` (the bytes so far), so it goes
+on after the server was killed; when it is complete, the file says which object it became, and a repeated last chunk or
+status query is answered with that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import quote
+
+from launcher.emulator.storage.bucket import (
+    Bucket,
+    Buckets,
+    Incoming,
+    Preconditions,
+    StorageError,
+    StoredObject,
+    write_json,
+)
+from launcher.emulator.web import Disconnected, Request, Response
+
+_CHUNK = 256 * 1024  # what chunks but the last are multiples of
+_MAX_HEAD = 1 << 20
+Made = tuple[Bucket, StoredObject]
+
+
+class Uploads:
+    """Each method returns what was made, or a response that says how far it is."""
+
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = buckets
+        self._open: dict[str, Incoming] = {}
+        self._locks: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+
+    def answer(self, request: Request, bucket_name: str, base: str) -> Made | Response:
+        """One request below /upload/. Raises StorageError."""
+        bucket = self._buckets.get(bucket_name)
+        if "upload_id" in request.query:
+            return self._continue(request, bucket, request.query["upload_id"])
+        match request.query.get("uploadType"):
+            case "media":
+                return self._media(request, bucket)
+            case "multipart":
+                return self._multipart(request, bucket)
+            case "resumable":
+                return self._begin(request, bucket, base)
+        raise StorageError(400, "invalid", f"Invalid upload type: {request.query.get('uploadType')!r}")
+
+    def _media(self, request: Request, bucket: Bucket) -> Made:
+        settings = {"contentType": request.headers.get("Content-Type", "application/octet-stream")}
+        return self._whole(request, bucket, request.query["name"], settings, request.body.blocks())
+
+    def _multipart(self, request: Request, bucket: Bucket) -> Made:
+        """multipart/related: JSON, then the bytes. The bytes are streamed; only the boundary at their end needs
+        care."""
+        found = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
+        if not found:
+            raise StorageError(400, "badContent", "Multipart body without a boundary.")
+        boundary = b"--" + found[1].strip().strip("'").encode()
+        blocks = request.body.blocks()
+        data = b""
+        while (start := _second_part(data, boundary)) is None:
+            block = next(blocks, None)
+            if block is None or len(data) > _MAX_HEAD:
+                raise StorageError(400, "badContent", "Multipart body must have exactly two parts.")
+            data += block
+        head, kind, newline, data = start
+        settings = json.loads(head)
+        settings.setdefault("contentType", kind)
+        name = request.query.get("name") or str(settings["name"])
+
+        def content() -> Any:
+            nonlocal data
+            end = newline + boundary + b"--"
+            for block in blocks:
+                data += block
+                # The boundary may be split between blocks: its length, and what may follow it, stays back.
+                keep = len(end) + 4
+                if len(data) > keep:
+                    yield data[:-keep]
+                    data = data[-keep:]
+            place = data.rfind(end)
+            if place < 0:
+                raise StorageError(400, "badContent", "Multipart body without its final boundary.")
+            yield data[:place]
+
+        return self._whole(request, bucket, name, settings, content())
+
+    def _whole(self, request: Request, bucket: Bucket, name: str, settings: dict[str, Any], blocks: Any) -> Made:
+        incoming = bucket.incoming()
+        try:
+            for block in blocks:
+                incoming.write(block)
+            crc32c, md5 = _sent_hashes(request)
+            incoming.verify(settings.get("crc32c") or crc32c, settings.get("md5Hash") or md5)
+            return bucket, bucket.commit(name, incoming, settings, _preconditions(request.query))
+        except BaseException:
+            incoming.discard()
+            raise
+
+    # -- resumable
+    # ------------------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, request: Request, bucket: Bucket, base: str) -> Response:
+        settings = request.json()
+        if kind := request.headers.get("X-Upload-Content-Type"):
+            settings.setdefault("contentType", kind)
+        name = request.query.get("name") or str(settings["name"])
+        conditions = _preconditions(request.query)
+        conditions.check(bucket.find(name))  # refused early when it is clear already; checked again at the end
+        identifier = os.urandom(16).hex()
+        session = {"name": name, "settings": settings, "preconditions": asdict(conditions), "made": None}
+        write_json(bucket.folder / "uploads" / f"{identifier}.json", session)
+        location = f"{base}/upload/storage/v1/b/{bucket.name}/o?uploadType=resumable&name={quote(name, safe='')}&upload_id={identifier}"
+        return Response(200, b"", {"Location": location, "X-GUploader-UploadID": identifier})
+
+    def _continue(self, request: Request, bucket: Bucket, identifier: str) -> Made | Response:
+        path = bucket.folder / "uploads" / f"{identifier}.json"
+        if not re.fullmatch(r"[0-9a-f]{32}", identifier) or not path.exists():
+            raise StorageError(404, "notFound", "No such upload; begin again.")
+        with self._lock:
+            lock = self._locks.setdefault(identifier, threading.Lock())
+        with lock:
+            session = json.loads(path.read_text())
+            if session["made"] is not None:
+                return bucket, StoredObject(**session["made"])
+            if request.method == "DELETE":
+                self._forget(bucket, identifier)
+                return Response(499)
+            incoming = self._open.get(identifier) or Incoming(path.with_suffix(".data"))
+            self._open[identifier] = incoming
+            total = self._receive(request, incoming)
+            if total is None or incoming.size < total:
+                headers = {"Range": f"bytes=0-{incoming.size - 1}"} if incoming.size else {}
+                return Response(308, b"", headers)
+            return self._finish(request, bucket, identifier, session, incoming)
+
+    def _receive(self, request: Request, incoming: Incoming) -> int | None:
+        """Appends what the request brings and was not here yet; returns the whole size, where it is known."""
+        text = request.headers.get("Content-Range", "")
+        found = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", text.strip())
+        if text and not found:
+            raise StorageError(400, "invalid", f"Invalid Content-Range: {text}")
+        first = int(found[1]) if found and found[1] is not None else None if found else incoming.size
+        total = int(found[3]) if found and found[3] != "*" else None
+        if first is None:  # a status query
+            return total
+        if first > incoming.size:
+            raise StorageError(503, "backendError", f"Bytes {incoming.size}-{first - 1} are missing.")
+        skip = incoming.size - first
+        try:
+            for block in request.body.blocks():
+                if skip < len(block):
+                    incoming.write(block[skip:])
+                skip = max(0, skip - len(block))
+        except Disconnected:
+            raise  # what came is kept: the client asks how far it is
+        if not found:
+            return incoming.size
+        if total is None and (int(found[2]) + 1 - first) % _CHUNK:
+            raise StorageError(400, "invalid", f"Chunks but the last must be multiples of {_CHUNK} bytes.")
+        if total is not None and incoming.size > total:
+            raise StorageError(400, "invalid", f"More bytes than the {total} announced.")
+        return total
+
+    def _finish(
+        self, request: Request, bucket: Bucket, identifier: str, session: dict[str, Any], incoming: Incoming
+    ) -> Made:
+        settings = session["settings"]
+        crc32c, md5 = _sent_hashes(request)
+        try:
+            incoming.verify(settings.get("crc32c") or crc32c, settings.get("md5Hash") or md5)
+            made = bucket.commit(session["name"], incoming, settings, Preconditions(**session["preconditions"]))
+        except StorageError:
+            self._forget(bucket, identifier)
+            raise
+        write_json(bucket.folder / "uploads" / f"{identifier}.json", {**session, "made": asdict(made)})
+        self._open.pop(identifier, None)
+        return bucket, made
+
+    def _forget(self, bucket: Bucket, identifier: str) -> None:
+        if incoming := self._open.pop(identifier, None):
+            incoming.discard()
+        (bucket.folder / "uploads" / f"{identifier}.json").unlink(missing_ok=True)
+
+
+def _second_part(data: bytes, boundary: bytes) -> tuple[bytes, str, bytes, bytes] | None:
+    """(first part's body, second part's content type, the line ending in use, the second part's bytes so far), when
+    enough is here.
+
+    gcloud ends lines with a bare newline, the client libraries with CRLF.
+    """
+    for newline in (b"\r\n", b"\n"):
+        head = data.find(newline * 2)
+        second = data.find(newline + boundary, head + 2 * len(newline))
+        place = data.find(newline * 2, second + len(boundary))
+        if data.lstrip().startswith(boundary) and 0 <= head < second < place:
+            kind = re.search(r"(?im)^content-type:\s*([^\r\n]+)", data[second:place].decode("latin-1"))
+            return (
+                data[head:second].strip(),
+                kind[1].strip() if kind else "application/octet-stream",
+                newline,
+                data[place + 2 * len(newline) :],
+            )
+    return None
+
+
+def _sent_hashes(request: Request) -> tuple[str | None, str | None]:
+    """crc32c and md5 of the X-Goog-Hash header (and Content-MD5)."""
+    text = request.headers.get("X-Goog-Hash", "")
+    values = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
+    return values.get("crc32c"), values.get("md5")
+
+
+def _preconditions(query: dict[str, str]) -> Preconditions:
+    names = ("ifGenerationMatch", "ifGenerationNotMatch", "ifMetagenerationMatch", "ifMetagenerationNotMatch")
+    return Preconditions(*(int(query[name]) if query.get(name) else None for name in names))

@@ -1,0 +1,91 @@
+"""The workstation's container engine, spoken to over its unix socket. Only what the emulator itself needs of the Docker
+Engine API."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+LABEL = "tpu-launch.emulator"  # = <emulator id>, on everything the emulator makes
+HOST_LABEL = "tpu-launch.emulator.host"  # = <hostname>, on containers that run on an emulated host
+MACHINE_LABEL = "tpu-launch.emulator.machine"  # = <node>-<i>, on the container that is an emulated host
+
+
+class EngineError(Exception):
+    """The engine refused or failed; `status` is its HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: str, timeout: float | None) -> None:
+        super().__init__("localhost")
+        self._seconds = timeout
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self._seconds)
+        self.sock.connect(self._path)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Calls are independent: each has its own connection."""
+
+    path: str
+
+    def call(
+        self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None, *, timeout: float = 120
+    ) -> Any:
+        """The answer's JSON (None when it has none). Raises EngineError, or OSError when the engine isn't there."""
+        status, data = self.raw(method, path, query, body, timeout=timeout)
+        if status >= 400:
+            raise EngineError(status, f"{method} {path}: {message(data)}")
+        return json.loads(data) if data.strip() else None
+
+    def raw(
+        self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None, *, timeout: float = 120
+    ) -> tuple[int, bytes]:
+        """Status and body, whatever they are."""
+        connection = UnixConnection(self.path, timeout)
+        try:
+            data = None if body is None else json.dumps(body).encode()
+            headers = {"Content-Type": "application/json"} if data is not None else {}
+            connection.request(method, url(path, query), data, headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except http.client.HTTPException as error:
+            raise OSError(f"{method} {path}: the engine's answer was cut off: {error!r}") from None
+        finally:
+            connection.close()
+
+    def containers(self, *labels: str) -> list[dict[str, Any]]:
+        """All containers, running or not, that have all `labels` ("key" or "key=value")."""
+        found = self.call("GET", "/containers/json", {"all": "1", "filters": filters(label=list(labels))})
+        assert isinstance(found, list)
+        return found
+
+
+def filters(**wanted: list[str]) -> str:
+    return json.dumps(wanted)
+
+
+def url(path: str, query: dict[str, Any] | None) -> str:
+    return path + ("?" + urlencode(query) if query else "")
+
+
+def message(data: bytes) -> str:
+    """The text of an engine's error answer."""
+    try:
+        return str(json.loads(data)["message"])
+    except (ValueError, KeyError, TypeError):
+        return data.decode(errors="replace")[:500]

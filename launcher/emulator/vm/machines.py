@@ -1,0 +1,252 @@
+"""TPU VMs as containers: made, started, killed, cut off and removed through the workstation's engine. Every function is
+idempotent.
+
+A host is one container of images/host on the emulator's own network, with a fixed address. Its /home, /tmp, /run and
+/dev/shm are volumes, so that containers which run on the host can bind-mount from them (engine.py); a kill loses /run
+and /dev/shm, as a reboot does. It needs no privilege but NET_ADMIN in its own namespace, for the metadata server's
+address on its loopback interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from launcher.emulator.state import Host, Node
+from launcher.emulator.storage.tls import NAMES as STORAGE_NAMES
+from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL, Engine, EngineError, filters
+
+log = logging.getLogger(__name__)
+
+# Folder of a host -> how its volume is made. tmpfs ones vanish when the host goes down.
+SHARED = {
+    "/home": {},
+    "/tmp": {},
+    "/run": {"type": "tmpfs", "device": "tmpfs", "o": "mode=755,size=1g"},
+    "/dev/shm": {"type": "tmpfs", "device": "tmpfs", "o": "mode=1777,size=8g"},
+}
+
+
+class Machines:
+    """The hosts of one emulator."""
+
+    def __init__(self, engine: Engine, emulator: str, image: str, sockets: Path) -> None:
+        self.engine = engine
+        self.emulator = emulator
+        self.image = image
+        self.sockets = sockets
+
+    @property
+    def network(self) -> str:
+        return f"tpu-launch-{self.emulator}"
+
+    def ensure_network(self, subnet: str) -> str:
+        """Makes the network with `subnet`, or with a free one when "" is given or it is taken; returns the subnet in
+        use."""
+        with contextlib.suppress(EngineError):
+            found = self.engine.call("GET", f"/networks/{self.network}")
+            return str(found["IPAM"]["Config"][0]["Subnet"])
+        error: EngineError | None = None
+        for candidate in ([subnet] if subnet else []) + list(free_subnets(self.emulator, self._taken_subnets())):
+            try:
+                config = {"Driver": "default", "Config": [{"Subnet": candidate}]}
+                body = {
+                    "Name": self.network,
+                    "CheckDuplicate": True,
+                    "Driver": "bridge",
+                    "IPAM": config,
+                    "Labels": {LABEL: self.emulator},
+                }
+                self.engine.call("POST", "/networks/create", body=body)
+                return candidate
+            except EngineError as refused:
+                error = refused
+        raise EngineError(500, f"no free network for the emulated hosts: {error}")
+
+    def _taken_subnets(self) -> list[str]:
+        networks = self.engine.call("GET", "/networks")
+        taken = [
+            config["Subnet"] for network in networks for config in network["IPAM"]["Config"] or [] if "Subnet" in config
+        ]
+        with contextlib.suppress(OSError):
+            for line in Path("/proc/net/route").read_text().splitlines()[1:]:
+                _, destination, _, _, _, _, _, mask, *_ = line.split()
+                if destination != "00000000":
+                    address = ipaddress.IPv4Address(int.from_bytes(bytes.fromhex(destination)[::-1], "big"))
+                    taken.append(f"{address}/{bin(int(mask, 16)).count('1')}")
+        return taken
+
+    def folder(self, host: Host) -> Path:
+        """Where the host's control socket is, on the workstation."""
+        return self.sockets / host.hostname
+
+    def ensure(self, node: Node, host: Host) -> None:
+        """The host exists and runs."""
+        with contextlib.suppress(EngineError):
+            found = self.engine.call("GET", f"/containers/{host.hostname}/json")
+            if not found["State"]["Running"]:
+                self.engine.call("POST", f"/containers/{host.hostname}/start")
+            return
+        volumes = {path: f"{host.hostname}{path.replace('/', '-')}" for path in SHARED}
+        for path, name in volumes.items():
+            body = {
+                "Name": name,
+                "Driver": "local",
+                "DriverOpts": SHARED[path],
+                "Labels": {LABEL: self.emulator, HOST_LABEL: host.hostname},
+            }
+            self.engine.call("POST", "/volumes/create", body=body)
+        peers = [f"{peer.hostname}:{peer.address}" for peer in node.hosts if peer is not host]
+        body = {
+            "Image": self.image,
+            "Hostname": host.hostname,
+            "Labels": {LABEL: self.emulator, MACHINE_LABEL: f"{node.short_name}-{host.index}"},
+            "HostConfig": {
+                "Init": True,
+                "CapAdd": ["NET_ADMIN"],
+                "NetworkMode": self.network,
+                "Binds": [f"{self.folder(host)}:/.emulator", *(f"{name}:{path}" for path, name in volumes.items())],
+                "ExtraHosts": [
+                    "metadata.google.internal:169.254.169.254",
+                    "metadata:169.254.169.254",
+                    *(f"{name}:127.0.0.1" for name in STORAGE_NAMES),
+                    *peers,
+                ],
+                "LogConfig": {"Type": "json-file", "Config": {"max-size": "10m"}},
+            },
+            "NetworkingConfig": {"EndpointsConfig": {self.network: {"IPAMConfig": {"IPv4Address": host.address}}}},
+        }
+        try:
+            self.engine.call("POST", "/containers/create", {"name": host.hostname}, body)
+        except EngineError as error:
+            if error.status != 409:  # made by a server before this one
+                raise
+        self.engine.call("POST", f"/containers/{host.hostname}/start")
+
+    def volume_folder(self, host: Host, path: str) -> Path:
+        """Where a shared folder of the host is on the workstation, for the engine's eyes."""
+        found = self.engine.call("GET", f"/volumes/{host.hostname}{path.replace('/', '-')}")
+        return Path(found["Mountpoint"])
+
+    def own(self, hostname: str) -> list[dict[str, Any]]:
+        """The containers that run on a host, or did."""
+        return self.engine.containers(f"{LABEL}={self.emulator}", f"{HOST_LABEL}={hostname}")
+
+    def kill(self, host: Host) -> None:
+        """The host and what runs on it die at once, without a signal that could be caught."""
+        self._try("POST", f"/containers/{host.hostname}/kill")
+        self.kill_own(host.hostname)
+
+    def kill_own(self, hostname: str) -> None:
+        """Kills what runs on a host that has died."""
+        running = [each["Id"] for each in self.own(hostname) if each["State"] in ("running", "restarting", "paused")]
+        self._each(running, lambda each: self._try("POST", f"/containers/{each}/kill"))
+
+    def power_off(self, host: Host) -> None:
+        """An orderly stop: containers get SIGTERM first."""
+        running = [each["Id"] for each in self.own(host.hostname) if each["State"] == "running"]
+        self._each(running, lambda each: self._try("POST", f"/containers/{each}/stop", {"t": "10"}))
+        self._try("POST", f"/containers/{host.hostname}/stop", {"t": "5"})
+
+    def start(self, host: Host) -> None:
+        """Starts a host that exists, and the containers whose restart policy says so, as an engine does after a
+        reboot."""
+        before = self.engine.call("GET", f"/containers/{host.hostname}/json")["State"]
+        if before["Running"]:
+            return
+        self._try("POST", f"/containers/{host.hostname}/start")
+        for each in self.own(host.hostname):
+            found = self.engine.call("GET", f"/containers/{each['Id']}/json")
+            policy, ended = found["HostConfig"]["RestartPolicy"]["Name"], found["State"]["FinishedAt"]
+            # Times are RFC 3339 in UTC, so they compare as text. "unless-stopped": not when it had ended before the
+            # host went down.
+            if policy == "always" or (policy == "unless-stopped" and ended >= before["FinishedAt"]):
+                self._try("POST", f"/containers/{each['Id']}/start")
+
+    def hang(self, host: Host) -> None:
+        """Nothing on the host runs any more, and nothing is closed: connections stay open and nobody answers."""
+        for name in (*(each["Id"] for each in self.own(host.hostname) if each["State"] == "running"), host.hostname):
+            self._try("POST", f"/containers/{name}/pause")
+
+    def wake(self, host: Host) -> None:
+        """Undoes `hang`."""
+        for name in (host.hostname, *(each["Id"] for each in self.own(host.hostname) if each["State"] == "paused")):
+            self._try("POST", f"/containers/{name}/unpause")
+
+    def cut(self, host: Host) -> None:
+        """The cable is pulled: no ssh, no peers, nothing outside. What runs goes on."""
+        self._try("POST", f"/networks/{self.network}/disconnect", body={"Container": host.hostname, "Force": True})
+
+    def join(self, host: Host) -> None:
+        """The cable is back, with the same address."""
+        endpoint = {"IPAMConfig": {"IPv4Address": host.address}}
+        self._try(
+            "POST", f"/networks/{self.network}/connect", body={"Container": host.hostname, "EndpointConfig": endpoint}
+        )
+
+    def remove(self, host: Host) -> None:
+        """The host, what ran on it, and its disk are gone."""
+        self._try("POST", f"/containers/{host.hostname}/kill")
+        gone = [each["Id"] for each in self.own(host.hostname)]
+        self._each(
+            [*gone, host.hostname], lambda each: self._try("DELETE", f"/containers/{each}", {"force": "1", "v": "1"})
+        )
+        wanted = filters(label=[f"{LABEL}={self.emulator}", f"{HOST_LABEL}={host.hostname}"])
+        for volume in self.engine.call("GET", "/volumes", {"filters": wanted})["Volumes"] or []:
+            self._try("DELETE", f"/volumes/{volume['Name']}", {"force": "1"})
+
+    def _try(self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None) -> None:
+        """A call whose refusal means that it is already so (gone, stopped, not connected); anything else is in the
+        log."""
+        try:
+            self.engine.call(method, path, query, body)
+        except EngineError as error:
+            if error.status not in (304, 404, 409):
+                log.warning("%s", error)
+
+    @staticmethod
+    def _each(names: list[str], act: Any) -> None:
+        if names:
+            with ThreadPoolExecutor(min(16, len(names))) as pool:
+                list(pool.map(act, names))
+
+
+def free_subnets(emulator: str, taken: list[str]) -> list[str]:
+    """Networks of 10.128.0.0/9, where Google's default network lives, that overlap with nothing in `taken`; the first
+    depends on the emulator."""
+    used = [ipaddress.ip_network(each, strict=False) for each in taken]
+    start = int(emulator, 16) % (128 * 64)
+    candidates = []
+    for offset in range(64):
+        second, block = divmod((start + offset * 131) % (128 * 64), 64)
+        network = ipaddress.ip_network(f"10.{128 + second}.{block * 4}.0/22")
+        if not any(network.overlaps(other) for other in used if other.version == 4):
+            candidates.append(str(network))
+    return candidates
+
+
+def remove_everything(engine: Engine, emulator: str) -> None:
+    """Removes every container, volume and network of an emulator, whether or not its server or its state are still
+    there.
+
+    Looks again after it removed something: the engine may still have been making a container for a server that is gone.
+    """
+    label = f"{LABEL}={emulator}"
+    machines = Machines(engine, emulator, "", Path())
+    for _ in range(20):
+        names = [f"/containers/{each['Id']}" for each in engine.containers(label)]
+        machines._each(names, lambda path: machines._try("DELETE", path, {"force": "1", "v": "1"}))
+        volumes = engine.call("GET", "/volumes", {"filters": filters(label=[label])})["Volumes"] or []
+        networks = engine.call("GET", "/networks", {"filters": filters(label=[label])})
+        rest = [f"/volumes/{each['Name']}" for each in volumes] + [f"/networks/{each['Id']}" for each in networks]
+        for path in rest:
+            machines._try("DELETE", path)
+        if not names and not rest:
+            return
+        time.sleep(0.1)
+    raise EngineError(500, f"still there after 20 attempts: {', '.join(names + rest)}")

@@ -1,0 +1,208 @@
+"""The metadata server that a host sees at 169.254.169.254: pure answers over the state; the long poll waits on the
+store.
+
+Shapes from Google's documentation of the Compute Engine metadata server, and from what torch_xla, TensorFlow and JAX
+read on a TPU VM.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from launcher.emulator.api.nodes import PROJECT_NUMBER, service_account
+from launcher.emulator.state import Host, Node, State, Store
+from launcher.emulator.web import Request, Response
+from training.accelerators import ACCELERATORS
+
+_HEADERS = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
+_ROOT = "computeMetadata/v1/"
+_SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
+
+
+def attributes(state: State, node: Node, host: Host) -> dict[str, str]:
+    """instance/attributes/: the user's metadata, and what Cloud TPU adds."""
+    return {
+        **node.resource.get("metadata", {}),
+        "accelerator-type": node.resource["acceleratorType"],
+        "agent-worker-number": str(host.index),
+        "tpu-env": tpu_env(node, host),
+        "worker-network-endpoints": worker_network_endpoints(node, plain=state.plain_endpoints),
+    }
+
+
+def worker_network_endpoints(node: Node, *, plain: bool) -> str:
+    """In worker order. The old format is "name:id:address" a host, the new one just the address."""
+    if plain:
+        return ",".join(host.address for host in node.hosts)
+    return ",".join(f"{host.hostname}:{host.instance_id}:{host.address}" for host in node.hosts)
+
+
+def tpu_env(node: Node, host: Host) -> str:
+    """YAML lines, as on a real v4 slice; v2 and v3 have no bounds there."""
+    each = ACCELERATORS[node.resource["acceleratorType"]]
+    values: dict[str, object] = {
+        "ACCELERATOR_TYPE": each.name,
+        "CONSUMER_PROJECT_ID": node.project,
+        "CONSUMER_PROJECT_NUMBER": PROJECT_NUMBER,
+        "NODE_ID": node.short_name,
+        "PREEMPTIBLE": str(bool(node.resource["schedulingConfig"])).lower(),
+        "RUNTIME_VERSION": node.resource["runtimeVersion"],
+        "TYPE": node.resource["acceleratorConfig"]["type"],
+        "WORKER_ID": host.index,
+        "ZONE": node.zone,
+    }
+    if each.generation.name not in ("v2", "v3"):
+        chips, hosts = (",".join(map(str, bounds)) for bounds in (each.chips_per_host_bounds, each.host_bounds))
+        values |= {
+            "CHIPS_PER_HOST_BOUNDS": chips,
+            "HOST_BOUNDS": hosts,
+            "TPU_CHIPS_PER_PROCESS_BOUNDS": chips,
+            "TPU_PROCESS_BOUNDS": hosts,
+        }
+        values |= {
+            "TOPOLOGY": each.topology_name,
+            "TPU_RUNTIME_METRICS_PORTS": ",".join(str(8431 + i) for i in range(each.chips_per_host)),
+        }
+    return "".join(f"{key}: '{value}'\n" for key, value in sorted(values.items()))
+
+
+def tree(state: State, node: Node, host: Host) -> dict[str, Any]:
+    """Everything under computeMetadata/v1/, with the names that the recursive JSON has in camel case left as the paths
+    are."""
+    account = {
+        "aliases": ["default"],
+        "email": service_account(),
+        "scopes": _SCOPES,
+        "token": {"access_token": token(state, host), "expires_in": 3599, "token_type": "Bearer"},
+    }
+    interface = {
+        "ip": host.address,
+        "network": f"projects/{PROJECT_NUMBER}/networks/default",
+        "mac": "42:01:0a:00:00:02",
+    }
+    return {
+        "instance": {
+            "attributes": attributes(state, node, host),
+            "guest-attributes": _nested(host.guest_attributes),
+            "hostname": f"{host.hostname}.{node.zone}.c.{node.project}.internal",
+            "id": host.instance_id,
+            "machine-type": f"projects/{PROJECT_NUMBER}/machineTypes/n1-standard-96",
+            "maintenance-event": "NONE",
+            "name": host.hostname,
+            "network-interfaces": {"0": interface},
+            "preempted": "TRUE" if node.state == "PREEMPTED" else "FALSE",
+            "service-accounts": {"default": account, service_account(): account},
+            "tags": list(node.resource.get("tags", [])),
+            "zone": f"projects/{PROJECT_NUMBER}/zones/{node.zone}",
+        },
+        "project": {"attributes": {}, "numeric-project-id": int(PROJECT_NUMBER), "project-id": node.project},
+    }
+
+
+def token(state: State, host: Host) -> str:
+    """What a host shows to Google's services."""
+    return f"emulated-{state.id}-{host.instance_id}"
+
+
+def answer(store: Store, find: Any, request: Request) -> Response:
+    """One request of a host. `find(state)` returns (node, host), or None when the host is gone.
+
+    A GET with wait_for_change waits until the value's ETag differs from last_etag (or from the present one), at most
+    timeout_sec.
+    """
+    if request.headers.get("Metadata-Flavor") != "Google":
+        return _text(403, "Missing Metadata-Flavor:Google header.\n")
+    if request.headers.get("X-Forwarded-For"):
+        return _text(403, "Requests with an X-Forwarded-For header are refused.\n")
+    path = "/".join(request.segments) + "/"
+    if not path.startswith(_ROOT):
+        return _text(200, "computeMetadata/\n") if path == "/" else _text(404, "not found\n")
+    path = path.removeprefix(_ROOT).rstrip("/")
+    if request.method == "PUT":
+        return _put(store, find, path, request)
+    if request.method not in ("GET", "HEAD"):
+        return _text(405, "method not allowed\n")
+
+    def value(state: State) -> Any:
+        found = find(state)
+        return None if found is None else _descend(tree(state, *found), path)
+
+    with store.read() as state:
+        now = value(state)
+    if now is not None and request.query.get("wait_for_change", "").lower() == "true":
+        last = request.query.get("last_etag") or _etag(now)
+        store.wait(lambda state: _etag(value(state)) != last, min(float(request.query.get("timeout_sec", 300)), 3000))
+        with store.read() as state:
+            now = value(state)
+    if now is None:
+        return _text(404, f"/{_ROOT}{path} was not found\n")
+    return _render(now, request)
+
+
+def _render(value: Any, request: Request) -> Response:
+    recursive = request.query.get("recursive", "").lower() == "true"
+    wanted = request.query.get("alt", "json" if recursive else "text")
+    headers = {"ETag": _etag(value)}
+    if isinstance(value, dict) and "access_token" not in value:
+        if not request.path.endswith("/") and not recursive:
+            return Response(301, b"", {**_HEADERS, "Location": request.path + "/"})
+        if not recursive:
+            return _text(
+                200,
+                "".join(f"{key}/\n" if isinstance(each, dict) else f"{key}\n" for key, each in value.items()),
+                headers,
+            )
+        if wanted == "text":
+            return _text(200, "".join(f"{key} {text}\n" for key, text in _flat(value)), headers)
+    if wanted == "json" or isinstance(value, dict):
+        return Response(200, json.dumps(value).encode(), {**_HEADERS, **headers, "Content-Type": "application/json"})
+    return _text(200, "\n".join(value) + "\n" if isinstance(value, list) else str(value), headers)
+
+
+def _put(store: Store, find: Any, path: str, request: Request) -> Response:
+    """A guest attribute: instance/guest-attributes/NAMESPACE/KEY."""
+    parts = path.split("/")
+    if parts[:2] != ["instance", "guest-attributes"] or len(parts) != 4:
+        return _text(405, "only instance/guest-attributes/NAMESPACE/KEY can be written\n")
+    value = request.body.all(limit=1 << 20).decode(errors="replace")
+    with store.change() as state:
+        found = find(state)
+        if found is not None:
+            found[1].guest_attributes[f"{parts[2]}/{parts[3]}"] = value
+    return _text(200 if found else 404, "")
+
+
+def _descend(value: Any, path: str) -> Any:
+    for part in path.split("/") if path else []:
+        if not isinstance(value, dict) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def _nested(values: dict[str, str]) -> dict[str, dict[str, str]]:
+    result: dict[str, dict[str, str]] = {}
+    for path, value in values.items():
+        namespace, _, key = path.partition("/")
+        result.setdefault(namespace, {})[key] = value
+    return result
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    if not isinstance(value, dict):
+        return [(prefix, str(value))]
+    return [pair for key, each in value.items() for pair in _flat(each, f"{prefix}/{key}" if prefix else key)]
+
+
+def _etag(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _text(status: int, text: str, headers: dict[str, str] | None = None) -> Response:
+    return Response(
+        status,
+        text.encode(),
+        {**_HEADERS, "Content-Type": "application/text" if status == 200 else "text/html", **(headers or {})},
+    )

@@ -1,0 +1,133 @@
+"""The files of an image's build context: which they are, their hash, and a copy of them for the builder.
+
+Only what can change an image counts: names, content, the executable bit, where a symbolic link points. Times, owners,
+umask and the order of listing don't, so that two clones of the same commit have the same hash.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from launcher.errors import BadInput
+
+# A path inside the context (with "/"), and the file on this machine that it is made from.
+Entry = tuple[str, Path]
+
+
+def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = ()) -> tuple[Entry, ...]:
+    """Every file of `folder`, its path in the context starting with `below`, without what the .dockerignore patterns
+    `ignore` name."""
+    if not folder.is_dir():
+        raise BadInput(f"{folder}: there is no such folder to build an image from")
+    matches = _compile(ignore)
+    entries = []
+    for root, folders, files in os.walk(folder):
+        here = Path(root)
+        links = [name for name in folders if (here / name).is_symlink()]
+        for name in (*files, *links):
+            path = (here / name).relative_to(folder).as_posix()
+            if not matches(path):
+                entries.append((f"{below}/{path}" if below else path, here / name))
+    return tuple(sorted(entries))
+
+
+def folder(path: Path) -> tuple[Entry, ...]:
+    """A build context as docker sees it: the files of `path` that its .dockerignore leaves in."""
+    ignore_file = path / ".dockerignore"
+    lines = ignore_file.read_text(encoding="utf-8").splitlines() if ignore_file.is_file() else []
+    return tree(path, ignore=(*lines, "/.dockerignore"))
+
+
+def digest(entries: Iterable[Entry]) -> bytes:
+    """sha256 over the sorted entries."""
+    whole = hashlib.sha256()
+    for path, source in sorted(entries):
+        for field in (path.encode(), *_content(source)):
+            whole.update(len(field).to_bytes(8, "big") + field)
+    return whole.digest()
+
+
+def assemble(entries: Iterable[Entry], destination: Path) -> None:
+    """Copies the entries into the new folder `destination`, with the modes that `digest` counts."""
+    destination.mkdir(mode=0o755, parents=True)
+    for path, source in entries:
+        target = destination / path
+        target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        if source.is_symlink():
+            target.symlink_to(os.readlink(source))
+        else:
+            shutil.copyfile(source, target)
+            target.chmod(0o755 if _executable(source) else 0o644)
+
+
+def _content(source: Path) -> tuple[bytes, bytes]:
+    """What kind of file it is, and what it holds."""
+    try:
+        if source.is_symlink():
+            return b"link", os.readlink(source).encode()
+        return b"program" if _executable(source) else b"file", source.read_bytes()
+    except OSError as error:
+        raise BadInput(f"{source}: can't be read for the image's build context: {error.strerror}") from None
+
+
+def _executable(source: Path) -> bool:
+    return bool(source.stat().st_mode & 0o100)
+
+
+def _compile(lines: Sequence[str]) -> Callable[[str], bool]:
+    """A predicate for the patterns of a .dockerignore file: the last pattern that matches a path, or a folder it is in,
+    decides.
+
+    https://docs.docker.com/build/concepts/context/#dockerignore-files
+    """
+    rules = []
+    for line in lines:
+        pattern = line.strip()
+        if not pattern or pattern.startswith("#"):
+            continue
+        keep = pattern.startswith("!")
+        cleaned = os.path.normpath(pattern.removeprefix("!").strip()).strip("/")
+        if cleaned != ".":
+            rules.append((_expression(cleaned), keep))
+
+    def ignored(path: str) -> bool:
+        verdict = False
+        for expression, keep in rules:
+            if expression.fullmatch(path):
+                verdict = not keep
+        return verdict
+
+    return ignored
+
+
+@functools.cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    parts, i = [], 0
+    while i < len(pattern):
+        if pattern.startswith("**/", i):
+            parts.append("(?:.*/)?")
+            i += 3
+        elif pattern.startswith("**", i):
+            parts.append(".*")
+            i += 2
+        elif pattern[i] == "*":
+            parts.append("[^/]*")
+            i += 1
+        elif pattern[i] == "?":
+            parts.append("[^/]")
+            i += 1
+        elif pattern[i] == "[" and "]" in pattern[i + 2 :]:
+            end = pattern.index("]", i + 2)
+            parts.append(pattern[i : end + 1])
+            i = end + 1
+        else:
+            i += pattern[i] == "\\" and i + 1 < len(pattern)
+            parts.append(re.escape(pattern[i]))
+            i += 1
+    return re.compile("".join(parts) + "(?:/.*)?", re.DOTALL)

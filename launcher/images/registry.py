@@ -1,0 +1,75 @@
+"""Artifact Registry: the repository that images are pushed to, made on request (`image.create_repository`) and never
+anything but private.
+
+Nothing but the request to create it is sent; who may read it stays what the project says. Calls may be repeated.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from launcher import shell
+
+_SECONDS = 120.0
+_HOST = "-docker.pkg.dev"
+
+
+@dataclass(frozen=True)
+class Repository:
+    """Where LOCATION-docker.pkg.dev/PROJECT/NAME/IMAGE is."""
+
+    location: str
+    project: str
+    name: str
+
+    def _command(self, verb: str) -> list[str]:
+        return [
+            *("gcloud", "artifacts", "repositories", verb, self.name),
+            *(f"--project={self.project}", f"--location={self.location}", "--quiet"),
+        ]
+
+    @property
+    def describe_command(self) -> list[str]:
+        return [*self._command("describe"), "--format=value(name)"]
+
+    @property
+    def create_command(self) -> list[str]:
+        return [*self._command("create"), "--repository-format=docker", "--description=images of tpu-launch"]
+
+
+def parse(repository: str) -> Repository | None:
+    """None for what is not in Artifact Registry."""
+    match = re.fullmatch(rf"([a-z0-9-]+){re.escape(_HOST)}/([^/]+)/([^/:@]+)(/.+)?", repository)
+    return Repository(match[1], match[2], match[3]) if match else None
+
+
+def require(repository: str) -> bool:
+    """Makes the repository unless it is there; whether it was made. Raises the LaunchError that gcloud's message
+    means."""
+    from launcher.tpu_vm import gcloud
+
+    found = parse(repository)
+    if found is None:
+        return False
+    try:
+        gcloud.call(found.describe_command, timeout=_SECONDS)
+        return False
+    except gcloud.NotFound:
+        pass
+    try:
+        gcloud.call(found.create_command, timeout=_SECONDS)
+    except gcloud.Conflict:  # somebody else was quicker
+        return False
+    return True
+
+
+def advice(repository: str) -> str:
+    """What to do when a push says that there is no such repository."""
+    found = parse(repository)
+    typed = (
+        f"`{shell.quote(found.create_command)}`, or set image.create_repository: true"
+        if found
+        else "create it in that registry"
+    )
+    return f"the repository does not exist, or may not be seen: {typed}"

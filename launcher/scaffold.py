@@ -1,0 +1,129 @@
+"""`tpu-launch init`: writes a first file that is valid and says what each line means. Refuses to overwrite one.
+
+Pure but for `write`: `text` makes the file from answers, and it is read back through the real checks before it gets its
+name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.config import load
+from launcher.errors import BadInput
+from training.accelerators import Accelerator, UnknownAccelerator, accelerator
+
+_PLAIN = re.compile(r"[A-Za-z]([A-Za-z0-9._/:-]*[A-Za-z0-9])?")
+_PROJECT = re.compile(r"[a-z0-9][a-z0-9.:-]{0,60}[a-z0-9]")
+_WORDS = ("true", "false", "null", "yes", "no", "on", "off")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What can't be guessed."""
+
+    project: str
+    accelerator_type: str
+    zone: str
+    name: str
+    capacity: str
+    bucket: str | None = None  # without gs://; None: the file describes a slice, and commands are given to `run`
+    repository: str | None = None
+
+
+def known(accelerator_type: str) -> Accelerator:
+    """The accelerator. Raises BadInput that lists what exists."""
+    try:
+        return accelerator(accelerator_type)
+    except UnknownAccelerator as error:
+        raise BadInput(str(error)) from None
+
+
+def text(answers: Answers) -> str:
+    """The file. Raises BadInput for an accelerator that does not exist, or what can't be a project."""
+    wanted = known(answers.accelerator_type)
+    if not _PROJECT.fullmatch(answers.project):
+        raise BadInput(f"{answers.project!r} can't be a project id: lower-case letters, digits and hyphens")
+    repository = answers.repository
+    lines = [
+        "# What to run, and where. Checked by `tpu-launch plan`, `tpu-launch doctor` says what this machine lacks.",
+        "",
+        f"project: {_scalar(answers.project)} # Google Cloud project",
+        f"zone: {_scalar(answers.zone)} # {wanted.generation.name} slices are in {', '.join(wanted.generation.zones)}",
+        "slice:",
+        f"  name: {_scalar(answers.name)} # name of the TPU node",
+        f"  accelerator_type: {wanted.name} # {_counts(wanted)}",
+        f"  capacity: {answers.capacity} # on-demand, spot (cheap, can be taken away), reserved",
+        "  expires_hours: 48 # after so long `tpu-launch gc` removes it, if you forgot",
+        "  # max_cost_per_hour: 30 # dollars; what costs more is not created",
+        "image:",
+        f"  repository: {_scalar(repository)} # where the image is pushed; hosts run it by digest"
+        if repository
+        else f"  repository: null # for real slices: REGION-docker.pkg.dev/{answers.project}/REPOSITORY/NAME; emulated ones need none",
+        "run:",
+        "  stop_seconds: 30 # between SIGTERM and SIGKILL: time to save",
+        "  # command: [python, train.py] # your own program instead of the trainer below",
+        "",
+    ]
+    return "\n".join([*lines, *(_trainer(answers.bucket, wanted) if answers.bucket else _no_trainer())]) + "\n"
+
+
+def _counts(wanted: Accelerator) -> str:
+    hosts = "1 host" if wanted.hosts == 1 else f"{wanted.hosts} hosts"
+    return f"{hosts}, {wanted.devices} devices"
+
+
+def _trainer(bucket: str, wanted: Accelerator) -> list[str]:
+    return [
+        "# From here on: what `tpu-train` reads on every host.",
+        "seed: 1",
+        "task: mlm # masked language modelling, from scratch",
+        "model: {name: bert-base} # bert-tiny to bert-large, roberta-base, or {path: folder}",
+        "data: # written by `tpu-launch local -- tpu-train tokenizer ...` and `... shards ...`",
+        f"  tokenizer: {_scalar(f'gs://{bucket}/tokenizer')}",
+        f"  train: {_scalar(f'gs://{bucket}/data/train')}",
+        f"  evaluation: {_scalar(f'gs://{bucket}/data/evaluation')}",
+        "train:",
+        "  steps: 10000",
+        f"  global_batch_size: {32 * wanted.devices} # over all hosts and devices",
+        "  learning_rate: 1.0e-4",
+        "  warmup_steps: 1000",
+        "evaluation: {every: 1000} # steps",
+        "checkpoint: {every_steps: 500, keep_last: 2}",
+        f"output: {_scalar(f'gs://{bucket}/runs')} # checkpoints, metrics, summary: below <output>/<run id>",
+    ]
+
+
+def _no_trainer() -> list[str]:
+    return [
+        "# No trainer sections: give the command, `tpu-launch run -- python train.py`. With `init --bucket` the trainer's are written too."
+    ]
+
+
+def _scalar(value: str) -> str:
+    """A string as YAML: plain where that is safe."""
+    plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS and ": " not in value
+    return value if plain else json.dumps(value, ensure_ascii=False)
+
+
+def write(path: Path, answers: Answers) -> None:
+    """Writes the file at `path`. Raises BadInput when there is one, or when an answer makes no valid file."""
+    if path.exists() or path.is_symlink():
+        raise BadInput(f"{path} exists and is not overwritten: choose another name with --file, or remove it")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(text(answers), encoding="utf-8")
+        try:
+            load(temporary)
+        except BadInput as error:
+            raise BadInput(str(error).replace(str(temporary), str(path)) + "\nnothing was written") from None
+        os.link(temporary, path)  # fails when somebody else wrote it meanwhile
+    except FileExistsError:
+        raise BadInput(f"{path} exists and is not overwritten") from None
+    except OSError as error:
+        raise BadInput(f"{path}: can't be written: {error.strerror}") from None
+    finally:
+        temporary.unlink(missing_ok=True)

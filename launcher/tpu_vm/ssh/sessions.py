@@ -1,0 +1,260 @@
+"""Shell access to the hosts of a slice: Fabric connections that stay open, addressed and authenticated as gcloud would.
+
+`addresses` knows how gcloud would reach each host: address, user, key, known-hosts file and the alias under which the
+host's key is kept. We connect with exactly that, so keys are checked as gcloud checks them. A host that can't be
+reached is an observation, not an exception of the caller's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shlex
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import paramiko
+from fabric import Config as FabricConfig
+from fabric import Connection
+from paramiko.hostkeys import HostKeys
+
+from launcher.tpu_vm.ssh.addresses import Address, Answer
+
+# What goes wrong is in the answers; paramiko would print tracebacks of its threads as well.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
+logging.getLogger("paramiko").propagate = False
+
+_SSH_PORT = 22
+_CONNECT_SECONDS = 5.0
+_HANDSHAKE_SECONDS = 20.0
+_KEEPALIVE_SECONDS = 5
+_STALE_SECONDS = 10.0
+_WAKE_SECONDS = 2.0
+_HANDSHAKES = 8  # at once: 64 would run into each other's time-outs
+_CHANNEL_SECONDS = 10.0  # for a host that is connected to answer at all (paramiko would wait for an hour)
+
+
+class HostKeyUnknown(paramiko.SSHException):
+    """No key of that host is known yet: gcloud learns it at its own first connection."""
+
+
+# The host is there, but does not let us in as we are; gcloud, which spreads keys and learns those of hosts, may still
+# get through.
+_REFUSALS = (HostKeyUnknown, paramiko.AuthenticationException, paramiko.ssh_exception.IncompatiblePeer)
+
+
+class HostKeyChanged(paramiko.SSHException):
+    """A host shows another key than the one that is known: nobody is asked to go on, and gcloud would try for 47 s
+    before it said so."""
+
+
+class _AliasKeys(paramiko.MissingHostKeyPolicy):
+    """Checks a host's key under the alias gcloud keeps it by. gcloud adds keys on its own first connection; an unknown
+    one is refused."""
+
+    def __init__(self, address: Address, known: Callable[[str], HostKeys]) -> None:
+        self.address = address
+        self.known = known
+
+    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+        keys = self.known(self.address.known_hosts).lookup(
+            self.address.alias.lower()
+        )  # OpenSSH keeps aliases in lower case
+        kept = None if keys is None else keys.get(key.get_name())
+        if kept is not None and kept != key:
+            raise HostKeyChanged(
+                f"the host key of worker {self.address.worker} ({hostname}) has changed: somebody else answers there, or the host was set up anew; "
+                f"if you know why: ssh-keygen -f {self.address.known_hosts} -R {self.address.alias.lower()}"
+            )
+        if kept is None:
+            raise HostKeyUnknown(
+                f"the host key of worker {self.address.worker} ({hostname}) is not the one gcloud keeps as {self.address.alias}"
+            )
+
+
+class Hosts:
+    """Open connections to the hosts of one slice. Threads may ask the same or different hosts at once."""
+
+    def __init__(self, addresses: Sequence[Address]) -> None:
+        self.addresses = {address.worker: address for address in addresses}
+        self._connections: dict[int, Connection] = {}
+        self._handshakes = threading.BoundedSemaphore(_HANDSHAKES)
+        self._used: dict[int, float] = {}  # when each was last asked
+        self._locks = {worker: threading.Lock() for worker in self.addresses}
+        self._reading = threading.Lock()
+        self._keys: dict[
+            str, paramiko.PKey
+        ] = {}  # by file: to read an RSA key takes longer than all else of a handshake
+        self._known: dict[tuple[str, float], HostKeys] = {}  # by file and its time
+
+    @property
+    def workers(self) -> list[int]:
+        return sorted(self.addresses)
+
+    def ask(self, worker: int, script: str, *, timeout: float, given: str | None = None) -> Answer:
+        """Runs `script` on a host, with `given` as its standard input. Never raises for what a network or a host does:
+        the answer says it."""
+        # A connection that was not used for a while may have died unnoticed; scripts may be run again.
+        stale = worker in self._connections and time.monotonic() - self._used.get(worker, 0.0) > _STALE_SECONDS
+        answer = self._ask(worker, script, timeout, given)
+        if stale and not answer.reached and not answer.timed_out:
+            answer = self._ask(worker, script, timeout, given)
+        self._used[worker] = time.monotonic()
+        return answer
+
+    def _ask(self, worker: int, script: str, timeout: float, given: str | None) -> Answer:
+        connection: Connection | None = None
+        try:
+            with self._locks[worker]:
+                connection = self._connect(worker)
+            code, out, err = _execute(connection, f"sh -c {shlex.quote(script)}", timeout, given)
+        except TimeoutError:
+            self._drop(worker, connection)
+            if connection is None:
+                return Answer(worker, None, problem=f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
+            return Answer(worker, None, problem=f"no answer within {timeout:.0f} s", timed_out=True)
+        except paramiko.SSHException as error:
+            self._drop(worker, connection)
+            return Answer(worker, None, problem=_say(error), refused=isinstance(error, _REFUSALS))
+        except (OSError, EOFError) as error:
+            self._drop(worker, connection)
+            return Answer(worker, None, problem=_say(error))
+        if code == -1:  # paramiko: the channel closed without a status
+            self._drop(worker, connection)
+            return Answer(worker, None, problem="the connection closed before the command ended")
+        return Answer(worker, code, out, err)
+
+    def ask_all(
+        self, script: str, *, timeout: float, workers: Sequence[int] | None = None, given: str | None = None
+    ) -> list[Answer]:
+        """The same question to all hosts at once (or to some), answers in worker order."""
+        asked = self.workers if workers is None else sorted(workers)
+        if not asked:
+            return []
+        with ThreadPoolExecutor(max_workers=min(64, len(asked))) as pool:
+            return list(pool.map(lambda worker: self.ask(worker, script, timeout=timeout, given=given), asked))
+
+    def connect_all(self) -> None:
+        """Opens what can be opened; what can't is a later question's problem."""
+
+        def connect(worker: int) -> None:
+            with contextlib.suppress(OSError, EOFError, paramiko.SSHException), self._locks[worker]:
+                self._connect(worker)
+                self._used[worker] = time.monotonic()
+
+        with ThreadPoolExecutor(max_workers=min(64, len(self.addresses))) as pool:
+            list(pool.map(connect, self.workers))
+
+    def close(self) -> None:
+        for worker, connection in list(self._connections.items()):
+            self._drop(worker, connection)
+
+    def _connect(self, worker: int) -> Connection:
+        connection = self._connections.get(worker)
+        if connection is not None and connection.is_connected:
+            return connection
+        address = self.addresses[worker]
+        # Dead hosts are told from slow ones: a short time for the first packets, a long one for the handshake.
+        link = socket.create_connection((address.host, _SSH_PORT), timeout=_CONNECT_SECONDS)
+        # The user's own ssh configuration must not change where these go.
+        connection = Connection(
+            host=address.host,
+            user=address.user,
+            config=FabricConfig(lazy=True, overrides={"load_ssh_configs": False}),
+            connect_timeout=_HANDSHAKE_SECONDS,
+            connect_kwargs={
+                "sock": link,
+                "pkey": self._key(address.key_file),
+                "allow_agent": False,
+                "look_for_keys": False,
+                "banner_timeout": _HANDSHAKE_SECONDS,
+                "auth_timeout": _HANDSHAKE_SECONDS,
+                "channel_timeout": _CHANNEL_SECONDS,
+            },
+        )
+        connection.client.set_missing_host_key_policy(_AliasKeys(address, self._known_hosts))
+        try:
+            with self._handshakes:
+                connection.open()
+        except BaseException:
+            link.close()
+            raise
+        transport = connection.client.get_transport()
+        if transport is not None:
+            transport.set_keepalive(_KEEPALIVE_SECONDS)
+            # A cable that is pulled shows only in what is not acknowledged: by default after a quarter of an hour.
+            transport.sock.settimeout(_WAKE_SECONDS)  # its thread would wake up ten times a second
+            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_CHANNEL_SECONDS * 1000))
+        self._connections[worker] = connection
+        return connection
+
+    def _key(self, path: str) -> paramiko.PKey:
+        with self._reading:
+            if path not in self._keys:
+                try:
+                    self._keys[path] = paramiko.PKey.from_path(path)
+                except (TypeError, ValueError, paramiko.pkey.UnknownKeyType) as error:
+                    raise paramiko.AuthenticationException(
+                        f"the key {path} is locked, or of a kind that only ssh can read"
+                    ) from error
+            return self._keys[path]
+
+    def _known_hosts(self, path: str) -> HostKeys:
+        with self._reading:
+            version = path, os.stat(path).st_mtime if Path(path).exists() else 0.0
+            if version not in self._known:
+                found = HostKeys()
+                if version[1]:
+                    found.load(path)
+                self._known = {version: found}
+            return self._known[version]
+
+    def _drop(self, worker: int, connection: Connection | None) -> None:
+        """Closes a connection; another that was made meanwhile stays."""
+        if connection is None:
+            return
+        if id(self._connections.get(worker)) == id(connection):
+            self._connections.pop(worker, None)
+        with contextlib.suppress(
+            OSError, EOFError, paramiko.SSHException, AttributeError
+        ):  # it was broken; that is why it is dropped
+            connection.client.get_transport().sock.shutdown(socket.SHUT_RDWR)  # or its thread would be waited for
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+            connection.close()
+
+
+def _execute(connection: Connection, command: str, timeout: float, given: str | None) -> tuple[int, str, str]:
+    """Exit code and output of a command, on a channel of its own. Fabric's `run` starts four threads a command, too
+    much for 64 hosts a second.
+
+    Raises TimeoutError, and what paramiko raises for a connection that breaks.
+    """
+    deadline = time.monotonic() + timeout
+    with connection.client.get_transport().open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
+        channel.settimeout(timeout)
+        channel.exec_command(command)
+        if given is not None:
+            channel.sendall(given.encode())
+        channel.shutdown_write()
+        parts: dict[str, list[bytes]] = {"recv": [], "recv_stderr": []}
+        for source, received in parts.items():
+            while True:
+                channel.settimeout(max(0.01, deadline - time.monotonic()))
+                if not (data := getattr(channel, source)(1 << 16)):
+                    break
+                received.append(data)
+        if not channel.status_event.wait(max(0.01, deadline - time.monotonic())):
+            raise TimeoutError
+        out, err = (b"".join(received).decode(errors="replace") for received in parts.values())
+        return channel.exit_status, out, err
+
+
+def _say(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return f"can't be reached: {error}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,43 @@
+"""`transformers.pipeline` over a model folder where there is no torch: in the tensorflow image."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from safetensors.numpy import load_file
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    TFAutoModelForMaskedLM,
+    TFAutoModelForSequenceClassification,
+    pipeline,
+)
+from transformers.modeling_tf_pytorch_utils import load_pytorch_state_dict_in_tf2_model
+
+from training.backends.tensorflow.model import count_positions
+from training.errors import BadInput
+from training.models.hugging_face import WEIGHTS
+
+_MODELS = {"fill-mask": TFAutoModelForMaskedLM, "text-classification": TFAutoModelForSequenceClassification}
+
+
+def open_pipeline(task: str, folder: str) -> Any:
+    """What `pipeline(task, model=folder)` is with torch. Raises BadInput.
+
+    The weights are put in here because transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file of
+    PyTorch's names ("'builtins.safe_open' object is not iterable")."""
+    model = _MODELS[task].from_config(AutoConfig.from_pretrained(folder))
+    count_positions(model)
+    ids = tf.constant([[0, 1]])
+    weights = load_file(Path(folder) / WEIGHTS)
+    _, found = load_pytorch_state_dict_in_tf2_model(
+        model, weights, tf_inputs={"input_ids": ids}, allow_missing_keys=True, output_loading_info=True
+    )
+    if found["missing_keys"]:
+        raise BadInput(
+            f"{folder} lacks {len(found['missing_keys'])} of the model's weights: {', '.join(sorted(found['missing_keys'])[:3])}"
+        )
+    # dtype: its default is looked up in torch.
+    return pipeline(task, model=model, tokenizer=AutoTokenizer.from_pretrained(folder), framework="tf", dtype=None)

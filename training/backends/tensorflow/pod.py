@@ -1,0 +1,196 @@
+"""TensorFlow on a TPU slice of several hosts: one program on host 0 drives all devices, through a worker on every host.
+
+`tpu-train train` is started on all hosts alike, as for PyTorch, and keeps the exit codes that the launcher knows:
+
+  every host  starts a worker (training.backends.tensorflow.worker) and meets the others once it listens
+  host 0      runs the loop with TPU_NAME=grpc://...; to the loop it is the only host. Its rows are read by the workers
+  the others  serve until host 0 is done, and end as it does: 0 or 75. When it fails, or is gone, they have lost a peer:
+  76
+
+The rendezvous of all hosts stays open meanwhile: a host that is gone, or whose worker has ended, ends the others too; a
+host that is asked to stop tells host 0 by its phase. No TPU was there to run this on; the workers and the meeting are
+tested on CPUs.
+
+Ports: 8470 (TPU_TASK_PORT) the workers, 8476 libtpu's mesh controller on host 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from training.config import TrainerConfig
+from training.distributed.cluster import Cluster, tpu_environment
+from training.distributed.rendezvous import Rendezvous
+from training.distributed.shutdown import Stopping
+from training.errors import Exit, StopRequested, TrainError
+from training.run_setup import agree, code_hash, device_kind
+
+WORKER_PORT = 8470
+MESH_PORT = 8476
+ASKED = "asked to stop"  # the phase of a host that was
+_ALWAYS = 10 * 365 * 86400.0  # seconds
+
+# What host 0 runs: (config, cluster, rendezvous, stopping) -> whatever
+Program = Callable[[TrainerConfig, Cluster, Rendezvous, Stopping], Any]
+
+
+def applies(config: TrainerConfig, cluster: Cluster) -> bool:
+    """Whether this run has one program for several hosts."""
+    return config.backend == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU"
+
+
+def run(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopping: Stopping, program: Program) -> None:
+    """This host's part. Raises StopRequested once host 0 has committed, LostPeer, TrainError, and whatever the program
+    raises."""
+    agree(rendezvous, {"configuration": config.hash, "code": code_hash()}, config.rendezvous.start_seconds)
+    port = int(os.environ.get("TPU_TASK_PORT") or WORKER_PORT)
+    with worker(worker_environment(cluster), port, config.rendezvous.start_seconds) as serving:
+        rendezvous.phase("waiting for the workers of all hosts")
+        workers = rendezvous.meet(
+            "workers", f"{cluster.addresses[cluster.worker]}:{port}", config.rendezvous.start_seconds
+        )
+        if not cluster.is_first:
+            return _serve(rendezvous, stopping, serving)
+        os.environ["TPU_NAME"] = ",".join(f"grpc://{address}" for address in workers)
+        try:
+            program(
+                config,
+                replace(cluster, addresses=cluster.addresses[:1]),
+                Chief(rendezvous, stopping, serving),
+                stopping,
+            )
+        except StopRequested:
+            rendezvous.meet("done", int(Exit.SAVED))
+            raise
+        rendezvous.meet("done", int(Exit.FINISHED))
+        return None
+
+
+def worker_environment(cluster: Cluster) -> dict[str, str]:
+    """What a worker and its libtpu must be told, as start_grpc_tpu_worker does it. Raises BadInput for an unknown
+    accelerator or number of hosts."""
+    known = tpu_environment(cluster)
+    environment = {
+        "CLOUD_TPU_TASK_ID": str(cluster.worker),
+        "TPU_LOCK_DEVICE": "true",
+        "TPU_STDERR_LOG_LEVEL": "0",
+        "TPU_MESH_CONTROLLER_ADDRESS": f"{cluster.addresses[0]}:{MESH_PORT}",
+        "TPU_MESH_CONTROLLER_PORT": str(MESH_PORT),
+        "TPU_HOSTNAME_OVERRIDE": cluster.addresses[cluster.worker],
+        # A block of a shard is at most 256 KB: TensorFlow would fetch 64 MB for it.
+        "GCS_READ_CACHE_BLOCK_SIZE_MB": "1",
+    }
+    if (cluster.accelerator_type or "").startswith(("v2-", "v3-")):  # later libtpus know by themselves
+        environment["TPU_CHIPS_PER_HOST_BOUNDS"] = known["TPU_CHIPS_PER_PROCESS_BOUNDS"]
+        environment["TPU_HOST_BOUNDS"] = known["TPU_PROCESS_BOUNDS"]
+    return environment
+
+
+@contextlib.contextmanager
+def worker(environment: dict[str, str], port: int, seconds: float) -> Iterator[subprocess.Popen[bytes]]:
+    """This host's worker, listening. Raises TrainError when it does not within `seconds`."""
+    command = [sys.executable, "-m", "training.backends.tensorflow.worker", str(port)]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **environment},
+        start_new_session=True,
+    )
+    try:
+        _await_serving(process, port, seconds)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _await_serving(process: subprocess.Popen[bytes], port: int, seconds: float) -> None:
+    assert process.stdout is not None
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if select.select([process.stdout], [], [], 0.5)[0]:
+            line = process.stdout.readline()
+            if line.strip() == b"serving":
+                return
+            if not line:
+                raise TrainError(
+                    f"the TPU worker of this host (port {port}) ended with code {process.wait()} before it served; see its lines above"
+                )
+    raise TrainError(f"the TPU worker of this host does not serve on port {port} within {seconds:g} s")
+
+
+def _ended(serving: subprocess.Popen[bytes]) -> TrainError | None:
+    code = serving.poll()
+    return (
+        None if code is None else TrainError(f"the TPU worker of this host ended with code {code}; see its lines above")
+    )
+
+
+def _serve(rendezvous: Rendezvous, stopping: Stopping, serving: subprocess.Popen[bytes]) -> None:
+    """Until host 0 is done."""
+    stopping.nothing_to_lose = False  # host 0 decides, and saves
+    told: list[Any] = []
+
+    def wait() -> None:
+        try:
+            told.append(rendezvous.meet("done", None, _ALWAYS)[0])
+        except TrainError as error:
+            told.append(error)
+
+    waiting = threading.Thread(target=wait, name="served", daemon=True)
+    waiting.start()
+    while waiting.is_alive():
+        rendezvous.phase(ASKED if stopping.requested else "serving")
+        if error := _ended(serving):
+            raise error
+        waiting.join(0.2)
+    if isinstance(told[0], TrainError):
+        raise told[0]
+    if told[0] == Exit.SAVED:
+        raise StopRequested("host 0 has committed and stopped")
+
+
+class Chief:
+    """The rendezvous as the loop on host 0 sees it: it is alone, but the others must be there."""
+
+    def __init__(self, outer: Rendezvous, stopping: Stopping, serving: subprocess.Popen[bytes]) -> None:
+        self._outer, self._stopping, self._serving = outer, stopping, serving
+        threading.Thread(target=self._listen, name="asked", daemon=True).start()
+
+    def _listen(self) -> None:
+        """Hosts that are asked to stop."""
+        while not self._stopping.requested:
+            if ASKED in self._outer.phases():
+                self._stopping.hear()
+            time.sleep(0.2)
+
+    def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+        self.check()
+        return [payload]
+
+    def phase(self, name: str) -> None:
+        self._outer.phase(name)
+
+    def aside(self, name: str) -> None:
+        self._outer.aside(name)
+
+    def check(self) -> None:
+        self._outer.check()
+        if error := _ended(self._serving):
+            raise error
+
+    def phases(self) -> str:
+        return self._outer.phases()
+
+    def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
+        self._outer.close(code, reason, overdue=overdue)

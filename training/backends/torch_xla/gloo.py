@@ -1,0 +1,55 @@
+"""Sums across hosts over TCP, for CPU hosts: the framework's own collectives end at the process there.
+
+gloo's ring adds in an order that depends only on the number of hosts, so runs on the same number of hosts give the same
+bits, and every host gets the same sum. A peer that dies closes its connections and the sum fails at once; a peer that
+vanishes is the rendezvous' business, which ends the process even while it is stuck in here.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Rendezvous
+from training.distributed.tcp_allreduce import lost
+from training.errors import TrainError
+
+
+class Exchange:
+    """The hosts' process group."""
+
+    def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str, seconds: float) -> None:
+        self._rendezvous = rendezvous
+        wait = timedelta(seconds=seconds)
+        host, port = cluster.addresses[0], cluster.gloo_port
+        rendezvous.phase("connecting gloo")
+        try:
+            store = (
+                dist.TCPStore(host, port, cluster.hosts, True, wait, wait_for_workers=False)
+                if cluster.is_first
+                else None
+            )
+        except RuntimeError as error:
+            raise TrainError(
+                f"can't listen on {host}:{port} for the gradient exchange: {str(error).splitlines()[0]}"
+            ) from None
+        rendezvous.meet("gloo store")  # from here on the store answers
+        try:
+            store = store or dist.TCPStore(host, port, cluster.hosts, False, wait, wait_for_workers=False)
+            options = dist.ProcessGroupGloo._Options()
+            options._timeout = wait
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=cluster.addresses[cluster.worker])]
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore(token, store), cluster.worker, cluster.hosts, options)
+        except RuntimeError as error:
+            lost(rendezvous, "connecting the hosts", error)
+        self._store = store  # host 0's is the server: it lives as long as the group
+
+    def sum(self, flat: torch.Tensor) -> None:
+        """Replaces a CPU tensor by its sum over all hosts. Raises LostPeer."""
+        try:
+            self._group.allreduce([flat]).wait()
+        except RuntimeError as error:
+            lost(self._rendezvous, "adding up gradients", error)

@@ -1,0 +1,198 @@
+"""Networks for the torch backends: built by name or read from a folder, and the sums of each task.
+
+Model code is Hugging Face's; only the classes in use are imported, because importing all of transformers takes seconds.
+Its dropouts and self-attention are replaced by those of `torch_dropout` and `torch_attention`: the same function, up to
+which elements are dropped, in less memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from training.backends.torch_xla.attention import SelfAttention, again
+from training.backends.torch_xla.dropout import Dropout, Noise, noise_for
+from training.config import Model, Remat
+from training.errors import BadInput
+from training.models.hugging_face import FAMILIES, HEAD, Needs, config_of, labels_of, local, read_config, require_room
+from training.models.initial import weight
+
+Sums = Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor | None]]
+
+
+def build(model: Model, needs: Needs, *, dropout: float, seed: int) -> torch.nn.Module:
+    """A masked-language model, or for data with labels a classifier, in training mode on the CPU. The same seed gives
+    the same weights on every host."""
+    values = config_of(model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, labels=needs.labels)
+    if model.path is None:
+        network = _fresh(values, seed)
+    elif needs.labels is None:
+        network = _from_folder(model.path, dropout)
+    else:
+        network = _with_fresh_head(model.path, values, dropout, seed)
+    require_room(network.config, needs)
+    network.train()
+    return network
+
+
+def own_parts(network: Any, remat: Remat | None, *, otherwise: Remat) -> Noise | None:
+    """Puts our dropout and self-attention into a network of BERT's or RoBERTa's family, and says what backwards is
+    computed again: `otherwise` when the file does not say. Returns what the dropouts draw from; None when the network
+    is of another family, which stays as it is. Raises BadInput."""
+    config = network.config
+    if (
+        config.model_type not in FAMILIES
+        or config.is_decoder
+        or getattr(config, "position_embedding_type", "absolute") != "absolute"
+    ):
+        if remat in (None, "none"):
+            return None
+        raise BadInput(
+            f"train.remat: {remat} is for encoders of BERT and RoBERTa, and model.path is of type {config.model_type}: remove it"
+        )
+    remat = remat or otherwise
+    noise = noise_for(network)
+    dropouts = [name for name, module in network.named_modules() if isinstance(module, torch.nn.Dropout)]
+    for place, name in enumerate(dropouts):
+        network.set_submodule(name, Dropout(network.get_submodule(name).p, place, noise))
+    for layer in network.base_model.encoder.layer:
+        layer.attention.self = SelfAttention(
+            layer.attention.self, layer.attention.self.dropout, again=remat == "attention"
+        )
+        if remat == "layers":
+            # Hugging Face's own hook for this; it gives the layer's call with its keywords, and its positional
+            # arguments.
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _layer_again(layer)
+    return noise
+
+
+def _layer_again(layer: Any) -> Callable[..., Any]:
+    def call(function: Callable[..., Any], hidden: Tensor, mask: Tensor, *others: Any) -> Any:
+        return (again(lambda *parts: function(*parts, *others)[0], (hidden, mask), tuple(layer.parameters())),)
+
+    return call
+
+
+def _fresh(values: dict[str, Any], seed: int) -> Any:
+    """The network named in `architectures`."""
+    if values["model_type"] == "roberta":
+        from transformers.models.roberta import modeling_roberta as networks
+        from transformers.models.roberta.configuration_roberta import RobertaConfig as Config
+    else:
+        from transformers.models.bert import modeling_bert as networks
+        from transformers.models.bert.configuration_bert import BertConfig as Config
+
+    network = getattr(networks, values["architectures"][0])(Config(**values, attn_implementation="eager"))
+    about = {
+        "deviation": network.config.initializer_range,
+        "model_type": values["model_type"],
+        "pad": network.config.pad_token_id,
+    }
+    with torch.no_grad():
+        for name, value in network.named_parameters():
+            value.copy_(torch.from_numpy(weight(name, tuple(value.shape), seed=seed, **about)))
+    return network
+
+
+def _from_folder(path: str, dropout: float) -> Any:
+    """A model folder's network and weights. A weight that the folder lacks is refused: it would be random."""
+    from transformers import AutoModelForMaskedLM
+
+    network, absent = _load(
+        path, AutoModelForMaskedLM, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
+    )
+    _refuse(path, absent)
+    return network
+
+
+def _with_fresh_head(path: str, values: dict[str, Any], dropout: float, seed: int) -> Any:
+    """A classifier with an encoder's weights from a folder. Its head is fresh, unless the folder is a classifier of the
+    same labels."""
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "classifier_dropout": dropout}
+    network = _fresh({**values, **dropouts}, seed)
+    loaded, absent = _load(path, type(network), config=network.config, ignore_mismatched_sizes=True)
+    _refuse(path, {name for name in absent if not name.startswith(HEAD)})
+    fresh = tuple(absent) if labels_of(read_config(path)) == labels_of(values) else (*absent, "classifier.")
+    found = {name: value for name, value in loaded.state_dict().items() if not name.startswith(fresh)}
+    network.load_state_dict(found, strict=False)
+    return network
+
+
+def _load(path: str, network: Any, **options: Any) -> tuple[Any, set[str]]:
+    """A network with a folder's weights, and the names of those that the folder does not have, or not in the right
+    shape."""
+    try:
+        with local(path) as folder:
+            loaded, report = network.from_pretrained(
+                folder,
+                attn_implementation="eager",
+                dtype=torch.float32,
+                output_loading_info=True,
+                local_files_only=True,
+                **options,
+            )
+    except (OSError, ValueError) as error:
+        raise BadInput(f"model.path {path}: {error}") from None
+    return loaded, {*report["missing_keys"], *(each[0] for each in report["mismatched_keys"])}
+
+
+def _refuse(path: str, absent: set[str]) -> None:
+    if absent:
+        raise BadInput(f"model.path {path} lacks {len(absent)} of the model's weights: {', '.join(sorted(absent)[:5])}")
+
+
+def _mlm(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
+    """(3,): weighted loss, weights, weighted hits (protocol.SUMS), over this host's rows. The head sees the masked
+    positions only."""
+    ids = batch["input_ids"].long()  # (rows, sequence)
+    # Rows have no padding. Without any mask the model would look for some, which costs a device-to-host round trip each
+    # step.
+    hidden = network.base_model(input_ids=ids, attention_mask=torch.ones_like(ids))[0]  # (rows, sequence, width)
+    # As a matrix product, which is exact: backwards, a gather is a scatter into the global batch, added up over all
+    # devices.
+    chosen = batch["positions"].unsqueeze(-1) == torch.arange(hidden.shape[1], dtype=torch.int32, device=hidden.device)
+    hidden = torch.bmm(chosen.to(hidden.dtype), hidden)  # (rows, predictions, sequence) times (rows, sequence, width)
+    head = network.cls if hasattr(network, "cls") else network.lm_head
+    logits = head(hidden).float().flatten(0, 1)  # (rows * predictions, vocabulary)
+    labels = batch["labels"].long().flatten().clamp(min=0)  # (rows * predictions,)
+    weights = batch["weights"].flatten()
+    return _totals(logits, labels, weights), None
+
+
+def _classification(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The same over rows, and (labels, labels): weights of the rows of each class (first axis) that were taken for each
+    (second axis)."""
+    logits = network(
+        input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"].long()
+    ).logits.float()  # (rows, labels)
+    labels, weights = batch["labels"].long(), batch["weights"]  # (rows,)
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    true = (labels.unsqueeze(1) == classes).float() * weights.unsqueeze(1)  # (rows, labels)
+    predicted = (logits.argmax(-1).unsqueeze(1) == classes).float()  # (rows, labels)
+    # Not a matrix product: in bf16 that would round the counts.
+    confusion = (true.unsqueeze(2) * predicted.unsqueeze(1)).sum(0)  # (labels, labels)
+    return _totals(logits, labels, weights), confusion
+
+
+def _totals(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """(3,) from (predictions, classes), (predictions,) and (predictions,)."""
+    losses = functional.cross_entropy(logits, labels, reduction="none")
+    hits = (_first_largest(logits.detach()) == labels).float()
+    return torch.stack([(losses * weights).sum(), weights.sum(), (hits * weights).sum()])
+
+
+def _first_largest(logits: Tensor) -> Tensor:
+    """`argmax` over the last axis, which the TPU compiler takes 8 s longer for: it keeps value and place together."""
+    places = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    return torch.where(logits == logits.amax(-1, keepdim=True), places, torch.full_like(places, logits.shape[-1])).amin(
+        -1
+    )
+
+
+# For each task a function that gives the sums (protocol.SUMS), and what else an evaluation counts, over this host's
+# rows.
+SUMS_OF: dict[str, Sums] = {"mlm": _mlm, "classification": _classification}

@@ -1,0 +1,59 @@
+"""When to save and what to keep: small frozen policies with one method each, no I/O and no clock of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EverySteps:
+    """Save after every `steps` steps; None never."""
+
+    steps: int | None
+
+    def due(self, step: int) -> bool:
+        return self.steps is not None and step % self.steps == 0
+
+
+@dataclass(frozen=True)
+class EveryMinutes:
+    """Save when `minutes` have passed since the last save began; None never. One host's clock decides, and tells the
+    others."""
+
+    minutes: float | None
+
+    def due(self, now: float, last: float) -> bool:
+        """`now` and `last` in seconds."""
+        return self.minutes is not None and now - last >= 60 * self.minutes
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Keep the newest `last` checkpoints, and for ever those whose step is a multiple of `every`."""
+
+    last: int
+    every: int | None = None
+
+    def deletable(self, committed: Iterable[int], best: Collection[int] = ()) -> list[int]:
+        """Which of these committed steps may go, oldest first. Never the newest, nor the best."""
+        assert self.last >= 1
+        ordered = sorted(committed)
+        return [
+            step for step in ordered[: -self.last] if not (self.every and step % self.every == 0) and step not in best
+        ]
+
+
+@dataclass(frozen=True)
+class Best:
+    """Which evaluation was the best so far, by one figure of it."""
+
+    metric: str
+    mode: str  # min or max
+
+    def better(self, value: float, than: float | None) -> bool:
+        """The first is better than none; equal ones are not, and what is no number never is."""
+        if math.isnan(value):
+            return False
+        return than is None or (value < than if self.mode == "min" else value > than)

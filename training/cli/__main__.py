@@ -1,0 +1,3 @@
+from training.cli.main import main
+
+main()

@@ -1,0 +1,425 @@
+"""The data commands of `tpu-train`: tokenizer, shards, dataset. They parse, call, and print.
+
+`training.cli` attaches them, and turns errors into messages and exit codes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
+
+import click
+
+from training import storage
+from training.data.formats.dataset import Dataset
+from training.data.formats.open_dataset import open_dataset
+from training.data.prepare import labelled as examples
+from training.data.prepare import pack as prepare
+from training.data.prepare.corpus import Corpus, Part
+from training.errors import BadInput
+
+CORPUS = "builtin:pydoc, a file or folder (.txt .tokens .md .jsonl .ndjson .csv; local or gs://), or datasets:NAME[:CONFIG[:SPLIT]]"
+
+
+@click.command()
+@click.option(
+    "--corpus",
+    "corpora",
+    required=True,
+    multiple=True,
+    help=f"Text to learn from: {CORPUS}. May be given several times.",
+)
+@click.option(
+    "--field",
+    default="text",
+    show_default=True,
+    help="The column or key that holds the text, for .jsonl, .csv and datasets.",
+)
+@click.option(
+    "--vocabulary", type=click.IntRange(min=10), default=32_000, show_default=True, help="Number of token ids."
+)
+@click.option("--algorithm", type=click.Choice(["unigram", "wordpiece"]), default="unigram", show_default=True)
+@click.option(
+    "--out", required=True, metavar="FOLDER", help="Where the tokenizer goes: a local folder or gs://bucket/folder."
+)
+@click.option("--overwrite", is_flag=True, help="Replace another tokenizer that is there.")
+def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: str, out: str, overwrite: bool) -> None:
+    """Train a tokenizer; the result is a Hugging Face tokenizer folder.
+
+    \b
+    tpu-train tokenizer --corpus builtin:pydoc --vocabulary 2000 --out gs://my-bucket/tokenizer
+    """
+    from training.data import tokenizer as made
+
+    def documents() -> Iterator[str]:
+        for corpus in corpora:
+            yield from Corpus(corpus, field).documents()
+
+    files = made.files(made.train(documents, vocabulary, cast(made.Algorithm, algorithm)))
+    state = {name: _stored(storage.join(out, name)) for name in files}
+    if state == files:
+        click.echo(f"{out}: this very tokenizer is already there; nothing to do")
+        return
+    different = [name for name, content in state.items() if content not in (None, files[name])]
+    if different and not overwrite:
+        raise BadInput(
+            f"{out} holds another tokenizer ({', '.join(different)} differs): use another --out, or --overwrite to replace it"
+        )
+    for name, content in files.items():
+        if name != made.FILE:
+            storage.write(storage.join(out, name), content)
+    storage.write(storage.join(out, made.FILE), files[made.FILE])  # last: it is what makes the folder a tokenizer
+    found = made.read(out)
+    fewer = (
+        ""
+        if found.special.vocabulary == vocabulary
+        else f" (the text gives no more than that, of --vocabulary {vocabulary})"
+    )
+    click.echo(f"{out}: {algorithm} tokenizer of {found.special.vocabulary} ids{fewer}, hash {found.hash[:12]}")
+
+
+@click.command()
+@click.option("--corpus", required=True, help=f"The text: {CORPUS}.")
+@click.option("--evaluation-corpus", help="Text of the evaluation split; --corpus is then all training.")
+@click.option(
+    "--evaluation-percent",
+    type=click.FloatRange(0, 100),
+    default=5.0,
+    show_default=True,
+    help="Without it: this part of the documents.",
+)
+@click.option(
+    "--field",
+    default="text",
+    show_default=True,
+    help="The column or key that holds the text, for .jsonl, .csv and datasets.",
+)
+@click.option(
+    "--tokenizer", "tokenizer_url", required=True, metavar="FOLDER", help="A tokenizer folder, local or gs://."
+)
+@click.option(
+    "--sequence-length", type=click.IntRange(8, 1 << 16), default=128, show_default=True, help="Tokens a row."
+)
+@click.option(
+    "--task",
+    type=click.Choice(["mlm", "classification"]),
+    default="mlm",
+    show_default=True,
+    help="classification: one labelled example a row, from .csv, .jsonl or datasets.",
+)
+@click.option(
+    "--label", default="label", show_default=True, help="Classification: the column or key that holds the label."
+)
+@click.option(
+    "--labels",
+    "labels_url",
+    metavar="FILE",
+    help="Classification: a JSON list of all labels in their order (default: those of --corpus, sorted).",
+)
+@click.option(
+    "--lengths",
+    metavar="N,N,...",
+    help="Classification: lengths of rows, the last one is --sequence-length (default: halves of it down to 16).",
+)
+@click.option(
+    "--split",
+    "splits",
+    type=click.Choice(["train", "evaluation"]),
+    multiple=True,
+    help="Write only this split (default: both).",
+)
+@click.option("--records-per-shard", type=click.IntRange(min=1), help="Rows a shard (default: shards of about 64 MB).")
+@click.option(
+    "--compression",
+    type=click.Choice(["none", "gzip"]),
+    default="none",
+    show_default=True,
+    help="gzip: about half the size, and half the speed of reading. Other programs must be told (TensorFlow: compression_type='GZIP').",
+)
+@click.option(
+    "--layout",
+    type=click.Choice(["compact", "recipe"]),
+    default="compact",
+    show_default=True,
+    help="recipe: int64 input_ids and attention_mask in <split>-<i>-<count>.tfrecord, for other programs; larger and slower.",
+)
+@click.option(
+    "--runner", metavar="NAME", help="Run as an Apache Beam pipeline: DirectRunner, DataflowRunner, ... (extra `beam`)."
+)
+@click.option(
+    "--runner-option",
+    "runner_options",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="An option of that runner, for example region=us-central1.",
+)
+@click.option(
+    "--out",
+    required=True,
+    metavar="FOLDER",
+    help="Splits go to FOLDER/train and FOLDER/evaluation; local or gs://bucket/folder.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace another dataset that is there.")
+def shards(
+    corpus: str,
+    evaluation_corpus: str | None,
+    evaluation_percent: float,
+    field: str,
+    tokenizer_url: str,
+    sequence_length: int,
+    task: str,
+    label: str,
+    labels_url: str | None,
+    lengths: str | None,
+    splits: tuple[str, ...],
+    records_per_shard: int | None,
+    compression: str,
+    layout: str,
+    runner: str | None,
+    runner_options: tuple[str, ...],
+    out: str,
+    overwrite: bool,
+) -> None:
+    """Tokenize a corpus and write TFRecord datasets, for masked language modelling or for classification.
+
+    Run again after an interruption, it goes on where it stopped; over the finished dataset it does nothing.
+
+    \b
+    tpu-train shards --corpus builtin:pydoc --tokenizer gs://b/tokenizer --sequence-length 128 --out gs://b/data
+    tpu-train shards --task classification --corpus train.csv --evaluation-corpus test.csv --label category \\
+        --tokenizer gs://b/tokenizer --sequence-length 64 --out gs://b/data
+    """
+    from training.data import tokenizer as made
+
+    if layout == "recipe" and compression != "none":
+        raise BadInput("--layout recipe is the public layout, which is not compressed: leave --compression out")
+    found = made.read(tokenizer_url)
+    encode = made.encoder(found)
+    labelled = task == "classification"
+    if labelled and (layout, compression, runner) != ("compact", "none", None):
+        raise BadInput("--task classification has the compact layout only, without compression and without --runner")
+    buckets = _buckets(lengths, sequence_length)
+    labels = _labels(labels_url, Corpus(corpus, field), label) if labelled else []
+    for split in splits or ("train", "evaluation"):
+        whole = evaluation_corpus is not None
+        source = Corpus(evaluation_corpus if evaluation_corpus is not None and split == "evaluation" else corpus, field)
+        percent = None if whole else evaluation_percent
+        plan = prepare.Plan(
+            split=split,
+            length=sequence_length,
+            tokenizer_hash=found.hash,
+            vocabulary=found.special.vocabulary,
+            records_per_shard=records_per_shard or prepare.records_per_shard(sequence_length, found.special.vocabulary),
+            layout=layout,
+            compression=compression,
+            origin={
+                "corpus": source.name,
+                "field": field,
+                "fingerprint": source.fingerprint(),
+                "evaluation_percent": percent,
+                **({"label": label, "labels": labels, "lengths": list(buckets.lengths)} if labelled else {}),
+            },
+        )
+
+        part = Part(split, percent)
+        url = storage.join(out, split)
+        if labelled:
+
+            def rows(source: Corpus = source, part: Part = part) -> Iterator[examples.Row]:
+                return (row for row in examples.rows_of(source.rows(), field, label, source.name) if part.holds(row[0]))
+
+            shown = examples.make(url, plan, buckets, labels, rows, encode, found.special.pad, overwrite=overwrite)
+            click.echo(
+                _said(
+                    url,
+                    shown.dataset,
+                    shown.reused,
+                    f"{shown.cut} texts were longer than {sequence_length} tokens and were cut",
+                )
+            )
+            continue
+        if runner is not None:
+            from training.data.prepare import beam as pipeline
+
+            result = pipeline.make(
+                url,
+                plan,
+                source,
+                part,
+                partial(made.encoder_of, tokenizer_url),
+                runner=runner,
+                options=runner_options,
+                overwrite=overwrite,
+            )
+        else:
+
+            def documents(source: Corpus = source, part: Part = part) -> Iterator[str]:
+                return filter(part.holds, source.documents())
+
+            result = prepare.make(url, plan, documents, encode, overwrite=overwrite, progress=_Ticker(url))
+        tail = f"from {result.documents} documents; {result.dropped} tokens at the end fill no row"
+        click.echo(_said(url, result.dataset, result.reused, tail))
+
+
+def _said(url: str, dataset: Dataset, reused: bool, more: str) -> str:
+    if reused:
+        return f"{url}: this very dataset is already there ({dataset.records} records); nothing to do"
+    size = sum(shard.bytes for shard in dataset.shards)
+    lengths = sorted({shard.length for shard in dataset.shards})
+    tokens = " or ".join(map(str, lengths))
+    return f"{url}: {dataset.records} records of {tokens} tokens in {len(dataset.shards)} shards, {size / 1e6:.1f} MB; {more}"
+
+
+def _buckets(lengths: str | None, longest: int) -> examples.Buckets:
+    if lengths is None:
+        return examples.Buckets(examples.default_lengths(longest))
+    try:
+        found = tuple(int(each) for each in lengths.split(","))
+    except ValueError:
+        raise BadInput(f"--lengths {lengths}: expected numbers, for example 32,64,128") from None
+    if list(found) != sorted(set(found)) or found[0] < 2 or found[-1] != longest:
+        raise BadInput(
+            f"--lengths {lengths}: expected ascending numbers that end in --sequence-length, which is {longest}"
+        )
+    return examples.Buckets(found)
+
+
+def _labels(url: str | None, corpus: Corpus, label: str) -> list[str]:
+    if url is None:
+        return sorted({name for _, name in examples.rows_of(corpus.rows(), corpus.field, label, corpus.name)})
+    try:
+        found = json.loads(storage.read(url))
+    except ValueError as error:
+        raise BadInput(f"--labels {url}: not JSON: {error}") from None
+    if (
+        not isinstance(found, list)
+        or not found
+        or any(not isinstance(each, str) for each in found)
+        or len(set(found)) != len(found)
+    ):
+        raise BadInput(f"--labels {url}: expected a JSON list of different strings")
+    return found
+
+
+class _Ticker:
+    """Prints progress: a line that changes on a terminal, a line each 10 s elsewhere."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.begin, self.shown = url, time.monotonic(), time.monotonic()
+        self.live = sys.stderr.isatty()
+
+    def __call__(self, progress: Any) -> None:
+        now = time.monotonic()
+        if now - self.shown < (0.2 if self.live else 10):
+            return
+        self.shown = now
+        text = f"{self.url}: {progress.documents} documents, {progress.records} records, {progress.shards} shards, {now - self.begin:.0f} s"
+        click.echo(f"\r{text}\x1b[K" if self.live else text, err=True, nl=not self.live)
+
+
+def _stored(url: str) -> bytes | None:
+    try:
+        return storage.read(url)
+    except storage.NotFound:
+        return None
+
+
+@click.group()
+def dataset() -> None:
+    """Look at datasets."""
+
+
+@dataset.command()
+@click.argument("url", metavar="PATH")
+def show(url: str) -> None:
+    """Print what a dataset's manifest says."""
+    found = open_dataset(url)
+    manifest = found.manifest
+    size = sum(shard.bytes for shard in found.shards)
+    click.echo(f"{url}: {manifest.kind}, {manifest.split} split, hash {found.hash[:12]}")
+    click.echo(
+        f"  {found.records} records of up to {found.sequence_length} tokens in {len(found.shards)} shards, {size / 1e6:.1f} MB"
+    )
+    click.echo(f"  features   {', '.join(f'{name} {each.dtype}' for name, each in manifest.features.items())}")
+    if manifest.labels:
+        shown = ", ".join(manifest.labels[:8]) + (", ..." if len(manifest.labels) > 8 else "")
+        click.echo(f"  labels     {len(manifest.labels)}: {shown}")
+    click.echo(f"  tokenizer  hash {found.tokenizer_hash[:12]}, {manifest.vocabulary} ids")
+    for shard in found.shards:
+        click.echo(f"  {shard.name}  {shard.records} records  {shard.bytes} bytes  crc32c {shard.crc32c:08x}")
+
+
+@dataset.command()
+@click.argument("url", metavar="PATH")
+@click.option("--tokenizer", "tokenizer_url", metavar="FOLDER", help="Also check that this tokenizer wrote it.")
+def verify(url: str, tokenizer_url: str | None) -> None:
+    """Read every record of a dataset and say everything that is wrong; exit code 2 if anything is."""
+    from training.data import tokenizer as made
+    from training.data.formats.verify import problems
+
+    found = open_dataset(url)
+    wrong, vocabulary = 0, None
+    if tokenizer_url is not None:
+        given = made.read(tokenizer_url)
+        vocabulary = given.special.vocabulary
+        found.require(tokenizer_hash=given.hash)
+    for problem in problems(found, vocabulary):
+        wrong += 1
+        click.echo(problem)
+    if wrong:
+        raise BadInput(f"{url}: {wrong} problem{'s' if wrong > 1 else ''}")
+    click.echo(f"{url}: {found.records} records in {len(found.shards)} shards are as they were written")
+
+
+@dataset.command()
+@click.argument("url", metavar="PATH")
+@click.option("--tokenizer", "tokenizer_url", required=True, metavar="FOLDER", help="The tokenizer that wrote it.")
+@click.option(
+    "--rows", "count", type=click.IntRange(min=1), default=3, show_default=True, help="How many rows of the batch."
+)
+@click.option("--step", type=click.IntRange(min=0), default=0, show_default=True, help="Which batch.")
+@click.option("--global-batch-size", type=click.IntRange(min=1), default=256, show_default=True, help="As in the run.")
+@click.option("--seed", type=int, default=0, show_default=True, help="As in the run.")
+@click.option(
+    "--percent", type=click.IntRange(1, 100), default=15, show_default=True, help="How many tokens are to be predicted."
+)
+def preview(
+    url: str, tokenizer_url: str, count: int, step: int, global_batch_size: int, seed: int, percent: int
+) -> None:
+    """Show rows of a training batch as text, with their masks or labels: the very ones that a run with this seed
+    sees."""
+    from dataclasses import fields
+
+    from training.data import tokenizer as made
+    from training.data.loading import preview as view
+    from training.data.loading.classification import ClassificationBatches
+    from training.data.loading.host_slice import Reading
+    from training.data.loading.mlm import MlmBatch, MlmBatches
+    from training.data.sampling.masking import Masking
+
+    given, found = made.read(tokenizer_url), open_dataset(url)
+    found.require(tokenizer_hash=given.hash)
+    how = Reading(given.special, global_batch_size)
+    if found.manifest.kind == "classification":
+        labelled = ClassificationBatches(found, how, seed)
+        rows = labelled.batch(step)
+        labelled.close()
+        click.echo(
+            f"batch {step} of seed {seed}, {min(count, len(rows.records))} of {global_batch_size} rows of {rows.input_ids.shape[1]} tokens"
+        )
+        for line in view.render_labelled(rows, count, given.special, view.pieces(given.content), found.manifest.labels):
+            click.echo(line)
+        return
+    batches = MlmBatches(found, how, Masking(percent), seed)
+    batch = batches.batch(step)
+    batches.close()
+    shown = MlmBatch(*(getattr(batch, each.name)[:count] for each in fields(batch)))
+    click.echo(
+        f"batch {step} of seed {seed}, the first {len(shown.records)} of {global_batch_size} rows; {view.LEGEND}"
+    )
+    for line in view.render(shown, given.special, view.pieces(given.content)):
+        click.echo(line)

@@ -1,0 +1,204 @@
+"""Where text comes from: `--corpus` of the commands, as a stream of documents.
+
+    builtin:pydoc                       Python's own help topics (pydoc_data.topics), a document a topic; there is
+    always some text to try things on PATH or gs://...  .txt .tokens .md  UTF-8; paragraphs between blank lines are
+    documents
+                      .jsonl .ndjson    one JSON object a line; `field` names the text
+                      .csv              a header line; `field` names the column
+                      a folder          all files of these kinds in it, sorted by name
+    datasets:NAME[:CONFIG[:SPLIT]]      the Hugging Face `datasets` library (a name on the Hub, or a folder that
+    `load_dataset` takes)
+
+Everything streams: no corpus is ever held in memory. Documents without text are left out. Which split a document
+belongs to follows from its text alone, so equal documents are never on both sides, and adding documents moves none.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from training import storage
+from training.errors import BadInput
+
+TEXT = (".txt", ".tokens", ".md")
+LINES = (".jsonl", ".ndjson")
+TABLE = (".csv",)
+_PIECE = 8 << 20
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A source of rows. `field` is the column or key that holds the text."""
+
+    name: str
+    field: str = "text"
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """{field: text, ...} of every document, in a fixed order. Raises BadInput, StorageError."""
+        if self.name == "builtin:pydoc":
+            from pydoc_data.topics import topics
+
+            for topic in sorted(topics):
+                yield {self.field: topics[topic]}
+        elif self.name.startswith("builtin:"):
+            raise BadInput(f"--corpus {self.name}: the only built-in corpus is builtin:pydoc")
+        elif self.name.startswith("datasets:"):
+            yield from _hugging_face(self.name.removeprefix("datasets:"))
+        else:
+            for url in self.files():
+                yield from _file_rows(url, self.field)
+
+    def documents(self) -> Iterator[str]:
+        """The texts that are not blank."""
+        for row in self.rows():
+            text = self.text(row)
+            if text.strip():
+                yield text
+
+    def text(self, row: dict[str, Any]) -> str:
+        """The text of a row. Raises BadInput when the row has none."""
+        if self.field not in row:
+            raise BadInput(
+                f"--corpus {self.name}: a row has no {self.field!r}, it has: {', '.join(row)}. Name the text with --field"
+            )
+        text = row[self.field]
+        if not isinstance(text, str):
+            raise BadInput(
+                f"--corpus {self.name}: {self.field!r} is not text but {type(text).__name__}. Name the text with --field"
+            )
+        return text
+
+    def fingerprint(self) -> str:
+        """Changes when the text does; reads local files once, and no object of a bucket."""
+        digest = hashlib.sha256(f"{self.name.rsplit('/', 1)[-1]}\0{self.field}".encode())
+        if self.name.startswith("builtin:"):
+            for document in self.documents():
+                digest.update(hashlib.sha256(document.encode()).digest())
+        elif self.name.startswith("datasets:"):
+            digest.update(str(_load(self.name.removeprefix("datasets:"), streaming=False)._fingerprint).encode())
+        else:
+            for url in self.files():
+                stat = storage.stat(url)
+                assert stat is not None
+                digest.update(f"\0{storage.name_of(url)}\0{stat.size}\0{stat.crc32c}".encode())
+        return digest.hexdigest()
+
+    def files(self) -> list[str]:
+        """What the corpus consists of, in order; a name with a scheme is one thing. Raises BadInput."""
+        if self.name.startswith(("builtin:", "datasets:")):
+            return [self.name]
+        if storage.stat(self.name) is not None:
+            return [self.name]
+        found = [each.url for each in storage.listing(self.name) if each.url.endswith(TEXT + LINES + TABLE)]
+        if not found:
+            kinds = ", ".join(TEXT + LINES + TABLE)
+            raise BadInput(f"--corpus {self.name}: no such file, and no folder with files of a known kind ({kinds})")
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which documents of a corpus are in a split; `percent` None: all of them."""
+
+    split: str
+    percent: float | None
+
+    def holds(self, text: str) -> bool:
+        """Whether a document is in this split."""
+        return self.percent is None or in_evaluation(text, self.percent) == (self.split == "evaluation")
+
+
+def in_evaluation(text: str, percent: float) -> bool:
+    """Whether a document is in the evaluation split, which takes about `percent` of all documents."""
+    draw = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+    return draw < percent / 100 * 2**64
+
+
+def lines(url: str) -> Iterator[str]:
+    """The lines of a UTF-8 file, without their ends, in fixed memory. Raises BadInput where the bytes are not UTF-8."""
+    stat = storage.stat(url)
+    if stat is None:
+        raise BadInput(f"{url} does not exist")
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    rest, number = "", 1
+    for start in range(0, stat.size, _PIECE):
+        data = storage.read(url, start, start + _PIECE, generation=stat.generation)
+        try:
+            text = rest + decoder.decode(data, final=start + _PIECE >= stat.size)
+        except UnicodeDecodeError as error:
+            raise BadInput(
+                f"{url}: not UTF-8 text near byte {start + error.start} (after line {number}): convert it"
+            ) from None
+        *whole, rest = text.split("\n")
+        number += len(whole)
+        yield from (line.removesuffix("\r") for line in whole)
+    if rest:
+        yield rest.removesuffix("\r")
+
+
+def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:
+    if url.endswith(LINES):
+        for number, line in enumerate(lines(url), 1):
+            if line.strip():
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise BadInput(f"{url}:{number}: not JSON: {error}") from None
+                if not isinstance(row, dict):
+                    raise BadInput(f"{url}:{number}: expected a JSON object")
+                yield row
+    elif url.endswith(TABLE):
+        yield from _table(url)
+    else:
+        for paragraph in _paragraphs(lines(url)):
+            yield {field: paragraph}
+
+
+def _table(url: str) -> Iterator[dict[str, Any]]:
+    reader = csv.DictReader(line + "\n" for line in lines(url))
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise BadInput(
+                    f"{url}:{reader.line_num}: {len(reader.fieldnames or [])} columns expected, as in the header"
+                )
+            yield dict(row)
+    except csv.Error as error:
+        raise BadInput(f"{url}:{reader.line_num}: {error}") from None
+
+
+def _paragraphs(text: Iterable[str]) -> Iterator[str]:
+    paragraph: list[str] = []
+    for line in text:
+        if line.strip():
+            paragraph.append(line)
+        elif paragraph:
+            yield "\n".join(paragraph)
+            paragraph = []
+    if paragraph:
+        yield "\n".join(paragraph)
+
+
+def _hugging_face(name: str) -> Iterator[dict[str, Any]]:
+    yield from _load(name, streaming=True)
+
+
+def _load(name: str, *, streaming: bool) -> Any:
+    try:
+        import datasets
+    except ImportError:
+        raise BadInput(
+            f"--corpus datasets:{name} needs the `datasets` package: run this in the image, or pip install 'tpu-launch[train]'"
+        ) from None
+    path, _, rest = name.partition(":")
+    config, _, split = rest.partition(":")
+    try:
+        return datasets.load_dataset(path, config or None, split=split or "train", streaming=streaming)
+    except Exception as error:  # the library raises whatever its sources raise
+        raise BadInput(f"--corpus datasets:{name}: {type(error).__name__}: {error}") from error

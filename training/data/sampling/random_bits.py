@@ -1,0 +1,77 @@
+"""Random numbers without state: a 64-bit integer for each (seed, purpose, numbers...), the same everywhere.
+
+SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of David
+Stafford's variant 13):
+
+    state += 0x9E3779B97F4A7C15;  z = state
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;  return z ^ (z >> 31)
+
+Only additions, multiplications, shifts and exclusive-ors of unsigned 64-bit integers: numpy, TensorFlow and a pencil
+give the same numbers.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+UInts = npt.NDArray[np.uint64]
+
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST = 0xBF58476D1CE4E5B9
+SECOND = 0x94D049BB133111EB
+_ALL = 2**64 - 1
+
+
+def mix_int(z: int) -> int:
+    """SplitMix64's output function, for one Python integer."""
+    z &= _ALL
+    z = ((z ^ (z >> 30)) * FIRST) & _ALL
+    z = ((z ^ (z >> 27)) * SECOND) & _ALL
+    return z ^ (z >> 31)
+
+
+def mix(z: UInts) -> UInts:
+    """As `mix_int`, for an array of any shape, which is overwritten and returned."""
+    scratch = z >> np.uint64(30)
+    z ^= scratch
+    z *= np.uint64(FIRST)
+    np.right_shift(z, np.uint64(27), out=scratch)
+    z ^= scratch
+    z *= np.uint64(SECOND)
+    np.right_shift(z, np.uint64(31), out=scratch)
+    z ^= scratch
+    return z
+
+
+def key(seed: int, purpose: str, *numbers: int) -> int:
+    """A 64-bit key: the numbers are absorbed one after the other, so (1, 2) and (2, 1) differ."""
+    state = mix_int(seed + GOLDEN)
+    for number in (int.from_bytes(purpose.encode(), "little"), *numbers):
+        while True:  # 64 bits at a time
+            state = mix_int(state + mix_int(number + GOLDEN))
+            number >>= 64
+            if number in (0, -1):
+                break
+    return state
+
+
+def keys(state: int, numbers: npt.NDArray[np.int64]) -> UInts:
+    """`key` with one more number, for an array of them: key(..., n) == keys(key(...), [n])[0] for 0 <= n < 2**63."""
+    inner = numbers.astype(np.uint64)
+    inner += np.uint64(GOLDEN)
+    mix(inner)
+    inner += np.uint64(state)
+    return mix(inner)
+
+
+def stream(seed: int, purpose: str, epoch: int, count: int, number: int = 0) -> UInts:
+    """`count` random integers: SplitMix64 started at a key. (count,)"""
+    state = key(seed, purpose, epoch, number)
+    return counted(np.uint64(state), np.arange(count, dtype=np.uint64))
+
+
+def counted(state: npt.ArrayLike, index: UInts) -> UInts:
+    """Output number `index` (from 0) of the generators that start at `state`; both broadcast."""
+    z = np.asarray(state, np.uint64) + (index + np.uint64(1)) * np.uint64(GOLDEN)
+    return mix(z)

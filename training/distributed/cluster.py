@@ -1,0 +1,202 @@
+"""Who am I among the hosts of the slice: my worker index, everyone's addresses, the accelerator.
+
+Asked in this order, the first that answers wins:
+1. the environment that `tpu-launch` sets: TPU_WORKER_ID, TPU_WORKER_HOSTNAMES, TPU_ACCELERATOR_TYPE (GKE's webhook sets
+  the same),
+   with JOB_COMPLETION_INDEX of an indexed Kubernetes Job standing in for a missing TPU_WORKER_ID, and TPU_LAUNCH_HOSTS
+   and TPU_LAUNCH_HOST_NAME ("job-*.service", * being the worker index) of our manifests for missing
+   TPU_WORKER_HOSTNAMES;
+2. the metadata server of a TPU VM, only where PJRT_DEVICE=TPU: `worker-network-endpoints` comes in two formats, the old
+   `name:id:ip,...` and the new plain list of addresses;
+3. nobody: a single host, worker 0.
+
+Parsing is pure; `discover` is the one place that looks at the world. torch_xla 2.9 crashes on the new metadata format
+(it takes the third field of `x:y:z`), so `tpu_environment` gives it every variable it would have looked up, and forbids
+the lookup.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from training.accelerators import UnknownAccelerator, accelerator
+from training.errors import BadInput
+
+RENDEZVOUS_PORT = 8490
+GLOO_PORT = 8491
+METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """This process's place. `addresses` has one entry a host, in worker order."""
+
+    worker: int
+    addresses: tuple[str, ...]
+    accelerator_type: str | None = None
+    run_id: str = "local"
+    attempt: int = 0
+    rendezvous_port: int = RENDEZVOUS_PORT
+    gloo_port: int = GLOO_PORT
+
+    @property
+    def hosts(self) -> int:
+        return len(self.addresses)
+
+    @property
+    def is_first(self) -> bool:
+        """Host 0 commits checkpoints, writes metrics and talks to the user."""
+        return self.worker == 0
+
+
+def parse_hostnames(text: str) -> tuple[str, ...]:
+    """TPU_WORKER_HOSTNAMES, or the new format of worker-network-endpoints: a comma list of addresses in worker
+    order."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def parse_endpoints(text: str) -> tuple[str, ...]:
+    """`worker-network-endpoints` in either format. The old one's entries are `name:id:ip`; IPv6 addresses do not occur
+    in it."""
+    entries = parse_hostnames(text)
+    if entries and all(entry.count(":") == 2 for entry in entries):
+        return tuple(entry.split(":")[2] for entry in entries)
+    return entries
+
+
+def from_environment(environment: Mapping[str, str]) -> Cluster | None:
+    """The cluster that the variables describe; None when they say nothing about hosts. Raises BadInput when they
+    contradict."""
+    names = parse_hostnames(environment.get("TPU_WORKER_HOSTNAMES", "")) or _composed(environment)
+    index = environment.get("TPU_WORKER_ID") or environment.get("JOB_COMPLETION_INDEX") or ""
+    if not names and not index:
+        return None
+    worker = _number("TPU_WORKER_ID" if environment.get("TPU_WORKER_ID") else "JOB_COMPLETION_INDEX", index or "0")
+    return _cluster(worker, names or ("localhost",), environment.get("TPU_ACCELERATOR_TYPE") or None, environment)
+
+
+def _composed(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The hosts' names in a Kubernetes Job whose Service gives each pod a name."""
+    pattern = environment.get("TPU_LAUNCH_HOST_NAME", "")
+    if not pattern:
+        return ()
+    hosts = _number("TPU_LAUNCH_HOSTS", environment.get("TPU_LAUNCH_HOSTS", ""))
+    return tuple(pattern.replace("*", str(worker)) for worker in range(hosts))
+
+
+def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, str]) -> Cluster | None:
+    """The cluster that the metadata server describes; `read(key)` gives an attribute or None."""
+    endpoints = read("worker-network-endpoints")
+    if not endpoints:
+        return None
+    worker = _number("metadata attribute agent-worker-number", read("agent-worker-number") or "0")
+    return _cluster(worker, parse_endpoints(endpoints), read("accelerator-type"), environment)
+
+
+def discover(environment: Mapping[str, str] | None = None) -> Cluster:
+    """Who this process is. Raises BadInput when what it is told can't be true."""
+    environment = os.environ if environment is None else environment
+    found = from_environment(environment)
+    if found is None and environment.get("PJRT_DEVICE") == "TPU" and not environment.get("TPU_SKIP_MDS_QUERY"):
+        found = from_metadata(_read_metadata, environment)
+    return found or _cluster(0, ("localhost",), None, environment)
+
+
+def tpu_environment(cluster: Cluster) -> dict[str, str]:
+    """Everything torch_xla and libtpu would ask the metadata server for, for one process a host that owns all its
+    chips.
+
+    Must be in the environment before torch_xla is imported. Raises BadInput when the accelerator is unknown or has
+    another number of hosts.
+    """
+    if cluster.accelerator_type is None:
+        raise BadInput(
+            "PJRT_DEVICE=TPU, but neither TPU_ACCELERATOR_TYPE nor the metadata server says which accelerator this is; "
+            "set TPU_ACCELERATOR_TYPE, for example v4-16"
+        )
+    try:
+        slice_ = accelerator(cluster.accelerator_type)
+    except UnknownAccelerator as error:
+        raise BadInput(str(error)) from None
+    if slice_.hosts != cluster.hosts:
+        raise BadInput(
+            f"{cluster.accelerator_type} has {slice_.hosts} hosts, but this run was told of {cluster.hosts}: {', '.join(cluster.addresses)}"
+        )
+    return {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": cluster.accelerator_type,
+        "TPU_PROCESS_BOUNDS": ",".join(map(str, slice_.host_bounds)),
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": ",".join(map(str, slice_.chips_per_host_bounds)),
+        "TPU_WORKER_ID": str(cluster.worker),
+        "CLOUD_TPU_TASK_ID": str(cluster.worker),
+        "TPU_WORKER_HOSTNAMES": ",".join(cluster.addresses),
+    }
+
+
+def tensorflow_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
+    """What TensorFlow needs of the environment on a TPU, before it is imported: on one host its PJRT plugin, and where
+    TPU_NAME lists the gRPC workers of a slice only that this process leaves the chips to them
+    (https://github.com/GoogleCloudPlatform/ml-auto-solutions, common.py). Raises BadInput."""
+    if environment.get("TPU_NAME", "local") != "local":
+        return {"TPU_LOAD_LIBRARY": "0"}
+    library = importlib.util.find_spec("libtpu")
+    if (
+        not list(importlib.metadata.distributions(name="tensorflow-tpu"))
+        or library is None
+        or not library.submodule_search_locations
+    ):
+        raise BadInput(
+            "PJRT_DEVICE=TPU, and this image's TensorFlow is the one for CPUs: build it with `image.build_args: {REQUIREMENTS: requirements-tpu.txt}`"
+        )
+    plugin = f"{library.submodule_search_locations[0]}/libtpu.so"
+    return {
+        **tpu_environment(cluster),
+        "NEXT_PLUGGABLE_DEVICE_USE_C_API": "true",
+        "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": plugin,
+    }
+
+
+def _cluster(
+    worker: int, addresses: tuple[str, ...], accelerator_type: str | None, environment: Mapping[str, str]
+) -> Cluster:
+    if worker >= len(addresses):
+        raise BadInput(
+            f"this host is worker {worker}, but only {len(addresses)} host(s) are known: {', '.join(addresses)}; check TPU_WORKER_ID and TPU_WORKER_HOSTNAMES"
+        )
+    return Cluster(
+        worker=worker,
+        addresses=addresses,
+        accelerator_type=accelerator_type,
+        run_id=environment.get("TPU_LAUNCH_RUN_ID") or "local",
+        attempt=_number("TPU_LAUNCH_ATTEMPT", environment.get("TPU_LAUNCH_ATTEMPT") or "0"),
+        rendezvous_port=_number(
+            "TPU_LAUNCH_RENDEZVOUS_PORT", environment.get("TPU_LAUNCH_RENDEZVOUS_PORT") or str(RENDEZVOUS_PORT)
+        ),
+        gloo_port=_number("TPU_LAUNCH_GLOO_PORT", environment.get("TPU_LAUNCH_GLOO_PORT") or str(GLOO_PORT)),
+    )
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdigit():
+        raise BadInput(f"{name} is {text!r}; it must be a whole number")
+    return int(text)
+
+
+def _read_metadata(key: str) -> str | None:
+    request = urllib.request.Request(METADATA + key, headers={"Metadata-Flavor": "Google"})
+    try:
+        with urllib.request.urlopen(request, timeout=5) as response:
+            text: str = response.read().decode()
+            return text
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return None
+        raise BadInput(f"the metadata server answered {error.code} for {key}") from None
+    except OSError:
+        return None

@@ -1,0 +1,182 @@
+"""Host 0's side of the rendezvous: a thread that keeps the room (`room.py`) and talks to every host over TCP. What is
+said is told in `rendezvous.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import selectors
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from training.distributed.barrier_state import Identity, Message, Outgoing, Room
+from training.distributed.cluster import Cluster
+from training.errors import TrainError
+
+TICK = 0.25  # seconds between looks at the clock
+LONGEST_LINE = 4 << 20
+NAME_SECONDS = 60.0  # for a cluster's name service to learn of this host
+
+
+def watch(connection: socket.socket, lost_seconds: float) -> None:
+    """Makes the kernel notice a vanished machine within about `lost_seconds`, whatever this process is busy with."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", max(1, int(lost_seconds) - 1)),
+        ("TCP_USER_TIMEOUT", int(lost_seconds * 1000)),
+    ):
+        if hasattr(socket, option):  # Linux has all four
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+@dataclass
+class _Connection:
+    socket: socket.socket
+    worker: int | None = None  # None until it has been admitted
+    unread: bytes = b""
+
+
+class Server:
+    """Host 0's thread that keeps the room."""
+
+    def __init__(self, cluster: Cluster, lost_seconds: float) -> None:
+        self._room = Room(Identity(cluster.run_id, cluster.attempt, cluster.hosts))
+        self._lost_seconds = lost_seconds
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, _Connection] = {}  # by worker
+        self._stop = threading.Event()
+        self._listener = listen(cluster.addresses[0], cluster.rendezvous_port)
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._thread = threading.Thread(target=self._serve, name="rendezvous-server", daemon=True)
+        self._thread.start()
+
+    def close(self, wait_seconds: float) -> None:
+        """Ends once every host has left, or after `wait_seconds`."""
+        deadline = time.monotonic() + wait_seconds
+        while time.monotonic() < deadline and any(worker != 0 for worker in list(self._connections)):
+            time.sleep(0.02)
+        self._stop.set()
+        self._thread.join(timeout=5)
+
+    def _serve(self) -> None:
+        told: list[str] = []
+        next_news = 0.0
+        while not self._stop.is_set():
+            for key, _ in self._selector.select(timeout=TICK):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._read(key.data)
+            now = time.monotonic()
+            self._send(self._room.tick(now))
+            if now >= next_news and (phases := self._room.phases()) != told:
+                told, next_news = phases, now + 1
+                self._send([(worker, {"phases": phases}) for worker in list(self._connections)])
+        for connection in list(self._connections.values()):
+            connection.socket.close()
+        self._listener.close()
+        self._selector.close()
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError:
+            return  # the guest gave up before we looked
+        watch(accepted, self._lost_seconds)
+        accepted.settimeout(self._lost_seconds)  # for sending; reading happens only when there is something
+        self._selector.register(accepted, selectors.EVENT_READ, _Connection(accepted))
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(1 << 16)
+        except OSError:
+            data = b""
+        connection.unread += data
+        if not data or len(connection.unread) > LONGEST_LINE:
+            self._drop(connection)
+            return
+        while b"\n" in connection.unread:
+            line, connection.unread = connection.unread.split(b"\n", 1)
+            try:
+                self._handle(connection, json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                self._drop(connection)  # does not speak this protocol
+                return
+
+    def _handle(self, connection: _Connection, message: Message) -> None:
+        now = time.monotonic()
+        if connection.worker is None:
+            worker = int(message["hello"])
+            refused = self._room.hello(worker, Identity(message["run_id"], message["attempt"], message["hosts"]), now)
+            if refused:
+                send_line(connection.socket, {"refused": refused[0], "final": refused[1]})
+                self._drop(connection)
+                return
+            connection.worker = worker
+            self._connections[worker] = connection
+            self._send([(worker, {"welcome": True})])
+        elif "phase" in message:
+            self._room.phase(connection.worker, message["phase"], now)
+        elif "arrive" in message:
+            self._send(
+                self._room.arrive(connection.worker, message["arrive"], message["payload"], message["seconds"], now)
+            )
+        elif "goodbye" in message:
+            self._send(
+                self._room.goodbye(
+                    connection.worker, message["goodbye"], message["reason"], message.get("overdue", False)
+                )
+            )
+
+    def _send(self, outgoing: Outgoing) -> None:
+        for worker, message in outgoing:
+            connection = self._connections.get(worker)
+            if connection and not send_line(connection.socket, message):
+                self._drop(connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._selector.unregister(connection.socket)
+        connection.socket.close()
+        if connection.worker is not None and self._connections.get(connection.worker) is connection:
+            del self._connections[connection.worker]
+            self._send(self._room.closed(connection.worker))
+
+
+def listen(address: str, port: int) -> socket.socket:
+    deadline = time.monotonic() + NAME_SECONDS
+    while True:
+        try:
+            socket.getaddrinfo(address, port)
+            break
+        except socket.gaierror as error:
+            if time.monotonic() > deadline:
+                raise TrainError(
+                    f"this host is worker 0, but its own name {address} was not known within {NAME_SECONDS:g} s: {error}"
+                ) from None
+            time.sleep(0.5)
+    try:
+        return socket.create_server((address, port), backlog=1024, reuse_port=False)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise TrainError(
+                f"port {port} on {address} is in use, so the hosts can't meet there; does another trainer run on this host?"
+            ) from None
+        raise TrainError(
+            f"this host is worker 0, but can't listen on {address}:{port}: {error.strerror or error}; is TPU_WORKER_HOSTNAMES in worker order?"
+        ) from None
+
+
+def send_line(connection: socket.socket, message: Message) -> bool:
+    """Whether it could be sent."""
+    try:
+        connection.sendall(json.dumps(message).encode() + b"\n")
+    except OSError:
+        return False
+    return True

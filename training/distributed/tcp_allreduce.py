@@ -1,0 +1,126 @@
+"""Sums across hosts over TCP with numpy alone, for CPU hosts of a framework that brings none which fails fast.
+
+Host 0 adds what the others send, in worker order, and sends everyone the sum: the order is fixed, so the same hosts
+give the same bits, and all hosts get the same ones. On the wire, after a greeting (token, worker index): the raw bytes
+of the array, one way and then the other, nothing else; all hosts know its size. A peer that dies closes its connection
+and the sum fails at once; a peer that vanishes is the rendezvous' business, which ends the process even while it waits
+in here. Everything goes through host 0, which is fine for a rehearsal's few hosts and small models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from typing import NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Rendezvous
+from training.distributed.rendezvous_server import listen
+from training.errors import LostPeer
+
+NAMING_SECONDS = 5.0  # how long to wait for the rendezvous to say who is gone
+HANGING_SECONDS = 10.0  # for those who don't hang to come to the meeting that shows who does
+GREETING_SECONDS = 10.0  # for who connects to say who it is
+_TOKEN = 16  # bytes
+_WORKER = struct.Struct("<I")
+
+Flat = npt.NDArray[np.float32]
+
+
+class TcpExchange:
+    """The connections of one attempt."""
+
+    def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str, seconds: float) -> None:
+        self._rendezvous, self._first = rendezvous, cluster.is_first
+        self._peers: list[socket.socket] = []  # on host 0: of worker 1, 2, ...; elsewhere: host 0
+        greeting = token.encode().ljust(_TOKEN)[:_TOKEN]
+        host, port = cluster.addresses[0], cluster.gloo_port
+        rendezvous.phase("connecting the gradient exchange")
+        listener = listen(host, port) if self._first else None
+        rendezvous.meet("gradient exchange")  # from here on host 0 listens
+        try:
+            if listener:
+                self._peers = _accept(listener, greeting, cluster.hosts, seconds)
+            else:
+                peer = socket.create_connection((host, port), timeout=seconds)
+                self._peers = [peer]
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                peer.sendall(greeting + _WORKER.pack(cluster.worker))
+        except OSError as error:
+            lost(rendezvous, "connecting the hosts", error)
+        finally:
+            if listener:
+                listener.close()
+
+    def sum(self, flat: Flat) -> Flat:
+        """The sum over all hosts, of arrays of one size. Raises LostPeer."""
+        try:
+            if not self._first:
+                [peer] = self._peers
+                peer.sendall(flat.data.cast("B"))
+                return _receive(peer, np.empty_like(flat))
+            total, other = flat.copy(), np.empty_like(flat)
+            for peer in self._peers:
+                total += _receive(peer, other)
+            for peer in self._peers:
+                peer.sendall(total.data.cast("B"))
+            return total
+        except OSError as error:
+            lost(self._rendezvous, "adding up gradients", error)
+
+    def close(self) -> None:
+        for peer in self._peers:
+            with contextlib.suppress(OSError):
+                peer.close()
+
+
+def lost(rendezvous: Rendezvous, doing: str, error: Exception) -> NoReturn:
+    """Raises LostPeer: the rendezvous knows who is gone, a moment later; or who hangs, since everyone else comes here
+    after the same time."""
+    deadline = time.monotonic() + NAMING_SECONDS
+    while time.monotonic() < deadline:
+        rendezvous.check()
+        time.sleep(0.05)
+    rendezvous.meet(f"after {doing} failed", seconds=HANGING_SECONDS)
+    why = (str(error) or type(error).__name__).splitlines()[0]
+    raise LostPeer(
+        f"{doing} failed, though no host is gone and none hangs: {why}; last known phases: {rendezvous.phases()}"
+    )
+
+
+def _accept(listener: socket.socket, greeting: bytes, hosts: int, seconds: float) -> list[socket.socket]:
+    """The connections of all other hosts, in worker order. Who says another token belongs to another attempt and is
+    turned away."""
+    found: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + seconds
+    while len(found) < hosts - 1:
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        peer, _ = listener.accept()
+        peer.settimeout(GREETING_SECONDS)
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            said = bytes(_receive(peer, np.empty(_TOKEN + _WORKER.size, np.uint8)))
+        except OSError:
+            said = b""
+        if not said.startswith(greeting):
+            peer.close()
+            continue
+        peer.settimeout(seconds)
+        found[_WORKER.unpack(said[_TOKEN:])[0]] = peer
+    return [found[worker] for worker in range(1, hosts)]
+
+
+def _receive(peer: socket.socket, place: np.ndarray) -> np.ndarray:
+    """Fills an array. Raises OSError when the connection ends before."""
+    view = place.data.cast("B")
+    while view:
+        size = peer.recv_into(view)
+        if not size:
+            raise ConnectionResetError("the other host closed its connection")
+        view = view[size:]
+    return place

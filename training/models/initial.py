@@ -1,0 +1,40 @@
+"""A fresh network's weights, the same in every framework: each is a pure function of the seed, its name and its shape.
+
+Names are PyTorch's, as in a checkpoint (`bert.encoder.layer.0.output.dense.weight`), and shapes PyTorch's too. The rule
+is that of BERT (https://github.com/google-research/bert): normal with a standard deviation of `initializer_range`,
+biases 0, norms 1, and 0 for the padding token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+# What looks a row up by token, and RoBERTa's positions, which count from the padding token's number + 1.
+_PADDED = {
+    "bert": ("embeddings.word_embeddings.weight",),
+    "roberta": ("embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"),
+}
+
+
+def weight(
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    seed: int,
+    deviation: float = 0.02,
+    model_type: str = "bert",
+    pad: int | None = None,
+) -> npt.NDArray[np.float32]:
+    """The start of one parameter."""
+    if name.rpartition(".")[2] == "bias":
+        return np.zeros(shape, np.float32)
+    if len(shape) == 1:  # a norm's
+        return np.ones(shape, np.float32)
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "little")
+    values = np.random.Generator(np.random.Philox(key=key)).standard_normal(shape, np.float32) * np.float32(deviation)
+    if pad is not None and name.endswith(_PADDED[model_type]):
+        values[pad] = 0
+    return values

@@ -1,0 +1,73 @@
+"""What a trained model answers: transformers, over plain torch or, where that is not installed, over TensorFlow."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from training import storage
+from training.errors import BadInput
+from training.models.hugging_face import WEIGHTS, local, read_config
+
+
+@dataclass(frozen=True)
+class Answer:
+    score: float  # probability
+    token: str
+    text: str  # the whole text with the answer in it
+
+
+@dataclass(frozen=True)
+class Label:
+    score: float  # probability
+    name: str
+
+
+def is_classifier(folder: str) -> bool:
+    """Whether `classify` is what the model is for, rather than `fill_mask`. Raises BadInput."""
+    _require_model(folder)
+    return any(name.endswith("ForSequenceClassification") for name in read_config(folder).get("architectures") or [])
+
+
+def fill_mask(folder: str, text: str, top: int) -> list[Answer]:
+    """The likeliest tokens for the one mask in `text`, best first. Raises BadInput."""
+    _require_model(folder)
+    with local(folder) as here:
+        filler = open_pipeline("fill-mask", here)
+        mask = filler.tokenizer.mask_token
+        if text.count(mask) != 1:
+            raise BadInput(f"the text must hold {mask} exactly once, not {text.count(mask)} times: {text!r}")
+        return [Answer(answer["score"], answer["token_str"], answer["sequence"]) for answer in filler(text, top_k=top)]
+
+
+def classify(folder: str, text: str, top: int) -> list[Label]:
+    """The likeliest classes of `text`, best first; what is longer than the model can see is cut. Raises BadInput."""
+    _require_model(folder)
+    with local(folder) as here:
+        classifier = open_pipeline("text-classification", here)
+        configuration = classifier.model.config
+        # RoBERTa counts positions from pad + 1.
+        unused = configuration.pad_token_id + 1 if configuration.model_type == "roberta" else 0
+        found = classifier(text, top_k=top, truncation=True, max_length=configuration.max_position_embeddings - unused)
+        return [Label(each["score"], each["label"]) for each in found]
+
+
+def open_pipeline(task: str, folder: str) -> Any:
+    """`transformers.pipeline` for "fill-mask" or "text-classification" over a local model folder, on the CPU."""
+    if importlib.util.find_spec("torch") is None:
+        from training.backends.tensorflow import inference as tensorflow_pipeline
+
+        return tensorflow_pipeline.open_pipeline(task, folder)
+    from transformers import pipeline
+
+    return pipeline(task, model=folder, framework="pt", device="cpu")
+
+
+def _require_model(folder: str) -> None:
+    if storage.stat(storage.join(folder, WEIGHTS)) is None:
+        raise BadInput(
+            f"{folder} is not a model folder: it has no {WEIGHTS}. `tpu-train export RUN {folder}` writes one"
+        )
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

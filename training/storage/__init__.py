@@ -1,0 +1,25 @@
+"""Files and Cloud Storage objects behind one set of functions, and what can go wrong with them.
+
+Callers write `from training import storage` and `storage.read(url)`. `files` has the functions, `types` what they
+return and raise, `gcs` the client of Cloud Storage, `hub` the folders that are named on the Hugging Face Hub.
+"""
+
+from training.storage.files import append, delete, download, listing, read, read_into, stat, sweep, upload, write
+from training.storage.types import (
+    REMOTE,
+    AlreadyExists,
+    Changed,
+    NotFound,
+    Stat,
+    StorageError,
+    crc32c,
+    is_remote,
+    join,
+    name_of,
+    split_remote,
+)
+
+__all__ = [
+    "REMOTE", "AlreadyExists", "Changed", "NotFound", "Stat", "StorageError", "append", "crc32c", "delete", "download", "is_remote", "join", "listing",
+    "name_of", "read", "read_into", "split_remote", "stat", "sweep", "upload", "write",
+]  # fmt: skip

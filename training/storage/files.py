@@ -1,0 +1,237 @@
+"""Files and Cloud Storage objects behind one set of functions; a URL is a local path or `gs://bucket/name`.
+
+Framework-free. Everything here is all or nothing: a reader sees an object whole or not at all, `create_only` lets
+exactly one writer win, and a read pinned to a generation never mixes two versions of an object. What can fail half-way:
+
+* A local write goes to a hidden `.<name>.<random>.partial` beside its target and appears by one `link` or `replace`
+  after an fsync. A crash leaves at most the hidden file, which `listing` does not show and `sweep` removes.
+* A bucket write becomes visible when the server finalises it. When the answer to a create-only write is lost, the write
+  is tried again; if the object then exists with the very bytes that were sent, it counts as written.
+* A ranged read that breaks off is repeated whole, so no half range is ever returned.
+
+Retries, time-outs and the mapping of the server's errors are in `training.storage.gcs`, which imports Google's library
+at the first `gs://` URL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import google_crc32c
+
+from training.storage import gcs as bucket
+from training.storage.types import (
+    AlreadyExists,
+    Changed,
+    NotFound,
+    Stat,
+    crc32c,
+    is_remote,
+    local_errors,
+)
+
+_PARTIAL = ".partial"
+_PIECE = 8 << 20
+_WRITTEN = (
+    64 << 20
+)  # after each, the disk is told to begin, and a thread that shares the interpreter waits for its turn
+
+
+def stat(url: str) -> Stat | None:
+    """Size and generation of an object, None if there is none."""
+    if is_remote(url):
+        return bucket.stat(url)
+    with local_errors(url):
+        try:
+            status = os.stat(url)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+    if not os.path.isfile(url):
+        return None
+    return Stat(url, status.st_size, status.st_mtime_ns)
+
+
+def listing(folder: str) -> list[Stat]:
+    """Everything below a folder, recursively, sorted by URL; [] when there is nothing."""
+    if is_remote(folder):
+        return bucket.listing(folder)
+    found = []
+    with local_errors(folder):
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                if not _is_partial(name):
+                    status = stat(os.path.join(parent, name))
+                    if status:
+                        found.append(status)
+    return sorted(found, key=lambda each: each.url)
+
+
+def read(url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
+    """Bytes [start, end) of an object (to its end without `end`), of the pinned generation. Raises NotFound, Changed,
+    StorageError."""
+    if start < 0 or (end is not None and end < start):
+        raise ValueError(f"{url}: bytes [{start}, {end}) is not a range")
+    if is_remote(url):
+        return bucket.read(url, start, end, generation)
+    with local_errors(url), open(url, "rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        if generation is not None and status.st_mtime_ns != generation:
+            raise Changed(f"{url} was changed while it was in use: don't write to data that is being read; start again")
+        stop = status.st_size if end is None else min(end, status.st_size)
+        pieces = []
+        while start < stop:
+            piece = os.pread(file.fileno(), min(stop - start, 1 << 30), start)
+            if not piece:
+                break
+            pieces.append(piece)
+            start += len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def read_into(url: str, start: int, place: memoryview) -> int:
+    """Fills `place` with the object's bytes from `start` on, and returns how many there were. Raises NotFound,
+    StorageError."""
+    if is_remote(url):
+        data = bucket.read(url, start, start + len(place), None)
+        place[: len(data)] = data
+        return len(data)
+    done = 0
+    with local_errors(url), open(url, "rb", buffering=0) as file:
+        while done < len(place):
+            count = os.preadv(file.fileno(), [place[done:]], start + done)
+            if not count:
+                break
+            done += count
+    return done
+
+
+def write(url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
+    """Writes a whole object. With `create_only` raises AlreadyExists when there is one, and of several writers exactly
+    one wins."""
+    if is_remote(url):
+        return bucket.write(url, data, create_only)
+    with local_errors(url):
+        with _replacing(url, create_only) as descriptor:
+            crc = _write_summed(descriptor, memoryview(data))
+        return Stat(url, len(data), os.stat(url).st_mtime_ns, crc)
+
+
+def append(path: str, data: bytes) -> None:
+    """Adds to a local file, which need not be there yet; a crash may leave a part of `data`. Objects of a bucket can't
+    grow."""
+    with local_errors(path):
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        with open(path, "ab") as file:
+            file.write(data)
+
+
+def upload(path: Path, url: str, *, create_only: bool = False) -> Stat:
+    """As `write`, from a local file that may be larger than memory."""
+    if is_remote(url):
+        return bucket.upload(path, url, create_only)
+    crc = size = 0
+    with local_errors(url):
+        with open(path, "rb") as source, _replacing(url, create_only) as descriptor:
+            while piece := source.read(_PIECE):
+                crc = google_crc32c.extend(crc, piece)
+                size += len(piece)
+                view = memoryview(piece)
+                while view:
+                    view = view[os.write(descriptor, view) :]
+        return Stat(url, size, os.stat(url).st_mtime_ns, crc)
+
+
+def download(url: str, path: Path) -> None:
+    """Copies one object to a local file, in pieces, of one generation."""
+    source = stat(url)
+    if source is None:
+        raise NotFound(f"{url} does not exist")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with local_errors(str(path)), _replacing(str(path), create_only=False) as descriptor:
+        for start in range(0, source.size, 4 * _PIECE):
+            view = memoryview(read(url, start, start + 4 * _PIECE, generation=source.generation))
+            while view:
+                view = view[os.write(descriptor, view) :]
+
+
+def delete(url: str) -> None:
+    """Removes an object; a missing one is fine."""
+    if is_remote(url):
+        bucket.delete(url)
+        return
+    with local_errors(url), contextlib.suppress(FileNotFoundError):
+        os.unlink(url)
+
+
+def sweep(folder: str, given_up: Callable[[str], bool]) -> None:
+    """In those direct subfolders of a local folder whose names are `given_up`, where nobody writes any more: removes
+    what killed writers have left hidden, and the subfolder when nothing else is in it. A bucket has neither."""
+    if is_remote(folder):
+        return
+    with local_errors(folder):
+        for name in filter(given_up, os.listdir(folder)):
+            inside = os.path.join(folder, name)
+            for each in filter(_is_partial, os.listdir(inside)):
+                delete(os.path.join(inside, each))
+            with contextlib.suppress(OSError):  # something else is in it
+                os.rmdir(inside)
+
+
+def _write_summed(descriptor: int, view: memoryview) -> int:
+    """Writes it all and returns its crc32c, which another thread adds up meanwhile.
+
+    The disk gets each piece while the next is on its way, so that the fsync after the last finds little to do: to a
+    local file system the advice means "write this out now" (Linux starts the write-back and returns), to others
+    nothing. It also keeps the page cache for those who read.
+    """
+    done = 0
+    with ThreadPoolExecutor(1, thread_name_prefix="crc32c") as beside:
+        crc = beside.submit(crc32c, view)
+        while done < len(view):
+            count = os.write(descriptor, view[done : done + _WRITTEN])
+            os.posix_fadvise(descriptor, done, count, os.POSIX_FADV_DONTNEED)
+            done += count
+        return crc.result()
+
+
+def _is_partial(name: str) -> bool:
+    return name.startswith(".") and name.endswith(_PARTIAL)
+
+
+@contextlib.contextmanager
+def _replacing(url: str, create_only: bool) -> Iterator[int]:
+    """A descriptor whose content appears at `url` when the block ends without an exception."""
+    folder, name = os.path.split(os.path.abspath(url))
+    os.makedirs(folder, exist_ok=True)
+    if create_only and os.path.lexists(url):
+        raise AlreadyExists(f"{url} already exists")
+    partial = os.path.join(folder, f".{name}.{secrets.token_hex(6)}{_PARTIAL}")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        if create_only:
+            try:
+                os.link(partial, url)
+            except FileExistsError:
+                raise AlreadyExists(f"{url} already exists") from None
+            os.unlink(partial)
+        else:
+            os.replace(partial, url)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(partial)
+        raise
+    parent = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
