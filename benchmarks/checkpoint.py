@@ -7,7 +7,7 @@ get the same tensors as plain torch tensors in host memory, which spares them th
 files below one temporary folder on this machine's disk; rounds are interleaved and the best of `--repeat` is kept, for
 ours and theirs alike. Memory is measured in processes of their own.
 
-  ours          Saver.save with checkpoint.background, on one host; restoring is `restore` into the backend. The loop is
+  ours          CheckpointWriter.save with checkpoint.background, on one host; restoring is `restore` into the backend. The loop is
   blocked in `save`, and in the next
                 training step where it waits for the copy to end before it changes the state; both count. Committed is
                 durable: the part and the manifest are fsynced. Throughput is counted from the end of the copy on.
@@ -43,11 +43,11 @@ from benchmarks.peers.rows import Row, finish, row
 from training.backends.protocol import Asks
 from training.checkpoint.reader import restore
 from training.checkpoint.retention import Keep
-from training.checkpoint.snapshot import Copying
-from training.checkpoint.writer import Description, Saver
+from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous import Alone
+from training.distributed.rendezvous import SingleHost
 from training.models.hugging_face import Needs
 
 RUNS_IN = "torch-xla"
@@ -66,7 +66,7 @@ def backend() -> Any:
 
     config = TrainerConfig.model_validate(CONFIG)
     return TorchXla(
-        config, Cluster(0, ("localhost",)), Alone(), Needs(vocabulary=30_522, pad=0, sequence_length=128), "t"
+        config, Cluster(0, ("localhost",)), SingleHost(), Needs(vocabulary=30_522, pad=0, sequence_length=128), "t"
     )
 
 
@@ -92,9 +92,11 @@ def train_on(made: Any, number: int) -> None:
     made.step(number, {**batch, "labels": ids[:, :5].copy(), "weights": np.ones((2, 5), np.float32)}, Asks()).outcome()
 
 
-def saver(folder: str) -> Saver:
+def saver(folder: str) -> CheckpointWriter:
     """It keeps everything: others' files are deleted outside of the clock, and so are ours."""
-    return Saver(folder, Cluster(0, ("localhost",)), Alone(), Description(IDENTITY, {}, "", "t"), Keep(1_000))
+    return CheckpointWriter(
+        folder, Cluster(0, ("localhost",)), SingleHost(), RunDescription(IDENTITY, {}, "", "t"), Keep(1_000)
+    )
 
 
 def write_plainly(path: Path, data: memoryview, *, sync: bool) -> None:
@@ -158,7 +160,7 @@ def saving(folder: Path, repeat: int) -> dict[str, float]:
     def note(name: str, seconds: float) -> None:
         best[name] = min(seconds, best.get(name, seconds))
 
-    def copied(places: Any) -> Copying:
+    def copied(places: Any) -> Snapshot:
         copying = ours.copy(places)
         copying.wait()
         return copying
@@ -215,7 +217,7 @@ def restoring(folder: Path, repeat: int) -> dict[str, float]:
         ours = backend()
         steps: list[tuple[str, Callable[[], Any]]] = [
             ("plain read", lambda: (folder / "whole.safetensors").read_bytes()),
-            ("ours", lambda ours=ours: restore(str(folder / "ours"), Alone(), IDENTITY, ours.accept, print)),
+            ("ours", lambda ours=ours: restore(str(folder / "ours"), SingleHost(), IDENTITY, ours.accept, print)),
             ("torch.load", lambda: torch.load(folder / "torch.pt")),
             ("load_file", lambda: load_file(folder / "whole.safetensors")),
         ]

@@ -242,8 +242,8 @@ def as_host(plan: Path, hosts: int, worker: int) -> None:
     """Trains this host's part of all runs of so many hosts."""
     from training.config import from_document
     from training.distributed.cluster import Cluster
-    from training.distributed.rendezvous import Alone, join
-    from training.distributed.shutdown import Stopping
+    from training.distributed.rendezvous import SingleHost, join
+    from training.distributed.shutdown import ShutdownRequest
     from training.telemetry.metrics import Clock
     from training.trainer import train
     from training.yaml_file import Document
@@ -256,8 +256,10 @@ def as_host(plan: Path, hosts: int, worker: int) -> None:
         cluster = Cluster(
             worker, ("127.0.0.1",) * hosts, None, job["run"], job.get("attempt", 0), PORTS[number], PORTS[number] + 1
         )  # fmt: skip
-        stopping = Stopping()
-        rendezvous = Alone() if hosts == 1 else join(cluster, stopping, start_seconds=300, seconds=300, lost_seconds=30)
+        stopping = ShutdownRequest()
+        rendezvous = (
+            SingleHost() if hosts == 1 else join(cluster, stopping, start_seconds=300, seconds=300, lost_seconds=30)
+        )
         digests = batches(config, cluster)
         (folder / f"{job['run']}.{worker}.batches.json").write_text(json.dumps(digests))
         train(config, cluster, rendezvous, stopping, Clock())

@@ -12,14 +12,14 @@ from typing import Any
 
 from training import storage
 from training.backends.protocol import Asks, Backend, Outcome
-from training.checkpoint.admin import find
+from training.checkpoint.admin import find_checkpoints
 from training.checkpoint.format import Damaged, Manifest, decode
 from training.checkpoint.reader import read_manifest, read_part
 from training.config import Model, TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
-from training.distributed.shutdown import Stopping
+from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError
 from training.models.hugging_face import WEIGHTS, labels_of, read_config
 from training.run_setup import agree, open_backend, open_task
@@ -44,12 +44,12 @@ class Evaluated:
         return {**told, "labels": self.labels, "confusion": self.confusion} if self.confusion else told
 
 
-def over_all(task: Task, backend: Backend, rendezvous: Rendezvous, stopping: Stopping, doing: str) -> Outcome:
+def over_all(task: Task, backend: Backend, rendezvous: Rendezvous, stopping: ShutdownRequest, doing: str) -> Outcome:
     """The totals over the evaluation set. When its `asked.stop` is set, all hosts have broken off: the totals are of a
     part."""
     total = Outcome.nothing()
     for number, batch in enumerate(task.evaluation_batches()):
-        rendezvous.phase(f"{doing}, batch {number}")
+        rendezvous.set_phase(f"{doing}, batch {number}")
         total = total.plus(backend.evaluate(batch.arrays, Asks(stop=stopping.requested)).outcome())
         rendezvous.check()
         if total.asked.stop:
@@ -62,7 +62,7 @@ def evaluate(
     config: TrainerConfig,
     cluster: Cluster,
     rendezvous: Rendezvous,
-    stopping: Stopping,
+    stopping: ShutdownRequest,
     step: int | None = None,
 ) -> Evaluated:
     """`place` is a run's folder (its newest checkpoint, unless `step` is given), a model folder in Hugging Face's
@@ -86,7 +86,7 @@ def evaluate(
     backend = open_backend(config, cluster, rendezvous, task, token)
     if checkpoint:
         _load(checkpoint, backend)
-    stopping.nothing_to_lose = False
+    stopping.nothing_to_save = False
     total = over_all(task, backend, rendezvous, stopping, "evaluation")
     if total.asked.stop:
         raise TrainError("asked to stop: the evaluation was broken off")
@@ -104,7 +104,7 @@ Checkpoint = tuple[str, TrainerConfig, Manifest]  # the folder of checkpoints, w
 
 def _checkpoint(place: str, step: int | None) -> Checkpoint:
     try:
-        below, steps = find(place)
+        below, steps = find_checkpoints(place)
     except BadInput as error:
         raise BadInput(f"{place} is neither a model folder (it has no {WEIGHTS}) nor a run's: {error}") from None
     chosen = steps[0] if step is None else step

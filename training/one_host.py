@@ -19,8 +19,8 @@ from typing import Any
 from training import storage
 from training.config import TrainerConfig, load
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous import Alone
-from training.distributed.shutdown import Stopping
+from training.distributed.rendezvous import SingleHost
+from training.distributed.shutdown import ShutdownRequest
 from training.telemetry.metrics import Clock, history
 
 
@@ -40,7 +40,7 @@ def train(config: TrainerConfig, run_id: str = "notebook") -> dict[str, Any]:
     """Trains on this host to the last step, and returns the summary that is in the run's summary.json."""
     from training.trainer import train as run
 
-    return run(config, Cluster(0, ("localhost",), run_id=run_id), Alone(), Stopping(), Clock())
+    return run(config, Cluster(0, ("localhost",), run_id=run_id), SingleHost(), ShutdownRequest(), Clock())
 
 
 def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, Any]]:

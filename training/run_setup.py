@@ -15,7 +15,7 @@ from typing import Any
 
 from training import storage
 from training.backends.protocol import Backend
-from training.checkpoint.admin import is_run
+from training.checkpoint.admin import has_checkpoint
 from training.config import TrainerConfig, batch_mistake
 from training.distributed.cluster import Cluster, tensorflow_environment, tpu_environment
 from training.distributed.rendezvous import Rendezvous
@@ -143,7 +143,7 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
     Later attempts find it there, whatever has become of the other run. Raises BadInput.
     """
     path = config.model.path
-    if path is None or storage.stat(storage.join(path, CONFIG)) is not None or not is_run(path):
+    if path is None or storage.stat(storage.join(path, CONFIG)) is not None or not has_checkpoint(path):
         return config
     start = storage.join(folder, "start")
     if cluster.is_first and storage.stat(storage.join(start, WEIGHTS)) is None:

@@ -25,11 +25,11 @@ from training.backends.protocol import Asks, Backend, Outcome, Pending
 from training.checkpoint.format import step_folder
 from training.checkpoint.reader import restore
 from training.checkpoint.retention import Best, EveryMinutes, EverySteps, Keep
-from training.checkpoint.writer import Description, Saver
+from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
-from training.distributed.shutdown import Stopping
+from training.distributed.shutdown import ShutdownRequest
 from training.errors import StopRequested, TrainError
 from training.evaluate import over_all
 from training.models import export
@@ -57,13 +57,13 @@ from training.telemetry.metrics import Clock, MetricsLog
 
 
 def train(
-    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopping: Stopping, clock: Clock
+    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopping: ShutdownRequest, clock: Clock
 ) -> dict[str, Any]:
     """Trains to the last step and returns the summary. Raises StopRequested when asked to stop, once the state is
     committed."""
     folder = storage.join(config.output, cluster.run_id)
     with clock.phase("start"):
-        rendezvous.phase("opening the data")
+        rendezvous.set_phase("opening the data")
         task = open_task(config, cluster)
         code = code_hash()
         token = agree(
@@ -93,7 +93,7 @@ def _open(
     config: TrainerConfig,
     cluster: Cluster,
     rendezvous: Rendezvous,
-    stopping: Stopping,
+    stopping: ShutdownRequest,
     clock: Clock,
     task: Task,
     code: str,
@@ -106,7 +106,7 @@ def _open(
     with clock.phase("start"):
         network = model_identity(config)
         config = with_starting_model(config, folder, cluster, rendezvous)
-        rendezvous.phase("loading the framework")
+        rendezvous.set_phase("loading the framework")
         backend = open_backend(config, cluster, rendezvous, task, token)
     with clock.phase("restore"):
         checkpoints = storage.join(folder, "checkpoints")
@@ -120,9 +120,9 @@ def _open(
             checkpoints, rendezvous, identity, backend.accept, warn if cluster.is_first else lambda _: None
         )
         keep = Keep(config.checkpoint.keep_last, config.checkpoint.keep_every)
-        description = Description(identity, config.canonical(), code, token)
+        description = RunDescription(identity, config.canonical(), code, token)
         background = config.checkpoint.background
-        saver = Saver(
+        saver = CheckpointWriter(
             checkpoints, cluster, rendezvous, description, keep, background=background, fence=fenced, warn=warn
         )
         run = _Run(config, cluster, rendezvous, stopping, clock, task, backend, saver, folder, ending.screen)
@@ -149,11 +149,11 @@ class _Run:
     config: TrainerConfig
     cluster: Cluster
     rendezvous: Rendezvous
-    stopping: Stopping
+    stopping: ShutdownRequest
     clock: Clock
     task: Task
     backend: Backend
-    saver: Saver
+    saver: CheckpointWriter
     folder: str
     screen: Screen
     work: Work = field(init=False)
@@ -195,7 +195,7 @@ class _Run:
             EverySteps(self.config.evaluation.every),
         )
         self.asked = Asks(stop=any(self.rendezvous.meet("ready", self.stopping.requested)))
-        self.stopping.nothing_to_lose = False
+        self.stopping.nothing_to_save = False
         if 0 < self.step < steps and evaluate.due(self.step) and self.evaluated != self.step and not self.asked.stop:
             self.evaluate()  # an attempt before was stopped in it
         with contextlib.closing(self.backend.feed(self.task, self.step)) as batches:
@@ -222,7 +222,9 @@ class _Run:
             self.stop()
 
     def train_on(self, batch: HostBatch) -> None:
-        self.rendezvous.phase(f"step {self.step}" if self.trained else f"step {self.step}, the first of this attempt")
+        self.rendezvous.set_phase(
+            f"step {self.step}" if self.trained else f"step {self.step}, the first of this attempt"
+        )
         minutes = EveryMinutes(self.config.checkpoint.every_minutes)
         with self.compiling("step"), self.clock.phase("step"):
             wishes = Asks(
@@ -311,7 +313,7 @@ class _Run:
         self.asked, self.last_save = Asks(stop=self.asked.stop), time.monotonic()
         if self.saver.newest == self.step:
             return
-        self.rendezvous.phase(f"copying the state of step {self.step}")
+        self.rendezvous.set_phase(f"copying the state of step {self.step}")
         with self.clock.phase("checkpoint"):
             state = {
                 "first_loss": self.losses["first"],
@@ -372,7 +374,7 @@ class _Run:
             self.stop()
         hub = None
         if self.pushes:
-            self.rendezvous.phase("waiting for the upload to the Hub")
+            self.rendezvous.set_phase("waiting for the upload to the Hub")
             with self.clock.phase("upload"):
                 hub = self.pushes.finish(self.step)
         count, compile_seconds = self.backend.compilations()
@@ -405,7 +407,7 @@ class _Run:
 
     def stop(self) -> None:
         """Waits for the commit on all hosts, then leaves with exit code 75."""
-        self.rendezvous.phase(f"stopping after step {self.step}")
+        self.rendezvous.set_phase(f"stopping after step {self.step}")
         self.saver.wait()
         self.rendezvous.meet("stop", self.step)
         if self.log:

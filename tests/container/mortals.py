@@ -244,16 +244,21 @@ def _put(fate: Fate, trained: str) -> None:
     from training.checkpoint.format import MANIFEST
     from training.distributed import rendezvous
     from training.models import export
+    from training.storage import files
     from training.storage import types as objects
 
     passing = _Passing(fate)
     real_write, real_delete, real_save, real_copy_all = (
         storage.write,
         storage.delete,
-        save.Saver.save,
-        copying.Copying._run,
+        save.CheckpointWriter.save,
+        copying.Snapshot._run,
     )
-    real_meet, real_post, real_train_on = rendezvous.Guest.meet, rendezvous.Guest._post, loop._Run.train_on
+    real_meet, real_post, real_train_on = (
+        rendezvous.RendezvousClient.meet,
+        rendezvous.RendezvousClient._post,
+        loop._Run.train_on,
+    )
 
     def write(url: str, data: bytes, *, create_only: bool = False) -> storage.Stat:
         name = storage.name_of(url)
@@ -263,7 +268,7 @@ def _put(fate: Fate, trained: str) -> None:
         passing.at(f"before {what}")
         if passing.due(f"within {what}"):
             if not storage.is_remote(url):
-                with objects.local_errors(url), storage._replacing(url, create_only) as descriptor:
+                with objects.local_errors(url), files._replacing(url, create_only) as descriptor:
                     os.write(descriptor, data[: len(data) // 2])
                     passing.strike()
             passing.strike()
@@ -316,8 +321,8 @@ def _put(fate: Fate, trained: str) -> None:
         real_train_on(run, batch)
 
     for place, name, new in (
-        (storage, "write", write), (storage, "delete", delete), (save.Saver, "save", save_), (copying.Copying, "_run", copy_all),
-        (rendezvous.Guest, "_post", post), (rendezvous.Guest, "meet", meet), (loop._Run, "train_on", train_on),
+        (storage, "write", write), (storage, "delete", delete), (save.CheckpointWriter, "save", save_), (copying.Snapshot, "_run", copy_all),
+        (rendezvous.RendezvousClient, "_post", post), (rendezvous.RendezvousClient, "meet", meet), (loop._Run, "train_on", train_on),
     ):  # fmt: skip
         setattr(place, name, new)
     for place, name, point in (

@@ -24,8 +24,8 @@ from training.data import tokenizer as tokenizers
 from training.data.formats import dataset as datasets
 from training.data.formats import example, tfrecord
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous import Alone
-from training.distributed.shutdown import Stopping
+from training.distributed.rendezvous import SingleHost
+from training.distributed.shutdown import ShutdownRequest
 from training.evaluate import Evaluated, evaluate
 from training.telemetry.metrics import Clock, history
 from training.trainer import train
@@ -245,7 +245,7 @@ def summary(folder: Path, run_id: str) -> dict[str, Any]:
     return value
 
 
-class StopAfter(Stopping):
+class StopAfter(ShutdownRequest):
     """Asked to stop once `steps` steps have looked."""
 
     def __init__(self, steps: int) -> None:
@@ -259,19 +259,23 @@ class StopAfter(Stopping):
 
 
 def train_here(
-    config: dict[str, Any], run_id: str, stopping: Stopping | None = None, attempt: int = 0
+    config: dict[str, Any], run_id: str, stopping: ShutdownRequest | None = None, attempt: int = 0
 ) -> dict[str, Any]:
     """Trains on one host, in this process, and returns the summary."""
     settings = from_document(Document("test", config, {}))
     return train(
-        settings, Cluster(0, ("localhost",), run_id=run_id, attempt=attempt), Alone(), stopping or Stopping(), Clock()
+        settings,
+        Cluster(0, ("localhost",), run_id=run_id, attempt=attempt),
+        SingleHost(),
+        stopping or ShutdownRequest(),
+        Clock(),
     )
 
 
 def evaluate_here(config: dict[str, Any], place: str, step: int | None = None) -> Evaluated:
     """Evaluates a run or a model folder on one host, in this process."""
     settings = from_document(Document("test", config, {}))
-    return evaluate(place, settings, Cluster(0, ("localhost",)), Alone(), Stopping(), step)
+    return evaluate(place, settings, Cluster(0, ("localhost",)), SingleHost(), ShutdownRequest(), step)
 
 
 def losses(folder: Path, run_id: str) -> list[float]:

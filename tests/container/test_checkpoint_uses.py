@@ -57,7 +57,7 @@ def test_the_best_of_all_evaluations_is_kept_through_stops_and_is_exported(folde
         run(folder, "best-stopped", StopAfter(5), **BEST)  # in an evaluation: each has three batches
     run(folder, "best-stopped", attempt=1, **BEST)
     assert evaluations(folder, "best-stopped") == figures
-    assert inspect.best(str(folder / "runs" / "best-stopped")) == best
+    assert inspect.best_saved_step(str(folder / "runs" / "best-stopped")) == best
 
     out = folder / "exported"
     ended = CliRunner().invoke(tpu_train, ["export", "--best", str(folder / "runs" / "best"), str(out)])
@@ -92,7 +92,7 @@ def test_a_run_starts_with_the_model_of_another_run_or_of_one_checkpoint_of_it(f
 
 def test_a_copied_checkpoint_goes_on_to_the_same_bits(folder: Path) -> None:
     whole = run(folder, "whole", **SMALL)
-    inspect.restore(str(folder / "runs" / "whole"), str(folder / "runs" / "copied"), 4)
+    inspect.copy_to_run(str(folder / "runs" / "whole"), str(folder / "runs" / "copied"), 4)
     copied = run(folder, "copied", **SMALL)
     assert copied["final_weights_crc32c"] == whole["final_weights_crc32c"]
     assert copied["eval_loss"] == whole["eval_loss"]

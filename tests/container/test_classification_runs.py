@@ -19,7 +19,7 @@ from training.cli.main import tpu_train
 from training.data import tokenizer as tokenizers
 from training.data.prepare import labelled as examples
 from training.data.prepare import pack as prepare
-from training.distributed.shutdown import Stopping
+from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, StopRequested
 from training.models.export import from_checkpoint
 from training.models.predict import classify
@@ -73,7 +73,7 @@ def document(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def run(
-    folder: Path, run_id: str, stopping: Stopping | None = None, attempt: int = 0, **changes: Any
+    folder: Path, run_id: str, stopping: ShutdownRequest | None = None, attempt: int = 0, **changes: Any
 ) -> dict[str, Any]:
     return small_runs.train_here(document(folder, **changes), run_id, stopping, attempt)
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.container import small_runs
-from training.distributed.shutdown import Stopping
+from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, StopRequested, TrainError
 from training.evaluate import Evaluated
 from training.models.export import from_checkpoint
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(
-    folder: Path, run_id: str, stopping: Stopping | None = None, attempt: int = 0, **changes: Any
+    folder: Path, run_id: str, stopping: ShutdownRequest | None = None, attempt: int = 0, **changes: Any
 ) -> dict[str, Any]:
     return small_runs.train_here(small_runs.document(folder, **changes), run_id, stopping, attempt)
 

@@ -54,7 +54,7 @@ def program(config, cluster, rendezvous, stopping):
     raise StopRequested("committed")
 
 WHAT = sys.argv[1]
-asked = stopping.install()
+asked = stopping.install_signal_handlers()
 config = from_document(Document("test", yaml.safe_load(Path("config.yaml").read_text()), {}))
 cluster = discover()
 rendezvous = join(cluster, asked, start_seconds=120, seconds=60, lost_seconds=10)

@@ -9,26 +9,26 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from training.checkpoint.format import TensorInfo
+from training.checkpoint.format import TensorSpec
 from training.checkpoint.retention import Keep
-from training.checkpoint.snapshot import Copying
-from training.checkpoint.writer import Description, Saver
+from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import join
-from training.distributed.shutdown import Stopping
+from training.distributed.shutdown import ShutdownRequest
 
 TENSORS = 16
 
 
 def main(folder: str, worker: int, hosts: int, port: int, size: int) -> None:
     cluster = Cluster(worker, ("127.0.0.1",) * hosts, run_id="r", rendezvous_port=port)
-    layout = {f"model/{index}": TensorInfo("F32", (size // TENSORS // 4,), size // TENSORS) for index in range(TENSORS)}
+    layout = {f"model/{index}": TensorSpec("F32", (size // TENSORS // 4,), size // TENSORS) for index in range(TENSORS)}
 
-    def copy(places: Mapping[str, memoryview]) -> Copying:
-        return Copying((np.frombuffer(place, np.uint8), np.uint8(worker)) for place in places.values())
+    def copy(places: Mapping[str, memoryview]) -> Snapshot:
+        return Snapshot((np.frombuffer(place, np.uint8), np.uint8(worker)) for place in places.values())
 
-    rendezvous = join(cluster, Stopping(), start_seconds=60, seconds=60, lost_seconds=10)
-    saver = Saver(folder, cluster, rendezvous, Description({}, {}, "c", "t"), Keep(2))
+    rendezvous = join(cluster, ShutdownRequest(), start_seconds=60, seconds=60, lost_seconds=10)
+    saver = CheckpointWriter(folder, cluster, rendezvous, RunDescription({}, {}, "c", "t"), Keep(2))
     saver.save(1, layout, copy, {})  # imports, connects
     saver.wait()
     rendezvous.meet("go")

@@ -13,14 +13,14 @@ import pytest
 from launcher.emulator.web import Response
 from training import storage
 from training.checkpoint import format as form
-from training.checkpoint.format import TensorInfo
+from training.checkpoint.format import TensorSpec
 from training.checkpoint.reader import committed_steps, restore
 from training.checkpoint.retention import Keep
-from training.checkpoint.snapshot import Copying
-from training.checkpoint.writer import Description, Saver
+from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous import Alone
+from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, TrainError
 from training.models import export
 from training.run_setup import claim
@@ -47,23 +47,27 @@ class State:
             "adam_m/x": np.full(7, -step, np.float32),
         }
 
-    def layout(self) -> dict[str, TensorInfo]:
-        return {name: TensorInfo("F32", value.shape, value.nbytes) for name, value in self.values.items()}
+    def layout(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec("F32", value.shape, value.nbytes) for name, value in self.values.items()}
 
-    def copy(self, places: Mapping[str, memoryview]) -> Copying:
-        return Copying(
+    def copy(self, places: Mapping[str, memoryview]) -> Snapshot:
+        return Snapshot(
             (np.frombuffer(place, np.float32), self.values[name].reshape(-1)) for name, place in places.items()
         )
 
-    def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
+    def accept(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         for name, (info, data) in tensors.items():
             self.values[name] = np.frombuffer(bytes(data), np.float32).reshape(info.shape)
 
 
-def save(*steps: int, keep: int = 2, token: str = "t") -> Saver:
+def save(*steps: int, keep: int = 2, token: str = "t") -> CheckpointWriter:
     config = TrainerConfig.model_validate(CONFIG).canonical()
-    saver = Saver(
-        FOLDER, Cluster(0, ("h",), run_id="r"), Alone(), Description({"seed": 1}, config, "code", token), Keep(keep)
+    saver = CheckpointWriter(
+        FOLDER,
+        Cluster(0, ("h",), run_id="r"),
+        SingleHost(),
+        RunDescription({"seed": 1}, config, "code", token),
+        Keep(keep),
     )
     for step in steps:
         saver.save(step, State(step).layout(), State(step).copy, {"first_loss": 1.5})
@@ -73,7 +77,7 @@ def save(*steps: int, keep: int = 2, token: str = "t") -> Saver:
 
 def load() -> tuple[int, State, list[str]]:
     state, warnings = State(0), list[str]()
-    restored = restore(FOLDER, Alone(), {"seed": 1}, state.accept, warnings.append)
+    restored = restore(FOLDER, SingleHost(), {"seed": 1}, state.accept, warnings.append)
     assert restored is not None
     return restored.manifest.step, state, warnings
 
@@ -113,8 +117,8 @@ def test_a_bucket_that_answers_503_for_a_while_costs_nothing(gcs: Any) -> None:
 
 def test_the_claim_says_that_there_is_no_such_bucket(gcs: Any) -> None:
     with pytest.raises(BadInput, match="bucket gs://nowhere does not exist"):
-        claim("gs://nowhere/runs/r", Cluster(0, ("a",)), Alone(), "t", {})
-    claim(RUN, Cluster(0, ("a",)), Alone(), "t", {"hosts": ["a"]})
+        claim("gs://nowhere/runs/r", Cluster(0, ("a",)), SingleHost(), "t", {})
+    claim(RUN, Cluster(0, ("a",)), SingleHost(), "t", {"hosts": ["a"]})
     assert json.loads(storage.read(f"{RUN}/attempts/attempt-0000.t.json")) == {"hosts": ["a"]}
 
 
@@ -147,8 +151,13 @@ def test_without_the_right_to_delete_saves_go_on_and_old_checkpoints_stay(gcs: A
         {"Content-Type": "application/json"},
     )
     gcs.fault = lambda request: refused if request.method == "DELETE" else None
-    saver = Saver(
-        FOLDER, Cluster(0, ("h",), run_id="r"), Alone(), Description({}, {}, "c", "t"), Keep(1), warn=warnings.append
+    saver = CheckpointWriter(
+        FOLDER,
+        Cluster(0, ("h",), run_id="r"),
+        SingleHost(),
+        RunDescription({}, {}, "c", "t"),
+        Keep(1),
+        warn=warnings.append,
     )
     for step in (10, 20, 30):
         saver.save(step, State(step).layout(), State(step).copy, {})

@@ -14,25 +14,25 @@ from training import storage
 from training.checkpoint import admin as inspect
 from training.checkpoint import format as form
 from training.checkpoint import reader as restoring
-from training.checkpoint.format import TensorInfo
+from training.checkpoint.format import TensorSpec
 from training.checkpoint.reader import committed_steps, restore, verify
 from training.checkpoint.retention import Best, Keep
-from training.checkpoint.snapshot import Copying
-from training.checkpoint.writer import Description, Saver
+from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous import Alone
+from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput
 
-INFO = {"model/w": TensorInfo("F32", (3,), 12)}
+INFO = {"model/w": TensorSpec("F32", (3,), 12)}
 
 
 def saved(folder: Path, figures: dict[int, float | None], keep: Keep, mode: str = "min") -> None:
     """A run of one host that saved after these steps, and evaluated to these figures just before."""
-    saver = Saver(
+    saver = CheckpointWriter(
         str(folder / "checkpoints"),
         Cluster(0, ("h",), run_id="r"),
-        Alone(),
-        Description({"seed": 1}, {}, "c", "t"),
+        SingleHost(),
+        RunDescription({"seed": 1}, {}, "c", "t"),
         keep,
     )
     best: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ def saved(folder: Path, figures: dict[int, float | None], keep: Keep, mode: str 
         saver.save(
             step,
             INFO,
-            lambda places, content=content: Copying([(np.frombuffer(places["model/w"], np.float32), content)]),
+            lambda places, content=content: Snapshot([(np.frombuffer(places["model/w"], np.float32), content)]),
             {"best": best},
         )
     saver.wait()
@@ -52,8 +52,8 @@ def saved(folder: Path, figures: dict[int, float | None], keep: Keep, mode: str 
 def test_the_best_checkpoint_is_kept_listed_and_found(tmp_path: Path) -> None:
     saved(tmp_path, {10: 5.0, 20: 3.0, 30: 4.0, 40: float("nan"), 50: 3.0, 60: None}, Keep(2))
     assert committed_steps(str(tmp_path / "checkpoints")) == [60, 50, 20]
-    assert inspect.best(str(tmp_path)) == 20
-    lines = {line.split()[0]: line for line in inspect.table(str(tmp_path)).splitlines()}
+    assert inspect.best_saved_step(str(tmp_path)) == 20
+    lines = {line.split()[0]: line for line in inspect.render_table(str(tmp_path)).splitlines()}
     assert lines["20"].endswith("best loss: 3.00000")
     assert "best" not in lines["50"] + lines["60"]
 
@@ -61,25 +61,25 @@ def test_the_best_checkpoint_is_kept_listed_and_found(tmp_path: Path) -> None:
 def test_one_that_was_the_best_goes_when_there_is_a_better_one(tmp_path: Path) -> None:
     saved(tmp_path, {10: 1.0, 20: 2.0, 30: 1.5, 40: 1.7, 50: 1.8}, Keep(1), mode="max")
     assert committed_steps(str(tmp_path / "checkpoints")) == [50, 20]
-    assert inspect.best(str(tmp_path)) == 20
+    assert inspect.best_saved_step(str(tmp_path)) == 20
 
 
 def test_without_a_policy_there_is_no_best(tmp_path: Path) -> None:
     saved(tmp_path, {10: None}, Keep(1))
     with pytest.raises(BadInput, match=r"no best checkpoint is known; the run needs checkpoint\.best"):
-        inspect.best(str(tmp_path))
+        inspect.best_saved_step(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["checkpoints/step-00000010", "checkpoints", ""])
 def test_a_checkpoint_is_copied_and_another_run_goes_on_from_it(tmp_path: Path, name: str) -> None:
     saved(tmp_path / "a", {10: None, 20: None}, Keep(2))
-    assert inspect.restore(str(tmp_path / "a" / name), str(tmp_path / "b"), None) == (10 if "step" in name else 20)
+    assert inspect.copy_to_run(str(tmp_path / "a" / name), str(tmp_path / "b"), None) == (10 if "step" in name else 20)
     [step] = committed_steps(str(tmp_path / "b" / "checkpoints"))
     verify(str(tmp_path / "b" / "checkpoints"), step)
     seen: dict[str, bytes] = {}
     restored = restore(
         str(tmp_path / "b" / "checkpoints"),
-        Alone(),
+        SingleHost(),
         {"seed": 1},
         lambda tensors: seen.update({k: bytes(v[1]) for k, v in tensors.items()}),
         print,
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_copied_and_another_run_goes_on_from_it(tmp_path: Path, 
     assert restored.manifest.step == step
     assert seen["model/w"] == np.full(3, step, np.float32).tobytes()
     with pytest.raises(BadInput, match="has checkpoints already"):
-        inspect.restore(str(tmp_path / "a"), str(tmp_path / "b"), 10)
+        inspect.copy_to_run(str(tmp_path / "a"), str(tmp_path / "b"), 10)
 
 
 def damaged(folder: Path) -> None:
@@ -109,7 +109,7 @@ def test_what_can_not_be_copied_leaves_no_checkpoint(
     saved(tmp_path / "a", {10: None, 20: None}, Keep(2))
     spoil(tmp_path)
     with pytest.raises(BadInput, match=said):
-        inspect.restore(str(tmp_path / "a"), str(tmp_path / "b"), step)
+        inspect.copy_to_run(str(tmp_path / "a"), str(tmp_path / "b"), step)
     assert committed_steps(str(tmp_path / "b" / "checkpoints")) == []
 
 
@@ -130,14 +130,14 @@ def test_any_flipped_byte_is_damage_however_the_part_is_read(
     """In the list of tensors as in the tensors: never another exception, never silence."""
     monkeypatch.setattr(restoring, "_RANGE", bytes_a_request)
     monkeypatch.setattr(restoring, "_HEAD", 16)
-    tensors = {f"model/{index}": TensorInfo("F32", (index, 3), 12 * index) for index in range(5)}
-    saver = Saver(
-        str(tmp_path), Cluster(0, ("h",), run_id="r"), Alone(), Description({"seed": 1}, {}, "c", "t"), Keep(2)
+    tensors = {f"model/{index}": TensorSpec("F32", (index, 3), 12 * index) for index in range(5)}
+    saver = CheckpointWriter(
+        str(tmp_path), Cluster(0, ("h",), run_id="r"), SingleHost(), RunDescription({"seed": 1}, {}, "c", "t"), Keep(2)
     )
     saver.save(
         10,
         tensors,
-        lambda places: Copying(
+        lambda places: Snapshot(
             (np.frombuffer(place, np.uint8), np.arange(len(place), dtype=np.uint8)) for place in places.values()
         ),
         {},
@@ -146,7 +146,7 @@ def test_any_flipped_byte_is_damage_however_the_part_is_read(
     seen: dict[str, bytes] = {}
     restored = restore(
         str(tmp_path),
-        Alone(),
+        SingleHost(),
         {"seed": 1},
         lambda given: seen.update({name: bytes(data) for name, (_, data) in given.items()}),
         print,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.checkpoint import format as form
-from training.checkpoint.format import Damaged, Manifest, Part, TensorInfo
+from training.checkpoint.format import Damaged, Manifest, Part, TensorSpec
 from training.checkpoint.retention import EveryMinutes, EverySteps, Keep
 
 MANIFEST = Manifest(
@@ -19,7 +19,7 @@ MANIFEST = Manifest(
 
 tensors = st.dictionaries(
     st.text("abcdefgh/.", min_size=1),
-    st.lists(st.integers(0, 50), max_size=3).map(lambda s: TensorInfo("F32", tuple(s), 4 * int(np.prod(s)))),
+    st.lists(st.integers(0, 50), max_size=3).map(lambda s: TensorSpec("F32", tuple(s), 4 * int(np.prod(s)))),
     max_size=20,
 )
 
@@ -56,7 +56,7 @@ def test_a_manifest_of_a_later_format_is_refused_by_its_number() -> None:
 
 @given(tensors, st.integers(1, 9))
 def test_every_tensor_is_written_by_exactly_one_host_and_hosts_share_the_bytes(
-    sizes: dict[str, TensorInfo], hosts: int
+    sizes: dict[str, TensorSpec], hosts: int
 ) -> None:
     shares = form.assign(sizes, hosts)
     assert len(shares) == hosts
@@ -66,7 +66,7 @@ def test_every_tensor_is_written_by_exactly_one_host_and_hosts_share_the_bytes(
 
 
 @given(tensors, st.randoms())
-def test_a_snapshot_written_in_place_is_a_safetensors_file(sizes: dict[str, TensorInfo], random: object) -> None:
+def test_a_snapshot_written_in_place_is_a_safetensors_file(sizes: dict[str, TensorSpec], random: object) -> None:
     data, places = form.encode(list(sizes.items()))
     for index, place in enumerate(places.values()):
         place[:] = bytes([index % 256]) * len(place)

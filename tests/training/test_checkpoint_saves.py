@@ -16,13 +16,13 @@ from training import storage
 from training.checkpoint import admin as inspect
 from training.checkpoint import format as form
 from training.checkpoint import writer as saving
-from training.checkpoint.format import Damaged, TensorInfo
+from training.checkpoint.format import Damaged, TensorSpec
 from training.checkpoint.reader import Restored, committed_steps, restore, verify
 from training.checkpoint.retention import Keep
-from training.checkpoint.snapshot import Copying
-from training.checkpoint.writer import Description, Saver
+from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous import Alone, Rendezvous
+from training.distributed.rendezvous import Rendezvous, SingleHost
 from training.errors import BadInput, LostPeer, TrainError
 
 IDENTITY = {"seed": 1, "model.layers": 2}
@@ -39,7 +39,7 @@ class Meeting:
     def of(self, worker: int) -> Rendezvous:
         meeting = self
 
-        class Guest(Alone):
+        class Guest(SingleHost):
             def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
                 with meeting.lock:
                     barrier = meeting.barriers.setdefault(name, threading.Barrier(meeting.hosts))
@@ -59,15 +59,15 @@ class State:
     def __init__(self, step: int = 0) -> None:
         self.values = {f"model/{index}": np.full((index + 1, 3), step + index, np.float32) for index in range(6)}
 
-    def layout(self) -> dict[str, TensorInfo]:
-        return {name: TensorInfo("F32", value.shape, value.nbytes) for name, value in self.values.items()}
+    def layout(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec("F32", value.shape, value.nbytes) for name, value in self.values.items()}
 
-    def copy(self, places: Mapping[str, memoryview]) -> Copying:
-        return Copying(
+    def copy(self, places: Mapping[str, memoryview]) -> Snapshot:
+        return Snapshot(
             (np.frombuffer(place, np.float32), self.values[name].reshape(-1)) for name, place in places.items()
         )
 
-    def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
+    def accept(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         for name, (info, data) in tensors.items():
             self.values[name] = np.frombuffer(bytes(data), np.float32).reshape(info.shape)
 
@@ -103,7 +103,9 @@ def save(
 
     def work(worker: int) -> int | None:
         cluster = Cluster(worker, ("h",) * hosts, run_id="r")
-        saver = Saver(str(folder), cluster, meeting.of(worker), Description(IDENTITY, {}, "code", token), Keep(keep))
+        saver = CheckpointWriter(
+            str(folder), cluster, meeting.of(worker), RunDescription(IDENTITY, {}, "code", token), Keep(keep)
+        )
         saver.restored(0, damaged)
         for step in steps:
             state = State(step)
@@ -197,7 +199,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(
     assert (restored.manifest.step, restored.damaged) == (10, (20,))
     assert state.is_of(10)
     assert said in warnings[0]
-    text, good = inspect.verify(str(tmp_path), None)
+    text, good = inspect.verify_checkpoints(str(tmp_path), None)
     assert not good
     assert "step 10: good" in text
     assert save(tmp_path, [20], damaged=restored.damaged, token="u") == [20, 20]
@@ -295,7 +297,9 @@ def test_a_host_that_dies_at_any_point_of_a_save_costs_only_that_save(
 def test_a_failed_save_is_raised_by_the_next_look_and_only_once(tmp_path: Path) -> None:
     blocker = tmp_path / "step-00000010"
     blocker.write_text("a file where a folder has to be")
-    saver = Saver(str(tmp_path), Cluster(0, ("h",)), Alone(), Description(IDENTITY, {}, "c", "t"), Keep(2))
+    saver = CheckpointWriter(
+        str(tmp_path), Cluster(0, ("h",)), SingleHost(), RunDescription(IDENTITY, {}, "c", "t"), Keep(2)
+    )
     saver.save(10, State(1).layout(), State(1).copy, {})
     with pytest.raises(TrainError):
         saver.wait()
@@ -315,11 +319,11 @@ def test_a_save_that_is_slower_than_its_interval_is_waited_for_counted_and_told_
 
     monkeypatch.setattr(storage, "write", slow)
     warnings: list[str] = []
-    saver = Saver(
+    saver = CheckpointWriter(
         str(tmp_path),
         Cluster(0, ("h",), run_id="r"),
-        Alone(),
-        Description(IDENTITY, {}, "c", "t"),
+        SingleHost(),
+        RunDescription(IDENTITY, {}, "c", "t"),
         Keep(2),
         warn=warnings.append,
     )
@@ -351,14 +355,14 @@ def test_a_stale_host_can_not_touch_what_is_committed(tmp_path: Path) -> None:
 
 def test_the_commands_show_list_and_verify(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", [10, 20])
-    assert [line.split()[0] for line in inspect.table(str(tmp_path)).splitlines()] == ["step", "20", "10"]
-    assert '"step": 10' in inspect.show(str(tmp_path), 10)
-    assert inspect.verify(str(tmp_path), None) == (
+    assert [line.split()[0] for line in inspect.render_table(str(tmp_path)).splitlines()] == ["step", "20", "10"]
+    assert '"step": 10' in inspect.render_manifest(str(tmp_path), 10)
+    assert inspect.verify_checkpoints(str(tmp_path), None) == (
         "step 20: good, 652 bytes in 2 part(s)\nstep 10: good, 652 bytes in 2 part(s)",
         True,
     )
     with pytest.raises(BadInput, match="no committed step 15; it has 20, 10"):
-        inspect.show(str(tmp_path), 15)
+        inspect.render_manifest(str(tmp_path), 15)
     with pytest.raises(Damaged):
         verify(str(tmp_path / "checkpoints"), 15)
 
@@ -371,11 +375,11 @@ def test_a_trainer_that_was_replaced_commits_nothing(tmp_path: Path) -> None:
         if replaced:
             raise BadInput("run r was started again")
 
-    saver = Saver(
+    saver = CheckpointWriter(
         str(tmp_path),
         Cluster(0, ("h",), run_id="r"),
-        Alone(),
-        Description(IDENTITY, {}, "c", "old"),
+        SingleHost(),
+        RunDescription(IDENTITY, {}, "c", "old"),
         Keep(2),
         fence=fence,
     )
@@ -401,11 +405,11 @@ def test_a_trainer_that_slept_while_it_committed_takes_back_what_has_no_parts_an
                 part.unlink()
             raise BadInput("run r was started again")
 
-    saver = Saver(
+    saver = CheckpointWriter(
         str(tmp_path),
         Cluster(0, ("h",), run_id="r"),
-        Alone(),
-        Description(IDENTITY, {}, "c", "old"),
+        SingleHost(),
+        RunDescription(IDENTITY, {}, "c", "old"),
         Keep(2),
         fence=fence,
     )

@@ -24,15 +24,15 @@ PROGRAM = """
 import json, os, sys, threading, time
 import numpy as np
 from training.distributed import rendezvous
-from training.distributed.tcp_allreduce import TcpExchange
+from training.distributed.tcp_allreduce import TcpAllReduce
 from training.distributed.cluster import discover
 from training.errors import Exit, TrainError
 from training.distributed.rendezvous import join
-from training.distributed.shutdown import Stopping
+from training.distributed.shutdown import ShutdownRequest
 code, why, meeting = 1, "", None
 rendezvous.PATIENCE = 1.0
 try:
-    stopping = Stopping()
+    stopping = ShutdownRequest()
     if os.environ.get("ASKED"):
         threading.Timer(float(os.environ["ASKED"]), stopping.request).start()
     meeting = join(discover(), stopping, start_seconds=float(os.environ.get("START", "20")), seconds=float(os.environ.get("WAIT", "20")), lost_seconds=3)
@@ -41,7 +41,7 @@ try:
         if what == "meet":
             print(json.dumps(meeting.meet(rest, {"from": os.environ["TPU_WORKER_ID"]})), flush=True)
         elif what == "phase":
-            meeting.phase(rest)
+            meeting.set_phase(rest)
         elif what == "say":
             print(rest, flush=True)
         elif what == "sleep":
@@ -54,7 +54,7 @@ try:
         elif what == "fail":
             raise TrainError(rest)
         elif what == "connect":
-            exchange = TcpExchange(discover(), meeting, rest, 20)
+            exchange = TcpAllReduce(discover(), meeting, rest, 20)
         elif what == "sum":
             print(json.dumps(exchange.sum(np.array(json.loads(rest), np.float32)).tolist()), flush=True)
     code = 0

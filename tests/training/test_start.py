@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous import Alone
+from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput
 from training.run_setup import agree, claim, code_hash, disagreements
 
@@ -25,7 +25,7 @@ def test_everyone_who_differs_from_host_0_is_named() -> None:
 
 
 def test_a_group_that_agrees_gets_a_token_of_its_own() -> None:
-    assert agree(Alone(), {"code": "a"}, 1) != agree(Alone(), {"code": "a"}, 1)
+    assert agree(SingleHost(), {"code": "a"}, 1) != agree(SingleHost(), {"code": "a"}, 1)
 
 
 def test_the_code_hash_is_of_the_source_alone() -> None:
@@ -33,7 +33,7 @@ def test_the_code_hash_is_of_the_source_alone() -> None:
     assert len(code_hash()) == 16
 
 
-class Pair(Alone):
+class Pair(SingleHost):
     """Two hosts, the other of which says what it is told to."""
 
     def __init__(self, other: Any) -> None:
@@ -54,4 +54,4 @@ def test_an_output_that_another_host_does_not_see_is_refused(tmp_path: Path) -> 
 def test_an_output_that_can_not_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(BadInput, match="output: "):
-        claim(str(tmp_path / "file"), Cluster(0, ("a",)), Alone(), "t", {})
+        claim(str(tmp_path / "file"), Cluster(0, ("a",)), SingleHost(), "t", {})

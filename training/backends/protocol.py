@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from training.checkpoint.format import TensorInfo
-from training.checkpoint.snapshot import Copying
+from training.checkpoint.format import TensorSpec
+from training.checkpoint.snapshot import Snapshot
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -89,14 +89,14 @@ class Backend(Protocol):
         """Adds up the sums, and the task's counts, without changing anything. Called by all hosts with batches of one
         shape."""
 
-    def layout(self) -> dict[str, TensorInfo]:
+    def layout(self) -> dict[str, TensorSpec]:
         """All tensors of the state: `model/...`, and the optimizer's moments `adam_m/...` and `adam_v/...`."""
 
-    def copy(self, places: Mapping[str, memoryview]) -> Copying:
+    def copy(self, places: Mapping[str, memoryview]) -> Snapshot:
         """Begins to copy the named tensors to host memory, as raw little-endian bytes. No step changes the state before
         that has ended."""
 
-    def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
+    def accept(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         """Replaces these tensors of the state, by copies: their memory is used again. Raises Damaged for one that has
         no place in it."""
 

@@ -15,7 +15,7 @@ from training.checkpoint.writer import best_step
 from training.errors import BadInput
 
 
-def find(folder: str) -> tuple[str, list[int]]:
+def find_checkpoints(folder: str) -> tuple[str, list[int]]:
     """The checkpoint folder of a run's folder, and its committed steps, newest first; `folder` may also be that folder
     itself, or one checkpoint in it.
 
@@ -32,18 +32,18 @@ def find(folder: str) -> tuple[str, list[int]]:
     raise BadInput(f"no committed checkpoint below {folder} (looked for {below}/step-*/manifest.json)")
 
 
-def is_run(folder: str) -> bool:
+def has_checkpoint(folder: str) -> bool:
     """Whether there is a committed checkpoint in it."""
     try:
-        return bool(find(folder)[1])
+        return bool(find_checkpoints(folder)[1])
     except BadInput:
         return False
 
 
-def best(folder: str) -> int:
+def best_saved_step(folder: str) -> int:
     """The step with the best figure, as the newest checkpoint tells. Raises BadInput when there is none, or when it was
     damaged or deleted."""
-    place, steps = find(folder)
+    place, steps = find_checkpoints(folder)
     try:
         step = best_step(read_manifest(place, steps[0]))
     except Damaged as error:
@@ -55,13 +55,13 @@ def best(folder: str) -> int:
     return _chosen(place, steps, step)
 
 
-def restore(source: str, target: str, step: int | None) -> int:
+def copy_to_run(source: str, target: str, step: int | None) -> int:
     """Copies a checkpoint, verified, into another run's folder, which must have none: a run of that name goes on from
     it. Returns the step.
 
     The manifest comes last, as for every commit: a copy that was interrupted is no checkpoint, and can be started
     again. Raises BadInput."""
-    place, steps = find(source)
+    place, steps = find_checkpoints(source)
     chosen = steps[0] if step is None else _chosen(place, steps, step)
     into = storage.join(target, "checkpoints")
     present = committed_steps(into)
@@ -83,8 +83,8 @@ def restore(source: str, target: str, step: int | None) -> int:
     return chosen
 
 
-def table(folder: str) -> str:
-    place, steps = find(folder)
+def render_table(folder: str) -> str:
+    place, steps = find_checkpoints(folder)
     lines = [f"{'step':>10}  {'bytes':>14}  parts  attempt  loss"]
     chosen: Mapping[str, Any] | None = None  # the best, as the newest that can be read tells
     for step in steps:
@@ -104,8 +104,8 @@ def table(folder: str) -> str:
     return "\n".join(lines)
 
 
-def show(folder: str, step: int | None) -> str:
-    place, steps = find(folder)
+def render_manifest(folder: str, step: int | None) -> str:
+    place, steps = find_checkpoints(folder)
     chosen = steps[0] if step is None else _chosen(place, steps, step)
     try:
         return json.dumps(asdict(read_manifest(place, chosen)), indent=1)
@@ -113,9 +113,9 @@ def show(folder: str, step: int | None) -> str:
         raise BadInput(f"checkpoint of step {chosen} in {place} is damaged ({error})") from None
 
 
-def verify(folder: str, step: int | None) -> tuple[str, bool]:
+def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
     """A line for each checkpoint, and whether all are good."""
-    place, steps = find(folder)
+    place, steps = find_checkpoints(folder)
     lines, good = [], True
     for each in steps if step is None else [_chosen(place, steps, step)]:
         try:

@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class TensorInfo:
+class TensorSpec:
     """dtype is safetensors' name: F32, BF16, I64."""
 
     dtype: str
@@ -86,7 +86,7 @@ def part_name(worker: int, hosts: int, token: str) -> str:
     return f"part-{worker}-of-{hosts}.{token}.safetensors"
 
 
-def assign(tensors: Mapping[str, TensorInfo], hosts: int) -> list[list[str]]:
+def assign(tensors: Mapping[str, TensorSpec], hosts: int) -> list[list[str]]:
     """Which host writes which tensors, balanced by bytes: the largest first, each to the host that has least. Every
     tensor exactly once."""
     loads = [0] * hosts
@@ -130,7 +130,7 @@ def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
 
 
 def arrange(
-    tensors: Sequence[tuple[str, TensorInfo]], metadata: Mapping[str, str] | None = None
+    tensors: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, slice], int]:
     """How a safetensors file begins, where in it each tensor's bytes go, and its size.
 
@@ -152,7 +152,7 @@ def arrange(
 
 
 def encode(
-    tensors: Sequence[tuple[str, TensorInfo]],
+    tensors: Sequence[tuple[str, TensorSpec]],
     metadata: Mapping[str, str] | None = None,
     allocate: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
 ) -> tuple[memoryview, dict[str, memoryview]]:
@@ -164,7 +164,7 @@ def encode(
     return data, {name: data[place] for name, place in places.items()}
 
 
-def decode(data: bytes | memoryview) -> dict[str, tuple[TensorInfo, memoryview]]:
+def decode(data: bytes | memoryview) -> dict[str, tuple[TensorSpec, memoryview]]:
     """The tensors of a safetensors file. Raises Damaged when it isn't one."""
     view = memoryview(data)
     return {name: (info, view[place]) for name, (info, place) in places_in(view, len(view)).items()}
@@ -175,7 +175,7 @@ def head_size(data: bytes | memoryview) -> int:
     return 8 + int.from_bytes(data[:8], "little")
 
 
-def places_in(head: bytes | memoryview, size: int) -> dict[str, tuple[TensorInfo, slice]]:
+def places_in(head: bytes | memoryview, size: int) -> dict[str, tuple[TensorSpec, slice]]:
     """Where each tensor is in a safetensors file of `size` bytes that begins with `head`. Raises Damaged."""
     try:
         start = head_size(head)
@@ -187,7 +187,7 @@ def places_in(head: bytes | memoryview, size: int) -> dict[str, tuple[TensorInfo
             if not 0 <= begin <= end <= size - start:
                 raise Damaged(f"tensor {name} lies outside its part")
             result[name] = (
-                TensorInfo(entry["dtype"], tuple(entry["shape"]), end - begin),
+                TensorSpec(entry["dtype"], tuple(entry["shape"]), end - begin),
                 slice(start + begin, start + end),
             )
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -16,7 +16,7 @@ from typing import Any
 from training import storage
 from training.checkpoint import format as form
 from training.checkpoint import host_memory as memory
-from training.checkpoint.format import Damaged, Manifest, TensorInfo
+from training.checkpoint.format import Damaged, Manifest, TensorSpec
 from training.checkpoint.writer import folders
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
@@ -27,7 +27,7 @@ _READERS, _READERS_REMOTE = 2, 6  # one connection to a bucket gives a fraction 
 
 # Takes some tensors: name -> (dtype and shape, raw bytes). The bytes are overwritten when it has returned, so it copies
 # them.
-Accept = Callable[[Mapping[str, tuple[TensorInfo, memoryview]]], None]
+Accept = Callable[[Mapping[str, tuple[TensorSpec, memoryview]]], None]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _take(folder: str, step: int, part: form.Part, accept: Accept) -> int:
             starts.append(place.start)
     waiting = deque(ordered)
     for start, piece in _read(url, part, starts):
-        tensors: dict[str, tuple[TensorInfo, memoryview]] = {}
+        tensors: dict[str, tuple[TensorSpec, memoryview]] = {}
         while waiting and waiting[0][1][1].stop <= start + len(piece):
             name, (info, place) = waiting.popleft()
             tensors[name] = (info, piece[place.start - start : place.stop - start])
@@ -169,7 +169,7 @@ def restore(
     steps = rendezvous.meet("checkpoints", committed_steps(folder))[0]
     damaged: list[int] = []
     for step in steps:
-        rendezvous.phase(f"restoring {step}")
+        rendezvous.set_phase(f"restoring {step}")
         manifest, why = None, ""
         try:
             manifest = _load(folder, step, identity, accept)

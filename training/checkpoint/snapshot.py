@@ -1,7 +1,7 @@
 """A snapshot of the state on its way to host memory, beside whatever the loop does until it is about to change the
 state again.
 
-Who copies promises that what is copied stays as it is until `hold_up` returns; a backend calls that right before it
+Who copies promises that what is copied stays as it is until `wait_before_mutation` returns; a backend calls that right before it
 runs the program that changes the state. So the next batch, the tracing of the next step and, where gradients come to
 the host first, their whole computation go on meanwhile.
 """
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 
-class Copying:
+class Snapshot:
     """Copies arrays into places of the same shape, in a thread of its own, and then lets go of both."""
 
     def __init__(self, pairs: Iterable[tuple[np.ndarray, np.ndarray]] = ()) -> None:
         """`pairs` are (place, array); none: all is copied already."""
-        self.held_up_seconds = 0.0
+        self.blocked_seconds = 0.0
         self._pairs = list(pairs)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint-copy", daemon=True)
@@ -43,12 +43,12 @@ class Copying:
         if self._error is not None:
             raise self._error
 
-    def hold_up(self) -> None:
+    def wait_before_mutation(self) -> None:
         """As `wait`, for the loop: the seconds count as those that the save has cost it."""
         began = time.monotonic()
         self.wait()
-        self.held_up_seconds += time.monotonic() - began
+        self.blocked_seconds += time.monotonic() - began
 
 
 # Begins to copy the named tensors into the given places, as their raw little-endian bytes.
-Copy = Callable[[Mapping[str, memoryview]], Copying]
+StartSnapshot = Callable[[Mapping[str, memoryview]], Snapshot]

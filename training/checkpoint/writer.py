@@ -24,9 +24,9 @@ from typing import Any
 from training import storage
 from training.checkpoint import format as form
 from training.checkpoint import host_memory as memory
-from training.checkpoint.format import Manifest, Part, TensorInfo
+from training.checkpoint.format import Manifest, Part, TensorSpec
 from training.checkpoint.retention import Keep
-from training.checkpoint.snapshot import Copy, Copying
+from training.checkpoint.snapshot import Snapshot, StartSnapshot
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.errors import TrainError
@@ -35,7 +35,7 @@ _LATE = 0.5  # seconds that a save may wait for the one before without a word
 
 
 @dataclass(frozen=True)
-class Description:
+class RunDescription:
     """What every manifest of this process group says."""
 
     identity: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Description:
 class _PartMemory:
     """A part's bytes, with a place for each of its tensors."""
 
-    def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:
+    def __init__(self, tensors: Mapping[str, TensorSpec]) -> None:
         self.tensors = dict(tensors)
         self.data, self.places = form.encode(list(tensors.items()), allocate=memory.mapping)
 
@@ -55,7 +55,7 @@ class _PartMemory:
         memory.fault_in(self.data)
 
 
-class Saver:
+class CheckpointWriter:
     """Saves checkpoints of one run, one at a time, and keeps what the policy says."""
 
     def __init__(
@@ -63,7 +63,7 @@ class Saver:
         folder: str,
         cluster: Cluster,
         rendezvous: Rendezvous,
-        description: Description,
+        description: RunDescription,
         keep: Keep,
         *,
         background: bool = True,
@@ -83,16 +83,16 @@ class Saver:
         self._damaged: frozenset[int] = frozenset()
         self._part: _PartMemory | None = None
         self._preparing: threading.Thread | None = None
-        self._copying: Copying | None = None
+        self._copying: Snapshot | None = None
         self._late = 0  # saves in a row that had to wait for the one before
 
-    def prepare(self, layout: Mapping[str, TensorInfo]) -> None:
+    def prepare(self, layout: Mapping[str, TensorSpec]) -> None:
         """Makes the memory for snapshots in the background, so that the first save finds it."""
         self._part = _PartMemory(self._share(layout))
         self._preparing = threading.Thread(target=self._part.fault_in, name="checkpoint-memory", daemon=True)
         self._preparing.start()
 
-    def _share(self, layout: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    def _share(self, layout: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
         """The tensors that this host writes."""
         return {name: layout[name] for name in form.assign(layout, self._cluster.hosts)[self._cluster.worker]}
 
@@ -102,7 +102,7 @@ class Saver:
         self.committed = self.newest = step
         self._damaged = frozenset(damaged)
 
-    def save(self, step: int, layout: Mapping[str, TensorInfo], copy: Copy, state: Mapping[str, Any]) -> None:
+    def save(self, step: int, layout: Mapping[str, TensorSpec], copy: StartSnapshot, state: Mapping[str, Any]) -> None:
         """Takes a snapshot at `step` and commits it in the background. Every host must call it at the same step."""
         began = time.monotonic()
         self.wait()
@@ -144,33 +144,33 @@ class Saver:
             self._thread.join()
             self._thread = None
         if self._copying is not None:
-            self.blocked_seconds += self._copying.held_up_seconds
+            self.blocked_seconds += self._copying.blocked_seconds
             self._copying = None
         self.check()
 
-    def _run(self, manifest: Manifest, copying: Copying, data: memoryview) -> None:
+    def _run(self, manifest: Manifest, copying: Snapshot, data: memoryview) -> None:
         try:
-            self._rendezvous.aside(f"saving {manifest.step}: copying the state")
+            self._rendezvous.set_background_phase(f"saving {manifest.step}: copying the state")
             copying.wait()
             self._commit(manifest, data)
             self.committed = manifest.step
         except BaseException as error:
             self._error = error
         finally:
-            self._rendezvous.aside("")
+            self._rendezvous.set_background_phase("")
 
     def _commit(self, manifest: Manifest, data: memoryview) -> None:
         step, cluster = manifest.step, self._cluster
         folder = storage.join(self.folder, form.step_folder(step))
-        self._rendezvous.aside(f"saving {step}: writing its part")
+        self._rendezvous.set_background_phase(f"saving {step}: writing its part")
         part = self._write_part(folder, form.part_name(cluster.worker, cluster.hosts, self._description.token), data)
-        self._rendezvous.aside(f"saving {step}: waiting for all parts")
+        self._rendezvous.set_background_phase(f"saving {step}: waiting for all parts")
         told = self._rendezvous.meet(
             f"checkpoint {step}", {"name": part.name, "size": part.size, "crc32c": part.crc32c}
         )
         if not cluster.is_first:
             return
-        self._rendezvous.aside(f"saving {step}: committing")
+        self._rendezvous.set_background_phase(f"saving {step}: committing")
         self._fence()
         if step in self._damaged:
             storage.delete(storage.join(folder, form.MANIFEST))

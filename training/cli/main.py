@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from training.config import TrainerConfig
     from training.distributed.cluster import Cluster
     from training.distributed.rendezvous import Rendezvous
-    from training.distributed.shutdown import Stopping
+    from training.distributed.shutdown import ShutdownRequest
 
 _BEGAN = time.monotonic()
 OUT_OF_MEMORY = "lower train.global_batch_size, raise train.gradient_accumulation, or take precision: bf16"
@@ -98,7 +98,7 @@ def train(config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
     from training.distributed import shutdown as stopping
     from training.telemetry.metrics import Clock
 
-    asked = stopping.install()
+    asked = stopping.install_signal_handlers()
     clock = Clock(began=_BEGAN)
     with clock.phase("start"):
         settings = load(config, overrides)
@@ -142,7 +142,7 @@ def _together(rendezvous: Rendezvous, work: Callable[[], None]) -> NoReturn:
         _leave(code)
 
 
-def _meet(settings: TrainerConfig, asked: Stopping) -> tuple[Cluster, Rendezvous]:
+def _meet(settings: TrainerConfig, asked: ShutdownRequest) -> tuple[Cluster, Rendezvous]:
     """Who this host is, and how it meets the others."""
     from training.distributed.cluster import discover
     from training.distributed.rendezvous import join
@@ -171,7 +171,7 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
     from training.distributed import shutdown as stopping
     from training.telemetry import text as report
 
-    asked = stopping.install()
+    asked = stopping.install_signal_handlers()
     settings = load(config, overrides)
     out = os.fdopen(os.dup(1), "w")  # for the figures alone: libraries print what they like to standard output
     os.dup2(2, 1)
@@ -201,7 +201,7 @@ def export(run: str, out: str, step: int | None, best: bool) -> None:
 
     if best and step is not None:
         raise click.UsageError("give --step or --best, not both")
-    step = inspect.best(run) if best else step
+    step = inspect.best_saved_step(run) if best else step
     click.echo(f"{out}: the model after step {from_checkpoint(run, out, step)}")
 
 
@@ -327,7 +327,7 @@ def list_checkpoints(folder: str) -> None:
     """List the committed checkpoints below FOLDER, a run's folder."""
     from training.checkpoint import admin as inspect
 
-    click.echo(inspect.table(folder))
+    click.echo(inspect.render_table(folder))
 
 
 @checkpoint.command("show")
@@ -337,7 +337,7 @@ def show_checkpoint(folder: str, step: int | None) -> None:
     """Print the manifest of a checkpoint as JSON."""
     from training.checkpoint import admin as inspect
 
-    click.echo(inspect.show(folder, step))
+    click.echo(inspect.render_manifest(folder, step))
 
 
 @checkpoint.command("restore")
@@ -353,7 +353,7 @@ def restore_checkpoint(folder: str, new_run: str, step: int | None) -> None:
     """
     from training.checkpoint import admin as inspect
 
-    click.echo(f"{new_run}: goes on from step {inspect.restore(folder, new_run, step)}")
+    click.echo(f"{new_run}: goes on from step {inspect.copy_to_run(folder, new_run, step)}")
 
 
 @checkpoint.command("verify")
@@ -363,7 +363,7 @@ def verify_checkpoint(folder: str, step: int | None) -> None:
     """Read every byte of the checkpoints below FOLDER. Exits with 1 if one is damaged."""
     from training.checkpoint import admin as inspect
 
-    text, good = inspect.verify(folder, step)
+    text, good = inspect.verify_checkpoints(folder, step)
     click.echo(text)
     if not good:
         sys.exit(Exit.FAILED)

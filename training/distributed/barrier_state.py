@@ -58,7 +58,7 @@ def refusal(room: Identity, guest: Identity) -> tuple[str, bool] | None:
     return f"host 0 expects {room.hosts} hosts, this host was told of {guest.hosts}; check TPU_WORKER_HOSTNAMES", True
 
 
-class Room:
+class BarrierState:
     """The hosts of one attempt and the rendezvous they have reached."""
 
     def __init__(self, identity: Identity) -> None:
@@ -85,7 +85,7 @@ class Room:
         self.members[worker] = Member("connected", now)
         return None
 
-    def phase(self, worker: int, phase: str, now: float) -> None:
+    def set_phase(self, worker: int, phase: str, now: float) -> None:
         member = self.members[worker]
         member.phase, member.heard = phase, now
 

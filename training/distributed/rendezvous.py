@@ -35,8 +35,8 @@ from typing import Any, Protocol
 
 from training.distributed.barrier_state import Message
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous_server import Server, send_line, watch
-from training.distributed.shutdown import Stopping
+from training.distributed.rendezvous_server import RendezvousServer, send_line, watch
+from training.distributed.shutdown import ShutdownRequest
 from training.errors import Exit, LostPeer, StopRequested, TrainError
 
 PATIENCE = 10.0  # seconds that a host waits for others at start-up after it was asked to stop
@@ -49,10 +49,10 @@ class Rendezvous(Protocol):
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
         """Everyone's payload in worker order, once all are here. Raises LostPeer."""
 
-    def phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         """Tells the others what this host is doing; costs nothing."""
 
-    def aside(self, name: str) -> None:
+    def set_background_phase(self, name: str) -> None:
         """What a background thread does beside the phase; "" when it is done."""
 
     def check(self) -> None:
@@ -66,16 +66,16 @@ class Rendezvous(Protocol):
         these."""
 
 
-class Alone:
+class SingleHost:
     """The rendezvous of a single host."""
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
         return [payload]
 
-    def phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         pass
 
-    def aside(self, name: str) -> None:
+    def set_background_phase(self, name: str) -> None:
         pass
 
     def check(self) -> None:
@@ -89,17 +89,17 @@ class Alone:
 
 
 def join(
-    cluster: Cluster, stopping: Stopping, *, start_seconds: float, seconds: float, lost_seconds: float
+    cluster: Cluster, stopping: ShutdownRequest, *, start_seconds: float, seconds: float, lost_seconds: float
 ) -> Rendezvous:
     """Starts the server on host 0 and connects.
 
     Raises LostPeer when host 0 does not answer in time, TrainError when it refuses, StopRequested when asked to stop
     meanwhile."""
     if cluster.hosts == 1:
-        return Alone()
-    server = Server(cluster, lost_seconds) if cluster.is_first else None
+        return SingleHost()
+    server = RendezvousServer(cluster, lost_seconds) if cluster.is_first else None
     try:
-        return Guest(
+        return RendezvousClient(
             cluster,
             server,
             stopping,
@@ -120,14 +120,14 @@ def _leave_stuck(message: str, code: int) -> None:
     os._exit(code)
 
 
-class Guest:
+class RendezvousClient:
     """A host's end of the rendezvous."""
 
     def __init__(
         self,
         cluster: Cluster,
-        server: Server | None,
-        stopping: Stopping,
+        server: RendezvousServer | None,
+        stopping: ShutdownRequest,
         *,
         start_seconds: float,
         seconds: float,
@@ -161,7 +161,7 @@ class Guest:
             while name not in self._answers:
                 self._raise_if_lost()
                 self._changed.wait(timeout=0.5)
-                if not self._stopping.leave_now:
+                if not self._stopping.may_exit_now:
                     patience = time.monotonic() + PATIENCE
                 elif time.monotonic() >= patience:
                     raise StopRequested(
@@ -173,10 +173,10 @@ class Guest:
                     )
             return self._answers.pop(name)
 
-    def phase(self, name: str) -> None:
+    def set_phase(self, name: str) -> None:
         self._main = name
 
-    def aside(self, name: str) -> None:
+    def set_background_phase(self, name: str) -> None:
         self._aside = name
 
     @property
@@ -201,7 +201,7 @@ class Guest:
         self._socket.close()
 
     def _raise_if_lost(self) -> None:
-        if self._lost and self._stopping.leave_now:
+        if self._lost and self._stopping.may_exit_now:
             raise StopRequested(f"asked to stop before training began ({self._lost}); nothing is lost")
         if self._lost:
             raise StopRequested(self._lost) if self._lost_code == Exit.SAVED else LostPeer(self._lost)
@@ -258,7 +258,7 @@ class Guest:
 
 
 def _connect(
-    cluster: Cluster, stopping: Stopping, start_seconds: float, lost_seconds: float
+    cluster: Cluster, stopping: ShutdownRequest, start_seconds: float, lost_seconds: float
 ) -> tuple[socket.socket, bytes]:
     """A connection that host 0 has welcomed, and what it sent after the welcome. Keeps trying until `start_seconds` are
     over."""
@@ -268,7 +268,7 @@ def _connect(
     why = "no answer"
     while time.monotonic() < deadline:
         connection = None
-        if not stopping.leave_now:
+        if not stopping.may_exit_now:
             patience = time.monotonic() + PATIENCE
         elif time.monotonic() >= patience:
             raise StopRequested("asked to stop while waiting for host 0; nothing was trained and nothing is lost")

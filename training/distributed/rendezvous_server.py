@@ -12,7 +12,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from training.distributed.barrier_state import Identity, Message, Outgoing, Room
+from training.distributed.barrier_state import BarrierState, Identity, Message, Outgoing
 from training.distributed.cluster import Cluster
 from training.errors import TrainError
 
@@ -42,11 +42,11 @@ class _Connection:
     unread: bytes = b""
 
 
-class Server:
+class RendezvousServer:
     """Host 0's thread that keeps the room."""
 
     def __init__(self, cluster: Cluster, lost_seconds: float) -> None:
-        self._room = Room(Identity(cluster.run_id, cluster.attempt, cluster.hosts))
+        self._room = BarrierState(Identity(cluster.run_id, cluster.attempt, cluster.hosts))
         self._lost_seconds = lost_seconds
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}  # by worker
@@ -122,7 +122,7 @@ class Server:
             self._connections[worker] = connection
             self._send([(worker, {"welcome": True})])
         elif "phase" in message:
-            self._room.phase(connection.worker, message["phase"], now)
+            self._room.set_phase(connection.worker, message["phase"], now)
         elif "arrive" in message:
             self._send(
                 self._room.arrive(connection.worker, message["arrive"], message["payload"], message["seconds"], now)

@@ -27,23 +27,23 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SECONDS = 25.0
 
 
-class Stopping:
+class ShutdownRequest:
     """Whether this host was asked to stop."""
 
     def __init__(self) -> None:
         self._requested = threading.Event()
         self._heard = threading.Event()
         self._limit: tuple[float, Callable[[], None]] | None = None
-        self.nothing_to_lose = True  # until all hosts are ready for the first step: leaving before loses nothing
+        self.nothing_to_save = True  # until all hosts are ready for the first step: leaving before loses nothing
 
     @property
     def requested(self) -> bool:
         return self._requested.is_set() or self._heard.is_set()
 
     @property
-    def leave_now(self) -> bool:
+    def may_exit_now(self) -> bool:
         """Asked to stop while nothing was trained yet: there is no need to wait for anyone."""
-        return self.requested and self.nothing_to_lose
+        return self.requested and self.nothing_to_save
 
     def limit(self, seconds: float, overdue: Callable[[], None]) -> None:
         """From now on a request is followed after `seconds` by a call of `overdue`, in a thread of its own."""
@@ -57,7 +57,7 @@ class Stopping:
             timer.daemon = True
             timer.start()
 
-    def hear(self) -> None:
+    def note_other_host(self) -> None:
         """Another host was asked, and this one stops for it. A signal of its own that follows is still a first one."""
         if not self._heard.is_set():
             self._heard.set()
@@ -79,9 +79,9 @@ class Stopping:
         )
 
 
-def install() -> Stopping:
+def install_signal_handlers() -> ShutdownRequest:
     """Watches SIGTERM and SIGINT from now on. Call once, from the main thread, before anything slow."""
-    stopping = Stopping()
+    stopping = ShutdownRequest()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 

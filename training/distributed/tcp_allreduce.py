@@ -32,7 +32,7 @@ _WORKER = struct.Struct("<I")
 Flat = npt.NDArray[np.float32]
 
 
-class TcpExchange:
+class TcpAllReduce:
     """The connections of one attempt."""
 
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str, seconds: float) -> None:
@@ -40,7 +40,7 @@ class TcpExchange:
         self._peers: list[socket.socket] = []  # on host 0: of worker 1, 2, ...; elsewhere: host 0
         greeting = token.encode().ljust(_TOKEN)[:_TOKEN]
         host, port = cluster.addresses[0], cluster.gloo_port
-        rendezvous.phase("connecting the gradient exchange")
+        rendezvous.set_phase("connecting the gradient exchange")
         listener = listen(host, port) if self._first else None
         rendezvous.meet("gradient exchange")  # from here on host 0 listens
         try:
@@ -52,7 +52,7 @@ class TcpExchange:
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 peer.sendall(greeting + _WORKER.pack(cluster.worker))
         except OSError as error:
-            lost(rendezvous, "connecting the hosts", error)
+            raise_lost_peer(rendezvous, "connecting the hosts", error)
         finally:
             if listener:
                 listener.close()
@@ -71,7 +71,7 @@ class TcpExchange:
                 peer.sendall(total.data.cast("B"))
             return total
         except OSError as error:
-            lost(self._rendezvous, "adding up gradients", error)
+            raise_lost_peer(self._rendezvous, "adding up gradients", error)
 
     def close(self) -> None:
         for peer in self._peers:
@@ -79,7 +79,7 @@ class TcpExchange:
                 peer.close()
 
 
-def lost(rendezvous: Rendezvous, doing: str, error: Exception) -> NoReturn:
+def raise_lost_peer(rendezvous: Rendezvous, doing: str, error: Exception) -> NoReturn:
     """Raises LostPeer: the rendezvous knows who is gone, a moment later; or who hangs, since everyone else comes here
     after the same time."""
     deadline = time.monotonic() + NAMING_SECONDS

@@ -20,7 +20,7 @@ import numpy as np
 from training.backends.protocol import Asks, Backend
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous import Alone
+from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, TrainError
 from training.lint.rules import Finding, Judge, Shapes, Watched, merged
 from training.run_setup import open_backend, open_task, require
@@ -50,7 +50,7 @@ def check(config: TrainerConfig, steps: int) -> list[Finding]:
     )
     cluster = Cluster(0, ("localhost",), run_id="check")
     task = open_task(config, cluster)
-    backend = open_backend(config, cluster, Alone(), task, "check")
+    backend = open_backend(config, cluster, SingleHost(), task, "check")
     watch = open_watch(config.backend, backend)
     training, evaluating = Judge(task.shapes), Judge(task.shapes)
     with closing(task.batches(0)) as batches:

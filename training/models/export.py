@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from training import storage
-from training.checkpoint.admin import find
-from training.checkpoint.format import Damaged, TensorInfo, decode, encode
+from training.checkpoint.admin import find_checkpoints
+from training.checkpoint.format import Damaged, TensorSpec, decode, encode
 from training.checkpoint.reader import read_manifest, read_part
-from training.checkpoint.snapshot import Copy, Copying
+from training.checkpoint.snapshot import Snapshot, StartSnapshot
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
@@ -41,8 +41,8 @@ _EMBEDDINGS = "embeddings.word_embeddings.weight"
 
 def write(
     folder: str,
-    weights: Mapping[str, TensorInfo],
-    copy: Copy,
+    weights: Mapping[str, TensorSpec],
+    copy: StartSnapshot,
     config: Mapping[str, Any],
     tokenizer: str,
 ) -> None:
@@ -69,11 +69,11 @@ def write(
 def from_checkpoint(run: str, out: str, step: int | None = None) -> int:
     """Writes the model of a run's checkpoint (the newest, unless `step` is given) to `out`, and returns its step.
     Raises BadInput."""
-    place, steps = find(run)
+    place, steps = find_checkpoints(run)
     chosen = steps[0] if step is None else step
     if chosen not in steps:
         raise BadInput(f"{place} has no committed step {chosen}; it has {', '.join(map(str, steps))}")
-    tensors: dict[str, tuple[TensorInfo, memoryview]] = {}
+    tensors: dict[str, tuple[TensorSpec, memoryview]] = {}
     try:
         manifest = read_manifest(place, chosen)
         for part in manifest.parts:
@@ -99,8 +99,8 @@ def from_checkpoint(run: str, out: str, step: int | None = None) -> int:
         settings.model, vocabulary=vocabulary, pad=tokenizer.special.pad, dropout=settings.train.dropout, labels=labels
     )
 
-    def copy(places: Mapping[str, memoryview]) -> Copying:
-        return Copying(
+    def copy(places: Mapping[str, memoryview]) -> Snapshot:
+        return Snapshot(
             (np.frombuffer(place, np.uint8), np.frombuffer(tensors[name][1], np.uint8))
             for name, place in places.items()
         )

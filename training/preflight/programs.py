@@ -21,7 +21,7 @@ from typing import Any
 from training.backends.protocol import Asks
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous import Alone
+from training.distributed.rendezvous import SingleHost
 from training.errors import Exit, TrainError
 from training.models.hugging_face import Needs
 from training.preflight import compiler
@@ -101,7 +101,7 @@ def _lowered(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: 
 
 def _backend(config: TrainerConfig, facts: Facts, kind: Any) -> Any:
     needs = Needs(facts.vocabulary, facts.pad, max((*facts.lengths, *facts.evaluation_lengths)), facts.labels)
-    return kind(config, Cluster(0, ("localhost",)), Alone(), needs, "preflight")
+    return kind(config, Cluster(0, ("localhost",)), SingleHost(), needs, "preflight")
 
 
 def _trace(backend: Any, config: TrainerConfig, graph: Graph, began: float) -> Traced:

@@ -24,12 +24,12 @@ import tensorflow as tf
 from training.backends.protocol import SUMS, Arrays, Asks, Outcome
 from training.backends.tensorflow.input import Distributed, distributed
 from training.backends.tensorflow.model import SUMS_OF, Noise, Parameter, build
-from training.checkpoint.format import Damaged, TensorInfo
-from training.checkpoint.snapshot import Copying
+from training.checkpoint.format import Damaged, TensorSpec
+from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
-from training.distributed.tcp_allreduce import TcpExchange
+from training.distributed.tcp_allreduce import TcpAllReduce
 from training.models.hugging_face import Needs
 from training.optim.schedule import adam_numbers, step_seed
 from training.preflight.agreement import Agreement
@@ -56,10 +56,10 @@ class TensorFlow:
         self._replicas: int = self._strategy.num_replicas_in_sync
         self.devices = cluster.hosts * self._replicas
         self._exchange = (
-            TcpExchange(cluster, rendezvous, token, config.rendezvous.seconds) if cluster.hosts > 1 else None
+            TcpAllReduce(cluster, rendezvous, token, config.rendezvous.seconds) if cluster.hosts > 1 else None
         )
         self.in_flight = 2 if on_tpu else 0
-        rendezvous.phase("building the model")
+        rendezvous.set_phase("building the model")
         self._noise = Noise()
         policy = tf.keras.mixed_precision.global_policy()
         tf.keras.mixed_precision.set_global_policy("mixed_bfloat16" if self._train.precision == "bf16" else "float32")
@@ -263,20 +263,20 @@ class TensorFlow:
 
     # --- state
 
-    def layout(self) -> dict[str, TensorInfo]:
+    def layout(self) -> dict[str, TensorSpec]:
         return {
-            name: TensorInfo("F32", each.shape, 4 * int(np.prod(each.shape)))
+            name: TensorSpec("F32", each.shape, 4 * int(np.prod(each.shape)))
             for name, (each, _) in self._state().items()
         }
 
-    def copy(self, places: Mapping[str, memoryview]) -> Copying:
+    def copy(self, places: Mapping[str, memoryview]) -> Snapshot:
         state = self._state()
         for name, place in places.items():
             each, variable = state[name]
             np.frombuffer(place, dtype=np.float32)[:] = each.of(variable).reshape(-1)
-        return Copying()
+        return Snapshot()
 
-    def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
+    def accept(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         state, layout = self._state(), self.layout()
         for name, (info, data) in tensors.items():
             if layout.get(name) != info:

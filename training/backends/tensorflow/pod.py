@@ -30,7 +30,7 @@ from typing import Any
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster, tpu_environment
 from training.distributed.rendezvous import Rendezvous
-from training.distributed.shutdown import Stopping
+from training.distributed.shutdown import ShutdownRequest
 from training.errors import Exit, StopRequested, TrainError
 from training.run_setup import agree, code_hash, device_kind
 
@@ -40,7 +40,7 @@ ASKED = "asked to stop"  # the phase of a host that was
 _ALWAYS = 10 * 365 * 86400.0  # seconds
 
 # What host 0 runs: (config, cluster, rendezvous, stopping) -> whatever
-Program = Callable[[TrainerConfig, Cluster, Rendezvous, Stopping], Any]
+Program = Callable[[TrainerConfig, Cluster, Rendezvous, ShutdownRequest], Any]
 
 
 def applies(config: TrainerConfig, cluster: Cluster) -> bool:
@@ -48,13 +48,15 @@ def applies(config: TrainerConfig, cluster: Cluster) -> bool:
     return config.backend == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU"
 
 
-def run(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopping: Stopping, program: Program) -> None:
+def run(
+    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopping: ShutdownRequest, program: Program
+) -> None:
     """This host's part. Raises StopRequested once host 0 has committed, LostPeer, TrainError, and whatever the program
     raises."""
     agree(rendezvous, {"configuration": config.hash, "code": code_hash()}, config.rendezvous.start_seconds)
     port = int(os.environ.get("TPU_TASK_PORT") or WORKER_PORT)
     with worker(worker_environment(cluster), port, config.rendezvous.start_seconds) as serving:
-        rendezvous.phase("waiting for the workers of all hosts")
+        rendezvous.set_phase("waiting for the workers of all hosts")
         workers = rendezvous.meet(
             "workers", f"{cluster.addresses[cluster.worker]}:{port}", config.rendezvous.start_seconds
         )
@@ -136,9 +138,9 @@ def _ended(serving: subprocess.Popen[bytes]) -> TrainError | None:
     )
 
 
-def _serve(rendezvous: Rendezvous, stopping: Stopping, serving: subprocess.Popen[bytes]) -> None:
+def _serve(rendezvous: Rendezvous, stopping: ShutdownRequest, serving: subprocess.Popen[bytes]) -> None:
     """Until host 0 is done."""
-    stopping.nothing_to_lose = False  # host 0 decides, and saves
+    stopping.nothing_to_save = False  # host 0 decides, and saves
     told: list[Any] = []
 
     def wait() -> None:
@@ -150,7 +152,7 @@ def _serve(rendezvous: Rendezvous, stopping: Stopping, serving: subprocess.Popen
     waiting = threading.Thread(target=wait, name="served", daemon=True)
     waiting.start()
     while waiting.is_alive():
-        rendezvous.phase(ASKED if stopping.requested else "serving")
+        rendezvous.set_phase(ASKED if stopping.requested else "serving")
         if error := _ended(serving):
             raise error
         waiting.join(0.2)
@@ -163,7 +165,7 @@ def _serve(rendezvous: Rendezvous, stopping: Stopping, serving: subprocess.Popen
 class Chief:
     """The rendezvous as the loop on host 0 sees it: it is alone, but the others must be there."""
 
-    def __init__(self, outer: Rendezvous, stopping: Stopping, serving: subprocess.Popen[bytes]) -> None:
+    def __init__(self, outer: Rendezvous, stopping: ShutdownRequest, serving: subprocess.Popen[bytes]) -> None:
         self._outer, self._stopping, self._serving = outer, stopping, serving
         threading.Thread(target=self._listen, name="asked", daemon=True).start()
 
@@ -171,18 +173,18 @@ class Chief:
         """Hosts that are asked to stop."""
         while not self._stopping.requested:
             if ASKED in self._outer.phases():
-                self._stopping.hear()
+                self._stopping.note_other_host()
             time.sleep(0.2)
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
         self.check()
         return [payload]
 
-    def phase(self, name: str) -> None:
-        self._outer.phase(name)
+    def set_phase(self, name: str) -> None:
+        self._outer.set_phase(name)
 
-    def aside(self, name: str) -> None:
-        self._outer.aside(name)
+    def set_background_phase(self, name: str) -> None:
+        self._outer.set_background_phase(name)
 
     def check(self) -> None:
         self._outer.check()

@@ -30,8 +30,8 @@ from training.backends.protocol import SUMS, Arrays, Asks, Outcome
 from training.backends.torch_xla import counters as torch_counts
 from training.backends.torch_xla.dropout import row_keys
 from training.backends.torch_xla.model import SUMS_OF, build, own_parts
-from training.checkpoint.format import Damaged, TensorInfo
-from training.checkpoint.snapshot import Copying
+from training.checkpoint.format import Damaged, TensorSpec
+from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.data.sampling.order import rows
 from training.distributed.cluster import Cluster
@@ -70,7 +70,7 @@ class TorchXla:
 
             self._exchange = Exchange(cluster, rendezvous, token, config.rendezvous.seconds)
         self.in_flight = 0 if self._exchange else 2 if self._spmd else 1
-        rendezvous.phase("building the model")
+        rendezvous.set_phase("building the model")
         self._network: Any = build(config.model, needs, dropout=self._train.dropout, seed=config.seed)
         self._noise = own_parts(self._network, self._train.remat, otherwise="attention" if self._spmd else "none")
         self._agreement = Agreement(os.environ, comparable=self._spmd, talks=cluster.is_first)
@@ -81,7 +81,7 @@ class TorchXla:
             torch_counts.transfers(),
             torch_counts.fallbacks(),
         )
-        self._copying = Copying()
+        self._copying = Snapshot()
         self._meant = 0  # transfers to the host that were asked for here
         self._name_state()
         self._moments = [
@@ -255,10 +255,10 @@ class TorchXla:
         self._meant += value.device.type == "xla"
         return value.cpu()
 
-    def layout(self) -> dict[str, TensorInfo]:
-        return {name: TensorInfo("F32", tuple(value.shape), value.numel() * 4) for name, value in self.state().items()}
+    def layout(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec("F32", tuple(value.shape), value.numel() * 4) for name, value in self.state().items()}
 
-    def copy(self, places: Mapping[str, memoryview]) -> Copying:
+    def copy(self, places: Mapping[str, memoryview]) -> Snapshot:
         state = self.state()
         if self._uploaded:
             xm.wait_device_ops()
@@ -266,22 +266,22 @@ class TorchXla:
         if self._uploaded and not self._mesh and os.environ["PJRT_DEVICE"] == "CPU":
             # A single CPU device shows its memory, which stays as it is until the next program that changes it:
             # `_before_change` comes first.
-            self._copying = Copying(
+            self._copying = Snapshot(
                 (place, from_dlpack(to_dlpack(value)).numpy().reshape(-1)) for place, value in wanted
             )
         else:
             # Tensor after tensor, since each takes fresh memory on its way.
             for place, value in wanted:
                 place[:] = self.to_host(value).numpy().reshape(-1)
-            self._copying = Copying()
+            self._copying = Snapshot()
         return self._copying
 
     def _before_change(self) -> None:
         """Right before a program overwrites the state: what is being copied must be copied, and nobody may look at that
         memory any more (PJRT would give the program another, with a copy of the state in it)."""
-        self._copying.hold_up()
+        self._copying.wait_before_mutation()
 
-    def accept(self, tensors: Mapping[str, tuple[TensorInfo, memoryview]]) -> None:
+    def accept(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         assert not self._uploaded, "restore before the first step"
         state, layout = self.state(), self.layout()
         for name, (info, data) in tensors.items():

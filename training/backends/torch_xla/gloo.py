@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
-from training.distributed.tcp_allreduce import lost
+from training.distributed.tcp_allreduce import raise_lost_peer
 from training.errors import TrainError
 
 
@@ -25,7 +25,7 @@ class Exchange:
         self._rendezvous = rendezvous
         wait = timedelta(seconds=seconds)
         host, port = cluster.addresses[0], cluster.gloo_port
-        rendezvous.phase("connecting gloo")
+        rendezvous.set_phase("connecting gloo")
         try:
             store = (
                 dist.TCPStore(host, port, cluster.hosts, True, wait, wait_for_workers=False)
@@ -44,7 +44,7 @@ class Exchange:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=cluster.addresses[cluster.worker])]
             self._group = dist.ProcessGroupGloo(dist.PrefixStore(token, store), cluster.worker, cluster.hosts, options)
         except RuntimeError as error:
-            lost(rendezvous, "connecting the hosts", error)
+            raise_lost_peer(rendezvous, "connecting the hosts", error)
         self._store = store  # host 0's is the server: it lives as long as the group
 
     def sum(self, flat: torch.Tensor) -> None:
@@ -52,4 +52,4 @@ class Exchange:
         try:
             self._group.allreduce([flat]).wait()
         except RuntimeError as error:
-            lost(self._rendezvous, "adding up gradients", error)
+            raise_lost_peer(self._rendezvous, "adding up gradients", error)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from training.checkpoint.snapshot import Copying
+from training.checkpoint.snapshot import Snapshot
 
 
 class Place:
@@ -27,25 +27,25 @@ class Place:
 
 def test_the_loop_goes_on_and_is_held_up_before_the_change() -> None:
     place, state = Place(), np.arange(3, dtype=np.float32)
-    copying = Copying([(place, state)])  # type: ignore[list-item]
+    copying = Snapshot([(place, state)])  # type: ignore[list-item]
     assert not place.content.any()
     threading.Timer(0.2, place.opened.set).start()
     began = time.monotonic()
-    copying.hold_up()
+    copying.wait_before_mutation()
     waited = time.monotonic() - began
     state += 1
     assert list(place.content) == [0, 1, 2]
-    assert 0.1 < copying.held_up_seconds <= waited
-    before = copying.held_up_seconds
+    assert 0.1 < copying.blocked_seconds <= waited
+    before = copying.blocked_seconds
     copying.wait()  # the saver's thread: that costs the loop nothing
-    assert copying.held_up_seconds == before
+    assert copying.blocked_seconds == before
 
 
 def test_what_was_copied_is_let_go() -> None:
     """Somebody who still looked at a device's memory would cost the next step a copy of the state."""
     state = np.ones(3, np.float32)
     gone = weakref.ref(state)
-    copying = Copying([(np.empty(3, np.float32), state)])
+    copying = Snapshot([(np.empty(3, np.float32), state)])
     copying.wait()
     del state
     gc.collect()
@@ -53,7 +53,7 @@ def test_what_was_copied_is_let_go() -> None:
 
 
 def test_a_copy_that_fails_is_told_to_the_loop_and_to_the_saver() -> None:
-    copying = Copying([(np.empty(2, np.float32), np.ones(3, np.float32))])
-    for told in (copying.hold_up, copying.wait):
+    copying = Snapshot([(np.empty(2, np.float32), np.ones(3, np.float32))])
+    for told in (copying.wait_before_mutation, copying.wait):
         with pytest.raises(ValueError, match="could not broadcast"):
             told()

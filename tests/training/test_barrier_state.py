@@ -8,13 +8,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.distributed.barrier_state import Identity, Room
+from training.distributed.barrier_state import BarrierState, Identity
 
 ME = Identity("run", 0, 3)
 
 
-def room_of(hosts: int) -> Room:
-    room = Room(Identity("run", 0, hosts))
+def room_of(hosts: int) -> BarrierState:
+    room = BarrierState(Identity("run", 0, hosts))
     for worker in range(hosts):
         assert room.hello(worker, room.identity, 0.0) is None
     return room
@@ -45,10 +45,10 @@ def test_a_late_repeat_gets_the_same_answer_again() -> None:
 
 
 def test_the_time_out_names_who_is_missing_and_what_they_did_last() -> None:
-    room = Room(ME)
+    room = BarrierState(ME)
     for worker in (0, 1):
         room.hello(worker, ME, 0.0)
-    room.phase(1, "step 39", 5.0)
+    room.set_phase(1, "step 39", 5.0)
     room.arrive(0, "checkpoint 40", None, 10, 6.0)
     assert room.tick(15.9) == []
     told = room.tick(16.0)
@@ -60,7 +60,7 @@ def test_the_time_out_names_who_is_missing_and_what_they_did_last() -> None:
 
 
 def test_hosts_of_another_run_attempt_or_size_are_refused() -> None:
-    room = Room(Identity("run", 1, 2))
+    room = BarrierState(Identity("run", 1, 2))
     assert room.hello(0, Identity("other", 1, 2), 0.0) == ("host 0 is in run 'run', this host in run 'other'", False)
     stale = room.hello(0, Identity("run", 0, 2), 0.0)
     assert stale is not None
@@ -76,7 +76,7 @@ def test_hosts_of_another_run_attempt_or_size_are_refused() -> None:
 
 def test_a_broken_connection_ends_the_attempt_for_all() -> None:
     room = room_of(3)
-    room.phase(2, "step 7", 1.0)
+    room.set_phase(2, "step 7", 1.0)
     told = room.closed(2)
     assert [worker for worker, _ in told] == [0, 1]
     assert "host 2 is gone" in told[0][1]["lost"]
