@@ -12,8 +12,8 @@ dollars, without taxes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
+from launcher.clock import parse_time
 from launcher.config import Config
 from launcher.errors import BadInput
 from training.accelerators import Accelerator, accelerator
@@ -142,15 +142,6 @@ def check(config: Config) -> None:
         raise BadInput(
             f"the limit (slice.max_cost_per_hour, --max-cost) is ${limit:.2f} an hour, but {line(config)}. Nothing was created"
         )
-
-
-def parse_time(text: str) -> float | None:
-    """Unix seconds of an RFC 3339 time as Google prints it; None for an empty one."""
-    if not text:
-        return None
-    head, _, fraction = text.removesuffix("Z").partition(".")
-    begun = datetime.fromisoformat(head).replace(tzinfo=UTC).timestamp()
-    return begun + (float(f"0.{fraction}") if fraction.isdigit() else 0.0)
 
 
 def duration(seconds: float) -> str:

@@ -1,16 +1,51 @@
-"""What a place that runs containers on hosts must be able to do, and the words in which it reports.
+"""The interface of a provider: what a platform that runs containers on hosts must do, and the data in which it reports.
 
-`launcher.run` supervises a run through this Protocol alone; `launcher.tpu_vm` implements it over gcloud and Fabric,
-`launcher.gke` over kubectl. Nothing here decides anything.
+`launcher.run` supervises a run through this Protocol alone. `launcher.tpu_vm` implements it over gcloud and Fabric,
+`launcher.gke` over kubectl; `launcher.providers` makes one by name. This module holds data only and decides nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Protocol
 
-from launcher.run.overlay import Overlay
+LOG_OVERLAP = timedelta(seconds=1)  # how far before the newest known line `observe` is asked to begin again
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a provider can do beyond the methods of the Protocol. Callers ask for these, never for a provider's name."""
+
+    cloud_tpu_node: bool
+    """The slice is a Cloud TPU node of its own: gcloud lists it, opens shells on its hosts, and its price is known."""
+
+    emulated: bool
+    """`--emulated` can stand in for it."""
+
+    sends_secrets: bool
+    """Values of `run.secrets` travel from this machine to the hosts. Otherwise the platform has secrets of its own."""
+
+    replaces_hosts: bool
+    """A slice that is deleted and created again has other hosts. Otherwise the platform chooses them for each attempt."""
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """Files that are laid over those of an image."""
+
+    target: str
+    """The folder of the container over which the archive is unpacked: an absolute path."""
+
+    archive: bytes = field(repr=False)
+    """A gzip-compressed tar archive."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the archive, in hexadecimal."""
+        return hashlib.sha256(self.archive).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -27,6 +62,7 @@ class SliceState:
 
     @property
     def ready(self) -> bool:
+        """Whether its hosts can be used."""
         return self.state == "READY"
 
     @property
@@ -64,6 +100,7 @@ class Attempt:
 
     @property
     def container(self) -> str:
+        """Name of the attempt's container, the same on every host."""
         return f"tpu-launch-{self.run_id}-{self.number}"
 
 
@@ -81,6 +118,7 @@ class ContainerState:
 
     @property
     def ended(self) -> bool:
+        """Whether its command has run and runs no more."""
         return self.status in ("exited", "dead")
 
 
@@ -109,11 +147,25 @@ class HostReport:
 
     worker: int
     ok: bool
-    detail: str  # the image id, or what went wrong
+    detail: str
+    """The image id, or what went wrong, for a person."""
+
+    occupied_by: str = ""
+    """Id of another run that uses this host, when that is why the command failed."""
 
 
 class Provider(Protocol):
-    """A place to run on. Every method is bounded in time and safe to repeat; errors are LaunchErrors."""
+    """A platform to run on. Every method is bounded in time and safe to repeat; errors are LaunchErrors."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do beyond these methods."""
+
+    def connect(self) -> None:
+        """Starts to open connections to the hosts in the background, where that saves time later. Does not wait."""
+
+    def close(self) -> None:
+        """Closes what is open. What runs on hosts goes on; the provider can be used again."""
 
     def describe(self) -> SliceState | None:
         """The slice, or None when it doesn't exist."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from launcher import terminal
+from launcher.cli import terminal
 from launcher.cli.options import configured
 
 

@@ -12,7 +12,7 @@ _ROOMS = {
     "rehearsal": "launcher.cli.rehearsal:rehearsal",
     "init": "launcher.cli.setup:init",
     "doctor": "launcher.cli.setup:doctor",
-    "preflight": "launcher.preflight:preflight",
+    "preflight": "launcher.cli.preflight:preflight",
     "list": "launcher.cli.slices:list_",
     "gc": "launcher.cli.slices:gc",
     "ssh": "launcher.cli.ssh:ssh",

@@ -13,15 +13,19 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
-from launcher import terminal
+from launcher.cli import terminal
 from launcher.cli.groups import Verbs
 from launcher.cli.options import configured as _configured
 from launcher.errors import Exit, LaunchError
 from training.errors import TrainError
+
+if TYPE_CHECKING:
+    from launcher.config import Config
+    from launcher.provider import Provider
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
@@ -39,22 +43,16 @@ def cli(context: click.Context, emulated: bool) -> None:
     context.obj = emulated
 
 
-def _provider(config: Any) -> Any:
-    if config.provider == "gke":
-        from launcher.gke.provider import Gke
+def _provider(config: Config) -> Provider:
+    from launcher.providers import make_provider
 
-        return Gke(config, terminal.say)
-    from launcher import checks
-    from launcher.tpu_vm.provider import TpuVm
-
-    checks.tools()
-    return TpuVm(config, terminal.say)
+    return make_provider(config, terminal.say)
 
 
 _dry_run = click.option("--dry-run", is_flag=True, help="Print the commands, as `plan` does, and do nothing.")
 
 
-def _show(config: Any, verb: str) -> None:
+def _show(config: Config, verb: str) -> None:
     from launcher.plan import steps
 
     for step in steps(config):
@@ -62,7 +60,7 @@ def _show(config: Any, verb: str) -> None:
             click.echo(step.text())
 
 
-def _with_extras(config: Any, env_file: Path | None, overlay: str | None) -> Any:
+def _with_extras(config: Config, env_file: Path | None, overlay: str | None) -> Config:
     """The configuration with what only the command line says."""
     if overlay is not None:
         from launcher.run.overlay import read
@@ -95,17 +93,17 @@ def _home() -> Path:
 @click.option("--no-preflight", is_flag=True, help="Go on although preflight found before that the step does not fit.")
 @_dry_run
 @_configured
-def up(config: Any, max_cost: float | None, dry_run: bool, no_preflight: bool) -> None:
+def up(config: Config, max_cost: float | None, dry_run: bool, no_preflight: bool) -> None:
     """Create the slice and wait until every host answers. Idempotent: goes on waiting for a slice that is on its
     way."""
-    from launcher import checks, preflight
+    from launcher.checks import inputs, preflight
 
     if max_cost is not None:
         config = replace(config, slice=config.slice.model_copy(update={"max_cost_per_hour": max_cost}))
     if dry_run:
         _show(config, "up")
         return
-    checks.buckets(config)
+    inputs.buckets(config)
     if not no_preflight:
         preflight.require(config, _home(), terminal.say)
     provider = _provider(config)
@@ -138,7 +136,7 @@ def up(config: Any, max_cost: float | None, dry_run: bool, no_preflight: bool) -
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @_configured
 def run(
-    config: Any,
+    config: Config,
     run_id: str | None,
     new: bool,
     attach: bool,
@@ -155,7 +153,7 @@ def run(
     tpu-launch run -f run.yaml                      the trainer, as the file says
     tpu-launch run -f run.yaml -- python train.py   any command of the image
     """
-    from launcher import checks, preflight
+    from launcher.checks import inputs, preflight
     from launcher.images import local
     from launcher.run import launch
     from launcher.run.supervise import explain
@@ -166,8 +164,8 @@ def run(
         return
     if not attach:
         config.require_something_to_run()
-        checks.buckets(config)
-        checks.data(config)
+        inputs.buckets(config)
+        inputs.data(config)
         if not no_preflight:
             config = preflight.require(config, _home(), terminal.say)
     provider = _provider(config)
@@ -176,8 +174,7 @@ def run(
             outcome = launch.attach(config, provider, _home(), run_id, say=terminal.say, emit=terminal.host_line)
         else:
             local.check(config)
-            if config.provider == "tpu-vm":
-                provider.begin_connecting()
+            provider.connect()
             outcome = launch.run(
                 config,
                 provider,
@@ -223,7 +220,7 @@ def run(
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
 @_configured
-def status(config: Any, as_json: bool) -> None:
+def status(config: Config, as_json: bool) -> None:
     """Show the slice, its newest run, and what each host is doing."""
     from launcher import costs
     from launcher.run import status as look
@@ -252,7 +249,7 @@ def status(config: Any, as_json: bool) -> None:
 @click.option("--host", "host", type=int, help="Only this host.")
 @click.argument("named", metavar="[FILE]", type=click.Path(path_type=Path), required=False)
 @functools.partial(_configured, file_flags=("--file",))
-def logs(config: Any, run_id: str | None, follow: bool, host: int | None) -> None:
+def logs(config: Config, run_id: str | None, follow: bool, host: int | None) -> None:
     """Print the lines of all hosts, each once. `-f` follows here: the YAML file is FILE, or --file FILE."""
     from launcher.run import status as look
 
@@ -271,7 +268,7 @@ def logs(config: Any, run_id: str | None, follow: bool, host: int | None) -> Non
     "--grace", type=click.IntRange(1, 600), help="Seconds between SIGTERM and SIGKILL.  [default: run.stop_seconds]"
 )
 @_configured
-def stop(config: Any, run_id: str | None, grace: int | None) -> None:
+def stop(config: Config, run_id: str | None, grace: int | None) -> None:
     """Stop the run's containers on every host: the trainer saves and can be resumed."""
     from launcher.run import launch
 
@@ -291,7 +288,7 @@ def stop(config: Any, run_id: str | None, grace: int | None) -> None:
 @cli.command()
 @_dry_run
 @_configured
-def down(config: Any, dry_run: bool) -> None:
+def down(config: Config, dry_run: bool) -> None:
     """Delete the slice and wait until it is gone. The runs' folders and what they saved stay."""
     if dry_run:
         _show(config, "down")
@@ -309,7 +306,7 @@ def down(config: Any, dry_run: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="The commands as JSON.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @_configured
-def plan(config: Any, as_json: bool, command: tuple[str, ...]) -> None:
+def plan(config: Config, as_json: bool, command: tuple[str, ...]) -> None:
     """Print every gcloud and docker command that up, run and down would use. Touches nothing."""
     from launcher import costs
     from launcher.plan import steps
@@ -336,7 +333,7 @@ def plan(config: Any, as_json: bool, command: tuple[str, ...]) -> None:
 @click.option("--image", metavar="IMAGE", help="REPOSITORY@sha256:...  [default: the file's, built and pushed before]")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @_configured
-def manifest(config: Any, kind: str, name: str | None, image: str | None, command: tuple[str, ...]) -> None:
+def manifest(config: Config, kind: str, name: str | None, image: str | None, command: tuple[str, ...]) -> None:
     """Print the run as Kubernetes objects for GKE, to be read and given to `kubectl apply -f -`. Touches nothing."""
     from launcher.gke import standalone
 
@@ -347,7 +344,7 @@ def manifest(config: Any, kind: str, name: str | None, image: str | None, comman
 @cli.command("local", context_settings={"ignore_unknown_options": True})
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
 @_configured
-def local_(config: Any, command: tuple[str, ...]) -> None:
+def local_(config: Config, command: tuple[str, ...]) -> None:
     """Run a command in the run's image on this machine, on its CPU: prepare data, try things out."""
     from launcher.images import local
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from launcher import terminal
+from launcher.cli import terminal
 from launcher.errors import BadInput
 
 DEFAULT_FILE = Path("tpu-launch.yaml")

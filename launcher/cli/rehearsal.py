@@ -18,7 +18,8 @@ from typing import Any
 
 import click
 
-from launcher import shell, terminal
+from launcher import shell
+from launcher.cli import terminal
 from launcher.config import Config, load
 from launcher.emulator import control
 from launcher.errors import BadInput, LaunchError

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from launcher import shell, terminal
+from launcher import shell
+from launcher.cli import terminal
 from launcher.cli.options import DEFAULT_FILE, configured
 from launcher.errors import BadInput, Exit
 
@@ -88,7 +89,7 @@ def _slice_name(path: Path) -> str:
 def doctor(config: Any, as_json: bool) -> None:
     """Look at everything that a run needs, and print the command that mends what is missing. Changes nothing; 0 or
     2."""
-    from launcher import doctor as examiner
+    from launcher.checks import doctor as examiner
 
     rows = examiner.examine(config)
     if as_json:

@@ -8,7 +8,8 @@ from typing import Any
 
 import click
 
-from launcher import costs, shell, terminal
+from launcher import costs, shell
+from launcher.cli import terminal
 from launcher.cli.options import configured
 
 _DELETE_SECONDS = 900.0

@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from launcher import shell, terminal
+from launcher import shell
+from launcher.cli import terminal
 from launcher.cli.options import configured
 from launcher.errors import BadInput, LaunchError
 

@@ -15,9 +15,9 @@ from typing import Any
 
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.gke import CAPABILITIES, yaml_text
 from launcher.gke import manifest as manifests
 from launcher.gke import pods as parsing
-from launcher.gke import yaml_text
 from launcher.gke.kubectl import Kubectl
 from launcher.gke.manifest import CONTAINER, LABEL_RUN, LABEL_SLICE, Kind, Restarts, Workload
 from launcher.gke.pods import Pod
@@ -36,6 +36,8 @@ _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
 
 class Gke:
     """The cluster and namespace of a file. See `launcher.provider.Provider`."""
+
+    capabilities = CAPABILITIES
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         manifests.check(config)
@@ -93,6 +95,9 @@ class Gke:
         self._wait_gone(selector)
         self.say("the JobSets are gone; the node pool is the cluster's and stays")
 
+    def connect(self) -> None:
+        """Nothing is kept open."""
+
     def close(self) -> None:
         for watch in self._watching():
             watch.close()
@@ -111,7 +116,7 @@ class Gke:
                 if name != _name(attempt.container):
                     self._remove(name)
             elif not _terminal(jobset):
-                return [HostReport(worker, False, f"run {run} is on this host") for worker in hosts]
+                return [HostReport(worker, False, f"run {run} is on this host", occupied_by=run) for worker in hosts]
         self._create(attempt, "--dry-run=server")
         return [HostReport(worker, True, attempt.image) for worker in hosts]
 

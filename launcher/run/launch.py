@@ -439,7 +439,7 @@ def _require_all(reports: Sequence[HostReport], what: str) -> None:
     if not failed:
         return
     details = "\n".join(f"  host {report.worker}: {report.detail}" for report in failed)
-    if any("is on this host" in report.detail for report in failed):
+    if any(report.occupied_by for report in failed):
         raise LaunchError(
             f"the slice is in use:\n{details}\n  wait for it, or stop it with `tpu-launch stop --run RUN`",
             exit_code=Exit.CONFLICT,

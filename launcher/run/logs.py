@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
 from pathlib import Path
 
-from launcher.provider import LogLine
+from launcher.clock import shift
+from launcher.provider import LOG_OVERLAP, LogLine
 
-OVERLAP = timedelta(seconds=1)
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
 
 
@@ -33,13 +32,13 @@ class Cursor:
     @property
     def since(self) -> str | None:
         """From where the next look must ask; None: from the beginning."""
-        return _before(self.newest) if self.newest else None
+        return shift(self.newest, -LOG_OVERLAP) if self.newest else None
 
     def new(self, lines: Iterable[LogLine]) -> list[LogLine]:
         """Those of `lines` (a look from `since` on, or from earlier) that were not delivered yet, in order; they count
         as delivered now."""
         allowance = Counter(self.recent)
-        edge = _before(self.newest) if self.newest else ""
+        edge = shift(self.newest, -LOG_OVERLAP) if self.newest else ""
         fresh = []
         for line in lines:
             key = (line.timestamp, line.text)
@@ -53,33 +52,9 @@ class Cursor:
             self.recent[line.timestamp, line.text] += 1
             self.newest = max(self.newest, line.timestamp)
         if self.newest:
-            edge = _before(self.newest)
+            edge = shift(self.newest, -LOG_OVERLAP)
             self.recent = Counter({key: count for key, count in self.recent.items() if key[0] >= edge})
         return fresh
-
-
-def covers(lines: Sequence[LogLine], since: str, tail: int) -> bool:
-    """Whether a look at the last `tail` lines shows everything from `since` (a `Cursor.since`) on, the newest known
-    line among it.
-
-    It does when it reaches well back before that line, or back to it and has room left; times run backwards a little
-    where stdout and stderr meet.
-    """
-    if not lines:
-        return False
-    first = lines[0].timestamp
-    return first <= _shifted(since, OVERLAP / 2) or (len(lines) < tail and first <= _shifted(since, OVERLAP))
-
-
-def _before(timestamp: str) -> str:
-    """The overlap's start."""
-    return _shifted(timestamp, -OVERLAP)
-
-
-def _shifted(timestamp: str, by: timedelta) -> str:
-    """Another time, with Docker's nine digits (Python has six)."""
-    head, _, fraction = timestamp.removesuffix("Z").partition(".")
-    return f"{(datetime.fromisoformat(head) + by).isoformat()}.{(fraction or '0')[:9].ljust(9, '0')}Z"
 
 
 class HostLog:

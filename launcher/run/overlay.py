@@ -9,30 +9,17 @@ from __future__ import annotations
 
 import functools
 import gzip
-import hashlib
 import io
 import tarfile
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.errors import BadInput
+from launcher.provider import Overlay
 
 _MOST_BYTES = 32 * 2**20  # more than code: build an image
 _LEFT_OUT = frozenset(
     ("__pycache__", ".git", ".venv", ".tpu-launch", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules")
 )
-
-
-@dataclass(frozen=True)
-class Overlay:
-    """An archive, and the folder of the container over which it is unpacked."""
-
-    target: str
-    archive: bytes = field(repr=False)
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.archive).hexdigest()
 
 
 @functools.cache  # the next attempt must get what the first one had, whatever happened to the files

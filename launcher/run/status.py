@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import costs
+from launcher.clock import parse_time
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.provider import LogLine, Observation, Provider, SliceState
@@ -198,7 +199,7 @@ def _kept(ledger: Ledger, number: int, worker: int) -> list[LogLine]:
 
 def _age(line: LogLine | None) -> float | None:
     """Seconds since a line was written."""
-    written = costs.parse_time(line.timestamp) if line is not None else None
+    written = parse_time(line.timestamp) if line is not None else None
     return None if written is None else max(0.0, round(time.time() - written, 1))
 
 

@@ -34,6 +34,7 @@ class Problem:
     what: str
     fix: str
     fatal: bool = True
+    occupied_by: str = ""  # id of another run that uses the host
 
 
 def script(image: str, run_id: str, label: str) -> str:
@@ -109,13 +110,9 @@ def _of_host(fact: Facts, image_bytes: int | None) -> list[Problem]:
             Problem(worker, "its container engine does not answer", "sudo systemctl restart docker, on that host")
         )
     if values.get("runs"):
-        found.append(
-            Problem(
-                worker,
-                f"run {values['runs'].split()[0]} is on this host",
-                "wait for it, or `tpu-launch stop --run RUN`",
-            )
-        )
+        other = values["runs"].split()[0]
+        fix = "wait for it, or `tpu-launch stop --run RUN`"
+        found.append(Problem(worker, f"run {other} is on this host", fix, occupied_by=other))
     if values.get("holders"):
         held = ", ".join(
             f"{name} (process {pid})" for pid, _, name in (entry.partition(":") for entry in values["holders"].split())

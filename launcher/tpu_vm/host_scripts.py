@@ -117,7 +117,7 @@ def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str
         f"runs=$($docker ps --all --filter label={LABEL_RUN} --format '{{{{.Label \"{LABEL_RUN}\"}}}} {{{{.Names}}}} {{{{.State}}}}')",
         "while read -r run old state; do",
         # Somebody else's run is never touched.
-        f'  if [ "$run" != {run_id} ]; then [ "$state" != running ] || {{ say busy "run $run is on this host"; exit 1; }}',
+        f'  if [ "$run" != {run_id} ]; then [ "$state" != running ] || {{ say busy "$run"; exit 1; }}',
         f'  elif [ "$old" != {name} ]; then $docker rm --force "$old" >/dev/null 2>&1 </dev/null; fi',
         "done <<EOF",
         "$runs",
@@ -312,11 +312,14 @@ def parse_reports(output: str, word: str, workers: Iterable[int]) -> list[HostRe
     reports = []
     for worker in workers:
         verb, detail = said.get(worker, ("silent", "the host did not answer"))
+        if verb == "busy":
+            reports.append(HostReport(worker, False, f"run {detail} is on this host", occupied_by=detail))
+            continue
         reports.append(
             HostReport(
                 worker,
                 verb == word,
-                detail if verb == word else f"{detail}" if verb in ("failed", "busy", "silent") else f"{verb} {detail}",
+                detail if verb == word else f"{detail}" if verb in ("failed", "silent") else f"{verb} {detail}",
             )
         )
     return reports

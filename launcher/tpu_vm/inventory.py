@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher import costs
+from launcher.clock import parse_time
 from launcher.tpu_vm import gcloud
 
 _SECONDS = 120.0
@@ -166,7 +167,7 @@ def _found(
         capacity=capacity,
         owner=labels.get(f"{OURS}-owner", ""),
         run=labels.get(f"{OURS}-run", ""),
-        created=costs.parse_time(created),
+        created=parse_time(created),
         expires=float(expires) if expires.isdigit() else None,
         labels=labels,
         request=node.get("queuedResource", "").rsplit("/", 1)[-1],

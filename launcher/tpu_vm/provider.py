@@ -19,9 +19,9 @@ from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.images import build as images
 from launcher.provider import Attempt, HostReport, Observation, SliceState
-from launcher.run.logs import covers
-from launcher.tpu_vm import gcloud, host_checks, slices
+from launcher.tpu_vm import CAPABILITIES, gcloud, host_checks, slices
 from launcher.tpu_vm import host_scripts as containers
+from launcher.tpu_vm.log_window import covers
 from launcher.tpu_vm.ssh.addresses import Answer
 from launcher.tpu_vm.ssh.connections import Reach
 from launcher.tpu_vm.ssh.start_gate import Starting
@@ -35,6 +35,8 @@ _SECOND_TRY_SECONDS = 3.0  # one hiccup of one connection must not keep a run fr
 
 class TpuVm:
     """One slice of Cloud TPU VMs, as the file describes it. See `launcher.provider.Provider`."""
+
+    capabilities = CAPABILITIES
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         self.config = config
@@ -74,7 +76,7 @@ class TpuVm:
             self._starting = None
         self._reach.close()
 
-    def begin_connecting(self) -> None:
+    def connect(self) -> None:
         self._reach.begin()
 
     # -- containers ---------------------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ class TpuVm:
         ]
         fatal = [problem for problem in found if problem.fatal]
         if fatal:
-            busy = any("is on this host" in problem.what for problem in fatal)
+            busy = any(problem.occupied_by for problem in fatal)
             raise LaunchError(
                 f"the hosts are not ready for a run:\n{host_checks.table(fatal)}",
                 exit_code=Exit.CONFLICT if busy else None,

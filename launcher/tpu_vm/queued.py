@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher import costs
+from launcher.clock import parse_time
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.provider import SliceState
@@ -81,7 +82,7 @@ def parse(text: str) -> Request:
         state=state.get("state", "STATE_UNSPECIFIED"),
         initiator=state.get("stateInitiator", ""),
         error=error.get("message", ""),
-        created=costs.parse_time(resource.get("createTime", "")),
+        created=parse_time(resource.get("createTime", "")),
     )
 
 

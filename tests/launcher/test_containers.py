@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.provider import Attempt, ContainerState
-from launcher.run.overlay import Overlay
+from launcher.provider import Attempt, ContainerState, Overlay
 from launcher.tpu_vm import host_scripts as containers
 
 TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=30)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher import costs
+from launcher.clock import parse_time
 from launcher.config import Config, load
 from launcher.errors import BadInput
 from launcher.tpu_vm import slices
@@ -53,7 +54,7 @@ def test_a_limit_refuses_what_is_dearer_or_unknown(tmp_path: Path) -> None:
 
 def test_age_and_cost_are_counted_from_the_time_of_creation(tmp_path: Path) -> None:
     created = "2026-11-20T08:00:00.500000Z"
-    begun = costs.parse_time(created)
+    begun = parse_time(created)
     assert begun == 1795161600.5
     assert (
         costs.since(config(tmp_path), created, begun + 5400)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import doctor
-from launcher.doctor import Verdict
+from launcher.checks import doctor
+from launcher.checks.doctor import Verdict
 from launcher.tpu_vm import gcloud
 
 

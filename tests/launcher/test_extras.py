@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from launcher import provider
+from launcher.checks.doctor import Verdict, quota_row
 from launcher.cli.main import cli
 from launcher.config import Config, load
-from launcher.doctor import Verdict, quota_row
 from launcher.errors import BadInput
 from launcher.run import env_file, overlay
 from launcher.tpu_vm import gcloud

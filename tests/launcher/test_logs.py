@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.provider import LogLine
-from launcher.run.logs import Cursor, HostLog, covers, read_from
+from launcher.run.logs import Cursor, HostLog, read_from
+from launcher.tpu_vm.log_window import covers
 
 BEGIN = datetime(2026, 1, 1)
 

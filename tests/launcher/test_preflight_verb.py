@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launcher import preflight
+from launcher.checks import preflight
 from launcher.config import load
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.run import launch as launching

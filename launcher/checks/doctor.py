@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import checks, home, shell
+from launcher import home, shell
+from launcher.checks import inputs
 from launcher.config import Config
 from launcher.errors import LaunchError
 from launcher.images import engine
@@ -277,7 +278,7 @@ def _buckets(config: Config) -> Row:
     if config.trainer is None:
         return Row("buckets", Verdict.PASS, "the file names none")
     try:
-        checks.buckets(config)
+        inputs.buckets(config)
     except LaunchError as error:
         text, _, fix = str(error).partition(": create it with ")
         return Row("buckets", Verdict.FAIL, text, fix or "gcloud auth application-default login")
