@@ -48,7 +48,7 @@ from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
-from training.models.hugging_face import Needs
+from training.models.hugging_face import ModelRequirements
 
 RUNS_IN = "torch-xla"
 IDENTITY = {"benchmark": 1}
@@ -66,7 +66,11 @@ def backend() -> Any:
 
     config = TrainerConfig.model_validate(CONFIG)
     return TorchXla(
-        config, Cluster(0, ("localhost",)), SingleHost(), Needs(vocabulary=30_522, pad=0, sequence_length=128), "t"
+        config,
+        Cluster(0, ("localhost",)),
+        SingleHost(),
+        ModelRequirements(vocabulary=30_522, pad=0, sequence_length=128),
+        "t",
     )
 
 

@@ -173,9 +173,9 @@ def report(folder: Path, resumed: dict[tuple[str, str], str]) -> list[Row]:
 
 
 def losses(folder: Path, run: str) -> list[float]:
-    from training.telemetry.metrics import history
+    from training.telemetry.metrics import read_history
 
-    found = [line["loss"] for line in history(str(folder / "runs" / run)) if "loss" in line]
+    found = [line["loss"] for line in read_history(str(folder / "runs" / run)) if "loss" in line]
     if len(found) != STEPS:
         raise SystemExit(f"run {run} has {len(found)} losses instead of {STEPS}")
     return found
@@ -244,7 +244,7 @@ def as_host(plan: Path, hosts: int, worker: int) -> None:
     from training.distributed.cluster import Cluster
     from training.distributed.rendezvous import SingleHost, join
     from training.distributed.shutdown import ShutdownRequest
-    from training.telemetry.metrics import Clock
+    from training.telemetry.phase_timer import PhaseTimer
     from training.trainer import train
     from training.yaml_file import Document
 
@@ -262,7 +262,7 @@ def as_host(plan: Path, hosts: int, worker: int) -> None:
         )
         digests = batches(config, cluster)
         (folder / f"{job['run']}.{worker}.batches.json").write_text(json.dumps(digests))
-        train(config, cluster, rendezvous, stopping, Clock())
+        train(config, cluster, rendezvous, stopping, PhaseTimer())
         rendezvous.close(0)
 
 

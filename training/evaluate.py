@@ -21,7 +21,7 @@ from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError
-from training.models.hugging_face import WEIGHTS, labels_of, read_config
+from training.models.hugging_face import WEIGHTS, read_config, read_labels
 from training.run_setup import agree, open_backend, open_task
 from training.storage.hub import model_folder
 from training.tasks.task import Task
@@ -129,7 +129,7 @@ def _require_alike(place: str, task: Task, checkpoint: Checkpoint | None) -> Non
     else:
         values = read_config(place)
         classifier = any(name.endswith("ForSequenceClassification") for name in values.get("architectures") or [])
-        kind, labels = ("classification", labels_of(values)) if classifier else ("mlm", None)
+        kind, labels = ("classification", read_labels(values)) if classifier else ("mlm", None)
         tokenizer = tokenizers.read(place).hash if storage.stat(storage.join(place, "tokenizer.json")) else None
     wanted = task.identity()
     for what, have, want in (

@@ -21,7 +21,8 @@ from training.config import TrainerConfig, load
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
-from training.telemetry.metrics import Clock, history
+from training.telemetry.metrics import read_history
+from training.telemetry.phase_timer import PhaseTimer
 
 
 def shards(*arguments: str) -> None:
@@ -40,12 +41,12 @@ def train(config: TrainerConfig, run_id: str = "notebook") -> dict[str, Any]:
     """Trains on this host to the last step, and returns the summary that is in the run's summary.json."""
     from training.trainer import train as run
 
-    return run(config, Cluster(0, ("localhost",), run_id=run_id), SingleHost(), ShutdownRequest(), Clock())
+    return run(config, Cluster(0, ("localhost",), run_id=run_id), SingleHost(), ShutdownRequest(), PhaseTimer())
 
 
 def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, Any]]:
     """The run's history: an object for each line of progress (step, loss, learning_rate, ...) and each evaluation."""
-    return history(storage.join(config.output, run_id))
+    return read_history(storage.join(config.output, run_id))
 
 
 def predict(model: str, text: str, top: int = 5) -> list[tuple[float, str]]:

@@ -20,8 +20,8 @@ from training.config import TrainerConfig, batch_mistake
 from training.distributed.cluster import Cluster, tensorflow_environment, tpu_environment
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
-from training.models.export import from_checkpoint
-from training.models.hugging_face import CONFIG, WEIGHTS, Needs
+from training.models.export import export_checkpoint
+from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements
 from training.tasks.classification.task import Classification
 from training.tasks.mlm.task import Mlm
 from training.tasks.task import Task
@@ -147,7 +147,7 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
         return config
     start = storage.join(folder, "start")
     if cluster.is_first and storage.stat(storage.join(start, WEIGHTS)) is None:
-        from_checkpoint(path, start)
+        export_checkpoint(path, start)
     rendezvous.meet("starting model")
     return config.model_copy(update={"model": config.model.model_copy(update={"path": start})})
 
@@ -169,7 +169,7 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
         )
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     opener = _tensorflow() if config.backend == "tensorflow" else torch_xla()
-    needs = Needs(task.data.tokens.vocabulary, task.data.tokens.pad, task.data.sequence_length, task.labels)
+    needs = ModelRequirements(task.data.tokens.vocabulary, task.data.tokens.pad, task.data.sequence_length, task.labels)
     backend = opener(config, cluster, rendezvous, needs, token)
     mistake = batch_mistake(config, cluster.hosts, backend.devices)
     if mistake:

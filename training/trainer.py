@@ -33,9 +33,9 @@ from training.distributed.shutdown import ShutdownRequest
 from training.errors import StopRequested, TrainError
 from training.evaluate import over_all
 from training.models import export
-from training.models.flops import Work, mfu, peak
-from training.models.hub import Pushes
-from training.models.hugging_face import config_of
+from training.models.flops import WorkCounter, mfu, peak_flops
+from training.models.hub import BackgroundUploader
+from training.models.hugging_face import build_model_config
 from training.optim.schedule import learning_rate
 from training.run_setup import (
     agree,
@@ -51,13 +51,14 @@ from training.run_setup import (
 from training.tasks.task import HostBatch, Task
 from training.telemetry import html as page
 from training.telemetry import text as report
-from training.telemetry.console import Screen
-from training.telemetry.ending import Ending, last_words
-from training.telemetry.metrics import Clock, MetricsLog
+from training.telemetry.attempt_end import AttemptContext, record_attempt_end
+from training.telemetry.console import Console
+from training.telemetry.metrics import MetricsLog
+from training.telemetry.phase_timer import PhaseTimer
 
 
 def train(
-    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopping: ShutdownRequest, clock: Clock
+    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopping: ShutdownRequest, clock: PhaseTimer
 ) -> dict[str, Any]:
     """Trains to the last step and returns the summary. Raises StopRequested when asked to stop, once the state is
     committed."""
@@ -82,8 +83,8 @@ def train(
         }
         start = claim(folder, cluster, rendezvous, token, record)
         fenced = fence(folder, cluster)
-    ending = Ending(Screen(cluster.is_first))
-    with last_words(folder, start, clock, ending, warn) if cluster.is_first else contextlib.nullcontext():
+    ending = AttemptContext(Console(cluster.is_first))
+    with record_attempt_end(folder, start, clock, ending, warn) if cluster.is_first else contextlib.nullcontext():
         run = _open(config, cluster, rendezvous, stopping, clock, task, code, token, ending, fenced)
         run.loop()
         return run.finish()
@@ -94,11 +95,11 @@ def _open(
     cluster: Cluster,
     rendezvous: Rendezvous,
     stopping: ShutdownRequest,
-    clock: Clock,
+    clock: PhaseTimer,
     task: Task,
     code: str,
     token: str,
-    ending: Ending,
+    ending: AttemptContext,
     fenced: Callable[[], None],
 ) -> _Run:
     """The model, as it was when the run was last committed."""
@@ -132,7 +133,7 @@ def _open(
         if restored:
             run.go_on(restored.manifest.step, restored.manifest.state, restored.damaged)
         run.log = MetricsLog(folder, cluster.attempt, run.step, tensorboard=True) if cluster.is_first else None
-        run.pushes = Pushes(config.hub, folder, warn) if config.hub and cluster.is_first else None
+        run.pushes = BackgroundUploader(config.hub, folder, warn) if config.hub and cluster.is_first else None
         ending.log, ending.step, ending.pushes = run.log, lambda: run.step, run.pushes
     return run
 
@@ -150,15 +151,15 @@ class _Run:
     cluster: Cluster
     rendezvous: Rendezvous
     stopping: ShutdownRequest
-    clock: Clock
+    clock: PhaseTimer
     task: Task
     backend: Backend
     saver: CheckpointWriter
     folder: str
-    screen: Screen
-    work: Work = field(init=False)
+    screen: Console
+    work: WorkCounter = field(init=False)
     log: MetricsLog | None = None  # host 0 only
-    pushes: Pushes | None = None  # host 0 only
+    pushes: BackgroundUploader | None = None  # host 0 only
     step: int = 0  # steps done, or at least started
     seen: int = 0  # steps whose outcome was read
     asked: Asks = NOTHING  # what all hosts know that one of them wants
@@ -177,7 +178,7 @@ class _Run:
     seconds_each: float = 0.0  # of a step, at the last progress line
 
     def __post_init__(self) -> None:
-        self.work = Work(self.model_config(), self.cluster.hosts)
+        self.work = WorkCounter(self.model_config(), self.cluster.hosts)
 
     def go_on(self, step: int, state: Any, damaged: tuple[int, ...]) -> None:
         self.step = self.seen = step
@@ -290,7 +291,9 @@ class _Run:
             self.reported = (seconds, trained)
         rate = self.config.train.global_batch_size / self.seconds_each if self.seconds_each > 0 else 0.0
         steps = self.config.train.steps
-        self.screen.progress(report.progress(self.seen, steps, loss, rate, (steps - self.seen) * self.seconds_each))
+        self.screen.progress(
+            report.format_progress(self.seen, steps, loss, rate, (steps - self.seen) * self.seconds_each)
+        )
         log.write(
             {
                 "step": self.seen,
@@ -342,7 +345,7 @@ class _Run:
             value = self.figures[best.metric]
             if Best(best.metric, best.mode).better(value, self.best["value"] if self.best else None):
                 self.best = {"step": self.step, "metric": best.metric, "value": value}
-        self.say(report.evaluation(self.step, self.figures))
+        self.say(report.format_evaluation(self.step, self.figures))
         if self.log:
             self.log.write({"step": self.step, **{f"eval_{name}": value for name, value in self.figures.items()}})
 
@@ -367,7 +370,7 @@ class _Run:
         if self.cluster.is_first and self.config.export.at_end:
             with self.clock.phase("export"):
                 model = storage.join(self.folder, "model")
-                export.write(
+                export.write_model_folder(
                     model, self.backend.layout(), self.backend.copy, self.model_config(), self.config.data.tokenizer
                 )
         if any(self.rendezvous.meet("exported", self.stopping.requested, self.config.rendezvous.start_seconds)):
@@ -386,7 +389,7 @@ class _Run:
             **{f"eval_{name}": self.figures.get(name) for name in self.task.figure_names}, "best": self.best,
             "examples_per_second": self.trained * self.config.train.global_batch_size / step_seconds if step_seconds else 0.0,
             "tokens_per_second": round(self.work.tokens / step_seconds, 1) if step_seconds else 0.0,
-            "mfu": mfu(self.work.flops, step_seconds, peak(self.cluster.accelerator_type, device_kind())),
+            "mfu": mfu(self.work.flops, step_seconds, peak_flops(self.cluster.accelerator_type, device_kind())),
             "checkpoint": storage.join(self.saver.folder, step_folder(self.step)), "committed_step": self.saver.committed,
             "model": storage.join(self.folder, "model") if self.config.export.at_end else None, "hub": hub, "compilations": count,
             "compile_seconds": round(compile_seconds, 3), **self.backend.counters(), "preflight": self.backend.preflight(),
@@ -397,11 +400,11 @@ class _Run:
         if self.log:
             self.log.finish()
             if self.confusion is not None and self.task.labels:
-                page.confusion(
+                page.write_confusion(
                     self.folder, self.task.labels, self.confusion.reshape(len(self.task.labels), -1).tolist()
                 )
-            storage.write(storage.join(self.folder, page.SUMMARY), json.dumps(summary, indent=1).encode() + b"\n")
-            self.say(report.summary(summary))
+            storage.write(storage.join(self.folder, page.SUMMARY_FILE), json.dumps(summary, indent=1).encode() + b"\n")
+            self.say(report.format_summary(summary))
             self.say("summary: " + json.dumps(summary))
         return summary
 
@@ -435,19 +438,19 @@ class _Run:
     def model_config(self) -> dict[str, Any]:
         """The values of the model's config.json."""
         tokens, dropout = self.task.data.tokens, self.config.train.dropout
-        return config_of(
+        return build_model_config(
             self.config.model, vocabulary=tokens.vocabulary, pad=tokens.pad, dropout=dropout, labels=self.task.labels
         )
 
     def say(self, message: str) -> None:
-        self.screen.say(message)
+        self.screen.print(message)
 
 
 @dataclass
 class Compiling:
     """Counts the seconds that were spent compiling inside a phase as "compile"."""
 
-    clock: Clock
+    clock: PhaseTimer
     backend: Backend
     phase: str
     before: float = 0.0

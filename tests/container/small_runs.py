@@ -27,7 +27,8 @@ from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
 from training.evaluate import Evaluated, evaluate
-from training.telemetry.metrics import Clock, history
+from training.telemetry.metrics import read_history
+from training.telemetry.phase_timer import PhaseTimer
 from training.trainer import train
 from training.yaml_file import Document
 
@@ -268,7 +269,7 @@ def train_here(
         Cluster(0, ("localhost",), run_id=run_id, attempt=attempt),
         SingleHost(),
         stopping or ShutdownRequest(),
-        Clock(),
+        PhaseTimer(),
     )
 
 
@@ -280,4 +281,4 @@ def evaluate_here(config: dict[str, Any], place: str, step: int | None = None) -
 
 def losses(folder: Path, run_id: str) -> list[float]:
     """Of every step of a run."""
-    return [line["loss"] for line in history(str(folder / "runs" / run_id)) if "loss" in line]
+    return [line["loss"] for line in read_history(str(folder / "runs" / run_id)) if "loss" in line]

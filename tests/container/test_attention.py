@@ -10,9 +10,9 @@ import torch
 
 from training.backends.torch_xla.model import build, own_parts
 from training.config import Model, Remat
-from training.models.hugging_face import Needs
+from training.models.hugging_face import ModelRequirements
 
-NEEDS = Needs(vocabulary=100, pad=0, sequence_length=16)
+NEEDS = ModelRequirements(vocabulary=100, pad=0, sequence_length=16)
 
 
 @pytest.mark.parametrize("remat", ["none", "attention", "layers"])

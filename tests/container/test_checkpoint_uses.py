@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def evaluations(folder: Path, run_id: str) -> dict[int, float]:
     return {
         line["step"]: line["eval_loss"]
-        for line in metrics.history(str(folder / "runs" / run_id))
+        for line in metrics.read_history(str(folder / "runs" / run_id))
         if "eval_loss" in line
     }
 

@@ -21,7 +21,7 @@ from training.data.prepare import labelled as examples
 from training.data.prepare import pack as prepare
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, StopRequested
-from training.models.export import from_checkpoint
+from training.models.export import export_checkpoint
 from training.models.predict import classify
 from training.telemetry import metrics
 
@@ -86,7 +86,7 @@ def undisturbed(folder: Path) -> dict[str, Any]:
 def test_it_learns(undisturbed: dict[str, Any], folder: Path) -> None:
     told = [
         line["eval_accuracy"]
-        for line in metrics.history(str(folder / "runs" / "undisturbed"))
+        for line in metrics.read_history(str(folder / "runs" / "undisturbed"))
         if "eval_accuracy" in line
     ]
     assert len(told) == 2
@@ -142,7 +142,7 @@ def test_two_hosts_train_as_one(folder: Path) -> None:
     assert [host.finish() for host in hosts] == [0, 0], hosts[0].text() + hosts[1].text()
     two = small_runs.summary(folder, "as-two")
     losses = [
-        [line["loss"] for line in metrics.history(str(folder / "runs" / name)) if "loss" in line]
+        [line["loss"] for line in metrics.read_history(str(folder / "runs" / name)) if "loss" in line]
         for name in ("as-one", "as-two")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
@@ -165,7 +165,7 @@ def test_sharded_over_two_devices_it_is_the_same_training(folder: Path) -> None:
 
 def test_the_result_is_a_model_that_text_classification_loads(undisturbed: dict[str, Any], folder: Path) -> None:
     model, exported = Path(undisturbed["model"]), folder / "exported"
-    assert from_checkpoint(str(folder / "runs" / "undisturbed"), str(exported)) == 40
+    assert export_checkpoint(str(folder / "runs" / "undisturbed"), str(exported)) == 40
     for name in ("config.json", "model.safetensors"):
         assert (exported / name).read_bytes() == (model / name).read_bytes()
     assert json.loads((model / "config.json").read_bytes())["id2label"] == {"0": "calm", "1": "wild"}

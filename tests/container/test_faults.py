@@ -21,7 +21,7 @@ from tests.container import small_runs, test_classification_runs
 from training.config import Model
 from training.data.formats import example, tfrecord
 from training.errors import Exit
-from training.models.hugging_face import config_of
+from training.models.hugging_face import build_model_config
 
 SECONDS = 240  # for all hosts to end; a loaded machine takes a while to import frameworks
 
@@ -124,7 +124,9 @@ def test_a_pretrained_folder_with_missing_weights(mlm: Path) -> None:
 
     broken = mlm / "broken"
     broken.mkdir()
-    values = config_of(Model(**small_runs.document(mlm)["model"]), vocabulary=small_runs.VOCABULARY, pad=3, dropout=0.1)
+    values = build_model_config(
+        Model(**small_runs.document(mlm)["model"]), vocabulary=small_runs.VOCABULARY, pad=3, dropout=0.1
+    )
     (broken / "config.json").write_text(json.dumps(values))
     save_file(
         {"bert.embeddings.word_embeddings.weight": np.zeros((small_runs.VOCABULARY, 32), np.float32)},

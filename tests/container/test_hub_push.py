@@ -106,7 +106,9 @@ def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: hub_server.
     """The first upload hangs in its commit; steps go on, and what was committed meanwhile is left out, except the
     last."""
     server.release.clear()
-    pushes = hub.Pushes(Hub(repository=REPOSITORY, every="checkpoint"), str(folder / "runs" / "pushed"), print)
+    pushes = hub.BackgroundUploader(
+        Hub(repository=REPOSITORY, every="checkpoint"), str(folder / "runs" / "pushed"), print
+    )
     began = time.monotonic()
     pushes.committed(4)
     assert time.monotonic() - began < 5
@@ -130,4 +132,4 @@ def test_push_is_a_command_and_leaves_a_card_alone(
     assert server.repositories[REPOSITORY].files["README.md"] == b"written by hand"
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(BadInput, match="HF_TOKEN is not in the environment"):
-        hub.push(str(folder / "runs" / "pushed"), REPOSITORY, None, True)
+        hub.push_model(str(folder / "runs" / "pushed"), REPOSITORY, None, True)

@@ -86,7 +86,7 @@ def finish_and_compare(run: Run, folder: Path) -> None:
     assert undisturbed.finish(ATTEMPT) == [0] * run.hosts, undisturbed.everything()
     for key in ("first_loss", "last_loss", "final_weights_crc32c", "committed_step"):
         assert run.summary()[key] == straight.summary()[key], key
-    lines = [[(line["step"], line["loss"]) for line in metrics.history(each.output)] for each in (run, straight)]
+    lines = [[(line["step"], line["loss"]) for line in metrics.read_history(each.output)] for each in (run, straight)]
     assert lines[0][-1] == lines[1][-1]
     assert set(lines[0]) <= set(lines[1]), "a loss in the history is not the undisturbed one"
     history, steps = run.history(), run.config["train"]["steps"]

@@ -17,7 +17,7 @@ import pytest
 from nbclient import NotebookClient
 
 from tests.container import small_runs
-from training.telemetry.metrics import history
+from training.telemetry.metrics import read_history
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SETTINGS = [
@@ -76,4 +76,4 @@ def test_every_cell_runs_and_the_command_gives_the_same_bits(folder: Path) -> No
     assert done.returncode == 0, done.stderr
     summary = json.loads((folder / "runs" / "command" / "summary.json").read_text())
     assert f"weights: {summary['final_weights_crc32c']}" in printed[-2]
-    assert history(str(folder / "runs" / "notebook"))[-1]["eval_weighted_f1"] == summary["eval_weighted_f1"]
+    assert read_history(str(folder / "runs" / "notebook"))[-1]["eval_weighted_f1"] == summary["eval_weighted_f1"]

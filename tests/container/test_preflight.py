@@ -86,11 +86,11 @@ def test_the_gradients_are_added_over_the_devices(v4: dict[str, Any]) -> None:
 def small_runs_sizes() -> list[int]:
     from training.backends.torch_xla.model import build
     from training.config import Model
-    from training.models.hugging_face import Needs
+    from training.models.hugging_face import ModelRequirements
 
     network = build(
         Model(name="bert-tiny", hidden_size=32, layers=2, heads=2, max_positions=32),
-        Needs(vocabulary=200, pad=3, sequence_length=32),
+        ModelRequirements(vocabulary=200, pad=3, sequence_length=32),
         dropout=0.1,
         seed=1,
     )

@@ -67,7 +67,7 @@ def test_asked_to_stop_in_any_phase(folder: Path) -> None:
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", "committed_step"):
         assert run.summary()[key] == straight.summary()[key], key
     histories = [
-        [(line["step"], line["loss"]) for line in metrics.history(each.output) if "loss" in line]
+        [(line["step"], line["loss"]) for line in metrics.read_history(each.output) if "loss" in line]
         for each in (run, straight)
     ]
     assert histories[0] == histories[1]

@@ -85,5 +85,5 @@ def test_in_a_bucket_objects_are_rewritten_whole_and_then_the_next_begins(
 
 def test_metrics_need_no_tensorboard(tmp_path: Path) -> None:
     MetricsLog(str(tmp_path), 0, 0).finish()
-    assert metrics.history(str(tmp_path)) == []
+    assert metrics.read_history(str(tmp_path)) == []
     assert not (tmp_path / events.FOLDER).exists()

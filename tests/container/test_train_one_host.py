@@ -17,7 +17,7 @@ from tests.container import small_runs
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, StopRequested, TrainError
 from training.evaluate import Evaluated
-from training.models.export import from_checkpoint
+from training.models.export import export_checkpoint
 from training.models.predict import fill_mask
 from training.telemetry import metrics
 
@@ -70,7 +70,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(undisturbed: dict[str, Any], fol
     resumed = run(folder, name, attempt=1, evaluation__every=5)
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
         assert resumed[key] == undisturbed[key]
-    assert [line for line in metrics.history(str(folder / "runs" / name)) if "loss" in line] != []
+    assert [line for line in metrics.read_history(str(folder / "runs" / name)) if "loss" in line] != []
 
 
 def test_metrics_of_all_attempts_are_one_history(undisturbed: dict[str, Any], folder: Path) -> None:
@@ -78,7 +78,7 @@ def test_metrics_of_all_attempts_are_one_history(undisturbed: dict[str, Any], fo
         run(folder, "history", small_runs.StopAfter(6))
     run(folder, "history", attempt=1)
     whole = [json.loads(line) for line in (folder / "runs" / "history" / "metrics.jsonl").read_text().splitlines()]
-    straight = metrics.history(str(folder / "runs" / "undisturbed"))
+    straight = metrics.read_history(str(folder / "runs" / "undisturbed"))
     assert [(line["step"], line["loss"]) for line in whole if "loss" in line] == [
         (line["step"], line["loss"]) for line in straight if "loss" in line
     ]
@@ -180,7 +180,7 @@ def test_nothing_of_a_step_runs_on_the_host(undisturbed: dict[str, Any]) -> None
 def test_the_result_is_a_model_that_fill_mask_loads(undisturbed: dict[str, Any], folder: Path) -> None:
     model = Path(undisturbed["model"])
     exported = folder / "exported"
-    assert from_checkpoint(str(folder / "runs" / "undisturbed"), str(exported)) == 12
+    assert export_checkpoint(str(folder / "runs" / "undisturbed"), str(exported)) == 12
     assert (exported / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     answers = fill_mask(str(model), "w1 w8 [MASK] w2 w9", 3)
     assert len(answers) == 3
@@ -196,7 +196,9 @@ def evaluated(folder: Path, place: str, step: int | None = None, **changes: Any)
 def test_a_checkpoint_and_its_model_folder_have_the_figures_of_the_run(
     undisturbed: dict[str, Any], folder: Path
 ) -> None:
-    told = {line["step"]: line for line in metrics.history(str(folder / "runs" / "undisturbed")) if "eval_loss" in line}
+    told = {
+        line["step"]: line for line in metrics.read_history(str(folder / "runs" / "undisturbed")) if "eval_loss" in line
+    }
     for place in (str(folder / "runs" / "undisturbed"), undisturbed["model"]):
         found = evaluated(folder, place)
         assert found.examples == 19

@@ -46,7 +46,7 @@ def test_one_two_and_four_hosts_train_alike(folder: Path) -> None:
         running = small_runs.start(folder, f"on-{hosts}", config, hosts=hosts)
         assert finish(running, 240) == [0] * hosts, "".join(host.text() for host in running)
     one, two, four = (
-        [line["loss"] for line in metrics.history(str(folder / "runs" / f"on-{hosts}")) if "loss" in line]
+        [line["loss"] for line in metrics.read_history(str(folder / "runs" / f"on-{hosts}")) if "loss" in line]
         for hosts in (1, 2, 4)
     )
     assert len(one) == 50

@@ -57,7 +57,7 @@ def summary(work: Workstation, run_id: str) -> dict[str, Any]:
     script = (
         "import json; from training import storage; from training.telemetry import metrics; "
         f"folder = 'gs://rehearsal/runs/{run_id}'; "
-        "history = [(line['step'], line['loss']) for line in metrics.history(folder) if 'loss' in line]; "
+        "history = [(line['step'], line['loss']) for line in metrics.read_history(folder) if 'loss' in line]; "
         "print(json.dumps(json.loads(storage.read(folder + '/summary.json')) | {'history': history}))"
     )
     ended = work.good("--emulated", "local", "-f", FILE, "--", "python", "-c", script)

@@ -132,15 +132,15 @@ def test_metrics_grow_in_small_objects(gcs: Any) -> None:
 def test_a_checkpoint_becomes_a_model_folder(gcs: Any) -> None:
     storage.write("gs://bucket/tokenizer/tokenizer.json", json.dumps(TOKENIZER).encode())
     save(10, 20)
-    assert export.from_checkpoint(RUN, "gs://bucket/model") == 20
+    assert export.export_checkpoint(RUN, "gs://bucket/model") == 20
     config = json.loads(storage.read("gs://bucket/model/config.json"))
     assert (config["model_type"], config["vocab_size"], config["pad_token_id"]) == ("bert", 3, 1)
     weights = form.decode(storage.read("gs://bucket/model/model.safetensors"))
     assert list(weights) == ["bert.embeddings.word_embeddings.weight"]
     assert storage.read("gs://bucket/model/tokenizer.json") == json.dumps(TOKENIZER).encode()
-    assert export.from_checkpoint(RUN, "gs://bucket/model10", step=10) == 10
+    assert export.export_checkpoint(RUN, "gs://bucket/model10", step=10) == 10
     with pytest.raises(BadInput, match="no committed step 15; it has 20, 10"):
-        export.from_checkpoint(RUN, "gs://bucket/model", step=15)
+        export.export_checkpoint(RUN, "gs://bucket/model", step=15)
 
 
 def test_without_the_right_to_delete_saves_go_on_and_old_checkpoints_stay(gcs: Any) -> None:

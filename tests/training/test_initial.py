@@ -6,37 +6,37 @@ from __future__ import annotations
 import google_crc32c
 import numpy as np
 
-from training.models.initial import weight
+from training.models.initial import initial_weight
 
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
 
 def test_the_numbers_are_these_wherever_they_are_made() -> None:
     """Pinned: images have numpy versions of their own, and a checkpoint's `seed` means these weights."""
-    found = weight("bert.pooler.dense.weight", (300, 200), seed=1)
+    found = initial_weight("bert.pooler.dense.weight", (300, 200), seed=1)
     assert google_crc32c.value(found.tobytes()) == 0x65E30AAF
     assert found.dtype == np.float32
 
 
 def test_weights_are_normal_with_the_given_deviation() -> None:
-    found = weight("classifier.weight", (400, 300), seed=0, deviation=0.05)
+    found = initial_weight("classifier.weight", (400, 300), seed=0, deviation=0.05)
     assert abs(found.mean()) < 0.001
     assert abs(found.std() - 0.05) < 0.001
 
 
 def test_each_name_and_each_seed_has_numbers_of_its_own() -> None:
-    one = weight("a.weight", (8, 8), seed=1)
-    assert np.array_equal(one, weight("a.weight", (8, 8), seed=1))
-    assert not np.array_equal(one, weight("b.weight", (8, 8), seed=1))
-    assert not np.array_equal(one, weight("a.weight", (8, 8), seed=2))
+    one = initial_weight("a.weight", (8, 8), seed=1)
+    assert np.array_equal(one, initial_weight("a.weight", (8, 8), seed=1))
+    assert not np.array_equal(one, initial_weight("b.weight", (8, 8), seed=1))
+    assert not np.array_equal(one, initial_weight("a.weight", (8, 8), seed=2))
 
 
 def test_biases_are_zero_norms_are_one_and_padding_is_zero() -> None:
-    assert not weight("cls.predictions.bias", (9,), seed=1).any()
-    assert (weight("bert.embeddings.LayerNorm.weight", (9,), seed=1) == 1).all()
-    padded = weight(EMBEDDING, (9, 4), seed=1, pad=3)
+    assert not initial_weight("cls.predictions.bias", (9,), seed=1).any()
+    assert (initial_weight("bert.embeddings.LayerNorm.weight", (9,), seed=1) == 1).all()
+    padded = initial_weight(EMBEDDING, (9, 4), seed=1, pad=3)
     assert not padded[3].any()
-    assert np.array_equal(np.delete(padded, 3, 0), np.delete(weight(EMBEDDING, (9, 4), seed=1), 3, 0))
+    assert np.array_equal(np.delete(padded, 3, 0), np.delete(initial_weight(EMBEDDING, (9, 4), seed=1), 3, 0))
     positions = "roberta.embeddings.position_embeddings.weight"
-    assert not weight(positions, (9, 4), seed=1, model_type="roberta", pad=1)[1].any()
-    assert weight(positions.replace("roberta", "bert"), (9, 4), seed=1, pad=1)[1].any()
+    assert not initial_weight(positions, (9, 4), seed=1, model_type="roberta", pad=1)[1].any()
+    assert initial_weight(positions.replace("roberta", "bert"), (9, 4), seed=1, pad=1)[1].any()

@@ -11,8 +11,8 @@ import pytest
 from training.config import Train
 from training.optim.schedule import adam_numbers, learning_rate, step_seed
 from training.telemetry import metrics
-from training.telemetry import text as report
-from training.telemetry.metrics import Clock, MetricsLog, history, merge
+from training.telemetry.metrics import MetricsLog, merge_attempts, read_history
+from training.telemetry.phase_timer import PhaseTimer
 
 
 class Time:
@@ -25,7 +25,7 @@ class Time:
 
 def test_nested_phases_count_each_second_once() -> None:
     time = Time()
-    clock = Clock(time)
+    clock = PhaseTimer(time)
     with clock.phase("step"):
         time.now += 2
         with clock.phase("checkpoint"):
@@ -62,7 +62,7 @@ def test_steps_that_were_trained_again_are_told_once(tmp_path: Path) -> None:
     for step in (3, 4, 5):
         second.write({"step": step, "loss": step + 0.5})
     second.finish()
-    assert [line["loss"] for line in history(str(tmp_path))] == [1.0, 2.0, 3.5, 4.5, 5.5]
+    assert [line["loss"] for line in read_history(str(tmp_path))] == [1.0, 2.0, 3.5, 4.5, 5.5]
 
 
 def test_a_run_without_attempt_numbers_never_overwrites_its_past(tmp_path: Path) -> None:
@@ -70,28 +70,11 @@ def test_a_run_without_attempt_numbers_never_overwrites_its_past(tmp_path: Path)
         log = MetricsLog(str(tmp_path), 0, resumed_at)
         log.write({"step": resumed_at + 1, "loss": 1.0})
         log.finish()
-    assert [line["step"] for line in history(str(tmp_path))] == [1, 2]
+    assert [line["step"] for line in read_history(str(tmp_path))] == [1, 2]
 
 
 def test_merging_nothing_is_nothing() -> None:
-    assert merge([]) == []
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (67, "1:07"), (7503, "2:05:03"), (-3, "0:00")])
-def test_remaining_time(seconds: float, text: str) -> None:
-    assert report.remaining(seconds) == text
-
-
-def test_the_summary_names_what_counts() -> None:
-    values: dict[str, Any] = {
-        "hosts": 2, "devices": 8, "steps": 60, "first_loss": 7.6, "last_loss": 5.1, "eval_loss": 5.2, "eval_perplexity": 181.3,
-        "examples_per_second": 1234.5, "compilations": 2, "checkpoint": "gs://b/c", "seconds": {"step": 10.0, "other": 0.01, "total": 12.0},
-    }  # fmt: skip
-    text = report.summary(values)
-    assert "7.6000 -> 5.1000" in text
-    assert "perplexity 181.30" in text
-    assert "1,234.5 examples/s" in text
-    assert "other" not in text
+    assert merge_attempts([]) == []
 
 
 def train(**changes: Any) -> Train:

@@ -63,7 +63,7 @@ def test_a_run_that_failed_is_told_with_all_its_attempts(tmp_path: Path) -> None
     attempt(tmp_path, 0, 0, range(1, 31), StopRequested("stopped after step 30"))
     attempt(tmp_path, 1, 30, range(31, 41), None, ended=False)
     attempt(tmp_path, 2, 20, range(21, 51), TrainError("the loss of step 50 is nan & <infinite>"))
-    said = texts(page.render(page.read(str(tmp_path))))
+    said = texts(page.render_report(page.read_run(str(tmp_path))))
     assert "bert-<1> failed" in said
     assert "the loss of step 50 is nan & <infinite>" in said
     for words in (
@@ -84,8 +84,8 @@ def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Pat
         "compile_seconds": 3.0, "graphs": 4, "device_to_host_syncs": 0, "host_fallbacks": [], "skipped_records": 3,
         "hub": {"repository": "org/bank", "step": 30, "commit": "https://hub/org/bank/commit/1", "error": None},
     }  # fmt: skip
-    (tmp_path / page.SUMMARY).write_text(json.dumps(summary))
-    page.confusion(
+    (tmp_path / page.SUMMARY_FILE).write_text(json.dumps(summary))
+    page.write_confusion(
         str(tmp_path), ["card <lost>", "card stolen", "other"], [[7.0, 3.0, 0.0], [1.0, 9.0, 0.0], [0.0, 0.0, 5.0]]
     )
     result = CliRunner().invoke(tpu_train, ["report", str(tmp_path)])
@@ -114,13 +114,13 @@ def test_a_run_in_a_bucket_is_told_there(gcs: Any) -> None:
     log.write({"step": 1, "loss": 2.0})
     log.finish()
     attempts.write_end(start, None, 1, SECONDS)
-    assert page.write("gs://bucket/runs/bert") == "gs://bucket/runs/bert/report.html"
+    assert page.write_report("gs://bucket/runs/bert") == "gs://bucket/runs/bert/report.html"
     assert "bert finished" in texts(storage.read("gs://bucket/runs/bert/report.html").decode())
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="not a run's folder"):
-        page.read(str(tmp_path / "nothing"))
+        page.read_run(str(tmp_path / "nothing"))
 
 
 def test_how_an_attempt_ended() -> None:
@@ -134,28 +134,28 @@ def test_how_an_attempt_ended() -> None:
 def test_curves_keep_spikes_and_leave_out_what_is_not_finite() -> None:
     points = [(float(step), 1.0) for step in range(10_000)]
     points[5_000] = (5_000.0, 99.0)
-    thinned = charts.thin(points, 800)
+    thinned = charts.downsample(points, 800)
     assert len(thinned) <= 801
     assert (5_000.0, 99.0) in thinned
     drawn = ElementTree.fromstring(
-        charts.curves("Loss", [charts.Curve("a", [(1, 2.0), (2, math.nan), (3, math.inf), (4, 1.0)])])
+        charts.line_chart("Loss", [charts.Curve("a", [(1, 2.0), (2, math.nan), (3, math.inf), (4, 1.0)])])
     )
     [line] = [each for each in drawn.iter() if each.tag.endswith("polyline")]
     assert len(line.attrib["points"].split()) == 2
-    assert "nothing was recorded" in charts.curves("Loss", [charts.Curve("a", [(1, math.nan)])])
+    assert "nothing was recorded" in charts.line_chart("Loss", [charts.Curve("a", [(1, math.nan)])])
 
 
 @pytest.mark.parametrize(
     ("low", "high"), [(0.0, 1.0), (3.2, 3.9), (1.0, 1.0), (0.0, 0.0), (-5.0, 7.0), (1e-6, 4e-4), (1, 123_456)]
 )
 def test_ticks_surround_the_values(low: float, high: float) -> None:
-    found = charts.ticks(low, high, 5)
+    found = charts.axis_ticks(low, high, 5)
     assert found[0] <= low <= high <= found[-1]
     assert 2 <= len(found) <= 9
 
 
 def test_the_most_confused_pairs_come_first() -> None:
-    found = charts.most_confused(["a", "b", "c"], [[5, 2, 0], [4, 5, 0], [0, 1, 0]])
+    found = charts.most_confused_pairs(["a", "b", "c"], [[5, 2, 0], [4, 5, 0], [0, 1, 0]])
     assert [(each.true, each.predicted, each.count, each.of) for each in found] == [
         ("b", "a", 4, 9),
         ("a", "b", 2, 7),
@@ -166,7 +166,7 @@ def test_the_most_confused_pairs_come_first() -> None:
 def test_77_classes_fit_on_the_page() -> None:
     names = [f"a_rather_long_intent_{number}" for number in range(77)]
     picture = ElementTree.fromstring(
-        charts.alone(charts.confusion(names, [[float(a == b) for a in range(77)] for b in range(77)]))
+        charts.standalone(charts.confusion_matrix(names, [[float(a == b) for a in range(77)] for b in range(77)]))
     )
     assert float(picture.attrib["width"]) < 1000
     assert sum(each.tag.endswith("title") for each in picture.iter()) == 77

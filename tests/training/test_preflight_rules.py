@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from training.accelerators import ACCELERATORS, accelerator
 from training.config import TrainerConfig
 from training.errors import BadInput
-from training.preflight.agreement import Agreement
+from training.preflight.agreement import CheckedPrograms
 from training.preflight.compiler import Program, graph_hash
 from training.preflight.programs import Traced
 from training.preflight.report import GIB, advised, allocations_of, reason_of, refused, roofline
@@ -211,8 +211,8 @@ def test_the_hash_is_blind_to_names_and_layouts_and_sees_shapes() -> None:
 
 def test_a_run_compares_what_it_runs_only_where_that_means_something() -> None:
     told = {"TPU_LAUNCH_PREFLIGHT": "abc,def"}
-    assert Agreement({}, comparable=True, talks=True).summary() is None
-    alone = Agreement(told, comparable=False, talks=True)
+    assert CheckedPrograms({}, comparable=True, talks=True).summary() is None
+    alone = CheckedPrograms(told, comparable=False, talks=True)
     alone.look("training", [(1, 2)], lambda: pytest.fail("nothing is to be compared"))
     assert alone.summary() == "not compared: this backend or machine does not run programs for a whole slice"
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from training.backends.protocol import Asks, Outcome
 from training.config import Model
 from training.errors import BadInput
-from training.models.hugging_face import config_of, labels_of
+from training.models.hugging_face import build_model_config, read_labels
 from training.tasks.classification.task import accuracy, check_labels, weighted_f1
 
 Pairs = Sequence[tuple[int, int]]  # true, predicted
@@ -81,6 +81,6 @@ def test_a_label_outside_the_range_is_named_with_its_record(label: int) -> None:
 
 def test_a_classifiers_config_names_its_labels_in_order() -> None:
     names = [f"intent {number}" for number in range(12)]
-    config = config_of(Model(name="bert-tiny"), vocabulary=100, pad=0, dropout=0.1, labels=names)
+    config = build_model_config(Model(name="bert-tiny"), vocabulary=100, pad=0, dropout=0.1, labels=names)
     assert config["architectures"] == ["BertForSequenceClassification"]
-    assert labels_of(config) == names
+    assert read_labels(config) == names

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from training.telemetry.console import Screen
+from training.telemetry.console import Console
 
 
 class Terminal(io.StringIO):
@@ -17,8 +17,8 @@ class Terminal(io.StringIO):
 
 
 @contextmanager
-def on(out: io.StringIO) -> Iterator[Screen]:
-    screen = Screen(True, out)
+def on(out: io.StringIO) -> Iterator[Console]:
+    screen = Console(True, out)
     yield screen
     screen.close()
 
@@ -28,7 +28,7 @@ def test_on_a_terminal_progress_stays_in_one_line(monkeypatch: pytest.MonkeyPatc
     with on(Terminal()) as screen:
         screen.progress("step 1")
         screen.progress("step 2" + "x" * 30)
-        screen.say("evaluation")
+        screen.print("evaluation")
         screen.progress("step 3")
     assert screen._out.getvalue() == "step 1\r\x1b[2Kstep 2xxxxxxxxxxxxx\r\x1b[2Kevaluation\nstep 3\n"  # type: ignore[attr-defined]
 
@@ -36,8 +36,8 @@ def test_on_a_terminal_progress_stays_in_one_line(monkeypatch: pytest.MonkeyPatc
 def test_elsewhere_each_is_a_line_and_other_hosts_say_nothing() -> None:
     with on(io.StringIO()) as screen:
         screen.progress("step 1")
-        screen.say("evaluation")
+        screen.print("evaluation")
     assert screen._out.getvalue() == "step 1\nevaluation\n"  # type: ignore[attr-defined]
     silent = io.StringIO()
-    Screen(False, silent).say("step 1")
+    Console(False, silent).print("step 1")
     assert silent.getvalue() == ""

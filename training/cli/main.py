@@ -19,7 +19,6 @@ Groups import what they need when they are called, so that `--help` is quick.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from training.cli.lazy_group import LazyCommand, LazyGroup
 from training.errors import Exit, LostPeer, StopRequested, TrainError, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -42,38 +42,17 @@ if TYPE_CHECKING:
 
 _BEGAN = time.monotonic()
 OUT_OF_MEMORY = "lower train.global_batch_size, raise train.gradient_accumulation, or take precision: bf16"
-# Commands that live elsewhere: name -> (module, attribute, short help). Imported when used.
-_ELSEWHERE = {
-    "tokenizer": ("training.cli.data", "tokenizer", "Make a tokenizer from text."),
-    "shards": ("training.cli.data", "shards", "Make a dataset of TFRecord shards."),
-    "preflight": ("training.cli.preflight", "preflight", "Compile the step for a TPU that is not there: does it fit?"),
-    "dataset": ("training.cli.data", "dataset", "Look at a dataset, and check it."),
+_LAZY_COMMANDS = {
+    "tokenizer": LazyCommand("training.cli.data:tokenizer", "Make a tokenizer from text."),
+    "shards": LazyCommand("training.cli.data:shards", "Make a dataset of TFRecord shards."),
+    "preflight": LazyCommand(
+        "training.cli.preflight:preflight", "Compile the step for a TPU that is not there: does it fit?"
+    ),
+    "dataset": LazyCommand("training.cli.data:dataset", "Look at a dataset, and check it."),
 }
 
 
-class _Commands(click.Group):
-    """A group that knows commands of other modules by name."""
-
-    def list_commands(self, context: click.Context) -> list[str]:
-        return sorted({*super().list_commands(context), *_ELSEWHERE})
-
-    def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        if name in _ELSEWHERE:
-            module, attribute, _ = _ELSEWHERE[name]
-            command: click.Command = getattr(importlib.import_module(module), attribute)
-            return command
-        return super().get_command(context, name)
-
-    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = []
-        for name in self.list_commands(context):
-            own = super().get_command(context, name)
-            rows.append((name, own.get_short_help_str(90) if own else _ELSEWHERE[name][2]))
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-
-
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, lazy_commands=_LAZY_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 def tpu_train() -> None:
     """Trains Transformers on every host of a Cloud TPU slice."""
 
@@ -96,10 +75,10 @@ def train(config: str, overrides: tuple[str, ...], run_id: str | None) -> None:
     """
     from training.config import load
     from training.distributed import shutdown as stopping
-    from training.telemetry.metrics import Clock
+    from training.telemetry.phase_timer import PhaseTimer
 
     asked = stopping.install_signal_handlers()
-    clock = Clock(began=_BEGAN)
+    clock = PhaseTimer(began=_BEGAN)
     with clock.phase("start"):
         settings = load(config, overrides)
         if run_id:
@@ -183,7 +162,7 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
         found = evaluate(model, settings, cluster, rendezvous, asked, step)
         rendezvous.meet("end")
         if cluster.is_first:
-            people = f"{found.model}, {found.examples} examples: {report.figures(found.figures)}"
+            people = f"{found.model}, {found.examples} examples: {report.format_figures(found.figures)}"
             print(json.dumps(found.as_json()) if as_json else people, file=out, flush=True)
 
     _together(rendezvous, run)
@@ -197,12 +176,12 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
 def export(run: str, out: str, step: int | None, best: bool) -> None:
     """Write the model of RUN, a run's folder, to OUT in Hugging Face's layout."""
     from training.checkpoint import admin as inspect
-    from training.models.export import from_checkpoint
+    from training.models.export import export_checkpoint
 
     if best and step is not None:
         raise click.UsageError("give --step or --best, not both")
     step = inspect.best_saved_step(run) if best else step
-    click.echo(f"{out}: the model after step {from_checkpoint(run, out, step)}")
+    click.echo(f"{out}: the model after step {export_checkpoint(run, out, step)}")
 
 
 @tpu_train.command()
@@ -218,7 +197,7 @@ def push(run: str, repository: str, step: int | None, private: bool, beside: boo
         os.nice(10)
     from training.models import hub
 
-    done, commit = hub.push(run, repository, step, private)
+    done, commit = hub.push_model(run, repository, step, private)
     click.echo(
         json.dumps({"step": done, "commit": commit})
         if beside
@@ -313,7 +292,7 @@ def write_report(run: str, out: str | None) -> None:
     """Write report.html from what is in RUN, a run's folder: finished, stopped or failed."""
     from training.telemetry import html as page
 
-    click.echo(page.write(run, out))
+    click.echo(page.write_report(run, out))
 
 
 @tpu_train.group()

@@ -22,7 +22,7 @@ from training.checkpoint.snapshot import Snapshot, StartSnapshot
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
-from training.models.hugging_face import CONFIG, WEIGHTS, config_of
+from training.models.hugging_face import CONFIG, WEIGHTS, build_model_config
 from training.storage.hub import tokenizer_folder
 
 PREFIX = "model/"
@@ -39,7 +39,7 @@ _OF_WEIGHTS = (
 _EMBEDDINGS = "embeddings.word_embeddings.weight"
 
 
-def write(
+def write_model_folder(
     folder: str,
     weights: Mapping[str, TensorSpec],
     copy: StartSnapshot,
@@ -66,7 +66,7 @@ def write(
     storage.write(storage.join(folder, WEIGHTS), data)
 
 
-def from_checkpoint(run: str, out: str, step: int | None = None) -> int:
+def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
     """Writes the model of a run's checkpoint (the newest, unless `step` is given) to `out`, and returns its step.
     Raises BadInput."""
     place, steps = find_checkpoints(run)
@@ -95,7 +95,7 @@ def from_checkpoint(run: str, out: str, step: int | None = None) -> int:
         tokenizer.special.vocabulary,
     )
     labels = manifest.identity.get("labels")
-    config = config_of(
+    config = build_model_config(
         settings.model, vocabulary=vocabulary, pad=tokenizer.special.pad, dropout=settings.train.dropout, labels=labels
     )
 
@@ -105,5 +105,5 @@ def from_checkpoint(run: str, out: str, step: int | None = None) -> int:
             for name, place in places.items()
         )
 
-    write(out, {name: info for name, (info, _) in tensors.items()}, copy, config, settings.data.tokenizer)
+    write_model_folder(out, {name: info for name, (info, _) in tensors.items()}, copy, config, settings.data.tokenizer)
     return chosen

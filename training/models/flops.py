@@ -16,7 +16,7 @@ from training.backends.protocol import Arrays
 SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
 
 
-def per_row(config: Mapping[str, Any], length: int, predictions: int | None) -> float:
+def flops_per_row(config: Mapping[str, Any], length: int, predictions: int | None) -> float:
     """FLOPs of training on one row of `length` tokens: an encoder as config.json describes it, with a masked-LM head at
     `predictions` places, or with a classifier's head. 0 for a family that names its sizes otherwise."""
     if any(name not in config for name in SIZES):
@@ -32,7 +32,7 @@ def per_row(config: Mapping[str, Any], length: int, predictions: int | None) -> 
     return 3.0 * (layers * length * token + head)
 
 
-class Work:
+class WorkCounter:
     """What was trained so far, over all hosts."""
 
     def __init__(self, config: Mapping[str, Any], hosts: int) -> None:
@@ -45,10 +45,10 @@ class Work:
         rows, length = batch["input_ids"].shape
         predictions = batch["positions"].shape[1] if "positions" in batch else None
         self.tokens += rows * length * self._hosts
-        self.flops += rows * per_row(self._config, length, predictions) * self._hosts
+        self.flops += rows * flops_per_row(self._config, length, predictions) * self._hosts
 
 
-def peak(accelerator_type: str | None, device_kind: str) -> float | None:
+def peak_flops(accelerator_type: str | None, device_kind: str) -> float | None:
     """FLOP/s of all devices in bf16; None where nobody knows, which includes every CPU."""
     if device_kind != "TPU" or accelerator_type is None:
         return None

@@ -1,4 +1,4 @@
-"""The model on the Hugging Face Hub: `push` uploads one, `Pushes` does so beside a run, which it can neither stop nor
+"""The model on the Hugging Face Hub: `push` uploads one, `BackgroundUploader` does so beside a run, which it can neither stop nor
 slow down.
 
 An upload beside a run is a process of its own with low priority. It reads a committed checkpoint from the run's folder,
@@ -32,7 +32,7 @@ CARD = "README.md"
 _TRIES, _DELAY = 2, 3.0  # of an upload, and the seconds between
 
 
-def push(run: str, repository: str, step: int | None, private: bool) -> tuple[int, str]:
+def push_model(run: str, repository: str, step: int | None, private: bool) -> tuple[int, str]:
     """Uploads the model of a run's checkpoint (the newest, unless `step` is given), and returns its step and the
     commit's URL.
 
@@ -47,7 +47,7 @@ def push(run: str, repository: str, step: int | None, private: bool) -> tuple[in
     from huggingface_hub import HfApi
 
     with tempfile.TemporaryDirectory() as folder:
-        chosen = export.from_checkpoint(run, folder, step)
+        chosen = export.export_checkpoint(run, folder, step)
         api = HfApi(token=token, library_name="tpu-launch")
         for attempt in range(_TRIES):
             try:
@@ -71,7 +71,9 @@ def push(run: str, repository: str, step: int | None, private: bool) -> tuple[in
 def figures(run: str, step: int) -> dict[str, float]:
     """Of the run's last evaluation until `step`."""
     told = [
-        line for line in metrics.history(run) if line["step"] <= step and any(name.startswith("eval_") for name in line)
+        line
+        for line in metrics.read_history(run)
+        if line["step"] <= step and any(name.startswith("eval_") for name in line)
     ]
     return {name.removeprefix("eval_"): value for name, value in told[-1].items() if name != "step"} if told else {}
 
@@ -102,7 +104,7 @@ def card(repository: str, config: Mapping[str, Any], told: Mapping[str, float]) 
 
 
 @dataclass
-class Pushes:
+class BackgroundUploader:
     """The uploads of one attempt, on host 0: one at a time; what is committed meanwhile is left out, except the
     last."""
 

@@ -25,7 +25,7 @@ HEAD = ("classifier.", "bert.pooler.")  # of a classifier: what an encoder's fol
 
 
 @dataclass(frozen=True)
-class Needs:
+class ModelRequirements:
     """What a run's data asks of its model: embeddings for its tokens, positions for its rows, classes for its
     labels."""
 
@@ -35,7 +35,7 @@ class Needs:
     labels: tuple[str, ...] | None = None  # of a classifier
 
 
-def config_of(
+def build_model_config(
     model: Model, *, vocabulary: int, pad: int, dropout: float, labels: Sequence[str] | None = None
 ) -> dict[str, Any]:
     """The values of config.json: of a masked-language model, or with `labels` of a classifier. `vocabulary` is the
@@ -49,7 +49,7 @@ def config_of(
     return values if labels is None else _with_labels(values, labels, model)
 
 
-def labels_of(config: Mapping[str, Any]) -> list[str]:
+def read_labels(config: Mapping[str, Any]) -> list[str]:
     """The names of a classifier's classes, by number."""
     return [name for _, name in sorted(config.get("id2label", {}).items(), key=lambda item: int(item[0]))]
 
@@ -91,7 +91,7 @@ def _of_name(model: Model, vocabulary: int, pad: int, dropout: float) -> dict[st
     return {"model_type": "bert", "architectures": ["BertForMaskedLM"], **common, **own}
 
 
-def require_room(configuration: Any, needs: Needs) -> None:
+def check_capacity(configuration: Any, needs: ModelRequirements) -> None:
     """The network has a position for each token of a row, and an embedding for each token of the tokenizer. Raises
     BadInput.
 
@@ -110,7 +110,7 @@ def require_room(configuration: Any, needs: Needs) -> None:
 
 
 @contextlib.contextmanager
-def local(folder: str) -> Iterator[str]:
+def local_copy(folder: str) -> Iterator[str]:
     """The folder itself, or for as long as the block runs a copy of it when it is in a bucket."""
     folder = model_folder(folder)
     if not storage.is_remote(folder):

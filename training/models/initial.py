@@ -19,7 +19,7 @@ _PADDED = {
 }
 
 
-def weight(
+def initial_weight(
     name: str,
     shape: tuple[int, ...],
     *,

@@ -9,7 +9,7 @@ from typing import Any
 
 from training import storage
 from training.errors import BadInput
-from training.models.hugging_face import WEIGHTS, local, read_config
+from training.models.hugging_face import WEIGHTS, local_copy, read_config
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def is_classifier(folder: str) -> bool:
 def fill_mask(folder: str, text: str, top: int) -> list[Answer]:
     """The likeliest tokens for the one mask in `text`, best first. Raises BadInput."""
     _require_model(folder)
-    with local(folder) as here:
+    with local_copy(folder) as here:
         filler = open_pipeline("fill-mask", here)
         mask = filler.tokenizer.mask_token
         if text.count(mask) != 1:
@@ -45,7 +45,7 @@ def fill_mask(folder: str, text: str, top: int) -> list[Answer]:
 def classify(folder: str, text: str, top: int) -> list[Label]:
     """The likeliest classes of `text`, best first; what is longer than the model can see is cut. Raises BadInput."""
     _require_model(folder)
-    with local(folder) as here:
+    with local_copy(folder) as here:
         classifier = open_pipeline("text-classification", here)
         configuration = classifier.model.config
         # RoBERTa counts positions from pad + 1.

@@ -1,8 +1,9 @@
 """Does the run execute the programs that preflight compiled? Compared once for each shape, when the program has been
 traced and before it first runs.
 
-`tpu-launch run` tells the containers the hashes of what was checked (TPU_LAUNCH_PREFLIGHT, with commas). Another
-program is a warning, not an error: it may well fit too, only nobody looked.
+`tpu-launch run` passes the hashes of the checked programs to the containers, in one environment variable. A program
+that was not checked is a warning, not an error: it may fit too, but nobody has checked. Imports nothing but the
+standard library, because the launcher imports the name of the variable from here.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-VARIABLE = "TPU_LAUNCH_PREFLIGHT"
+# Environment variable of the containers: hashes of the programs that preflight compiled, separated by commas.
+CHECKED_PROGRAMS_VARIABLE = "TPU_LAUNCH_PREFLIGHT"
 
 
-class Agreement:
+class CheckedPrograms:
     """What was checked, and what is about to run."""
 
     def __init__(self, environment: Mapping[str, str], *, comparable: bool, talks: bool) -> None:
         """`comparable`: this process runs programs for all devices of a slice, as preflight compiles them. `talks`: it
         is the host that tells the user."""
-        self._expected = frozenset(each for each in environment.get(VARIABLE, "").split(",") if each)
+        self._expected = frozenset(each for each in environment.get(CHECKED_PROGRAMS_VARIABLE, "").split(",") if each)
         self._comparable, self._talks = comparable, talks
         self._seen: dict[tuple[object, ...], str] = {}
 

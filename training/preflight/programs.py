@@ -23,7 +23,7 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.errors import Exit, TrainError
-from training.models.hugging_face import Needs
+from training.models.hugging_face import ModelRequirements
 from training.preflight import compiler
 from training.preflight.compiler import Program
 from training.preflight.shapes import Facts, Graph, batch
@@ -100,7 +100,9 @@ def _lowered(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: 
 
 
 def _backend(config: TrainerConfig, facts: Facts, kind: Any) -> Any:
-    needs = Needs(facts.vocabulary, facts.pad, max((*facts.lengths, *facts.evaluation_lengths)), facts.labels)
+    needs = ModelRequirements(
+        facts.vocabulary, facts.pad, max((*facts.lengths, *facts.evaluation_lengths)), facts.labels
+    )
     return kind(config, Cluster(0, ("localhost",)), SingleHost(), needs, "preflight")
 
 

@@ -10,14 +10,14 @@ from typing import TextIO
 _CLEAR = "\r\x1b[2K"
 
 
-class Screen:
+class Console:
     """Standard output, or nothing on other hosts."""
 
     def __init__(self, shown: bool, out: TextIO | None = None) -> None:
         self._out = out or sys.stdout
         self._shown, self._in_place, self._open = shown, self._out.isatty(), False
 
-    def say(self, message: str) -> None:
+    def print(self, message: str) -> None:
         """A message that stays."""
         self._print(message, stays=True)
 

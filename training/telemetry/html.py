@@ -21,8 +21,8 @@ from training.telemetry import text as report
 from training.telemetry.attempts import Attempt
 
 NAME = "report.html"
-SUMMARY = "summary.json"
-CONFUSION = "confusion.json"
+SUMMARY_FILE = "summary.json"
+CONFUSION_FILE = "confusion.json"
 _STYLE = """
 body { margin: 2rem auto; max-width: 1180px; padding: 0 1rem; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
@@ -39,7 +39,7 @@ pre { overflow-x: auto; padding: .8rem; border: 1px solid var(--rule); }
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """All that a folder says of its run."""
 
     folder: str
@@ -56,10 +56,10 @@ class Run:
         return str(end["how"]) if end else "going on, or killed"
 
 
-def read(folder: str) -> Run:
+def read_run(folder: str) -> RunRecord:
     """Raises BadInput for what is not a run's folder."""
     found = attempts.read(folder)
-    lines = metrics.history(folder)
+    lines = metrics.read_history(folder)
     place = storage.join(folder, "checkpoints")
     steps = committed_steps(place)
     if not (found or lines or steps):
@@ -67,17 +67,17 @@ def read(folder: str) -> Run:
             f"{folder} is not a run's folder: it has no attempts, metrics or checkpoints (it is <output>/<run id>)"
         )
     checkpoints = [(step, _manifest(place, step)) for step in steps]
-    return Run(folder, lines, found, _json(folder, SUMMARY), checkpoints, _json(folder, CONFUSION))
+    return RunRecord(folder, lines, found, _json(folder, SUMMARY_FILE), checkpoints, _json(folder, CONFUSION_FILE))
 
 
-def write(folder: str, out: str | None = None) -> str:
+def write_report(folder: str, out: str | None = None) -> str:
     """Makes the page of a run, and returns where it is. Raises BadInput."""
     url = out or storage.join(folder, NAME)
-    storage.write(url, render(read(folder)).encode())
+    storage.write(url, render_report(read_run(folder)).encode())
     return url
 
 
-def render(run: Run) -> str:
+def render_report(run: RunRecord) -> str:
     """The page as XHTML, so that it is valid XML too."""
     name = str(
         (run.summary or (run.attempts[-1].start if run.attempts else {})).get("run_id", storage.name_of(run.folder))
@@ -103,7 +103,7 @@ def render(run: Run) -> str:
     )
 
 
-def _figures(run: Run) -> str:
+def _figures(run: RunRecord) -> str:
     losses = [line["loss"] for line in run.lines if "loss" in line]
     evaluations = [line for line in run.lines if any(key.startswith("eval_") for key in line)]
     told: list[tuple[str, str]] = []
@@ -128,9 +128,9 @@ def _figures(run: Run) -> str:
     if "goodput" in summary:
         told.append(("goodput", f"{summary['goodput']:.1%}"))
     items = "".join(f"<li><span class='faint'>{escape(name)}</span><b>{escape(value)}</b></li>" for name, value in told)
-    notes = [report.hygiene(dict(summary))] if summary else []
+    notes = [report.format_program_counts(dict(summary))] if summary else []
     if summary.get("hub"):
-        notes.append(report.uploaded(summary["hub"]))
+        notes.append(report.format_upload(summary["hub"]))
     if summary.get("skipped_records"):
         notes.append(f"{summary['skipped_records']} damaged records were replaced (data.on_corrupt: skip)")
     return f"<ul class='figures'>{items}</ul>" + "".join(f"<p>{escape(note)}</p>" for note in notes)
@@ -144,17 +144,17 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 
     others = dict.fromkeys(key for line in lines for key in line if key.startswith("eval_") and key != "eval_loss")
     return [
-        charts.curves("Loss", [curve("training", "loss"), curve("evaluation", "eval_loss")]),
+        charts.line_chart("Loss", [curve("training", "loss"), curve("evaluation", "eval_loss")]),
         *(
-            charts.curves(f"Evaluation: {key.removeprefix('eval_').replace('_', ' ')}", [curve(key, key)])
+            charts.line_chart(f"Evaluation: {key.removeprefix('eval_').replace('_', ' ')}", [curve(key, key)])
             for key in others
         ),
-        charts.curves("Examples/s", [curve("examples/s", "examples_per_second")]),
-        charts.curves("Learning rate", [curve("learning rate", "learning_rate")]),
+        charts.line_chart("Examples/s", [curve("examples/s", "examples_per_second")]),
+        charts.line_chart("Learning rate", [curve("learning rate", "learning_rate")]),
     ]
 
 
-def _phases(run: Run) -> str:
+def _phases(run: RunRecord) -> str:
     """Of all attempts that told their seconds, together."""
     together: dict[str, float] = {}
     for each in run.attempts:
@@ -165,11 +165,11 @@ def _phases(run: Run) -> str:
         ((phase, amount) for phase, amount in together.items() if amount >= 0.005 * total), key=lambda item: -item[1]
     )
     told = (
-        f"<p>Goodput, the share of the time that was spent in steps: {together.get('step', 0.0) / total:.1%} of {charts.seconds(total)}.</p>"
+        f"<p>Goodput, the share of the time that was spent in steps: {together.get('step', 0.0) / total:.1%} of {charts.format_duration(total)}.</p>"
         if total
         else ""
     )
-    return charts.shares("Where the time went", parts, width=760) + told
+    return charts.share_bar("Where the time went", parts, width=760) + told
 
 
 def _attempts(found: Sequence[Attempt]) -> str:
@@ -185,7 +185,7 @@ def _attempts(found: Sequence[Attempt]) -> str:
                 str(each.start.get("accelerator") or "CPU"),
                 str(end.get("how", "going on, or killed")),
                 str(end.get("step", "")),
-                charts.seconds(end["seconds"]["total"]) if "seconds" in end else "",
+                charts.format_duration(end["seconds"]["total"]) if "seconds" in end else "",
                 str(end.get("message", "")),
             ]
         )
@@ -211,10 +211,12 @@ def _checkpoints(found: Sequence[tuple[int, Manifest | str]]) -> str:
 
 
 def _confusion(found: Mapping[str, Any] | None) -> str:
-    return f"<h2>Confusion matrix</h2>{charts.confusion(found['labels'], found['counts'], top=20)}" if found else ""
+    return (
+        f"<h2>Confusion matrix</h2>{charts.confusion_matrix(found['labels'], found['counts'], top=20)}" if found else ""
+    )
 
 
-def _configuration(run: Run) -> str:
+def _configuration(run: RunRecord) -> str:
     if not run.attempts or not run.attempts[-1].start.get("config"):
         return ""
     start = run.attempts[-1].start
@@ -244,8 +246,10 @@ def _json(folder: str, name: str) -> dict[str, Any] | None:
     return value
 
 
-def confusion(folder: str, labels: Sequence[str], counts: Sequence[Sequence[float]]) -> None:
+def write_confusion(folder: str, labels: Sequence[str], counts: Sequence[Sequence[float]]) -> None:
     """Writes the matrix of the last evaluation to the run's folder: its numbers, and a picture."""
     value = {"labels": list(labels), "counts": [[round(count) for count in row] for row in counts]}
-    storage.write(storage.join(folder, CONFUSION), json.dumps(value).encode() + b"\n")
-    storage.write(storage.join(folder, "confusion.svg"), charts.alone(charts.confusion(labels, counts)).encode())
+    storage.write(storage.join(folder, CONFUSION_FILE), json.dumps(value).encode() + b"\n")
+    storage.write(
+        storage.join(folder, "confusion.svg"), charts.standalone(charts.confusion_matrix(labels, counts)).encode()
+    )

@@ -1,7 +1,4 @@
-"""Where the time of a run goes, and the numbers it leaves behind.
-
-`Clock` splits the seconds of a process into phases; goodput is the share spent in steps. `MetricsLog` keeps one JSON
-line an interval:
+"""The numbers that a run leaves behind. `MetricsLog` keeps one JSON line an interval:
 
     <run folder>/metrics/attempt-0002.00000.jsonl     one small object after another, each rewritten until it is full
     <run folder>/metrics.jsonl                        the whole history of the run, written when an attempt ends in good
@@ -14,11 +11,10 @@ attempt that went on from step s supersedes the lines of earlier attempts beyond
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from training import storage
@@ -27,53 +23,6 @@ from training.telemetry.tensorboard import EventLog
 LINES = 1000
 FLUSH_SECONDS = 20.0
 _NAME = re.compile(r"attempt-(\d+)\.(\d+)\.jsonl")
-
-
-class Clock:
-    """Seconds by phase. Phases may nest: each second counts once, for the innermost."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic, began: float | None = None) -> None:
-        self._now = now
-        self.began = now() if began is None else began
-        self.seconds: dict[str, float] = {}
-        self._stack: list[tuple[str, float]] = []
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self._switch(now := self._now())
-        self._stack.append((name, now))
-        try:
-            yield
-        finally:
-            now = self._now()
-            self._switch(now)
-            self._stack.pop()
-            if self._stack:
-                self._stack[-1] = (self._stack[-1][0], now)
-
-    def move(self, source: str, target: str, seconds: float) -> None:
-        """Counts `seconds` of one phase for another: a compilation that happened inside a step."""
-        if seconds > 0:
-            self.add(source, -seconds)
-            self.add(target, seconds)
-
-    def add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-    def total(self) -> float:
-        return self._now() - self.began
-
-    def report(self) -> dict[str, float]:
-        """All phases, the rest as "other", and the total; rounded to milliseconds."""
-        total = self.total()
-        phases = {name: max(0.0, seconds) for name, seconds in self.seconds.items()}
-        phases["other"] = max(0.0, total - sum(phases.values()))
-        return {name: round(seconds, 3) for name, seconds in {**phases, "total": total}.items()}
-
-    def _switch(self, now: float) -> None:
-        if self._stack:
-            name, since = self._stack[-1]
-            self.add(name, now - since)
 
 
 class MetricsLog:
@@ -123,19 +72,19 @@ class MetricsLog:
         """Flushes, and writes the run's whole history to metrics.jsonl."""
         self.flush()
         storage.write(
-            storage.join(self._folder, "metrics.jsonl"), _join(json.dumps(line) for line in history(self._folder))
+            storage.join(self._folder, "metrics.jsonl"), _join(json.dumps(line) for line in read_history(self._folder))
         )
 
 
-def history(folder: str) -> list[dict[str, Any]]:
+def read_history(folder: str) -> list[dict[str, Any]]:
     """All lines of a run in the order of its steps, without those that a later attempt trained again."""
     attempts: dict[int, list[dict[str, Any]]] = {}
     for (attempt, _), url in sorted(_objects(folder).items()):
         attempts.setdefault(attempt, []).extend(json.loads(line) for line in storage.read(url).splitlines())
-    return merge(attempts[attempt] for attempt in sorted(attempts))
+    return merge_attempts(attempts[attempt] for attempt in sorted(attempts))
 
 
-def merge(attempts: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def merge_attempts(attempts: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Lines of successive attempts as one history. Each attempt begins with a line that tells where it went on."""
     result: list[dict[str, Any]] = []
     for lines in attempts:

@@ -2,7 +2,7 @@
 and nothing runs in them.
 
 Colours are CSS variables, so that one picture is right on light and on dark paper: `STYLE` defines them, in a page
-once, in a picture that stands alone inside it (`alone`).
+once, in a picture that stands alone inside it (`standalone`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Confused:
+class ConfusedPair:
     """Examples of one class that were taken for another."""
 
     true: str
@@ -46,22 +46,22 @@ class Confused:
     of: int  # examples of the class
 
 
-def alone(svg: str) -> str:
+def standalone(svg: str) -> str:
     """A picture as a file of its own."""
     head, rest = svg.split(">", 1)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}>\n<style>{STYLE}</style>\n<rect width="100%" height="100%" fill="var(--paper)"/>{rest}\n'
 
 
-def curves(title: str, shown: Sequence[Curve], *, width: int = 560, height: int = 240) -> str:
+def line_chart(title: str, shown: Sequence[Curve], *, width: int = 560, height: int = 240) -> str:
     """Values over steps. What is not finite is left out."""
-    kept = [(curve.name, thin([(x, y) for x, y in curve.points if math.isfinite(y)], POINTS)) for curve in shown]
+    kept = [(curve.name, downsample([(x, y) for x, y in curve.points if math.isfinite(y)], POINTS)) for curve in shown]
     kept = [(name, points) for name, points in kept if points]
     every = [point for _, points in kept for point in points]
     if not every:
         return _svg(title, width, 60, [_text(12, 34, f"{title}: nothing was recorded", "faint")])
     left, right, top, bottom = 64, 16, 34, 30
-    x_ticks = ticks(min(x for x, _ in every), max(x for x, _ in every), 6, whole=True)
-    y_ticks = ticks(min(y for _, y in every), max(y for _, y in every), 5)
+    x_ticks = axis_ticks(min(x for x, _ in every), max(x for x, _ in every), 6, whole=True)
+    y_ticks = axis_ticks(min(y for _, y in every), max(y for _, y in every), 5)
     (x0, x1), (y0, y1) = (x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1])
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -73,10 +73,10 @@ def curves(title: str, shown: Sequence[Curve], *, width: int = 560, height: int 
     for value in y_ticks:
         _, y = place(x0, value)
         parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--rule)"/>')
-        parts.append(_text(left - 8, y + 4, number(value), "faint", anchor="end"))
+        parts.append(_text(left - 8, y + 4, format_number(value), "faint", anchor="end"))
     for value in x_ticks:
         x, _ = place(value, y0)
-        parts.append(_text(x, height - 10, number(value), "faint", anchor="middle"))
+        parts.append(_text(x, height - 10, format_number(value), "faint", anchor="middle"))
     for index, (name, points) in enumerate(kept):
         colour = COLOURS[index % len(COLOURS)]
         corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
@@ -95,7 +95,7 @@ def curves(title: str, shown: Sequence[Curve], *, width: int = 560, height: int 
     return _svg(title, width, height, parts)
 
 
-def shares(title: str, amounts: Sequence[tuple[str, float]], *, width: int = 560) -> str:
+def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int = 560) -> str:
     """One bar, divided as the amounts are, with a legend: amounts in seconds."""
     total = sum(amount for _, amount in amounts)
     if total <= 0:
@@ -106,20 +106,20 @@ def shares(title: str, amounts: Sequence[tuple[str, float]], *, width: int = 560
         opacity = 1 - 0.45 * (index // len(COLOURS))
         parts.append(
             f'<rect x="{x:.1f}" y="28" width="{max(0.0, share * width):.1f}" height="22" fill="{colour}" opacity="{opacity}"><title>{escape(name)} '
-            f"{seconds(amount)}</title></rect>"
+            f"{format_duration(amount)}</title></rect>"
         )
         row, column = divmod(index, 3)
         lx, ly = column * width / 3, 72 + 20 * row
         parts.append(f'<rect x="{lx:.1f}" y="{ly - 9}" width="10" height="10" fill="{colour}" opacity="{opacity}"/>')
-        parts.append(_text(lx + 15, ly, f"{name} {seconds(amount)} ({share:.0%})"))
+        parts.append(_text(lx + 15, ly, f"{name} {format_duration(amount)} ({share:.0%})"))
         x += share * width
     return _svg(title, width, 72 + 20 * ((len(amounts) - 1) // 3) + 12, parts)
 
 
-def most_confused(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> list[Confused]:
+def most_confused_pairs(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> list[ConfusedPair]:
     """The largest numbers beside the diagonal, largest first."""
     found = [
-        Confused(labels[true], labels[predicted], round(count), round(sum(row)))
+        ConfusedPair(labels[true], labels[predicted], round(count), round(sum(row)))
         for true, row in enumerate(counts)
         for predicted, count in enumerate(row)
         if true != predicted and count > 0
@@ -127,14 +127,14 @@ def most_confused(labels: Sequence[str], counts: Sequence[Sequence[float]], top:
     return sorted(found, key=lambda each: (-each.count, each.true, each.predicted))[:top]
 
 
-def confusion(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> str:
+def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> str:
     """True classes downwards, predicted ones across; the darker, the larger the share of its row. Below: the most
     confused pairs."""
     cell = max(8, min(36, 640 // len(labels)))
     longest = max(map(len, labels))
     font = max(7, min(12, cell - 1))
     margin, side = 14 + round(longest * font * 0.56), cell * len(labels)
-    pairs = most_confused(labels, counts, top)
+    pairs = most_confused_pairs(labels, counts, top)
     width, below = margin + max(side, 420) + 12, margin + side + 28
     parts = []
     for true, (name, row) in enumerate(zip(labels, counts, strict=True)):
@@ -166,7 +166,7 @@ def confusion(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int
     return _svg("Confusion matrix", width, below + 10 + 17 * len(pairs), parts)
 
 
-def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
     """At most about `most` points that look the same: of each stretch its lowest and highest, so that no spike is
     lost."""
     if len(points) <= most:
@@ -179,7 +179,7 @@ def thin(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, 
     return kept
 
 
-def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
+def axis_ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
     """Round numbers from at most `low` to at least `high`: two or more."""
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
@@ -193,14 +193,14 @@ def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[f
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Short: 12000 is 12k."""
     if value and (abs(value) >= 1e7 or abs(value) < 1e-3):
         return f"{value:.3g}".replace("e-0", "e-").replace("e+0", "e")
     return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:g}"
 
 
-def seconds(amount: float) -> str:
+def format_duration(amount: float) -> str:
     """For example "2 h 05 min", "3 min 20 s", "4.2 s"."""
     if amount < 60:
         return f"{amount:.1f} s"

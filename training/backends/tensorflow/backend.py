@@ -30,9 +30,9 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.tcp_allreduce import TcpAllReduce
-from training.models.hugging_face import Needs
+from training.models.hugging_face import ModelRequirements
 from training.optim.schedule import adam_numbers, step_seed
-from training.preflight.agreement import Agreement
+from training.preflight.agreement import CheckedPrograms
 from training.tasks.task import HostBatch, Task
 
 Host = npt.NDArray[np.float32]
@@ -46,11 +46,11 @@ class TensorFlow:
         config: TrainerConfig,
         cluster: Cluster,
         rendezvous: Rendezvous,
-        needs: Needs,
+        needs: ModelRequirements,
         token: str,
     ) -> None:
         self._config, self._train, self._cluster = config, config.train, cluster
-        self._agreement = Agreement(os.environ, comparable=False, talks=cluster.is_first)
+        self._agreement = CheckedPrograms(os.environ, comparable=False, talks=cluster.is_first)
         on_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
         self._strategy = _tpu_strategy() if on_tpu else _cpu_strategy(int(os.environ.get("CPU_NUM_DEVICES") or 1))
         self._replicas: int = self._strategy.num_replicas_in_sync

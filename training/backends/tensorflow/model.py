@@ -21,8 +21,17 @@ from training import storage
 from training.checkpoint.format import Damaged, decode
 from training.config import Model
 from training.errors import BadInput
-from training.models.hugging_face import FAMILIES, HEAD, WEIGHTS, Needs, config_of, labels_of, read_config, require_room
-from training.models.initial import weight
+from training.models.hugging_face import (
+    FAMILIES,
+    HEAD,
+    WEIGHTS,
+    ModelRequirements,
+    build_model_config,
+    check_capacity,
+    read_config,
+    read_labels,
+)
+from training.models.initial import initial_weight
 from training.storage.hub import model_folder
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16}
@@ -65,12 +74,14 @@ class Noise:
         self.seed: Any = None  # (2,) int32
 
 
-def build(model: Model, needs: Needs, *, dropout: float, seed: int, noise: Noise) -> tuple[Any, list[Parameter]]:
+def build(
+    model: Model, needs: ModelRequirements, *, dropout: float, seed: int, noise: Noise
+) -> tuple[Any, list[Parameter]]:
     """A masked-language model, or for data with labels a classifier, and its parameters. The same weights on every
     host, and as in `torch_model`.
 
     Raises BadInput for a folder that is not a model's, or not this one's."""
-    values = config_of(model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, labels=needs.labels)
+    values = build_model_config(model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, labels=needs.labels)
     if values.get("model_type") not in FAMILIES:
         raise BadInput(
             f"model.path {model.path} is a {values.get('model_type')} model, and backend: tensorflow trains one of: {', '.join(FAMILIES)}"
@@ -84,7 +95,7 @@ def build(model: Model, needs: Needs, *, dropout: float, seed: int, noise: Noise
             "classifier_dropout": dropout,
         }
     network = _network(values, kind)
-    require_room(network.config, needs)
+    check_capacity(network.config, needs)
     count_positions(network)
     network.build_in_name_scope()
     parameters = _parameters(network)
@@ -96,7 +107,7 @@ def build(model: Model, needs: Needs, *, dropout: float, seed: int, noise: Noise
     }
     for each in parameters:
         value = found.get(each.name)
-        each.put(each.variable, weight(each.name, each.shape, seed=seed, **about) if value is None else value)
+        each.put(each.variable, initial_weight(each.name, each.shape, seed=seed, **about) if value is None else value)
     _stateless_dropout(network, noise)
     return network, parameters
 
@@ -144,7 +155,7 @@ def _from_folder(
     absent = sorted(name for name in wanted.keys() - found.keys() if not (classifies and name.startswith(HEAD)))
     if absent:
         raise BadInput(f"model.path {path} lacks {len(absent)} of the model's weights: {', '.join(absent[:5])}")
-    if classifies and labels_of(read_config(path)) != labels_of(values):
+    if classifies and read_labels(read_config(path)) != read_labels(values):
         found = {name: value for name, value in found.items() if not name.startswith("classifier.")}
     return found
 

@@ -36,9 +36,9 @@ from training.config import TrainerConfig
 from training.data.sampling.order import rows
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
-from training.models.hugging_face import Needs
+from training.models.hugging_face import ModelRequirements
 from training.optim.schedule import adam_numbers, step_seed
-from training.preflight.agreement import Agreement
+from training.preflight.agreement import CheckedPrograms
 from training.tasks.task import HostBatch, Task
 
 _EXTRA = len(SUMS) + 2  # the sums and the asks travel behind the gradients
@@ -53,7 +53,7 @@ class TorchXla:
         config: TrainerConfig,
         cluster: Cluster,
         rendezvous: Rendezvous,
-        needs: Needs,
+        needs: ModelRequirements,
         token: str,
     ) -> None:
         self._config, self._train, self._cluster = config, config.train, cluster
@@ -73,7 +73,7 @@ class TorchXla:
         rendezvous.set_phase("building the model")
         self._network: Any = build(config.model, needs, dropout=self._train.dropout, seed=config.seed)
         self._noise = own_parts(self._network, self._train.remat, otherwise="attention" if self._spmd else "none")
-        self._agreement = Agreement(os.environ, comparable=self._spmd, talks=cluster.is_first)
+        self._agreement = CheckedPrograms(os.environ, comparable=self._spmd, talks=cluster.is_first)
         self._sums = SUMS_OF[config.task]
         # By earlier runs in this process.
         self._compiled_before, self._counted_before, self._fallbacks_before = (

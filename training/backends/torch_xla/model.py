@@ -18,23 +18,32 @@ from training.backends.torch_xla.attention import SelfAttention, again
 from training.backends.torch_xla.dropout import Dropout, Noise, noise_for
 from training.config import Model, Remat
 from training.errors import BadInput
-from training.models.hugging_face import FAMILIES, HEAD, Needs, config_of, labels_of, local, read_config, require_room
-from training.models.initial import weight
+from training.models.hugging_face import (
+    FAMILIES,
+    HEAD,
+    ModelRequirements,
+    build_model_config,
+    check_capacity,
+    local_copy,
+    read_config,
+    read_labels,
+)
+from training.models.initial import initial_weight
 
 Sums = Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor | None]]
 
 
-def build(model: Model, needs: Needs, *, dropout: float, seed: int) -> torch.nn.Module:
+def build(model: Model, needs: ModelRequirements, *, dropout: float, seed: int) -> torch.nn.Module:
     """A masked-language model, or for data with labels a classifier, in training mode on the CPU. The same seed gives
     the same weights on every host."""
-    values = config_of(model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, labels=needs.labels)
+    values = build_model_config(model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, labels=needs.labels)
     if model.path is None:
         network = _fresh(values, seed)
     elif needs.labels is None:
         network = _from_folder(model.path, dropout)
     else:
         network = _with_fresh_head(model.path, values, dropout, seed)
-    require_room(network.config, needs)
+    check_capacity(network.config, needs)
     network.train()
     return network
 
@@ -94,7 +103,7 @@ def _fresh(values: dict[str, Any], seed: int) -> Any:
     }
     with torch.no_grad():
         for name, value in network.named_parameters():
-            value.copy_(torch.from_numpy(weight(name, tuple(value.shape), seed=seed, **about)))
+            value.copy_(torch.from_numpy(initial_weight(name, tuple(value.shape), seed=seed, **about)))
     return network
 
 
@@ -116,7 +125,7 @@ def _with_fresh_head(path: str, values: dict[str, Any], dropout: float, seed: in
     network = _fresh({**values, **dropouts}, seed)
     loaded, absent = _load(path, type(network), config=network.config, ignore_mismatched_sizes=True)
     _refuse(path, {name for name in absent if not name.startswith(HEAD)})
-    fresh = tuple(absent) if labels_of(read_config(path)) == labels_of(values) else (*absent, "classifier.")
+    fresh = tuple(absent) if read_labels(read_config(path)) == read_labels(values) else (*absent, "classifier.")
     found = {name: value for name, value in loaded.state_dict().items() if not name.startswith(fresh)}
     network.load_state_dict(found, strict=False)
     return network
@@ -126,7 +135,7 @@ def _load(path: str, network: Any, **options: Any) -> tuple[Any, set[str]]:
     """A network with a folder's weights, and the names of those that the folder does not have, or not in the right
     shape."""
     try:
-        with local(path) as folder:
+        with local_copy(path) as folder:
             loaded, report = network.from_pretrained(
                 folder,
                 attn_implementation="eager",

@@ -8,26 +8,27 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from training.errors import StopRequested
-from training.models.hub import Pushes
+from training.models.hub import BackgroundUploader
 from training.telemetry import attempts
 from training.telemetry import html as page
-from training.telemetry.console import Screen
-from training.telemetry.metrics import Clock, MetricsLog
+from training.telemetry.console import Console
+from training.telemetry.metrics import MetricsLog
+from training.telemetry.phase_timer import PhaseTimer
 
 
 @dataclass
-class Ending:
+class AttemptContext:
     """What is known of the attempt so far."""
 
-    screen: Screen
+    screen: Console
     log: MetricsLog | None = None
     step: Callable[[], int] = lambda: 0
-    pushes: Pushes | None = None
+    pushes: BackgroundUploader | None = None
 
 
 @contextlib.contextmanager
-def last_words(
-    folder: str, start_url: str, clock: Clock, ending: Ending, warn: Callable[[str], None]
+def record_attempt_end(
+    folder: str, start_url: str, clock: PhaseTimer, ending: AttemptContext, warn: Callable[[str], None]
 ) -> Iterator[None]:
     """Around a whole attempt, on host 0. What can't be written is warned of: it changes neither the result nor why the
     attempt ended.
@@ -48,6 +49,6 @@ def last_words(
                 ending.log.flush()
             attempts.write_end(start_url, error, ending.step(), clock.report())
             if not isinstance(error, StopRequested):
-                ending.screen.say(f"report: {page.write(folder)}")
+                ending.screen.print(f"report: {page.write_report(folder)}")
         except Exception as problem:
             warn(f"the end of the attempt is not told in {folder}: {type(problem).__name__}: {problem}")

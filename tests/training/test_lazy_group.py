@@ -1,0 +1,74 @@
+"""Claims about command groups that import their commands when they are used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+
+from training.cli.lazy_group import LazyCommand, LazyGroup
+from training.cli.main import tpu_train
+
+ABSENT = LazyCommand("no.such.module:command", "Is never imported here.")
+
+
+def make_group() -> click.Group:
+    @click.group(
+        cls=LazyGroup,
+        lazy_commands={"absent": ABSENT, "report": LazyCommand("tests.training.test_lazy_group:printed", "Prints.")},
+    )
+    def group() -> None:
+        """A group."""
+
+    @group.command()
+    def direct() -> None:
+        """Attached directly."""
+
+    @group.command(hidden=True)
+    def secret() -> None:
+        """Not shown."""
+
+    return group
+
+
+@click.command()
+def printed() -> None:
+    click.echo("imported and called")
+
+
+def test_help_lists_all_commands_without_importing_any() -> None:
+    result = CliRunner().invoke(make_group(), ["--help"])
+    assert result.exit_code == 0, result.output
+    lines = [line.strip() for line in result.output.partition("Commands:\n")[2].splitlines()]
+    assert lines == ["absent  Is never imported here.", "direct  Attached directly.", "report  Prints."]
+
+
+def test_a_command_is_imported_when_it_is_called() -> None:
+    assert CliRunner().invoke(make_group(), ["report"]).output == "imported and called\n"
+
+
+def test_completion_imports_no_command() -> None:
+    completions = ShellComplete(make_group(), {}, "group", "_COMPLETE").get_completions([], "")
+    assert [(item.value, item.help) for item in completions] == [
+        ("absent", "Is never imported here."),
+        ("direct", "Attached directly."),
+        ("report", "Prints."),
+    ]
+
+
+def test_every_command_of_tpu_train_can_be_imported() -> None:
+    context = click.Context(tpu_train)
+    assert all(tpu_train.get_command(context, name) is not None for name in tpu_train.list_commands(context))
+
+
+@pytest.mark.parametrize("module", ["numpy", "google.cloud.storage", "training.data"])
+def test_help_of_tpu_train_imports_no_data_code(module: str) -> None:
+    script = (
+        f"import sys; from training.cli.main import main\ntry: main()\nfinally: assert {module!r} not in sys.modules"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, "--help"], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,63 @@
+"""Seconds of a process by phase. Goodput is the share of the total that was spent in training steps."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+
+class PhaseTimer:
+    """Adds up the seconds of each phase. Phases may nest: each second counts once, for the innermost phase."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic, began: float | None = None) -> None:
+        """Starts the timer.
+
+        Args:
+            now: the time source, in seconds.
+            began: when the process began, by that source; now, unless given.
+        """
+        self._now = now
+        self.began = now() if began is None else began
+        self.seconds: dict[str, float] = {}
+        self._stack: list[tuple[str, float]] = []  # open phases, outermost first: (name, since when it is counted)
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time of the block for the phase `name`."""
+        self._count_innermost(now := self._now())
+        self._stack.append((name, now))
+        try:
+            yield
+        finally:
+            now = self._now()
+            self._count_innermost(now)
+            self._stack.pop()
+            if self._stack:
+                self._stack[-1] = (self._stack[-1][0], now)
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Moves `seconds` from one phase to another: the time of a compilation that happened inside a step."""
+        if seconds > 0:
+            self.add(source, -seconds)
+            self.add(target, seconds)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Adds `seconds` to the phase `name`."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+    def total(self) -> float:
+        """Seconds since the process began."""
+        return self._now() - self.began
+
+    def report(self) -> dict[str, float]:
+        """Seconds of all phases, the rest as "other", and the "total"; rounded to milliseconds."""
+        total = self.total()
+        phases = {name: max(0.0, seconds) for name, seconds in self.seconds.items()}
+        phases["other"] = max(0.0, total - sum(phases.values()))
+        return {name: round(seconds, 3) for name, seconds in {**phases, "total": total}.items()}
+
+    def _count_innermost(self, now: float) -> None:
+        if self._stack:
+            name, since = self._stack[-1]
+            self.add(name, now - since)
