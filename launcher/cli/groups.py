@@ -18,6 +18,7 @@ _ROOMS = {
     "ssh": "launcher.cli.ssh:ssh",
     "tunnel": "launcher.cli.ssh:tunnel",
     "events": "launcher.cli.events:events",
+    "completion": "launcher.cli.completion:completion",
 }
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from launcher import installation
 from launcher.cli import terminal
 from launcher.cli.groups import Verbs
 from launcher.cli.options import configured as _configured
@@ -28,9 +29,22 @@ if TYPE_CHECKING:
     from launcher.provider import Provider
 
 
+def _print_version(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        click.echo(f"{context.find_root().info_name}, version {installation.version()}")
+        context.exit()
+
+
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud.")
-@click.version_option(package_name="tpu-launch")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Print the version and the commit that it was built from.",
+)
 @click.pass_context
 def cli(context: click.Context, emulated: bool) -> None:
     """Train on every host of a Cloud TPU slice, from one YAML file.

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from launcher import shell
+from launcher import installation, shell
 from launcher.cli import terminal
 from launcher.config import Config, load
 from launcher.emulator import control
@@ -160,9 +160,7 @@ def lines(summary: dict[str, Any]) -> list[str]:
     "--file",
     "path",
     type=click.Path(path_type=Path),
-    default=Path("examples/rehearsal.yaml"),
-    show_default=True,
-    help="The run's YAML file.",
+    help="The run's YAML file.  [default: examples/rehearsal.yaml, which is installed with tpu-launch]",
 )
 @click.option(
     "--set",
@@ -171,9 +169,9 @@ def lines(summary: dict[str, Any]) -> list[str]:
     metavar="KEY=VALUE",
     help="Change a key of the file: --set slice.accelerator_type=v4-32.",
 )
-def rehearsal(path: Path, overrides: tuple[str, ...]) -> None:
+def rehearsal(path: Path | None, overrides: tuple[str, ...]) -> None:
     """Rehearse a whole run on an emulated slice of this machine: up, prepare data, train, down."""
-    summary = rehearse(path, overrides, terminal.say)
+    summary = rehearse(path or installation.example("rehearsal.yaml"), overrides, terminal.say)
     click.echo("")
     for line in lines(summary):
         click.echo(line)

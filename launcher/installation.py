@@ -1,0 +1,48 @@
+"""What is installed here: the version, the commit it was built from, and the examples that come with it.
+
+A wheel carries `launcher/commit.txt` (written by setup.py) and the examples below its `share/tpu-launch`. In a source
+checkout both are read from the checkout.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import shutil
+import sysconfig
+from pathlib import Path
+
+from launcher import shell
+
+_PACKAGE = Path(__file__).resolve().parent
+_GIT_SECONDS = 5.0
+
+
+def version() -> str:
+    """For example "0.1.0 (commit 1a2b3c4d5e6f)"; without the parentheses where the commit is not known."""
+    number = importlib.metadata.version("tpu-launch")
+    commit = _commit()
+    return f"{number} (commit {commit})" if commit else number
+
+
+def example(name: str) -> Path:
+    """An example file: the one of the current folder when there is one, else the one that was installed."""
+    local = Path("examples") / name
+    if local.is_file():
+        return local
+    checkout = _PACKAGE.parent
+    if (checkout / "pyproject.toml").is_file():
+        return checkout / "examples" / name
+    return Path(sysconfig.get_path("data")) / "share" / "tpu-launch" / "examples" / name
+
+
+def _commit() -> str | None:
+    """The commit of this installation; None where nobody knows it."""
+    recorded = _PACKAGE / "commit.txt"
+    if recorded.is_file():
+        return recorded.read_text(encoding="utf-8").strip()
+    git = shutil.which("git")
+    if git is None or not (_PACKAGE.parent / ".git").exists():
+        return None
+    command = [git, "-C", str(_PACKAGE.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
+    answer = shell.run(command, timeout=_GIT_SECONDS)
+    return answer.stdout.strip() if answer.ok else None

@@ -1,0 +1,130 @@
+"""Claims about the wheel: built and installed into an empty environment, it is a complete `tpu-launch`. About 30 s."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ("launcher", "training", "images", "examples", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+REPOSITORY = "us-central2-docker.pkg.dev/my-project/images/bert"
+INIT = (
+    *("init", "-f", "run.yaml", "--project", "my-project", "--accelerator-type", "v4-16"),
+    *("--bucket", "my-bucket", "--repository", REPOSITORY),
+)
+
+
+def run(*command: str | Path, folder: Path, **environment: str) -> str:
+    """Runs a command with nothing of this checkout in its environment, and returns what it printed."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    words = [str(word) for word in command]
+    result = subprocess.run(
+        words,
+        cwd=folder,
+        env=inherited | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert result.returncode == 0, f"{words}: {result.stdout}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A committed copy of what a wheel is built from."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in SOURCES:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__", "commit.txt"))
+        else:
+            shutil.copy(source, folder / name)
+    (folder / ".gitignore").write_text("*.egg-info/\nbuild/\n")
+    git = ("git", "-c", "user.name=test", "-c", "user.email=test@localhost")
+    run("git", "init", "--quiet", folder=folder)
+    run("git", "add", "--all", folder=folder)
+    run(*git, "commit", "--quiet", "--message", "a commit", folder=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs' folder of an environment that holds the wheel and its dependencies, and nothing else."""
+    folder = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder=checkout)
+    (wheel,) = folder.glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", folder=folder)
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert uv is not None
+    python = folder / "venv" / "bin" / "python"
+    # the versions that the lock file pins, so that a new release of a dependency can't fail this test
+    run(uv, "pip", "install", "--quiet", "--python", python, "--constraint", constraints(folder), wheel, folder=folder)
+    return folder / "venv" / "bin"
+
+
+def constraints(folder: Path) -> Path:
+    """The pins of requirements-dev.txt, without hashes."""
+    pins = re.findall(r"^[A-Za-z0-9_.-]+==[^\\\n]+", (ROOT / "requirements-dev.txt").read_text(), re.MULTILINE)
+    path = folder / "constraints.txt"
+    path.write_text("\n".join(pins) + "\n")
+    return path
+
+
+def test_version_names_the_commit(checkout: Path, installed: Path, tmp_path: Path) -> None:
+    commit = run("git", "rev-parse", "--short=12", "HEAD", folder=checkout).strip()
+    version = run(installed / "tpu-launch", "--version", folder=tmp_path)
+    assert re.fullmatch(rf"tpu-launch, version \d+\.\d+\.\d+\S* \(commit {commit}\)\n", version)
+
+
+def test_first_file_is_written_and_planned(installed: Path, tmp_path: Path) -> None:
+    """`plan` needs the Dockerfiles and the trainer's source, which the wheel brings."""
+    run(installed / "tpu-launch", *INIT, folder=tmp_path)
+    plan = run(installed / "tpu-launch", "plan", "-f", "run.yaml", folder=tmp_path)
+    assert "gcloud compute tpus tpu-vm create" in plan
+    assert re.search(rf"docker push {REPOSITORY}:\w+", plan)
+
+
+def test_package_data_is_complete(installed: Path) -> None:
+    """Every file of a package that is not Python, every Dockerfile's folder, and every example."""
+    environment = installed.parent
+    (packages,) = (environment / "lib").glob("python*/site-packages")
+    for name in ("launcher", "training"):
+        for path in (ROOT / name).rglob("*"):
+            if path.is_file() and "__pycache__" not in path.parts:
+                assert (packages / path.relative_to(ROOT)).is_file(), path
+    share = environment / "share" / "tpu-launch"
+    for pattern in ("images/*/*", "examples/*.yaml"):
+        for path in ROOT.glob(pattern):
+            assert (share / path.relative_to(ROOT)).is_file(), path
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script(installed: Path, tmp_path: Path, shell: str) -> None:
+    assert f"_TPU_LAUNCH_COMPLETE={shell}_complete" in run(
+        installed / "tpu-launch", "completion", shell, folder=tmp_path
+    )
+
+
+def test_completion_names_commands(installed: Path, tmp_path: Path) -> None:
+    words = {"_TPU_LAUNCH_COMPLETE": "bash_complete", "COMP_WORDS": "tpu-launch prefl", "COMP_CWORD": "1"}
+    assert run(installed / "tpu-launch", folder=tmp_path, **words) == "plain,preflight\n"
+
+
+def test_rehearsal_without_a_checkout_uses_the_installed_example(installed: Path, tmp_path: Path) -> None:
+    script = "from launcher.installation import example; print(example('rehearsal.yaml'))"
+    path = Path(run(installed / "python", "-c", script, folder=tmp_path).strip())
+    assert path.is_relative_to(installed.parent)
+    assert path.read_text() == (ROOT / "examples" / "rehearsal.yaml").read_text()
+
+
+def test_trainer_needs_no_framework_for_its_help(installed: Path, tmp_path: Path) -> None:
+    assert "checkpoint" in run(installed / "tpu-train", "--help", folder=tmp_path)
