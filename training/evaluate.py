@@ -13,8 +13,10 @@ from typing import Any
 from training import storage
 from training.backends.protocol import Asks, Backend, Outcome
 from training.checkpoint.admin import find_checkpoints
-from training.checkpoint.format import Damaged, Manifest, decode
-from training.checkpoint.reader import read_manifest, read_part
+from training.checkpoint.format import Manifest
+from training.checkpoint.reader import load_tensors
+from training.checkpoint.safetensors_file import Damaged
+from training.checkpoint.store import read_manifest
 from training.config import Model, TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.distributed.cluster import Cluster
@@ -150,8 +152,12 @@ def _list(labels: Sequence[str] | None) -> str:
 def _load(checkpoint: Checkpoint, backend: Backend) -> None:
     below, _, manifest = checkpoint
     try:
-        for part in manifest.parts:
-            tensors = decode(read_part(below, manifest.step, part))
-            backend.accept({name: value for name, value in tensors.items() if name.startswith("model/")})
+        load_tensors(
+            below,
+            manifest,
+            lambda tensors: backend.accept(
+                {name: value for name, value in tensors.items() if name.startswith("model/")}
+            ),
+        )
     except Damaged as error:
         raise BadInput(f"{below}: step {manifest.step} can't be used: {error}") from None

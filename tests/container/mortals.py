@@ -25,7 +25,8 @@ import yaml
 
 from tests.container import small_runs
 from training import storage
-from training.checkpoint.reader import committed_steps, verify
+from training.checkpoint.reader import verify
+from training.checkpoint.store import committed_steps
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(

@@ -14,7 +14,7 @@ import pytest
 
 from tests.container import small_runs
 from tests.container.mortals import Attempt, Fate, Run, resumed_at
-from training.checkpoint.reader import committed_steps
+from training.checkpoint.store import committed_steps
 from training.errors import Exit
 
 SMALL = {

@@ -17,7 +17,7 @@ import pytest
 from tests.container import small_runs
 from tests.container.test_classification_runs import document as classification
 from tests.container.test_classification_runs import write as write_classification
-from training.checkpoint.format import decode, encode
+from training.checkpoint.safetensors_file import decode, encode
 from training.errors import BadInput, StopRequested
 
 SMALL = {"layers": 1, "hidden_size": 32, "heads": 2, "intermediate_size": 64, "max_positions": 64}

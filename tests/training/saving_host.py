@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from training.checkpoint.format import TensorSpec
 from training.checkpoint.retention import Keep
+from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster

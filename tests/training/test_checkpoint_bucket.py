@@ -12,11 +12,11 @@ import pytest
 
 from launcher.emulator.web import Response
 from training import storage
-from training.checkpoint import format as form
-from training.checkpoint.format import TensorSpec
-from training.checkpoint.reader import committed_steps, restore
+from training.checkpoint.reader import restore
 from training.checkpoint.retention import Keep
+from training.checkpoint.safetensors_file import TensorSpec, decode
 from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.store import committed_steps
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
@@ -135,7 +135,7 @@ def test_a_checkpoint_becomes_a_model_folder(gcs: Any) -> None:
     assert export.export_checkpoint(RUN, "gs://bucket/model") == 20
     config = json.loads(storage.read("gs://bucket/model/config.json"))
     assert (config["model_type"], config["vocab_size"], config["pad_token_id"]) == ("bert", 3, 1)
-    weights = form.decode(storage.read("gs://bucket/model/model.safetensors"))
+    weights = decode(storage.read("gs://bucket/model/model.safetensors"))
     assert list(weights) == ["bert.embeddings.word_embeddings.weight"]
     assert storage.read("gs://bucket/model/tokenizer.json") == json.dumps(TOKENIZER).encode()
     assert export.export_checkpoint(RUN, "gs://bucket/model10", step=10) == 10

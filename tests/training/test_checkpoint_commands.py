@@ -12,12 +12,12 @@ import pytest
 
 from training import storage
 from training.checkpoint import admin as inspect
-from training.checkpoint import format as form
 from training.checkpoint import reader as restoring
-from training.checkpoint.format import TensorSpec
-from training.checkpoint.reader import committed_steps, restore, verify
+from training.checkpoint.reader import restore, verify
 from training.checkpoint.retention import Best, Keep
+from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.store import committed_steps
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
@@ -118,7 +118,7 @@ def test_a_file_that_ends_early_is_damage_and_not_a_crash(tmp_path: Path) -> Non
     folder = tmp_path / "checkpoints"
     [part] = (folder / "step-00000010").glob("part-*")
     part.unlink()
-    with pytest.raises(form.Damaged, match="is missing"):
+    with pytest.raises(Damaged, match="is missing"):
         verify(str(folder), 10)
     assert storage.stat(str(part)) is None
 
@@ -157,5 +157,5 @@ def test_any_flipped_byte_is_damage_however_the_part_is_read(
     whole = part.read_bytes()
     for place in range(0, len(whole), 3):
         part.write_bytes(whole[:place] + bytes([whole[place] ^ 0x41]) + whole[place + 1 :])
-        with pytest.raises(form.Damaged, match="part part-0-of-1"):
+        with pytest.raises(Damaged, match="part part-0-of-1"):
             verify(str(tmp_path), 10)

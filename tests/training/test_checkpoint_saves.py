@@ -16,10 +16,11 @@ from training import storage
 from training.checkpoint import admin as inspect
 from training.checkpoint import format as form
 from training.checkpoint import writer as saving
-from training.checkpoint.format import Damaged, TensorSpec
-from training.checkpoint.reader import Restored, committed_steps, restore, verify
+from training.checkpoint.reader import Restored, restore, verify
 from training.checkpoint.retention import Keep
+from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.snapshot import Snapshot
+from training.checkpoint.store import committed_steps
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous, SingleHost

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from training.checkpoint.format import TensorSpec
+from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot
 
 Arrays = Mapping[str, np.ndarray]

@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from training import storage
-from training.checkpoint.format import MANIFEST, Damaged, Manifest, dump, step_folder, step_of
-from training.checkpoint.reader import committed_steps, read_manifest, read_part
-from training.checkpoint.reader import verify as verify_step
+from training.checkpoint.format import MANIFEST, Manifest, dump_manifest, render, step_folder, step_of, to_json
+from training.checkpoint.reader import read_part, verify
+from training.checkpoint.safetensors_file import Damaged
+from training.checkpoint.store import committed_steps, read_manifest
 from training.checkpoint.writer import best_step
 from training.errors import BadInput
 
 
 def find_checkpoints(folder: str) -> tuple[str, list[int]]:
-    """The checkpoint folder of a run's folder, and its committed steps, newest first; `folder` may also be that folder
-    itself, or one checkpoint in it.
+    """Finds the checkpoints of a run.
 
-    Raises BadInput when there are none."""
+    Args:
+        folder: A run's folder, its checkpoint folder, or one checkpoint in that.
+
+    Returns:
+        The checkpoint folder, and its committed steps, newest first (of one checkpoint: its step).
+
+    Raises:
+        BadInput: There are none.
+    """
     below = storage.join(folder, "checkpoints")
     parent, _, name = folder.rstrip("/").rpartition("/")
     step = step_of(name)
     if step is not None and step in committed_steps(parent):
         return parent, [step]
-    for place in (below, folder):
-        steps = committed_steps(place)
+    for checkpoints in (below, folder):
+        steps = committed_steps(checkpoints)
         if steps:
-            return place, steps
+            return checkpoints, steps
     raise BadInput(f"no committed checkpoint below {folder} (looked for {below}/step-*/manifest.json)")
 
 
 def has_checkpoint(folder: str) -> bool:
-    """Whether there is a committed checkpoint in it."""
+    """Whether there is a committed checkpoint in a run's folder."""
     try:
         return bool(find_checkpoints(folder)[1])
     except BadInput:
@@ -41,98 +48,116 @@ def has_checkpoint(folder: str) -> bool:
 
 
 def best_saved_step(folder: str) -> int:
-    """The step with the best figure, as the newest checkpoint tells. Raises BadInput when there is none, or when it was
+    """The step with the best figure, as the newest checkpoint says. Raises BadInput when there is none, or when it was
     damaged or deleted."""
-    place, steps = find_checkpoints(folder)
+    checkpoints, steps = find_checkpoints(folder)
     try:
-        step = best_step(read_manifest(place, steps[0]))
+        step = best_step(read_manifest(checkpoints, steps[0]))
     except Damaged as error:
-        raise BadInput(f"{place}, step {steps[0]}: {error}") from None
+        raise BadInput(f"{checkpoints}, step {steps[0]}: {error}") from None
     if step is None:
         raise BadInput(
-            f"{place}: no best checkpoint is known; the run needs checkpoint.best, and an evaluation before its last save"
+            f"{checkpoints}: no best checkpoint is known; the run needs checkpoint.best, and an evaluation before its "
+            "last save"
         )
-    return _chosen(place, steps, step)
+    return _require_step(checkpoints, steps, step)
 
 
 def copy_to_run(source: str, target: str, step: int | None) -> int:
-    """Copies a checkpoint, verified, into another run's folder, which must have none: a run of that name goes on from
-    it. Returns the step.
+    """Copies a checkpoint, verified, into the folder of a new run, which then continues from it.
 
     The manifest comes last, as for every commit: a copy that was interrupted is no checkpoint, and can be started
-    again. Raises BadInput."""
-    place, steps = find_checkpoints(source)
-    chosen = steps[0] if step is None else _chosen(place, steps, step)
+    again.
+
+    Args:
+        source: As `find_checkpoints` takes it.
+        target: The folder of a run that has no checkpoint.
+        step: Which checkpoint; None for the newest.
+
+    Returns:
+        The step.
+
+    Raises:
+        BadInput: There is no such checkpoint, it is damaged, or the target has checkpoints.
+    """
+    checkpoints, steps = find_checkpoints(source)
+    chosen = steps[0] if step is None else _require_step(checkpoints, steps, step)
     into = storage.join(target, "checkpoints")
     present = committed_steps(into)
     if present:
         raise BadInput(
-            f"{into} has checkpoints already (steps {', '.join(map(str, present))}); restore into a folder without any: nothing is overwritten"
+            f"{into} has checkpoints already (steps {', '.join(map(str, present))}); restore into a folder without "
+            "any: nothing is overwritten"
         )
     folder = storage.join(into, step_folder(chosen))
     try:
-        manifest = read_manifest(place, chosen)
+        manifest = read_manifest(checkpoints, chosen)
         for part in manifest.parts:
-            storage.write(storage.join(folder, part.name), read_part(place, chosen, part))
+            storage.write(storage.join(folder, part.name), read_part(checkpoints, chosen, part))
     except Damaged as error:
         raise BadInput(
-            f"checkpoint of step {chosen} in {place} is damaged ({error}); choose another with --step"
+            f"checkpoint of step {chosen} in {checkpoints} is damaged ({error}); choose another with --step"
         ) from None
-    state = {name: value for name, value in manifest.state.items() if name != "best"}  # its checkpoint stays behind
-    storage.write(storage.join(folder, MANIFEST), dump(replace(manifest, state=state)), create_only=True)
+    state = {name: value for name, value in manifest.state.items() if name != "best"}  # that checkpoint is not copied
+    storage.write(storage.join(folder, MANIFEST), dump_manifest(replace(manifest, state=state)), create_only=True)
     return chosen
 
 
 def render_table(folder: str) -> str:
-    place, steps = find_checkpoints(folder)
+    """A table of a run's checkpoints, newest first. Raises BadInput."""
+    checkpoints, steps = find_checkpoints(folder)
     lines = [f"{'step':>10}  {'bytes':>14}  parts  attempt  loss"]
-    chosen: Mapping[str, Any] | None = None  # the best, as the newest that can be read tells
+    best: Mapping[str, Any] | None = None  # as the newest manifest that can be read says
     for step in steps:
         try:
-            manifest = read_manifest(place, step)
+            manifest = read_manifest(checkpoints, step)
         except Damaged as error:
             lines.append(f"{step:>10}  damaged: {error}")
             continue
         loss = manifest.state.get("last_loss")
-        chosen = chosen or manifest.state.get("best")
-        size = sum(part.size for part in manifest.parts)
+        best = best or manifest.state.get("best")
         lines.append(
-            f"{step:>10}  {size:>14,}  {len(manifest.parts):>5}  {manifest.attempt:>7}  {'' if loss is None else f'{loss:.5f}'}"
+            f"{step:>10}  {manifest.size:>14,}  {len(manifest.parts):>5}  {manifest.attempt:>7}  "
+            + ("" if loss is None else f"{loss:.5f}")
         )
-        if chosen and chosen["step"] == step:
-            lines[-1] += f"  best {chosen['metric']}: {chosen['value']:.5f}"
+        if best and best["step"] == step:
+            lines[-1] += f"  best {best['metric']}: {best['value']:.5f}"
     return "\n".join(lines)
 
 
 def render_manifest(folder: str, step: int | None) -> str:
-    place, steps = find_checkpoints(folder)
-    chosen = steps[0] if step is None else _chosen(place, steps, step)
+    """The manifest of a checkpoint (the newest, unless `step` is given), as JSON. Raises BadInput."""
+    checkpoints, steps = find_checkpoints(folder)
+    chosen = steps[0] if step is None else _require_step(checkpoints, steps, step)
     try:
-        return json.dumps(asdict(read_manifest(place, chosen)), indent=1)
+        manifest: Manifest = read_manifest(checkpoints, chosen)
     except Damaged as error:
-        raise BadInput(f"checkpoint of step {chosen} in {place} is damaged ({error})") from None
+        raise BadInput(f"checkpoint of step {chosen} in {checkpoints} is damaged ({error})") from None
+    return render(to_json(manifest)).rstrip()
 
 
 def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
-    """A line for each checkpoint, and whether all are good."""
-    place, steps = find_checkpoints(folder)
+    """Verifies all checkpoints of a run, or one.
+
+    Returns:
+        A line for each checkpoint, and whether all are good.
+
+    Raises:
+        BadInput: There is none.
+    """
+    checkpoints, steps = find_checkpoints(folder)
     lines, good = [], True
-    for each in steps if step is None else [_chosen(place, steps, step)]:
+    for chosen in steps if step is None else [_require_step(checkpoints, steps, step)]:
         try:
-            lines.append(
-                f"step {each}: good, {_size(verify_step(place, each)):,} bytes in {len(read_manifest(place, each).parts)} part(s)"
-            )
+            manifest = verify(checkpoints, chosen)
+            lines.append(f"step {chosen}: good, {manifest.size:,} bytes in {len(manifest.parts)} part(s)")
         except Damaged as error:
             good = False
-            lines.append(f"step {each}: damaged: {error}")
+            lines.append(f"step {chosen}: damaged: {error}")
     return "\n".join(lines), good
 
 
-def _chosen(place: str, steps: list[int], step: int) -> int:
+def _require_step(checkpoints: str, steps: list[int], step: int) -> int:
     if step not in steps:
-        raise BadInput(f"{place} has no committed step {step}; it has {', '.join(map(str, steps))}")
+        raise BadInput(f"{checkpoints} has no committed step {step}; it has {', '.join(map(str, steps))}")
     return step
-
-
-def _size(manifest: Manifest) -> int:
-    return sum(part.size for part in manifest.parts)

@@ -5,16 +5,20 @@
                                            manifest.json                         written last, by host 0, create-only:
                                            the commit
 
+Format 2: the manifest lists each tensor with its global shape and its slices (offsets and sizes in that shape, and the
+part that holds them). A slice is a tensor of its part's safetensors file, named as `slices.key_in_part` says.
+Format 1, still read: the manifest has only the number of tensors, and each part holds whole tensors.
+
 Failure model. Hosts may die, be cut off or be slow at any byte; the store never tears an object (`storage.write` is all
 or nothing) but may lose or flip what it holds. So:
-* Without a manifest nothing is a checkpoint, whatever else lies in the folder. The manifest is written after all hosts
-  have met and told the size and crc32c of the part that each has finished writing. Nothing is renamed, ever.
-* Parts carry a token of the process group that wrote them (`9f31c2d4`), so a host of an earlier attempt that wakes up
+* Without a manifest nothing is a checkpoint, whatever else lies in the folder. Host 0 writes it after every host has
+  reported the size and crc32c of the part that it has finished writing. Nothing is renamed, ever.
+* Parts carry a token of the process group that wrote them (`9f31c2d4`), so a host of an earlier attempt that resumes
   late writes beside a committed checkpoint, never over it.
 * Only the newest start of a run commits: host 0 looks for later claims before and after it writes the manifest
-  (`training.run_setup.fence`). What is left of two that look at the same moment is decided by the create-only write.
-* A manifest names its parts with size and crc32c, and carries a crc32c of itself. Restoring verifies all of it and
-  falls back to an older checkpoint.
+  (`training.run_setup.fence`). If two look at the same moment, the create-only write decides.
+* A manifest names its parts with size and crc32c, and carries a crc32c of itself. Restoring verifies all of it, and
+  that the slices of each tensor hold every element exactly once; otherwise it falls back to an older checkpoint.
 * Deleting removes the manifest first: a half-deleted checkpoint is no checkpoint.
 * Only safetensors and JSON: nothing is executed by reading.
 """
@@ -23,19 +27,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import google_crc32c
 
-FORMAT = 1
+from training.checkpoint.safetensors_file import Damaged, TensorSpec
+from training.checkpoint.slices import Slice, partition_error, whole
+
+FORMAT = 2
 MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
-
-
-class Damaged(Exception):
-    """A checkpoint, or a part of one, is not what was committed. The message says what differs."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,19 @@ class Part:
 
 
 @dataclass(frozen=True)
-class TensorSpec:
-    """dtype is safetensors' name: F32, BF16, I64."""
+class StoredSlice:
+    """A slice, and the index of the part that holds it."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    size: int  # bytes
+    part: int
+    box: Slice
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: its global specification, and the slices that hold it."""
+
+    spec: TensorSpec
+    slices: tuple[StoredSlice, ...]
 
 
 @dataclass(frozen=True)
@@ -66,133 +76,144 @@ class Manifest:
     state: Mapping[str, Any]  # small values that the run carries along, such as its first loss
     config: Mapping[str, Any]
     code: str  # hash of the trainer's source
-    tensors: int
+    tensors: Mapping[str, StoredTensor] | None  # None: of format 1, which does not list them
+    tensor_count: int
     run_id: str = ""
     attempt: int = 0
     hosts: int = 1
 
+    @property
+    def size(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.size for part in self.parts)
+
 
 def step_folder(step: int) -> str:
+    """The name of a step's folder."""
     return f"step-{step:08d}"
 
 
 def step_of(folder: str) -> int | None:
-    """The step that a folder's name tells, None for other names."""
+    """The step that a folder's name means, None for other names."""
     match = _STEP_FOLDER.fullmatch(folder)
     return int(match[1]) if match else None
 
 
 def part_name(worker: int, hosts: int, token: str) -> str:
+    """The name of the part that a host writes."""
     return f"part-{worker}-of-{hosts}.{token}.safetensors"
 
 
-def assign(tensors: Mapping[str, TensorSpec], hosts: int) -> list[list[str]]:
-    """Which host writes which tensors, balanced by bytes: the largest first, each to the host that has least. Every
-    tensor exactly once."""
+def assign_tensors(tensors: Mapping[str, TensorSpec], hosts: int) -> list[list[str]]:
+    """Decides which host writes which tensors, each exactly once, balanced by bytes: the largest first, each to the
+    host that has least."""
     loads = [0] * hosts
-    result: list[list[str]] = [[] for _ in range(hosts)]
-    for name in sorted(tensors, key=lambda each: (-tensors[each].size, each)):
+    shares: list[list[str]] = [[] for _ in range(hosts)]
+    for name in sorted(tensors, key=lambda name: (-tensors[name].size, name)):
         host = loads.index(min(loads))
         loads[host] += tensors[name].size
-        result[host].append(name)
-    return [sorted(names) for names in result]
+        shares[host].append(name)
+    return [sorted(names) for names in shares]
 
 
-def dump(manifest: Manifest) -> bytes:
-    """As JSON, with a crc32c over everything else in it."""
-    body = {"format": FORMAT, **asdict(manifest)}
-    return json.dumps({**body, "crc32c": _checksum(body)}, indent=1, sort_keys=True).encode() + b"\n"
+def whole_tensors(tensors: Mapping[str, TensorSpec], shares: Sequence[Sequence[str]]) -> dict[str, StoredTensor]:
+    """The manifest's list of tensors when part number i holds the tensors `shares[i]`, each as one slice."""
+    return {
+        name: StoredTensor(tensors[name], (StoredSlice(number, whole(tensors[name].shape)),))
+        for number, names in enumerate(shares)
+        for name in names
+    }
 
 
-def load(data: bytes) -> Manifest:
-    """The manifest that `dump` wrote. Raises Damaged."""
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Encodes a manifest of format 2 as JSON, with a crc32c over everything else in it."""
+    body = to_json(manifest)
+    return render({**body, "crc32c": _checksum(body)}).encode()
+
+
+def load_manifest(data: bytes) -> Manifest:
+    """Decodes what `dump_manifest` wrote, or a manifest of format 1. Raises Damaged."""
     try:
         body = json.loads(data)
         checksum = body.pop("crc32c")
-        version = body.pop("format")
+        version = body["format"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{MANIFEST} can't be read ({error})") from None
-    if checksum != _checksum({"format": version, **body}):
+    if checksum != _checksum(body):
         raise Damaged(f"{MANIFEST} has a wrong crc32c")
-    if version != FORMAT:
-        raise Damaged(f"{MANIFEST} has format {version}; this version reads format {FORMAT}")
-    return Manifest(**{**body, "parts": tuple(Part(**part) for part in body["parts"])})
+    if version not in (1, FORMAT):
+        raise Damaged(f"{MANIFEST} has format {version}; this version reads formats 1 to {FORMAT}")
+    del body["format"]
+    try:
+        parts = tuple(Part(**part) for part in body.pop("parts"))
+        listed = body.pop("tensors")
+        if version == 1:
+            return Manifest(**body, parts=parts, tensors=None, tensor_count=listed)
+        tensors = {name: _load_tensor(name, value, len(parts)) for name, value in listed.items()}
+        return Manifest(**body, parts=parts, tensors=tensors, tensor_count=len(tensors))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST} is not of format {version} ({error})") from None
 
 
-def differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """One line for each key in which two identities differ."""
+def _load_tensor(name: str, value: Mapping[str, Any], parts: int) -> StoredTensor:
+    """A tensor of a manifest, whose slices hold every element exactly once. Raises Damaged."""
+    spec = TensorSpec(value["dtype"], tuple(value["shape"]), value["size"])
+    slices = tuple(
+        StoredSlice(entry["part"], Slice(tuple(entry["offsets"]), tuple(entry["sizes"]))) for entry in value["slices"]
+    )
+    for stored in slices:
+        if not 0 <= stored.part < parts:
+            raise Damaged(f"{MANIFEST}: tensor {name}: there is no part number {stored.part} among {parts}")
+    error = partition_error(spec.shape, [stored.box for stored in slices])
+    if error:
+        raise Damaged(f"{MANIFEST}: tensor {name}: {error}")
+    return StoredTensor(spec, slices)
+
+
+def to_json(manifest: Manifest) -> dict[str, Any]:
+    """A manifest as JSON values, without its crc32c."""
+    fields = {
+        name: getattr(manifest, name)
+        for name in ("step", "identity", "state", "config", "code", "run_id", "attempt", "hosts")
+    }
+    parts = [{"name": part.name, "size": part.size, "crc32c": part.crc32c} for part in manifest.parts]
+    if manifest.tensors is None:
+        return {"format": 1, **fields, "parts": parts, "tensors": manifest.tensor_count}
+    tensors = {
+        name: {
+            "dtype": tensor.spec.dtype,
+            "shape": list(tensor.spec.shape),
+            "size": tensor.spec.size,
+            "slices": [
+                {"part": stored.part, "offsets": list(stored.box.offsets), "sizes": list(stored.box.sizes)}
+                for stored in tensor.slices
+            ],
+        }
+        for name, tensor in manifest.tensors.items()
+    }
+    return {"format": FORMAT, **fields, "parts": parts, "tensors": tensors}
+
+
+def render(body: Mapping[str, Any]) -> str:
+    """JSON for people to read: the manifest's keys sorted, and one line for each tensor."""
+    tensors = body["tensors"]
+    if not isinstance(tensors, dict):
+        return json.dumps(body, indent=1, sort_keys=True) + "\n"
+    rows = [f"  {json.dumps(name)}: {json.dumps(tensors[name], sort_keys=True)}" for name in sorted(tensors)]
+    table = "{\n" + ",\n".join(rows) + "\n }" if rows else "{}"
+    text = json.dumps({**body, "tensors": None}, indent=1, sort_keys=True)
+    head, key, tail = text.rpartition('\n "tensors": null')
+    return head + key.removesuffix("null") + table + tail + "\n"
+
+
+def identity_differences(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each key in which the identities of a checkpoint and of this run differ."""
     keys = sorted({*saved, *wanted})
     return [
         f"{key}: the checkpoint has {saved.get(key)!r}, this run {wanted.get(key)!r}"
         for key in keys
         if saved.get(key) != wanted.get(key)
     ]
-
-
-def arrange(
-    tensors: Sequence[tuple[str, TensorSpec]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, slice], int]:
-    """How a safetensors file begins, where in it each tensor's bytes go, and its size.
-
-    The layout (https://github.com/huggingface/safetensors#format): 8 bytes length of the header, the header as JSON,
-    then the tensors.
-    """
-    header: dict[str, dict[str, Any]] = {}
-    offset = 0
-    for name, info in tensors:
-        header[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [offset, offset + info.size]}
-        offset += info.size
-    text = json.dumps(
-        {"__metadata__": dict(metadata), **header} if metadata else header, separators=(",", ":")
-    ).encode()
-    text += b" " * (-len(text) % 8)
-    start = 8 + len(text)
-    places = {name: slice(*(start + each for each in entry["data_offsets"])) for name, entry in header.items()}
-    return len(text).to_bytes(8, "little") + text, places, start + offset
-
-
-def encode(
-    tensors: Sequence[tuple[str, TensorSpec]],
-    metadata: Mapping[str, str] | None = None,
-    allocate: Callable[[int], memoryview] = lambda size: memoryview(bytearray(size)),
-) -> tuple[memoryview, dict[str, memoryview]]:
-    """An empty safetensors file and, for each tensor, the place in it where its bytes go, so that a snapshot of the
-    state is the file already."""
-    head, places, size = arrange(tensors, metadata)
-    data = allocate(size)
-    data[: len(head)] = head
-    return data, {name: data[place] for name, place in places.items()}
-
-
-def decode(data: bytes | memoryview) -> dict[str, tuple[TensorSpec, memoryview]]:
-    """The tensors of a safetensors file. Raises Damaged when it isn't one."""
-    view = memoryview(data)
-    return {name: (info, view[place]) for name, (info, place) in places_in(view, len(view)).items()}
-
-
-def head_size(data: bytes | memoryview) -> int:
-    """From the first 8 bytes of a safetensors file: how many come before its tensors."""
-    return 8 + int.from_bytes(data[:8], "little")
-
-
-def places_in(head: bytes | memoryview, size: int) -> dict[str, tuple[TensorSpec, slice]]:
-    """Where each tensor is in a safetensors file of `size` bytes that begins with `head`. Raises Damaged."""
-    try:
-        start = head_size(head)
-        header = json.loads(bytes(head[8:start]))
-        header.pop("__metadata__", None)
-        result = {}
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            if not 0 <= begin <= end <= size - start:
-                raise Damaged(f"tensor {name} lies outside its part")
-            result[name] = (
-                TensorSpec(entry["dtype"], tuple(entry["shape"]), end - begin),
-                slice(start + begin, start + end),
-            )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"not a safetensors file ({error})") from None
-    return result
 
 
 def _checksum(body: Mapping[str, Any]) -> str:

@@ -1,125 +1,272 @@
-"""Restoring: the newest checkpoint that verifies on every host, and a clear word about each one that did not.
+"""Restoring: the newest checkpoint that verifies on every host, and a clear message about each one that did not.
 
 All hosts try the same checkpoint, because host 0's list counts, and meet after trying: one host with a bad read sends
-everybody to the one before. A checkpoint of another model or other data is not damaged but refused: going on from it
-would be a mistake, not a recovery.
+all of them to the one before. A checkpoint of another model or other data is not damaged but refused: continuing from
+it would be a mistake, not a recovery.
+
+Reading is planned from the manifest: each part is read once, in ranges, and each slice is copied into its tensor. A
+tensor that is one slice is passed on without a copy; one of several slices is assembled first, and kept in memory until
+its last slice has been read.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from training import storage
+from training import storage as default_storage
 from training.checkpoint import format as form
-from training.checkpoint import host_memory as memory
-from training.checkpoint.format import Damaged, Manifest, TensorSpec
-from training.checkpoint.writer import folders
+from training.checkpoint import host_memory
+from training.checkpoint.format import Manifest, Part, StoredTensor
+from training.checkpoint.safetensors_file import Damaged, TensorSpec, header_end, parse_header
+from training.checkpoint.slices import Slice, copy_into, key_in_part
+from training.checkpoint.store import committed_steps, read_manifest
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
+from training.storage import NotFound, Storage, crc32c, is_remote, join
 
-_HEAD = 1 << 18  # bytes that the list of tensors hardly ever exceeds
+_HEAD = 1 << 18  # bytes that a part's header hardly ever exceeds
 _RANGE = 16 << 20  # bytes that one request reads, at least
-_READERS, _READERS_REMOTE = 2, 6  # one connection to a bucket gives a fraction of what a host can take
+_READERS, _READERS_REMOTE = 2, 6  # one connection to a bucket gives a fraction of a host's bandwidth
 
-# Takes some tensors: name -> (dtype and shape, raw bytes). The bytes are overwritten when it has returned, so it copies
-# them.
-Accept = Callable[[Mapping[str, tuple[TensorSpec, memoryview]]], None]
+# Loads some tensors: name -> (specification, raw bytes). The bytes are overwritten when it has returned, so it copies.
+LoadState = Callable[[Mapping[str, tuple[TensorSpec, memoryview]]], None]
+Header = Mapping[str, tuple[TensorSpec, slice]]  # of a part: name -> (specification, byte range in the file)
 
 
 @dataclass(frozen=True)
 class Restored:
-    """Where to go on. `damaged` are newer committed steps that did not verify."""
+    """Where to continue. `damaged` are newer committed steps that did not verify."""
 
     manifest: Manifest
     damaged: tuple[int, ...]
 
 
-def committed_steps(folder: str) -> list[int]:
-    """Steps with a manifest, newest first."""
-    return sorted((step for step, names in folders(folder).items() if form.MANIFEST in names), reverse=True)
+@dataclass(frozen=True)
+class StoredBytes:
+    """Where in a part the bytes of a tensor's slice are."""
+
+    name: str
+    tensor: StoredTensor
+    box: Slice
+    place: slice
 
 
-def read_manifest(folder: str, step: int) -> Manifest:
-    """The manifest of a committed step. Raises Damaged."""
-    try:
-        manifest = form.load(storage.read(storage.join(folder, form.step_folder(step), form.MANIFEST)))
-    except storage.NotFound:
-        raise Damaged(f"{form.MANIFEST} is missing") from None
-    if manifest.step != step:
-        raise Damaged(f"{form.MANIFEST} is of step {manifest.step}")
+def restore(
+    folder: str,
+    rendezvous: Rendezvous,
+    identity: Mapping[str, Any],
+    load_state: LoadState,
+    warn: Callable[[str], None],
+    storage: Storage = default_storage,
+) -> Restored | None:
+    """Loads the newest good checkpoint. Every host must call it.
+
+    Args:
+        folder: The run's checkpoint folder.
+        identity: What the checkpoint must have been made from.
+        load_state: Is given the tensors, some at a time. What a damaged checkpoint has given, the next overwrites.
+        warn: Shows a message about each damaged checkpoint.
+
+    Returns:
+        What was restored; None when there is no checkpoint.
+
+    Raises:
+        BadInput: A checkpoint belongs to something else, or there are checkpoints but none verifies: starting over
+            silently would throw the run away.
+    """
+    steps = rendezvous.meet("checkpoints", committed_steps(folder, storage))[0]
+    damaged: list[int] = []
+    for step in steps:
+        rendezvous.set_phase(f"restoring {step}")
+        manifest, why = None, ""
+        try:
+            manifest = read_manifest(folder, step, storage)
+            _require_identity(folder, manifest, identity)
+            load_tensors(folder, manifest, load_state, storage)
+        except Damaged as error:
+            why = str(error)
+        errors = rendezvous.meet(f"restore {step}", why)
+        failures = [
+            f"host {worker}: {error}" if len(errors) > 1 else error for worker, error in enumerate(errors) if error
+        ]
+        if not failures:
+            assert manifest is not None
+            return Restored(manifest, tuple(damaged))
+        damaged.append(step)
+        warn(f"checkpoint {join(folder, form.step_folder(step))} is damaged ({failures[0]}); trying the one before")
+    if damaged:
+        raise BadInput(
+            f"{folder}: none of the checkpoints of steps {', '.join(map(str, damaged))} verifies; to start over, use "
+            "another run id or output"
+        )
+    return None
+
+
+def verify(folder: str, step: int, storage: Storage = default_storage) -> Manifest:
+    """Reads every byte of a checkpoint and compares. Raises Damaged."""
+    manifest = read_manifest(folder, step, storage)
+    load_tensors(folder, manifest, lambda tensors: None, storage)
     return manifest
 
 
-def read_part(folder: str, step: int, part: form.Part) -> memoryview:
-    """The verified bytes of a part. Raises Damaged."""
+def load_tensors(folder: str, manifest: Manifest, load_state: LoadState, storage: Storage = default_storage) -> None:
+    """Gives every tensor of a checkpoint to `load_state`, some at a time; their bytes are valid until it returns.
+
+    Raises:
+        Damaged: The checkpoint is not what was committed. What was loaded until then is to be thrown away: the checksum
+            of a part is known only at its end.
+    """
+    urls = [_part_url(folder, manifest.step, part, storage) for part in manifest.parts]
+    headers = [_read_header(url, part, storage) for url, part in zip(urls, manifest.parts, strict=True)]
+    tensors = tensors_of(manifest, headers)
+    plans = plan_parts(tensors, manifest.parts, headers)
+    assembly = _Assembly(load_state)
+    for url, part, plan in zip(urls, manifest.parts, plans, strict=True):
+        with _naming(part):
+            _load_part(url, part, plan, assembly, storage)
+
+
+def tensors_of(manifest: Manifest, headers: Sequence[Header]) -> Mapping[str, StoredTensor]:
+    """The tensors that a manifest lists; of format 1, those that its parts hold. Raises Damaged."""
+    if manifest.tensors is not None:
+        return manifest.tensors
+    specs = {name: spec for header in headers for name, (spec, _) in header.items()}
+    held = sum(map(len, headers))
+    if held != manifest.tensor_count or held != len(specs):
+        raise Damaged(f"its parts hold {held} tensors instead of {manifest.tensor_count}")
+    return form.whole_tensors(specs, [list(header) for header in headers])
+
+
+def plan_parts(
+    tensors: Mapping[str, StoredTensor], parts: Sequence[Part], headers: Sequence[Header]
+) -> list[list[StoredBytes]]:
+    """Plans the reading of each part: the slices that it holds, in the order of their bytes.
+
+    Raises:
+        Damaged: A part does not hold exactly the slices that the manifest says.
+    """
+    plans: list[list[StoredBytes]] = [[] for _ in parts]
+    for name, tensor in tensors.items():
+        for stored in tensor.slices:
+            key, box = key_in_part(name, stored.box, tensor.spec.shape), stored.box
+            part, header = parts[stored.part], headers[stored.part]
+            if key not in header:
+                raise Damaged(f"part {part.name} has no tensor {key}")
+            spec, place = header[key]
+            elements = math.prod(tensor.spec.shape)
+            if (spec.dtype, spec.shape) != (tensor.spec.dtype, box.sizes) or (
+                spec.size * elements != tensor.spec.size * box.elements
+            ):
+                raise Damaged(
+                    f"part {part.name}: tensor {key} is {spec.dtype} {list(spec.shape)} of {spec.size} bytes, the "
+                    f"manifest has {tensor.spec.dtype} {list(box.sizes)}"
+                )
+            plans[stored.part].append(StoredBytes(name, tensor, box, place))
+    for part, header, plan in zip(parts, headers, plans, strict=True):
+        if len(header) != len(plan):
+            raise Damaged(f"part {part.name} holds {len(header)} tensors instead of {len(plan)}")
+        plan.sort(key=lambda entry: (entry.place.start, entry.place.stop))
+    return plans
+
+
+def read_part(folder: str, step: int, part: Part, storage: Storage = default_storage) -> memoryview:
+    """Returns the verified bytes of a part. Raises Damaged."""
     data = memoryview(bytearray(part.size))
-    for start, piece in _read(_whole(folder, step, part), part, list(range(0, part.size, _RANGE)) or [0]):
-        data[start : start + len(piece)] = piece
+    starts = list(range(0, part.size, _RANGE)) or [0]
+    for start, chunk in _read_ranges(_part_url(folder, step, part, storage), part, starts, storage):
+        data[start : start + len(chunk)] = chunk
     return data
 
 
-def take_part(folder: str, step: int, part: form.Part, accept: Accept) -> int:
-    """Gives the tensors of a part to `accept`, some at a time, and returns their number. What they are given is theirs
-    until they return.
+class _Assembly:
+    """Loads tensors as their slices come, those of several slices once all of them have."""
 
-    Raises Damaged, which names the part; what was accepted until then is to be thrown away: the sum of the whole is
-    known in the end."""
+    def __init__(self, load_state: LoadState) -> None:
+        self._load_state = load_state
+        self._partial: dict[str, tuple[memoryview, int]] = {}  # name -> (bytes, slices that are missing)
+
+    def add(self, entries: Iterable[tuple[StoredBytes, memoryview]]) -> None:
+        """Adds the bytes of some slices, which are valid until it returns."""
+        complete: dict[str, tuple[TensorSpec, memoryview]] = {}
+        for entry, data in entries:
+            spec = entry.tensor.spec
+            if len(entry.tensor.slices) > 1:
+                if entry.name not in self._partial:
+                    self._partial[entry.name] = memoryview(bytearray(spec.size)), len(entry.tensor.slices)
+                buffer, missing = self._partial.pop(entry.name)
+                copy_into(buffer, spec.shape, entry.box, data)
+                if missing > 1:
+                    self._partial[entry.name] = buffer, missing - 1
+                    continue
+                data = buffer
+            complete[entry.name] = (spec, data)
+        self._load_state(complete)
+
+
+def _load_part(url: str, part: Part, plan: Sequence[StoredBytes], assembly: _Assembly, storage: Storage) -> None:
+    """Reads a part once, in ranges that end between tensors. Raises Damaged."""
+    starts = [0]
+    for entry in plan:
+        if entry.place.start - starts[-1] >= _RANGE:
+            starts.append(entry.place.start)
+    waiting = deque(plan)
+    for start, chunk in _read_ranges(url, part, starts, storage):
+        entries: list[tuple[StoredBytes, memoryview]] = []
+        while waiting and waiting[0].place.stop <= start + len(chunk):
+            entry = waiting.popleft()
+            entries.append((entry, chunk[entry.place.start - start : entry.place.stop - start]))
+        assembly.add(entries)
+
+
+def _part_url(folder: str, step: int, part: Part, storage: Storage) -> str:
+    """Where a part is, once its size is known to be what was committed. Raises Damaged."""
+    url = join(folder, form.step_folder(step), part.name)
+    status = storage.stat(url)
+    if status is None:
+        raise Damaged(f"part {part.name} is missing")
+    if status.size != part.size:
+        raise Damaged(f"part {part.name} has {status.size} bytes instead of {part.size}")
+    return url
+
+
+def _read_header(url: str, part: Part, storage: Storage) -> Header:
+    """What a part holds, as its file says. Raises Damaged."""
+    with _naming(part):
+        head = storage.read(url, 0, _HEAD)
+        if header_end(head) > len(head):
+            head = storage.read(url, 0, min(header_end(head), part.size))
+        return parse_header(head, part.size)
+
+
+@contextlib.contextmanager
+def _naming(part: Part) -> Iterator[None]:
+    """Makes sure that an error names the part."""
     try:
-        return _take(folder, step, part, accept)
+        yield
+    except NotFound:
+        raise Damaged(f"part {part.name} is missing") from None
     except Damaged as error:
         raise (error if part.name in str(error) else Damaged(f"part {part.name}: {error}")) from None
 
 
-def _take(folder: str, step: int, part: form.Part, accept: Accept) -> int:
-    try:
-        url = _whole(folder, step, part)
-        head = storage.read(url, 0, _HEAD)
-        if form.head_size(head) > len(head):
-            head = storage.read(url, 0, min(form.head_size(head), part.size))
-    except storage.NotFound:
-        raise Damaged(f"part {part.name} is missing") from None
-    places = form.places_in(head, part.size)
-    ordered = sorted(places.items(), key=lambda each: each[1][1].start)
-    starts = [0]
-    for _, (_, place) in ordered:
-        if place.start - starts[-1] >= _RANGE:
-            starts.append(place.start)
-    waiting = deque(ordered)
-    for start, piece in _read(url, part, starts):
-        tensors: dict[str, tuple[TensorSpec, memoryview]] = {}
-        while waiting and waiting[0][1][1].stop <= start + len(piece):
-            name, (info, place) = waiting.popleft()
-            tensors[name] = (info, piece[place.start - start : place.stop - start])
-        accept(tensors)
-    return len(places)
-
-
-def _whole(folder: str, step: int, part: form.Part) -> str:
-    """Where a part is, which has as many bytes as were committed. Raises Damaged."""
-    url = storage.join(folder, form.step_folder(step), part.name)
-    found = storage.stat(url)
-    if found is None:
-        raise Damaged(f"part {part.name} is missing")
-    if found.size != part.size:
-        raise Damaged(f"part {part.name} has {found.size} bytes instead of {part.size}")
-    return url
-
-
-def _read(url: str, part: form.Part, starts: list[int]) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of a part at `url` as ranges that begin at `starts`, in order, each until the next is asked for;
+def _read_ranges(url: str, part: Part, starts: list[int], storage: Storage) -> Iterator[tuple[int, memoryview]]:
+    """Yields the bytes of a part as ranges that begin at `starts`, in order, each valid until the next is asked for;
     several threads read ahead.
 
-    Raises Damaged when the part is not what was committed, in the end if not before."""
+    Raises:
+        Damaged: The part is not what was committed; at its end if not before.
+    """
     sizes = [end - start for start, end in zip(starts, [*starts[1:], part.size], strict=True)]
-    readers = min(_READERS_REMOTE if storage.is_remote(url) else _READERS, len(sizes))
-    buffers = [
-        memory.mapping(max(sizes, default=0)) for _ in range(readers)
-    ]  # used again and again: fresh memory is slow
-    crc32c = 0
+    readers = min(_READERS_REMOTE if is_remote(url) else _READERS, len(sizes))
+    # Used again for the ranges that follow: fresh memory is slow.
+    buffers = [host_memory.allocate(max(sizes, default=0)) for _ in range(readers)]
+    checksum = 0
 
     with ThreadPoolExecutor(readers, thread_name_prefix="restore") as pool:
 
@@ -131,79 +278,26 @@ def _read(url: str, part: form.Part, starts: list[int]) -> Iterator[tuple[int, m
             for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
                 if readings.popleft().result() != size:
                     raise Damaged(f"part {part.name} ends within its bytes {start} to {start + size}")
-                piece = buffers[number % len(buffers)][:size]
-                crc32c = storage.crc32c(piece, crc32c)
-                yield start, piece
+                chunk = buffers[number % len(buffers)][:size]
+                checksum = crc32c(chunk, checksum)
+                yield start, chunk
                 if number + len(buffers) < len(starts):
                     readings.append(begin(number + len(buffers)))
-        except storage.NotFound:
+        except NotFound:
             raise Damaged(f"part {part.name} is missing") from None
         finally:
             for reading in readings:
                 reading.cancel()
-    if crc32c != part.crc32c:
-        raise Damaged(f"part {part.name} has crc32c {crc32c:08x} instead of {part.crc32c:08x}")
+    if checksum != part.crc32c:
+        raise Damaged(f"part {part.name} has crc32c {checksum:08x} instead of {part.crc32c:08x}")
 
 
-def verify(folder: str, step: int) -> Manifest:
-    """Reads every byte of a checkpoint and compares. Raises Damaged."""
-    return _taken(folder, step, read_manifest(folder, step), lambda tensors: None)
-
-
-def _taken(folder: str, step: int, manifest: Manifest, accept: Accept) -> Manifest:
-    tensors = sum(take_part(folder, step, part, accept) for part in manifest.parts)
-    if tensors != manifest.tensors:
-        raise Damaged(f"its parts hold {tensors} tensors instead of {manifest.tensors}")
-    return manifest
-
-
-def restore(
-    folder: str, rendezvous: Rendezvous, identity: Mapping[str, Any], accept: Accept, warn: Callable[[str], None]
-) -> Restored | None:
-    """Gives the tensors of the newest good checkpoint to `accept`; None when there is no checkpoint. Every host must
-    call it.
-
-    Raises BadInput when a checkpoint belongs to something else, or when there are checkpoints but none verifies:
-    starting over silently would throw the run away.
-    """
-    steps = rendezvous.meet("checkpoints", committed_steps(folder))[0]
-    damaged: list[int] = []
-    for step in steps:
-        rendezvous.set_phase(f"restoring {step}")
-        manifest, why = None, ""
-        try:
-            manifest = _load(folder, step, identity, accept)
-        except Damaged as error:
-            why = str(error)
-        complaints = rendezvous.meet(f"restore {step}", why)
-        bad = [
-            f"host {worker}: {complaint}" if len(complaints) > 1 else complaint
-            for worker, complaint in enumerate(complaints)
-            if complaint
-        ]
-        if not bad:
-            assert manifest is not None
-            return Restored(manifest, tuple(damaged))
-        damaged.append(step)
-        warn(f"checkpoint {storage.join(folder, form.step_folder(step))} is damaged ({bad[0]}); trying the one before")
-    if damaged:
+def _require_identity(folder: str, manifest: Manifest, identity: Mapping[str, Any]) -> None:
+    """Raises BadInput when a checkpoint was made from something else than `identity`."""
+    differences = form.identity_differences(manifest.identity, identity)
+    if differences:
+        url = join(folder, form.step_folder(manifest.step))
         raise BadInput(
-            f"{folder}: none of the checkpoints of steps {', '.join(map(str, damaged))} verifies; to start over, use another run id or output"
+            f"{url} is a checkpoint of something else; use another run id or output, or undo the change:\n  "
+            + "\n  ".join(differences)
         )
-    return None
-
-
-def _load(folder: str, step: int, identity: Mapping[str, Any], accept: Accept) -> Manifest:
-    manifest = read_manifest(folder, step)
-    different = form.differences(manifest.identity, identity)
-    if different:
-        place = storage.join(folder, form.step_folder(step))
-        raise BadInput(
-            "\n  ".join(
-                [
-                    f"{place} is a checkpoint of something else; use another run id or output, or undo the change:",
-                    *different,
-                ]
-            )
-        )
-    return _taken(folder, step, manifest, accept)

@@ -14,18 +14,19 @@ class EverySteps:
     steps: int | None
 
     def due(self, step: int) -> bool:
+        """Whether to save once `step` steps are done."""
         return self.steps is not None and step % self.steps == 0
 
 
 @dataclass(frozen=True)
 class EveryMinutes:
-    """Save when `minutes` have passed since the last save began; None never. One host's clock decides, and tells the
-    others."""
+    """Save when `minutes` have passed since the last save began; None never. One host's clock decides, and that host
+    tells the others."""
 
     minutes: float | None
 
     def due(self, now: float, last: float) -> bool:
-        """`now` and `last` in seconds."""
+        """Whether to save now. `now` and `last` in seconds."""
         return self.minutes is not None and now - last >= 60 * self.minutes
 
 
@@ -37,7 +38,7 @@ class Keep:
     every: int | None = None
 
     def deletable(self, committed: Iterable[int], best: Collection[int] = ()) -> list[int]:
-        """Which of these committed steps may go, oldest first. Never the newest, nor the best."""
+        """Which of these committed steps may be deleted, oldest first. Never the newest, nor the best."""
         assert self.last >= 1
         ordered = sorted(committed)
         return [
@@ -47,13 +48,13 @@ class Keep:
 
 @dataclass(frozen=True)
 class Best:
-    """Which evaluation was the best so far, by one figure of it."""
+    """Which evaluation is the best so far, by one of its figures."""
 
     metric: str
     mode: str  # min or max
 
     def better(self, value: float, than: float | None) -> bool:
-        """The first is better than none; equal ones are not, and what is no number never is."""
+        """Whether `value` is better. The first value is better than None; equal ones are not, and NaN never is."""
         if math.isnan(value):
             return False
         return than is None or (value < than if self.mode == "min" else value > than)

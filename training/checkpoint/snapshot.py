@@ -1,9 +1,8 @@
-"""A snapshot of the state on its way to host memory, beside whatever the loop does until it is about to change the
-state again.
+"""A snapshot of the state, copied to host memory while the loop goes on.
 
-Who copies promises that what is copied stays as it is until `wait_before_mutation` returns; a backend calls that right before it
-runs the program that changes the state. So the next batch, the tracing of the next step and, where gradients come to
-the host first, their whole computation go on meanwhile.
+Whoever starts a snapshot promises that what is copied stays as it is until `wait_before_mutation` returns; a backend
+calls that right before it runs the program that changes the state. So the next batch, the tracing of the next step and,
+where gradients come to the host first, their whole computation overlap with the copy.
 """
 
 from __future__ import annotations
@@ -16,11 +15,19 @@ import numpy as np
 
 
 class Snapshot:
-    """Copies arrays into places of the same shape, in a thread of its own, and then lets go of both."""
+    """A copy of arrays into buffers of the same shape, made by a thread of its own."""
 
-    def __init__(self, pairs: Iterable[tuple[np.ndarray, np.ndarray]] = ()) -> None:
-        """`pairs` are (place, array); none: all is copied already."""
-        self.blocked_seconds = 0.0
+    def __init__(
+        self, pairs: Iterable[tuple[np.ndarray, np.ndarray]] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Starts to copy.
+
+        Args:
+            pairs: (buffer, array) pairs; none when everything is copied already. Both are released once copied.
+            clock: Seconds, for `blocked_seconds`.
+        """
+        self.blocked_seconds = 0.0  # that `wait_before_mutation` has waited
+        self._clock = clock
         self._pairs = list(pairs)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="checkpoint-copy", daemon=True)
@@ -30,25 +37,25 @@ class Snapshot:
     def _run(self) -> None:
         try:
             while self._pairs:
-                place, array = self._pairs.pop()
-                place[...] = array
+                buffer, array = self._pairs.pop()
+                buffer[...] = array
         except BaseException as error:
             self._error = error
             self._pairs.clear()
 
     def wait(self) -> None:
-        """Until everything is copied. Raises what went wrong."""
+        """Waits until everything is copied. Raises what went wrong."""
         if self._thread.ident is not None:
             self._thread.join()
         if self._error is not None:
             raise self._error
 
     def wait_before_mutation(self) -> None:
-        """As `wait`, for the loop: the seconds count as those that the save has cost it."""
-        began = time.monotonic()
+        """As `wait`, for the loop, which is about to change the state: the time counts as the cost of the save."""
+        began = self._clock()
         self.wait()
-        self.blocked_seconds += time.monotonic() - began
+        self.blocked_seconds += self._clock() - began
 
 
-# Begins to copy the named tensors into the given places, as their raw little-endian bytes.
+# Starts a snapshot of the named tensors into the given buffers, as raw little-endian bytes.
 StartSnapshot = Callable[[Mapping[str, memoryview]], Snapshot]

@@ -16,9 +16,10 @@ import numpy as np
 
 from training import storage
 from training.checkpoint.admin import find_checkpoints
-from training.checkpoint.format import Damaged, TensorSpec, decode, encode
-from training.checkpoint.reader import read_manifest, read_part
+from training.checkpoint.reader import load_tensors
+from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
 from training.checkpoint.snapshot import Snapshot, StartSnapshot
+from training.checkpoint.store import read_manifest
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
@@ -73,17 +74,14 @@ def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
     chosen = steps[0] if step is None else step
     if chosen not in steps:
         raise BadInput(f"{place} has no committed step {chosen}; it has {', '.join(map(str, steps))}")
-    tensors: dict[str, tuple[TensorSpec, memoryview]] = {}
+    tensors: dict[str, tuple[TensorSpec, bytes]] = {}
+
+    def keep_weights(loaded: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        tensors.update({name: (spec, bytes(data)) for name, (spec, data) in loaded.items() if name.startswith(PREFIX)})
+
     try:
         manifest = read_manifest(place, chosen)
-        for part in manifest.parts:
-            tensors.update(
-                {
-                    name: value
-                    for name, value in decode(read_part(place, chosen, part)).items()
-                    if name.startswith(PREFIX)
-                }
-            )
+        load_tensors(place, manifest, keep_weights)
     except Damaged as error:
         raise BadInput(
             f"checkpoint of step {chosen} in {place} is damaged ({error}); choose another with --step"

@@ -11,6 +11,7 @@ from training.storage.types import (
     Changed,
     NotFound,
     Stat,
+    Storage,
     StorageError,
     crc32c,
     is_remote,
@@ -20,6 +21,6 @@ from training.storage.types import (
 )
 
 __all__ = [
-    "REMOTE", "AlreadyExists", "Changed", "NotFound", "Stat", "StorageError", "append", "crc32c", "delete", "download", "is_remote", "join", "listing",
+    "REMOTE", "AlreadyExists", "Changed", "NotFound", "Stat", "Storage", "StorageError", "append", "crc32c", "delete", "download", "is_remote", "join", "listing",
     "name_of", "read", "read_into", "split_remote", "stat", "sweep", "upload", "write",
 ]  # fmt: skip

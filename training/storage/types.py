@@ -1,11 +1,13 @@
-"""What `training.storage` speaks of: URLs, what is known of an object, and what can go wrong with one."""
+"""The types of `training.storage`: URLs, what is known of an object, what can go wrong with one, and the functions that
+any storage has."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import google_crc32c
 
@@ -59,6 +61,35 @@ class Stat:
             while piece := file.read(_PIECE):
                 crc = google_crc32c.extend(crc, piece)
         return crc
+
+
+class Storage(Protocol):
+    """What checkpoints and runs need of storage. The module `training.storage` is one; a simulation passes its own.
+
+    Every method raises StorageError when storage does not answer as it should.
+    """
+
+    def stat(self, url: str) -> Stat | None:
+        """Size and generation of an object, None if there is none."""
+
+    def listing(self, folder: str) -> list[Stat]:
+        """Everything below a folder, recursively, sorted by URL; [] when there is nothing."""
+
+    def read(self, url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
+        """Bytes [start, end) of an object. Raises NotFound, and Changed if it is not of `generation`."""
+
+    def read_into(self, url: str, start: int, place: memoryview) -> int:
+        """Fills `place` with an object's bytes from `start` on, and returns how many there were. Raises NotFound."""
+
+    def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
+        """Writes a whole object, or nothing. With `create_only`, exactly one of several writers wins and the others get
+        AlreadyExists."""
+
+    def delete(self, url: str) -> None:
+        """Deletes an object; a missing one is fine."""
+
+    def sweep(self, folder: str, given_up: Callable[[str], bool]) -> None:
+        """Deletes what killed writers left in those direct subfolders whose names are `given_up`."""
 
 
 def crc32c(data: bytes | memoryview, crc: int = 0) -> int:

@@ -14,8 +14,9 @@ from html import escape
 from typing import Any
 
 from training import storage
-from training.checkpoint.format import Damaged, Manifest
-from training.checkpoint.reader import committed_steps, read_manifest
+from training.checkpoint.format import Manifest
+from training.checkpoint.safetensors_file import Damaged
+from training.checkpoint.store import committed_steps, read_manifest
 from training.errors import BadInput
 from training.telemetry import svg, text
 from training.telemetry.attempts import Attempt, read_attempts

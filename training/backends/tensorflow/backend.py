@@ -24,7 +24,7 @@ import tensorflow as tf
 from training.backends.protocol import SUMS, Arrays, Asks, Outcome
 from training.backends.tensorflow.input import Distributed, distributed
 from training.backends.tensorflow.model import SUMS_OF, Noise, Parameter, build
-from training.checkpoint.format import Damaged, TensorSpec
+from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster

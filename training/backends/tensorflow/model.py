@@ -18,7 +18,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from training import storage
-from training.checkpoint.format import Damaged, decode
+from training.checkpoint.safetensors_file import Damaged, decode
 from training.config import Model
 from training.errors import BadInput
 from training.models.hugging_face import (

@@ -30,7 +30,7 @@ from training.backends.protocol import SUMS, Arrays, Asks, Outcome
 from training.backends.torch_xla import counters as torch_counts
 from training.backends.torch_xla.dropout import row_keys
 from training.backends.torch_xla.model import SUMS_OF, build, own_parts
-from training.checkpoint.format import Damaged, TensorSpec
+from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.data.sampling.order import rows

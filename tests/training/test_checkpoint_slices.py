@@ -1,0 +1,211 @@
+"""A tensor comes back whole however it was cut into slices and spread over parts; what does not hold every element
+exactly once is damaged. A checkpoint of format 1 is read as ever."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training import storage
+from training.checkpoint import admin
+from training.checkpoint import format as form
+from training.checkpoint.format import Manifest, Part, StoredSlice, StoredTensor, dump_manifest, load_manifest
+from training.checkpoint.reader import load_tensors, restore, verify
+from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
+from training.checkpoint.slices import Slice, key_in_part, partition_error, whole
+from training.checkpoint.store import committed_steps, read_manifest
+from training.distributed.rendezvous import SingleHost
+
+FORMAT_1 = Path(__file__).resolve().parents[1] / "golden" / "checkpoint-format-1"
+SAVED = {
+    "model/w": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "model/half": np.arange(6, dtype=np.uint16).reshape(2, 3),
+    "adam_m/w": -np.arange(12, dtype=np.float32).reshape(3, 4),
+    "step": np.array(40, np.int64),
+    "none": np.zeros((0, 2), np.float32),
+}
+
+shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+
+
+@st.composite
+def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Slice]:
+    """Boxes that hold every element once: the whole, cut in two again and again at drawn places, in a drawn order."""
+    boxes = [whole(shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        number = draw(st.integers(0, len(boxes) - 1))
+        axes = [axis for axis, size in enumerate(boxes[number].sizes) if size > 1]
+        if not axes:
+            continue
+        box, axis = boxes.pop(number), draw(st.sampled_from(axes))
+        at = draw(st.integers(1, box.sizes[axis] - 1))
+        low = replace(box, sizes=(*box.sizes[:axis], at, *box.sizes[axis + 1 :]))
+        high = Slice(
+            (*box.offsets[:axis], box.offsets[axis] + at, *box.offsets[axis + 1 :]),
+            (*box.sizes[:axis], box.sizes[axis] - at, *box.sizes[axis + 1 :]),
+        )
+        boxes += [low, high]
+    return draw(st.permutations(boxes))
+
+
+def write_checkpoint(folder: str, arrays: dict[str, np.ndarray], boxes: dict[str, list[StoredSlice]]) -> Manifest:
+    """Writes the slices into their parts, and the manifest."""
+    count = 1 + max((stored.part for slices in boxes.values() for stored in slices), default=0)
+    parts = []
+    for number in range(count):
+        content = {}
+        for name, slices in boxes.items():
+            for stored in slices:
+                if stored.part == number:
+                    index = tuple(map(slice, stored.box.offsets, stored.box.ends))
+                    content[key_in_part(name, stored.box, arrays[name].shape)] = arrays[name][index]
+        data, views = encode([(key, TensorSpec("F32", value.shape, value.nbytes)) for key, value in content.items()])
+        for key, view in views.items():
+            view[:] = content[key].tobytes()
+        written = storage.write(storage.join(folder, form.step_folder(10), form.part_name(number, count, "t")), data)
+        parts.append(Part(form.part_name(number, count, "t"), len(data), written.crc32c))
+    tensors = {
+        name: StoredTensor(TensorSpec("F32", arrays[name].shape, arrays[name].nbytes), tuple(slices))
+        for name, slices in boxes.items()
+    }
+    manifest = Manifest(10, tuple(parts), {}, {}, {}, "c", tensors, len(tensors))
+    storage.write(storage.join(folder, form.step_folder(10), form.MANIFEST), dump_manifest(manifest))
+    return manifest
+
+
+def load_all(folder: str, step: int = 10) -> dict[str, tuple[TensorSpec, bytes]]:
+    loaded: dict[str, tuple[TensorSpec, bytes]] = {}
+    manifest = read_manifest(folder, step)
+    load_tensors(
+        folder,
+        manifest,
+        lambda tensors: loaded.update({name: (spec, bytes(data)) for name, (spec, data) in tensors.items()}),
+    )
+    return loaded
+
+
+@given(st.data())
+def test_any_partition_of_tensors_into_boxes_on_any_parts_restores_the_same_bytes(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = str(tmp_path_factory.mktemp("sliced"))
+    arrays, boxes = {}, {}
+    for name in ("a", "b", "c"):
+        shape = data.draw(shapes)
+        arrays[name] = np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
+        boxes[name] = [StoredSlice(data.draw(st.integers(0, 2)), box) for box in data.draw(partitions(shape))]
+    manifest = write_checkpoint(folder, arrays, boxes)
+    assert read_manifest(folder, 10) == manifest
+    loaded = load_all(folder)
+    assert {name: (spec.shape, content) for name, (spec, content) in loaded.items()} == {
+        name: (value.shape, value.tobytes()) for name, value in arrays.items()
+    }
+
+
+@given(st.data(), shapes)
+def test_boxes_hold_every_element_once_or_the_mistake_is_named(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Beside the obvious count: how often each element is in a box."""
+    size = st.integers(0, 4)
+    box = st.tuples(*[st.tuples(size, size) for _ in shape]).map(
+        lambda pairs: Slice(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
+    )
+    boxes = data.draw(st.lists(box, max_size=3)) + data.draw(st.just([]) | partitions(shape))
+    counts = np.zeros(shape, int)
+    outside = False
+    for each in boxes:
+        outside |= any(end > length for end, length in zip(each.ends, shape, strict=True))
+        counts[tuple(map(slice, each.offsets, each.ends))] += 1
+    error = partition_error(shape, boxes)
+    if outside:
+        assert error is not None
+        assert "out of the range" in error
+    elif (counts > 1).any():
+        assert error is not None
+        assert "overlap" in error
+    elif (counts < 1).any():
+        assert error is not None
+        assert "gap" in error
+    else:
+        assert error is None
+
+
+@pytest.mark.parametrize(
+    ("slices", "message"),
+    [
+        ([((0, 0), (2, 3))], r"tensor w: its slices leave a gap: they hold 6 of 12 elements"),
+        ([((0, 0), (3, 3)), ((2, 0), (2, 3))], r"tensor w: slices \[0:3,0:3\] and \[2:4,0:3\] overlap"),
+        ([((0, 0), (4, 3)), ((4, 0), (1, 3))], r"tensor w: slice \[4:5,0:3\] is out of the range of shape \[4, 3\]"),
+        ([((-1, 0), (5, 3))], r"tensor w: slice \[-1:4,0:3\] is out of the range"),
+        ([((0,), (12,))], r"tensor w: slice \[0:12\] has 1 axes, the tensor 2"),
+    ],
+)
+def test_a_manifest_whose_slices_are_no_partition_is_damaged(
+    slices: list[tuple[tuple[int, ...], tuple[int, ...]]], message: str
+) -> None:
+    tensor = StoredTensor(TensorSpec("F32", (4, 3), 48), tuple(StoredSlice(0, Slice(*box)) for box in slices))
+    text = dump_manifest(Manifest(10, (Part("p", 1, 1),), {}, {}, {}, "c", {"w": tensor}, 1))
+    with pytest.raises(Damaged, match=message):
+        load_manifest(text)
+
+
+def test_a_slice_of_a_part_that_is_not_there_is_damage() -> None:
+    tensor = StoredTensor(TensorSpec("F32", (4,), 16), (StoredSlice(1, whole((4,))),))
+    with pytest.raises(Damaged, match="there is no part number 1 among 1"):
+        load_manifest(dump_manifest(Manifest(10, (Part("p", 1, 1),), {}, {}, {}, "c", {"w": tensor}, 1)))
+
+
+def test_a_part_that_does_not_hold_what_the_manifest_says_is_damaged(tmp_path: Path) -> None:
+    arrays = {"w": np.arange(8, dtype=np.float32).reshape(4, 2)}
+    halves = [StoredSlice(0, Slice((0, 0), (2, 2))), StoredSlice(0, Slice((2, 0), (2, 2)))]
+    manifest = write_checkpoint(str(tmp_path), arrays, {"w": halves})
+    assert manifest.tensors is not None
+    for slices, message in (
+        ((whole((4, 2)),), r"part part-0-of-1.t.safetensors has no tensor w"),
+        ((Slice((0, 0), (1, 2)), Slice((1, 0), (3, 2))), r"has no tensor w\[0:1,0:2\]"),
+    ):
+        tensor = replace(manifest.tensors["w"], slices=tuple(StoredSlice(0, box) for box in slices))
+        with pytest.raises(Damaged, match=message):
+            load_tensors(str(tmp_path), replace(manifest, tensors={"w": tensor}), lambda tensors: None)
+    with pytest.raises(Damaged, match=r"holds 2 tensors instead of 0"):
+        load_tensors(str(tmp_path), replace(manifest, tensors={}), lambda tensors: None)
+    wrong = replace(manifest.tensors["w"], spec=TensorSpec("I32", (4, 2), 32))
+    with pytest.raises(Damaged, match=r"tensor w\[0:2,0:2\] is F32 \[2, 2\] of 16 bytes, the manifest has I32"):
+        load_tensors(str(tmp_path), replace(manifest, tensors={"w": wrong}), lambda tensors: None)
+
+
+def test_a_checkpoint_of_format_1_is_restored_verified_listed_and_copied(tmp_path: Path) -> None:
+    run = tmp_path / "run" / "checkpoints"
+    shutil.copytree(FORMAT_1, run)
+    assert committed_steps(str(run)) == [40]
+    manifest = verify(str(run), 40)
+    assert (manifest.tensors, manifest.tensor_count, len(manifest.parts)) == (None, 5, 2)
+    loaded: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    restored = restore(
+        str(run),
+        SingleHost(),
+        {"seed": 1},
+        lambda tensors: loaded.update(
+            {name: (spec.dtype, spec.shape, bytes(data)) for name, (spec, data) in tensors.items()}
+        ),
+        print,
+    )
+    assert restored is not None
+    assert restored.manifest.state == {"first_loss": 9.5}
+    dtypes = {"model/half": "BF16", "step": "I64"}
+    assert loaded == {name: (dtypes.get(name, "F32"), value.shape, value.tobytes()) for name, value in SAVED.items()}
+    assert json.loads(admin.render_manifest(str(run), 40))["tensors"] == 5
+    assert admin.copy_to_run(str(tmp_path / "run"), str(tmp_path / "other"), None) == 40
+    assert verify(str(tmp_path / "other" / "checkpoints"), 40) == manifest
+
+
+def test_a_part_of_format_1_that_lost_a_tensor_is_damaged(tmp_path: Path) -> None:
+    manifest = read_manifest(str(FORMAT_1), 40)
+    with pytest.raises(Damaged, match="hold 5 tensors instead of 6"):
+        load_tensors(str(FORMAT_1), replace(manifest, tensor_count=6), lambda tensors: None)

@@ -1,0 +1,107 @@
+"""Slices of a tensor: boxes in its global shape, as pure functions.
+
+A checkpoint stores each tensor as one or more slices, which may be in different parts. Together they must hold every
+element exactly once. The trainer keeps its state replicated and writes each tensor as one slice today; the format, and
+everything that reads it, does not depend on that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A box: along each axis, the elements from `offsets` on, `sizes` of them."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many elements it holds."""
+        return math.prod(self.sizes)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Along each axis, the first index after it."""
+        return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
+
+    def covers(self, shape: tuple[int, ...]) -> bool:
+        """Whether it is the whole of a tensor of this shape."""
+        return self.sizes == shape and not any(self.offsets)
+
+    def overlaps(self, other: Slice) -> bool:
+        """Whether an element is in both. Neither is empty."""
+        return all(
+            start < other_end and other_start < end
+            for start, end, other_start, other_end in zip(
+                self.offsets, self.ends, other.offsets, other.ends, strict=True
+            )
+        )
+
+    def __str__(self) -> str:
+        """As one would index an array: `[0:2,4:8]`."""
+        return "[" + ",".join(f"{start}:{end}" for start, end in zip(self.offsets, self.ends, strict=True)) + "]"
+
+
+def whole(shape: tuple[int, ...]) -> Slice:
+    """The slice that is the whole of a tensor."""
+    return Slice((0,) * len(shape), shape)
+
+
+def key_in_part(name: str, box: Slice, shape: tuple[int, ...]) -> str:
+    """The name of a slice in the safetensors file that holds it: the tensor's own when it is whole."""
+    return name if box.covers(shape) else f"{name}{box}"
+
+
+def partition_error(shape: tuple[int, ...], boxes: Sequence[Slice]) -> str | None:
+    """Explains why `boxes` do not hold every element of a tensor of `shape` exactly once; None when they do."""
+    for box in boxes:
+        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
+            return f"slice {box} has {len(box.sizes)} axes, the tensor {len(shape)}"
+        if any(
+            offset < 0 or size < 0 or offset + size > length
+            for offset, size, length in zip(box.offsets, box.sizes, shape, strict=True)
+        ):
+            return f"slice {box} is out of the range of shape {list(shape)}"
+    overlap = _find_overlap([box for box in boxes if box.elements])
+    if overlap:
+        return f"slices {overlap[0]} and {overlap[1]} overlap"
+    held, elements = sum(box.elements for box in boxes), math.prod(shape)
+    if held != elements:
+        return f"its slices leave a gap: they hold {held} of {elements} elements"
+    return None
+
+
+def _find_overlap(boxes: Sequence[Slice]) -> tuple[Slice, Slice] | None:
+    """Two boxes that overlap. Sweeps along the axis that the boxes are cut along most often, so that only boxes which
+    meet on that axis are compared."""
+    if len(boxes) < 2:
+        return None
+    axes = range(len(boxes[0].offsets))
+    if not axes:
+        return boxes[0], boxes[1]  # a scalar has one element
+    axis = max(axes, key=lambda number: len({box.offsets[number] for box in boxes}))
+    open_boxes: list[Slice] = []
+    for box in sorted(boxes, key=lambda box: box.offsets[axis]):
+        open_boxes = [earlier for earlier in open_boxes if earlier.ends[axis] > box.offsets[axis]]
+        for earlier in open_boxes:
+            if earlier.overlaps(box):
+                return earlier, box
+        open_boxes.append(box)
+    return None
+
+
+def copy_into(tensor: memoryview, shape: tuple[int, ...], box: Slice, data: memoryview) -> None:
+    """Copies the bytes of a slice to where they belong in the bytes of the whole tensor (both in C order)."""
+    if not box.elements:
+        return
+    width = len(data) // box.elements  # bytes of an element
+    target = np.frombuffer(tensor, np.uint8).reshape(*shape, width)
+    index = tuple(slice(start, end) for start, end in zip(box.offsets, box.ends, strict=True))
+    target[index] = np.frombuffer(data, np.uint8).reshape(*box.sizes, width)
