@@ -12,8 +12,7 @@ from launcher import shell
 from launcher.config import Config
 from launcher.images import local
 from launcher.run.launch import make_attempt
-from launcher.tpu_vm import gcloud, placement, queued, slices
-from launcher.tpu_vm import host_scripts as containers
+from launcher.tpu_vm import gcloud, host_scripts, placement, queued, slices
 
 
 @dataclass(frozen=True)
@@ -34,10 +33,10 @@ def steps(config: Config) -> list[Step]:
     attempt = make_attempt(
         config, "<run id>", 0, config.image.repository + "@<digest>" if config.image.repository else "<image id>"
     )
-    ready = containers.prepare_script(attempt, hosts, config.slice.accelerator_type)
-    start = containers.start_script(attempt, gated=config.run.transport == "auto" and not config.slice.iap)
-    look = containers.observe_script(attempt.container, "<time of the newest line>")
-    stop = containers.stop_script(attempt.container, config.run.stop_seconds, remove=False)
+    ready = host_scripts.prepare_script(attempt, hosts, config.slice.accelerator_type)
+    start = host_scripts.start_script(attempt, gated=config.run.transport == "auto" and not config.slice.iap)
+    look = host_scripts.observe_script(attempt.container, "<time of the newest line>")
+    stop = host_scripts.stop_script(attempt.container, config.run.stop_seconds, remove=False)
     planned = [Step("up", "look for the slice", gcloud.describe_command(config)), *_creation(config)]
     planned += [Step("run", "build the image, if nothing has it", command) for command in local.build_commands(config)]
     planned += [

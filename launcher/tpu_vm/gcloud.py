@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from launcher import shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
-from launcher.tpu_vm import idle_shutdown as dead_man
-from launcher.tpu_vm import placement
+from launcher.tpu_vm import idle_shutdown, placement
 
 # gcloud has no time-outs of its own for ssh: a dead host would hang each call for minutes.
 _BUSY_SECONDS = 60.0  # how long another operation on the same node is waited for
@@ -116,7 +115,7 @@ def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
         command.append(f"--service-account={wanted.service_account}")
     command.append("--scopes=https://www.googleapis.com/auth/cloud-platform")
     both = {**labels, **wanted.labels}
-    command += dead_man.metadata_flags(config)
+    command += idle_shutdown.metadata_flags(config)
     command.append("--labels=" + ",".join(f"{key}={value}" for key, value in sorted(both.items())))
     return command
 
@@ -215,7 +214,7 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
 
 def explain(stderr: str, argv: Sequence[str]) -> LaunchError:
     """The error that gcloud's message means, with what to do about it."""
-    text = essence(stderr)
+    text = summarize(stderr)
     for pattern, kind, advice in _MEANINGS:
         if re.search(pattern, stderr):
             if advice.startswith("sign in"):  # gcloud says it in eight lines
@@ -224,7 +223,7 @@ def explain(stderr: str, argv: Sequence[str]) -> LaunchError:
     return LaunchError(f"{text}\n  from: {shell.quote(argv)[:400]}")
 
 
-def essence(stderr: str) -> str:
+def summarize(stderr: str) -> str:
     """The part of gcloud's output that says what went wrong, without its own decoration."""
     lines = [
         line

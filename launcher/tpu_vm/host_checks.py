@@ -1,152 +1,140 @@
-"""Looking at all hosts before a start, in one round trip: what would make the run fail on one of them later, said now,
-with what to do.
+"""Checks of all hosts before a start, in one round trip: what would make the run fail on one of them later is reported
+now, with what to do about it.
 
-Pure but for the script, which a host's shell runs. A host prints facts, one a line; `problems` judges them all
-together.
+`check_host.sh` prints facts, one a line; `find_problems` judges those of all hosts together. Pure: nothing is changed on
+a host, and the script's text goes out and its output comes in through the caller.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from launcher.tpu_vm.host_scripts import LABEL_RUN
+from launcher.tpu_vm.scripts import load, render
 
 _CLOCK_SECONDS = 30.0  # hosts that differ more spoil tokens, certificates, and the order of log lines
 _DISK_FACTOR = 2.2  # an image is on the disk as layers while its archive is being unpacked
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What one host says of itself. `asked` and `answered`: seconds of the workstation's clock around the question."""
+class HostFacts:
+    """What one host printed."""
 
     worker: int
     values: Mapping[str, str]
+
     asked: float
+    """Seconds of the workstation's clock before the check."""
+
     answered: float
+    """Seconds of the workstation's clock after it."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something wrong with one host (-1: with the slice). A fatal one keeps the run from starting."""
+    """Something wrong with one host."""
 
     worker: int
-    what: str
+    """The host; -1 for the slice."""
+
+    message: str
+
     fix: str
+    """What a person can do about it."""
+
     fatal: bool = True
-    occupied_by: str = ""  # id of another run that uses the host
+    """Whether it keeps the run from starting."""
+
+    occupied_by: str = ""
+    """Id of another run that uses the host, when that is the problem."""
 
 
-def script(image: str, run_id: str, label: str) -> str:
-    """Prints `tpu-launch-fact <key> <value>` lines. Changes nothing."""
-    held = (
-        "find /proc/[0-9]*/fd -maxdepth 1 \\( -lname '/dev/accel[0-9]*' -o -lname '/dev/vfio/[0-9]*' \\) 2>/dev/null | cut -d/ -f3 | sort -un | "
-        "while read p; do echo $p:$(tr ' ' '_' < /proc/$p/comm); done | tr '\\n' ' '"
-    )
-    return "\n".join(
-        [
-            # unquoted: what has several lines becomes one, without a process
-            "set -f; fact() { echo tpu-launch-fact $1 $2; }",
-            "docker=docker; [ -w /var/run/docker.sock ] || docker='sudo -n docker'",
-            "fact worker \"$(curl -sf --max-time 10 -H 'Metadata-Flavor: Google' "
-            'http://metadata.google.internal/computeMetadata/v1/instance/attributes/agent-worker-number)"',
-            'fact time "$(date +%s)"',
-            "engine=$($docker info --format '{{.ServerVersion}} {{.DockerRootDir}}' 2>/dev/null); root=${engine#* }",
-            'fact engine "${engine%% *}"',
-            f"fact image \"$($docker image inspect --format '{{{{.Id}}}}' {shlex.quote(image)} 2>/dev/null)\"",
-            f'fact runs "$($docker ps --filter label={label} --format \'{{{{.Label "{label}"}}}}\' 2>/dev/null | grep -vxF {shlex.quote(run_id)})"',
-            'fact free_kb "$(set -- $(df -Pk "${root:-/}" 2>/dev/null); [ $# -lt 6 ] || shift $(($# - 6)); echo "${4:-}")"',
-            f'fact holders "$(sudo -n sh -c {shlex.quote(held)} 2>/dev/null)"',
-            "fact done yes",
-        ]
-    )
+def check_script(image: str, run_id: str) -> str:
+    """The script that prints a host's facts."""
+    holders = load("list_tpu_holders")
+    return render("check_host", image=image, run_id=run_id, label_run=LABEL_RUN, list_holders=holders)
 
 
-def parse(output: str) -> dict[str, str]:
-    """The facts in what a host printed."""
+def parse_facts(output: str) -> dict[str, str]:
+    """The facts in the output of a host."""
     facts = {}
     for line in output.splitlines():
         match = re.match(r"tpu-launch-fact (\S+) ?(.*)", line)
         if match:
-            facts[match.group(1)] = match.group(2).strip()
+            facts[match[1]] = match[2].strip()
     return facts
 
 
-def problems(facts: Sequence[Facts], hosts: int, *, image_bytes: int | None = None) -> list[Problem]:
-    """What is wrong, fatal things first. `image_bytes`: size of an image that hosts without it must pull."""
-    found: list[Problem] = []
-    if len(facts) != hosts:
-        found.append(
-            Problem(
-                -1,
-                f"{len(facts)} hosts answered, the slice has {hosts}",
-                "`tpu-launch status`, then `tpu-launch down` and `up`",
-            )
-        )
-    for fact in facts:
-        found += _of_host(fact, image_bytes)
-    return sorted(found, key=lambda problem: (not problem.fatal, problem.worker))
+def find_problems(hosts: Sequence[HostFacts], host_count: int, *, image_bytes: int | None = None) -> list[Problem]:
+    """The problems of all hosts, fatal ones first.
+
+    Args:
+        hosts: the facts of the hosts that answered.
+        host_count: how many the slice has.
+        image_bytes: unpacked size of an image that hosts without it must pull; None when unknown or not needed.
+    """
+    problems: list[Problem] = []
+    if len(hosts) != host_count:
+        message = f"{len(hosts)} hosts answered, the slice has {host_count}"
+        problems.append(Problem(-1, message, "`tpu-launch status`, then `tpu-launch down` and `up`"))
+    for facts in hosts:
+        if facts.values.get("done") == "yes":
+            problems += [*_identity(facts), *_occupation(facts), *_disk(facts, image_bytes), *_clock(facts)]
+        else:
+            message = "the host's shell did not answer the checks"
+            problems.append(Problem(facts.worker, message, "log in and look: gcloud compute tpus tpu-vm ssh"))
+    return sorted(problems, key=lambda problem: (not problem.fatal, problem.worker))
 
 
-def _of_host(fact: Facts, image_bytes: int | None) -> list[Problem]:
-    values, worker = fact.values, fact.worker
-    if values.get("done") != "yes":
-        return [
-            Problem(
-                worker, "the host's shell did not answer the checks", "log in and look: gcloud compute tpus tpu-vm ssh"
-            )
-        ]
-    found = []
-    if values.get("worker") != str(worker):
-        found.append(
-            Problem(
-                worker,
-                f"its metadata server says worker {values.get('worker') or '?'}",
-                "the slice is not as its API says: delete and create it again",
-            )
-        )
-    if not values.get("engine"):
-        found.append(
-            Problem(worker, "its container engine does not answer", "sudo systemctl restart docker, on that host")
-        )
-    if values.get("runs"):
-        other = values["runs"].split()[0]
+def _identity(facts: HostFacts) -> Iterator[Problem]:
+    """The host is the one that the API says, and its engine runs."""
+    worker = facts.values.get("worker")
+    if worker != str(facts.worker):
+        fix = "the slice is not as its API says: delete and create it again"
+        yield Problem(facts.worker, f"its metadata server says worker {worker or '?'}", fix)
+    if not facts.values.get("engine"):
+        fix = "sudo systemctl restart docker, on that host"
+        yield Problem(facts.worker, "its container engine does not answer", fix)
+
+
+def _occupation(facts: HostFacts) -> Iterator[Problem]:
+    """Neither another run nor another process uses the host's TPU."""
+    if runs := facts.values.get("runs", "").split():
         fix = "wait for it, or `tpu-launch stop --run RUN`"
-        found.append(Problem(worker, f"run {other} is on this host", fix, occupied_by=other))
-    if values.get("holders"):
-        held = ", ".join(
-            f"{name} (process {pid})" for pid, _, name in (entry.partition(":") for entry in values["holders"].split())
-        )
-        found.append(Problem(worker, f"its TPU is held by {held}", "end it there, for example: sudo kill PROCESS"))
-    free = values.get("free_kb", "")
-    if (
-        image_bytes is not None
-        and not values.get("image")
-        and free.isdigit()
-        and int(free) * 1024 < image_bytes * _DISK_FACTOR
-    ):
-        gib = int(free) / 2**20
-        found.append(
-            Problem(
-                worker,
-                f"{gib:.0f} GiB free, the image needs {image_bytes * _DISK_FACTOR / 2**30:.0f}",
-                "docker system prune --all, on that host",
-            )
-        )
-    if values.get("time", "").isdigit():
-        skew = max(fact.asked - int(values["time"]) - 1, int(values["time"]) - fact.answered - 1)
-        if skew > _CLOCK_SECONDS:
-            found.append(
-                Problem(
-                    worker,
-                    f"its clock is {skew:.0f} s off the workstation's",
-                    "sudo systemctl restart chrony, on that host",
-                    fatal=False,
-                )
-            )
-    return found
+        yield Problem(facts.worker, f"run {runs[0]} is on this host", fix, occupied_by=runs[0])
+    if holders := facts.values.get("holders", "").split():
+        processes = (holder.partition(":") for holder in holders)
+        names = ", ".join(f"{name} (process {process})" for process, _, name in processes)
+        yield Problem(facts.worker, f"its TPU is held by {names}", "end it there, for example: sudo kill PROCESS")
 
 
-def table(found: Sequence[Problem]) -> str:
-    """One line a problem, with its fix."""
-    return "\n".join(f"  {'slice' if p.worker < 0 else f'host {p.worker}'}: {p.what}\n    fix: {p.fix}" for p in found)
+def _disk(facts: HostFacts, image_bytes: int | None) -> Iterator[Problem]:
+    """The image fits on the disk, unless the host has it already."""
+    free_kb = facts.values.get("free_kb", "")
+    if image_bytes is None or facts.values.get("image") or not free_kb.isdigit():
+        return
+    needed = image_bytes * _DISK_FACTOR
+    if int(free_kb) * 1024 < needed:
+        message = f"{int(free_kb) / 2**20:.0f} GiB free, the image needs {needed / 2**30:.0f}"
+        yield Problem(facts.worker, message, "docker system prune --all, on that host")
+
+
+def _clock(facts: HostFacts) -> Iterator[Problem]:
+    """The host's clock agrees with the workstation's."""
+    time = facts.values.get("time", "")
+    if not time.isdigit():
+        return
+    skew = max(facts.asked - int(time) - 1, int(time) - facts.answered - 1)
+    if skew > _CLOCK_SECONDS:
+        fix = "sudo systemctl restart chrony, on that host"
+        yield Problem(facts.worker, f"its clock is {skew:.0f} s off the workstation's", fix, fatal=False)
+
+
+def format_table(problems: Sequence[Problem]) -> str:
+    """Two lines a problem: what it is, and its fix."""
+    return "\n".join(
+        f"  {'slice' if problem.worker < 0 else f'host {problem.worker}'}: {problem.message}\n    fix: {problem.fix}"
+        for problem in problems
+    )

@@ -1,8 +1,8 @@
-"""The provider for Cloud TPU VMs: slices through gcloud, hosts through gcloud and Fabric, containers through their
-engine.
+"""The provider for Cloud TPU VMs: slices through gcloud, hosts through gcloud and ssh connections, containers through
+their engine.
 
-A container is started on all hosts by one `gcloud ... ssh --worker=all`. Everything that is asked often (looking,
-stopping) goes over connections that stay open, and through gcloud where those can't be made.
+A container is started on all hosts by one `gcloud ... ssh --worker=all`. Frequent commands (observe, stop) go over
+connections that stay open, and through gcloud where those can't be made.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import base64
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from launcher import shell
@@ -19,293 +18,322 @@ from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.images import build as images
 from launcher.provider import Attempt, HostReport, Observation, SliceState
-from launcher.tpu_vm import CAPABILITIES, gcloud, host_checks, slices
-from launcher.tpu_vm import host_scripts as containers
+from launcher.tpu_vm import CAPABILITIES, gcloud, host_checks, host_output, host_scripts, slices
+from launcher.tpu_vm.host_checks import HostFacts, Problem
 from launcher.tpu_vm.log_window import covers
-from launcher.tpu_vm.ssh.addresses import Answer
-from launcher.tpu_vm.ssh.connections import Reach
-from launcher.tpu_vm.ssh.start_gate import Starting
+from launcher.tpu_vm.ssh.connections import SliceConnections
+from launcher.tpu_vm.ssh.result import HostResult
+from launcher.tpu_vm.ssh.start_gate import PendingStart
 
-_LOOK_SECONDS = 20.0
+_COMMAND_SECONDS = 20.0  # for a short command on a host
 _FIRST_CONTACT_SECONDS = 300.0
 _ONE_CONTACT_SECONDS = 10.0  # for each try of it
-_TAIL = 5000  # lines of a look
-_SECOND_TRY_SECONDS = 3.0  # one hiccup of one connection must not keep a run from starting
+_TAIL = 5000  # lines of one observation
+_RETRY_SECONDS = 3.0  # one connection that fails once must not keep a run from starting
+_SECRETS_SECONDS = 60.0
 
 
 class TpuVm:
-    """One slice of Cloud TPU VMs, as the file describes it. See `launcher.provider.Provider`."""
+    """One slice of Cloud TPU VMs, as the configuration describes it. See `launcher.provider.Provider`."""
 
     capabilities = CAPABILITIES
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
         self.config = config
         self.say = say
-        self._reach = Reach(config)
-        self._starting: Starting | None = None
+        self._connections = SliceConnections(config)
+        self._pending_start: PendingStart | None = None
+
+    @property
+    def _workers(self) -> range:
+        return range(self.config.accelerator.hosts)
+
+    @property
+    def _start_seconds(self) -> float:
+        return self.config.run.start_minutes * 60
 
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState | None:
-        found = slices.describe(self.config)
-        self._reach.saw(found)
-        return found
+        """The slice, or None when it does not exist."""
+        state = slices.describe(self.config)
+        self._connections.note_state(state)
+        return state
 
     def known_ready(self) -> bool:
-        return self._reach.remembered
+        """Whether an earlier command saw the slice READY."""
+        return self._connections.has_known_slice
 
     def create(self) -> None:
-        self.close()  # a slice that is made anew has other addresses and keys
-        self._reach.forget()
-        self._reach.saw(slices.create(self.config, self.say))
-        self._first_contact()
-        self._reach.close()  # a look of the last attempt may have come back meanwhile
-        if not self._reach.through_gcloud_alone:
-            with contextlib.suppress(LaunchError):  # then the next command asks
-                self._reach.hosts()
+        """Creates the slice and waits until every host answers."""
+        self.close()  # a new slice has other addresses and keys
+        self._connections.forget()
+        self._connections.note_state(slices.create(self.config, self.say))
+        self._wait_for_hosts()
+        self._connections.close()  # a late observation of the last attempt may have opened some
+        if not self._connections.gcloud_only:
+            with contextlib.suppress(LaunchError):  # then the next command lists the addresses
+                self._connections.pool()
 
     def delete(self) -> None:
+        """Deletes the slice and what is kept of it."""
         self.close()
-        self._reach.forget()
+        self._connections.forget()
         if not slices.delete(self.config, self.say):
             self.say(f"there is no slice {self.config.slice.name}")
 
     def close(self) -> None:
-        if self._starting is not None:
-            self._starting.abandon()
-            self._starting = None
-        self._reach.close()
+        """Ends a start that waits, and closes the connections."""
+        if self._pending_start is not None:
+            self._pending_start.abandon()
+            self._pending_start = None
+        self._connections.close()
 
     def connect(self) -> None:
-        self._reach.begin()
+        """Connects to all hosts in the background."""
+        self._connections.connect_in_background()
 
     # -- containers ---------------------------------------------------------------------------------------------------
 
     def prepare(self, attempt: Attempt) -> list[HostReport]:
+        """Checks the hosts, pulls the image, creates the containers, and copies the overlay into them."""
         self._begin_start(attempt)
-        ready: list[HostReport] = []
+        reports: list[HostReport] = []
         try:
-            ready = self._prepare(attempt)
+            reports = self._prepare(attempt)
         finally:
-            if self._starting is not None and not (ready and all(report.ok for report in ready)):
-                self._starting.abandon()
-        return ready
+            if self._pending_start is not None and not (reports and all(report.ok for report in reports)):
+                self._pending_start.abandon()
+        return reports
 
     def _prepare(self, attempt: Attempt) -> list[HostReport]:
-        self._check(attempt)
-        script = containers.prepare_script(attempt, self._addresses(), self.config.slice.accelerator_type)
-        ready = self._everywhere(script, "ready", timeout=self.config.run.start_minutes * 60)
-        if attempt.overlay is None or not all(report.ok for report in ready):
-            return ready
-        given = base64.b64encode(attempt.overlay.archive).decode()
-        laid = self._hand_over(
-            containers.overlay_script(attempt), given, "laid", timeout=self.config.run.start_minutes * 60
-        )
-        for each in laid:
-            if each.ok and each.detail != attempt.overlay.digest:
+        self._check_hosts(attempt)
+        script = host_scripts.prepare_script(attempt, self._internal_addresses(), self.config.slice.accelerator_type)
+        prepared = self._run_everywhere(script, "ready", timeout=self._start_seconds)
+        overlay = attempt.overlay
+        if overlay is None or not all(report.ok for report in prepared):
+            return prepared
+        archive = base64.b64encode(overlay.archive).decode()
+        copied = self._send(host_scripts.overlay_script(attempt), archive, "copied", timeout=self._start_seconds)
+        if not all(report.ok for report in copied):
+            return copied
+        for report in copied:
+            if report.detail != overlay.digest:
                 raise LaunchError(
-                    f"host {each.worker} received another overlay ({each.detail}) than was sent ({attempt.overlay.digest})"
+                    f"host {report.worker} received another overlay ({report.detail}) than was sent ({overlay.digest})"
                 )
-        if not all(each.ok for each in laid):
-            return laid
-        return [replace(report, detail=f"{report.detail} with overlay {attempt.overlay.digest}") for report in ready]
+        return [replace(report, detail=f"{report.detail} with overlay {overlay.digest}") for report in prepared]
 
     def start(self, attempt: Attempt) -> list[HostReport]:
-        started = self._go(attempt)
-        if not all(report.ok for report in started):
-            started = self._through_gcloud(
-                containers.start_script(attempt), "started", timeout=self.config.run.start_minutes * 60
-            )
-        if not attempt.secrets or not all(report.ok for report in started):
-            return started
-        given = containers.secrets_input(attempt.secrets)
-        return self._hand_over(containers.secrets_script(attempt), given, "given", timeout=60)
+        """Starts the prepared containers, and delivers their secrets."""
+        reports = self._release_start(attempt)
+        if not all(report.ok for report in reports):
+            script = host_scripts.start_script(attempt)
+            reports = self._run_through_gcloud(script, "started", timeout=self._start_seconds)
+        if not attempt.secrets or not all(report.ok for report in reports):
+            return reports
+        secrets = host_scripts.secrets_input(attempt.secrets)
+        return self._send(host_scripts.secrets_script(attempt), secrets, "delivered", timeout=_SECRETS_SECONDS)
 
     def _begin_start(self, attempt: Attempt) -> None:
-        """gcloud is on its way to the hosts while they are prepared; there the start waits for `_go`."""
-        if not self._reach.through_gcloud_alone:
-            argv = gcloud.ssh_command(self.config, containers.start_script(attempt, gated=True))
-            self._starting = Starting(argv, timeout=self.config.run.start_minutes * 60)
+        """Lets gcloud connect to the hosts while they are prepared; the start waits there for `_release_start`."""
+        if not self._connections.gcloud_only:
+            argv = gcloud.ssh_command(self.config, host_scripts.start_script(attempt, gated=True))
+            self._pending_start = PendingStart(argv, timeout=self._start_seconds)
 
-    def _go(self, attempt: Attempt) -> list[HostReport]:
-        """What the hosts that gcloud has reached made of the word; where one did not get it, gcloud is better asked
-        again."""
-        starting, self._starting = self._starting, None
-        every = range(self.config.accelerator.hosts)
-        if starting is None:
-            return containers.parse_reports("", "started", every)
-        if not all(
-            self._report(answer, "go").ok
-            for answer in self._reach.ask_all(containers.go_script(attempt), timeout=_LOOK_SECONDS)
-        ):
-            starting.abandon()
-        return containers.parse_reports(starting.output(), "started", every)
+    def _release_start(self, attempt: Attempt) -> list[HostReport]:
+        """Releases the waiting start on all hosts, and returns what they reported. It is abandoned when a host can't be
+        released: a start through gcloud, without a gate, is surer then."""
+        pending, self._pending_start = self._pending_start, None
+        if pending is None:
+            return host_output.parse_reports("", "started", self._workers)
+        results = self._connections.run_all(host_scripts.release_script(attempt), timeout=_COMMAND_SECONDS)
+        if not all(_to_report(result, "released").ok for result in results):
+            pending.abandon()
+        return host_output.parse_reports(pending.output(), "started", self._workers)
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+        """The state of a container, and its log from `since` on."""
         tail = _TAIL if since else None
-        look = self._observe(
-            worker, containers.observe_script(container, since, patience=patience, tail=tail), patience
-        )
-        if since and look.lines and not covers(look.lines, since, _TAIL):
-            look = self._observe(
-                worker, containers.observe_script(container, since)
-            )  # more than that was written since
-        return look
+        script = host_scripts.observe_script(container, since, patience=patience, tail=tail)
+        observation = self._observe(worker, script, patience)
+        if since and observation.lines and not covers(observation.lines, since, _TAIL):
+            # More than the tail was written since.
+            observation = self._observe(worker, host_scripts.observe_script(container, since))
+        return observation
 
     def _observe(self, worker: int, script: str, patience: float = 0.0) -> Observation:
-        answer = (
-            None
-            if self._reach.through_gcloud_alone
-            else self._reach.ask(worker, script, timeout=_LOOK_SECONDS + patience)
-        )
-        if answer is None or answer.refused:
-            answer = self._reach.ask_through_gcloud(worker, script)
-        if not answer.reached:
-            return Observation(worker, None, problem=answer.problem)
-        return containers.parse_observation(worker, answer.stdout)
+        result = None
+        if not self._connections.gcloud_only:
+            result = self._connections.run(worker, script, timeout=_COMMAND_SECONDS + patience)
+        if result is None or result.refused:
+            result = self._connections.run_through_gcloud(worker, script)
+        if not result.reached:
+            return Observation(worker, None, problem=result.problem)
+        return host_output.parse_observation(worker, result.stdout)
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
-        script = containers.stop_script(container, grace, remove=remove)
-        asked = list(range(self.config.accelerator.hosts)) if workers is None else list(workers)
-        answers = (
-            [] if self._reach.through_gcloud_alone else self._reach.ask_all(script, timeout=grace + 30, workers=asked)
-        )
-        if missed := [
-            answer.worker for answer in answers if not answer.reached and not answer.refused
-        ]:  # nothing may go on for a hiccup
-            answers = self._reach.ask_missed(answers, script, timeout=grace + 30, missed=missed)
-        if all(answer.refused for answer in answers):
-            with ThreadPoolExecutor(max_workers=16) as pool:
-                answers = list(pool.map(lambda worker: self._reach.ask_through_gcloud(worker, script), asked))
-        return [self._report(answer, "stopped") for answer in answers]
+        """Stops a container on all hosts, or on `workers`."""
+        script = host_scripts.stop_script(container, grace, remove=remove)
+        timeout = grace + 30
+        chosen = list(self._workers) if workers is None else list(workers)
+        results: list[HostResult] = []
+        if not self._connections.gcloud_only:
+            results = self._connections.run_all(script, timeout=timeout, workers=chosen)
+        # A container must not go on because a connection failed once.
+        if missed := [result.worker for result in results if not result.reached and not result.refused]:
+            results = self._connections.retry(results, script, timeout=timeout, workers=missed)
+        if all(result.refused for result in results):
+            results = self._connections.run_all_through_gcloud(script, chosen)
+        return [_to_report(result, "stopped") for result in results]
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
+        """The API's description of the slice, and what the hosts know of a container that failed."""
+        command = gcloud.describe_command(self.config)
         try:
-            found = {"slice.json": gcloud.call(gcloud.describe_command(self.config), timeout=_LOOK_SECONDS * 2)}
+            files = {"slice.json": gcloud.call(command, timeout=_COMMAND_SECONDS * 2)}
         except LaunchError as error:
-            found = {"slice.json": str(error)}
-        if not self._reach.through_gcloud_alone:
-            answers = self._reach.ask_all(containers.evidence_script(container), timeout=30, workers=workers)
-            found |= {f"host-{answer.worker}.txt": answer.stdout + answer.stderr + answer.problem for answer in answers}
-        return found
+            files = {"slice.json": str(error)}
+        if not self._connections.gcloud_only:
+            script = host_scripts.evidence_script(container)
+            results = self._connections.run_all(script, timeout=30, workers=workers)
+            files |= {f"host-{result.worker}.txt": _all_output(result) for result in results}
+        return files
 
     def stacks(self, container: str) -> dict[int, str]:
-        answers = self._reach.ask_all(containers.stacks_script(container), timeout=60)
-        return {answer.worker: answer.stdout + answer.stderr + answer.problem for answer in answers}
+        """The stacks of a container's processes, by host."""
+        results = self._connections.run_all(host_scripts.stacks_script(container), timeout=60)
+        return {result.worker: _all_output(result) for result in results}
 
-    def _check(self, attempt: Attempt) -> None:
-        """One look at all hosts. Raises LaunchError with a line and a fix for each thing that would make the run fail;
-        warns of the rest."""
-        if self._reach.through_gcloud_alone:
-            return  # a look through gcloud alone costs seconds; `prepare` finds what matters most
-        asked = time.time()
-        script = host_checks.script(attempt.image, attempt.run_id, containers.LABEL_RUN)
-        answers = self._reach.ask_all(script, timeout=_LOOK_SECONDS * 2)
-        missed = [answer.worker for answer in answers if not answer.reached]
-        if missed and self._starting is not None and (said := self._starting.refusal()):
-            raise gcloud.explain(
-                said, gcloud.ssh_command(self.config, "...")
-            )  # the slice was taken away: hosts need not be asked again
-        if missed and not all(answer.refused for answer in answers):
-            time.sleep(_SECOND_TRY_SECONDS)
-            answers = self._reach.ask_missed(answers, script, timeout=_LOOK_SECONDS, missed=missed)
-        if all(answer.refused for answer in answers):
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def _check_hosts(self, attempt: Attempt) -> None:
+        """Checks all hosts in one round trip. Raises LaunchError with a line and a fix for each problem that would make
+        the run fail; reports the others."""
+        if self._connections.gcloud_only:
+            return  # gcloud takes seconds for it; `prepare` finds what matters most
+        begin = time.time()
+        results = self._run_checks(host_checks.check_script(attempt.image, attempt.run_id))
+        if all(result.refused for result in results):
             return  # gcloud may still get through: `prepare` tries
-        answered = time.time()
-        facts = [
-            host_checks.Facts(answer.worker, host_checks.parse(answer.stdout), asked, answered)
-            for answer in answers
-            if answer.reached
-        ]
-        needed = None if all(fact.values.get("image") for fact in facts) else images.size(attempt.image)
-        found = host_checks.problems(facts, self.config.accelerator.hosts, image_bytes=needed)
-        found += [
-            host_checks.Problem(a.worker, f"can't be reached: {a.problem}", "`tpu-launch up` waits for it")
-            for a in answers
-            if not a.reached
-        ]
-        fatal = [problem for problem in found if problem.fatal]
+        end = time.time()
+        problems = self._find_problems(attempt, results, begin, end)
+        fatal = [problem for problem in problems if problem.fatal]
         if fatal:
-            busy = any(problem.occupied_by for problem in fatal)
             raise LaunchError(
-                f"the hosts are not ready for a run:\n{host_checks.table(fatal)}",
-                exit_code=Exit.CONFLICT if busy else None,
+                f"the hosts are not ready for a run:\n{host_checks.format_table(fatal)}",
+                exit_code=Exit.CONFLICT if any(problem.occupied_by for problem in fatal) else None,
             )
-        for problem in found:
-            self.say(f"host {problem.worker}: {problem.what}; {problem.fix}")
+        for problem in problems:
+            self.say(f"host {problem.worker}: {problem.message}; {problem.fix}")
 
-    def _hand_over(self, script: str, given: str, word: str, *, timeout: float) -> list[HostReport]:
-        """A script with standard input, on every host."""
-        answers = [] if self._reach.through_gcloud_alone else self._reach.ask_all(script, timeout=timeout, given=given)
-        if all(answer.refused for answer in answers):
-            with ThreadPoolExecutor(max_workers=16) as pool:
-                workers = range(self.config.accelerator.hosts)
-                answers = list(pool.map(lambda worker: self._reach.ask_through_gcloud(worker, script, given), workers))
-        return [self._report(answer, word) for answer in answers]
+    def _run_checks(self, script: str) -> list[HostResult]:
+        """The results of all hosts; those that were missed are tried twice. Raises what gcloud's own start reported in
+        the meantime, when that says why: the slice was taken away."""
+        results = self._connections.run_all(script, timeout=_COMMAND_SECONDS * 2)
+        missed = [result.worker for result in results if not result.reached]
+        if missed and self._pending_start is not None and (refusal := self._pending_start.refusal()):
+            raise gcloud.explain(refusal, gcloud.ssh_command(self.config, "..."))
+        if missed and not all(result.refused for result in results):
+            time.sleep(_RETRY_SECONDS)
+            results = self._connections.retry(results, script, timeout=_COMMAND_SECONDS, workers=missed)
+        return results
+
+    def _find_problems(
+        self, attempt: Attempt, results: Sequence[HostResult], begin: float, end: float
+    ) -> list[Problem]:
+        hosts = [
+            HostFacts(result.worker, host_checks.parse_facts(result.stdout), begin, end)
+            for result in results
+            if result.reached
+        ]
+        have_image = all(facts.values.get("image") for facts in hosts)
+        image_bytes = None if have_image else images.size(attempt.image)
+        unreached = [
+            Problem(result.worker, f"can't be reached: {result.problem}", "`tpu-launch up` waits for it")
+            for result in results
+            if not result.reached
+        ]
+        return [*host_checks.find_problems(hosts, len(self._workers), image_bytes=image_bytes), *unreached]
 
     # -- all hosts ----------------------------------------------------------------------------------------------------
 
-    def _addresses(self) -> list[str]:
-        internal = self._reach.internal()
-        if not internal and self.describe() is None:
+    def _internal_addresses(self) -> list[str]:
+        addresses = self._connections.internal_addresses()
+        if not addresses and self.describe() is None:
             raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
-        return internal or self._reach.internal()
+        return addresses or self._connections.internal_addresses()
 
-    def _first_contact(self) -> None:
+    def _wait_for_hosts(self) -> None:
         """Waits until every host answers over ssh and its engine is up. gcloud spreads the ssh key and learns the host
-        keys on the way."""
+        keys on the way.
+
+        Raises CommandTimeout, and Preempted when the slice is taken away meanwhile.
+        """
         deadline = time.monotonic() + _FIRST_CONTACT_SECONDS
-        waiting = ""
-        while True:
-            try:
-                # Not longer: a call whose key met another change of the node (409) would try for 50 s to get in without
-                # it.
-                timeout = _ONE_CONTACT_SECONDS + self.config.accelerator.hosts / 2
-                reports = self._through_gcloud(containers.up_script(), "up", timeout=timeout)
-                missing = [f"host {report.worker}: {report.detail}" for report in reports if not report.ok]
-            except LaunchError as error:  # guest attributes may still be empty, sshd not up yet
-                missing = [str(error).splitlines()[0]]
-            if not missing:
-                return
+        reported = ""
+        while missing := self._hosts_not_up():
             if time.monotonic() > deadline:
                 raise CommandTimeout(
-                    f"slice {self.config.slice.name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts are: "
-                    + "; ".join(missing)
+                    f"slice {self.config.slice.name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts "
+                    f"are: {'; '.join(missing)}"
                 )
-            found = self.describe()
-            if found is None or found.gone_for_good:
+            state = self.describe()
+            if state is None or state.gone_for_good:
                 raise gcloud.Preempted(
-                    f"slice {self.config.slice.name} is {found.state if found else 'gone'}: it was taken away as soon as it came; run `tpu-launch up` again"
+                    f"slice {self.config.slice.name} is {state.state if state else 'gone'}: it was taken away as soon "
+                    "as it came; run `tpu-launch up` again"
                 )
-            if missing != [waiting]:
+            if missing != [reported]:
                 self.say("waiting for the hosts: " + "; ".join(missing))
-                waiting = missing[0]
+                reported = missing[0]
             time.sleep(3.0)
 
-    def _everywhere(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Over open connections; hosts that can't be reached so are asked through gcloud, which also spreads a missing
-        key."""
-        answers = [] if self._reach.through_gcloud_alone else self._reach.ask_all(script, timeout=timeout)
-        if answers and all(answer.reached for answer in answers):
-            return [self._report(answer, word) for answer in answers]
-        return self._through_gcloud(script, word, timeout=timeout)
+    def _hosts_not_up(self) -> list[str]:
+        """Why hosts can't be used yet, one line each; empty when all can."""
+        # Not longer: a call whose key met another change of the node (409) would try for 50 s to get in without it.
+        timeout = _ONE_CONTACT_SECONDS + self.config.accelerator.hosts / 2
+        try:
+            reports = self._run_through_gcloud(host_scripts.check_engine_script(), "up", timeout=timeout)
+        except LaunchError as error:  # guest attributes may still be empty, sshd not up yet
+            return [str(error).splitlines()[0]]
+        return [f"host {report.worker}: {report.detail}" for report in reports if not report.ok]
 
-    def _through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
+    def _run_everywhere(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
+        """Runs a script over open connections; when a host can't be reached so, on all hosts through gcloud, which also
+        spreads a missing key."""
+        results: list[HostResult] = []
+        if not self._connections.gcloud_only:
+            results = self._connections.run_all(script, timeout=timeout)
+        if results and all(result.reached for result in results):
+            return [_to_report(result, word) for result in results]
+        return self._run_through_gcloud(script, word, timeout=timeout)
+
+    def _run_through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
+        """Runs a script on all hosts with one gcloud call. Raises what gcloud reports when no host did."""
         argv = gcloud.ssh_command(self.config, script)
         result = shell.run(argv, timeout=timeout)
-        reports = containers.parse_reports(result.stdout, word, range(self.config.accelerator.hosts))
-        if (
-            not result.ok
-            and not any(report.ok for report in reports)
-            and all(report.detail == "the host did not answer" for report in reports)
-        ):
+        if not result.ok and not host_output.has_reports(result.stdout):
             raise gcloud.explain(result.stderr, argv[:-1])
-        return reports
+        return host_output.parse_reports(result.stdout, word, self._workers)
 
-    @staticmethod
-    def _report(answer: Answer, word: str) -> HostReport:
-        if not answer.reached:
-            return HostReport(answer.worker, False, answer.problem)
-        return containers.parse_reports(answer.stdout, word, [answer.worker])[0]
+    def _send(self, script: str, stdin: str, word: str, *, timeout: float) -> list[HostReport]:
+        """Runs a script with standard input on every host, through gcloud when ssh is refused."""
+        results: list[HostResult] = []
+        if not self._connections.gcloud_only:
+            results = self._connections.run_all(script, timeout=timeout, stdin=stdin)
+        if all(result.refused for result in results):
+            results = self._connections.run_all_through_gcloud(script, self._workers, stdin)
+        return [_to_report(result, word) for result in results]
+
+
+def _to_report(result: HostResult, word: str) -> HostReport:
+    if not result.reached:
+        return HostReport(result.worker, False, result.problem)
+    return host_output.parse_reports(result.stdout, word, [result.worker])[0]
+
+
+def _all_output(result: HostResult) -> str:
+    return result.stdout + result.stderr + result.problem

@@ -1,10 +1,11 @@
 """Claims about the look at all hosts before a start."""
 
-import subprocess
+import time
 
 import pytest
 
-from launcher.tpu_vm.host_checks import Facts, parse, problems, script, table
+from launcher.tpu_vm.host_checks import HostFacts, check_script, find_problems, format_table, parse_facts
+from tests.launcher.script_host import SHELLS, ScriptHost, host  # noqa: F401
 
 GOOD = {
     "worker": "0",
@@ -18,12 +19,12 @@ GOOD = {
 }
 
 
-def facts(index: int = 0, **changes: str) -> Facts:
-    return Facts(index, {**GOOD, "worker": str(index), **changes}, asked=999.5, answered=1001.0)
+def facts(index: int = 0, **changes: str) -> HostFacts:
+    return HostFacts(index, {**GOOD, "worker": str(index), **changes}, asked=999.5, answered=1001.0)
 
 
 def test_good_hosts_have_no_problems() -> None:
-    assert problems([facts(0), facts(1)], 2, image_bytes=10**10) == []
+    assert find_problems([facts(0), facts(1)], 2, image_bytes=10**10) == []
 
 
 @pytest.mark.parametrize(
@@ -38,31 +39,43 @@ def test_good_hosts_have_no_problems() -> None:
     ],
 )
 def test_what_would_make_the_run_fail_is_fatal_and_names_host_and_fix(changes: dict[str, str], expected: str) -> None:
-    found = problems([facts(0), facts(1, **changes)], 2, image_bytes=10**10)
+    found = find_problems([facts(0), facts(1, **changes)], 2, image_bytes=10**10)
     assert len(found) == 1
     assert found[0].fatal
     assert found[0].worker == 1
-    assert expected in found[0].what
-    assert "host 1" in table(found)
-    assert "fix: " in table(found)
+    assert expected in found[0].message
+    assert "host 1" in format_table(found)
+    assert "fix: " in format_table(found)
 
 
 def test_a_wrong_clock_is_told_but_does_not_stop() -> None:
-    found = problems([facts(0, time="4600")], 1)
+    found = find_problems([facts(0, time="4600")], 1)
     assert [problem.fatal for problem in found] == [False]
-    assert "clock" in found[0].what
+    assert "clock" in found[0].message
 
 
 def test_a_full_disk_does_not_matter_where_the_image_is_already() -> None:
-    assert problems([facts(0, free_kb="1")], 1, image_bytes=10**10) == []
+    assert find_problems([facts(0, free_kb="1")], 1, image_bytes=10**10) == []
 
 
 def test_a_missing_host_is_a_problem_of_the_slice() -> None:
-    assert problems([facts(0)], 2)[0].worker == -1
+    assert find_problems([facts(0)], 2)[0].worker == -1
 
 
-def test_the_script_is_valid_shell_and_its_facts_are_read_back() -> None:
-    text = script("repo@sha256:ab", "run'1", "tpu-launch.run")
-    assert subprocess.run(["sh", "-n"], input=text, text=True, check=False).returncode == 0
-    read = parse("noise\ntpu-launch-fact worker 1\ntpu-launch-fact runs \ntpu-launch-fact holders 1:a 2:b \n")
-    assert read == {"worker": "1", "runs": "", "holders": "1:a 2:b"}
+def test_the_facts_that_the_script_prints_are_read_back() -> None:
+    facts = parse_facts("noise\ntpu-launch-fact worker 1\ntpu-launch-fact runs \ntpu-launch-fact holders 1:a 2:b \n")
+    assert facts == {"worker": "1", "runs": "", "holders": "1:a 2:b"}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_host_prints_its_facts_and_other_runs_than_this_one(host: ScriptHost, shell: str) -> None:  # noqa: F811
+    host.answer("info", "echo 20.10 /")
+    host.answer("image inspect", "echo sha256:ab")
+    host.answer("ps", 'printf "run\'1\\nother-1\\nother-2\\n"')
+    values = parse_facts(host.run(check_script("repo@sha256:ab", "run'1"), shell))
+    assert (values["worker"], values["engine"], values["image"]) == ("3", "20.10", "sha256:ab")
+    assert values["runs"] == "other-1 other-2"
+    assert values["free_kb"].isdigit()
+    assert values["done"] == "yes"
+    (problem,) = find_problems([HostFacts(3, {**values, "holders": ""}, time.time(), time.time())], 1)
+    assert problem.occupied_by == "other-1"

@@ -47,7 +47,7 @@ from launcher.emulator.state import Host, State
 from launcher.emulator.web import Acceptor, Request, Response, json_response, serve_http
 from launcher.tpu_vm import gcloud, queued
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
-from launcher.tpu_vm.ssh.connections import Reach
+from launcher.tpu_vm.ssh.connections import SliceConnections
 
 NODE = ("projects", "p", "locations", "us-central2-b", "nodes")
 BODY = {
@@ -131,8 +131,8 @@ def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: 
     crashed = shell.run(gcloud.ssh_command(config, "true", worker="0"), timeout=60)
     assert not crashed.ok
     assert "IndexError" in crashed.stderr
-    answer = Reach(config).ask_through_gcloud(0, "true")
-    assert (answer.reached, "IndexError" in answer.problem) == (False, True)
+    result = SliceConnections(config).run_through_gcloud(0, "true")
+    assert (result.reached, "IndexError" in result.problem) == (False, True)
     for host in hosts_of(state):
         host.guest_attributes["hostkeys/ssh-ed25519"] = "AAAAC3NzaC1lZDI1NTE5AAAAIGAbCdEf"
     addresses = parse_dry_run(gcloud.call(gcloud.ssh_command(config, "true", dry_run=True), timeout=60))

@@ -129,7 +129,7 @@ def _saved(reference: str) -> Iterator[File]:
             stream = image.extractfile(member)
             if stream is not None and not member.name.endswith(".json"):
                 try:
-                    layer = tarfile.open(fileobj=stream, mode="r|*")  # noqa: SIM115
+                    layer = tarfile.open(fileobj=stream, mode="r|*")
                 except tarfile.ReadError:
                     continue  # a JSON file of the image's own
                 for entry in layer:

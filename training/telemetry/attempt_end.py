@@ -1,13 +1,16 @@
-"""What host 0 writes when an attempt ends, in whichever way: its last metrics, its end record, and report.html."""
+"""Host 0's last words in the run's folder, whichever way an attempt ends: its last metrics, how it ended, and
+report.html."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from training.errors import StopRequested
-from training.telemetry import attempts, html
+from training.models.hub import BackgroundUploader
+from training.telemetry import attempts
+from training.telemetry import html as page
 from training.telemetry.console import Console
 from training.telemetry.metrics import MetricsLog
 from training.telemetry.phase_timer import PhaseTimer
@@ -15,30 +18,22 @@ from training.telemetry.phase_timer import PhaseTimer
 
 @dataclass
 class AttemptContext:
-    """What `record_attempt_end` uses; filled in while the attempt starts up."""
+    """What is known of the attempt so far."""
 
-    console: Console
+    screen: Console
     log: MetricsLog | None = None
-    step: Callable[[], int] = lambda: 0  # steps done so far
-    close: list[Callable[[], None]] = field(default_factory=list)  # called first: ends what runs in the background
+    step: Callable[[], int] = lambda: 0
+    pushes: BackgroundUploader | None = None
 
 
 @contextlib.contextmanager
 def record_attempt_end(
-    folder: str, start_url: str, timer: PhaseTimer, context: AttemptContext, warn: Callable[[str], None]
+    folder: str, start_url: str, clock: PhaseTimer, ending: AttemptContext, warn: Callable[[str], None]
 ) -> Iterator[None]:
-    """Runs a whole attempt on host 0, and records how it ended.
+    """Around a whole attempt, on host 0. What can't be written is warned of: it changes neither the result nor why the
+    attempt ended.
 
-    A failure to record is a warning: it changes neither the attempt's result nor its error. An attempt that was asked
-    to stop leaves at once, without report.html: the next attempt or `tpu-train report` writes it.
-
-    Args:
-        folder: of the run.
-        start_url: of the attempt's start record.
-        timer: of the attempt.
-        context: what is known of the attempt by then.
-        warn: shows a warning.
-    """
+    An attempt that was asked to stop leaves at once: its report is made by the next one, or by `tpu-train report`."""
     error: BaseException | None = None
     try:
         yield
@@ -46,14 +41,14 @@ def record_attempt_end(
         error = raised
         raise
     finally:
-        context.console.close()
+        ending.screen.close()
         try:
-            for close in context.close:
-                close()
-            if context.log:
-                context.log.flush()
-            attempts.write_end(start_url, error, context.step(), timer.report())
+            if ending.pushes:
+                ending.pushes.close()
+            if ending.log:
+                ending.log.flush()
+            attempts.write_end(start_url, error, ending.step(), clock.report())
             if not isinstance(error, StopRequested):
-                context.console.print(f"report: {html.write_report(folder)}")
+                ending.screen.print(f"report: {page.write_report(folder)}")
         except Exception as problem:
-            warn(f"the end of the attempt is not recorded in {folder}: {type(problem).__name__}: {problem}")
+            warn(f"the end of the attempt is not told in {folder}: {type(problem).__name__}: {problem}")

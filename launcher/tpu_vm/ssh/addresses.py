@@ -1,10 +1,9 @@
-"""How the hosts of a slice are reached: as `gcloud ... ssh --dry-run` says it, and remembered from one command to the
-next.
+"""The addresses of a slice's hosts: as `gcloud ... ssh --dry-run` prints them, and kept from one command to the next.
 
-`.tpu-launch/slices/<project>.<name>.hosts.json` holds what gcloud said last of a slice that was READY, so that a
-command needs not wait two gcloud calls for it. It is a hint: keys of hosts are checked whatever it says, a host that
-does not answer there is asked for again (tpu_vm), and a file that is lost, cut short, or made for another zone, type or
-way of reaching hosts is as none.
+`.tpu-launch/slices/<project>.<name>.hosts.json` holds what gcloud printed last for a slice that was READY, so that a
+command does not wait for two gcloud calls. It is a hint: host keys are checked in any case, and gcloud is asked again
+for a host that does not answer there (connections.py). A file that is lost, cut short, or made for another zone, type or
+way of reaching hosts counts as missing.
 """
 
 from __future__ import annotations
@@ -35,40 +34,25 @@ class Address:
     key_file: str
     known_hosts: str
     alias: str
+    """The name under which the host's key is kept in `known_hosts`."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a command on a host printed, or why it could not be asked (`problem`).
+class KnownSlice:
+    """A slice as it was when it was last seen READY."""
 
-    `refused`: the host is there, but ssh as we speak it does not work (keys, host keys, a proxy): gcloud may still
-    reach it.
-    """
+    created: str
+    """When it was created: distinguishes it from a later slice of the same name."""
 
-    worker: int
-    returncode: int | None
-    stdout: str = ""
-    stderr: str = ""
-    problem: str = ""
-    refused: bool = False
-    timed_out: bool = False
+    internal: tuple[str, ...]
+    """The addresses by which hosts reach each other, in worker order."""
 
-    @property
-    def reached(self) -> bool:
-        return self.returncode is not None
-
-
-@dataclass(frozen=True)
-class Known:
-    """A slice as it was last seen READY."""
-
-    created: str  # tells it from a later slice of the same name
-    internal: tuple[str, ...]  # the addresses by which hosts know each other, in worker order
     addresses: tuple[Address, ...]
 
 
 def parse_dry_run(text: str) -> list[Address]:
-    """The lines that `gcloud compute tpus tpu-vm ssh --worker=all --dry-run` prints, one a host in worker order."""
+    """The addresses in the output of `gcloud compute tpus tpu-vm ssh --worker=all --dry-run`: a line a host, in worker
+    order. Raises LaunchError when a line is not as expected."""
     addresses: list[Address] = []
     for line in text.splitlines():
         if " -i " not in line:
@@ -96,38 +80,38 @@ def parse_dry_run(text: str) -> list[Address]:
     return addresses
 
 
-def recall(config: Config) -> Known | None:
-    """What is remembered of the slice that the file means; None when it would not be the same."""
+def load(config: Config) -> KnownSlice | None:
+    """What is kept of the slice that the configuration means; None when it would not be the same slice."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(_file(config).read_text())
-        if kept["of"] == _of(config):
-            known = Known(
-                kept["created"], tuple(kept["internal"]), tuple(Address(**each) for each in kept["addresses"])
-            )
+        content = json.loads(_file(config).read_text())
+        if content["of"] == _fingerprint(config):
+            addresses = tuple(Address(**address) for address in content["addresses"])
+            known = KnownSlice(content["created"], tuple(content["internal"]), addresses)
             if len(known.internal) == len(known.addresses) == config.accelerator.hosts:
                 return known
     return None
 
 
-def keep(config: Config, known: Known) -> None:
-    home.write_private(_file(config), json.dumps({"of": _of(config), **asdict(known)}))
+def save(config: Config, known: KnownSlice) -> None:
+    """Keeps the addresses for later commands."""
+    home.write_private(_file(config), json.dumps({"of": _fingerprint(config), **asdict(known)}))
 
 
 def forget(config: Config) -> None:
+    """Removes what is kept of the slice."""
     _file(config).unlink(missing_ok=True)
 
 
-def _of(config: Config) -> str:
-    """What the addresses depend on: where gcloud asks, for what, from where."""
-    endpoint = os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", "")
-    wanted = [
-        endpoint,
+def _fingerprint(config: Config) -> str:
+    """A hash of what the addresses depend on: the API, the slice, and the way to its hosts."""
+    parts = [
+        os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", ""),
         os.environ.get("HOME", ""),
         placement.zone(config),
         config.slice.accelerator_type,
         config.slice.internal_ips,
     ]
-    return hashlib.sha256(json.dumps(wanted).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _file(config: Config) -> Path:

@@ -1,9 +1,9 @@
-"""The way to the hosts of one slice: where they are, as remembered or as gcloud says, and one set of connections that
-all threads use.
+"""The connections to the hosts of one slice, shared by all threads: finds the hosts' addresses, runs commands on them
+over connections that stay open, and through gcloud where those can't be made.
 
-What an earlier command remembered is a hint. Where hosts do not answer there, gcloud is asked once whether they are
-elsewhere by now; a slice that turns out to be another one makes it void. The lock is held for moments, never while
-gcloud or a host is waited for.
+Addresses that an earlier command kept are a hint. When hosts do not answer there, gcloud is asked once whether they have
+moved; when the slice turns out to be another one, the hint is dropped. Locks are held for moments, never while waiting
+for gcloud or a host.
 """
 
 from __future__ import annotations
@@ -20,174 +20,177 @@ from launcher.errors import CommandTimeout, LaunchError
 from launcher.provider import SliceState
 from launcher.tpu_vm import gcloud
 from launcher.tpu_vm.ssh import addresses
-from launcher.tpu_vm.ssh.addresses import Answer, Known
+from launcher.tpu_vm.ssh.addresses import KnownSlice
+from launcher.tpu_vm.ssh.result import HostResult
 
-if TYPE_CHECKING:  # it imports Fabric: a start must not wait for that
-    from launcher.tpu_vm.ssh.sessions import Hosts
+if TYPE_CHECKING:  # it imports Fabric, which takes time that a command without hosts need not spend
+    from launcher.tpu_vm.ssh.pool import ConnectionPool
 
 _GCLOUD_SECONDS = 40.0  # for one call
+_GCLOUD_CALLS = 16  # at once
 
 
-class Reach:
-    """The hosts of the slice that the file describes. Threads may ask at once."""
+class SliceConnections:
+    """The hosts of the slice that a configuration describes. Threads may run commands at once."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.through_gcloud_alone = config.run.transport == "gcloud" or config.slice.iap
+        self.gcloud_only = config.run.transport == "gcloud" or config.slice.iap
         self._lock = threading.Lock()  # of the four that follow
-        self._seen: SliceState | None = None  # as last described
-        self._remembered = None if self.through_gcloud_alone else addresses.recall(config)
-        self._hosts: Hosts | None = None
-        self._doubtful: Known | None = (
-            None  # what the connections' addresses were taken from, until gcloud has been asked about it
-        )
-        self._listing = threading.Lock()  # one thread finds out where the hosts are, others wait for it
-        self._dialling: Future[None] | None = None
+        self._state: SliceState | None = None  # as last described
+        self._known = None if self.gcloud_only else addresses.load(config)
+        self._pool: ConnectionPool | None = None
+        self._unverified: KnownSlice | None = None  # where the pool's addresses come from, until gcloud confirmed them
+        self._listing = threading.Lock()  # one thread finds the addresses, others wait for it
+        self._connecting: Future[None] | None = None
 
-    # -- what is known ------------------------------------------------------------------------------------------------
+    # -- the slice ----------------------------------------------------------------------------------------------------
 
     @property
-    def remembered(self) -> bool:
-        """Whether an earlier command saw this slice READY, and nothing has spoken against it since."""
+    def has_known_slice(self) -> bool:
+        """Whether an earlier command saw this slice READY, and nothing has contradicted it since."""
         with self._lock:
-            return self._remembered is not None
+            return self._known is not None
 
-    def saw(self, found: SliceState | None) -> None:
-        """The slice was described: what is remembered of another one is void."""
+    def note_state(self, state: SliceState | None) -> None:
+        """Takes note of what the API says of the slice; drops what is kept of another one."""
         with self._lock:
-            self._seen, known = found, self._remembered
-        if known is not None and (found is None or (found.created, found.hosts) != (known.created, known.internal)):
+            self._state, known = state, self._known
+        if known is not None and (state is None or (state.created, state.hosts) != (known.created, known.internal)):
             self.forget()
 
-    def internal(self) -> list[str]:
-        """The addresses by which hosts know each other, in worker order; empty when the slice must be described
+    def internal_addresses(self) -> list[str]:
+        """The addresses by which hosts reach each other, in worker order; empty when the slice must be described
         first."""
         with self._lock:
-            if self._seen is not None:
-                return list(self._seen.hosts)
-            return list(self._remembered.internal) if self._remembered is not None else []
+            if self._state is not None:
+                return list(self._state.hosts)
+            return list(self._known.internal) if self._known is not None else []
 
     def forget(self) -> None:
-        """Nothing that is remembered of the slice holds any more, nor do the connections."""
+        """Drops everything that is kept of the slice, and closes the connections."""
         with self._lock:
-            void, self._hosts = self._hosts, None
-            self._remembered = self._doubtful = None
+            pool, self._pool = self._pool, None
+            self._known = self._unverified = None
         addresses.forget(self.config)
-        if void is not None:
-            void.close()
+        if pool is not None:
+            pool.close()
 
     def close(self) -> None:
-        """Closes what is open; a later question opens it again."""
-        self._dialled()
+        """Closes what is open; the next command opens it again."""
+        self._wait_connected()
         with self._lock:
-            hosts, self._hosts, self._doubtful = self._hosts, None, None
-        if hosts is not None:
-            hosts.close()
+            pool, self._pool, self._unverified = self._pool, None, None
+        if pool is not None:
+            pool.close()
 
-    # -- asking -------------------------------------------------------------------------------------------------------
+    # -- commands -----------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Dials all hosts in the background, while other things are looked at; what fails is tried again when it is
-        needed."""
-        if not self.through_gcloud_alone:
-            self._dialling = ThreadPoolExecutor(1).submit(lambda: self._listed().connect_all())
+    def connect_in_background(self) -> None:
+        """Connects to all hosts while other work goes on; what fails is tried again when it is needed."""
+        if not self.gcloud_only:
+            self._connecting = ThreadPoolExecutor(1).submit(lambda: self._open_pool().connect_all())
 
-    def hosts(self) -> Hosts:
-        """All hosts, connected or to be connected when asked. Raises LaunchError when gcloud can't say where they
-        are."""
-        self._dialled()
-        return self._listed()
+    def pool(self) -> ConnectionPool:
+        """The connections of all hosts, each opened when it is used. Raises LaunchError when gcloud can't say where the
+        hosts are."""
+        self._wait_connected()
+        return self._open_pool()
 
-    def ask(self, worker: int, script: str, *, timeout: float) -> Answer:
-        hosts = self.hosts()
-        answer = hosts.ask(worker, script, timeout=timeout)
-        if not answer.reached and (others := self.instead_of(hosts)):
-            answer = others.ask(worker, script, timeout=timeout)
-        return answer
+    def run(self, worker: int, script: str, *, timeout: float) -> HostResult:
+        """Runs a script on one host. `timeout` in seconds; what a network or a host does is in the result."""
+        pool = self.pool()
+        result = pool.run(worker, script, timeout=timeout)
+        if not result.reached and (other := self.replacement_of(pool)):
+            result = other.run(worker, script, timeout=timeout)
+        return result
 
-    def ask_all(
-        self, script: str, *, timeout: float, workers: Sequence[int] | None = None, given: str | None = None
-    ) -> list[Answer]:
-        """Answers in worker order."""
-        hosts = self.hosts()
-        answers = hosts.ask_all(script, timeout=timeout, workers=workers, given=given)
-        if not all(answer.reached for answer in answers) and (others := self.instead_of(hosts)):
-            answers = others.ask_all(script, timeout=timeout, workers=workers, given=given)
-        return answers
+    def run_all(
+        self, script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
+    ) -> list[HostResult]:
+        """Runs a script on all hosts, or on `workers`, at once; results in worker order."""
+        pool = self.pool()
+        results = pool.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
+        if not all(result.reached for result in results) and (other := self.replacement_of(pool)):
+            results = other.run_all(script, timeout=timeout, workers=workers, stdin=stdin)
+        return results
 
-    def ask_missed(self, answers: list[Answer], script: str, *, timeout: float, missed: Sequence[int]) -> list[Answer]:
-        """The answers, with those of hosts that were missed from a second try."""
-        again = {answer.worker: answer for answer in self.hosts().ask_all(script, timeout=timeout, workers=missed)}
-        return [again.get(answer.worker, answer) for answer in answers]
+    def retry(
+        self, results: list[HostResult], script: str, *, timeout: float, workers: Sequence[int]
+    ) -> list[HostResult]:
+        """The results, those of `workers` replaced by a second try."""
+        second = {result.worker: result for result in self.pool().run_all(script, timeout=timeout, workers=workers)}
+        return [second.get(result.worker, result) for result in results]
 
-    def ask_through_gcloud(self, worker: int, script: str, given: str | None = None) -> Answer:
-        """One host by gcloud alone: some seconds a question, for workstations from which our own ssh does not get
-        through."""
+    def run_through_gcloud(self, worker: int, script: str, stdin: str | None = None) -> HostResult:
+        """Runs a script on one host through gcloud, for workstations from which our own ssh does not get through. Takes
+        some seconds."""
+        command = gcloud.ssh_command(self.config, script, worker=str(worker))
         try:
-            result = shell.run(
-                gcloud.ssh_command(self.config, script, worker=str(worker)), timeout=_GCLOUD_SECONDS, input=given
-            )
+            result = shell.run(command, timeout=_GCLOUD_SECONDS, input=stdin)
         except CommandTimeout as error:
-            return Answer(worker, None, problem=str(error).splitlines()[0])
+            return HostResult(worker, None, problem=str(error).splitlines()[0])
         if not result.ok:
-            return Answer(worker, None, problem=gcloud.essence(result.stderr))
-        return Answer(worker, 0, result.stdout, result.stderr)
+            return HostResult(worker, None, problem=gcloud.summarize(result.stderr))
+        return HostResult(worker, 0, result.stdout, result.stderr)
 
-    def instead_of(self, asked: Hosts) -> Hosts | None:
-        """Whom to ask now that hosts did not answer: others, if they were remembered and gcloud says that they are
-        elsewhere. It is asked once."""
+    def run_all_through_gcloud(self, script: str, workers: Sequence[int], stdin: str | None = None) -> list[HostResult]:
+        """As `run_through_gcloud`, one call a host."""
+        with ThreadPoolExecutor(max_workers=_GCLOUD_CALLS) as executor:
+            return list(executor.map(lambda worker: self.run_through_gcloud(worker, script, stdin), workers))
+
+    def replacement_of(self, pool: ConnectionPool) -> ConnectionPool | None:
+        """The connections to use after hosts of `pool` did not answer, when its addresses were kept ones and gcloud
+        gives others. gcloud is asked once."""
         with self._lock:
-            if self._hosts is not asked:
-                return self._hosts  # another thread has found out
-            doubted, self._doubtful = self._doubtful, None
-        if doubted is None:
+            if self._pool is not pool:
+                return self._pool  # another thread has replaced it
+            unverified, self._unverified = self._unverified, None
+        if unverified is None:
             return None
         try:
-            fresh = self._where()
+            current = self._list_addresses()
         except LaunchError:
             return None
-        if fresh == doubted.addresses:
+        if current == unverified.addresses:
             return None
         addresses.forget(self.config)
-        from launcher.tpu_vm.ssh.sessions import Hosts
+        from launcher.tpu_vm.ssh.pool import ConnectionPool
 
         with self._lock:
-            if self._hosts is not asked:
-                return self._hosts
-            self._hosts, self._remembered, self._seen = (
-                Hosts(fresh),
-                None,
-                None,
-            )  # what is told to hosts depends on what was seen
-            others = self._hosts
-        asked.close()
-        return others
+            if self._pool is not pool:
+                return self._pool
+            # Internal addresses must be read again, too: hosts are given them.
+            self._known, self._state = None, None
+            self._pool = replacement = ConnectionPool(current)
+        pool.close()
+        return replacement
 
-    def _dialled(self) -> None:
-        dialling, self._dialling = self._dialling, None
-        if dialling is not None:
+    def _wait_connected(self) -> None:
+        connecting, self._connecting = self._connecting, None
+        if connecting is not None:
             with contextlib.suppress(LaunchError):
-                dialling.result()
+                connecting.result()
 
-    def _listed(self) -> Hosts:
-        from launcher.tpu_vm.ssh.sessions import Hosts
+    def _open_pool(self) -> ConnectionPool:
+        from launcher.tpu_vm.ssh.pool import ConnectionPool
 
         with self._listing:
             with self._lock:
-                if self._hosts is not None:
-                    return self._hosts
-                known = self._remembered
-            listed = known.addresses if known is not None else self._where()
+                if self._pool is not None:
+                    return self._pool
+                known = self._known
+            current = known.addresses if known is not None else self._list_addresses()
             with self._lock:
-                self._hosts, self._doubtful = Hosts(listed), known
-                return self._hosts
+                self._pool, self._unverified = ConnectionPool(current), known
+                return self._pool
 
-    def _where(self) -> tuple[addresses.Address, ...]:
-        """How gcloud would reach the hosts, kept for later commands when the slice was seen READY."""
-        printed = gcloud.call(gcloud.ssh_command(self.config, "true", dry_run=True), timeout=_GCLOUD_SECONDS)
-        listed = tuple(addresses.parse_dry_run(printed))
+    def _list_addresses(self) -> tuple[addresses.Address, ...]:
+        """The addresses that gcloud would use, kept for later commands when the slice was seen READY."""
+        output = gcloud.call(gcloud.ssh_command(self.config, "true", dry_run=True), timeout=_GCLOUD_SECONDS)
+        current = tuple(addresses.parse_dry_run(output))
         with self._lock:
-            seen = self._seen
-        if seen is not None and seen.ready and len(listed) == len(seen.hosts):
-            addresses.keep(self.config, Known(seen.created, seen.hosts, listed))
-        return listed
+            state = self._state
+        if state is not None and state.ready and len(current) == len(state.hosts):
+            addresses.save(self.config, KnownSlice(state.created, state.hosts, current))
+        return current

@@ -11,8 +11,8 @@ from launcher.config import Config, load
 from launcher.errors import LaunchError
 from launcher.provider import SliceState
 from launcher.tpu_vm.ssh import addresses
-from launcher.tpu_vm.ssh.addresses import Address, Known
-from launcher.tpu_vm.ssh.connections import Reach
+from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
+from launcher.tpu_vm.ssh.connections import SliceConnections
 
 DRY_RUN = (  # as gcloud 528 prints it
     "/usr/bin/ssh -T -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} -o IdentitiesOnly=yes "
@@ -47,33 +47,33 @@ def config(folder: Path, kind: str = "v4-16", more: str = "") -> Config:
 def test_a_slice_is_remembered_for_the_same_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     two = tuple(Address(worker, f"10.0.0.{worker}", "me", "key", "known", f"tpu.1-{worker}") for worker in range(2))
-    known = Known("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), two)
-    assert addresses.recall(config(tmp_path)) is None
-    addresses.keep(config(tmp_path), known)
-    assert addresses.recall(config(tmp_path)) == known
-    assert addresses.recall(config(tmp_path, "v4-32")) is None
-    assert addresses.recall(config(tmp_path, more=", internal_ips: true")) is None
+    known = KnownSlice("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), two)
+    assert addresses.load(config(tmp_path)) is None
+    addresses.save(config(tmp_path), known)
+    assert addresses.load(config(tmp_path)) == known
+    assert addresses.load(config(tmp_path, "v4-32")) is None
+    assert addresses.load(config(tmp_path, more=", internal_ips: true")) is None
     monkeypatch.setenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", "http://127.0.0.1:1/")
-    assert addresses.recall(config(tmp_path)) is None, "an emulated slice is another one"
+    assert addresses.load(config(tmp_path)) is None, "an emulated slice is another one"
     monkeypatch.delenv("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU")
     (kept,) = (tmp_path / "kept" / "slices").iterdir()
     kept.write_text(kept.read_text()[:40])
-    assert addresses.recall(config(tmp_path)) is None, "cut short"
+    assert addresses.load(config(tmp_path)) is None, "cut short"
     addresses.forget(config(tmp_path))
     assert not list((tmp_path / "kept" / "slices").iterdir())
 
 
-def remembered(folder: Path) -> Known:
+def remembered(folder: Path) -> KnownSlice:
     """Two hosts where nothing listens, kept by an earlier command."""
     two = tuple(
         Address(worker, f"127.9.9.{worker + 1}", "me", "key", "known", f"tpu.1-{worker}") for worker in range(2)
     )
-    known = Known("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), two)
-    addresses.keep(config(folder), known)
+    known = KnownSlice("2026-01-01T00:00:00Z", ("10.1.0.0", "10.1.0.1"), two)
+    addresses.save(config(folder), known)
     return known
 
 
-def seen(known: Known) -> SliceState:
+def seen(known: KnownSlice) -> SliceState:
     return SliceState("demo", "READY", "HEALTHY", "v4-16", known.internal, created=known.created)
 
 
@@ -82,13 +82,13 @@ def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(
 ) -> None:
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     known = remembered(tmp_path)
-    reach = Reach(config(tmp_path))
-    reach.saw(seen(known))
-    assert reach.remembered
-    assert reach.hosts() is reach.hosts()
-    reach.saw(replace(seen(known), created="2026-02-02T00:00:00Z"))
-    assert not reach.remembered
-    assert addresses.recall(config(tmp_path)) is None
+    connections = SliceConnections(config(tmp_path))
+    connections.note_state(seen(known))
+    assert connections.has_known_slice
+    assert connections.pool() is connections.pool()
+    connections.note_state(replace(seen(known), created="2026-02-02T00:00:00Z"))
+    assert not connections.has_known_slice
+    assert addresses.load(config(tmp_path)) is None
 
 
 @pytest.mark.parametrize("moved", [False, True])
@@ -98,14 +98,14 @@ def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     known = remembered(tmp_path)
     asked = gcloud_says(tmp_path, monkeypatch, [f"127.9.{8 if moved else 9}.{worker + 1}" for worker in range(2)])
-    reach = Reach(config(tmp_path))
-    before = reach.hosts()
+    connections = SliceConnections(config(tmp_path))
+    before = connections.pool()
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda number: reach.ask(number % 2, "true", timeout=5), range(16)))
+        answers = list(pool.map(lambda number: connections.run(number % 2, "true", timeout=5), range(16)))
     assert not any(answer.reached for answer in answers)
     assert asked.read_text() == "asked\n"
-    assert (reach.hosts() is not before) == moved
-    assert (addresses.recall(config(tmp_path)) == known) == (not moved)
+    assert (connections.pool() is not before) == moved
+    assert (addresses.load(config(tmp_path)) == known) == (not moved)
 
 
 def test_looks_that_come_back_late_find_no_slice_and_never_break(
@@ -116,18 +116,18 @@ def test_looks_that_come_back_late_find_no_slice_and_never_break(
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     gcloud_says(tmp_path, monkeypatch, [])
 
-    def look(reach: Reach, worker: int) -> bool:
+    def look(connections: SliceConnections, worker: int) -> bool:
         try:
-            return reach.ask(worker, "true", timeout=5).reached
+            return connections.run(worker, "true", timeout=5).reached
         except LaunchError:
             return False
 
     for _ in range(20):
         remembered(tmp_path)
-        reach = Reach(config(tmp_path))
-        reach.hosts()
+        connections = SliceConnections(config(tmp_path))
+        connections.pool()
         with ThreadPoolExecutor(8) as pool:
-            looks = [pool.submit(look, reach, number % 2) for number in range(16)]
-            reach.saw(None)
-            assert not any(each.result() for each in looks)
-        assert not reach.remembered
+            looks = [pool.submit(look, connections, number % 2) for number in range(16)]
+            connections.note_state(None)
+            assert not any(look.result() for look in looks)
+        assert not connections.has_known_slice

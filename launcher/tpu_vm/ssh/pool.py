@@ -1,8 +1,12 @@
-"""Shell access to the hosts of a slice: Fabric connections that stay open, addressed and authenticated as gcloud would.
+"""A pool of ssh connections that stay open: Fabric connections, addressed and authenticated as gcloud would.
 
-`addresses` knows how gcloud would reach each host: address, user, key, known-hosts file and the alias under which the
-host's key is kept. We connect with exactly that, so keys are checked as gcloud checks them. A host that can't be
-reached is an observation, not an exception of the caller's.
+`addresses` says how gcloud would reach each host: address, user, key, known-hosts file and the alias under which the
+host's key is kept. The pool connects with exactly that, so keys are checked as gcloud checks them. A host that can't be
+reached is a result, not an exception.
+
+Of Fabric, only `Connection.open` and `close` are used, which set up authentication and the transport. Its `run` and
+`Group` start four threads a command and host; an observation of 64 hosts a second would spend its time on them. So
+commands run on a channel of the transport (`_execute`), with one deadline for the whole command.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from fabric import Config as FabricConfig
 from fabric import Connection
 from paramiko.hostkeys import HostKeys
 
-from launcher.tpu_vm.ssh.addresses import Address, Answer
+from launcher.tpu_vm.ssh.addresses import Address
+from launcher.tpu_vm.ssh.result import HostResult
 
-# What goes wrong is in the answers; paramiko would print tracebacks of its threads as well.
+# Errors are in the results; paramiko would print tracebacks of its threads as well.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 logging.getLogger("paramiko").propagate = False
 
@@ -43,114 +48,118 @@ class HostKeyUnknown(paramiko.SSHException):
     """No key of that host is known yet: gcloud learns it at its own first connection."""
 
 
-# The host is there, but does not let us in as we are; gcloud, which spreads keys and learns those of hosts, may still
-# get through.
+# The host answers, but refuses us; gcloud, which spreads keys and learns those of hosts, may still get through.
 _REFUSALS = (HostKeyUnknown, paramiko.AuthenticationException, paramiko.ssh_exception.IncompatiblePeer)
 
 
 class HostKeyChanged(paramiko.SSHException):
-    """A host shows another key than the one that is known: nobody is asked to go on, and gcloud would try for 47 s
-    before it said so."""
+    """A host shows another key than the known one. It is refused; gcloud would try for 47 s before it said so."""
 
 
 class _AliasKeys(paramiko.MissingHostKeyPolicy):
-    """Checks a host's key under the alias gcloud keeps it by. gcloud adds keys on its own first connection; an unknown
-    one is refused."""
+    """Checks a host's key under the alias by which gcloud keeps it. An unknown one is refused: gcloud adds keys at its
+    own first connection."""
 
     def __init__(self, address: Address, known: Callable[[str], HostKeys]) -> None:
         self.address = address
         self.known = known
 
     def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        keys = self.known(self.address.known_hosts).lookup(
-            self.address.alias.lower()
-        )  # OpenSSH keeps aliases in lower case
+        """Raises HostKeyChanged or HostKeyUnknown unless the key is the known one."""
+        alias = self.address.alias.lower()  # OpenSSH keeps aliases in lower case
+        keys = self.known(self.address.known_hosts).lookup(alias)
         kept = None if keys is None else keys.get(key.get_name())
-        if kept is not None and kept != key:
-            raise HostKeyChanged(
-                f"the host key of worker {self.address.worker} ({hostname}) has changed: somebody else answers there, or the host was set up anew; "
-                f"if you know why: ssh-keygen -f {self.address.known_hosts} -R {self.address.alias.lower()}"
-            )
+        subject = f"the host key of worker {self.address.worker} ({hostname})"
         if kept is None:
-            raise HostKeyUnknown(
-                f"the host key of worker {self.address.worker} ({hostname}) is not the one gcloud keeps as {self.address.alias}"
+            raise HostKeyUnknown(f"{subject} is not the one gcloud keeps as {self.address.alias}")
+        if kept != key:
+            raise HostKeyChanged(
+                f"{subject} has changed: somebody else answers there, or the host was set up anew; "
+                f"if you know why: ssh-keygen -f {self.address.known_hosts} -R {alias}"
             )
 
 
-class Hosts:
-    """Open connections to the hosts of one slice. Threads may ask the same or different hosts at once."""
+class ConnectionPool:
+    """Open connections to the hosts of one slice. Threads may use the same or different hosts at once."""
 
     def __init__(self, addresses: Sequence[Address]) -> None:
         self.addresses = {address.worker: address for address in addresses}
         self._connections: dict[int, Connection] = {}
         self._handshakes = threading.BoundedSemaphore(_HANDSHAKES)
-        self._used: dict[int, float] = {}  # when each was last asked
+        self._used: dict[int, float] = {}  # time of the last command, by worker
         self._locks = {worker: threading.Lock() for worker in self.addresses}
         self._reading = threading.Lock()
-        self._keys: dict[
-            str, paramiko.PKey
-        ] = {}  # by file: to read an RSA key takes longer than all else of a handshake
-        self._known: dict[tuple[str, float], HostKeys] = {}  # by file and its time
+        # By file: reading an RSA key takes longer than the rest of a handshake.
+        self._keys: dict[str, paramiko.PKey] = {}
+        self._host_keys: dict[tuple[str, float], HostKeys] = {}  # by file and its modification time
 
     @property
     def workers(self) -> list[int]:
+        """All hosts, in order."""
         return sorted(self.addresses)
 
-    def ask(self, worker: int, script: str, *, timeout: float, given: str | None = None) -> Answer:
-        """Runs `script` on a host, with `given` as its standard input. Never raises for what a network or a host does:
-        the answer says it."""
-        # A connection that was not used for a while may have died unnoticed; scripts may be run again.
-        stale = worker in self._connections and time.monotonic() - self._used.get(worker, 0.0) > _STALE_SECONDS
-        answer = self._ask(worker, script, timeout, given)
-        if stale and not answer.reached and not answer.timed_out:
-            answer = self._ask(worker, script, timeout, given)
-        self._used[worker] = time.monotonic()
-        return answer
+    def run(self, worker: int, script: str, *, timeout: float, stdin: str | None = None) -> HostResult:
+        """Runs a script on a host. Never raises for what a network or a host does: the result says it.
 
-    def _ask(self, worker: int, script: str, timeout: float, given: str | None) -> Answer:
+        Args:
+            worker: the host.
+            script: text for `sh -c`; must be safe to run twice.
+            timeout: seconds, for connecting and the command together.
+            stdin: its standard input.
+        """
+        # A connection that was idle for a while may be dead without having been noticed.
+        stale = worker in self._connections and time.monotonic() - self._used.get(worker, 0.0) > _STALE_SECONDS
+        result = self._run(worker, script, timeout, stdin)
+        if stale and not result.reached and not result.timed_out:
+            result = self._run(worker, script, timeout, stdin)
+        self._used[worker] = time.monotonic()
+        return result
+
+    def _run(self, worker: int, script: str, timeout: float, stdin: str | None) -> HostResult:
         connection: Connection | None = None
         try:
             with self._locks[worker]:
                 connection = self._connect(worker)
-            code, out, err = _execute(connection, f"sh -c {shlex.quote(script)}", timeout, given)
+            code, out, err = _execute(connection, f"sh -c {shlex.quote(script)}", timeout, stdin)
         except TimeoutError:
             self._drop(worker, connection)
             if connection is None:
-                return Answer(worker, None, problem=f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
-            return Answer(worker, None, problem=f"no answer within {timeout:.0f} s", timed_out=True)
+                return HostResult(worker, None, problem=f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
+            return HostResult(worker, None, problem=f"no answer within {timeout:.0f} s", timed_out=True)
         except paramiko.SSHException as error:
             self._drop(worker, connection)
-            return Answer(worker, None, problem=_say(error), refused=isinstance(error, _REFUSALS))
+            return HostResult(worker, None, problem=_describe(error), refused=isinstance(error, _REFUSALS))
         except (OSError, EOFError) as error:
             self._drop(worker, connection)
-            return Answer(worker, None, problem=_say(error))
+            return HostResult(worker, None, problem=_describe(error))
         if code == -1:  # paramiko: the channel closed without a status
             self._drop(worker, connection)
-            return Answer(worker, None, problem="the connection closed before the command ended")
-        return Answer(worker, code, out, err)
+            return HostResult(worker, None, problem="the connection closed before the command ended")
+        return HostResult(worker, code, out, err)
 
-    def ask_all(
-        self, script: str, *, timeout: float, workers: Sequence[int] | None = None, given: str | None = None
-    ) -> list[Answer]:
-        """The same question to all hosts at once (or to some), answers in worker order."""
-        asked = self.workers if workers is None else sorted(workers)
-        if not asked:
+    def run_all(
+        self, script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
+    ) -> list[HostResult]:
+        """Runs a script on all hosts, or on `workers`, at once; results in worker order."""
+        chosen = self.workers if workers is None else sorted(workers)
+        if not chosen:
             return []
-        with ThreadPoolExecutor(max_workers=min(64, len(asked))) as pool:
-            return list(pool.map(lambda worker: self.ask(worker, script, timeout=timeout, given=given), asked))
+        with ThreadPoolExecutor(max_workers=min(64, len(chosen))) as executor:
+            return list(executor.map(lambda worker: self.run(worker, script, timeout=timeout, stdin=stdin), chosen))
 
     def connect_all(self) -> None:
-        """Opens what can be opened; what can't is a later question's problem."""
+        """Opens the connections that can be opened; a later command reports the others."""
 
         def connect(worker: int) -> None:
             with contextlib.suppress(OSError, EOFError, paramiko.SSHException), self._locks[worker]:
                 self._connect(worker)
                 self._used[worker] = time.monotonic()
 
-        with ThreadPoolExecutor(max_workers=min(64, len(self.addresses))) as pool:
-            list(pool.map(connect, self.workers))
+        with ThreadPoolExecutor(max_workers=min(64, len(self.addresses))) as executor:
+            list(executor.map(connect, self.workers))
 
     def close(self) -> None:
+        """Closes all connections."""
         for worker, connection in list(self._connections.items()):
             self._drop(worker, connection)
 
@@ -159,7 +168,7 @@ class Hosts:
         if connection is not None and connection.is_connected:
             return connection
         address = self.addresses[worker]
-        # Dead hosts are told from slow ones: a short time for the first packets, a long one for the handshake.
+        # A short time for the first packets and a long one for the handshake distinguish dead hosts from slow ones.
         link = socket.create_connection((address.host, _SSH_PORT), timeout=_CONNECT_SECONDS)
         # The user's own ssh configuration must not change where these go.
         connection = Connection(
@@ -207,30 +216,27 @@ class Hosts:
     def _known_hosts(self, path: str) -> HostKeys:
         with self._reading:
             version = path, os.stat(path).st_mtime if Path(path).exists() else 0.0
-            if version not in self._known:
-                found = HostKeys()
+            if version not in self._host_keys:
+                host_keys = HostKeys()
                 if version[1]:
-                    found.load(path)
-                self._known = {version: found}
-            return self._known[version]
+                    host_keys.load(path)
+                self._host_keys = {version: host_keys}
+            return self._host_keys[version]
 
     def _drop(self, worker: int, connection: Connection | None) -> None:
-        """Closes a connection; another that was made meanwhile stays."""
+        """Closes a connection, unless the pool has another one for the host by now: that one stays."""
         if connection is None:
             return
         if id(self._connections.get(worker)) == id(connection):
             self._connections.pop(worker, None)
-        with contextlib.suppress(
-            OSError, EOFError, paramiko.SSHException, AttributeError
-        ):  # it was broken; that is why it is dropped
+        with contextlib.suppress(OSError, EOFError, paramiko.SSHException, AttributeError):  # it may be broken
             connection.client.get_transport().sock.shutdown(socket.SHUT_RDWR)  # or its thread would be waited for
         with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
             connection.close()
 
 
-def _execute(connection: Connection, command: str, timeout: float, given: str | None) -> tuple[int, str, str]:
-    """Exit code and output of a command, on a channel of its own. Fabric's `run` starts four threads a command, too
-    much for 64 hosts a second.
+def _execute(connection: Connection, command: str, timeout: float, stdin: str | None) -> tuple[int, str, str]:
+    """Exit code, output and error output of a command, on a channel of its own.
 
     Raises TimeoutError, and what paramiko raises for a connection that breaks.
     """
@@ -238,8 +244,8 @@ def _execute(connection: Connection, command: str, timeout: float, given: str | 
     with connection.client.get_transport().open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
         channel.settimeout(timeout)
         channel.exec_command(command)
-        if given is not None:
-            channel.sendall(given.encode())
+        if stdin is not None:
+            channel.sendall(stdin.encode())
         channel.shutdown_write()
         parts: dict[str, list[bytes]] = {"recv": [], "recv_stderr": []}
         for source, received in parts.items():
@@ -254,7 +260,7 @@ def _execute(connection: Connection, command: str, timeout: float, given: str | 
         return channel.exit_status, out, err
 
 
-def _say(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, OSError):
         return f"can't be reached: {error}"
     return str(error) or type(error).__name__

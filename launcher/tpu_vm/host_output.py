@@ -1,0 +1,79 @@
+"""What the output of the scripts on hosts means. Pure: text in, dataclasses out.
+
+A script reports on one line a host, `tpu-launch <worker> <word> <detail>`; gcloud mixes the lines of all hosts with its
+own. `observe.sh` prints a container's state and log instead, and only ever for one host.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+
+from launcher.provider import ContainerState, HostReport, LogLine, Observation
+from launcher.tpu_vm.host_scripts import LOG_BYTES
+
+_BUSY = "busy"  # a container of another run is running on the host; the detail is that run's id
+_FAILED = "failed"
+
+
+def parse_reports(output: str, word: str, workers: Iterable[int]) -> list[HostReport]:
+    """The report of every worker: ok when the host reported `word`. A host without a report did not answer."""
+    reports = {}
+    for line in output.splitlines():
+        match = re.match(r"tpu-launch (\d+) (\S+) ?(.*)", line.strip())
+        if match:
+            worker = int(match[1])
+            reports[worker] = _to_report(worker, match[2], match[3], expected=word)
+    return [reports.get(worker, HostReport(worker, False, "the host did not answer")) for worker in workers]
+
+
+def has_reports(output: str) -> bool:
+    """Whether any host reported anything."""
+    return re.search(r"^\s*tpu-launch \d+ \S", output, re.MULTILINE) is not None
+
+
+def _to_report(worker: int, word: str, detail: str, *, expected: str) -> HostReport:
+    if word == expected:
+        return HostReport(worker, True, detail)
+    if word == _BUSY:
+        return HostReport(worker, False, f"run {detail} is on this host", occupied_by=detail)
+    return HostReport(worker, False, detail if word == _FAILED else f"{word} {detail}")
+
+
+def parse_state(line: str) -> ContainerState | None:
+    """The first line that `observe.sh` printed; None when the host's engine does not answer."""
+    if line == "absent":
+        return ContainerState("absent")
+    if not line.startswith("{"):
+        return None
+    state: Mapping[str, object] = json.loads(line)
+    ended = state.get("Status") in ("exited", "dead")
+    return ContainerState(
+        status=str(state.get("Status", "")),
+        exit_code=int(str(state.get("ExitCode", 0))) if ended else None,
+        oom_killed=bool(state.get("OOMKilled")),
+        started_at=str(state.get("StartedAt", "")),
+        finished_at=str(state.get("FinishedAt", "")) if ended else "",
+        error=str(state.get("Error", "")),
+    )
+
+
+def parse_observation(worker: int, output: str) -> Observation:
+    """What `observe.sh` printed. A last line that was cut in the middle is left for the next observation."""
+    first, _, rest = output.partition("\n")
+    state = parse_state(first.strip())
+    if state is None:
+        return Observation(worker, None, problem="its container engine does not answer")
+    cut = len(rest.encode(errors="replace")) >= LOG_BYTES
+    lines = rest.split("\n")  # not splitlines(): progress bars write \r, text may hold U+2028
+    last = lines.pop()
+    if last and not cut:
+        lines.append(last)  # the engine's last line may lack its end
+    parsed = [_log_line(line) for line in lines if line]
+    return Observation(worker, state, tuple(parsed), more=cut)
+
+
+def _log_line(line: str) -> LogLine:
+    timestamp, _, text = line.partition(" ")
+    return LogLine(timestamp, text.rstrip("\r")) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)

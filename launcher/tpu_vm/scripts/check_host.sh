@@ -1,0 +1,24 @@
+#!/bin/sh
+# Prints what a start depends on, `tpu-launch-fact <key> <value>` a line. Changes nothing.
+# $list_holders: the script that finds the processes which hold the TPU, as root.
+# shellcheck disable=SC2046,SC2086 # unquoted: a value of several lines becomes one, without a process
+. ./engine.sh
+: "${image:?}" "${run_id:?}" "${label_run:?}" "${list_holders:?}"
+set -f
+fact() { echo tpu-launch-fact $1 $2; }
+metadata=http://metadata.google.internal/computeMetadata/v1/instance
+fact worker "$(curl -sf --max-time 10 -H 'Metadata-Flavor: Google' "$metadata/attributes/agent-worker-number")"
+fact time "$(date +%s)"
+engine=$($docker info --format '{{.ServerVersion}} {{.DockerRootDir}}' 2>/dev/null)
+root=${engine#* }
+fact engine "${engine%% *}"
+fact image "$($docker image inspect --format '{{.Id}}' "$image" 2>/dev/null)"
+fact runs "$($docker ps --filter "label=$label_run" --format "{{.Label \"$label_run\"}}" 2>/dev/null |
+  grep -vxF -e "$run_id")"
+fact free_kb "$(
+  set -- $(df -Pk "${root:-/}" 2>/dev/null)
+  [ $# -lt 6 ] || shift $(($# - 6))
+  echo "${4:-}"
+)"
+fact holders "$(sudo -n sh -c "$list_holders" 2>/dev/null)"
+fact "done" yes

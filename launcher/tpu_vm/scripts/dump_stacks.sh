@@ -1,0 +1,10 @@
+#!/bin/sh
+# Runs in the container: the stack of every Python process, from py-spy or, without it, from the kernel.
+for process in /proc/[0-9]*; do
+  case $(readlink "$process/exe") in
+    *python*)
+      py-spy dump --nonblocking --pid "${process#/proc/}" 2>&1 ||
+        cat "$process/comm" "$process/wchan" "$process/status" | head -n 12
+      ;;
+  esac
+done

@@ -1,0 +1,55 @@
+#!/bin/sh
+# Pulls the image, refuses a host on which a container of another run is running, removes earlier attempts of this run,
+# and creates the container of this attempt.
+# Arguments: the words of `docker create`. $files: one line a file, `<name> <content in base64>`.
+# Reports `ready <image id>`, `busy <id of the other run>` or `failed <reason>`.
+# shellcheck disable=SC2086 # $docker is one word or three
+. ./report.sh
+: "${container:?}" "${image:?}" "${run_id:?}" "${label_run:?}" "${pull:?}" "${registry?}" "${files?}"
+
+if [ -z "$worker" ]; then report failed "the metadata server does not tell the worker index"; exit 1; fi
+# The token of the host's service account is in $login; it is removed again.
+folder=$(mktemp -d) && errors=$folder/errors && trap 'rm -rf "$folder" "${login:-}"' EXIT
+fail() { report failed "$1: $(tr '\n' ' ' <"$errors" | tail -c 600)"; exit 1; }
+
+pull_image() {
+  if $docker image inspect "$image" >/dev/null 2>&1; then return 0; fi
+  if [ -z "$registry" ]; then
+    $docker pull --quiet "$image" >/dev/null 2>"$errors"
+    return
+  fi
+  login=$(mktemp -d)
+  curl -sf --max-time 10 -H 'Metadata-Flavor: Google' "$metadata/service-accounts/default/token" |
+    sed 's/.*"access_token" *: *"\([^"]*\)".*/\1/' |
+    $docker --config "$login" login --username oauth2accesstoken --password-stdin "https://$registry" >/dev/null 2>&1
+  $docker --config "$login" pull --quiet "$image" >/dev/null 2>"$errors"
+}
+
+runs=$($docker ps --all --filter "label=$label_run" --format "{{.Label \"$label_run\"}} {{.Names}} {{.State}}")
+while read -r run name state; do
+  if [ "$run" != "$run_id" ]; then
+    # The container of another run is never touched.
+    [ "$state" != running ] || { report busy "$run"; exit 1; }
+  elif [ "$name" != "$container" ]; then
+    $docker rm --force "$name" >/dev/null 2>&1 </dev/null
+  fi
+done <<EOF
+$runs
+EOF
+
+if ! $docker inspect "$container" >/dev/null 2>&1; then
+  [ "$pull" = no ] || pull_image || fail "the image can not be pulled"
+  $docker create --env TPU_WORKER_ID="$worker" "$@" >/dev/null 2>"$errors" || fail "the container can not be created"
+fi
+
+if [ -n "$files" ]; then
+  umask 022 && mkdir "$folder/tpu-launch"
+  while read -r name content; do
+    echo "$content" | base64 -d >"$folder/tpu-launch/$name"
+  done <<EOF
+$files
+EOF
+  $docker cp "$folder/tpu-launch" "$container:/etc/" >/dev/null 2>"$errors" ||
+    fail "the configuration can not be copied into the container"
+fi
+report ready "$($docker inspect --format '{{.Image}}' "$container")"

@@ -1,0 +1,7 @@
+#!/bin/sh
+# Prints the container's process list, and the stack of each of its Python processes ($dump runs in the container).
+# shellcheck disable=SC2086 # $docker is one word or three
+. ./engine.sh
+: "${container:?}" "${dump:?}"
+$docker top "$container" 2>&1
+$docker exec --user 0 "$container" sh -c "$dump" 2>&1

@@ -1,0 +1,35 @@
+#!/bin/sh
+# Starts the prepared container. One that runs, or has run, is left alone.
+# With `gated`, a container that has not started waits for release.sh first, $gate_seconds at most.
+# Reports `started`, `waiting` when it was not released in time, or `failed <reason>`.
+# shellcheck disable=SC2086 # $docker is one word or three
+. ./report.sh
+: "${container:?}" "${gated:?}" "${gate_seconds:?}"
+container_status() { $docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null; }
+
+if [ "$gated" = yes ]; then
+  released=/tmp/$container.$worker.go
+  gate=/tmp/$container.$worker.gate
+  case $(container_status) in
+    '' | created)
+      # The pipe is open before the file is looked for, and both sides open it for reading and writing: neither waits
+      # for the other, and a release in between is not missed.
+      mkfifo "$gate" 2>/dev/null
+      exec 3<>"$gate"
+      [ -e "$released" ] || timeout "$gate_seconds" head -c 1 <&3 >/dev/null 2>&1
+      exec 3>&-
+      if [ ! -e "$released" ]; then rm -f "$gate"; report waiting; exit 0; fi
+      ;;
+  esac
+  trap 'rm -f "$released" "$gate"' EXIT
+fi
+
+status=$(container_status)
+if [ -z "$status" ]; then report failed "there is no container $container"; exit 1; fi
+if [ "$status" = created ]; then
+  if ! error=$($docker start "$container" 2>&1 >/dev/null); then
+    report failed "the container can not be started: $(echo $error | tail -c 600)"
+    exit 1
+  fi
+fi
+report started

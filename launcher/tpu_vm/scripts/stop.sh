@@ -1,0 +1,22 @@
+#!/bin/sh
+# SIGTERM, then SIGKILL after $grace seconds; removes the container when $remove is `yes`. One that has ended or is
+# gone is fine. Reports `stopped` or `failed <reason>`.
+# shellcheck disable=SC2086 # $docker is one word or three
+. ./report.sh
+: "${container:?}" "${grace:?}" "${remove:?}"
+mark=/tmp/$container.$worker.stopping
+if $docker inspect "$container" >/dev/null 2>&1; then
+  # A second SIGTERM tells the trainer to leave without saving: a replay, or a second stop, only waits.
+  if mkdir "$mark" 2>/dev/null; then
+    $docker stop --time "$grace" "$container" >/dev/null 2>&1
+  else
+    timeout "$grace" $docker wait "$container" >/dev/null 2>&1 || $docker kill "$container" >/dev/null 2>&1
+  fi
+  if [ "$($docker inspect --format '{{.State.Running}}' "$container" 2>/dev/null)" = true ]; then
+    report failed "the container can not be stopped"
+    exit 1
+  fi
+  [ "$remove" = no ] || $docker rm --force "$container" >/dev/null 2>&1
+fi
+[ "$remove" = no ] || rmdir "$mark" 2>/dev/null
+report stopped

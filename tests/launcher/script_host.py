@@ -1,0 +1,84 @@
+"""A host for the scripts of tpu-launch: real shells, and in place of docker, curl and sudo programs that write down how
+they were called and answer as the test says."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SHELLS = ("dash", "bash")
+
+_PROGRAMS = {
+    # Each call a line in `calls`; the words of `create` one by one in `create`. Answers: the first file in `answers`
+    # whose name begins a call (with _ for a blank); without one, a `docker inspect` fails and all else succeeds.
+    "docker": """
+echo "$*" >>"$HOST/calls"
+[ "$1" != create ] || printf '%s\\0' "$@" >"$HOST/create"
+[ "$1" != cp ] || cp -r "$2" "$HOST/copied"
+for answer in "$HOST"/answers/*; do
+  name=${answer##*/}
+  case "$*" in "$(echo "$name" | tr _ ' ')"*) . "$answer"; exit 0 ;; esac
+done
+case "$1 $2" in inspect*) exit 1 ;; "image inspect") exit 1 ;; esac
+exit 0
+""",
+    "curl": """
+case "$*" in
+  *agent-worker-number*) printf 3 ;;
+  *token*) echo '{"access_token": "t0ken", "token_type": "Bearer"}' ;;
+esac
+""",
+    "sudo": 'shift; exec "$@"',
+}
+
+
+class ScriptHost:
+    """Worker 3 of a slice."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "bin").mkdir(parents=True)
+        (folder / "answers").mkdir()
+        for name, text in _PROGRAMS.items():
+            program = folder / "bin" / name
+            program.write_text(f"#!/bin/sh\n{text}\n")
+            program.chmod(0o755)
+        self.environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOST": str(folder)}
+
+    def answer(self, call: str, shell: str) -> None:
+        """Docker calls that begin with `call` run these shell lines."""
+        (self.folder / "answers" / call.replace(" ", "_")).write_text(shell)
+
+    def popen(self, script: str, shell: str = "sh") -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [shell, "-c", script],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, script: str, shell: str = "sh", stdin: str = "") -> str:
+        """What the script printed; it must not complain."""
+        process = self.popen(script, shell)
+        out, err = process.communicate(stdin, timeout=30)
+        assert err == ""
+        assert process.returncode in (0, 1)
+        return out
+
+    @property
+    def calls(self) -> list[str]:
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def created(self) -> list[str]:
+        """The arguments of `docker create`."""
+        return (self.folder / "create").read_bytes().decode().split("\0")[:-1]
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> ScriptHost:
+    return ScriptHost(tmp_path / "host")

@@ -1,0 +1,59 @@
+"""Claims about what the output of scripts on hosts means."""
+
+import json
+
+from launcher.provider import ContainerState
+from launcher.tpu_vm.host_output import has_reports, parse_observation, parse_reports
+from launcher.tpu_vm.host_scripts import LOG_BYTES
+
+
+def test_reports_of_hosts_are_told_apart_although_gcloud_mixes_them() -> None:
+    output = (
+        "Using ssh batch size of 1.\ntpu-launch 1 ready sha256:ab\nnoise\n"
+        "tpu-launch 0 failed the image can not be pulled: gone\n"
+    )
+    reports = parse_reports(output, "ready", range(3))
+    assert [(report.worker, report.ok) for report in reports] == [(0, False), (1, True), (2, False)]
+    assert reports[0].detail == "the image can not be pulled: gone"
+    assert reports[1].detail == "sha256:ab"
+    assert "did not answer" in reports[2].detail
+    assert has_reports(output)
+    assert not has_reports("Using ssh batch size of 1.\n")
+
+
+def test_a_host_that_another_run_uses_says_which() -> None:
+    (report,) = parse_reports("tpu-launch 0 busy other-1\n", "ready", [0])
+    assert not report.ok
+    assert report.occupied_by == "other-1"
+    assert "other-1" in report.detail
+
+
+def test_an_observation_has_state_and_lines() -> None:
+    state = {"Status": "exited", "ExitCode": 137, "OOMKilled": True, "FinishedAt": "2026-01-01T00:00:00Z"}
+    look = parse_observation(
+        3, json.dumps(state) + "\n2026-01-01T00:00:00.5Z hello world\n2026-01-01T00:00:00.6Z 10%\r20%\u2028x\n"
+    )
+    assert look.worker == 3
+    assert look.container == ContainerState("exited", 137, True, "", "2026-01-01T00:00:00Z")
+    assert [line.text for line in look.lines] == ["hello world", "10%\r20%\u2028x"]
+
+
+def test_a_running_container_has_no_exit_code_and_an_absent_one_is_absent() -> None:
+    running = parse_observation(0, '{"Status":"running","ExitCode":0,"FinishedAt":"0001-01-01T00:00:00Z"}\n')
+    assert running.container is not None
+    assert running.container.exit_code is None
+    assert parse_observation(0, "absent\n").container == ContainerState("absent")
+
+
+def test_a_host_whose_engine_is_down_is_a_problem_not_an_absent_container() -> None:
+    look = parse_observation(0, "no engine\n")
+    assert look.container is None
+    assert "engine" in look.problem
+
+
+def test_a_look_that_was_cut_short_keeps_only_whole_lines() -> None:
+    line = "2026-01-01T00:00:00.5Z " + "x" * 70 + "\n"
+    log = line * (LOG_BYTES // len(line) + 1)
+    look = parse_observation(0, '{"Status":"running"}\n' + log[:LOG_BYTES])
+    assert look.more
+    assert len(look.lines) == LOG_BYTES // len(line)

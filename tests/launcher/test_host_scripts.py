@@ -1,0 +1,208 @@
+"""Claims about the scripts that hosts run. Real shells run them; what they do to an engine is shown in
+tests/rehearsal."""
+
+import hashlib
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launcher.provider import Attempt, Overlay
+from launcher.tpu_vm import host_checks, host_scripts, scripts
+from tests.launcher.script_host import SHELLS, ScriptHost, host  # noqa: F401
+
+TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=30)
+DIGEST = f"@sha256:{'0' * 64}"
+
+
+def attempt(**changes: object) -> Attempt:
+    fields: dict[str, object] = {
+        "run_id": "demo-1",
+        "number": 0,
+        "image": "sha256:ab",
+        "command": ("true",),
+        "environment": {},
+        "files": {},
+    }
+    return Attempt(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def prepare(**changes: object) -> str:
+    return host_scripts.prepare_script(attempt(**changes), ["10.0.0.1", "10.0.0.2"], "v4-16")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        prepare(files={"config.yaml": b"x"}),
+        prepare(image=f"eu-docker.pkg.dev/p/r/i{DIGEST}"),
+        host_scripts.check_engine_script(),
+        host_scripts.start_script(attempt()),
+        host_scripts.start_script(attempt(), gated=True),
+        host_scripts.release_script(attempt()),
+        host_scripts.observe_script("demo", "2026-01-01T00:00:00Z"),
+        host_scripts.observe_script("demo", "2026-01-01T00:00:00Z", patience=2.0, tail=10),
+        host_scripts.stop_script("demo", 5, remove=True),
+        host_scripts.evidence_script("demo"),
+        host_scripts.stacks_script("demo"),
+        host_scripts.secrets_script(attempt()),
+        host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's here", b"x"))),
+        host_checks.check_script("repo@sha256:ab", "run'1"),
+        scripts.load("await_secrets"),
+        scripts.load("receive_secrets"),
+        scripts.load("dump_stacks"),
+        scripts.load("list_tpu_holders"),
+    ],
+)
+def test_scripts_are_valid_posix_shell_and_never_end_with_255(script: str) -> None:
+    for shell in ("sh", *SHELLS):
+        assert subprocess.run([shell, "-n"], input=script, text=True, check=False).returncode == 0
+    assert "255" not in script
+    assert "\n. ./" not in script.replace("\n. ./secrets\n", "\n"), "everything is included"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(TEXT, min_size=1, max_size=4),
+    st.dictionaries(st.sampled_from(["A", "B_1"]), TEXT.filter(lambda text: "\n" not in text)),
+    st.sampled_from(SHELLS),
+)
+def test_any_command_and_value_reaches_the_engine_as_it_was_written(
+    command: list[str], values: dict[str, str], shell: str
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        host = ScriptHost(Path(folder) / "host")
+        host.run(prepare(command=tuple(command), environment=values), shell)
+        words = host.created
+    assert words[-len(command) :] == command
+    assert "TPU_WORKER_ID=3" in words
+    for key, value in values.items():
+        assert f"{key}={value}" in words
+
+
+@settings(max_examples=40, deadline=None)
+@given(TEXT, st.booleans(), st.sampled_from(SHELLS))
+def test_parameters_are_never_code(value: str, flag: bool, shell: str) -> None:
+    script = scripts.render("engine", value, parameter=value, flag=flag) + 'printf "%s\\0" "$1" "$parameter" "$flag"'
+    shown = subprocess.run([shell, "-c", script], stdout=subprocess.PIPE, check=True).stdout
+    assert shown.decode().split("\0")[:-1] == [value, value, "yes" if flag else "no"]
+
+
+def test_the_container_is_told_who_it_is() -> None:
+    environment = host_scripts.container_environment(
+        attempt(environment={"MINE": "1"}), ["10.0.0.1", "10.0.0.2"], "v4-16"
+    )
+    assert environment["TPU_WORKER_HOSTNAMES"] == "10.0.0.1,10.0.0.2"
+    assert environment["TPU_LAUNCH_RUN_ID"] == "demo-1"
+    assert environment["TPU_ACCELERATOR_TYPE"] == "v4-16"
+    assert environment["PJRT_DEVICE"] == "TPU"
+    assert environment["MINE"] == "1"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_host_that_another_run_uses_is_left_alone(host: ScriptHost, shell: str) -> None:  # noqa: F811
+    host.answer("ps", "echo demo-1 tpu-launch-demo-1-9 exited; echo other tpu-launch-other-0 running")
+    assert host.run(prepare(), shell) == "tpu-launch 3 busy other\n"
+    assert not any(call.startswith(("create", "rm --force tpu-launch-other")) for call in host.calls)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: ScriptHost, shell: str) -> None:  # noqa: F811
+    host.answer("ps", "echo demo-1 tpu-launch-demo-1-9 running; echo other tpu-launch-other-0 exited")
+    host.answer("inspect --format {{.Image}}", "echo sha256:ab")
+    assert host.run(prepare(), shell) == "tpu-launch 3 ready sha256:ab\n"
+    assert [call for call in host.calls if call.startswith("rm")] == ["rm --force tpu-launch-demo-1-9"]
+    assert not any(call.startswith("pull") for call in host.calls), "an image that is named by its id is there"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_files_arrive_as_they_are(host: ScriptHost, shell: str) -> None:  # noqa: F811
+    content = bytes(range(256)) * 40
+    host.run(prepare(files={"config.yaml": content, "empty": b""}), shell)
+    assert (host.folder / "copied" / "config.yaml").read_bytes() == content
+    assert (host.folder / "copied" / "empty").read_bytes() == b""
+    assert any(call.endswith("/tpu-launch tpu-launch-demo-1-0:/etc/") for call in host.calls)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(("image", "shown"), [("us-docker.pkg.dev/p/r/i", True), ("registry.example.com/i", False)])
+def test_hosts_show_their_own_token_to_googles_registries_only(
+    host: ScriptHost,  # noqa: F811
+    image: str,
+    shell: str,
+    *,
+    shown: bool,
+) -> None:
+    host.answer("--config", 'case "$*" in *" login "*) cat >"$HOST/token" ;; esac')
+    host.run(prepare(image=image + DIGEST), shell)
+    login = "login --username oauth2accesstoken --password-stdin https://us-docker.pkg.dev"
+    assert any(call.endswith(login) for call in host.calls) == shown
+    assert (host.folder / "token").exists() == shown
+    assert not any("t0ken" in call for call in host.calls), "on standard input, not among the arguments"
+    assert any(f"pull --quiet {image}{DIGEST}" in call for call in host.calls)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_an_image_that_can_not_be_pulled_is_reported_with_the_engines_words(host: ScriptHost, shell: str) -> None:  # noqa: F811
+    host.answer("pull", "echo no such >&2; echo manifest >&2; exit 1")
+    assert (
+        host.run(prepare(image="registry.example.com/i" + DIGEST), shell)
+        == "tpu-launch 3 failed the image can not be pulled: no such manifest \n"
+    )
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_an_overlay_is_copied_and_its_hash_comes_back(host: ScriptHost, shell: str) -> None:  # noqa: F811
+    archive = "H4sIAAAAAAAAAwMAAAAAAAAAAAA="  # gzip of nothing
+    host.answer("cp -", "cat >/dev/null")
+    reported = host.run(host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's", b""))), shell, stdin=archive)
+    content = subprocess.run(["base64", "-d"], input=archive.encode(), stdout=subprocess.PIPE, check=True).stdout
+    assert reported == f"tpu-launch 3 copied {hashlib.sha256(content).hexdigest()}\n"
+    assert host.calls == ["cp - tpu-launch-demo-1-0:/opt/it's"]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> None:  # noqa: F811
+    container = f"tpu-launch-test-{host.folder.parent.name}-{shell}"
+    host.answer("inspect", "echo false")
+    stop = host_scripts.stop_script(container, 5, remove=False)
+    for _ in range(2):
+        assert host.run(stop, shell) == "tpu-launch 3 stopped\n"
+    assert [call.split()[0] for call in host.calls if not call.startswith("inspect")] == ["stop", "wait"]
+    assert host.run(host_scripts.stop_script(container, 5, remove=True), shell) == "tpu-launch 3 stopped\n"
+    assert not list(Path("/tmp").glob(f"{container}*"))
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, shell: str) -> None:  # noqa: F811
+    host.answer("inspect", """echo '{"Status":"running"}'""")
+    host.answer("logs", "echo 2026-01-01T00:00:00.5Z hello")
+    script = host_scripts.observe_script("demo", "2026-01-01T00:00:00Z", patience=2.0, tail=10)
+    assert host.run(script, shell) == '{"Status":"running"}\n2026-01-01T00:00:00.5Z hello\n'
+    assert host.calls[0] == "wait demo"
+    assert host.calls[-1] == "logs --timestamps --tail 10 --since 2026-01-01T00:00:00Z demo"
+
+
+@pytest.mark.parametrize(("version", "printed"), [("exit 0", "absent\n"), ("exit 1", "no engine\n")])
+def test_an_absent_container_is_told_from_an_engine_that_is_down(host: ScriptHost, version: str, printed: str) -> None:  # noqa: F811
+    host.answer("version", version)
+    assert host.run(host_scripts.observe_script("demo", None)) == printed
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_secrets_reach_the_command_and_stay_nowhere(tmp_path: Path, shell: str) -> None:
+    """The two scripts that run in the container, in a folder that stands for its tmpfs."""
+    value = "it's\na 'secret' $HOME"
+    folder = tmp_path / "tmpfs"
+    folder.mkdir()
+    wait, receive = (
+        scripts.load(name).replace("/run/tpu-launch", str(folder)) for name in ("await_secrets", "receive_secrets")
+    )
+    command = subprocess.Popen([shell, "-c", wait, "sh", "sh", "-c", 'printf %s "$KEY"'], stdout=subprocess.PIPE)
+    for _ in range(2):  # a replay finds them taken, or writes the same again
+        subprocess.run([shell, "-c", receive], input=host_scripts.secrets_input({"KEY": value}).encode(), check=True)
+    assert command.communicate(timeout=20)[0].decode() == value
+    assert not (folder / "secrets").exists()
