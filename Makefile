@@ -17,7 +17,7 @@ LOCK := $(BIN)/uv pip compile --quiet --generate-hashes --no-header --python-ver
 LOCK_IMAGE := $(LOCK) --python-platform x86_64-manylinux_2_36
 PYTHON_CODE := launcher training tests tools $(wildcard benchmarks)
 
-.PHONY: help rehearsal test test-nightly test-fast lint benchmark lock clean need-python need-containers need-kubectl
+.PHONY: help rehearsal test test-nightly test-fast lint docs reference benchmark lock clean need-python need-containers need-kubectl
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -40,6 +40,12 @@ lint: $(VENV_READY) ## ruff, its formatter's opinion, and mypy
 	$(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE) || { echo "not formatted; mend it with: $(BIN)/ruff format $(PYTHON_CODE)"; status=1; }; \
 	$(BIN)/mypy --no-error-summary || status=1; \
 	exit $$status
+
+docs: reference ## the documentation as pages in site/, with a search box; opens without a network
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet && echo "open site/index.html"
+
+reference: $(VENV_READY) ## docs/reference/ anew, from the code
+	@$(BIN)/python -m tools.reference
 
 benchmark: need-containers $(VENV_READY) ## one benchmark: NAME=x runs benchmarks/x.py (ARGS="--json")
 	@test -n "$(NAME)" || { echo "make benchmark NAME=x, where x is one of: $(basename $(notdir $(wildcard benchmarks/*.py)))" >&2; exit 2; }

@@ -1,4 +1,4 @@
-"""The largest training batches that fit, by the TPU compiler, without a TPU: the table in README.
+"""The largest training batches that fit, by the TPU compiler, without a TPU: the table in docs/guide/preflight.md.
 
     make benchmark NAME=batches [ARGS="--json --model bert-base --accelerator v3-8"]
 

@@ -7,7 +7,7 @@ folder, each in its own image.
 Compared are, integer by integer, the batches (with their masks) that every host of each backend gets, and the loss of
 every step. Then each backend goes on from the other's checkpoint of step 10, weights and moments, and is compared with
 the one that was never interrupted; and the model that TensorFlow exported is loaded in plain torch and asked the same
-as PyTorch's own. The text is this repository's licence and README.
+as PyTorch's own. The text is this repository's licence, and README with the guide.
 
 This file runs in three places: the workstation starts a container of each image (`compare`), whose first process starts
 one for each host (`in_container`), which trains (`as_host`). Hosts meet on loopback.
@@ -50,8 +50,9 @@ Job = dict[str, Any]
 
 def compare(folder: Path) -> list[dict[str, Any]]:
     """All rows of the report; `folder` keeps the runs."""
-    for name, source in (("licence", "LICENSE"), ("readme", "README.md")):
-        (folder / f"{name}.txt").write_text((HOUSE / source).read_text())
+    guide = [HOUSE / "README.md", *sorted((HOUSE / "docs" / "guide").glob("*.md"))]
+    for name, sources in (("licence", [HOUSE / "LICENSE"]), ("readme", guide)):
+        (folder / f"{name}.txt").write_text("\n".join(source.read_text() for source in sources))
     examples = [
         (line.strip(), name)
         for name in ("licence", "readme")

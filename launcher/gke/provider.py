@@ -85,7 +85,7 @@ class Gke:
         if len(nodes) < wanted:
             self.say(
                 f"{len(nodes)} of {wanted} nodes ({gke_nodes(self.config.accelerator).machine_type}, {self.config.accelerator.topology_name}) are "
-                "there now: a run waits until the cluster adds them; k8s/README.md says how to make a node pool"
+                "there now: a run waits until the cluster adds them; docs/guide/gke.md says how to make a node pool"
             )
 
     def delete(self) -> None:
@@ -275,7 +275,7 @@ class Gke:
         nodes = gke_nodes(slice_)
         return (
             f"\n  it needs {slice_.hosts} nodes that are free, of one node pool: --machine-type {nodes.machine_type} --tpu-topology "
-            f"{slice_.topology_name} --num-nodes {slice_.hosts} (k8s/README.md)"
+            f"{slice_.topology_name} --num-nodes {slice_.hosts} (docs/guide/gke.md)"
         )
 
     def _log(self, pod: Pod, since: str | None) -> tuple[list[Any], bool]:

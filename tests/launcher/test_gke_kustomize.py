@@ -65,11 +65,11 @@ def test_the_queue_and_the_role_are_valid() -> None:
             assert schemas.mistakes(document) == []
 
 
-def test_the_readme_names_every_machine_type() -> None:
-    readme = (K8S / "README.md").read_text()
+def test_the_guide_names_every_machine_type() -> None:
+    guide = (K8S.parent / "docs" / "guide" / "gke.md").read_text()
     for slice_ in ACCELERATORS.values():
         if slice_.generation.name != "v2":
-            assert f"`{gke_nodes(slice_).machine_type}`" in readme
+            assert f"`{gke_nodes(slice_).machine_type}`" in guide
 
 
 values = st.recursive(

@@ -1,6 +1,14 @@
-"""Claims about README.md: its file is valid, and its tables name every command and every exit code."""
+"""Claims about README.md and docs/: files and commands that they show are valid, links lead somewhere, the whole can be
+built and read without a network."""
 
+from __future__ import annotations
+
+import contextlib
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -8,33 +16,109 @@ import pytest
 
 from launcher.cli.main import cli
 from launcher.config import load
-from launcher.errors import Exit
-from training.errors import Exit as TrainerExit
+from training.cli.main import tpu_train
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
-
-
-def table(heading: str) -> str:
-    return README.split(f"## {heading}")[1].split("\n## ")[0]
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "k8s" / "README.md", *sorted(DOCS.rglob("*.md"))]
+PROGRAMS = {"tpu-launch": cli, "tpu-train": tpu_train}
 
 
-def test_the_file_of_the_readme_is_valid(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def yaml_files() -> list[tuple[str, str]]:
+    """Every whole YAML file that a page shows."""
+    blocks = [(name(page), block) for page in PAGES for block in code_blocks(page, "yaml")]
+    return [(page, block) for page, block in blocks if "project:" in block]
+
+
+def shown_commands() -> Iterator[tuple[str, list[str]]]:
+    """Every command of ours in a console block, as its words; the `tpu-train` command behind `local --` too.
+
+    What follows three spaces is a remark: so the commands' own help has it.
+    """
+    for page in PAGES:
+        for block in code_blocks(page, "console"):
+            for line in re.sub(r"\\\n *", "", block).splitlines():
+                text = re.split(r" \| | > | {3,}", line.removeprefix("$ "))[0]
+                if re.match(r"tpu-(launch|train) ", text) and "..." not in text:
+                    words = shlex.split(text, comments=True)
+                    yield name(page), words
+                    if "tpu-train" in words[1:]:
+                        yield name(page), words[words.index("tpu-train") :]
+
+
+def parse(words: list[str]) -> None:
+    """Parses a command line as click would, without running anything. Raises click.ClickException."""
+    command: click.Command = PROGRAMS[words[0]]
+    context = command.make_context(words[0], list(words[1:]))
+    while isinstance(command, click.Group):
+        rest = [*context._protected_args, *context.args]
+        _, found, rest = command.resolve_command(context, rest)
+        assert found is not None
+        command, context = found, found.make_context(found.name, rest, parent=context)
+
+
+@pytest.mark.parametrize(("page", "text"), yaml_files(), ids=[page for page, _ in yaml_files()])
+def test_yaml_files_are_valid(tmp_path: Path, page: str, text: str) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(block)
-    config = load(path)
-    assert config.trainer is not None
+    path.write_text(text)
+    assert load(path).trainer is not None
 
 
-@pytest.mark.parametrize("name", cli.list_commands(click.Context(cli)))
-def test_every_command_is_in_the_table(name: str) -> None:
-    assert re.search(rf"`{name}[ `]", table("Commands")), f"README's table of commands lacks {name}"
+def test_the_readme_shows_a_file() -> None:
+    assert {"README.md", "docs/guide/run-file.md"} <= {page for page, _ in yaml_files()}
 
 
-def test_every_exit_code_is_in_the_tables() -> None:
-    codes = table("Exit codes")
-    ours, trainers = codes.split("| code | of `tpu-train` |")
-    for code in Exit:
-        assert re.search(rf"\b{int(code)}\b", ours), f"README's exit codes lack {int(code)} ({code.name})"
-    for each in TrainerExit:
-        assert re.search(rf"\b{int(each)}\b|other", trainers), f"README's exit codes of tpu-train lack {int(each)}"
+@pytest.mark.parametrize(
+    ("page", "words"), list(shown_commands()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_shown_commands_are_valid(page: str, words: list[str]) -> None:
+    with contextlib.suppress(click.exceptions.Exit):  # --version and --help end the parsing
+        parse(words)
+
+
+def test_commands_are_checked_for_their_options() -> None:
+    parse(["tpu-launch", "emulator", "inject", "kill-host", "demo", "1"])
+    with pytest.raises(click.ClickException):
+        parse(["tpu-launch", "up", "--no-such-option"])
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if not re.match(r"https?://|#", target):
+            assert (page.parent / target.split("#")[0]).exists(), f"{name(page)} links to {target}"
+
+
+def test_files_that_pages_name_exist() -> None:
+    """Paths in backquotes that begin with a folder of this repository, in the current documentation."""
+    folders = "launcher|training|tests|tools|docs|images|k8s|examples|benchmarks"
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":
+            continue
+        for path in re.findall(rf"`((?:{folders})/[\w./-]*[\w/])`", page.read_text()):
+            assert (ROOT / path).exists(), f"{name(page)} names {path}"
+
+
+def test_documentation_builds_and_needs_no_network(tmp_path: Path) -> None:
+    """As `make docs` builds it. Of other hosts there are links that a reader may follow, and nothing that is loaded."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert built.returncode == 0, built.stdout + built.stderr
+    for page in tmp_path.rglob("*.html"):
+        loaded = re.findall(r"<(?:script|img|iframe)[^>]* src=\"?(https?:[^\" >]+)", page.read_text())
+        loaded += re.findall(
+            r"<link[^>]*rel=\"?(?:stylesheet|preconnect|icon)[^>]* href=\"?(https?:[^\" >]+)", page.read_text()
+        )
+        assert not loaded, f"{page.name} loads {loaded}"

@@ -1,0 +1,394 @@
+"""The pages of docs/reference/ that are made from the code: python -m tools.reference [--check]
+
+Without an argument the pages are written; with `--check` nothing is written, and the exit code is 1 when a page is
+stale. tests/launcher/test_reference.py checks the same, and that every key, option and exit code has its text.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+import launcher.config
+import launcher.errors
+import training.errors
+from launcher.cli.main import cli as tpu_launch
+from training.accelerators import ACCELERATORS
+from training.cli.main import tpu_train
+from training.config import TrainerConfig
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
+_UNITS = ("seconds", "minutes", "hours", "steps")
+_TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", Any: "any"}
+
+
+# Configuration
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the YAML file. `section` is set when its value is a section of its own."""
+
+    name: str
+    type: str
+    default: str
+    unit: str
+    meaning: str
+    section: type[BaseModel] | None = None
+
+
+def configuration_page() -> str:
+    """Every key of the YAML file."""
+    lines = [
+        *_title("Configuration", "launcher/config.py", "training/config.py"),
+        "One YAML file describes a run. Unknown keys, wrong types and contradictions are refused, with their line,",
+        "before anything is created. `--set slice.capacity=spot` changes a key for one command; the value is YAML.",
+        "",
+        "The first sections are read by `tpu-launch` alone. The others are the trainer's: both programs check them,",
+        "and `tpu-train` reads them on every host.",
+        "",
+    ]
+    for heading, root, names in roots():
+        lines += [f"## {heading}", ""]
+        top = [key for key in keys(root) if key.name in names]
+        lines += _key_table([key for key in top if key.section is None])
+        for key in top:
+            if key.section is not None:
+                lines += _section(key.name, key.section)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def roots() -> list[tuple[str, type[BaseModel], tuple[str, ...]]]:
+    """The two halves of the file: heading, model, names of its keys."""
+    root = launcher.config._Root
+    return [
+        ("Read by `tpu-launch`", root, tuple(root.model_fields)),
+        ("Read by `tpu-launch` and `tpu-train`", TrainerConfig, tuple(TrainerConfig.model_fields)),
+    ]
+
+
+def all_keys() -> Iterator[tuple[str, Key]]:
+    """Every key with its path, for example ("slice.queued.valid_until_hours", Key)."""
+
+    def below(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, Key]]:
+        for key in keys(model):
+            yield prefix + key.name, key
+            if key.section is not None:
+                yield from below(f"{prefix}{key.name}.", key.section)
+
+    for _, root, _ in roots():
+        yield from below("", root)
+
+
+def keys(model: type[BaseModel]) -> list[Key]:
+    """The keys of a section, in the order of the code."""
+    hints = typing.get_type_hints(model, include_extras=True)
+    return [_key(name, field, hints[name]) for name, field in model.model_fields.items()]
+
+
+def _key(name: str, field: FieldInfo, hint: Any) -> Key:
+    section = _section_of(hint)
+    meaning = field.description or (_docstring(section) if section is not None else "")
+    bounds = _bounds(field.metadata)
+    type_name = "section" if section is not None else f"{_type_name(hint)} {bounds}".strip()
+    return Key(name, type_name, _default(field), _unit(name, field), " ".join(meaning.split()), section)
+
+
+def _section(path: str, model: type[BaseModel]) -> list[str]:
+    lines = [f"### {path}", "", _docstring(model), ""]
+    inner = keys(model)
+    lines += _key_table(inner, path)
+    for key in inner:
+        if key.section is not None:
+            lines += _section(f"{path}.{key.name}", key.section)
+    return lines
+
+
+def _key_table(rows: list[Key], path: str = "") -> list[str]:
+    if not rows:
+        return []
+    lines = ["| key | type | default | unit | meaning |", "|---|---|---|---|---|"]
+    for key in rows:
+        anchor = f"{path}{key.name}".replace(".", "")
+        type_name = f"[section](#{anchor})" if key.section is not None else key.type
+        lines.append(_row(f"`{key.name}`", type_name, key.default, key.unit, key.meaning))
+    return [*lines, ""]
+
+
+def _section_of(hint: Any) -> type[BaseModel] | None:
+    for part in (hint, *get_args(hint)):
+        if inspect.isclass(part) and issubclass(part, BaseModel):
+            return part
+    return None
+
+
+def _type_name(hint: Any) -> str:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is typing.Annotated:
+        return _type_name(arguments[0])
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type_name(part) for part in arguments if part is not type(None))
+    if origin is Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin is list:
+        return f"list of {_type_name(arguments[0])}"
+    if origin is dict:
+        return f"map from {_type_name(arguments[0])} to {_type_name(arguments[1])}"
+    return _TYPE_NAMES.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def _bounds(metadata: list[Any]) -> str:
+    """For example ">= 1, <= 600"."""
+    signs = ((annotated_types.Ge, "ge", ">="), (annotated_types.Gt, "gt", ">"))
+    signs += ((annotated_types.Le, "le", "<="), (annotated_types.Lt, "lt", "<"))
+    return ", ".join(
+        f"{sign} {getattr(item, attribute)}"
+        for item in metadata
+        for kind, attribute, sign in signs
+        if isinstance(item, kind)
+    )
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "**required**"
+    value = field.get_default(call_default_factory=True)
+    if value is None or value is PydanticUndefined or isinstance(value, BaseModel):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, list | dict) and not value:
+        return "empty"
+    return f"`{value}`"
+
+
+def _unit(name: str, field: FieldInfo) -> str:
+    extra = field.json_schema_extra
+    if isinstance(extra, dict) and "unit" in extra:
+        return str(extra["unit"])
+    last = name.rsplit("_", 1)[-1]
+    return last if last in _UNITS else ""
+
+
+# Commands
+
+
+def commands_page() -> str:
+    """Every command of `tpu-launch`."""
+    introduction = "`tpu-launch` runs on your machine. Every command takes `-h` and explains itself."
+    return _commands("Commands of tpu-launch", "launcher/cli", "tpu-launch", tpu_launch, introduction)
+
+
+def trainer_commands_page() -> str:
+    """Every command of `tpu-train`."""
+    introduction = (
+        "`tpu-train` runs in the container: on every host of a slice when `tpu-launch run` starts it, "
+        "or on this machine by `tpu-launch local -- tpu-train ...`."
+    )
+    return _commands("Commands of tpu-train", "training/cli", "tpu-train", tpu_train, introduction)
+
+
+def all_commands(program: str, group: click.Group) -> Iterator[tuple[str, click.Command]]:
+    """Every command below a group with its full name, for example ("tpu-train dataset show", Command)."""
+    context = click.Context(group, info_name=program)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if command.hidden:
+            continue
+        yield f"{program} {name}", command
+        if isinstance(command, click.Group):
+            yield from all_commands(f"{program} {name}", command)
+
+
+def parameters(command: click.Command) -> list[click.Parameter]:
+    """The visible parameters, arguments first."""
+    visible = [item for item in command.params if not getattr(item, "hidden", False)]
+    return sorted(visible, key=lambda item: not isinstance(item, click.Argument))
+
+
+def _commands(title: str, source: str, program: str, group: click.Group, introduction: str) -> str:
+    lines = [*_title(title, source), introduction, ""]
+    lines += ["| command | what it does |", "|---|---|"]
+    listed = list(all_commands(program, group))
+    for name, command in listed:
+        anchor = name.replace(" ", "-")
+        lines.append(_row(f"[`{name}`](#{anchor})", _first_sentence(command)))
+    lines.append("")
+    if group.params:
+        lines += ["## Options before the command", "", *_option_table(group)]
+    for name, command in listed:
+        lines += [f"## {name}", "", *_help(command), ""]
+        if not isinstance(command, click.Group):
+            usage = " ".join(command.collect_usage_pieces(click.Context(command, info_name=name)))
+            lines += ["```", f"{name} {usage}", "```", ""]
+        lines += _option_table(command)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _help(command: click.Command) -> list[str]:
+    """The help text; paragraphs that click must not wrap become code."""
+    lines: list[str] = []
+    for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+        if paragraph.startswith("\b"):
+            lines += ["```console", *(line.rstrip() for line in paragraph.split("\n")[1:]), "```", ""]
+        else:
+            lines += [" ".join(paragraph.split()), ""]
+    return lines[:-1]
+
+
+def _first_sentence(command: click.Command) -> str:
+    text = " ".join(inspect.cleandoc(command.help or "").split("\n\n")[0].split())
+    return re.split(r"(?<=\.) (?=[A-Z`])", text)[0]
+
+
+def _option_table(command: click.Command) -> list[str]:
+    context = click.Context(command)
+    rows = []
+    for item in parameters(command):
+        if isinstance(item, click.Option):
+            record = item.get_help_record(context)
+            assert record is not None
+            rows.append(_row(f"`{record[0]}`", record[1]))
+    return ["| option | meaning |", "|---|---|", *rows, ""] if rows else []
+
+
+# Exit codes
+
+
+def exit_codes_page() -> str:
+    """The exit codes of both programs."""
+    lines = [
+        *_title("Exit codes", "launcher/errors.py", "training/errors.py"),
+        "What a script may decide by. A number means the same in every command that can return it.",
+        "",
+        "## tpu-launch",
+        "",
+        *_code_table(launcher.errors.Exit),
+        "`tpu-launch ssh -- COMMAND` and `tpu-launch local -- COMMAND` return the command's own exit code",
+        "(`ssh` returns 254 for 255, which gcloud would take for a failure of ssh).",
+        "",
+        "## tpu-train",
+        "",
+        *_code_table(training.errors.Exit),
+        "`tpu-launch run` decides by these codes what follows an attempt. 0 and 2 end the run. 75, when nobody asked",
+        "for a stop, counts as a preemption (`run.preemption_retries`). 76 is a symptom: another host's failure decides.",
+        "Anything else is a failure (`run.failure_retries`). A command of your own may use the same codes.",
+        "",
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def code_meanings(codes: type[IntEnum]) -> dict[str, str]:
+    """The text of each member: the string literal below it, or the comment beside it."""
+    source = inspect.getsource(codes)
+    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    texts: dict[str, str] = {}
+    for node, following in zip(body, [*body[1:], None], strict=True):
+        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+            continue
+        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
+            text = str(following.value.value)
+        else:
+            lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+            text = " ".join(line.split("#", 1)[1].strip() for line in lines if "#" in line)
+        texts[node.targets[0].id] = " ".join(text.split())
+    return texts
+
+
+def _code_table(codes: type[IntEnum]) -> list[str]:
+    meanings = code_meanings(codes)
+    rows = [_row(str(int(code)), f"`{code.name}`", _sentence(meanings[code.name])) for code in codes]
+    return ["| code | name | meaning |", "|---|---|---|", *rows, ""]
+
+
+# Accelerators
+
+
+def accelerators_page() -> str:
+    """Every accelerator type."""
+    lines = [
+        *_title("Accelerators", "training/accelerators.py"),
+        "The values of `slice.accelerator_type`. A host is one TPU VM; a device is what PJRT shows, and",
+        "`train.global_batch_size` must be a multiple of their number. Memory is what the compiler leaves to",
+        "a program.",
+        "",
+        "| type | hosts | chips | devices | topology | memory per device | zones |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, slice_ in ACCELERATORS.items():
+        memory = f"{slice_.generation.usable_hbm_bytes_per_device / 2**30:.2f} GiB"
+        numbers = (slice_.hosts, slice_.chips, slice_.devices)
+        zones = ", ".join(slice_.generation.zones)
+        lines.append(_row(f"`{name}`", *map(str, numbers), slice_.topology_name, memory, zones))
+    return "\n".join(lines) + "\n"
+
+
+# All pages
+
+
+PAGES = {
+    "configuration.md": configuration_page,
+    "commands.md": commands_page,
+    "tpu-train.md": trainer_commands_page,
+    "exit-codes.md": exit_codes_page,
+    "accelerators.md": accelerators_page,
+}
+
+
+def stale() -> list[str]:
+    """The names of the pages that differ from what the code says now."""
+    return [
+        name
+        for name, page in PAGES.items()
+        if not (FOLDER / name).is_file() or (FOLDER / name).read_text(encoding="utf-8") != page()
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Writes the pages, or checks them. Returns the exit code."""
+    names = stale()
+    if "--check" in arguments:
+        for name in names:
+            print(f"docs/reference/{name} is stale: run `make reference`", file=sys.stderr)
+        return int(bool(names))
+    for name in names:
+        (FOLDER / name).write_text(PAGES[name](), encoding="utf-8")
+        print(f"wrote docs/reference/{name}")
+    return 0
+
+
+def _title(title: str, *sources: str) -> list[str]:
+    made_from = " and ".join(f"`{source}`" for source in sources)
+    return [f"# {title}", "", f"Made from {made_from} by `make reference`; do not edit.", ""]
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _docstring(definition: type) -> str:
+    return " ".join(inspect.cleandoc(definition.__doc__ or "").split())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
