@@ -51,6 +51,12 @@ def test_a_command_is_imported_when_it_is_called() -> None:
     assert CliRunner().invoke(make_group(), ["report"]).output == "imported and called\n"
 
 
+def test_a_mistyped_name_of_a_lazy_command_gets_a_suggestion() -> None:
+    result = CliRunner().invoke(make_group(), ["abssent"])
+    assert result.exit_code == 2
+    assert "absent" in result.output
+
+
 def test_completion_imports_no_command() -> None:
     completions = ShellComplete(make_group(), {}, "group", "_COMPLETE").get_completions([], "")
     assert [(item.value, item.help) for item in completions] == [
@@ -65,8 +71,8 @@ def test_every_command_of_tpu_train_can_be_imported() -> None:
     assert all(tpu_train.get_command(context, name) is not None for name in tpu_train.list_commands(context))
 
 
-@pytest.mark.parametrize("module", ["numpy", "google.cloud.storage", "training.data"])
-def test_help_of_tpu_train_imports_no_data_code(module: str) -> None:
+@pytest.mark.parametrize("module", ["numpy", "google.cloud.storage", "pydantic", "training.config", "training.data"])
+def test_help_of_tpu_train_imports_neither_data_nor_configuration(module: str) -> None:
     script = (
         f"import sys; from training.cli.main import main\ntry: main()\nfinally: assert {module!r} not in sys.modules"
     )

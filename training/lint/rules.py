@@ -1,13 +1,15 @@
-"""The rules that a step must keep to be quick on XLA devices, and what is said when it breaks one. Pure: nothing here
-runs a step.
+"""The rules that a step must follow to be fast on XLA devices, and the findings for a step that breaks one. Pure:
+nothing here runs a step.
 
-XLA compiles a step for fixed shapes, and then runs it as one program. Three things break that, and each is reported
-with the line that does it:
+XLA compiles a step for fixed shapes and runs it as one program. Three things break that, and each is reported with its
+line:
 
     data-dependent shape    an operation whose result's shape depends on values (nonzero, unique, x[mask]): it runs on
-    the host, or compiles each time value on the host       a branch or a loop on a tensor's value, .item(), .cpu(): the
-    program ends here and the device waits another program         a later step is not the program of the first: a new
-    shape, or a Python number that changes and is built into the program
+                            the host, or compiles each time
+    value on the host       a branch or a loop on a tensor's value, .item(), .cpu(): the program ends there, and the
+                            device waits
+    another program         a later step is not the program of the first: a new shape, or a Python number that changes
+                            and is compiled into the program
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ SHAPE, VALUE, PROGRAM, HOST = "data-dependent shape", "value on the host", "anot
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a step, as far as it is built into the program."""
+    """One operation of a step, as far as it determines the compiled program."""
 
     name: str
     operands: str  # shapes and numbers
@@ -30,8 +32,10 @@ class Operation:
 
 @dataclass(frozen=True)
 class Finding:
+    """A rule that a step broke."""
+
     rule: str
-    place: str  # file:line, or "" when no line did it
+    place: str  # file:line, or "" when no line is known
     message: str
 
     def __str__(self) -> str:
@@ -39,8 +43,8 @@ class Finding:
 
 
 @dataclass
-class Watched:
-    """What was seen of one step."""
+class StepTrace:
+    """What one step did."""
 
     findings: list[Finding] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
@@ -49,84 +53,85 @@ class Watched:
 
 
 Shapes = Mapping[str, tuple[int, ...]]
-Key = tuple[tuple[str, tuple[int, ...]], ...]
+ShapeKey = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-class Judge:
-    """Takes steps in order and says what is wrong with them. The first step of each of the `expected` shapes may
-    compile."""
+class StepChecker:
+    """Takes the traces of steps in order, and collects findings."""
 
-    def __init__(self, expected: int = 1) -> None:
-        self._expected = expected
-        self._known: dict[Key, list[Operation]] = {}  # of the newest step of each shape
-        self._found: dict[
-            tuple[str, str], tuple[Finding, int]
-        ] = {}  # what was found first for a rule and place, and how often
+    def __init__(self, expected_shapes: int = 1) -> None:
+        """The first step of each of `expected_shapes` shapes may compile."""
+        self._expected_shapes = expected_shapes
+        self._operations: dict[ShapeKey, list[Operation]] = {}  # of the newest step of each shape
+        self._findings: dict[tuple[str, str], tuple[Finding, int]] = {}  # (rule, place) -> the first, and how many
 
-    def see(self, number: int, shapes: Shapes, watched: Watched) -> None:
-        for finding in watched.findings:
+    def add_step(self, number: int, shapes: Shapes, trace: StepTrace) -> None:
+        """Checks step `number`, which ran on arrays of these shapes."""
+        for finding in trace.findings:
             self._add(finding)
-        rules = {finding.rule for finding in watched.findings}
-        told = sum(finding.rule == VALUE for finding in watched.findings)
-        if watched.transfers > told and not rules & {SHAPE, HOST}:
-            self._add(Finding(VALUE, "", f"{watched.transfers - told} transfer(s) to the host within a step"))
+        rules = {finding.rule for finding in trace.findings}
+        explained = sum(finding.rule == VALUE for finding in trace.findings)
+        if trace.transfers > explained and not rules & {SHAPE, HOST}:
+            self._add(Finding(VALUE, "", f"{trace.transfers - explained} transfer(s) to the host within a step"))
         key = tuple(sorted(shapes.items()))
-        if watched.compilations and key not in self._known and len(self._known) >= self._expected:
-            self._add(self._new_shape(number, shapes, watched.operations))
-        elif watched.compilations and key in self._known and SHAPE not in rules:
-            self._again(number, self._known[key], watched, broken=bool(rules))
-        self._known[key] = watched.operations
+        if trace.compilations and key not in self._operations and len(self._operations) >= self._expected_shapes:
+            self._add(self._new_shape(number, shapes, trace.operations))
+        elif trace.compilations and key in self._operations and SHAPE not in rules:
+            self._add_recompilation(number, self._operations[key], trace, explained=bool(rules))
+        self._operations[key] = trace.operations
 
     def findings(self) -> list[Finding]:
+        """One finding for each rule and place, in the order of their first steps."""
         return [
             finding if count == 1 else Finding(finding.rule, finding.place, f"{finding.message} ({count} times)")
-            for finding, count in self._found.values()
+            for finding, count in self._findings.values()
         ]
 
     def _add(self, finding: Finding) -> None:
         key = (finding.rule, finding.place)
-        first, count = self._found.get(key, (finding, 0))
-        self._found[key] = (first, count + 1)
+        first, count = self._findings.get(key, (finding, 0))
+        self._findings[key] = (first, count + 1)
 
     def _new_shape(self, number: int, shapes: Shapes, operations: Sequence[Operation]) -> Finding:
-        before, known = list(self._known.items())[-1]
-        place = next((now.place for _, now in _differences(known, operations) if now.place), "")
-        message = f"step {number} has a new shape: {_shapes(shapes)}, after {_shapes(dict(before))}. Pad batches to one shape, or to a few"
-        return Finding(PROGRAM, place, message)
+        earlier, earlier_operations = list(self._operations.items())[-1]
+        places = (operation.place for _, operation in _differences(earlier_operations, operations) if operation.place)
+        message = (
+            f"step {number} has a new shape: {_shapes(shapes)}, after {_shapes(dict(earlier))}. Pad batches to one "
+            "shape, or to a few"
+        )
+        return Finding(PROGRAM, next(places, ""), message)
 
-    def _again(self, number: int, known: Sequence[Operation], watched: Watched, *, broken: bool) -> None:
-        """A step that compiled though its shape is known. One that is `broken` in pieces by a rule already told
-        compiles pieces, and that is no news."""
-        for old, now in _differences(known, watched.operations):
-            same = old is not None and old.name == now.name
-            was = (
-                f"after {_short(old.operands)}"
-                if old and same
-                else f"where {old.name} was before"
-                if old
-                else "where nothing was before"
-            )
-            advice = "numbers that change must come as tensors" if same else "every step must do the same"
-            self._add(
-                Finding(
-                    PROGRAM,
-                    now.place,
-                    f"step {number} compiled again: {now.name}{_short(now.operands)} {was}; {advice}",
-                )
-            )
-            return
-        if not broken:
-            self._add(
-                Finding(
-                    PROGRAM, "", f"step {number} compiled again, though its operations were those of the step before"
-                )
-            )
+    def _add_recompilation(
+        self, number: int, earlier: Sequence[Operation], trace: StepTrace, *, explained: bool
+    ) -> None:
+        """Adds the finding for a step that compiled though its shape is known.
+
+        Without a differing operation there is none if the step is `explained`: another finding already says why it is
+        compiled in pieces.
+        """
+        difference = next(_differences(earlier, trace.operations), None)
+        if difference is not None:
+            self._add(_changed_operation(number, *difference))
+        elif not explained:
+            message = f"step {number} compiled again, though its operations were those of the step before"
+            self._add(Finding(PROGRAM, "", message))
 
 
-def merged(first: Sequence[Finding], second: Sequence[Finding]) -> list[Finding]:
-    """Both, and what breaks a rule in the same place once."""
-    known = {(each.rule, each.place) for each in first}
-    return [*first, *(each for each in second if (each.rule, each.place) not in known)]
+def merge_findings(first: Sequence[Finding], second: Sequence[Finding]) -> list[Finding]:
+    """Both, without those of the second whose rule and place are in the first."""
+    known = {(finding.rule, finding.place) for finding in first}
+    return [*first, *(finding for finding in second if (finding.rule, finding.place) not in known)]
+
+
+def _changed_operation(number: int, old: Operation | None, new: Operation) -> Finding:
+    same_operation = old is not None and old.name == new.name
+    if old is None:
+        before = "where nothing was before"
+    else:
+        before = f"after {_short(old.operands)}" if same_operation else f"where {old.name} was before"
+    advice = "numbers that change must come as tensors" if same_operation else "every step must do the same"
+    message = f"step {number} compiled again: {new.name}{_short(new.operands)} {before}; {advice}"
+    return Finding(PROGRAM, new.place, message)
 
 
 def _short(text: str) -> str:
@@ -137,8 +142,10 @@ def _shapes(shapes: Shapes) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
 
 
-def _differences(before: Sequence[Operation], now: Sequence[Operation]) -> Iterator[tuple[Operation | None, Operation]]:
-    """Place by place where two steps differ: what was there before, and what is there now."""
-    for old, new in zip_longest(before, now):
+def _differences(
+    earlier: Sequence[Operation], later: Sequence[Operation]
+) -> Iterator[tuple[Operation | None, Operation]]:
+    """(old, new) for each position where the later step has another operation than the earlier one."""
+    for old, new in zip_longest(earlier, later):
         if new is not None and (old is None or (old.name, old.operands) != (new.name, new.operands)):
             yield old, new

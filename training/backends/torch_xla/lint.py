@@ -1,8 +1,9 @@
-"""What the operations of a step are on an XLA device, each with the line of Python that did it: for `tpu-train check`.
+"""Watches the operations of a step on an XLA device, each with its line of Python: for `tpu-train check`.
 
 A dispatch mode sees every operation, forward and backward, before torch_xla records it. PyTorch itself marks those
-whose result's shape or value depends on data (`torch.Tag`); torch_xla's counters tell which ran on the host, transfers
-and compilations. Nothing here may keep a tensor: what is alive at a sync is computed, and would be another program.
+whose result's shape or value depends on data (`torch.Tag`); torch_xla's counters give the operations that ran on the
+host, the transfers and the compilations. Nothing here may keep a tensor: a tensor that is alive at a sync is computed,
+and that would be another program.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -26,143 +27,145 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.backends.torch_xla.counters import fallbacks
 from training.errors import BadInput
-from training.lint.rules import HOST, SHAPE, VALUE, Finding, Judge, Operation, Watched
+from training.lint.rules import HOST, SHAPE, VALUE, Finding, Operation, StepChecker, StepTrace
 
-_NOT_THE_USERS = (*(f"{Path(module.__file__).parent}{os.sep}" for module in (torch, torch_xla)), __file__, "<")
-_BOOKKEEPING = (
-    "detach",
-    "detach_copy",
-    "_propagate_xla_data",
-    "alias",
-    "alias_copy",
-    "t_copy",
-    "view_copy",
-)  # views after an update in place: no work
+_NOT_USER_CODE = (*(f"{Path(module.__file__).parent}{os.sep}" for module in (torch, torch_xla)), __file__, "<")
+# Views that autograd and in-place updates make: no work, and not the same in each step.
+_BOOKKEEPING = ("detach", "detach_copy", "_propagate_xla_data", "alias", "alias_copy", "t_copy", "view_copy")
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+_PROGRAM_ENDS = "the program ends here and waits for the device"
 
 
-class TorchWatch:
+class TorchStepWatcher:
+    """Records the operations of a step, and the rules that single operations break."""
+
     @contextmanager
-    def step(self) -> Iterator[Watched]:
+    def step(self) -> Iterator[StepTrace]:
+        """Watches the step that runs in the block; the trace is complete when the block has ended."""
         torch_xla.sync()
-        watched, compiled, transfers = Watched(), _count("CompileTime"), _count("TransferFromDeviceTime")
+        trace, compiled, transfers = StepTrace(), _count("CompileTime"), _count("TransferFromDeviceTime")
         with (
             warnings.catch_warnings(),
-            _Prints(watched),
-            _Mode(watched),
+            _PrintWatcher(trace),
+            _OperationWatcher(trace),
             torch.autograd.set_multithreading_enabled(False),
         ):
             warnings.filterwarnings("ignore", message="Anomaly Detection")
-            with torch.autograd.set_detect_anomaly(
-                True, check_nan=False
-            ):  # keeps the forward line of each backward operation
-                yield watched
+            # Anomaly detection keeps the forward line of each backward operation.
+            with torch.autograd.set_detect_anomaly(True, check_nan=False):
+                yield trace
         torch_xla.sync(wait=True)
-        watched.compilations = _count("CompileTime") - compiled
-        watched.transfers = _count("TransferFromDeviceTime") - transfers
+        trace.compilations = _count("CompileTime") - compiled
+        trace.transfers = _count("TransferFromDeviceTime") - transfers
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[misc]  # torch is not here when types are checked
-    def __init__(self, watched: Watched) -> None:
+class _OperationWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is not here when types are checked
+    def __init__(self, trace: StepTrace) -> None:
         super().__init__()
-        self._watched = watched
+        self._trace = trace
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        named = dict(kwargs or {})
-        name, values = function._schema.name, [*_flat(args), *_flat(list(named.values()))]
+        keywords = dict(kwargs or {})
+        name, values = function._schema.name, [*_flatten(args), *_flatten(list(keywords.values()))]
         if not any(isinstance(value, torch.Tensor) and value.device.type == "xla" for value in values):
-            return function(*args, **named)
-        place, short = _place(), name.removeprefix("aten::")
+            return function(*args, **keywords)
+        place, short = _user_place(), name.removeprefix("aten::")
         if short not in _BOOKKEEPING:
-            self._watched.operations.append(Operation(short, _operands(values), place))
-        found = _judge(function, name, args, named)
-        before = None if found else fallbacks()
-        result = function(*args, **named)
-        if before is not None and fallbacks() != before:
-            found = Finding(
-                HOST, place, f"{short} has no XLA form and runs on the host: both wait for each other in each step"
-            )
-        if found:
-            self._watched.findings.append(Finding(found.rule, place, found.message))
+            self._trace.operations.append(Operation(short, _format_operands(values), place))
+        finding = _check_operation(function, name, args, keywords, place)
+        fallbacks_before = None if finding else fallbacks()
+        result = function(*args, **keywords)
+        if fallbacks_before is not None and fallbacks() != fallbacks_before:
+            message = f"{short} has no XLA form and runs on the host: both wait for each other in each step"
+            finding = Finding(HOST, place, message)
+        if finding:
+            self._trace.findings.append(finding)
         return result
 
 
-class _Prints(TorchFunctionMode):  # type: ignore[misc]
+class _PrintWatcher(TorchFunctionMode):  # type: ignore[misc]
     """Sees tensors that are printed: the dispatch mode does not, because printing switches it off."""
 
-    def __init__(self, watched: Watched) -> None:
+    def __init__(self, trace: StepTrace) -> None:
         super().__init__()
-        self._watched = watched
+        self._trace = trace
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if function is torch.Tensor.__repr__ and args[0].device.type == "xla":
-            message = "a tensor is printed: the program ends here and waits for the device; print what a step returns, after it"
-            self._watched.findings.append(Finding(VALUE, _place(), message))
+            message = f"a tensor is printed: {_PROGRAM_ENDS}; print what a step returns, after it"
+            self._trace.findings.append(Finding(VALUE, _user_place(), message))
         return function(*args, **(kwargs or {}))
 
 
-def _judge(function: Any, name: str, args: Sequence[Any], named: Mapping[str, Any]) -> Finding | None:
+def _check_operation(
+    function: Any, name: str, args: Sequence[Any], keywords: Mapping[str, Any], place: str
+) -> Finding | None:
+    """The rule that an operation breaks by what it is, before it runs."""
     short = name.removeprefix("aten::")
     if torch.Tag.data_dependent_output in function.tags:
-        what = (
-            "a tensor's value is asked for (if, while, int(), .item(), range(), a slice up to a tensor)"
-            if short == "_local_scalar_dense"
-            else short
-        )
-        return Finding(VALUE, "", f"{what}: the program ends here and waits for the device; use torch.where, or masks")
-    target = named.get("device")
+        reads_scalar = short == "_local_scalar_dense"
+        causes = "a tensor's value is asked for (if, while, int(), .item(), range(), a slice up to a tensor)"
+        cause = causes if reads_scalar else short
+        return Finding(VALUE, place, f"{cause}: {_PROGRAM_ENDS}; use torch.where, or masks")
+    target = keywords.get("device")
     copied_out = short == "_to_copy" and target is not None and torch.device(target).type == "cpu"
     if copied_out or (short == "copy_" and args[0].device.type == "cpu"):
-        return Finding(
-            VALUE,
-            "",
-            "a tensor is copied to the host (.cpu(), .numpy(), .tolist()): the program ends here and waits for the device",
-        )
+        cause = "a tensor is copied to the host (.cpu(), .numpy(), .tolist())"
+        return Finding(VALUE, place, f"{cause}: {_PROGRAM_ENDS}")
     by_mask = name in _INDEXING and any(
-        isinstance(each, torch.Tensor) and each.dtype in (torch.bool, torch.uint8) for each in _flat(args[1])
+        isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in _flatten(args[1])
     )
     if by_mask or (torch.Tag.dynamic_output_shape in function.tags and name not in _INDEXING):
-        what = f"{short} with a mask" if by_mask else short
-        return Finding(
-            SHAPE,
-            "",
-            f"the shape of what {what} gives depends on values; use torch.where, weights or topk with a fixed size",
+        operation = f"{short} with a mask" if by_mask else short
+        message = (
+            f"the shape of what {operation} gives depends on values; use torch.where, weights or topk with a fixed size"
         )
+        return Finding(SHAPE, place, message)
     return None
 
 
-def check_module(build: Any, batches: Any, steps: int, shapes: int) -> list[Finding]:
-    """Trains a user's module for a few steps of plain SGD. `build()` gives the module and `batches()` its inputs, on
-    the CPU: dicts are keywords, tuples and lists positions. Its loss is what it returns: `.loss`, a single number, or
-    else the mean of all there is. Raises BadInput."""
-    device, judge, watch = torch_xla.device(), Judge(shapes), TorchWatch()
-    torch.manual_seed(0)  # what is found is found again
+def check_module(
+    build: Callable[[], Any], load_batches: Callable[[], Iterable[Any]], steps: int, shapes: int
+) -> list[Finding]:
+    """Trains a user's module for a few steps of plain SGD.
+
+    Its loss is what it returns: `.loss`, a single number, or else the mean of all floating-point tensors.
+
+    Args:
+        build: returns the torch.nn.Module.
+        load_batches: returns its inputs, on the CPU: a dict is passed as keywords, a tuple or list as positions.
+        steps: how many to run; batches repeat.
+        shapes: how many different shapes the batches may have.
+
+    Raises:
+        BadInput: the functions do not return that.
+    """
+    device, checker, watcher = torch_xla.device(), StepChecker(shapes), TorchStepWatcher()
+    torch.manual_seed(0)  # the same findings each time
     network = build()
     if not isinstance(network, torch.nn.Module):
         raise BadInput(f"--module must give a torch.nn.Module, not {type(network).__name__}")
-    inputs = [batch for batch, _ in zip(batches(), range(steps), strict=False)]
+    inputs = [batch for batch, _ in zip(load_batches(), range(steps), strict=False)]
     if not inputs:
         raise BadInput("--inputs gave no batch")
     network.to(device).train()
     for number in range(steps):
-        batch = _named(inputs[number % len(inputs)])
+        batch = _name_inputs(inputs[number % len(inputs)])
         xm.set_rng_state(number, device)
         sent = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-        with watch.step() as watched:
+        with watcher.step() as trace:
             _train(network, sent)
-        judge.see(
-            number,
-            {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)},
-            watched,
-        )
-    return judge.findings()
+        batch_shapes = {name: tuple(value.shape) for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        checker.add_step(number, batch_shapes, trace)
+    return checker.findings()
 
 
 def _train(network: Any, batch: Mapping[str, Any]) -> None:
+    """One step of SGD. `_user_place` knows this function by its name."""
     positions = [value for name, value in batch.items() if name.isdigit()]
     loss = _loss(network(*positions, **{name: value for name, value in batch.items() if not name.isdigit()}))
     parameters = [value for value in network.parameters() if value.requires_grad]
@@ -178,57 +181,56 @@ def _loss(output: Any) -> Any:
     if loss is None:
         tensors = [
             value.float().mean()
-            for value in _flat([output])
+            for value in _flatten([output])
             if isinstance(value, torch.Tensor) and value.is_floating_point()
         ]
         loss = sum(tensors[1:], start=tensors[0]) if tensors else None
     if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
         raise BadInput(
-            "what the module returns is nothing to train on: it must have .loss, or be or hold floating-point tensors that depend on its weights"
+            "what the module returns is nothing to train on: it must have .loss, or be or hold floating-point tensors "
+            "that depend on its weights"
         )
     return loss
 
 
-def _named(batch: Any) -> dict[str, Any]:
+def _name_inputs(batch: Any) -> dict[str, Any]:
+    """A user's batch as a dict; positions have their number as name."""
     if isinstance(batch, Mapping):
         return {str(name): value for name, value in batch.items()}
     return {str(index): value for index, value in enumerate(batch if isinstance(batch, tuple | list) else [batch])}
 
 
-def _operands(values: Sequence[Any]) -> str:
-    """Shapes and numbers: what is built into the program."""
-    return (
-        "("
-        + ", ".join(str(list(value.shape)) if isinstance(value, torch.Tensor) else str(value) for value in values)
-        + ")"
-    )
+def _format_operands(values: Sequence[Any]) -> str:
+    """Shapes and numbers: what is compiled into the program."""
+    operands = [str(list(value.shape)) if isinstance(value, torch.Tensor) else str(value) for value in values]
+    return f"({', '.join(operands)})"
 
 
-def _flat(values: Any) -> list[Any]:
+def _flatten(values: Any) -> list[Any]:
+    """The leaves of nested lists, tuples and mappings."""
     if isinstance(values, Mapping):
         values = list(values.values())
-    return [inner for value in values for inner in _flat(value)] if isinstance(values, list | tuple) else [values]
+    return [leaf for value in values for leaf in _flatten(value)] if isinstance(values, list | tuple) else [values]
 
 
-def _place() -> str:
-    """file:line of the innermost frame that is neither the framework's nor ours; in a backward pass of the forward line
-    that it belongs to."""
+def _user_place() -> str:
+    """file:line of the innermost frame of user code; in a backward pass, of the forward line that it belongs to."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not (
         frame.f_code.co_filename == __file__ and frame.f_code.co_name in ("_train", "step")
     ):
-        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-            return _shown(frame.f_code.co_filename, frame.f_lineno)
+        if not frame.f_code.co_filename.startswith(_NOT_USER_CODE):
+            return _format_place(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     node = torch._C._current_autograd_node()
     for entry in reversed(node.metadata.get("traceback_", ()) if node is not None else ()):
         match = re.match(r'\s*File "(.+)", line (\d+)', entry)
-        if match and not match[1].startswith(_NOT_THE_USERS):
-            return f"{_shown(match[1], int(match[2]))} (backward)"
+        if match and not match[1].startswith(_NOT_USER_CODE):
+            return f"{_format_place(match[1], int(match[2]))} (backward)"
     return ""
 
 
-def _shown(file: str, line: int) -> str:
+def _format_place(file: str, line: int) -> str:
     return f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}:{line}"
 
 

@@ -1,0 +1,69 @@
+"""Claims about the findings of `tpu-train check`: which compilation is expected, which is a finding, and its line."""
+
+from __future__ import annotations
+
+from training.lint.rules import HOST, PROGRAM, SHAPE, VALUE, Finding, Operation, StepChecker, StepTrace, merge_findings
+
+FOUR, FIVE = {"x": (4, 8)}, {"x": (5, 8)}
+
+
+def step(compilations: int = 0, *findings: Finding, numbers: tuple[int, ...] = (1,), transfers: int = 0) -> StepTrace:
+    operations = [
+        Operation("addmm", "([4, 8])", "m.py:1"),
+        *(Operation("roll", f"([4, 8], {each})", "m.py:2") for each in numbers),
+    ]
+    return StepTrace(list(findings), operations, compilations, transfers)
+
+
+def check_steps(*steps: tuple[dict[str, tuple[int, ...]], StepTrace], expected: int = 1) -> list[Finding]:
+    checker = StepChecker(expected)
+    for number, (shapes, trace) in enumerate(steps):
+        checker.add_step(number, shapes, trace)
+    return checker.findings()
+
+
+def test_the_first_step_of_each_announced_shape_may_compile() -> None:
+    assert check_steps((FOUR, step(1)), (FOUR, step()), (FIVE, step(1)), (FIVE, step()), expected=2) == []
+
+
+def test_a_shape_that_was_not_announced_is_named_after_the_one_before() -> None:
+    [finding] = check_steps((FOUR, step(1)), (FIVE, step(1, numbers=(9,))))
+    assert (finding.rule, finding.place) == (PROGRAM, "m.py:2")
+    assert "step 1 has a new shape: x [5, 8], after x [4, 8]" in finding.message
+
+
+def test_a_number_that_changes_is_named_with_its_line_once() -> None:
+    [finding] = check_steps(*((FOUR, step(1, numbers=(number,))) for number in range(4)))
+    assert (finding.rule, finding.place) == (PROGRAM, "m.py:2")
+    assert "roll([4, 8], 1) after ([4, 8], 0)" in finding.message
+    assert finding.message.endswith("(3 times)")
+
+
+def test_a_step_that_does_more_than_before_is_told_by_what_it_does_more() -> None:
+    [finding] = check_steps((FOUR, step(1)), (FOUR, step(1, numbers=(1, 2))))
+    assert "roll([4, 8], 2) where nothing was before; every step must do the same" in finding.message
+
+
+def test_a_compilation_without_a_difference_is_told_too() -> None:
+    [finding] = check_steps((FOUR, step(1)), (FOUR, step(1)))
+    assert (finding.rule, finding.place) == (PROGRAM, "")
+
+
+def test_pieces_of_a_broken_step_are_no_findings_of_their_own() -> None:
+    for rule in (SHAPE, VALUE, HOST):
+        asked = Finding(rule, "m.py:3", "asked")
+        [finding] = check_steps((FOUR, step(2, asked)), (FOUR, step(1, asked)))
+        assert (finding.rule, finding.message) == (rule, "asked (2 times)")
+
+
+def test_transfers_that_no_line_explains_are_told() -> None:
+    asked = Finding(VALUE, "m.py:3", "asked")
+    assert check_steps((FOUR, step(1, asked, transfers=1))) == [asked]
+    assert [str(each) for each in check_steps((FOUR, step(1, transfers=2)))] == [
+        "somewhere: value on the host: 2 transfer(s) to the host within a step"
+    ]
+
+
+def test_what_breaks_a_rule_in_training_and_in_evaluation_is_told_once() -> None:
+    first, other = Finding(VALUE, "m.py:3", "asked (4 times)"), Finding(SHAPE, "m.py:4", "masked")
+    assert merge_findings([first], [Finding(VALUE, "m.py:3", "asked (2 times)"), other]) == [first, other]

@@ -1,0 +1,67 @@
+"""The commands of `tpu-train` for trained models: export, push, predict."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import click
+
+from training.cli.options import step_option
+
+
+@click.command()
+@click.argument("run")
+@click.argument("out")
+@step_option
+@click.option("--best", is_flag=True, help="Of the checkpoint with the best figure (checkpoint.best).")
+def export(run: str, out: str, step: int | None, best: bool) -> None:
+    """Write the model of RUN, a run's folder, to OUT in Hugging Face's layout."""
+    from training.checkpoint import admin
+    from training.models.export import export_checkpoint
+
+    if best and step is not None:
+        raise click.UsageError("give --step or --best, not both")
+    chosen = admin.best_saved_step(run) if best else step
+    click.echo(f"{out}: the model after step {export_checkpoint(run, out, chosen)}")
+
+
+@click.command()
+@click.argument("run")
+@click.argument("repository")
+@step_option
+@click.option("--private/--public", default=True, show_default=True, help="Of a repository that does not exist yet.")
+@click.option("--beside", is_flag=True, hidden=True, help="Started by a run: gives way to it, and answers in JSON.")
+def push(run: str, repository: str, step: int | None, private: bool, beside: bool) -> None:
+    """Push the model of RUN, a run's folder, to REPOSITORY (org/name) on the Hugging Face Hub, with the token in
+    HF_TOKEN."""
+    if beside:
+        os.nice(10)
+    from training.models.hub import push_model
+
+    pushed_step, commit = push_model(run, repository, step, private)
+    if beside:
+        click.echo(json.dumps({"step": pushed_step, "commit": commit}))
+    else:
+        click.echo(f"{repository}: the model after step {pushed_step}: {commit}")
+
+
+@click.command()
+@click.argument("folder")
+@click.argument("text")
+@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="How many answers.")
+def predict(folder: str, text: str, top: int) -> None:
+    """Fill the mask in TEXT, or name its class, with the model in FOLDER, as `export` writes it.
+
+    \b
+    tpu-train predict runs/local/model "The [MASK] statement ends a loop."
+    tpu-train predict runs/banking77/model "My card has not arrived yet."
+    """
+    from training.models.predict import classify, fill_mask, is_classifier
+
+    if is_classifier(folder):
+        for label in classify(folder, text, top):
+            click.echo(f"{label.score:.4f}  {label.name}")
+        return
+    for answer in fill_mask(folder, text, top):
+        click.echo(f"{answer.score:.4f}  {answer.token!r}  {answer.text}")
