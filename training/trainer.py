@@ -126,15 +126,21 @@ def _open(
         saver = CheckpointWriter(
             checkpoints, cluster, rendezvous, description, keep, background=background, fence=fenced, warn=warn
         )
-        run = _Run(config, cluster, rendezvous, stopping, clock, task, backend, saver, folder, ending.screen)
+        run = _Run(config, cluster, rendezvous, stopping, clock, task, backend, saver, folder, ending.console)
         run.say(
             f"run {cluster.run_id}, attempt {cluster.attempt}: {cluster.hosts} host(s), {backend.devices} device(s), {task.data.train.records} records"
         )
         if restored:
             run.go_on(restored.manifest.step, restored.manifest.state, restored.damaged)
-        run.log = MetricsLog(folder, cluster.attempt, run.step, tensorboard=True) if cluster.is_first else None
+        run.log = (
+            MetricsLog(folder, cluster.attempt, run.step, trackers=("jsonl", "tensorboard"))
+            if cluster.is_first
+            else None
+        )
         run.pushes = BackgroundUploader(config.hub, folder, warn) if config.hub and cluster.is_first else None
-        ending.log, ending.step, ending.pushes = run.log, lambda: run.step, run.pushes
+        ending.log, ending.step = run.log, lambda: run.step
+        if run.pushes:
+            ending.close.append(run.pushes.close)
     return run
 
 
@@ -294,13 +300,13 @@ class _Run:
         self.screen.progress(
             report.format_progress(self.seen, steps, loss, rate, (steps - self.seen) * self.seconds_each)
         )
-        log.write(
+        log.log(
+            self.seen,
             {
-                "step": self.seen,
                 "loss": loss,
                 "learning_rate": learning_rate(self.config.train, self.seen - 1),
                 "examples_per_second": rate,
-            }
+            },
         )
 
     @property
@@ -347,7 +353,7 @@ class _Run:
                 self.best = {"step": self.step, "metric": best.metric, "value": value}
         self.say(report.format_evaluation(self.step, self.figures))
         if self.log:
-            self.log.write({"step": self.step, **{f"eval_{name}": value for name, value in self.figures.items()}})
+            self.log.log(self.step, {f"eval_{name}": value for name, value in self.figures.items()})
 
     def finish(self) -> dict[str, Any]:
         """After the last step and its save: evaluation, the last meeting, the summary."""

@@ -11,10 +11,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training.telemetry import metrics
 from training.telemetry import tensorboard as events
 from training.telemetry.metrics import MetricsLog
+from training.telemetry.tracker import AttemptInfo
 
 
-def line(step: int, loss: float) -> dict[str, float]:
-    return {"step": step, "loss": loss, "learning_rate": 1e-3, "examples_per_second": 10.0}
+def values(loss: float) -> dict[str, float | None]:
+    return {"loss": loss, "learning_rate": 1e-3, "examples_per_second": 10.0}
 
 
 def read(folder: Path) -> EventAccumulator:
@@ -24,14 +25,14 @@ def read(folder: Path) -> EventAccumulator:
 
 
 def test_resumed_runs_are_one_curve(tmp_path: Path) -> None:
-    first = MetricsLog(str(tmp_path), 0, 0, tensorboard=True)
+    first = MetricsLog(str(tmp_path), 0, 0, trackers=("jsonl", "tensorboard"))
     for step in (1, 2, 3, 4):
-        first.write(line(step, float(step)))
+        first.log(step, values(float(step)))
     first.flush()  # and then it was killed; the last commit was step 2
-    second = MetricsLog(str(tmp_path), 1, 2, tensorboard=True)
+    second = MetricsLog(str(tmp_path), 1, 2, trackers=("jsonl", "tensorboard"))
     for step in (3, 4, 5):
-        second.write(line(step, step + 0.5))
-    second.write({"step": 5, "eval_loss": 1.25, "eval_perplexity": math.exp(1.25)})
+        second.log(step, values(step + 0.5))
+    second.log(5, {"eval_loss": 1.25, "eval_perplexity": math.exp(1.25)})
     second.finish()
     found = read(tmp_path)
     assert [(each.step, each.value) for each in found.Scalars("train/loss")] == [
@@ -49,12 +50,12 @@ def test_resumed_runs_are_one_curve(tmp_path: Path) -> None:
 
 
 def test_a_file_grows_in_place_on_a_disk(tmp_path: Path) -> None:
-    log = events.EventLog(str(tmp_path), 0, 0)
-    log.write(line(1, 1.0))
+    log = events.TensorBoardTracker(AttemptInfo(str(tmp_path), 0, 0, 0))
+    log.log(1, values(1.0))
     log.flush()
     [file] = (tmp_path / events.FOLDER).iterdir()
     before = (file.stat().st_ino, file.read_bytes())
-    log.write(line(2, 2.0))
+    log.log(2, values(2.0))
     log.flush()
     assert file.stat().st_ino == before[0]  # a reader that keeps the file open sees the rest
     assert file.read_bytes().startswith(before[1])
@@ -74,9 +75,9 @@ def test_in_a_bucket_objects_are_rewritten_whole_and_then_the_next_begins(
 
     monkeypatch.setattr(events.storage, "write", write)
     monkeypatch.setattr(events, "ROLL_BYTES", 600)
-    log = events.EventLog("gs://bucket", 0, 0)
+    log = events.TensorBoardTracker(AttemptInfo("gs://bucket", 0, 0, 0))
     for step in range(1, 13):
-        log.write(line(step, float(step)))
+        log.log(step, values(float(step)))
         log.flush()
     assert written == sorted(written)
     assert 1 < len(set(written)) < len(written)

@@ -124,7 +124,7 @@ def test_the_claim_says_that_there_is_no_such_bucket(gcs: Any) -> None:
 
 def test_metrics_grow_in_small_objects(gcs: Any) -> None:
     log = metrics.MetricsLog(RUN, 0, 0)
-    log.write({"step": 1, "loss": 2.5})
+    log.log(1, {"loss": 2.5})
     log.finish()
     assert storage.read(f"{RUN}/metrics.jsonl") == b'{"step": 1, "loss": 2.5}\n'
 

@@ -39,12 +39,12 @@ def test_nested_phases_count_each_second_once() -> None:
 def test_lines_are_held_back_and_written_in_small_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "LINES", 4)
     time = Time()
-    log = MetricsLog(str(tmp_path), 0, 0, time)
-    log.write({"step": 1, "loss": 0.1 + 0.2})
+    log = MetricsLog(str(tmp_path), 0, 0, now=time)
+    log.log(1, {"loss": 0.1 + 0.2})
     assert not (tmp_path / "metrics").exists()
     time.now += metrics.FLUSH_SECONDS
     for step in range(2, 8):
-        log.write({"step": step, "loss": 1.0})
+        log.log(step, {"loss": 1.0})
     log.finish()
     objects = sorted(each.name for each in (tmp_path / "metrics").iterdir())
     assert objects == ["attempt-0000.00000.jsonl", "attempt-0000.00001.jsonl"]
@@ -56,11 +56,11 @@ def test_lines_are_held_back_and_written_in_small_objects(tmp_path: Path, monkey
 def test_steps_that_were_trained_again_are_told_once(tmp_path: Path) -> None:
     first = MetricsLog(str(tmp_path), 0, 0)
     for step in (1, 2, 3, 4):
-        first.write({"step": step, "loss": float(step)})
+        first.log(step, {"loss": float(step)})
     first.flush()  # and then it was killed; the last commit was step 2
     second = MetricsLog(str(tmp_path), 1, 2)
     for step in (3, 4, 5):
-        second.write({"step": step, "loss": step + 0.5})
+        second.log(step, {"loss": step + 0.5})
     second.finish()
     assert [line["loss"] for line in read_history(str(tmp_path))] == [1.0, 2.0, 3.5, 4.5, 5.5]
 
@@ -68,7 +68,7 @@ def test_steps_that_were_trained_again_are_told_once(tmp_path: Path) -> None:
 def test_a_run_without_attempt_numbers_never_overwrites_its_past(tmp_path: Path) -> None:
     for resumed_at in (0, 1):
         log = MetricsLog(str(tmp_path), 0, resumed_at)
-        log.write({"step": resumed_at + 1, "loss": 1.0})
+        log.log(resumed_at + 1, {"loss": 1.0})
         log.finish()
     assert [line["step"] for line in read_history(str(tmp_path))] == [1, 2]
 

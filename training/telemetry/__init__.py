@@ -1,8 +1,12 @@
-"""What a run tells people: at the terminal, in TensorBoard, and on a page that opens without a network.
+"""What a run reports: at the terminal, to trackers, and on a page that opens without a network.
 
-It is drawn from what the run has written (training.telemetry.metrics, the records of its attempts); nothing here asks
-the device or the step loop.
+Reports are made of what the run has written; nothing here reads from the device or the step loop.
 
-  report    the progress line and the summary    screen  where host 0 prints them      events  TensorBoard's files
-  attempts  how each attempt began and ended     page    report.html, of `charts`
+    tracker      where the numbers of a run go: a Protocol and the registry of its implementations
+    metrics      MetricsLog, which passes numbers to trackers; JSON lines, the tracker that every run has
+    tensorboard  the same numbers as TensorBoard's events
+    phase_timer  seconds by phase
+    attempts     records of how each attempt began and ended; attempt_end writes the second one
+    console      what host 0 prints; text formats the progress line and the summary
+    html         report.html, with the charts of svg
 """

@@ -1,16 +1,13 @@
-"""Host 0's last words in the run's folder, whichever way an attempt ends: its last metrics, how it ended, and
-report.html."""
+"""What host 0 writes when an attempt ends, in whichever way: its last metrics, its end record, and report.html."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from training.errors import StopRequested
-from training.models.hub import BackgroundUploader
-from training.telemetry import attempts
-from training.telemetry import html as page
+from training.telemetry import attempts, html
 from training.telemetry.console import Console
 from training.telemetry.metrics import MetricsLog
 from training.telemetry.phase_timer import PhaseTimer
@@ -18,22 +15,30 @@ from training.telemetry.phase_timer import PhaseTimer
 
 @dataclass
 class AttemptContext:
-    """What is known of the attempt so far."""
+    """What `record_attempt_end` uses; filled in while the attempt starts up."""
 
-    screen: Console
+    console: Console
     log: MetricsLog | None = None
-    step: Callable[[], int] = lambda: 0
-    pushes: BackgroundUploader | None = None
+    step: Callable[[], int] = lambda: 0  # steps done so far
+    close: list[Callable[[], None]] = field(default_factory=list)  # called first: ends what runs in the background
 
 
 @contextlib.contextmanager
 def record_attempt_end(
-    folder: str, start_url: str, clock: PhaseTimer, ending: AttemptContext, warn: Callable[[str], None]
+    folder: str, start_url: str, timer: PhaseTimer, context: AttemptContext, warn: Callable[[str], None]
 ) -> Iterator[None]:
-    """Around a whole attempt, on host 0. What can't be written is warned of: it changes neither the result nor why the
-    attempt ended.
+    """Runs a whole attempt on host 0, and records how it ended.
 
-    An attempt that was asked to stop leaves at once: its report is made by the next one, or by `tpu-train report`."""
+    A failure to record is a warning: it changes neither the attempt's result nor its error. An attempt that was asked
+    to stop leaves at once, without report.html: the next attempt or `tpu-train report` writes it.
+
+    Args:
+        folder: of the run.
+        start_url: of the attempt's start record.
+        timer: of the attempt.
+        context: what is known of the attempt by then.
+        warn: shows a warning.
+    """
     error: BaseException | None = None
     try:
         yield
@@ -41,14 +46,14 @@ def record_attempt_end(
         error = raised
         raise
     finally:
-        ending.screen.close()
+        context.console.close()
         try:
-            if ending.pushes:
-                ending.pushes.close()
-            if ending.log:
-                ending.log.flush()
-            attempts.write_end(start_url, error, ending.step(), clock.report())
+            for close in context.close:
+                close()
+            if context.log:
+                context.log.flush()
+            attempts.write_end(start_url, error, context.step(), timer.report())
             if not isinstance(error, StopRequested):
-                ending.screen.print(f"report: {page.write_report(folder)}")
+                context.console.print(f"report: {html.write_report(folder)}")
         except Exception as problem:
-            warn(f"the end of the attempt is not told in {folder}: {type(problem).__name__}: {problem}")
+            warn(f"the end of the attempt is not recorded in {folder}: {type(problem).__name__}: {problem}")

@@ -1,5 +1,4 @@
-"""What host 0 prints. On a terminal the progress line is one line that changes in place; anywhere else each is a line
-of its own."""
+"""What host 0 prints. On a terminal the progress line is replaced in place; elsewhere each one is a line of its own."""
 
 from __future__ import annotations
 
@@ -14,27 +13,30 @@ class Console:
     """Standard output, or nothing on other hosts."""
 
     def __init__(self, shown: bool, out: TextIO | None = None) -> None:
+        """Prints to `out` (standard output, unless given) if `shown`."""
         self._out = out or sys.stdout
-        self._shown, self._in_place, self._open = shown, self._out.isatty(), False
+        self._shown, self._is_terminal = shown, self._out.isatty()
+        self._line_open = False  # a progress line that the next line replaces
 
     def print(self, message: str) -> None:
-        """A message that stays."""
+        """Prints a line that stays."""
         self._print(message, stays=True)
 
     def progress(self, line: str) -> None:
-        """A line that the next one may replace."""
-        self._print(line, stays=not self._in_place)
+        """Prints a line that the next one may replace."""
+        self._print(line, stays=not self._is_terminal)
 
     def close(self) -> None:
-        """Before others write: what stands in the open line stays."""
-        if self._open:
+        """Ends an open progress line, so that other output begins on its own line."""
+        if self._line_open:
             print(file=self._out, flush=True)
-            self._open = False
+            self._line_open = False
 
     def _print(self, text: str, stays: bool) -> None:
         if not self._shown:
             return
-        if not stays:  # what is longer than the terminal would begin another line
+        if not stays:  # a line wider than the terminal would wrap, and could not be replaced
             text = text[: shutil.get_terminal_size().columns - 1]
-        print(f"{_CLEAR if self._open else ''}{text}", end="\n" if stays else "", file=self._out, flush=True)
-        self._open = not stays
+        prefix = _CLEAR if self._line_open else ""
+        print(f"{prefix}{text}", end="\n" if stays else "", file=self._out, flush=True)
+        self._line_open = not stays

@@ -1,12 +1,14 @@
-"""report.html: what a run was, on one page that needs nothing else. Made of what the run's folder holds, so it can be
-made again at any time and of any run: finished, stopped, failed, or still going on.
+"""report.html: what happened in a run, on one page that fetches nothing.
+
+It is made of what the run's folder holds. So it can be written again at any time, for any run: finished, stopped,
+failed or still running.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
@@ -16,16 +18,17 @@ from training.checkpoint.format import Manifest
 from training.checkpoint.safetensors_file import Damaged
 from training.checkpoint.store import committed_steps, read_manifest
 from training.errors import BadInput
-from training.telemetry import attempts, metrics
-from training.telemetry import svg as charts
-from training.telemetry import text as report
-from training.telemetry.attempts import Attempt
+from training.telemetry import svg, text
+from training.telemetry.attempts import Attempt, read_attempts
+from training.telemetry.metrics import read_history
 
 NAME = "report.html"
 SUMMARY_FILE = "summary.json"
 CONFUSION_FILE = "confusion.json"
+_UNFINISHED = "going on, or killed"  # an attempt without an end record
 _STYLE = """
-body { margin: 2rem auto; max-width: 1180px; padding: 0 1rem; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
+body { margin: 2rem auto; max-width: 1180px; padding: 0 1rem; background: var(--paper); color: var(--ink); }
+body { font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .6rem; }
 .faint, caption { color: var(--faint); } .bad { color: var(--b); }
 .figures { display: flex; flex-wrap: wrap; gap: .6rem 2.2rem; margin: 1rem 0; padding: 0; list-style: none; }
@@ -41,10 +44,10 @@ pre { overflow-x: auto; padding: .8rem; border: 1px solid var(--rule); }
 
 @dataclass(frozen=True)
 class RunRecord:
-    """All that a folder says of its run."""
+    """Everything that a run's folder holds, apart from its tensors."""
 
     folder: str
-    lines: Sequence[Mapping[str, Any]]  # as metrics.history
+    lines: Sequence[Mapping[str, Any]]  # as training.telemetry.metrics.read_history
     attempts: Sequence[Attempt]
     summary: Mapping[str, Any] | None
     checkpoints: Sequence[tuple[int, Manifest | str]]  # newest first: the manifest, or what is wrong with it
@@ -54,175 +57,203 @@ class RunRecord:
     def state(self) -> str:
         """How the newest attempt ended."""
         end = self.attempts[-1].end if self.attempts else None
-        return str(end["how"]) if end else "going on, or killed"
+        return str(end["how"]) if end else _UNFINISHED
 
 
 def read_run(folder: str) -> RunRecord:
-    """Raises BadInput for what is not a run's folder."""
-    found = attempts.read(folder)
-    lines = metrics.read_history(folder)
-    place = storage.join(folder, "checkpoints")
-    steps = committed_steps(place)
-    if not (found or lines or steps):
+    """Reads a run's folder. Raises BadInput for what is not one."""
+    attempts, lines = read_attempts(folder), read_history(folder)
+    checkpoints_folder = storage.join(folder, "checkpoints")
+    steps = committed_steps(checkpoints_folder)
+    if not (attempts or lines or steps):
         raise BadInput(
             f"{folder} is not a run's folder: it has no attempts, metrics or checkpoints (it is <output>/<run id>)"
         )
-    checkpoints = [(step, _manifest(place, step)) for step in steps]
-    return RunRecord(folder, lines, found, _json(folder, SUMMARY_FILE), checkpoints, _json(folder, CONFUSION_FILE))
+    checkpoints = [(step, _manifest_or_damage(checkpoints_folder, step)) for step in steps]
+    return RunRecord(
+        folder, lines, attempts, _read_json(folder, SUMMARY_FILE), checkpoints, _read_json(folder, CONFUSION_FILE)
+    )
 
 
 def write_report(folder: str, out: str | None = None) -> str:
-    """Makes the page of a run, and returns where it is. Raises BadInput."""
+    """Writes the page of a run to `out` (report.html in its folder, unless given). Raises BadInput.
+
+    Returns:
+        where the page is.
+    """
     url = out or storage.join(folder, NAME)
     storage.write(url, render_report(read_run(folder)).encode())
     return url
 
 
-def render_report(run: RunRecord) -> str:
-    """The page as XHTML, so that it is valid XML too."""
-    name = str(
-        (run.summary or (run.attempts[-1].start if run.attempts else {})).get("run_id", storage.name_of(run.folder))
-    )
-    message = str((run.attempts[-1].end or {}).get("message", "")) if run.attempts else ""
+def write_confusion(folder: str, labels: Sequence[str], counts: Sequence[Sequence[float]]) -> None:
+    """Writes the confusion matrix of the last evaluation to the run's folder: its numbers, and a picture."""
+    matrix = {"labels": list(labels), "counts": [[round(count) for count in row] for row in counts]}
+    storage.write(storage.join(folder, CONFUSION_FILE), json.dumps(matrix).encode() + b"\n")
+    picture = svg.standalone(svg.confusion_matrix(labels, counts))
+    storage.write(storage.join(folder, "confusion.svg"), picture.encode())
+
+
+def render_report(run: RunRecord, now: Callable[[], float] = time.time) -> str:
+    """The page as XHTML, which is valid XML too. `now` gives the time of its making, in seconds since the epoch."""
+    start = run.attempts[-1].start if run.attempts else {}
+    end = (run.attempts[-1].end or {}) if run.attempts else {}
+    name = str((run.summary or start).get("run_id", storage.name_of(run.folder)))
+    message = str(end.get("message", ""))
+    state_class = "faint" if run.state == "finished" else "bad"
+    made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now()))
     body = [
-        f"<h1>{escape(name)} <span class='{'faint' if run.state == 'finished' else 'bad'}'>{escape(run.state)}</span></h1>",
-        f"<p class='faint'>{escape(run.folder)} · made {time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())}</p>",
+        f"<h1>{escape(name)} <span class='{state_class}'>{escape(run.state)}</span></h1>",
+        f"<p class='faint'>{escape(run.folder)} · made {made}</p>",
         f"<pre class='bad'>{escape(message)}</pre>" if message else "",
         _figures(run),
         "<h2>Curves</h2><div class='charts'>", *_curves(run.lines), "</div>",
-        "<h2>Time</h2>", _phases(run),
+        "<h2>Time</h2>", _phases(run.attempts),
         "<h2>Attempts</h2>", _attempts(run.attempts),
         "<h2>Checkpoints</h2>", _checkpoints(run.checkpoints),
         _confusion(run.confusion),
-        _configuration(run),
+        _configuration(run.attempts),
     ]  # fmt: skip
-    head = f"<meta charset='utf-8'/><meta name='viewport' content='width=device-width'/><title>{escape(name)}</title><style>{charts.STYLE}{_STYLE}</style>"
-    return (
-        f"<!DOCTYPE html>\n<html lang='en' xmlns='http://www.w3.org/1999/xhtml'><head>{head}</head>\n<body>\n"
-        + "\n".join(body)
-        + "\n</body></html>\n"
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            "<html lang='en' xmlns='http://www.w3.org/1999/xhtml'><head><meta charset='utf-8'/>"
+            f"<meta name='viewport' content='width=device-width'/><title>{escape(name)}</title>"
+            f"<style>{svg.STYLE}{_STYLE}</style></head>",
+            "<body>",
+            *body,
+            "</body></html>",
+            "",
+        ]
     )
 
 
 def _figures(run: RunRecord) -> str:
-    losses = [line["loss"] for line in run.lines if "loss" in line]
-    evaluations = [line for line in run.lines if any(key.startswith("eval_") for key in line)]
-    told: list[tuple[str, str]] = []
-    if run.lines:
-        told.append(("steps", f"{run.lines[-1]['step']:,}"))
-    if losses:
-        told.append(("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
-    if evaluations:
-        told += [
-            (f"evaluation {key.removeprefix('eval_').replace('_', ' ')}", f"{value:.4f}")
-            for key, value in evaluations[-1].items()
-            if key != "step"
-        ]
+    """The headline numbers, and remarks on the run."""
     summary = run.summary or {}
-    rates = [line["examples_per_second"] for line in run.lines if "examples_per_second" in line]
-    if "examples_per_second" in summary or rates:
-        told.append(("examples/s", f"{summary.get('examples_per_second', rates[-1] if rates else 0.0):,.1f}"))
-    if summary.get("tokens_per_second"):
-        told.append(("tokens/s", f"{summary['tokens_per_second']:,.0f}"))
-    if summary.get("mfu") is not None:
-        told.append(("MFU", f"{summary['mfu']:.1%}"))
-    if "goodput" in summary:
-        told.append(("goodput", f"{summary['goodput']:.1%}"))
-    items = "".join(f"<li><span class='faint'>{escape(name)}</span><b>{escape(value)}</b></li>" for name, value in told)
-    notes = [report.format_program_counts(dict(summary))] if summary else []
+    figures = [*_training_figures(run.lines), *_speed_figures(run.lines, summary)]
+    items = "".join(
+        f"<li><span class='faint'>{escape(name)}</span><b>{escape(value)}</b></li>" for name, value in figures
+    )
+    notes = [text.format_program_counts(dict(summary))] if summary else []
     if summary.get("hub"):
-        notes.append(report.format_upload(summary["hub"]))
+        notes.append(text.format_upload(summary["hub"]))
     if summary.get("skipped_records"):
         notes.append(f"{summary['skipped_records']} damaged records were replaced (data.on_corrupt: skip)")
     return f"<ul class='figures'>{items}</ul>" + "".join(f"<p>{escape(note)}</p>" for note in notes)
 
 
-def _curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    def curve(name: str, key: str) -> charts.Curve:
-        return charts.Curve(
-            name, [(line["step"], line[key]) for line in lines if key in line and line[key] is not None]
-        )
+def _training_figures(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    figures: list[tuple[str, str]] = []
+    if lines:
+        figures.append(("steps", f"{lines[-1]['step']:,}"))
+    losses = [line["loss"] for line in lines if "loss" in line]
+    if losses:
+        figures.append(("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
+    evaluations = [line for line in lines if any(key.startswith("eval_") for key in line)]
+    if evaluations:
+        figures += [
+            (f"evaluation {_words(key)}", f"{value:.4f}") for key, value in evaluations[-1].items() if key != "step"
+        ]
+    return figures
 
-    others = dict.fromkeys(key for line in lines for key in line if key.startswith("eval_") and key != "eval_loss")
+
+def _speed_figures(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    figures = []
+    rates = [line["examples_per_second"] for line in lines if "examples_per_second" in line]
+    if "examples_per_second" in summary or rates:
+        rate = summary.get("examples_per_second", rates[-1] if rates else 0.0)
+        figures.append(("examples/s", f"{rate:,.1f}"))
+    if summary.get("tokens_per_second"):
+        figures.append(("tokens/s", f"{summary['tokens_per_second']:,.0f}"))
+    if summary.get("mfu") is not None:
+        figures.append(("MFU", f"{summary['mfu']:.1%}"))
+    if "goodput" in summary:
+        figures.append(("goodput", f"{summary['goodput']:.1%}"))
+    return figures
+
+
+def _words(key: str) -> str:
+    """`eval_weighted_f1` as "weighted f1"."""
+    return key.removeprefix("eval_").replace("_", " ")
+
+
+def _curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    def curve(name: str, key: str) -> svg.Curve:
+        return svg.Curve(name, [(line["step"], line[key]) for line in lines if line.get(key) is not None])
+
+    evaluated = dict.fromkeys(key for line in lines for key in line if key.startswith("eval_") and key != "eval_loss")
     return [
-        charts.line_chart("Loss", [curve("training", "loss"), curve("evaluation", "eval_loss")]),
-        *(
-            charts.line_chart(f"Evaluation: {key.removeprefix('eval_').replace('_', ' ')}", [curve(key, key)])
-            for key in others
-        ),
-        charts.line_chart("Examples/s", [curve("examples/s", "examples_per_second")]),
-        charts.line_chart("Learning rate", [curve("learning rate", "learning_rate")]),
+        svg.line_chart("Loss", [curve("training", "loss"), curve("evaluation", "eval_loss")]),
+        *(svg.line_chart(f"Evaluation: {_words(key)}", [curve(key, key)]) for key in evaluated),
+        svg.line_chart("Examples/s", [curve("examples/s", "examples_per_second")]),
+        svg.line_chart("Learning rate", [curve("learning rate", "learning_rate")]),
     ]
 
 
-def _phases(run: RunRecord) -> str:
-    """Of all attempts that told their seconds, together."""
-    together: dict[str, float] = {}
-    for each in run.attempts:
-        for phase, amount in (each.end or {}).get("seconds", {}).items():
-            together[phase] = together.get(phase, 0.0) + amount
-    total = together.pop("total", 0.0)
-    parts = sorted(
-        ((phase, amount) for phase, amount in together.items() if amount >= 0.005 * total), key=lambda item: -item[1]
-    )
-    told = (
-        f"<p>Goodput, the share of the time that was spent in steps: {together.get('step', 0.0) / total:.1%} of {charts.format_duration(total)}.</p>"
-        if total
-        else ""
-    )
-    return charts.share_bar("Where the time went", parts, width=760) + told
+def _phases(attempts: Sequence[Attempt]) -> str:
+    """Seconds by phase, added over all attempts that have an end record. Phases below 0.5 % are left out."""
+    seconds: dict[str, float] = {}
+    for attempt in attempts:
+        for phase, amount in (attempt.end or {}).get("seconds", {}).items():
+            seconds[phase] = seconds.get(phase, 0.0) + amount
+    total = seconds.pop("total", 0.0)
+    shown = [(phase, amount) for phase, amount in seconds.items() if amount >= 0.005 * total]
+    shown.sort(key=lambda item: -item[1])
+    chart = svg.share_bar("Where the time went", shown, width=760)
+    if not total:
+        return chart
+    goodput = f"{seconds.get('step', 0.0) / total:.1%} of {svg.format_duration(total)}"
+    return f"{chart}<p>Goodput, the share of the time that was spent in steps: {goodput}.</p>"
 
 
-def _attempts(found: Sequence[Attempt]) -> str:
+def _attempts(attempts: Sequence[Attempt]) -> str:
     rows = []
-    for each in found:
-        end = each.end or {}
-        began = each.start.get("began")
+    for attempt in attempts:
+        end = attempt.end or {}
+        began = attempt.start.get("began")
         rows.append(
             [
-                str(each.number),
+                str(attempt.number),
                 time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(began)) if began else "",
-                str(len(each.start.get("hosts", ()))),
-                str(each.start.get("accelerator") or "CPU"),
-                str(end.get("how", "going on, or killed")),
+                str(len(attempt.start.get("hosts", ()))),
+                str(attempt.start.get("accelerator") or "CPU"),
+                str(end.get("how", _UNFINISHED)),
                 str(end.get("step", "")),
-                charts.format_duration(end["seconds"]["total"]) if "seconds" in end else "",
+                svg.format_duration(end["seconds"]["total"]) if "seconds" in end else "",
                 str(end.get("message", "")),
             ]
         )
-    return _table(("attempt", "began (UTC)", "hosts", "accelerator", "ended", "at step", "took", "said"), rows)
+    return _table(("attempt", "began (UTC)", "hosts", "accelerator", "ended", "at step", "took", "message"), rows)
 
 
-def _checkpoints(found: Sequence[tuple[int, Manifest | str]]) -> str:
+def _checkpoints(checkpoints: Sequence[tuple[int, Manifest | str]]) -> str:
+    if not checkpoints:
+        return "<p class='faint'>None was committed.</p>"
     rows = []
-    for step, manifest in found:
+    for step, manifest in checkpoints:
         if isinstance(manifest, str):
             rows.append([str(step), f"damaged: {manifest}", "", "", ""])
             continue
         loss = manifest.state.get("last_loss")
         size = f"{sum(part.size for part in manifest.parts):,}"
-        rows.append(
-            [str(step), size, str(len(manifest.parts)), str(manifest.attempt), "" if loss is None else f"{loss:.5f}"]
-        )
-    return (
-        _table(("step", "bytes", "parts", "attempt", "loss"), rows)
-        if rows
-        else "<p class='faint'>None was committed.</p>"
-    )
+        shown_loss = "" if loss is None else f"{loss:.5f}"
+        rows.append([str(step), size, str(len(manifest.parts)), str(manifest.attempt), shown_loss])
+    return _table(("step", "bytes", "parts", "attempt", "loss"), rows)
 
 
-def _confusion(found: Mapping[str, Any] | None) -> str:
-    return (
-        f"<h2>Confusion matrix</h2>{charts.confusion_matrix(found['labels'], found['counts'], top=20)}" if found else ""
-    )
-
-
-def _configuration(run: RunRecord) -> str:
-    if not run.attempts or not run.attempts[-1].start.get("config"):
+def _confusion(matrix: Mapping[str, Any] | None) -> str:
+    if not matrix:
         return ""
-    start = run.attempts[-1].start
-    text, code = escape(json.dumps(start["config"], indent=1)), escape(str(start.get("code", "")))
-    details = f"<details><summary>of the newest attempt</summary><pre>{text}</pre></details>"
+    return f"<h2>Confusion matrix</h2>{svg.confusion_matrix(matrix['labels'], matrix['counts'], top=20)}"
+
+
+def _configuration(attempts: Sequence[Attempt]) -> str:
+    if not attempts or not attempts[-1].start.get("config"):
+        return ""
+    start = attempts[-1].start
+    config, code = escape(json.dumps(start["config"], indent=1)), escape(str(start.get("code", "")))
+    details = f"<details><summary>of the newest attempt</summary><pre>{config}</pre></details>"
     return f"<h2>Configuration</h2><p class='faint'>code {code}</p>{details}"
 
 
@@ -232,25 +263,16 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _manifest(place: str, step: int) -> Manifest | str:
+def _manifest_or_damage(checkpoints_folder: str, step: int) -> Manifest | str:
     try:
-        return read_manifest(place, step)
+        return read_manifest(checkpoints_folder, step)
     except Damaged as error:
         return str(error)
 
 
-def _json(folder: str, name: str) -> dict[str, Any] | None:
+def _read_json(folder: str, name: str) -> dict[str, Any] | None:
     try:
-        value: dict[str, Any] = json.loads(storage.read(storage.join(folder, name)))
+        document: dict[str, Any] = json.loads(storage.read(storage.join(folder, name)))
     except storage.NotFound:
         return None
-    return value
-
-
-def write_confusion(folder: str, labels: Sequence[str], counts: Sequence[Sequence[float]]) -> None:
-    """Writes the matrix of the last evaluation to the run's folder: its numbers, and a picture."""
-    value = {"labels": list(labels), "counts": [[round(count) for count in row] for row in counts]}
-    storage.write(storage.join(folder, CONFUSION_FILE), json.dumps(value).encode() + b"\n")
-    storage.write(
-        storage.join(folder, "confusion.svg"), charts.standalone(charts.confusion_matrix(labels, counts)).encode()
-    )
+    return document

@@ -1,12 +1,12 @@
-"""The numbers that a run leaves behind. `MetricsLog` keeps one JSON line an interval:
+"""The numbers of a run: `MetricsLog` passes them to the run's trackers, and the tracker of this module, which every run
+has, keeps them as JSON lines:
 
-    <run folder>/metrics/attempt-0002.00000.jsonl     one small object after another, each rewritten until it is full
-    <run folder>/metrics.jsonl                        the whole history of the run, written when an attempt ends in good
-    order <run folder>/tensorboard/                         the same for TensorBoard (training/telemetry/tensorboard.py)
+    <run folder>/metrics/attempt-0002.00000.jsonl    small objects, one after another; each is rewritten until full
+    <run folder>/metrics.jsonl                       the whole history, written when an attempt ends in good order
 
-An object store can't append, and limits how often one name is overwritten. So lines are held back for `FLUSH_SECONDS`
-and the newest object is rewritten whole, at most `LINES` lines of it. A killed attempt loses only what it held back. An
-attempt that went on from step s supersedes the lines of earlier attempts beyond s; `history` leaves them out.
+An object store can't append, and limits how often one name is overwritten. So lines are held back until `flush`, which
+rewrites the newest object whole, at most `LINES` lines of it. A killed attempt loses only the lines it held back. An
+attempt that resumed at step s supersedes the lines of earlier attempts beyond s; `read_history` leaves those out.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from training import storage
-from training.telemetry.tensorboard import EventLog
+from training.telemetry.tracker import AttemptInfo, Values, open_tracker
 
 LINES = 1000
 FLUSH_SECONDS = 20.0
@@ -26,58 +26,90 @@ _NAME = re.compile(r"attempt-(\d+)\.(\d+)\.jsonl")
 
 
 class MetricsLog:
-    """The lines of one attempt. Host 0 has the only one."""
+    """Passes the numbers of one attempt to all its trackers, and flushes them every `FLUSH_SECONDS`. Host 0 has the
+    only one."""
 
     def __init__(
         self,
         folder: str,
         attempt: int,
         resumed_at: int,
-        now: Callable[[], float] = time.monotonic,
         *,
-        tensorboard: bool = False,
+        trackers: Sequence[str] = ("jsonl",),
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`resumed_at` steps were done before. A number that was used before (a local run has no attempts) is never
-        overwritten."""
-        self._folder, self._now = folder, now
-        self._attempt = max([attempt, *(used + 1 for used, _ in _objects(folder))])
-        self._events = EventLog(folder, self._attempt, resumed_at) if tensorboard else None
-        self._chunk, self._lines, self._dirty, self._flushed = (
-            0,
-            [json.dumps({"attempt": attempt, "resumed_at": resumed_at})],
-            True,
-            now(),
-        )
+        """Starts the trackers.
 
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Adds a line. Floats keep all their digits."""
-        self._lines.append(json.dumps(line))
-        if self._events:
-            self._events.write(line)
-        self._dirty = True
-        if len(self._lines) >= LINES or self._now() - self._flushed >= FLUSH_SECONDS:
+        Args:
+            folder: of the run.
+            attempt: its number.
+            resumed_at: steps that were done before.
+            trackers: names in `training.telemetry.tracker.TRACKERS`. Reports and later attempts read the one
+                that is named "jsonl".
+            now: the time source, in seconds.
+        """
+        info = AttemptInfo(folder, attempt, resumed_at, unused_file_number(folder, attempt))
+        self._trackers = [open_tracker(name, info) for name in trackers]
+        self._now = now
+        self._flushed = now()
+
+    def log(self, step: int, values: Values) -> None:
+        """Records values that belong to the state after `step` steps."""
+        for tracker in self._trackers:
+            tracker.log(step, values)
+        if self._now() - self._flushed >= FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
-        if self._events:
-            self._events.flush()
+        """Writes what the trackers hold back."""
+        for tracker in self._trackers:
+            tracker.flush()
+        self._flushed = self._now()
+
+    def finish(self) -> None:
+        """Ends the records of an attempt that ends in good order."""
+        for tracker in self._trackers:
+            tracker.finish()
+
+
+class JsonLinesTracker:
+    """The lines of one attempt."""
+
+    def __init__(self, info: AttemptInfo) -> None:
+        """Starts with the line that says where the attempt resumed."""
+        self._info = info
+        self._chunk = 0  # number of the newest object
+        self._lines = [json.dumps({"attempt": info.attempt, "resumed_at": info.resumed_at})]  # of the newest object
+        self._dirty = True
+
+    def log(self, step: int, values: Values) -> None:
+        """Adds a line. Floats keep all their digits."""
+        self._lines.append(json.dumps({"step": step, **values}))
+        self._dirty = True
+        if len(self._lines) >= LINES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Rewrites the newest object, and begins another when it is full."""
         if self._dirty:
-            name = f"attempt-{self._attempt:04d}.{self._chunk:05d}.jsonl"
-            storage.write(storage.join(self._folder, "metrics", name), _join(self._lines))
-            self._dirty, self._flushed = False, self._now()
+            name = f"attempt-{self._info.file_number:04d}.{self._chunk:05d}.jsonl"
+            storage.write(storage.join(self._info.folder, "metrics", name), _join(self._lines))
+            self._dirty = False
         if len(self._lines) >= LINES:
             self._chunk, self._lines = self._chunk + 1, []
 
     def finish(self) -> None:
         """Flushes, and writes the run's whole history to metrics.jsonl."""
         self.flush()
-        storage.write(
-            storage.join(self._folder, "metrics.jsonl"), _join(json.dumps(line) for line in read_history(self._folder))
-        )
+        history = read_history(self._info.folder)
+        storage.write(storage.join(self._info.folder, "metrics.jsonl"), _join(json.dumps(values) for values in history))
 
 
 def read_history(folder: str) -> list[dict[str, Any]]:
-    """All lines of a run in the order of its steps, without those that a later attempt trained again."""
+    """All lines of a run in the order of its steps, without those that a later attempt trained again.
+
+    Each has its "step", and "loss", "learning_rate" and "examples_per_second" or the "eval_..." of an evaluation.
+    """
     attempts: dict[int, list[dict[str, Any]]] = {}
     for (attempt, _), url in sorted(_objects(folder).items()):
         attempts.setdefault(attempt, []).extend(json.loads(line) for line in storage.read(url).splitlines())
@@ -85,25 +117,30 @@ def read_history(folder: str) -> list[dict[str, Any]]:
 
 
 def merge_attempts(attempts: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Lines of successive attempts as one history. Each attempt begins with a line that tells where it went on."""
-    result: list[dict[str, Any]] = []
+    """Lines of successive attempts as one history. Each attempt begins with a line that says where it resumed."""
+    history: list[dict[str, Any]] = []
     for lines in attempts:
         for line in lines:
             if "resumed_at" in line:
-                result = [earlier for earlier in result if earlier["step"] <= line["resumed_at"]]
+                history = [earlier for earlier in history if earlier["step"] <= line["resumed_at"]]
             else:
-                result.append(line)
-    return result
+                history.append(line)
+    return history
+
+
+def unused_file_number(folder: str, attempt: int) -> int:
+    """`attempt`, or the next number that no object of the run's metrics has: a local run has only attempts 0."""
+    return max([attempt, *(used + 1 for used, _ in _objects(folder))])
 
 
 def _objects(folder: str) -> dict[tuple[int, int], str]:
-    """(attempt, number) -> URL of each object of a run's metrics."""
-    found = {}
-    for each in storage.listing(storage.join(folder, "metrics")):
-        match = _NAME.fullmatch(storage.name_of(each.url))
+    """(file number of the attempt, number of the object) -> URL of each object of a run's metrics."""
+    urls = {}
+    for info in storage.listing(storage.join(folder, "metrics")):
+        match = _NAME.fullmatch(storage.name_of(info.url))
         if match:
-            found[int(match[1]), int(match[2])] = each.url
-    return found
+            urls[int(match[1]), int(match[2])] = info.url
+    return urls
 
 
 def _join(lines: Iterable[str]) -> bytes:

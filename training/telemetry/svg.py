@@ -1,8 +1,7 @@
-"""Pictures as SVG: curves, a bar of shares, a confusion matrix. Pure functions from numbers to text; nothing is fetched
-and nothing runs in them.
+"""Charts as SVG: curves, a bar of shares, a confusion matrix. Pure functions from numbers to text.
 
-Colours are CSS variables, so that one picture is right on light and on dark paper: `STYLE` defines them, in a page
-once, in a picture that stands alone inside it (`standalone`).
+The SVG fetches nothing and contains no script. Colours are CSS variables, so that a chart suits light and dark
+backgrounds: `STYLE` defines them, once in a page, or inside a chart that is a file of its own (`standalone`).
 """
 
 from __future__ import annotations
@@ -27,18 +26,20 @@ svg text { fill: var(--ink); font: 12px system-ui, sans-serif; }
 svg .faint { fill: var(--faint); }
 """
 COLOURS = tuple(f"var(--{letter})" for letter in "abcdef")
-POINTS = 800  # of a curve: more can't be told apart
+POINTS = 800  # of a curve: more can't be distinguished at its width
 
 
 @dataclass(frozen=True)
 class Curve:
+    """One line of a chart."""
+
     name: str
     points: Sequence[tuple[float, float]]  # (step, value)
 
 
 @dataclass(frozen=True)
 class ConfusedPair:
-    """Examples of one class that were taken for another."""
+    """Examples of one class that were classified as another."""
 
     true: str
     predicted: str
@@ -47,127 +48,161 @@ class ConfusedPair:
 
 
 def standalone(svg: str) -> str:
-    """A picture as a file of its own."""
+    """A chart as a file of its own."""
     head, rest = svg.split(">", 1)
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}>\n<style>{STYLE}</style>\n<rect width="100%" height="100%" fill="var(--paper)"/>{rest}\n'
+    background = '<rect width="100%" height="100%" fill="var(--paper)"/>'
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}>\n<style>{STYLE}</style>\n{background}{rest}\n'
 
 
-def line_chart(title: str, shown: Sequence[Curve], *, width: int = 560, height: int = 240) -> str:
-    """Values over steps. What is not finite is left out."""
-    kept = [(curve.name, downsample([(x, y) for x, y in curve.points if math.isfinite(y)], POINTS)) for curve in shown]
-    kept = [(name, points) for name, points in kept if points]
-    every = [point for _, points in kept for point in points]
-    if not every:
-        return _svg(title, width, 60, [_text(12, 34, f"{title}: nothing was recorded", "faint")])
-    left, right, top, bottom = 64, 16, 34, 30
-    x_ticks = axis_ticks(min(x for x, _ in every), max(x for x, _ in every), 6, whole=True)
-    y_ticks = axis_ticks(min(y for _, y in every), max(y for _, y in every), 5)
-    (x0, x1), (y0, y1) = (x_ticks[0], x_ticks[-1]), (y_ticks[0], y_ticks[-1])
+@dataclass(frozen=True)
+class _Axes:
+    """A plot area with its scales: ticks cover the range of the values."""
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        return left + (x - x0) / (x1 - x0) * (width - left - right), height - bottom - (y - y0) / (y1 - y0) * (
-            height - top - bottom
-        )
+    x_ticks: Sequence[float]
+    y_ticks: Sequence[float]
+    width: int
+    height: int
+    left: int = 64
+    right: int = 16
+    top: int = 34
+    bottom: int = 30
 
-    parts = [_text(left, 18, title, weight=600)]
-    for value in y_ticks:
-        _, y = place(x0, value)
-        parts.append(f'<line x1="{left}" x2="{width - right}" y1="{y:.1f}" y2="{y:.1f}" stroke="var(--rule)"/>')
-        parts.append(_text(left - 8, y + 4, format_number(value), "faint", anchor="end"))
-    for value in x_ticks:
-        x, _ = place(value, y0)
-        parts.append(_text(x, height - 10, format_number(value), "faint", anchor="middle"))
-    for index, (name, points) in enumerate(kept):
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Where a value is drawn, in pixels."""
+        (x0, x1), (y0, y1) = (self.x_ticks[0], self.x_ticks[-1]), (self.y_ticks[0], self.y_ticks[-1])
+        across = (x - x0) / (x1 - x0) * (self.width - self.left - self.right)
+        up = (y - y0) / (y1 - y0) * (self.height - self.top - self.bottom)
+        return self.left + across, self.height - self.bottom - up
+
+    def draw(self) -> list[str]:
+        """Grid lines and labels."""
+        parts = []
+        for value in self.y_ticks:
+            _, y = self.place(self.x_ticks[0], value)
+            ends = f'x1="{self.left}" x2="{self.width - self.right}" y1="{y:.1f}" y2="{y:.1f}"'
+            parts.append(f'<line {ends} stroke="var(--rule)"/>')
+            parts.append(_text(self.left - 8, y + 4, format_number(value), "faint", anchor="end"))
+        for value in self.x_ticks:
+            x, _ = self.place(value, self.y_ticks[0])
+            parts.append(_text(x, self.height - 10, format_number(value), "faint", anchor="middle"))
+        return parts
+
+
+def line_chart(title: str, curves: Sequence[Curve], *, width: int = 560, height: int = 240) -> str:
+    """Values over steps. Values that are not finite are left out."""
+    finite = [(curve.name, [(x, y) for x, y in curve.points if math.isfinite(y)]) for curve in curves]
+    kept = [(name, downsample(points, POINTS)) for name, points in finite if points]
+    points = [point for _, curve_points in kept for point in curve_points]
+    if not points:
+        return _empty_chart(title, width)
+    axes = _Axes(
+        axis_ticks(min(x for x, _ in points), max(x for x, _ in points), 6, whole=True),
+        axis_ticks(min(y for _, y in points), max(y for _, y in points), 5),
+        width,
+        height,
+    )
+    parts = [_text(axes.left, 18, title, weight=600), *axes.draw()]
+    for index, (name, curve_points) in enumerate(kept):
         colour = COLOURS[index % len(COLOURS)]
-        corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
-        parts.append(
-            f'<polyline points="{corners}" fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"/>'
-        )
-        if len(points) <= 40:
-            parts += [
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{colour}"/>'
-                for x, y in (place(*point) for point in points)
-            ]
+        parts += _polyline([axes.place(*point) for point in curve_points], colour)
         if len(kept) > 1:
-            x = width - right - 110 * (len(kept) - index)
+            x = width - axes.right - 110 * (len(kept) - index)
             parts.append(f'<rect x="{x}" y="9" width="10" height="10" fill="{colour}"/>')
             parts.append(_text(x + 15, 18, name))
     return _svg(title, width, height, parts)
 
 
+def _polyline(places: Sequence[tuple[float, float]], colour: str) -> list[str]:
+    """A curve; short ones with a dot at each value."""
+    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    stroke = f'fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"'
+    parts = [f'<polyline points="{corners}" {stroke}/>']
+    if len(places) <= 40:
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4" fill="{colour}"/>' for x, y in places]
+    return parts
+
+
 def share_bar(title: str, amounts: Sequence[tuple[str, float]], *, width: int = 560) -> str:
-    """One bar, divided as the amounts are, with a legend: amounts in seconds."""
+    """One bar, divided in proportion to the amounts (seconds), with a legend."""
     total = sum(amount for _, amount in amounts)
     if total <= 0:
-        return _svg(title, width, 60, [_text(12, 34, f"{title}: nothing was recorded", "faint")])
+        return _empty_chart(title, width)
     parts, x = [_text(0, 18, title, weight=600)], 0.0
     for index, (name, amount) in enumerate(amounts):
-        share, colour = amount / total, COLOURS[index % len(COLOURS)]
-        opacity = 1 - 0.45 * (index // len(COLOURS))
-        parts.append(
-            f'<rect x="{x:.1f}" y="28" width="{max(0.0, share * width):.1f}" height="22" fill="{colour}" opacity="{opacity}"><title>{escape(name)} '
-            f"{format_duration(amount)}</title></rect>"
-        )
+        share, duration = amount / total, format_duration(amount)
+        paint = f'fill="{COLOURS[index % len(COLOURS)]}" opacity="{1 - 0.45 * (index // len(COLOURS))}"'
+        place = f'x="{x:.1f}" y="28" width="{max(0.0, share * width):.1f}" height="22"'
+        parts.append(f"<rect {place} {paint}><title>{escape(name)} {duration}</title></rect>")
         row, column = divmod(index, 3)
-        lx, ly = column * width / 3, 72 + 20 * row
-        parts.append(f'<rect x="{lx:.1f}" y="{ly - 9}" width="10" height="10" fill="{colour}" opacity="{opacity}"/>')
-        parts.append(_text(lx + 15, ly, f"{name} {format_duration(amount)} ({share:.0%})"))
+        legend_x, legend_y = column * width / 3, 72 + 20 * row
+        parts.append(f'<rect x="{legend_x:.1f}" y="{legend_y - 9}" width="10" height="10" {paint}/>')
+        parts.append(_text(legend_x + 15, legend_y, f"{name} {duration} ({share:.0%})"))
         x += share * width
     return _svg(title, width, 72 + 20 * ((len(amounts) - 1) // 3) + 12, parts)
 
 
 def most_confused_pairs(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> list[ConfusedPair]:
-    """The largest numbers beside the diagonal, largest first."""
-    found = [
+    """The largest counts beside the diagonal, largest first.
+
+    Args:
+        labels: of the classes.
+        counts: examples by (true class, predicted class).
+        top: how many pairs at most.
+    """
+    pairs = [
         ConfusedPair(labels[true], labels[predicted], round(count), round(sum(row)))
         for true, row in enumerate(counts)
         for predicted, count in enumerate(row)
         if true != predicted and count > 0
     ]
-    return sorted(found, key=lambda each: (-each.count, each.true, each.predicted))[:top]
+    return sorted(pairs, key=lambda pair: (-pair.count, pair.true, pair.predicted))[:top]
 
 
 def confusion_matrix(labels: Sequence[str], counts: Sequence[Sequence[float]], top: int = 10) -> str:
-    """True classes downwards, predicted ones across; the darker, the larger the share of its row. Below: the most
-    confused pairs."""
+    """True classes downwards, predicted ones across, and below them the most confused pairs.
+
+    The larger the share of its row, the darker is a cell. Arguments as of `most_confused_pairs`.
+    """
     cell = max(8, min(36, 640 // len(labels)))
-    longest = max(map(len, labels))
     font = max(7, min(12, cell - 1))
-    margin, side = 14 + round(longest * font * 0.56), cell * len(labels)
+    margin, side = 14 + round(max(map(len, labels)) * font * 0.56), cell * len(labels)
     pairs = most_confused_pairs(labels, counts, top)
     width, below = margin + max(side, 420) + 12, margin + side + 28
     parts = []
     for true, (name, row) in enumerate(zip(labels, counts, strict=True)):
-        y, total = margin + true * cell, sum(row)
+        y = margin + true * cell
         parts.append(_text(margin - 6, y + cell / 2 + font / 3, name, anchor="end", size=font))
-        x = margin + true * cell + cell / 2 + font / 3
-        parts.append(
-            f'<text transform="translate({x:.1f} {margin - 6}) rotate(-90)" style="font-size: {font}px">{escape(name)}</text>'
-        )
+        turned = f'transform="translate({margin + true * cell + cell / 2 + font / 3:.1f} {margin - 6}) rotate(-90)"'
+        parts.append(f'<text {turned} style="font-size: {font}px">{escape(name)}</text>')
         for predicted, count in enumerate(row):
-            if count <= 0:
-                continue
-            share, colour = count / total, "var(--a)" if true == predicted else "var(--b)"
-            told = f"{name} taken for {labels[predicted]}: {round(count)} of {round(total)}"
-            parts.append(
-                f'<rect x="{margin + predicted * cell}" y="{y}" width="{cell}" height="{cell}" fill="{colour}" opacity="{0.3 + 0.7 * share:.2f}">'
-                f"<title>{escape(told)}</title></rect>"
-            )
-            if cell >= 24:
-                place = f'x="{margin + (predicted + 0.5) * cell}" y="{y + cell / 2 + 4}" text-anchor="middle"'
-                ink = "var(--paper)" if share > 0.5 else "var(--ink)"
-                parts.append(f'<text {place} style="fill: {ink}; font-size: 11px">{round(count)}</text>')
+            if count > 0:
+                title = f"{name} taken for {labels[predicted]}: {round(count)} of {round(sum(row))}"
+                place = (margin + predicted * cell, y)
+                parts += _matrix_cell(place, cell, count, count / sum(row), title, on_diagonal=true == predicted)
     parts.append(f'<rect x="{margin}" y="{margin}" width="{side}" height="{side}" fill="none" stroke="var(--rule)"/>')
     parts.append(_text(margin, below - 10, "down: the true class; across: what it was taken for", "faint"))
     for index, pair in enumerate(pairs):
-        parts.append(
-            _text(margin, below + 10 + 17 * index, f"{pair.true} taken for {pair.predicted}: {pair.count} of {pair.of}")
-        )
+        line = f"{pair.true} taken for {pair.predicted}: {pair.count} of {pair.of}"
+        parts.append(_text(margin, below + 10 + 17 * index, line))
     return _svg("Confusion matrix", width, below + 10 + 17 * len(pairs), parts)
 
 
+def _matrix_cell(
+    place: tuple[float, float], size: int, count: float, share: float, title: str, *, on_diagonal: bool
+) -> list[str]:
+    """A cell of the matrix, with its count where there is room for it."""
+    x, y = place
+    paint = f'fill="var(--{"a" if on_diagonal else "b"})" opacity="{0.3 + 0.7 * share:.2f}"'
+    parts = [f'<rect x="{x}" y="{y}" width="{size}" height="{size}" {paint}><title>{escape(title)}</title></rect>']
+    if size >= 24:
+        ink = "var(--paper)" if share > 0.5 else "var(--ink)"
+        centre = f'x="{x + 0.5 * size}" y="{y + size / 2 + 4}" text-anchor="middle"'
+        parts.append(f'<text {centre} style="fill: {ink}; font-size: 11px">{round(count)}</text>')
+    return parts
+
+
 def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most about `most` points that look the same: of each stretch its lowest and highest, so that no spike is
+    """At most about `most` points that look the same: the lowest and the highest of each stretch, so that no spike is
     lost."""
     if len(points) <= most:
         return list(points)
@@ -175,7 +210,7 @@ def downsample(points: Sequence[tuple[float, float]], most: int) -> list[tuple[f
     kept: list[tuple[float, float]] = []
     for begin in range(0, len(points), size):
         stretch = points[begin : begin + size]
-        kept += sorted({min(stretch, key=lambda each: each[1]), max(stretch, key=lambda each: each[1])})
+        kept += sorted({min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])})
     return kept
 
 
@@ -210,9 +245,13 @@ def format_duration(amount: float) -> str:
     )
 
 
+def _empty_chart(title: str, width: float) -> str:
+    return _svg(title, width, 60, [_text(12, 34, f"{title}: nothing was recorded", "faint")])
+
+
 def _svg(title: str, width: float, height: float, parts: Sequence[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}">'
-    return head + "".join(parts) + "</svg>"
+    attributes = f'role="img" aria-label="{escape(title)}" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {attributes}>' + "".join(parts) + "</svg>"
 
 
 def _text(

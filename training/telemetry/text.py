@@ -1,4 +1,5 @@
-"""What a person and the launcher read: the progress line and the final summary. Pure functions."""
+"""The lines that people read on host 0: the progress line, which the launcher parses, and the final summary. Pure
+functions."""
 
 from __future__ import annotations
 
@@ -55,58 +56,63 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def format_evaluation(step: int, results: dict[str, float]) -> str:
-    return f"evaluation after step {step}: {format_figures(results)}"
+def format_evaluation(step: int, figures: dict[str, float]) -> str:
+    """The line of an evaluation between steps."""
+    return f"evaluation after step {step}: {format_figures(figures)}"
 
 
-def format_figures(results: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.5f}" for name, value in results.items())
+def format_figures(figures: dict[str, float]) -> str:
+    """The figures of an evaluation, by name."""
+    return "  ".join(f"{name} {value:.5f}" for name, value in figures.items())
 
 
-def format_program_counts(values: dict[str, Any]) -> str:
-    """What the framework's own counts say of a run: each of these costs time that the model does not use."""
-    syncs, fallbacks = values.get("device_to_host_syncs"), values.get("host_fallbacks") or []
-    told = [f"{values['compilations']} compilations in {values.get('compile_seconds', 0.0):.1f} s"]
-    if "graphs" in values:
-        told.append(f"{values['graphs']} graphs")
+def format_program_counts(summary: dict[str, Any]) -> str:
+    """The framework's own counts: compilations, syncs, operations on the host. Each costs time that the model does not
+    use."""
+    syncs, fallbacks = summary.get("device_to_host_syncs"), summary.get("host_fallbacks") or []
+    counts = [f"{summary['compilations']} compilations in {summary.get('compile_seconds', 0.0):.1f} s"]
+    if "graphs" in summary:
+        counts.append(f"{summary['graphs']} graphs")
     if syncs is not None:
-        told.append(f"{syncs} unplanned device-to-host syncs")
-    told.append(f"{len(fallbacks)} operations on the host" + (f" ({', '.join(fallbacks)})" if fallbacks else ""))
-    if values.get("preflight"):
-        told.append(f"preflight: {values['preflight']}")
-    return f"programs: {', '.join(told)}"
+        counts.append(f"{syncs} unplanned device-to-host syncs")
+    counts.append(f"{len(fallbacks)} operations on the host" + (f" ({', '.join(fallbacks)})" if fallbacks else ""))
+    if summary.get("preflight"):
+        counts.append(f"preflight: {summary['preflight']}")
+    return f"programs: {', '.join(counts)}"
 
 
 def format_upload(hub: dict[str, Any]) -> str:
-    """What became of the model on the Hub."""
+    """What the Hub has of the run: the value of "hub" in the summary."""
     done = f"has step {hub['step']}: {hub['commit']}" if hub["commit"] else "has nothing of this attempt"
     return f"hub: {hub['repository']} {done}" + (f"; the last upload failed: {hub['error']}" if hub["error"] else "")
 
 
-def format_summary(values: dict[str, Any]) -> str:
-    """A few lines for people; summary.json has all of it."""
-    seconds: dict[str, float] = values["seconds"]
-    phases = ", ".join(f"{name} {amount:.1f}" for name, amount in seconds.items() if name != "total" and amount >= 0.05)
+def format_summary(summary: dict[str, Any]) -> str:
+    """A few lines of the summary for people; summary.json has all of it."""
     lines = [
-        f"finished {values['steps']} steps on {values['hosts']} host(s), {values['devices']} device(s): "
-        f"loss {values['first_loss']:.4f} -> {values['last_loss']:.4f}"
+        f"finished {summary['steps']} steps on {summary['hosts']} host(s), {summary['devices']} device(s): "
+        f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
     ]
-    if values.get("eval_loss") is not None:
-        told = (("loss", ".4f"), ("perplexity", ".2f"), ("accuracy", ".4f"), ("weighted_f1", ".4f"))
-        shown = [(name, values.get(f"eval_{name}"), form) for name, form in told]
-        lines.append(
-            "evaluation: "
-            + ", ".join(f"{name.replace('_', ' ')} {value:{form}}" for name, value, form in shown if value is not None)
-        )
-    speed = [
-        f"{values['examples_per_second']:,.1f} examples/s",
-        f"{values.get('tokens_per_second', 0.0):,.0f} tokens/s",
-    ]
-    if values.get("mfu") is not None:
-        speed.append(f"MFU {values['mfu']:.1%}")
-    lines.append(f"speed: {', '.join(speed)}; seconds: {phases} (total {seconds['total']:.1f})")
-    lines.append(format_program_counts(values))
-    lines.append(f"checkpoint: {values['checkpoint']}")
-    if values.get("hub"):
-        lines.append(format_upload(values["hub"]))
+    if summary.get("eval_loss") is not None:
+        formats = {"loss": ".4f", "perplexity": ".2f", "accuracy": ".4f", "weighted_f1": ".4f"}
+        figures = [(name, summary.get(f"eval_{name}"), form) for name, form in formats.items()]
+        shown = [f"{name.replace('_', ' ')} {value:{form}}" for name, value, form in figures if value is not None]
+        lines.append(f"evaluation: {', '.join(shown)}")
+    lines.append(_format_speed(summary))
+    lines.append(format_program_counts(summary))
+    lines.append(f"checkpoint: {summary['checkpoint']}")
+    if summary.get("hub"):
+        lines.append(format_upload(summary["hub"]))
     return "\n".join(lines)
+
+
+def _format_speed(summary: dict[str, Any]) -> str:
+    seconds: dict[str, float] = summary["seconds"]
+    phases = ", ".join(f"{name} {amount:.1f}" for name, amount in seconds.items() if name != "total" and amount >= 0.05)
+    rates = [
+        f"{summary['examples_per_second']:,.1f} examples/s",
+        f"{summary.get('tokens_per_second', 0.0):,.0f} tokens/s",
+    ]
+    if summary.get("mfu") is not None:
+        rates.append(f"MFU {summary['mfu']:.1%}")
+    return f"speed: {', '.join(rates)}; seconds: {phases} (total {seconds['total']:.1f})"

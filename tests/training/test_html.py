@@ -14,9 +14,7 @@ from click.testing import CliRunner
 from training import storage
 from training.cli.main import tpu_train
 from training.errors import BadInput, LostPeer, StopRequested, TrainError
-from training.telemetry import attempts
-from training.telemetry import html as page
-from training.telemetry import svg as charts
+from training.telemetry import attempts, html, svg
 from training.telemetry.metrics import MetricsLog
 
 SECONDS = {"start": 2.0, "step": 6.0, "compile": 2.0, "total": 10.0}
@@ -38,8 +36,8 @@ def attempt(
     start.write_text(json.dumps(record))
     log = MetricsLog(str(folder), number, resumed_at)
     for step in steps:
-        log.write({"step": step, "loss": 8.0 / step, "learning_rate": 1e-4, "examples_per_second": 100.0 + step})
-    log.write({"step": steps[-1], "eval_loss": 2.5, "eval_accuracy": 0.25})
+        log.log(step, {"loss": 8.0 / step, "learning_rate": 1e-4, "examples_per_second": 100.0 + step})
+    log.log(steps[-1], {"eval_loss": 2.5, "eval_accuracy": 0.25})
     log.flush()
     if ended:
         attempts.write_end(str(start), error, steps[-1], SECONDS)
@@ -63,7 +61,7 @@ def test_a_run_that_failed_is_told_with_all_its_attempts(tmp_path: Path) -> None
     attempt(tmp_path, 0, 0, range(1, 31), StopRequested("stopped after step 30"))
     attempt(tmp_path, 1, 30, range(31, 41), None, ended=False)
     attempt(tmp_path, 2, 20, range(21, 51), TrainError("the loss of step 50 is nan & <infinite>"))
-    said = texts(page.render_report(page.read_run(str(tmp_path))))
+    said = texts(html.render_report(html.read_run(str(tmp_path))))
     assert "bert-<1> failed" in said
     assert "the loss of step 50 is nan & <infinite>" in said
     for words in (
@@ -80,12 +78,12 @@ def test_a_run_that_failed_is_told_with_all_its_attempts(tmp_path: Path) -> None
 def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Path) -> None:
     attempt(tmp_path, 0, 0, range(1, 31), None)
     summary: dict[str, Any] = {
-        "run_id": "bank", "examples_per_second": 1234.5, "tokens_per_second": 9876.0, "mfu": 0.412, "goodput": 0.9, "compilations": 4,
-        "compile_seconds": 3.0, "graphs": 4, "device_to_host_syncs": 0, "host_fallbacks": [], "skipped_records": 3,
+        "run_id": "bank", "examples_per_second": 1234.5, "tokens_per_second": 9876.0, "mfu": 0.412, "goodput": 0.9,
+        "compilations": 4, "compile_seconds": 3.0, "graphs": 4, "device_to_host_syncs": 0, "host_fallbacks": [], "skipped_records": 3,
         "hub": {"repository": "org/bank", "step": 30, "commit": "https://hub/org/bank/commit/1", "error": None},
     }  # fmt: skip
-    (tmp_path / page.SUMMARY_FILE).write_text(json.dumps(summary))
-    page.write_confusion(
+    (tmp_path / html.SUMMARY_FILE).write_text(json.dumps(summary))
+    html.write_confusion(
         str(tmp_path), ["card <lost>", "card stolen", "other"], [[7.0, 3.0, 0.0], [1.0, 9.0, 0.0], [0.0, 0.0, 5.0]]
     )
     result = CliRunner().invoke(tpu_train, ["report", str(tmp_path)])
@@ -111,21 +109,21 @@ def test_a_run_in_a_bucket_is_told_there(gcs: Any) -> None:
     start = "gs://bucket/runs/bert/attempts/attempt-0000.t.json"
     storage.write(start, json.dumps({"run_id": "bert", "hosts": ["a"]}).encode())
     log = MetricsLog("gs://bucket/runs/bert", 0, 0)
-    log.write({"step": 1, "loss": 2.0})
+    log.log(1, {"loss": 2.0})
     log.finish()
     attempts.write_end(start, None, 1, SECONDS)
-    assert page.write_report("gs://bucket/runs/bert") == "gs://bucket/runs/bert/report.html"
+    assert html.write_report("gs://bucket/runs/bert") == "gs://bucket/runs/bert/report.html"
     assert "bert finished" in texts(storage.read("gs://bucket/runs/bert/report.html").decode())
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="not a run's folder"):
-        page.read_run(str(tmp_path / "nothing"))
+        html.read_run(str(tmp_path / "nothing"))
 
 
 def test_how_an_attempt_ended() -> None:
     told = [
-        attempts.how(error)
+        attempts.classify_end(error)
         for error in (None, StopRequested(""), BadInput(""), LostPeer(""), TrainError(""), ValueError())
     ]
     assert told == ["finished", "stopped", "refused", "lost a host", "failed", "failed"]
@@ -134,28 +132,28 @@ def test_how_an_attempt_ended() -> None:
 def test_curves_keep_spikes_and_leave_out_what_is_not_finite() -> None:
     points = [(float(step), 1.0) for step in range(10_000)]
     points[5_000] = (5_000.0, 99.0)
-    thinned = charts.downsample(points, 800)
+    thinned = svg.downsample(points, 800)
     assert len(thinned) <= 801
     assert (5_000.0, 99.0) in thinned
     drawn = ElementTree.fromstring(
-        charts.line_chart("Loss", [charts.Curve("a", [(1, 2.0), (2, math.nan), (3, math.inf), (4, 1.0)])])
+        svg.line_chart("Loss", [svg.Curve("a", [(1, 2.0), (2, math.nan), (3, math.inf), (4, 1.0)])])
     )
     [line] = [each for each in drawn.iter() if each.tag.endswith("polyline")]
     assert len(line.attrib["points"].split()) == 2
-    assert "nothing was recorded" in charts.line_chart("Loss", [charts.Curve("a", [(1, math.nan)])])
+    assert "nothing was recorded" in svg.line_chart("Loss", [svg.Curve("a", [(1, math.nan)])])
 
 
 @pytest.mark.parametrize(
     ("low", "high"), [(0.0, 1.0), (3.2, 3.9), (1.0, 1.0), (0.0, 0.0), (-5.0, 7.0), (1e-6, 4e-4), (1, 123_456)]
 )
 def test_ticks_surround_the_values(low: float, high: float) -> None:
-    found = charts.axis_ticks(low, high, 5)
+    found = svg.axis_ticks(low, high, 5)
     assert found[0] <= low <= high <= found[-1]
     assert 2 <= len(found) <= 9
 
 
 def test_the_most_confused_pairs_come_first() -> None:
-    found = charts.most_confused_pairs(["a", "b", "c"], [[5, 2, 0], [4, 5, 0], [0, 1, 0]])
+    found = svg.most_confused_pairs(["a", "b", "c"], [[5, 2, 0], [4, 5, 0], [0, 1, 0]])
     assert [(each.true, each.predicted, each.count, each.of) for each in found] == [
         ("b", "a", 4, 9),
         ("a", "b", 2, 7),
@@ -166,7 +164,7 @@ def test_the_most_confused_pairs_come_first() -> None:
 def test_77_classes_fit_on_the_page() -> None:
     names = [f"a_rather_long_intent_{number}" for number in range(77)]
     picture = ElementTree.fromstring(
-        charts.standalone(charts.confusion_matrix(names, [[float(a == b) for a in range(77)] for b in range(77)]))
+        svg.standalone(svg.confusion_matrix(names, [[float(a == b) for a in range(77)] for b in range(77)]))
     )
     assert float(picture.attrib["width"]) < 1000
     assert sum(each.tag.endswith("title") for each in picture.iter()) == 77

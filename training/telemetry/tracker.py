@@ -1,0 +1,51 @@
+"""Where the numbers of a run go. A tracker receives them in one process (host 0) and keeps them in its own form.
+
+To add a tracker (Weights & Biases, MLflow, ...), write a module with a class that satisfies `Tracker` and takes an
+`AttemptInfo`, and add it to `TRACKERS`. A tracker's package is imported only when a run uses it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+Values = Mapping[str, float | None]
+
+
+@dataclass(frozen=True)
+class AttemptInfo:
+    """Which attempt of which run a tracker records."""
+
+    folder: str  # of the run
+    attempt: int
+    resumed_at: int  # steps that were done before
+    file_number: int  # for names of files: no earlier attempt has used it, even where all attempts have number 0
+
+
+class Tracker(Protocol):
+    """Keeps the numbers of one attempt. Values may be held back until `flush`; a crash loses only those."""
+
+    def log(self, step: int, values: Values) -> None:
+        """Records values that belong to the state after `step` steps."""
+
+    def flush(self) -> None:
+        """Writes what is held back."""
+
+    def finish(self) -> None:
+        """Ends the attempt's records after the last `log`. Not called when the attempt fails."""
+
+
+# Name -> "module:class". The class is called with an AttemptInfo.
+TRACKERS = {
+    "jsonl": "training.telemetry.metrics:JsonLinesTracker",
+    "tensorboard": "training.telemetry.tensorboard:TensorBoardTracker",
+}
+
+
+def open_tracker(name: str, info: AttemptInfo) -> Tracker:
+    """Starts the tracker that is registered under `name`."""
+    module, _, attribute = TRACKERS[name].partition(":")
+    tracker: Tracker = getattr(importlib.import_module(module), attribute)(info)
+    return tracker
