@@ -1,21 +1,29 @@
-"""Strict YAML files: text in, frozen pydantic models out, every error with its file and line.
+"""Strict YAML 1.2 files: text in, frozen pydantic models out, every error with its file and line.
 
 Framework-free, shared by `tpu-launch` and `tpu-train`, which read the same file. A document is loaded once, changed by
 `--set key=value`, and then validated section by section against models that forbid unknown keys. Nothing is ever
-coerced silently: `steps: "100"` is an error.
+converted silently: `steps: "100"` is an error.
+
+Scalars have their YAML 1.2 meaning: `1e-4` is a number, `010` is ten, and `yes`, `no`, `on`, `off` and `1:30` are
+strings. What `Document.dump` writes means the same to readers of YAML 1.1, such as PyYAML and earlier versions.
 """
 
 from __future__ import annotations
 
 import difflib
+import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.representer import SafeRepresenter
+from ruamel.yaml.resolver import implicit_resolvers
 
 
 class ConfigError(Exception):
@@ -25,7 +33,7 @@ class ConfigError(Exception):
 class Section(BaseModel):
     """Base of every section: immutable, no unknown keys, no silent conversions (an integer may stand for a float)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -48,8 +56,15 @@ class Document:
         return self.places.get(parts, self.name)
 
     def dump(self) -> str:
-        """The document with all `--set` changes, as YAML."""
-        return yaml.safe_dump(self.value, sort_keys=False, allow_unicode=True)
+        """The document with all `--set` changes, as YAML that means the same in YAML 1.1 and 1.2."""
+        yaml = YAML(typ="safe", pure=True)
+        yaml.Representer = _Representer
+        yaml.default_flow_style = False
+        yaml.width = 4096
+        yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]  # declared without its type
+        text = io.StringIO()
+        yaml.dump(self.value, text)
+        return text.getvalue()
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> Document:
@@ -69,22 +84,21 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Document:
 
 
 def parse(text: str, name: str, overrides: Iterable[str] = ()) -> Document:
-    """As `load`, for text that is already here; `name` stands for the file in messages."""
+    """As `load`, for text that was read already; `name` stands for the file in messages."""
     places: dict[Path_, str] = {}
+    yaml = YAML(typ="safe", pure=True)
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        value = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
+        root = yaml.compose(text)
+        if root is not None and not isinstance(root, MappingNode):
+            raise ConfigError(f"{name}:1: expected `key: value` lines at the top")
+        if root is not None:
+            _collect_places(root, (), name, places)
+        value = {} if root is None else yaml.constructor.construct_document(root)
+    except MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{name}:{line}: not valid YAML: {error.problem or error.context}") from None
-    except yaml.YAMLError as error:
+    except YAMLError as error:
         raise ConfigError(f"{name}: not valid YAML: {error}") from None
-    if root is None:
-        value = {}
-    elif not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{name}:1: expected `key: value` lines at the top")
-    else:
-        _collect(root, (), name, places)
     document = Document(name, value, places)
     for override in overrides:
         document = _override(document, override)
@@ -111,13 +125,39 @@ def refuse_unknown(document: Document, known: Iterable[str]) -> None:
     wrong = [key for key in document.value if key not in known]
     if wrong:
         raise ConfigError(
-            "\n".join(f"{document.place((key,))}: unknown key {key!r}{_did_you_mean(key, known)}" for key in wrong)
+            "\n".join(f"{document.place((key,))}: unknown key {key!r}{_did_you_mean(str(key), known)}" for key in wrong)
         )
 
 
-def _collect(node: yaml.Node, path: Path_, name: str, places: dict[Path_, str]) -> None:
-    places[path] = f"{name}:{node.start_mark.line + 1}"
-    if isinstance(node, yaml.MappingNode):
+class _Representer(SafeRepresenter):
+    """Writes scalars so that readers of YAML 1.1 and of 1.2 get the same value."""
+
+    def represent_str(self, data: str) -> ScalarNode:
+        """A string, quoted where a version would take the bare text for another type."""
+        ambiguous = any(pattern.match(data) for _, _, pattern, _ in implicit_resolvers)
+        plain = data.isascii() and data.isprintable() and not ambiguous
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain else '"')
+
+    def represent_float(self, data: float) -> ScalarNode:
+        """A number that is a float in YAML 1.1 too: it must have a point."""
+        text = {"inf": ".inf", "-inf": "-.inf", "nan": ".nan"}.get(repr(data), repr(data))
+        return self.represent_scalar("tag:yaml.org,2002:float", text if "." in text else text.replace("e", ".0e"))
+
+
+_Representer.add_representer(str, _Representer.represent_str)
+_Representer.add_representer(float, _Representer.represent_float)
+
+
+def _collect_places(
+    node: Node, path: Path_, name: str, places: dict[Path_, str], parents: tuple[Node, ...] = ()
+) -> None:
+    """Notes where each part was written. Raises ConfigError for a key that is given twice, and for a part that
+    contains itself."""
+    line = node.start_mark.line + 1
+    if any(node is parent for parent in parents):
+        raise ConfigError(f"{name}:{line}: not valid YAML: this part contains itself (an alias of its own anchor)")
+    places[path] = f"{name}:{line}"
+    if isinstance(node, MappingNode):
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
             key = str(key_node.value)
@@ -125,11 +165,11 @@ def _collect(node: yaml.Node, path: Path_, name: str, places: dict[Path_, str]) 
             if key in seen:
                 raise ConfigError(f"{name}:{line}: key {key!r} is given twice, first on line {seen[key]}")
             seen[key] = line
-            _collect(value_node, (*path, key), name, places)
+            _collect_places(value_node, (*path, key), name, places, (*parents, node))
             places[(*path, key)] = f"{name}:{line}"
-    elif isinstance(node, yaml.SequenceNode):
+    elif isinstance(node, SequenceNode):
         for index, item in enumerate(node.value):
-            _collect(item, (*path, index), name, places)
+            _collect_places(item, (*path, index), name, places, (*parents, node))
 
 
 def _override(document: Document, override: str) -> Document:
@@ -138,8 +178,8 @@ def _override(document: Document, override: str) -> Document:
     if not equals or not all(parts):
         raise ConfigError(f"--set {override}: expected key=value, for example train.steps=100")
     try:
-        new = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError:
+        new = YAML(typ="safe", pure=True).load(text) if text else ""
+    except YAMLError:
         raise ConfigError(f"--set {override}: {text!r} is not a YAML value") from None
     return Document(document.name, _with(document.value, parts, new, key), {**document.places, parts: f"--set {key}"})
 

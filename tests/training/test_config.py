@@ -125,6 +125,7 @@ def test_the_hash_tells_configurations_apart_and_not_their_spelling() -> None:
     other = from_document(parse(changed("seed: 1", "seed: 2"), "run.yaml"))
     config = from_document(parse(GOOD, "run.yaml"))
     assert config.hash == same.hash != other.hash
+    assert config.hash == "89e18b4e9db1ed77", "what earlier versions computed: a run of theirs is continued by its hash"
 
 
 def test_a_changed_width_takes_heads_and_intermediate_size_along() -> None:

@@ -1,0 +1,128 @@
+"""Scalars have their YAML 1.2 meaning, every mistake its line, and what is dumped means the same to every reader."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from training.yaml_file import ConfigError, Document, parse
+
+TRICKY = [
+    "", " ", "~", "null", "Null", "yes", "No", "on", "OFF", "y", "n", "true", "True", "010", "0o10", "0x1f", "0b1",
+    "1_000", "+1", "1:30", "190:20:30", "1e-4", "1E4", "1.", ".5", "1e4", "12e03", ".inf", "-.INF", ".nan", "=", "<<",
+    "2001-12-14", "2001-12-14 21:59:43.10 -5", "- a", "a: b", "a #b", "#a", "&a", "*a", "!a", "%a", "@a", "`a", "{", "[",
+    "'", '"', "|", ">", "?", "---", "...", "\t", "a\tb", "a\nb", "a\n", "\r", "\x85", "\u2028", "\ufeff", "é", "\U0001f600",
+    "a:", ":a", "-", "a" * 200, "a " * 100, "0.1.2", "1e", "0o8", "09", "-0", "1_", "_1", "+.inf",
+]  # fmt: skip
+strings = st.sampled_from(TRICKY) | st.text(max_size=20) | st.from_regex(r"[-+]?[0-9_.:eExobn]{1,8}", fullmatch=True)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | strings
+values = st.dictionaries(
+    strings,
+    st.recursive(
+        scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(strings, inner, max_size=3), max_leaves=6
+    ),
+    max_size=4,
+)
+
+
+def same(value: Any, other: Any) -> bool:
+    """Equal, and of the same types: 1 is not 1.0, and not true."""
+    if type(value) is not type(other):
+        return False
+    if isinstance(value, dict):
+        return list(value) == list(other) and all(same(value[key], other[key]) for key in value)
+    if isinstance(value, list):
+        return len(value) == len(other) and all(map(same, value, other))
+    return bool(value == other)
+
+
+@given(values)
+@example({text: text for text in TRICKY})
+@example({"numbers": [1e-05, 1e22, 1e16, 5e-324, 1.5, -0.0, float("inf"), -float("inf"), 10**30]})
+def test_what_is_dumped_means_the_same_in_yaml_1_1_and_1_2(value: dict[str, Any]) -> None:
+    """PyYAML reads YAML 1.1, `parse` 1.2."""
+    text = Document("run.yaml", value, {}).dump()
+    assert same(yaml.safe_load(text), value), text
+    assert same(parse(text, "run.yaml").value, value), text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-4", 1e-4),
+        ("1E4", 1e4),
+        ("010", 10),
+        ("0o10", 8),
+        ("0x10", 16),
+        ("1:30", "1:30"),
+        ("yes", "yes"),
+        ("no", "no"),
+        ("on", "on"),
+        ("off", "off"),
+        ("true", True),
+        ("null", None),
+        ("~", None),
+        ("'1'", "1"),
+    ],
+)
+def test_scalars_mean_what_yaml_1_2_says(text: str, value: Any) -> None:
+    assert same(parse(f"key: {text}\n", "run.yaml").value, {"key": value})
+    assert same(parse("", "run.yaml", [f"key={text}"]).value, {"key": value})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\nb: [1\n", "run.yaml:3: not valid YAML: expected ',' or ']'"),
+        ("a: 1\n b: 2\n", "run.yaml:2: not valid YAML: mapping values are not allowed here"),
+        ("a: 1\nb: 2\na: 3\n", "run.yaml:3: key 'a' is given twice, first on line 1"),
+        ("a:\n  b: 1\n  b: 2\n", "run.yaml:3: key 'b' is given twice, first on line 2"),
+        ("- a\n", "run.yaml:1: expected `key: value` lines at the top"),
+        ("a: 1\n---\nb: 2\n", "run.yaml:2: not valid YAML: but found another document"),
+        ("a: !!python/name:os.system x\n", "run.yaml:1: not valid YAML: could not determine a constructor"),
+        ("a: 1\nb: &b [*b]\n", "run.yaml:2: not valid YAML: this part contains itself"),
+        ("a: \x01", "run.yaml: not valid YAML: "),
+    ],
+)
+def test_what_is_not_yaml_is_named_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(text, "run.yaml")
+    assert str(raised.value).startswith(message)
+
+
+def test_places_are_lines_of_the_file_or_the_option_that_set_them() -> None:
+    document = parse("a:\n  b: 1\n  c:\n  - x\n  - y\nd: 2\n", "run.yaml", ["a.b=3", "e.f=1"])
+    assert document.value == {"a": {"b": 3, "c": ["x", "y"]}, "d": 2, "e": {"f": 1}}
+    places = {path: document.place(path) for path in [("a",), ("a", "b"), ("a", "c", 1), ("d",), ("e", "f"), ("g",)]}
+    assert places == {
+        ("a",): "run.yaml:1",
+        ("a", "b"): "--set a.b",
+        ("a", "c", 1): "run.yaml:5",
+        ("d",): "run.yaml:6",
+        ("e", "f"): "--set e.f",
+        ("g",): "run.yaml:1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train", "--set train: expected key=value, for example train.steps=100"),
+        (".a=1", "--set .a=1: expected key=value"),
+        ("a=[1", "--set a=[1: '[1' is not a YAML value"),
+        ("d.e=1", "--set d.e: 'd' is not a section"),
+    ],
+)
+def test_a_wrong_override_is_named(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse("d: 2\n", "run.yaml", [override])
+    assert str(raised.value).startswith(message)
+
+
+def test_merged_keys_are_read() -> None:
+    text = "base: &base {x: 1, y: 1}\nother:\n  <<: *base\n  y: 2\n"
+    assert parse(text, "run.yaml").value["other"] == {"x": 1, "y": 2}
