@@ -16,6 +16,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from training.accelerators import UnknownAccelerator, accelerator
+from training.checkpoint.config import Checkpoint
+from training.data.config import Data
+from training.distributed.config import Rendezvous
 from training.yaml_file import ConfigError, Document, Section, refuse_unknown, validate
 from training.yaml_file import load as load_document
 
@@ -43,18 +46,33 @@ class Model(Section):
     its Hub, to start from."""
 
     name: ModelName | None = None
-    path: str | None = (
-        None  # a folder with config.json and model.safetensors, or org/name on the Hub: its weights are the start
-    )
+    """A model of the published BERT family or RoBERTa-base, trained from random weights. Either this or `path`."""
+
+    path: str | None = None
+    """Start from these weights: a folder (local or `gs://`) with `config.json` and `model.safetensors`, or
+    `ORGANISATION/NAME` on the Hub. Either this or `name`."""
+
     hidden_size: int | None = Field(default=None, ge=8)
+    """Width of the layers, instead of the named model's. Heads and intermediate size follow from it unless given."""
+
     layers: int | None = Field(default=None, ge=1)
+    """Number of layers, instead of the named model's."""
+
     heads: int | None = Field(default=None, ge=1)
+    """Attention heads of a layer, instead of the named model's. The hidden size must be a multiple of them."""
+
     intermediate_size: int | None = Field(default=None, ge=8)
+    """Width of the feed-forward block, instead of the named model's. Default with another `hidden_size`: 4 times it."""
+
     max_positions: int | None = Field(default=None, ge=8)
-    vocabulary_size: int | None = Field(default=None, ge=8)  # the tokenizer's, unless given
+    """The longest sequence the model can take, in tokens, instead of the named model's."""
+
+    vocabulary_size: int | None = Field(default=None, ge=8)
+    """Rows of the embedding. Default: the tokenizer's vocabulary."""
 
     @property
     def family(self) -> str:
+        """The architecture: bert or roberta."""
         return "roberta" if self.name == "roberta-base" else "bert"
 
     @property
@@ -73,31 +91,9 @@ class Model(Section):
         )
 
 
-class MaskingSection(Section):
-    """Which tokens are predicted."""
-
-    percent: int = Field(default=15, ge=1, le=100)  # of a row's ordinary tokens
-    predictions: int | None = Field(
-        default=None, ge=1
-    )  # places for them in each row; what a full row needs, unless given
-
-
-class Data(Section):
-    """Folders of shards (local or gs://), as `tpu-train shards` writes them."""
-
-    train: str
-    evaluation: str | None = None
-    tokenizer: str
-    masking: MaskingSection = MaskingSection()  # task: mlm
-    cache: str | None = (
-        # task: mlm. A folder on the host's disk: blocks that came from gs:// are kept there for the next epoch or
-        # attempt
-        None
-    )
-    on_corrupt: Literal["stop", "skip"] = "stop"
-
-
 class Train(Section):
+    """Steps, batch size, optimizer and schedule."""
+
     steps: int = Field(ge=1)
     global_batch_size: int = Field(ge=1)
     learning_rate: float = Field(default=1e-4, gt=0)
@@ -121,34 +117,23 @@ class Train(Section):
 
 
 class Evaluation(Section):
-    every: int | None = Field(default=None, ge=1)  # steps; None: only at the end
+    """When the model is evaluated on `data.evaluation`, always on all of its examples."""
+
+    every: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "steps"})
+    """Evaluate after every so many steps. Default: only at the end."""
+
     at_end: bool = True
-    batch_size: int | None = Field(default=None, ge=1)  # global; the training batch's, unless given
+    """Evaluate when training has finished, if there is evaluation data."""
 
-
-class BestSection(Section):
-    """Which checkpoint is never deleted: the one whose evaluation had the best figure. Needs evaluation.every."""
-
-    metric: str  # of an evaluation: loss, accuracy, ...
-    mode: Literal["min", "max"]
-
-
-class Checkpoint(Section):
-    every_steps: int | None = Field(default=None, ge=1)
-    every_minutes: float | None = Field(default=None, gt=0)
-    keep_last: int = Field(default=2, ge=1)
-    keep_every: int | None = Field(default=None, ge=1)  # steps whose checkpoints are never deleted
-    best: BestSection | None = None
-    stop_seconds: float = Field(
-        default=25.0, gt=0
-    )  # after SIGTERM; a host that has not saved by then leaves with the last commit as the state
-    background: bool = True  # write while the next steps run
+    batch_size: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "examples"})
+    """Global batch size of an evaluation. Default: `train.global_batch_size`."""
 
 
 class Export(Section):
     """The result as a Hugging Face folder: `model` in the run's folder."""
 
     at_end: bool = True
+    """Write the folder when training has finished. `tpu-train export` makes it from any checkpoint later."""
 
 
 def _repository(value: str) -> str:
@@ -159,41 +144,66 @@ def _repository(value: str) -> str:
 
 class Hub(Section):
     """The model on the Hugging Face Hub, uploaded by host 0 in the background with the HF_TOKEN of its environment
-    (run.secrets)."""
+    (`run.secrets`). A failed upload does not stop training."""
 
     repository: Annotated[str, AfterValidator(_repository)]
-    every: Literal["checkpoint"] | None = None  # each commit, as far as uploads keep up
+    """The repository, `ORGANISATION/NAME`. It is created when it does not exist."""
+
+    every: Literal["checkpoint"] | None = None
+    """`checkpoint`: upload each checkpoint's model too; one that is overtaken by the next is left out."""
+
     at_end: bool = True
-    private: bool = True  # of a repository that does not exist yet
-    wait_seconds: float = Field(default=600.0, gt=0)  # for the last upload, at the end
+    """Upload the final model."""
 
+    private: bool = True
+    """Whether a repository that is created is private. An existing one is not changed."""
 
-class Rendezvous(Section):
-    """How long hosts wait for each other, in seconds."""
-
-    start_seconds: float = Field(default=600.0, gt=0)  # for all hosts to appear: images are pulled at different speeds
-    seconds: float = Field(default=300.0, gt=0)  # everywhere else
-    lost_seconds: float = Field(default=4.0, ge=2)  # a silent network
+    wait_seconds: float = Field(default=600.0, gt=0)
+    """How long the run waits at its end for the last upload."""
 
 
 class TrainerConfig(Section):
     """Everything `tpu-train train` reads."""
 
     seed: int = Field(default=0, ge=0, lt=2**31)
+    """Decides the order of records, masking, dropout and random weights. The same seed gives the same run."""
+
     task: Literal["mlm", "classification"] = "mlm"
+    """What is learnt: `mlm`, masked-language modelling, or `classification` of texts into labels."""
+
     backend: Backend = "torch-xla"
+    """The framework that trains: PyTorch/XLA or TensorFlow. Both give the same losses."""
+
     model: Model
+    """Which network."""
+
     data: Data
+    """The shards and the tokenizer."""
+
     train: Train
+    """Steps, batch size, optimizer and schedule."""
+
     evaluation: Evaluation = Evaluation()
+    """When the model is evaluated."""
+
     checkpoint: Checkpoint = Checkpoint()
+    """When the state of training is saved, and which checkpoints are kept."""
+
     rendezvous: Rendezvous = Rendezvous()
+    """How long hosts wait for each other."""
+
     export: Export = Export()
+    """The result as a Hugging Face folder."""
+
     hub: Hub | None = None
+    """Upload the model to the Hugging Face Hub. Default: no upload."""
+
     output: str
+    """The folder of all runs (`gs://`, or a folder that all hosts share); a run writes into its run id below it."""
 
     @property
     def evaluation_batch_size(self) -> int:
+        """Examples of a global evaluation batch."""
         return self.evaluation.batch_size or self.train.global_batch_size
 
     def canonical(self) -> dict[str, Any]:

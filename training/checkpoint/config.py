@@ -1,0 +1,47 @@
+"""The `checkpoint` section of the YAML file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from training.yaml_file import Section
+
+
+class BestSection(Section):
+    """Which checkpoint is never deleted: the one whose evaluation had the best figure. Needs `evaluation.every`."""
+
+    metric: str
+    """The figure of an evaluation that decides: `loss`, or one of the task, such as `accuracy`."""
+
+    mode: Literal["min", "max"]
+    """Whether the smallest or the largest value is the best: `min` for a loss, `max` for an accuracy."""
+
+
+class Checkpoint(Section):
+    """When the state of training is saved, and which checkpoints are kept. Without `every_steps` and `every_minutes`
+    it is saved when training ends or is asked to stop."""
+
+    every_steps: int | None = Field(default=None, ge=1)
+    """Save after every so many steps. A run that is killed repeats at most this many."""
+
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Save when so many minutes have passed since the last save began. May be combined with `every_steps`."""
+
+    keep_last: int = Field(default=2, ge=1)
+    """How many of the newest checkpoints are kept. With one, a checkpoint that turns out to be damaged has none before
+    it to fall back to."""
+
+    keep_every: int | None = Field(default=None, ge=1)
+    """Checkpoints whose step is a multiple of this are never deleted."""
+
+    best: BestSection | None = None
+    """Never delete the checkpoint with the best evaluation."""
+
+    stop_seconds: float = Field(default=25.0, gt=0)
+    """How long a host has to save after it was asked to stop (SIGTERM). One that has not saved by then exits, and the
+    run continues from the last commit. Spot and preemptible machines are taken away after 30 seconds."""
+
+    background: bool = True
+    """Write a checkpoint while the next steps run. `false` waits for each save to be committed."""

@@ -1,0 +1,44 @@
+"""The `data` section of the YAML file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from training.yaml_file import Section
+
+
+class MaskingSection(Section):
+    """Which tokens are predicted in masked-language modelling (`task: mlm`)."""
+
+    percent: int = Field(default=15, ge=1, le=100)
+    """How many percent of a row's ordinary tokens are predicted."""
+
+    predictions: int | None = Field(default=None, ge=1)
+    """How many predicted tokens a row has room for; the shape is static. Default: what a full row needs."""
+
+
+class Data(Section):
+    """Folders of shards (local or `gs://`), as `tpu-train shards` writes them."""
+
+    train: str
+    """The folder of the training shards."""
+
+    evaluation: str | None = None
+    """The folder of the evaluation shards. Needed for any evaluation."""
+
+    tokenizer: str
+    """A folder (local or `gs://`) with `tokenizer.json`, or `ORGANISATION/NAME` on the Hugging Face Hub. It must be the
+    one that the shards were made with."""
+
+    masking: MaskingSection = MaskingSection()
+    """Which tokens are predicted. Only for `task: mlm`."""
+
+    cache: str | None = None
+    """A folder on the host's disk that keeps blocks read from `gs://` for the next epoch or attempt. Only for
+    `task: mlm`. Use it when reading from the bucket limits training."""
+
+    on_corrupt: Literal["stop", "skip"] = "stop"
+    """What a record with a wrong checksum does: `stop` ends the run and names the record; `skip` replaces it by another
+    one, always the same, and reports the count at the end."""
