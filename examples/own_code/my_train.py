@@ -1,4 +1,4 @@
-"""Your own training code on every host of a slice: plain torch_xla, and what every container of tpu-launch is told.
+"""Your own training code on every host of a slice: plain torch_xla, and the variables that tpu-launch sets.
 
     tpu-launch run -f examples/own_code/run.yaml       # on a slice; --emulated for a rehearsal
     tpu-launch local -f examples/own_code/run.yaml -- python my_train.py
@@ -15,7 +15,7 @@ WORKER = int(os.environ.get("TPU_WORKER_ID", "0"))
 HOSTS = os.environ.get("TPU_WORKER_HOSTNAMES", "localhost").split(",")  # addresses, in worker order
 TPU = os.environ.get("PJRT_DEVICE") == "TPU"
 if TPU:
-    # what libtpu wants to know of the slice; before torch_xla is imported
+    # The variables that libtpu reads about the slice; they must be set before torch_xla is imported.
     os.environ.update(tpu_environment(discover()))
 
 import numpy as np
@@ -48,17 +48,17 @@ device = torch_xla.device()
 torch.manual_seed(0)  # the same weights everywhere
 model = torch.nn.Linear(1, 1).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-chance = np.random.default_rng(WORKER)
+generator = np.random.default_rng(WORKER)
 for step in range(1, STEPS + 1):
-    x = chance.uniform(-1, 1, (ROWS, 1)).astype(np.float32)
+    x = generator.uniform(-1, 1, (ROWS, 1)).astype(np.float32)
     loss = torch.nn.functional.mse_loss(model(send(x)), send(3 * x - 2))
     optimizer.zero_grad()
     loss.backward()
     if not TPU and len(HOSTS) > 1:
-        for value in model.parameters():
-            gradient = value.grad.cpu()
+        for parameter in model.parameters():
+            gradient = parameter.grad.cpu()
             dist.all_reduce(gradient)
-            value.grad.copy_(gradient / len(HOSTS))
+            parameter.grad.copy_(gradient / len(HOSTS))
     optimizer.step()
     torch_xla.sync()
     if step % 20 == 0:
