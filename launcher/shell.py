@@ -2,17 +2,20 @@
 
 Commands are argument lists, never shell strings. Everything that waits has a time-out whose message names the command.
 Environment changes (for example an emulated slice's endpoints) are made once, in this process's own environment, before
-the first command.
+the first command. Every command is logged at level DEBUG (`tpu-launch --verbose`); its input and its environment, where
+secrets may be, are not.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +30,9 @@ _HOW_TO_GET = {
     "kubectl": "install kubectl (https://kubernetes.io/docs/tasks/tools/)",
 }
 
+
+_log = logging.getLogger(__name__)
+_LOGGED_CHARACTERS = 500  # of a command: some are whole scripts
 
 _POLITE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 
@@ -75,6 +81,7 @@ def run(
     Raises CommandMissing when the program isn't there.
     """
     find(argv[0])
+    begun = _log_start(argv)
     data = input.encode() if isinstance(input, str) else input
     process = subprocess.Popen(
         list(argv),
@@ -95,6 +102,7 @@ def run(
     except BaseException:
         _kill_group(process)
         raise
+    _log_end(argv, process.returncode, begun)
     return Result(tuple(argv), process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
@@ -113,6 +121,7 @@ def stream(
     Used for long work that shows progress. Time-out and errors as for `run`. `on_start`: as for `run`.
     """
     find(argv[0])
+    begun = _log_start(argv)
     process = subprocess.Popen(
         list(argv),
         stdin=subprocess.DEVNULL,
@@ -150,6 +159,7 @@ def stream(
         timer.cancel()
     if timed_out:
         raise CommandTimeout(f"not done within {timeout:.0f} s: {quote(argv)}")
+    _log_end(argv, process.returncode, begun)
     return Result(tuple(argv), process.returncode, "".join(lines), "")
 
 
@@ -157,6 +167,7 @@ def attached(argv: Sequence[str]) -> int:
     """Runs `argv` on this terminal, until it ends or the person ends it (Ctrl-C is the command's, not ours); returns
     its exit code."""
     find(argv[0])
+    _log_start(argv)
     process = subprocess.Popen(list(argv))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -172,6 +183,7 @@ def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = Non
     """Starts `argv` as a process of its own that outlives this one, writing to `log` (appended, mode 0600); returns its
     process id."""
     find(argv[0])
+    _log_start(argv)
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as sink:
         process = subprocess.Popen(
             list(argv),
@@ -183,6 +195,17 @@ def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = Non
             close_fds=True,
         )
     return process.pid
+
+
+def _log_start(argv: Sequence[str]) -> float:
+    """Logs a command that is about to start. Returns the monotonic clock's seconds."""
+    text = quote(argv)
+    _log.debug("$ %s", text if len(text) <= _LOGGED_CHARACTERS else f"{text[:_LOGGED_CHARACTERS]} ...")
+    return time.monotonic()
+
+
+def _log_end(argv: Sequence[str], returncode: int, begun: float) -> None:
+    _log.debug("%s ended with %d after %.1f s", Path(argv[0]).name, returncode, time.monotonic() - begun)
 
 
 def _kill_group(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:

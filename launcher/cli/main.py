@@ -38,6 +38,9 @@ def _print_version(context: click.Context, _option: click.Parameter, wanted: boo
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud.")
 @click.option(
+    "-v", "--verbose", is_flag=True, help="Print every local command (gcloud, docker, ssh, kubectl) and how it ended."
+)
+@click.option(
     "--version",
     is_flag=True,
     expose_value=False,
@@ -46,7 +49,7 @@ def _print_version(context: click.Context, _option: click.Parameter, wanted: boo
     help="Print the version and the commit that it was built from.",
 )
 @click.pass_context
-def cli(context: click.Context, emulated: bool) -> None:
+def cli(context: click.Context, emulated: bool, verbose: bool) -> None:
     """Train on every host of a Cloud TPU slice, from one YAML file.
 
     \b
@@ -55,6 +58,8 @@ def cli(context: click.Context, emulated: bool) -> None:
     tpu-launch down -f run.yaml        delete the slice, wait until it is gone
     """
     context.obj = emulated
+    if verbose:
+        terminal.show_log()
 
 
 def _provider(config: Config) -> Provider:

@@ -7,6 +7,7 @@ to standard error.
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from typing import Any
@@ -23,6 +24,20 @@ _begun = time.monotonic()
 def say(text: str) -> None:
     """One line about the launcher's own work, with the seconds since it began."""
     click.echo(f"{click.style(f'{time.monotonic() - _begun:6.1f}s', dim=True)}  {text}", err=True)
+
+
+class _SayRecords(logging.Handler):
+    """Prints what the launcher logs as lines about its own work."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(click.style(record.getMessage(), dim=True))
+
+
+def show_log() -> None:
+    """Prints all that the launcher logs from now on: every local command, and how it ended."""
+    logger = logging.getLogger("launcher")
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(_SayRecords())
 
 
 def host_line(worker: int, line: LogLine) -> None:

@@ -85,3 +85,13 @@ def test_a_spawned_process_outlives_its_parent(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert log.read_text() == "done\n"
     assert log.stat().st_mode & 0o077 == 0
+
+
+def test_commands_are_logged_without_their_input_and_environment(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "launcher")
+    shell.run(["sh", "-c", "cat >/dev/null; exit 3"], timeout=10, input="a secret", env={"TOKEN": "another"})
+    first, last = caplog.messages
+    assert first == "$ sh -c 'cat >/dev/null; exit 3'"
+    assert last.startswith("sh ended with 3 after ")
+    assert "secret" not in caplog.text
+    assert "another" not in caplog.text
