@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
-import sysconfig
 from pathlib import Path
 
 from launcher import shell
+from launcher.errors import LaunchError
 
 _PACKAGE = Path(__file__).resolve().parent
 _GIT_SECONDS = 5.0
@@ -25,14 +25,28 @@ def version() -> str:
 
 
 def example(name: str) -> Path:
-    """An example file: the one of the current folder when there is one, else the one that was installed."""
+    """An example file: the one of the current folder when there is one, else the one that came with tpu-launch."""
     local = Path("examples") / name
-    if local.is_file():
-        return local
+    return local if local.is_file() else shared_folder("examples") / name
+
+
+def shared_folder(name: str) -> Path:
+    """The folder "images" or "examples": of the source checkout, or of the installation.
+
+    Raises:
+        LaunchError: The installation is not complete.
+    """
     checkout = _PACKAGE.parent
     if (checkout / "pyproject.toml").is_file():
-        return checkout / "examples" / name
-    return Path(sysconfig.get_path("data")) / "share" / "tpu-launch" / "examples" / name
+        return checkout / name
+    marker = "share/tpu-launch/"
+    # The installer's own list of files: it knows where a virtual environment, --user and --target put them.
+    for file in importlib.metadata.files("tpu-launch") or ():
+        base, found, inner = file.as_posix().partition(marker)
+        if found and inner.startswith(f"{name}/"):
+            share = importlib.metadata.distribution("tpu-launch").locate_file(base + marker)
+            return Path(str(share)).resolve() / name
+    raise LaunchError(f"{marker}{name} is missing from this installation: install tpu-launch again")
 
 
 def _commit() -> str | None:

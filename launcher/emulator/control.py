@@ -18,7 +18,6 @@ import signal
 import socket
 import stat
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnecti
 from launcher.emulator.vm.machines import remove_everything
 from launcher.errors import BadInput, LaunchError
 from launcher.images import build as images
+from launcher.installation import shared_folder
 
 START_TIMEOUT = 30.0  # seconds until the server answers
 PING_TIMEOUT = 5.0  # seconds until a server that says nothing counts as not running
@@ -298,7 +298,7 @@ def _host_image(engine: Engine) -> str:
     """The name of the hosts' image, built when it is missing or its sources changed. Raises LaunchError when it can't
     be built."""
     with _docker_host(f"unix://{engine.path}"):  # not an emulator's own view, which may be gone
-        spec = images.folder_spec(IMAGE, _image_folder())
+        spec = images.folder_spec(IMAGE, shared_folder("images") / "host")
         found = images.plan(spec)
         if found.image_id is None:
             images.ensure(spec, lambda line: print(line, file=sys.stderr))
@@ -316,17 +316,6 @@ def _docker_host(value: str) -> Iterator[None]:
         del os.environ["DOCKER_HOST"]
         if before is not None:
             os.environ["DOCKER_HOST"] = before
-
-
-def _image_folder() -> Path:
-    """images/host, of the source tree or of the installed distribution."""
-    for folder in (
-        Path(__file__).resolve().parents[2] / "images" / "host",
-        Path(sysconfig.get_path("data")) / "share" / "tpu-launch" / "images" / "host",
-    ):
-        if (folder / "Dockerfile").is_file():
-            return folder
-    raise LaunchError("images/host is missing from this installation: install tpu-launch again")
 
 
 # -- talking to the server

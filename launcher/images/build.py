@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from launcher.home import home, where
 from launcher.images import build_context, engine
 from launcher.images import registry as registries
 from launcher.images.build_context import Entry
+from launcher.installation import shared_folder
 
 _BUILD_SECONDS = 3600.0
 _PUSH_SECONDS = 3600.0
@@ -100,9 +100,9 @@ def default_spec(
     `code`: a folder of the user's own, which comes to the image's working directory, but for what its .dockerignore
     names. Without `ca_bundle`, the file that TPU_LAUNCH_CA_BUNDLE names is used. Raises BadInput.
     """
-    source = _images_folder() / backend
+    source = shared_folder("images") / backend
     if not (source / "Dockerfile").is_file():
-        known = sorted(path.parent.name for path in _images_folder().glob("*/Dockerfile"))
+        known = sorted(path.parent.name for path in shared_folder("images").glob("*/Dockerfile"))
         raise BadInput(f"there is no image for backend {backend!r}; there are: {', '.join(known) or 'none'}")
     package = Path(training.__path__[0])
     context = (
@@ -418,13 +418,6 @@ def _pushed(docker: str, remote: str) -> str | None:
     repository = remote.rpartition(":")[0].removeprefix("docker.io/")
     digests = json.loads(_inspect(docker, remote, "{{json .RepoDigests}}") or "null") or []
     return next((str(digest) for digest in digests if str(digest).startswith(f"{repository}@")), None)
-
-
-def _images_folder() -> Path:
-    """The Dockerfiles: beside the code in a source checkout, below the installation's share/ otherwise."""
-    house = Path(__file__).resolve().parents[2]
-    installed = Path(sysconfig.get_path("data")) / "share" / "tpu-launch" / "images"
-    return house / "images" if (house / "pyproject.toml").is_file() else installed
 
 
 def _ca_bundle(given: Path | None) -> Path | None:

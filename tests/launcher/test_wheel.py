@@ -128,3 +128,16 @@ def test_rehearsal_without_a_checkout_uses_the_installed_example(installed: Path
 
 def test_trainer_needs_no_framework_for_its_help(installed: Path, tmp_path: Path) -> None:
     assert "checkpoint" in run(installed / "tpu-train", "--help", folder=tmp_path)
+
+
+def test_dockerfiles_are_found_wherever_an_installer_puts_them(installed: Path, tmp_path: Path) -> None:
+    """With --target, data files are not below the prefix of the Python that runs."""
+    (wheel,) = installed.parent.parent.glob("*.whl")
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert uv is not None
+    target = tmp_path / "target"
+    run(uv, "pip", "install", "--quiet", "--no-deps", "--target", target, wheel, folder=tmp_path)
+    script = "from launcher.installation import shared_folder; print(shared_folder('images') / 'host' / 'Dockerfile')"
+    path = Path(run(installed / "python", "-c", script, folder=tmp_path, PYTHONPATH=str(target)).strip())
+    assert path.is_relative_to(target.resolve())
+    assert path.is_file()
