@@ -1,4 +1,4 @@
-"""Whatever order hosts arrive, repeat, leave and break in, a room answers everyone alike and never twice
+"""Whatever order hosts arrive, repeat, leave and break in, the state answers everyone alike and never twice
 differently."""
 
 from __future__ import annotations
@@ -8,90 +8,92 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.distributed.barrier_state import BarrierState, Identity
+from training.distributed.barrier_state import BarrierState, Identity, Refusal
 
 ME = Identity("run", 0, 3)
 
 
-def room_of(hosts: int) -> BarrierState:
-    room = BarrierState(Identity("run", 0, hosts))
+def state_of(hosts: int) -> BarrierState:
+    state = BarrierState(Identity("run", 0, hosts))
     for worker in range(hosts):
-        assert room.hello(worker, room.identity, 0.0) is None
-    return room
+        assert state.connect(worker, state.identity, 0.0) is None
+    return state
 
 
 def test_all_arrivals_complete_a_rendezvous_for_everyone() -> None:
-    room = room_of(3)
-    assert room.arrive(2, "start", "c", 10, 1.0) == []
-    assert room.arrive(0, "start", "a", 10, 2.0) == []
-    answers = room.arrive(1, "start", "b", 10, 3.0)
+    state = state_of(3)
+    assert state.arrive(2, "start", "c", 10, 1.0) == []
+    assert state.arrive(0, "start", "a", 10, 2.0) == []
+    answers = state.arrive(1, "start", "b", 10, 3.0)
     assert {worker for worker, _ in answers} == {0, 1, 2}
     assert all(message == {"complete": "start", "payloads": ["a", "b", "c"]} for _, message in answers)
 
 
 def test_a_repeated_arrival_counts_once_and_its_first_payload_stands() -> None:
-    room = room_of(2)
-    assert room.arrive(0, "p", "first", 10, 0.0) == []
-    assert room.arrive(0, "p", "second", 10, 0.0) == []
-    [(_, message), _] = room.arrive(1, "p", "other", 10, 0.0)
+    state = state_of(2)
+    assert state.arrive(0, "p", "first", 10, 0.0) == []
+    assert state.arrive(0, "p", "second", 10, 0.0) == []
+    [(_, message), _] = state.arrive(1, "p", "other", 10, 0.0)
     assert message["payloads"] == ["first", "other"]
 
 
 def test_a_late_repeat_gets_the_same_answer_again() -> None:
-    room = room_of(2)
-    room.arrive(0, "p", 1, 10, 0.0)
-    room.arrive(1, "p", 2, 10, 0.0)
-    assert room.arrive(0, "p", "changed", 10, 99.0) == [(0, {"complete": "p", "payloads": [1, 2]})]
+    state = state_of(2)
+    state.arrive(0, "p", 1, 10, 0.0)
+    state.arrive(1, "p", 2, 10, 0.0)
+    assert state.arrive(0, "p", "changed", 10, 99.0) == [(0, {"complete": "p", "payloads": [1, 2]})]
 
 
 def test_the_time_out_names_who_is_missing_and_what_they_did_last() -> None:
-    room = BarrierState(ME)
+    state = BarrierState(ME)
     for worker in (0, 1):
-        room.hello(worker, ME, 0.0)
-    room.set_phase(1, "step 39", 5.0)
-    room.arrive(0, "checkpoint 40", None, 10, 6.0)
-    assert room.tick(15.9) == []
-    told = room.tick(16.0)
-    assert {worker for worker, _ in told} == {0, 1}
-    message = told[0][1]["lost"]
+        state.connect(worker, ME, 0.0)
+    state.set_phase(1, "step 39", 5.0)
+    state.arrive(0, "checkpoint 40", None, 10, 6.0)
+    assert state.check_deadlines(15.9) == []
+    messages = state.check_deadlines(16.0)
+    assert {worker for worker, _ in messages} == {0, 1}
+    message = messages[0][1]["lost"]
     assert "'checkpoint 40'" in message
     assert "host 1 was last heard of 11 s ago in phase 'step 39'" in message
     assert "host 2 never appeared" in message
 
 
 def test_hosts_of_another_run_attempt_or_size_are_refused() -> None:
-    room = BarrierState(Identity("run", 1, 2))
-    assert room.hello(0, Identity("other", 1, 2), 0.0) == ("host 0 is in run 'run', this host in run 'other'", False)
-    stale = room.hello(0, Identity("run", 0, 2), 0.0)
+    state = BarrierState(Identity("run", 1, 2))
+    assert state.connect(0, Identity("other", 1, 2), 0.0) == Refusal(
+        "host 0 is in run 'run', this host in run 'other'", False
+    )
+    stale = state.connect(0, Identity("run", 0, 2), 0.0)
     assert stale is not None
-    assert "attempt 1" in stale[0]
-    assert stale[1]  # an earlier attempt has no business here any more
-    early = room.hello(0, Identity("run", 2, 2), 0.0)
+    assert "attempt 1" in stale.reason
+    assert stale.final  # an earlier attempt has no business here any more
+    early = state.connect(0, Identity("run", 2, 2), 0.0)
     assert early is not None
-    assert not early[1]  # the room of this attempt may be about to open
-    assert room.hello(0, Identity("run", 1, 4), 0.0) is not None
-    assert room.hello(0, room.identity, 0.0) is None
-    assert "already" in str(room.hello(0, room.identity, 0.0))
+    assert not early.final  # host 0 of that attempt may be about to start
+    assert state.connect(0, Identity("run", 1, 4), 0.0) is not None
+    assert state.connect(0, state.identity, 0.0) is None
+    assert "already" in str(state.connect(0, state.identity, 0.0))
 
 
 def test_a_broken_connection_ends_the_attempt_for_all() -> None:
-    room = room_of(3)
-    room.set_phase(2, "step 7", 1.0)
-    told = room.closed(2)
-    assert [worker for worker, _ in told] == [0, 1]
-    assert "host 2 is gone" in told[0][1]["lost"]
-    assert "step 7" in told[0][1]["lost"]
-    assert room.arrive(0, "later", None, 10, 2.0) == [(0, {"lost": room.lost, "code": 76})]
-    assert "over" in str(room.hello(2, room.identity, 3.0))
+    state = state_of(3)
+    state.set_phase(2, "step 7", 1.0)
+    messages = state.disconnect(2)
+    assert [worker for worker, _ in messages] == [0, 1]
+    assert "host 2 is gone" in messages[0][1]["lost"]
+    assert "step 7" in messages[0][1]["lost"]
+    assert state.arrive(0, "later", None, 10, 2.0) == [(0, {"lost": state.lost, "code": 76})]
+    assert "over" in str(state.connect(2, state.identity, 3.0))
 
 
 def test_a_good_end_is_no_loss_and_a_bad_one_is() -> None:
-    room = room_of(2)
-    assert room.goodbye(1, 0, "") == []
-    assert room.closed(1) == []
-    assert room.lost is None
-    room = room_of(2)
-    assert "exit code 2: no such file" in room.goodbye(1, 2, "no such file")[0][1]["lost"]
+    state = state_of(2)
+    assert state.leave(1, 0, "") == []
+    assert state.disconnect(1) == []
+    assert state.lost is None
+    state = state_of(2)
+    assert "exit code 2: no such file" in state.leave(1, 2, "no such file")[0][1]["lost"]
 
 
 events = st.lists(
@@ -106,30 +108,30 @@ events = st.lists(
 
 
 def test_a_host_that_must_leave_before_the_others_could_save_takes_them_along_as_stopped() -> None:
-    room = room_of(2)
-    [(worker, message)] = room.goodbye(1, 75, "out of time", overdue=True)
+    state = state_of(2)
+    [(worker, message)] = state.leave(1, 75, "out of time", overdue=True)
     assert (worker, message["code"]) == (0, 75)
     assert "out of time" in message["lost"]
-    assert room.arrive(0, "checkpoint 4", None, 10, 2.0) == [(0, message)]
+    assert state.arrive(0, "checkpoint 4", None, 10, 2.0) == [(0, message)]
 
 
 @given(events)
-def test_a_rendezvous_has_one_answer_and_a_lost_room_stays_lost(history: list[tuple[str, int, str]]) -> None:
-    room, now = room_of(3), 0.0
+def test_a_rendezvous_has_one_answer_and_a_lost_attempt_stays_lost(history: list[tuple[str, int, str]]) -> None:
+    state, now = state_of(3), 0.0
     answers: dict[str, Any] = {}
     lost: set[str] = set()
     for kind, number, text in history:
-        if kind == "arrive" and room.members[number].here:
-            told = room.arrive(number, text, f"{number}-{len(answers)}-{now}", 10, now)
+        if kind == "arrive" and state.members[number].connected:
+            messages = state.arrive(number, text, f"{number}-{len(answers)}-{now}", 10, now)
         elif kind == "closed":
-            told = room.closed(number)
+            messages = state.disconnect(number)
         elif kind == "tick":
             now += number
-            told = room.tick(now)
+            messages = state.check_deadlines(now)
         else:
-            told = []
-        for worker, message in told:
-            assert room.members[worker].here
+            messages = []
+        for worker, message in messages:
+            assert state.members[worker].connected
             if "complete" in message:
                 assert answers.setdefault(message["complete"], message["payloads"]) == message["payloads"]
                 assert len(message["payloads"]) == 3

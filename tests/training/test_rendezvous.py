@@ -30,12 +30,13 @@ from training.errors import Exit, TrainError
 from training.distributed.rendezvous import join
 from training.distributed.shutdown import ShutdownRequest
 code, why, meeting = 1, "", None
-rendezvous.PATIENCE = 1.0
+rendezvous.STOP_PATIENCE = 1.0
 try:
     stopping = ShutdownRequest()
     if os.environ.get("ASKED"):
         threading.Timer(float(os.environ["ASKED"]), stopping.request).start()
-    meeting = join(discover(), stopping, start_seconds=float(os.environ.get("START", "20")), seconds=float(os.environ.get("WAIT", "20")), lost_seconds=3)
+    start, seconds = (float(os.environ.get(name, "20")) for name in ("START", "WAIT"))
+    meeting = join(discover(), stopping, start_seconds=start, seconds=seconds, lost_seconds=3)
     for line in sys.argv[1:]:
         what, _, rest = line.partition(" ")
         if what == "meet":
@@ -142,7 +143,7 @@ def test_a_host_that_never_started_is_named(hosts: Hosts) -> None:
 def test_without_host_0_the_others_give_up_and_say_so(hosts: Hosts) -> None:
     code, text = end(hosts.start(1, 2, "meet start", START="1"))
     assert code == Exit.LOST_PEER
-    assert f"host 0 (127.0.0.1:{hosts.port}) did not let this host (worker 1) in within 1 s" in text
+    assert f"host 0 (127.0.0.1:{hosts.port}) did not accept this host (worker 1) within 1 s" in text
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -211,7 +212,7 @@ def test_a_second_process_of_the_same_host_is_turned_away(hosts: Hosts) -> None:
     twin = hosts.start(1, 2, "meet start", START="1")
     code, text = end(twin)
     assert code == Exit.LOST_PEER
-    assert "worker 1 is here already" in text
+    assert "worker 1 is connected already" in text
     assert end(first)[0] == end(second)[0] == 0
 
 

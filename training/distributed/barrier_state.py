@@ -1,9 +1,9 @@
-"""What a rendezvous server knows and decides: pure state, no sockets, no clock of its own.
+"""The state of an attempt's rendezvous on host 0: pure, without sockets and without a clock of its own.
 
-Every event (a host says hello, tells its phase, arrives somewhere, leaves, its connection breaks, time passes) is a
-method that returns the messages to send, as (worker, message). `rendezvous.py` gives it sockets. Two rules make repeats
-harmless: what has happened stays happened (an arrival is counted once, a completed rendezvous answers for ever with the
-same payloads), and a lost room stays lost.
+Every event (a host connects, reports its phase, arrives at a barrier, leaves, its connection breaks, time passes) is a
+method that returns the messages to send, as (worker, message). `rendezvous_server.py` gives it sockets and a clock. Two
+rules make repeated messages harmless: an event counts once (an arrival is counted once, and a completed barrier answers
+for ever with the same payloads), and an attempt that was lost stays lost.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from training.errors import Exit
 
 Message = dict[str, Any]
 Outgoing = list[tuple[int, Message]]
-REMEMBERED = 256  # completed rendezvous whose answers are kept for late repeats
+REMEMBERED = 256  # completed barriers whose answers are kept for late repeats
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who belongs together: hosts of one attempt of one run."""
+    """Which hosts belong together: those of one attempt of one run."""
 
     run_id: str
     attempt: int
@@ -30,88 +30,105 @@ class Identity:
 
 @dataclass
 class Member:
+    """A host that was admitted."""
+
     phase: str
-    heard: float
-    here: bool = True  # its connection is open
+    last_heard: float  # seconds, of the clock that events are stamped with
+    connected: bool = True
 
 
 @dataclass
-class Point:
-    """A rendezvous that not everyone has reached."""
+class Barrier:
+    """A barrier that not all hosts have reached."""
 
     deadline: float
     seconds: float
     payloads: dict[int, Any] = field(default_factory=dict)
 
 
-def refusal(room: Identity, guest: Identity) -> tuple[str, bool] | None:
-    """Why `guest` has no place in `room`, and whether asking again is pointless; None for a member."""
-    if room == guest:
+@dataclass(frozen=True)
+class Refusal:
+    """Why a host is not admitted, and whether asking again is pointless."""
+
+    reason: str
+    final: bool
+
+
+def compare(expected: Identity, given: Identity) -> Refusal | None:
+    """Why a host of identity `given` does not belong to the attempt `expected`; None when it does."""
+    if expected == given:
         return None
-    if room.run_id != guest.run_id:
-        return f"host 0 is in run {room.run_id!r}, this host in run {guest.run_id!r}", False
-    if room.attempt != guest.attempt:
-        return (
-            f"host 0 is in attempt {room.attempt} of run {room.run_id!r}, this host in attempt {guest.attempt}",
-            room.attempt > guest.attempt,
+    if expected.run_id != given.run_id:
+        return Refusal(f"host 0 is in run {expected.run_id!r}, this host in run {given.run_id!r}", False)
+    if expected.attempt != given.attempt:
+        # A later attempt may ask again: this host 0 may be about to be replaced by that attempt's.
+        return Refusal(
+            f"host 0 is in attempt {expected.attempt} of run {expected.run_id!r}, this host in attempt {given.attempt}",
+            expected.attempt > given.attempt,
         )
-    return f"host 0 expects {room.hosts} hosts, this host was told of {guest.hosts}; check TPU_WORKER_HOSTNAMES", True
+    return Refusal(
+        f"host 0 expects {expected.hosts} hosts, this host was configured for {given.hosts}; check "
+        "TPU_WORKER_HOSTNAMES",
+        True,
+    )
 
 
 class BarrierState:
-    """The hosts of one attempt and the rendezvous they have reached."""
+    """The hosts of one attempt and the barriers they have reached."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
         self.members: dict[int, Member] = {}
-        self.points: dict[str, Point] = {}
+        self.barriers: dict[str, Barrier] = {}
         self.completed: OrderedDict[str, list[Any]] = OrderedDict()
-        self.lost: str | None = None
-        self.lost_code = (
-            Exit.LOST_PEER
-        )  # what the others end with: SAVED when the one who left did so because it was asked to stop
+        self.lost: str | None = None  # why the attempt is over
+        self.lost_code = Exit.LOST_PEER  # what the others exit with; SAVED when the first to leave was asked to stop
 
-    def hello(self, worker: int, guest: Identity, now: float) -> tuple[str, bool] | None:
-        """Admits a host, or says why not and whether asking again is pointless."""
-        refused = refusal(self.identity, guest)
-        if refused:
-            return refused
+    def connect(self, worker: int, given: Identity, now: float) -> Refusal | None:
+        """Admits a host, or says why not."""
+        refusal = compare(self.identity, given)
+        if refusal:
+            return refusal
         if not 0 <= worker < self.identity.hosts:
-            return f"there is no worker {worker} among {self.identity.hosts} hosts", True
+            return Refusal(f"there is no worker {worker} among {self.identity.hosts} hosts", True)
         if self.lost:
-            return f"this attempt is over: {self.lost}", True
+            return Refusal(f"this attempt is over: {self.lost}", True)
         if worker in self.members:
-            return f"worker {worker} is here already; is a second trainer running on that host?", False
+            return Refusal(f"worker {worker} is connected already; is a second trainer running on that host?", False)
         self.members[worker] = Member("connected", now)
         return None
 
     def set_phase(self, worker: int, phase: str, now: float) -> None:
+        """Notes what a host is doing."""
         member = self.members[worker]
-        member.phase, member.heard = phase, now
+        member.phase, member.last_heard = phase, now
 
     def arrive(self, worker: int, name: str, payload: Any, seconds: float, now: float) -> Outgoing:
-        """`worker` has reached rendezvous `name` and waits at most `seconds`. Answers everyone when all are there."""
-        self.members[worker].heard = now
+        """`worker` has reached barrier `name` and waits at most `seconds`. Answers all hosts once all are there."""
+        self.members[worker].last_heard = now
         if self.lost:
             return [(worker, self._lost_message())]
         if name in self.completed:
             return [(worker, {"complete": name, "payloads": self.completed[name]})]
-        point = self.points.setdefault(name, Point(now + seconds, seconds))
-        point.payloads.setdefault(worker, payload)
-        if len(point.payloads) < self.identity.hosts:
+        barrier = self.barriers.setdefault(name, Barrier(now + seconds, seconds))
+        barrier.payloads.setdefault(worker, payload)
+        if len(barrier.payloads) < self.identity.hosts:
             return []
-        del self.points[name]
-        self.completed[name] = [point.payloads[each] for each in range(self.identity.hosts)]
+        del self.barriers[name]
+        self.completed[name] = [barrier.payloads[number] for number in range(self.identity.hosts)]
         while len(self.completed) > REMEMBERED:
             self.completed.popitem(last=False)
-        return [(each, {"complete": name, "payloads": self.completed[name]}) for each in self._present()]
+        return [(number, {"complete": name, "payloads": self.completed[name]}) for number in self._connected()]
 
-    def goodbye(self, worker: int, code: int, reason: str, overdue: bool = False) -> Outgoing:
-        """`worker` ends and says how. Any end but a good one is the end for all; so is a good one in the middle
-        (`overdue`)."""
+    def leave(self, worker: int, code: int, reason: str, overdue: bool = False) -> Outgoing:
+        """`worker` is about to exit with `code`.
+
+        A failure ends the attempt for all. So does an orderly exit while others wait at a barrier, or one that comes
+        before the others could save (`overdue`).
+        """
         member = self.members[worker]
-        member.here = False
-        if code in (Exit.FINISHED, Exit.SAVED) and not self.points and not overdue:
+        member.connected = False
+        if code in (Exit.FINISHED, Exit.SAVED) and not self.barriers and not overdue:
             return []
         if code == Exit.SAVED and self.lost is None:
             self.lost_code = Exit.SAVED
@@ -119,42 +136,44 @@ class BarrierState:
             f"host {worker} stopped in phase {member.phase!r} with exit code {code}" + (f": {reason}" if reason else "")
         )
 
-    def closed(self, worker: int) -> Outgoing:
-        """The connection to `worker` broke without a goodbye."""
+    def disconnect(self, worker: int) -> Outgoing:
+        """The connection to `worker` broke before it said that it leaves."""
         member = self.members.get(worker)
-        if member is None or not member.here:
+        if member is None or not member.connected:
             return []
-        member.here = False
+        member.connected = False
         return self._lose(f"host {worker} is gone: its connection broke in phase {member.phase!r}")
 
-    def tick(self, now: float) -> Outgoing:
-        """Time has passed: rendezvous whose time is over lose the room."""
-        for name, point in self.points.items():
-            if now >= point.deadline:
-                missing = [each for each in range(self.identity.hosts) if each not in point.payloads]
-                said = "; ".join(self._describe(each, now) for each in missing)
-                return self._lose(f"rendezvous {name!r}: not everyone arrived within {point.seconds:g} s: {said}")
+    def check_deadlines(self, now: float) -> Outgoing:
+        """Time has passed: a barrier whose deadline is over ends the attempt."""
+        for name, barrier in self.barriers.items():
+            if now >= barrier.deadline:
+                missing = [number for number in range(self.identity.hosts) if number not in barrier.payloads]
+                hosts = "; ".join(self._describe(number, now) for number in missing)
+                return self._lose(f"rendezvous {name!r}: not everyone arrived within {barrier.seconds:g} s: {hosts}")
         return []
 
     def phases(self) -> list[str]:
+        """What each host was last known to do, in worker order."""
         return [
-            self.members[each].phase if each in self.members else "never appeared"
-            for each in range(self.identity.hosts)
+            self.members[number].phase if number in self.members else "never appeared"
+            for number in range(self.identity.hosts)
         ]
 
     def _describe(self, worker: int, now: float) -> str:
         member = self.members.get(worker)
         if member is None:
             return f"host {worker} never appeared"
-        return f"host {worker} was last heard of {max(0.0, now - member.heard):.0f} s ago in phase {member.phase!r}"
+        seconds = max(0.0, now - member.last_heard)
+        return f"host {worker} was last heard of {seconds:.0f} s ago in phase {member.phase!r}"
 
-    def _present(self) -> list[int]:
-        return [worker for worker, member in self.members.items() if member.here]
+    def _connected(self) -> list[int]:
+        return [worker for worker, member in self.members.items() if member.connected]
 
-    def _lose(self, message: str) -> Outgoing:
+    def _lose(self, reason: str) -> Outgoing:
         if self.lost is None:
-            self.lost = message
-        return [(worker, self._lost_message()) for worker in self._present()]
+            self.lost = reason
+        return [(worker, self._lost_message()) for worker in self._connected()]
 
     def _lost_message(self) -> Message:
         return {"lost": self.lost, "code": int(self.lost_code)}

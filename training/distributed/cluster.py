@@ -1,18 +1,17 @@
-"""Who am I among the hosts of the slice: my worker index, everyone's addresses, the accelerator.
+"""This process' place among the hosts of the slice: its worker index, all addresses, the accelerator.
 
-Asked in this order, the first that answers wins:
+Sources, in this order; the first that answers counts:
 1. the environment that `tpu-launch` sets: TPU_WORKER_ID, TPU_WORKER_HOSTNAMES, TPU_ACCELERATOR_TYPE (GKE's webhook sets
-  the same),
-   with JOB_COMPLETION_INDEX of an indexed Kubernetes Job standing in for a missing TPU_WORKER_ID, and TPU_LAUNCH_HOSTS
-   and TPU_LAUNCH_HOST_NAME ("job-*.service", * being the worker index) of our manifests for missing
-   TPU_WORKER_HOSTNAMES;
+   the same), with JOB_COMPLETION_INDEX of an indexed Kubernetes Job in place of a missing TPU_WORKER_ID, and
+   TPU_LAUNCH_HOSTS and TPU_LAUNCH_HOST_NAME ("job-*.service", where * is the worker index) of our manifests in place of
+   missing TPU_WORKER_HOSTNAMES;
 2. the metadata server of a TPU VM, only where PJRT_DEVICE=TPU: `worker-network-endpoints` comes in two formats, the old
    `name:id:ip,...` and the new plain list of addresses;
-3. nobody: a single host, worker 0.
+3. none: a single host, worker 0.
 
-Parsing is pure; `discover` is the one place that looks at the world. torch_xla 2.9 crashes on the new metadata format
-(it takes the third field of `x:y:z`), so `tpu_environment` gives it every variable it would have looked up, and forbids
-the lookup.
+Parsing is pure; `discover` is the one function that reads the environment and the metadata server. torch_xla 2.9
+crashes on the new metadata format (it takes the third field of `x:y:z`), so `tpu_environment` sets every variable that
+it would look up there, and forbids the lookup.
 """
 
 from __future__ import annotations
@@ -47,6 +46,7 @@ class Cluster:
 
     @property
     def hosts(self) -> int:
+        """How many hosts there are."""
         return len(self.addresses)
 
     @property
@@ -100,12 +100,12 @@ def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, s
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Cluster:
-    """Who this process is. Raises BadInput when what it is told can't be true."""
+    """Finds this process' place. Raises BadInput when the sources contradict themselves."""
     environment = os.environ if environment is None else environment
-    found = from_environment(environment)
-    if found is None and environment.get("PJRT_DEVICE") == "TPU" and not environment.get("TPU_SKIP_MDS_QUERY"):
-        found = from_metadata(_read_metadata, environment)
-    return found or _cluster(0, ("localhost",), None, environment)
+    cluster = from_environment(environment)
+    if cluster is None and environment.get("PJRT_DEVICE") == "TPU" and not environment.get("TPU_SKIP_MDS_QUERY"):
+        cluster = from_metadata(_read_metadata, environment)
+    return cluster or _cluster(0, ("localhost",), None, environment)
 
 
 def tpu_environment(cluster: Cluster) -> dict[str, str]:
@@ -126,7 +126,8 @@ def tpu_environment(cluster: Cluster) -> dict[str, str]:
         raise BadInput(str(error)) from None
     if slice_.hosts != cluster.hosts:
         raise BadInput(
-            f"{cluster.accelerator_type} has {slice_.hosts} hosts, but this run was told of {cluster.hosts}: {', '.join(cluster.addresses)}"
+            f"{cluster.accelerator_type} has {slice_.hosts} hosts, but this run was told of {cluster.hosts}: "
+            + ", ".join(cluster.addresses)
         )
     return {
         "TPU_SKIP_MDS_QUERY": "1",
@@ -152,7 +153,8 @@ def tensorflow_environment(cluster: Cluster, environment: Mapping[str, str]) -> 
         or not library.submodule_search_locations
     ):
         raise BadInput(
-            "PJRT_DEVICE=TPU, and this image's TensorFlow is the one for CPUs: build it with `image.build_args: {REQUIREMENTS: requirements-tpu.txt}`"
+            "PJRT_DEVICE=TPU, and this image's TensorFlow is the one for CPUs: build it with `image.build_args: "
+            "{REQUIREMENTS: requirements-tpu.txt}`"
         )
     plugin = f"{library.submodule_search_locations[0]}/libtpu.so"
     return {
@@ -167,7 +169,8 @@ def _cluster(
 ) -> Cluster:
     if worker >= len(addresses):
         raise BadInput(
-            f"this host is worker {worker}, but only {len(addresses)} host(s) are known: {', '.join(addresses)}; check TPU_WORKER_ID and TPU_WORKER_HOSTNAMES"
+            f"this host is worker {worker}, but only {len(addresses)} host(s) are known: {', '.join(addresses)}; check "
+            "TPU_WORKER_ID and TPU_WORKER_HOSTNAMES"
         )
     return Cluster(
         worker=worker,

@@ -1,5 +1,5 @@
-"""Host 0's side of the rendezvous: a thread that keeps the room (`room.py`) and talks to every host over TCP. What is
-said is told in `rendezvous.py`."""
+"""Host 0's side of the rendezvous: a thread that keeps the barrier state and talks to every host over TCP. The
+protocol is in `rendezvous.py`, what it decides in `barrier_state.py`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from training.distributed.barrier_state import BarrierState, Identity, Message, Outgoing
 from training.distributed.cluster import Cluster
 from training.errors import TrainError
 
-TICK = 0.25  # seconds between looks at the clock
+TICK = 0.25  # seconds between checks of deadlines
+PHASES_INTERVAL = 1.0  # seconds between broadcasts of all hosts' phases
 LONGEST_LINE = 4 << 20
 NAME_SECONDS = 60.0  # for a cluster's name service to learn of this host
 
 
-def watch(connection: socket.socket, lost_seconds: float) -> None:
-    """Makes the kernel notice a vanished machine within about `lost_seconds`, whatever this process is busy with."""
+def detect_silence(connection: socket.socket, lost_seconds: float) -> None:
+    """Makes the kernel break a connection to a machine that has vanished, within about `lost_seconds`, whatever this
+    process is busy with."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option, value in (
@@ -43,11 +46,13 @@ class _Connection:
 
 
 class RendezvousServer:
-    """Host 0's thread that keeps the room."""
+    """Host 0's thread that keeps the barrier state."""
 
-    def __init__(self, cluster: Cluster, lost_seconds: float) -> None:
-        self._room = BarrierState(Identity(cluster.run_id, cluster.attempt, cluster.hosts))
+    def __init__(self, cluster: Cluster, lost_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """Listens and serves from now on. Raises TrainError when it can't listen."""
+        self._state = BarrierState(Identity(cluster.run_id, cluster.attempt, cluster.hosts))
         self._lost_seconds = lost_seconds
+        self._clock = clock
         self._selector = selectors.DefaultSelector()
         self._connections: dict[int, _Connection] = {}  # by worker
         self._stop = threading.Event()
@@ -57,26 +62,26 @@ class RendezvousServer:
         self._thread.start()
 
     def close(self, wait_seconds: float) -> None:
-        """Ends once every host has left, or after `wait_seconds`."""
-        deadline = time.monotonic() + wait_seconds
-        while time.monotonic() < deadline and any(worker != 0 for worker in list(self._connections)):
+        """Ends once every other host has left, or after `wait_seconds`."""
+        deadline = self._clock() + wait_seconds
+        while self._clock() < deadline and any(worker != 0 for worker in list(self._connections)):
             time.sleep(0.02)
         self._stop.set()
         self._thread.join(timeout=5)
 
     def _serve(self) -> None:
-        told: list[str] = []
-        next_news = 0.0
+        sent: list[str] = []
+        next_phases = 0.0
         while not self._stop.is_set():
             for key, _ in self._selector.select(timeout=TICK):
                 if key.fileobj is self._listener:
                     self._accept()
                 else:
                     self._read(key.data)
-            now = time.monotonic()
-            self._send(self._room.tick(now))
-            if now >= next_news and (phases := self._room.phases()) != told:
-                told, next_news = phases, now + 1
+            now = self._clock()
+            self._send(self._state.check_deadlines(now))
+            if now >= next_phases and (phases := self._state.phases()) != sent:
+                sent, next_phases = phases, now + PHASES_INTERVAL
                 self._send([(worker, {"phases": phases}) for worker in list(self._connections)])
         for connection in list(self._connections.values()):
             connection.socket.close()
@@ -87,8 +92,8 @@ class RendezvousServer:
         try:
             accepted, _ = self._listener.accept()
         except OSError:
-            return  # the guest gave up before we looked
-        watch(accepted, self._lost_seconds)
+            return  # the client has given up already
+        detect_silence(accepted, self._lost_seconds)
         accepted.settimeout(self._lost_seconds)  # for sending; reading happens only when there is something
         self._selector.register(accepted, selectors.EVENT_READ, _Connection(accepted))
 
@@ -110,29 +115,27 @@ class RendezvousServer:
                 return
 
     def _handle(self, connection: _Connection, message: Message) -> None:
-        now = time.monotonic()
-        if connection.worker is None:
-            worker = int(message["hello"])
-            refused = self._room.hello(worker, Identity(message["run_id"], message["attempt"], message["hosts"]), now)
-            if refused:
-                send_line(connection.socket, {"refused": refused[0], "final": refused[1]})
-                self._drop(connection)
-                return
-            connection.worker = worker
-            self._connections[worker] = connection
-            self._send([(worker, {"welcome": True})])
+        now, worker = self._clock(), connection.worker
+        if worker is None:
+            self._admit(connection, message, now)
         elif "phase" in message:
-            self._room.set_phase(connection.worker, message["phase"], now)
+            self._state.set_phase(worker, message["phase"], now)
         elif "arrive" in message:
-            self._send(
-                self._room.arrive(connection.worker, message["arrive"], message["payload"], message["seconds"], now)
-            )
+            self._send(self._state.arrive(worker, message["arrive"], message["payload"], message["seconds"], now))
         elif "goodbye" in message:
-            self._send(
-                self._room.goodbye(
-                    connection.worker, message["goodbye"], message["reason"], message.get("overdue", False)
-                )
-            )
+            self._send(self._state.leave(worker, message["goodbye"], message["reason"], message.get("overdue", False)))
+
+    def _admit(self, connection: _Connection, message: Message, now: float) -> None:
+        """The first message of a connection."""
+        worker = int(message["hello"])
+        refusal = self._state.connect(worker, Identity(message["run_id"], message["attempt"], message["hosts"]), now)
+        if refusal:
+            send_line(connection.socket, {"refused": refusal.reason, "final": refusal.final})
+            self._drop(connection)
+            return
+        connection.worker = worker
+        self._connections[worker] = connection
+        self._send([(worker, {"welcome": True})])
 
     def _send(self, outgoing: Outgoing) -> None:
         for worker, message in outgoing:
@@ -146,10 +149,11 @@ class RendezvousServer:
         connection.socket.close()
         if connection.worker is not None and self._connections.get(connection.worker) is connection:
             del self._connections[connection.worker]
-            self._send(self._room.closed(connection.worker))
+            self._send(self._state.disconnect(connection.worker))
 
 
 def listen(address: str, port: int) -> socket.socket:
+    """Listens on this host's own address, waiting for its name to be known. Raises TrainError."""
     deadline = time.monotonic() + NAME_SECONDS
     while True:
         try:
@@ -158,7 +162,8 @@ def listen(address: str, port: int) -> socket.socket:
         except socket.gaierror as error:
             if time.monotonic() > deadline:
                 raise TrainError(
-                    f"this host is worker 0, but its own name {address} was not known within {NAME_SECONDS:g} s: {error}"
+                    f"this host is worker 0, but its own name {address} was not known within {NAME_SECONDS:g} s: "
+                    f"{error}"
                 ) from None
             time.sleep(0.5)
     try:
@@ -166,15 +171,17 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise TrainError(
-                f"port {port} on {address} is in use, so the hosts can't meet there; does another trainer run on this host?"
+                f"port {port} on {address} is in use, so the hosts can't meet there; does another trainer run on this "
+                "host?"
             ) from None
         raise TrainError(
-            f"this host is worker 0, but can't listen on {address}:{port}: {error.strerror or error}; is TPU_WORKER_HOSTNAMES in worker order?"
+            f"this host is worker 0, but can't listen on {address}:{port}: {error.strerror or error}; is "
+            "TPU_WORKER_HOSTNAMES in worker order?"
         ) from None
 
 
 def send_line(connection: socket.socket, message: Message) -> bool:
-    """Whether it could be sent."""
+    """Sends a message. Returns whether it could be sent."""
     try:
         connection.sendall(json.dumps(message).encode() + b"\n")
     except OSError:

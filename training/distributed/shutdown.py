@@ -1,11 +1,11 @@
 """SIGTERM and Ctrl-C: the first asks for an orderly stop, the second ends the process at once.
 
 The request is only a flag. Every step carries it to all hosts together with the gradients, so all of them see it after
-the same step, commit that step and leave with exit code 75; nobody has to guess how far the others are.
+the same step, commit that step and exit with code 75; no host has to guess how far the others are.
 
 There is a limit: what takes the machine away waits 25 or 30 seconds, and a compilation or a save may take longer. A
-process that is still there `seconds` after the request leaves as it is, with exit code 75 too: the run goes on from its
-last commit.
+process that is still there `seconds` after the request exits as it is, with exit code 75 too: the run continues from
+its last commit.
 
 Python runs signal handlers between bytecodes of the main thread, which may be inside a compilation or a collective for
 minutes. So the signals are read from the interpreter's wake-up pipe by a thread: a second signal ends even a process
@@ -23,48 +23,55 @@ from collections.abc import Callable
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Spot and preemptible TPUs and GKE's nodes give 30 at most (https://cloud.google.com/compute/docs/instances/spot)
-SECONDS = 25.0
+
+
+def start_timer(seconds: float, function: Callable[[], None]) -> None:
+    """Calls `function` after `seconds`, in a thread of its own that does not keep the process alive."""
+    timer = threading.Timer(seconds, function)
+    timer.daemon = True
+    timer.start()
 
 
 class ShutdownRequest:
     """Whether this host was asked to stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_timer: Callable[[float, Callable[[], None]], None] = start_timer) -> None:
         self._requested = threading.Event()
-        self._heard = threading.Event()
-        self._limit: tuple[float, Callable[[], None]] | None = None
-        self.nothing_to_save = True  # until all hosts are ready for the first step: leaving before loses nothing
+        self._requested_elsewhere = threading.Event()
+        self._deadline: tuple[float, Callable[[], None]] | None = None
+        self._start_timer = start_timer
+        self.nothing_to_save = True  # until all hosts are ready for the first step: exiting before loses nothing
 
     @property
     def requested(self) -> bool:
-        return self._requested.is_set() or self._heard.is_set()
+        """Whether this host, or another one that it follows, was asked to stop."""
+        return self._requested.is_set() or self._requested_elsewhere.is_set()
 
     @property
     def may_exit_now(self) -> bool:
-        """Asked to stop while nothing was trained yet: there is no need to wait for anyone."""
+        """Asked to stop while nothing was trained yet: there is no need to wait for other hosts."""
         return self.requested and self.nothing_to_save
 
     def limit(self, seconds: float, overdue: Callable[[], None]) -> None:
-        """From now on a request is followed after `seconds` by a call of `overdue`, in a thread of its own."""
-        self._limit = (seconds, overdue)
+        """Sets how long this host may take to stop: `seconds` after a request, past or future, `overdue` is called in a
+        thread of its own."""
+        self._deadline = (seconds, overdue)
         if self.requested:
             self._count_down()
 
     def _count_down(self) -> None:
-        if self._limit:
-            timer = threading.Timer(*self._limit)
-            timer.daemon = True
-            timer.start()
+        if self._deadline:
+            self._start_timer(*self._deadline)
 
     def note_other_host(self) -> None:
-        """Another host was asked, and this one stops for it. A signal of its own that follows is still a first one."""
-        if not self._heard.is_set():
-            self._heard.set()
+        """Another host was asked to stop, and this one stops with it. A signal of its own that follows is still a first
+        one."""
+        if not self._requested_elsewhere.is_set():
+            self._requested_elsewhere.set()
             self._count_down()
 
     def request(self) -> None:
-        """A first request is noted; a second one ends the process."""
+        """Notes a first request; a second one ends the process."""
         if self._requested.is_set():
             print(
                 "tpu-train: asked to stop a second time: leaving at once, without saving", file=sys.stderr, flush=True
@@ -80,15 +87,15 @@ class ShutdownRequest:
 
 
 def install_signal_handlers() -> ShutdownRequest:
-    """Watches SIGTERM and SIGINT from now on. Call once, from the main thread, before anything slow."""
-    stopping = ShutdownRequest()
+    """Makes SIGTERM and SIGINT requests from now on. Call once, from the main thread, before anything slow."""
+    shutdown = ShutdownRequest()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
     def ignore(number: int, frame: FrameType | None) -> None:
         """A handler has to exist, or the default action would end the process."""
 
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)  # first: what a handler alone hears is lost
+    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)  # first: a signal in between would be lost
     for number in SIGNALS:
         signal.signal(number, ignore)
 
@@ -97,7 +104,7 @@ def install_signal_handlers() -> ShutdownRequest:
         while True:
             for number in reader.recv(16):
                 if number in SIGNALS:
-                    stopping.request()
+                    shutdown.request()
 
     threading.Thread(target=watch, name="signals", daemon=True).start()
-    return stopping
+    return shutdown

@@ -1,10 +1,10 @@
-"""Sums across hosts over TCP with numpy alone, for CPU hosts of a framework that brings none which fails fast.
+"""An all-reduce across hosts over TCP, with numpy alone: for CPU hosts of a framework whose own does not fail fast.
 
-Host 0 adds what the others send, in worker order, and sends everyone the sum: the order is fixed, so the same hosts
+Host 0 adds what the others send, in worker order, and sends all of them the sum: the order is fixed, so the same hosts
 give the same bits, and all hosts get the same ones. On the wire, after a greeting (token, worker index): the raw bytes
 of the array, one way and then the other, nothing else; all hosts know its size. A peer that dies closes its connection
-and the sum fails at once; a peer that vanishes is the rendezvous' business, which ends the process even while it waits
-in here. Everything goes through host 0, which is fine for a rehearsal's few hosts and small models.
+and the sum fails at once; a peer that vanishes is noticed by the rendezvous, which ends the process even while it waits
+in here. All traffic goes through host 0, which is fine for a rehearsal's few hosts and small models.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from training.distributed.rendezvous import Rendezvous
 from training.distributed.rendezvous_server import listen
 from training.errors import LostPeer
 
-NAMING_SECONDS = 5.0  # how long to wait for the rendezvous to say who is gone
-HANGING_SECONDS = 10.0  # for those who don't hang to come to the meeting that shows who does
-GREETING_SECONDS = 10.0  # for who connects to say who it is
+NAMING_SECONDS = 5.0  # for the rendezvous to learn which host is lost
+HANGING_SECONDS = 10.0  # for the hosts that do not hang to arrive at the barrier that shows which one does
+GREETING_SECONDS = 10.0  # for a host that connects to send its greeting
 _TOKEN = 16  # bytes
 _WORKER = struct.Struct("<I")
 
@@ -36,6 +36,15 @@ class TcpAllReduce:
     """The connections of one attempt."""
 
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str, seconds: float) -> None:
+        """Connects all hosts. Every host must call it.
+
+        Args:
+            token: Tells this attempt from others; the same on all hosts.
+            seconds: Time-out of each sending and receiving.
+
+        Raises:
+            LostPeer: A host did not connect.
+        """
         self._rendezvous, self._first = rendezvous, cluster.is_first
         self._peers: list[socket.socket] = []  # on host 0: of worker 1, 2, ...; elsewhere: host 0
         greeting = token.encode().ljust(_TOKEN)[:_TOKEN]
@@ -58,7 +67,7 @@ class TcpAllReduce:
                 listener.close()
 
     def sum(self, flat: Flat) -> Flat:
-        """The sum over all hosts, of arrays of one size. Raises LostPeer."""
+        """Returns the sum over all hosts, of arrays of one size. Raises LostPeer."""
         try:
             if not self._first:
                 [peer] = self._peers
@@ -74,53 +83,57 @@ class TcpAllReduce:
             raise_lost_peer(self._rendezvous, "adding up gradients", error)
 
     def close(self) -> None:
+        """Closes the connections."""
         for peer in self._peers:
             with contextlib.suppress(OSError):
                 peer.close()
 
 
-def raise_lost_peer(rendezvous: Rendezvous, doing: str, error: Exception) -> NoReturn:
-    """Raises LostPeer: the rendezvous knows who is gone, a moment later; or who hangs, since everyone else comes here
-    after the same time."""
+def raise_lost_peer(rendezvous: Rendezvous, activity: str, error: Exception) -> NoReturn:
+    """Raises LostPeer for a collective that failed with `error`.
+
+    The rendezvous learns which host is lost a moment later. If none is, one hangs: all others come here after the same
+    time-out, and the barrier names the one that does not.
+    """
     deadline = time.monotonic() + NAMING_SECONDS
     while time.monotonic() < deadline:
         rendezvous.check()
         time.sleep(0.05)
-    rendezvous.meet(f"after {doing} failed", seconds=HANGING_SECONDS)
+    rendezvous.meet(f"after {activity} failed", seconds=HANGING_SECONDS)
     why = (str(error) or type(error).__name__).splitlines()[0]
     raise LostPeer(
-        f"{doing} failed, though no host is gone and none hangs: {why}; last known phases: {rendezvous.phases()}"
+        f"{activity} failed, though no host is gone and none hangs: {why}; last known phases: {rendezvous.phases()}"
     )
 
 
 def _accept(listener: socket.socket, greeting: bytes, hosts: int, seconds: float) -> list[socket.socket]:
-    """The connections of all other hosts, in worker order. Who says another token belongs to another attempt and is
-    turned away."""
-    found: dict[int, socket.socket] = {}
+    """The connections of all other hosts, in worker order. One with another token belongs to another attempt and is
+    closed."""
+    peers: dict[int, socket.socket] = {}
     deadline = time.monotonic() + seconds
-    while len(found) < hosts - 1:
+    while len(peers) < hosts - 1:
         listener.settimeout(max(0.01, deadline - time.monotonic()))
         peer, _ = listener.accept()
         peer.settimeout(GREETING_SECONDS)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
-            said = bytes(_receive(peer, np.empty(_TOKEN + _WORKER.size, np.uint8)))
+            received = bytes(_receive(peer, np.empty(_TOKEN + _WORKER.size, np.uint8)))
         except OSError:
-            said = b""
-        if not said.startswith(greeting):
+            received = b""
+        if not received.startswith(greeting):
             peer.close()
             continue
         peer.settimeout(seconds)
-        found[_WORKER.unpack(said[_TOKEN:])[0]] = peer
-    return [found[worker] for worker in range(1, hosts)]
+        peers[_WORKER.unpack(received[_TOKEN:])[0]] = peer
+    return [peers[worker] for worker in range(1, hosts)]
 
 
-def _receive(peer: socket.socket, place: np.ndarray) -> np.ndarray:
+def _receive(peer: socket.socket, array: np.ndarray) -> np.ndarray:
     """Fills an array. Raises OSError when the connection ends before."""
-    view = place.data.cast("B")
+    view = array.data.cast("B")
     while view:
         size = peer.recv_into(view)
         if not size:
             raise ConnectionResetError("the other host closed its connection")
         view = view[size:]
-    return place
+    return array
