@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers.compiling import alone, mlm
 from benchmarks.peers.rows import Row, finish, row
 from training.accelerators import Accelerator, accelerator
-from training.preflight.report import Largest
-from training.preflight.search import check
+from training.preflight.report import LargestBatch
+from training.preflight.search import run_preflight
 
 RUNS_IN = "torch-xla"
 LENGTH = 512
@@ -33,12 +33,12 @@ SLICES = ("v3-8", "v4-8", "v5litepod-8", "v5p-8", "v6e-8")
 MODELS = {"bert-base": (30_522, 1.3, 0.0905), "bert-large": (30_522, 3.8, 0.236), "roberta-base": (50_265, 1.5, 0.0912)}
 
 
-def largest(model: str, name: str) -> Largest:
+def largest(model: str, name: str) -> LargestBatch:
     """What the search finds."""
     target = accelerator(name)
     vocabulary, _, _ = MODELS[model]
     config, facts = mlm(model, LENGTH, vocabulary, first_rows(model, target) * target.devices)
-    found = check(
+    found = run_preflight(
         config, facts, [target], max_batch=True, say=lambda text: print(f"  {text}", file=sys.stderr, flush=True)
     )
     [one] = found.accelerators

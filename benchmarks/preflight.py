@@ -29,9 +29,9 @@ from benchmarks.peers.compiling import alone, mlm
 from benchmarks.peers.rows import Row, finish, row
 from training.accelerators import accelerator
 from training.preflight import compiler, programs
-from training.preflight.compiler import Compiled, Program, Refused
-from training.preflight.hlo import collectives
-from training.preflight.report import reason_of
+from training.preflight.compiler import CompilationRefused, CompiledProgram, Program
+from training.preflight.hlo import find_collectives
+from training.preflight.report import explain_refusal
 from training.preflight.shapes import Graph
 
 RUNS_IN = "torch-xla"
@@ -84,12 +84,12 @@ def compiled(program: Program, case: Case, state: int) -> Found:
     """`state`: bytes of weights and moments."""
     target = accelerator(case.accelerator)
     try:
-        found: Compiled = compiler.compile(program, target)
-    except Refused as error:
-        needed, reason = reason_of(str(error))
+        found: CompiledProgram = compiler.compile_program(program, target)
+    except CompilationRefused as error:
+        needed, reason = explain_refusal(str(error))
         print(f"  {case}: {reason}", file=sys.stderr, flush=True)
         return Found(None, (needed - state) / GIB if needed else None, needed / GIB if needed else None)
-    exchanged = sum(each.elements for each in collectives(found.text) if each.kind == "all-reduce")
+    exchanged = sum(each.elements for each in find_collectives(found.text) if each.kind == "all-reduce")
     total = found.total_bytes - found.code_bytes
     return Found(
         found.flops / (case.batch / target.devices) / 1e12, found.temporary_bytes / GIB, total / GIB, exchanged / 1e6
@@ -99,7 +99,7 @@ def compiled(program: Program, case: Case, state: int) -> Found:
 def ours(case: Case, parameters: int, **train: Any) -> Found:
     """The trainer's step."""
     config, facts = mlm(case.model, case.length, VOCABULARY, case.batch, **train)
-    [traced] = programs.trace(
+    [traced] = programs.trace_programs(
         config, facts, [Graph("training", case.batch, case.length)], accelerator(case.accelerator).devices
     )
     return compiled(traced.program, case, 12 * parameters)
@@ -115,8 +115,10 @@ def theirs(case: Case, *, first: bool = False) -> tuple[Found, int]:
     import torch_xla.distributed.spmd as spmd
     from transformers import BertConfig, BertForMaskedLM
 
+    from training.backends.torch_xla import tracing
+
     devices = accelerator(case.accelerator).devices
-    compiler.stand_in_for(devices)
+    tracing.simulate_devices(devices)
     hidden, layers, heads, wide = {"bert-base": (768, 12, 12, 3072), "bert-large": (1024, 24, 16, 4096)}[case.model]
     config = BertConfig(
         hidden_size=hidden,
@@ -145,7 +147,7 @@ def theirs(case: Case, *, first: bool = False) -> tuple[Found, int]:
         return xm.send_cpu_data_to_device([tensor], device, input_sharding=spmd.ShardingSpec(mesh, ("data", None)))[0]
 
     ids = torch.zeros(case.batch, case.length, dtype=torch.long)
-    given = compiler.tensor_ids(state)
+    given = tracing.tensor_ids(state)
     inputs = {name: send(ids) for name in ("input_ids", "attention_mask", "labels")}
     with torch.autocast("xla", dtype=torch.bfloat16):
         loss = network(**inputs).loss
@@ -153,7 +155,9 @@ def theirs(case: Case, *, first: bool = False) -> tuple[Found, int]:
     optimizer.step()
     parameters = sum(each.numel() for each in network.parameters())
     made = [kept[moment] for kept in optimizer.state.values() for moment in ("exp_avg", "exp_avg_sq")] if first else []
-    return compiled(compiler.program([loss.detach(), *state.values(), *made], given), case, 12 * parameters), parameters
+    return compiled(
+        tracing.extract_program([loss.detach(), *state.values(), *made], given), case, 12 * parameters
+    ), parameters
 
 
 def compared(case: Case) -> list[Row]:

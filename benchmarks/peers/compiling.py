@@ -9,19 +9,19 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any, TypeVar
 
 from training.config import TrainerConfig
-from training.preflight.shapes import Facts
+from training.preflight.shapes import DataFacts
 
 T = TypeVar("T")
 
 
-def mlm(model: str, length: int, vocabulary: int, batch: int, **train: Any) -> tuple[TrainerConfig, Facts]:
+def mlm(model: str, length: int, vocabulary: int, batch: int, **train: Any) -> tuple[TrainerConfig, DataFacts]:
     """MLM in bf16 of batches of `batch` sequences of `length` tokens, `train` as in the file. Nothing is read."""
     settings = {"steps": 1, "global_batch_size": batch, "precision": "bf16", **train}
     folders = {"train": "none", "tokenizer": "none"}
     config = TrainerConfig.model_validate(
         {"model": {"name": model}, "data": folders, "train": settings, "output": "none"}
     )
-    return config, Facts(vocabulary, 0, (length,), (), None)
+    return config, DataFacts(vocabulary, 0, (length,), (), None)
 
 
 def alone(measured: Callable[..., T], *arguments: Any, **named: Any) -> T:

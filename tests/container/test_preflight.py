@@ -14,11 +14,12 @@ import yaml
 
 from tests.container import small_runs
 from training.accelerators import accelerator
+from training.backends.torch_xla import tracing
 from training.preflight import compiler
-from training.preflight.compiler import DataDependent, NoCompiler, Program
-from training.preflight.programs import Traced
+from training.preflight.compiler import CompilerUnavailable, DataDependentProgram, Program
+from training.preflight.programs import TracedProgram
 from training.preflight.report import GIB
-from training.preflight.search import compiled
+from training.preflight.search import compile_all
 from training.preflight.shapes import Graph
 
 SECONDS = 800  # a compilation takes seconds on a quiet machine, and minutes on one that tests share
@@ -127,10 +128,10 @@ def test_what_is_too_large_is_told_with_its_size() -> None:
     it can't know: these we add up."""
     target = accelerator("v2-8")
     refused, too_much, crowded, small = (
-        Traced(Graph("training", 8, 32), Program(DOUBLED.replace("256x256", shape), hash=shape), beside, 0.0)
+        TracedProgram(Graph("training", 8, 32), Program(DOUBLED.replace("256x256", shape), hash=shape), beside, 0.0)
         for shape, beside in (("131072x131072", 0), ("32768x32768", 0), ("256x256", 8 * GIB), ("256x256", 0))
     )
-    found = compiled([refused, too_much, crowded, small], target, print)
+    found = compile_all([refused, too_much, crowded, small], target, print)
     assert [each.fits for each in found.graphs] == [False, False, False, True]
     assert found.graphs[0].reason == "does not fit: it needs 64.00 GiB of HBM a device, and 7.48 GiB are there"
     assert str(found.graphs[1].reason).startswith("does not fit: it needs 8.0")
@@ -163,12 +164,12 @@ def test_bad_input_ends_with_2(folder: Path, options: list[str], changes: dict[s
 
 
 def test_other_versions_are_refused() -> None:
-    compiler.require()
+    compiler.require_versions()
     with pytest.raises(
-        NoCompiler,
+        CompilerUnavailable,
         match=r"libtpu is 0\.0\.21, and this was seen to work with 9\.9\.9 only; nothing-such is not installed",
     ):
-        compiler.require({"libtpu": "9.9.9", "nothing-such": "1"})
+        compiler.require_versions({"libtpu": "9.9.9", "nothing-such": "1"})
 
 
 def test_a_shape_that_depends_on_data_is_named_with_its_line() -> None:
@@ -186,13 +187,13 @@ def test_a_shape_that_depends_on_data_is_named_with_its_line() -> None:
     values = torch.ones(8).to(torch_xla.device())
     with (
         pytest.raises(
-            DataDependent,
+            DataDependentProgram,
             match=r"aten\.index\.Tensor depends on the values.*test_preflight\.py:\d+: return values\[values > 0\]\.sum\(\)",
         ),
-        compiler.one_program(),
+        tracing.forbid_data_dependence(),
     ):
         Picky()(values)
-    with compiler.one_program():
+    with tracing.forbid_data_dependence():
         assert Steady()(values).shape == (2,)
 
 
@@ -219,6 +220,6 @@ def test_a_model_whose_program_depends_on_data_ends_with_3(folder: Path) -> None
 def test_a_module_of_another_framework_goes_through_the_same_compiler() -> None:
     """StableHLO text, as TensorFlow's experimental_get_compiler_ir gives it, for one chip and for 2048 devices."""
     for name in ("v5litepod-1", "v3-2048"):
-        found = compiler.compile(Program(DOUBLED), accelerator(name))
+        found = compiler.compile_program(Program(DOUBLED), accelerator(name))
         assert found.flops == 256 * 256
         assert found.argument_bytes == 4 * 256 * 256

@@ -16,11 +16,18 @@ from training.accelerators import ACCELERATORS, accelerator
 from training.config import TrainerConfig
 from training.errors import BadInput
 from training.preflight.agreement import CheckedPrograms
-from training.preflight.compiler import Program, graph_hash
-from training.preflight.programs import Traced
-from training.preflight.report import GIB, advised, allocations_of, reason_of, refused, roofline
-from training.preflight.search import bisect, where_memory_ends
-from training.preflight.shapes import Graph, batch, graphs, stand_in
+from training.preflight.compiler import Program, hash_hlo
+from training.preflight.programs import TracedProgram
+from training.preflight.report import (
+    GIB,
+    add_remat_advice,
+    describe_refusal,
+    explain_refusal,
+    parse_allocations,
+    roofline,
+)
+from training.preflight.search import bisect, estimate_edge
+from training.preflight.shapes import Graph, assume_facts, empty_batch, list_graphs
 
 CONFIG = TrainerConfig.model_validate(
     {
@@ -60,16 +67,16 @@ Largest program allocations in hbm:
 
 
 def test_a_run_has_a_program_for_each_shape() -> None:
-    facts = stand_in(CONFIG, 30522, (128,), None)
-    assert [str(each) for each in graphs(CONFIG, facts)] == ["training, 64 x 128", "evaluation, 16 x 128"]
-    shapes = {name: array.shape for name, array in batch(CONFIG, graphs(CONFIG, facts)[0]).items()}
+    facts = assume_facts(CONFIG, 30522, (128,), None)
+    assert [str(each) for each in list_graphs(CONFIG, facts)] == ["training, 64 x 128", "evaluation, 16 x 128"]
+    shapes = {name: array.shape for name, array in empty_batch(CONFIG, list_graphs(CONFIG, facts)[0]).items()}
     assert shapes == {"input_ids": (64, 128), "positions": (64, 20), "labels": (64, 20), "weights": (64, 20)}
 
 
 def test_buckets_are_programs_of_their_own() -> None:
     config = CONFIG.model_copy(update={"task": "classification"})
-    facts = stand_in(config, 30522, (32, 64), 77)
-    assert [str(each) for each in graphs(config, facts)] == [
+    facts = assume_facts(config, 30522, (32, 64), 77)
+    assert [str(each) for each in list_graphs(config, facts)] == [
         "training, 64 x 64",
         "training, 64 x 32",
         "evaluation, 16 x 64",
@@ -82,38 +89,38 @@ def test_buckets_are_programs_of_their_own() -> None:
 )
 def test_stand_ins_fit_to_the_task(task: str, lengths: tuple[int, ...], labels: int | None) -> None:
     with pytest.raises(BadInput, match=f"task is {task}"):
-        stand_in(CONFIG.model_copy(update={"task": task}), 100, lengths, labels)
+        assume_facts(CONFIG.model_copy(update={"task": task}), 100, lengths, labels)
 
 
 def test_a_refusal_for_memory_is_told_in_plain_words() -> None:
-    assert reason_of(REFUSAL) == (
+    assert explain_refusal(REFUSAL) == (
         int(22.46 * GIB),
         "does not fit: it needs 22.46 GiB of HBM a device, and 15.48 GiB are there",
     )
-    (found,) = allocations_of(REFUSAL)
+    (found,) = parse_allocations(REFUSAL)
     assert (found.bytes, found.count, found.shape) == (3 * GIB, 2, "f32[24,16,512,512]")
     assert found.where == "bert.encoder.layer.*.attention.self: softmax"
 
 
 def test_the_two_forms_of_a_refusal_mean_the_same() -> None:
     other = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom ... HLO temporaries (51.92G) exceeds available HBM (15.48G)"
-    assert reason_of(other)[1] == "does not fit: it needs 51.92 GiB of HBM a device, and 15.48 GiB are there"
+    assert explain_refusal(other)[1] == "does not fit: it needs 51.92 GiB of HBM a device, and 15.48 GiB are there"
 
 
 def test_any_other_refusal_is_the_compilers_first_line() -> None:
-    assert reason_of("UNIMPLEMENTED: no such thing\nat 0x12") == (
+    assert explain_refusal("UNIMPLEMENTED: no such thing\nat 0x12") == (
         None,
         "the compiler refuses it: UNIMPLEMENTED: no such thing",
     )
 
 
 def test_what_does_not_fit_is_told_with_what_computing_again_would_need() -> None:
-    traced = Traced(Graph("training", 128, 512), Program(""), 0, 0.0)
-    large, less = (refused(traced, f"Used {size}G of 15.48G hbm.", 1.0) for size in ("22.46", "16.00"))
-    assert str(advised(large, less).reason).endswith(
+    traced = TracedProgram(Graph("training", 128, 512), Program(""), 0, 0.0)
+    large, less = (describe_refusal(traced, f"Used {size}G of 15.48G hbm.", 1.0) for size in ("22.46", "16.00"))
+    assert str(add_remat_advice(large, less).reason).endswith(
         "and 15.48 GiB are there; with train.remat: layers it would need 16.00 GiB"
     )
-    assert str(advised(large, replace(less, fits=True)).reason).endswith("it would need 16.00 GiB and fit")
+    assert str(add_remat_advice(large, replace(less, fits=True)).reason).endswith("it would need 16.00 GiB and fit")
 
 
 @pytest.mark.parametrize(
@@ -129,9 +136,9 @@ def test_what_does_not_fit_is_told_with_what_computing_again_would_need() -> Non
 def test_memory_is_expected_to_end_where_the_nearest_line_says(
     needed: dict[int, float], expected: float | None
 ) -> None:
-    traced = Traced(Graph("training", 128, 512), Program(""), 0, 0.0)
-    known = {rows: refused(traced, f"Used {size:.2f}G of 16.00G hbm.", 1.0) for rows, size in needed.items()}
-    assert where_memory_ends(known, 16 * GIB) == (expected if expected is None else pytest.approx(expected))
+    traced = TracedProgram(Graph("training", 128, 512), Program(""), 0, 0.0)
+    known = {rows: describe_refusal(traced, f"Used {size:.2f}G of 16.00G hbm.", 1.0) for rows, size in needed.items()}
+    assert estimate_edge(known, 16 * GIB) == (expected if expected is None else pytest.approx(expected))
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
@@ -204,9 +211,9 @@ def test_every_accelerator_has_usable_memory_below_its_size() -> None:
 
 def test_the_hash_is_blind_to_names_and_layouts_and_sees_shapes() -> None:
     line = '  %add.1 = f32[8,128]{1,0} add(%a, %b), metadata={op_name="x" source_file="y"}\n'
-    assert graph_hash(line) == graph_hash(line.replace("{1,0}", "{0,1}").replace('"x"', '"z"'))
-    assert graph_hash(line) != graph_hash(line.replace("8,128", "16,128"))
-    assert graph_hash(line) != graph_hash(line.replace("add(", "subtract("))
+    assert hash_hlo(line) == hash_hlo(line.replace("{1,0}", "{0,1}").replace('"x"', '"z"'))
+    assert hash_hlo(line) != hash_hlo(line.replace("8,128", "16,128"))
+    assert hash_hlo(line) != hash_hlo(line.replace("add(", "subtract("))
 
 
 def test_a_run_compares_what_it_runs_only_where_that_means_something() -> None:

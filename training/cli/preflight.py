@@ -1,14 +1,20 @@
-"""`tpu-train preflight`: parse, call, print."""
+"""`tpu-train preflight`."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
+from training.cli.options import set_option
 from training.errors import BadInput, Exit
+
+if TYPE_CHECKING:
+    from training.accelerators import Accelerator
+    from training.config import TrainerConfig
+    from training.yaml_file import Document
 
 
 @click.command()
@@ -25,13 +31,7 @@ from training.errors import BadInput, Exit
     help="Also search for the largest training batch that fits; compiles it about six times more.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on standard output.")
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Change a key of the file, for example train.global_batch_size=512.",
-)
+@set_option
 @click.option(
     "--vocabulary", type=click.IntRange(min=8), help="Before there is a tokenizer: how many ids it will have."
 )
@@ -61,60 +61,60 @@ def preflight(
     \b
     tpu-train preflight run.yaml --accelerator v3-8,v4-32 --max-batch
     """
-    from training.preflight import report
-    from training.preflight.search import check
-    from training.preflight.shapes import read_facts, stand_in
+    from training.preflight.report import format_report
+    from training.preflight.search import run_preflight
+    from training.preflight.shapes import assume_facts, read_facts
     from training.yaml_file import load
 
     document = load(config, overrides)
-    settings, targets = _settings(document), _targets(document, accelerators)
-    if (vocabulary is None) != (lengths is None):
-        raise BadInput("--vocabulary and --sequence-length go together: both stand in for data that is not there yet")
-    facts = (
-        read_facts(settings)
-        if vocabulary is None or lengths is None
-        else stand_in(settings, vocabulary, _numbers(lengths), labels)
-    )
-    found = check(
-        settings, facts, targets, max_batch=max_batch, say=lambda text: click.echo(f"preflight: {text}", err=True)
-    )
-    if as_json:
-        click.echo(json.dumps(found.as_json()))
+    settings, targets = _parse_settings(document), _parse_targets(document, accelerators)
+    if vocabulary is not None and lengths is not None:
+        facts = assume_facts(settings, vocabulary, _parse_lengths(lengths), labels)
+    elif vocabulary is None and lengths is None:
+        facts = read_facts(settings)
     else:
-        for line in report.lines(found):
-            click.echo(line)
-    sys.exit(Exit.FINISHED if found.fits else Exit.DOES_NOT_FIT)
+        raise BadInput("--vocabulary and --sequence-length go together: both stand in for data that is not there yet")
+
+    def show(line: str) -> None:
+        click.echo(f"preflight: {line}", err=True)
+
+    report = run_preflight(settings, facts, targets, search_batch=max_batch, show=show)
+    click.echo(json.dumps(report.as_json()) if as_json else "\n".join(format_report(report)))
+    sys.exit(Exit.FINISHED if report.fits else Exit.DOES_NOT_FIT)
 
 
-def _settings(document: Any) -> Any:
+def _parse_settings(document: Document) -> TrainerConfig:
     from training.config import from_document
 
     return from_document(document)
 
 
-def _targets(document: Any, names: str | None) -> list[Any]:
+def _parse_targets(document: Document, names: str | None) -> list[Accelerator]:
+    """The accelerators that --accelerator names, or else the file's. Raises BadInput."""
     from training.accelerators import UnknownAccelerator, accelerator
 
     section = document.value.get("slice")
     own = section.get("accelerator_type") if isinstance(section, dict) else None
-    wanted = (
-        [each.strip() for each in names.split(",") if each.strip()] if names else [own] if isinstance(own, str) else []
-    )
+    if names:
+        wanted = [name.strip() for name in names.split(",") if name.strip()]
+    else:
+        wanted = [own] if isinstance(own, str) else []
     if not wanted:
         raise BadInput(
-            "which accelerator? give --accelerator, for example --accelerator v4-8, or slice.accelerator_type in the file"
+            "which accelerator? give --accelerator, for example --accelerator v4-8, or slice.accelerator_type in the "
+            "file"
         )
     try:
-        return [accelerator(each) for each in dict.fromkeys(wanted)]
+        return [accelerator(name) for name in dict.fromkeys(wanted)]
     except UnknownAccelerator as error:
         raise BadInput(str(error)) from None
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _parse_lengths(text: str) -> tuple[int, ...]:
     try:
-        found = tuple(sorted({int(each) for each in text.split(",")}))
+        lengths = tuple(sorted({int(number) for number in text.split(",")}))
     except ValueError:
-        found = ()
-    if not found or found[0] < 2:
+        lengths = ()
+    if not lengths or lengths[0] < 2:
         raise BadInput(f"--sequence-length {text}: expected numbers, for example 128 or 32,64,128")
-    return found
+    return lengths

@@ -17,38 +17,51 @@ CHECKED_PROGRAMS_VARIABLE = "TPU_LAUNCH_PREFLIGHT"
 
 
 class CheckedPrograms:
-    """What was checked, and what is about to run."""
+    """Compares programs that are about to run with those that preflight compiled."""
 
     def __init__(self, environment: Mapping[str, str], *, comparable: bool, talks: bool) -> None:
-        """`comparable`: this process runs programs for all devices of a slice, as preflight compiles them. `talks`: it
-        is the host that tells the user."""
-        self._expected = frozenset(each for each in environment.get(CHECKED_PROGRAMS_VARIABLE, "").split(",") if each)
+        """Reads which programs were checked.
+
+        Args:
+            environment: of this process.
+            comparable: this process runs programs for all devices of a slice, as preflight compiles them.
+            talks: this host prints the warnings.
+        """
+        hashes = environment.get(CHECKED_PROGRAMS_VARIABLE, "").split(",")
+        self._checked = frozenset(program_hash for program_hash in hashes if program_hash)
         self._comparable, self._talks = comparable, talks
-        self._seen: dict[tuple[object, ...], str] = {}
+        self._run: dict[tuple[object, ...], str] = {}  # (kind, shape...) -> hash
 
     def look(self, kind: str, shapes: Sequence[tuple[int, ...]], outputs: Callable[[], list[Any]]) -> None:
-        """Before a program of this kind, "training" or "evaluation", runs on arrays of these shapes; `outputs` gives
-        its tensors."""
-        if not self._expected or not self._comparable or (kind, *shapes) in self._seen:
-            return
-        from training.preflight.compiler import hash_of
+        """Compares a program before it runs; warns when it was not checked.
 
-        found = self._seen[kind, *shapes] = hash_of(outputs())
-        if found not in self._expected and self._talks:
+        Args:
+            kind: "training" or "evaluation".
+            shapes: of the arrays that it will run on.
+            outputs: gives the tensors that the program computes.
+        """
+        if not self._checked or not self._comparable or (kind, *shapes) in self._run:
+            return
+        from training.backends.torch_xla.tracing import hash_program
+
+        program_hash = self._run[kind, *shapes] = hash_program(outputs())
+        if program_hash not in self._checked and self._talks:
+            arrays = ", ".join(str(list(shape)) for shape in shapes)
             print(
-                f"tpu-train: warning: the {kind} program for arrays {', '.join(map(str, map(list, shapes)))} is {found}, which is none that preflight "
-                f"compiled ({', '.join(sorted(self._expected))}): whether it fits was not checked; `tpu-launch preflight` checks it",
+                f"tpu-train: warning: the {kind} program for arrays {arrays} is {program_hash}, which is none that "
+                f"preflight compiled ({', '.join(sorted(self._checked))}): whether it fits was not checked; "
+                "`tpu-launch preflight` checks it",
                 file=sys.stderr,
                 flush=True,
             )
 
     def summary(self) -> str | None:
-        """A few words; None when nothing was checked before."""
-        if not self._expected:
+        """The result in a few words; None when nothing was checked before the run."""
+        if not self._checked:
             return None
         if not self._comparable:
             return "not compared: this backend or machine does not run programs for a whole slice"
-        others = [found for found in self._seen.values() if found not in self._expected]
+        others = [program_hash for program_hash in self._run.values() if program_hash not in self._checked]
         if others:
-            return f"{len(others)} of {len(self._seen)} programs are not what was checked: {', '.join(others)}"
-        return f"{len(self._seen)} programs, all as checked"
+            return f"{len(others)} of {len(self._run)} programs are not what was checked: {', '.join(others)}"
+        return f"{len(self._run)} programs, all as checked"

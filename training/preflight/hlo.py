@@ -1,10 +1,10 @@
-"""Reading a compiled program: what is in HBM at its fullest moment, by the model's own names, and what travels between
-devices.
+"""Reads a compiled program: what is in HBM when most of it is in use, by the model's own names, and what travels
+between devices.
 
 Pure: the input is the text of a scheduled HLO module, as libtpu gives it. The order of the entry computation's lines is
 the order of execution, so a buffer lives from its line to the last line that reads it. The compiler's own allocator
-also shares and fragments buffers, so sums differ by some per cent from its total, which is what the report gives as
-total; this tells what it is made of.
+also shares and fragments buffers, so the sums here differ by some per cent from its total. The report takes the total
+from the compiler; this module says what it consists of.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -20,7 +20,7 @@ _BITS = {"pred": 8, "token": 0, "bf16": 16, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"\b(pred|token|bf16|[a-z]\d+(?:[a-z]\w*)?)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
 _OPERATION = re.compile(r" ([a-z][a-z0-9-]*)\(")
-# These make no buffer of their own: names for (parts of) others'.
+# Operations without a buffer of their own: their results are other buffers or parts of them.
 _VIEWS = frozenset(
     {
         "bitcast",
@@ -40,22 +40,22 @@ BACKWARD = "gradient of "
 
 @dataclass(frozen=True)
 class Allocation:
-    """Buffers of one shape that one place of the model made, all alive at the fullest moment."""
+    """Buffers of one shape and of like places in the model, alive at the same time."""
 
     bytes: int  # of all of them
     count: int
-    shape: str  # of one, "bf16[32,12,128,128]"
+    shape: str  # of one of them, "bf16[32,12,128,128]"
     where: str  # "bert.encoder.layer.*.attention.self: softmax"
 
 
 @dataclass(frozen=True)
 class Collective:
-    """All collectives of one kind."""
+    """All collective operations of one kind."""
 
     kind: str
     count: int
     elements: int
-    bytes: int  # of what each device puts in
+    bytes: int  # that each device puts in
     dtypes: Mapping[str, int]  # elements of each type
 
 
@@ -67,6 +67,7 @@ class _Array:
 
     @property
     def elements(self) -> int:
+        """How many."""
         return math.prod(self.dims)
 
     @property
@@ -76,18 +77,18 @@ class _Array:
 
     @property
     def in_hbm(self) -> int:
-        """Bytes with the padding of its tiles; 0 for what lives in another memory."""
+        """Bytes with the padding of its tiles; 0 for an array in another memory."""
         if re.search(r"S\((?!0\))\d+\)", self.layout):
             return 0
         order, _, tiling = self.layout.partition(":")
         tiles = re.match(r"T\(([\d,]+)\)", tiling)
         if not tiles or not self.dims:
             return self.bytes
-        minor_first = [int(each) for each in order.split(",") if each]
-        physical = [self.dims[each] for each in reversed(minor_first)]
-        tile = [int(each) for each in tiles.group(1).split(",")]
-        for place in range(1, min(len(tile), len(physical)) + 1):
-            physical[-place] = -(-physical[-place] // tile[-place]) * tile[-place]
+        minor_first = [int(dimension) for dimension in order.split(",") if dimension]
+        physical = [self.dims[dimension] for dimension in reversed(minor_first)]
+        tile = [int(size) for size in tiles.group(1).split(",")]
+        for axis in range(1, min(len(tile), len(physical)) + 1):  # from the minor end
+            physical[-axis] = -(-physical[-axis] // tile[-axis]) * tile[-axis]
         return math.prod(physical) * _bits(self.dtype) // 8
 
     def __str__(self) -> str:
@@ -97,16 +98,16 @@ class _Array:
 def _bits(dtype: str) -> int:
     if dtype in _BITS:
         return _BITS[dtype]
-    found = re.match(r"[a-z]+(\d+)", dtype)
-    assert found, dtype
-    return int(found.group(1))
+    match = re.match(r"[a-z]+(\d+)", dtype)
+    assert match, dtype
+    return int(match.group(1))
 
 
-def _arrays(text: str) -> list[_Array]:
-    found = []
-    for dtype, dims, layout in _ARRAY.findall(text):
-        found.append(_Array(dtype, tuple(int(each.lstrip("<=")) for each in dims.split(",") if each), layout))
-    return found
+def _parse_arrays(text: str) -> list[_Array]:
+    return [
+        _Array(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size), layout)
+        for dtype, dims, layout in _ARRAY.findall(text)
+    ]
 
 
 @dataclass(frozen=True)
@@ -120,44 +121,44 @@ class _Line:
     root: bool
 
 
-def _lines(text: str) -> Iterable[_Line]:
-    """The entry computation."""
+def _parse_lines(text: str) -> Iterator[_Line]:
+    """The lines of the entry computation."""
     _, _, entry = text.partition("\nENTRY ")
     for raw in entry.splitlines()[1:]:
         if raw.startswith("}"):
             return
-        found = _LINE.match(raw)
-        if not found:
+        match = _LINE.match(raw)
+        if not match:
             continue
-        root, name, rest = found.groups()
+        root, name, rest = match.groups()
         operation = _OPERATION.search(f" {rest}" if rest[0].isalpha() and "[" not in rest.split("(")[0] else rest)
         if not operation:
             continue
         result, arguments = rest[: operation.start()], rest[operation.end() :]
-        numbered = {"get-tuple-element": r"index=(\d+)", "parameter": r"^(\d+)\)"}.get(operation.group(1))
-        index = re.search(numbered, arguments) if numbered else None
+        index_pattern = {"get-tuple-element": r"index=(\d+)", "parameter": r"^(\d+)\)"}.get(operation.group(1))
+        index = re.search(index_pattern, arguments) if index_pattern else None
         yield _Line(
             name=name,
             operation=operation.group(1),
-            arrays=_arrays(result),
+            arrays=_parse_arrays(result),
             operands=re.findall(r"%([\w.-]+)", arguments.split("), ")[0]),
             index=int(index.group(1)) if index else None,
-            where=place(raw),
+            where=find_origin(raw),
             root=bool(root),
         )
 
 
-def place(line: str) -> str:
-    """Who in the model asked for an operation: "bert.embeddings: dropout", "gradient of bert.pooler: mm", "optimizer:
-    addcmul"."""
-    found = re.search(r'op_name="([^"]*)"', line)
-    if not found:
+def find_origin(line: str) -> str:
+    """The place in the model that an operation comes from: "bert.embeddings: dropout", "gradient of bert.pooler: mm",
+    "optimizer: addcmul"."""
+    match = re.search(r'op_name="([^"]*)"', line)
+    if not match:
         return ""
-    names = [re.sub(r"\.\d+$", "", each) for each in found.group(1).split("/")]
-    if not re.search(r"(aten|xla|prim)__", found.group(1)):
-        return _tensorflow_place(names)
+    names = [re.sub(r"\.\d+$", "", name) for name in match.group(1).split("/")]
+    if not re.search(r"(aten|xla|prim)__", match.group(1)):
+        return _find_tensorflow_origin(names)
     operation = re.sub(r"^(aten|xla|prim)__", "", names[-1])
-    modules = [each for each in names if not re.match(r"(aten|xla|prim)__", each)]
+    modules = [name for name in names if not re.match(r"(aten|xla|prim)__", name)]
     module = modules[-1] if modules else ""
     source = re.search(r'source_file="([^"]*)"', line)
     in_backward = bool(source and source.group(1).endswith("autograd/graph.py"))
@@ -166,83 +167,104 @@ def place(line: str) -> str:
     return f"{module}: {operation}" if module else operation
 
 
-def _tensorflow_place(names: list[str]) -> str:
+def _find_tensorflow_origin(names: list[str]) -> str:
     """From the scopes of a TensorFlow operation: gradient_tape/bert/encoder/layer_._0/attention/self/MatMul."""
     if names[0] == "XLA_Args":
         return "copy of an argument"
-    gradient = "gradient of " if names[0] == "gradient_tape" and len(names) > 2 else ""
+    gradient = BACKWARD if names[0] == "gradient_tape" and len(names) > 2 else ""
     module = ".".join(names[1:-1] if gradient else names[:-1]).replace("layer_._", "layer.").replace("mlm___cls", "cls")
     return f"{gradient}{module}: {names[-1]}" if module else names[-1]
 
 
-def largest(text: str, count: int, arguments: Mapping[int, str] = MappingProxyType({})) -> list[Allocation]:
-    """The largest temporary allocations at the moment when most HBM is in use; those of like places are counted
-    together.
+def star_numbers(where: str) -> str:
+    """The place with numbers of layers as "*", so that like places of all layers are one."""
+    return re.sub(r"(?<=[._])\d+(?=[.:])", "*", where)
 
-    `arguments`: names of the program's arguments, for copies of them."""
-    lines = list(_lines(text))
-    # (line, leaf) of each buffer that a name may stand for, leaf by leaf
-    owners: dict[str, list[list[tuple[int, int]]]] = {}
-    last_use: dict[tuple[int, int], int] = {}
-    results: set[tuple[int, int]] = set()
+
+_Buffer = tuple[int, int]  # (number of the line that makes it, leaf of that line's result)
+
+
+def largest_allocations(text: str, count: int, arguments: Mapping[int, str] = MappingProxyType({})) -> list[Allocation]:
+    """The largest temporary allocations at the moment when most HBM is in use.
+
+    Args:
+        text: of the scheduled module.
+        count: how many at most.
+        arguments: names of the program's arguments by number, for copies of them.
+    """
+    lines = list(_parse_lines(text))
+    last_use, results = _buffer_lives(lines)
+    sizes = {buffer: lines[buffer[0]].arrays[buffer[1]].in_hbm for buffer in last_use.keys() - results}
+    peak = _peak_buffers({buffer: (size, last_use[buffer]) for buffer, size in sizes.items() if size}, len(lines))
     producers = {line.name: number for number, line in enumerate(lines)}
+    groups: dict[tuple[str, str], list[int]] = {}
+    for number, leaf in peak:
+        where = star_numbers(_find_maker(lines, number, producers, arguments)) or lines[number].operation
+        groups.setdefault((where, str(lines[number].arrays[leaf])), []).append(sizes[number, leaf])
+    allocations = [Allocation(sum(group), len(group), shape, where) for (where, shape), group in groups.items()]
+    return sorted(allocations, key=lambda item: (-item.bytes, item.where, item.shape))[:count]
+
+
+def _buffer_lives(lines: list[_Line]) -> tuple[dict[_Buffer, int], set[_Buffer]]:
+    """(the number of the last line that reads each buffer, the buffers of the program's result)."""
+    owners: dict[str, list[list[_Buffer]]] = {}  # name -> for each leaf, the buffers that it may stand for
+    last_use: dict[_Buffer, int] = {}
+    results: set[_Buffer] = set()
     for number, line in enumerate(lines):
-        parts = [owners.get(each, []) for each in line.operands]
-        for part in parts:
-            for leaf in part:
-                last_use.update(dict.fromkeys(leaf, number))
-        if line.operation == "get-tuple-element" and parts:
-            assert line.index is not None
-            owners[line.name] = [parts[0][line.index]] if line.index < len(parts[0]) else []
-        elif line.operation == "tuple":
-            owners[line.name] = [leaf for part in parts for leaf in (part[:1] or [[]])]
-        elif line.operation in _VIEWS:
-            owners[line.name] = parts[0] if parts else []
-        elif line.operation in _NO_BUFFER:
-            owners[line.name] = [[] for _ in line.arrays]
-        else:
-            # An asynchronous start lists what it reads beside what it makes.
-            read = (
-                {str(lines[each[0]].arrays[each[1]]) for part in parts for leaf in part for each in leaf}
-                if "-start" in line.operation
-                else set()
-            )
-            owners[line.name] = [
-                [] if leaf and str(array) in read else [(number, leaf)] for leaf, array in enumerate(line.arrays)
-            ]
+        operands = [owners.get(name, []) for name in line.operands]
+        for operand in operands:
+            for leaf_buffers in operand:
+                last_use.update(dict.fromkeys(leaf_buffers, number))
+        owners[line.name] = _owned_buffers(lines, number, operands)
         if line.root:
-            results = {buffer for leaf in owners[line.name] for buffer in leaf}
-    changes: list[Counter[tuple[int, int]]] = [Counter() for _ in range(len(lines) + 1)]
-    for buffer, end in last_use.items():
-        size = lines[buffer[0]].arrays[buffer[1]].in_hbm
-        if size and buffer not in results:
-            changes[buffer[0]][buffer] = size
-            changes[end + 1][buffer] = -size
-    live: dict[tuple[int, int], int] = {}
+            results = {buffer for leaf_buffers in owners[line.name] for buffer in leaf_buffers}
+    return last_use, results
+
+
+def _owned_buffers(lines: list[_Line], number: int, operands: list[list[list[_Buffer]]]) -> list[list[_Buffer]]:
+    """For each leaf of a line's result, the buffers that it may stand for. `operands`: the same of its operands."""
+    line = lines[number]
+    if line.operation == "get-tuple-element" and operands:
+        assert line.index is not None
+        return [operands[0][line.index]] if line.index < len(operands[0]) else []
+    if line.operation == "tuple":
+        return [leaf_buffers for operand in operands for leaf_buffers in (operand[:1] or [[]])]
+    if line.operation in _VIEWS:
+        return operands[0] if operands else []
+    if line.operation in _NO_BUFFER:
+        return [[] for _ in line.arrays]
+    shapes_read: set[str] = set()
+    if "-start" in line.operation:  # the result of an asynchronous start lists its operands beside its own arrays
+        buffers = (buffer for operand in operands for leaf_buffers in operand for buffer in leaf_buffers)
+        shapes_read = {str(lines[maker].arrays[leaf]) for maker, leaf in buffers}
+    return [[] if leaf and str(array) in shapes_read else [(number, leaf)] for leaf, array in enumerate(line.arrays)]
+
+
+def _peak_buffers(lives: Mapping[_Buffer, tuple[int, int]], lines: int) -> list[_Buffer]:
+    """The buffers that are alive when their sizes add up to the most. `lives`: buffer -> (bytes, last line)."""
+    begins: dict[int, list[_Buffer]] = {}
+    ends: dict[int, list[_Buffer]] = {}
+    for buffer, (_, last_line) in lives.items():
+        begins.setdefault(buffer[0], []).append(buffer)
+        ends.setdefault(last_line + 1, []).append(buffer)
+    alive: dict[_Buffer, None] = {}
     total = most = 0
-    fullest: dict[tuple[int, int], int] = {}
-    for change in changes:
-        for buffer, size in change.items():
-            total += size
-            if size > 0:
-                live[buffer] = size
-            else:
-                live.pop(buffer, None)
+    peak: list[_Buffer] = []
+    for number in range(lines + 1):
+        for buffer in ends.get(number, ()):
+            del alive[buffer]
+            total -= lives[buffer][0]
+        for buffer in begins.get(number, ()):
+            alive[buffer] = None
+            total += lives[buffer][0]
         if total > most:
-            most, fullest = total, dict(live)
-    grouped: dict[tuple[str, str], list[int]] = {}
-    for (number, part_of), size in fullest.items():
-        where = (
-            re.sub(r"(?<=[._])\d+(?=[.:])", "*", _asked_by(lines, number, producers, arguments))
-            or lines[number].operation
-        )
-        grouped.setdefault((where, str(lines[number].arrays[part_of])), []).append(size)
-    found = [Allocation(sum(sizes), len(sizes), shape, where) for (where, shape), sizes in grouped.items()]
-    return sorted(found, key=lambda each: (-each.bytes, each.where, each.shape))[:count]
+            most, peak = total, list(alive)
+    return peak
 
 
-def _asked_by(lines: list[_Line], number: int, producers: Mapping[str, int], arguments: Mapping[int, str]) -> str:
-    """Copies and what the compiler made of several operations have no name of their own: whose value they hold."""
+def _find_maker(lines: list[_Line], number: int, producers: Mapping[str, int], arguments: Mapping[int, str]) -> str:
+    """Where the value of a buffer comes from. A copy, or what the compiler made of several operations, has no name of
+    its own: it gets that of its first operand."""
     for _ in range(8):
         line = lines[number]
         if line.operation == "parameter":
@@ -254,23 +276,23 @@ def _asked_by(lines: list[_Line], number: int, producers: Mapping[str, int], arg
     return ""
 
 
-def collectives(text: str) -> list[Collective]:
+def find_collectives(text: str) -> list[Collective]:
     """What devices exchange, by kind, in all computations of the module."""
     elements: dict[str, Counter[str]] = {}
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    for raw in text.splitlines():
-        found = re.search(rf" ({'|'.join(COLLECTIVES)})(-start)?\(", raw)
-        if not found or " = " not in raw:
+    for line in text.splitlines():
+        match = re.search(rf" ({'|'.join(COLLECTIVES)})(-start)?\(", line)
+        if not match or " = " not in line:
             continue
-        kind, started = found.group(1), bool(found.group(2))
-        arrays = _arrays(raw[raw.index(" = ") : found.start()])
-        if started and kind in ("all-gather", "collective-permute") and len(arrays) > 1:
+        kind, starts = match.group(1), bool(match.group(2))
+        arrays = _parse_arrays(line[line.index(" = ") : match.start()])
+        if starts and kind in ("all-gather", "collective-permute") and len(arrays) > 1:
             arrays = arrays[len(arrays) // 2 :]  # (operands, results)
         counts[kind] += 1
-        sizes[kind] += sum(each.bytes for each in arrays)
-        for each in arrays:
-            elements.setdefault(kind, Counter())[each.dtype] += each.elements
+        sizes[kind] += sum(array.bytes for array in arrays)
+        for array in arrays:
+            elements.setdefault(kind, Counter())[array.dtype] += array.elements
     return [
         Collective(kind, counts[kind], sum(elements[kind].values()), sizes[kind], dict(elements[kind].most_common()))
         for kind in COLLECTIVES

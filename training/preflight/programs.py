@@ -1,7 +1,7 @@
-"""The programs that a run's devices would execute, from the backend's own step: traced, never run.
+"""The programs that a run's devices would execute, traced from the backend's own step and never run.
 
-One process traces for any slice: it has one CPU device, and stands in for all devices of the slice
-(`compiler.stand_in_for`).
+One process traces for any slice: it has one CPU device, and simulates all devices of the slice
+(`training.backends.torch_xla.tracing.simulate_devices`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,14 @@ from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.errors import Exit, TrainError
 from training.models.hugging_face import ModelRequirements
-from training.preflight import compiler
-from training.preflight.compiler import Program
-from training.preflight.shapes import Facts, Graph, batch
+from training.preflight.compiler import (
+    COMPILER_VERSIONS,
+    TRACING_VERSIONS,
+    Program,
+    hash_hlo,
+    require_versions,
+)
+from training.preflight.shapes import DataFacts, Graph, empty_batch
 from training.run_setup import require, torch_xla
 
 
@@ -37,7 +42,7 @@ class Untraceable(TrainError):
 
 
 @dataclass(frozen=True)
-class Traced:
+class TracedProgram:
     """A program of the run, and what else is in HBM while it runs."""
 
     graph: Graph
@@ -46,100 +51,117 @@ class Traced:
     seconds: float
 
 
-def trace(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: int) -> list[Traced]:
-    """Each graph's program for so many devices. Raises Untraceable, BadInput, NoCompiler."""
+def trace_programs(
+    config: TrainerConfig,
+    facts: DataFacts,
+    graphs: list[Graph],
+    devices: int,
+    now: Callable[[], float] = time.monotonic,
+) -> list[TracedProgram]:
+    """The program of each graph for so many devices, in their order. Raises Untraceable, BadInput,
+    CompilerUnavailable."""
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if config.backend == "tensorflow":
-        return _lowered(config, facts, graphs, devices)
-    compiler.require({**compiler.SEEN_WITH, **compiler.SEEN_WITH_TORCH})
-    compiler.stand_in_for(devices)
-    found, backend = [], None
-    # An evaluation leaves the state alone; a traced step leaves it as something that was not computed. So a step comes
-    # last on its backend.
-    for graph in sorted(graphs, key=lambda each: each.kind != "evaluation"):
-        began = time.monotonic()
-        backend = backend or _backend(config, facts, torch_xla())
+    trace = _trace_tensorflow if config.backend == "tensorflow" else _trace_torch_xla
+    return trace(config, facts, graphs, devices, now)
+
+
+def _trace_torch_xla(
+    config: TrainerConfig, facts: DataFacts, graphs: list[Graph], devices: int, now: Callable[[], float]
+) -> list[TracedProgram]:
+    """One program for all devices, which the compiler partitions."""
+    require_versions({**COMPILER_VERSIONS, **TRACING_VERSIONS})
+    open_backend = torch_xla()
+    from training.backends.torch_xla import tracing
+
+    tracing.simulate_devices(devices)
+    programs, backend = [], None
+    # An evaluation leaves the state alone; a traced step leaves it uncomputed. So a step comes last on its backend.
+    for graph in sorted(graphs, key=lambda graph: graph.kind != "evaluation"):
+        began = now()
+        backend = backend or _open_backend(config, facts, open_backend)
         with _explained(graph):
-            found.append(_trace(backend, config, graph, began))
+            program = _trace_step(backend, config, graph)
+        sizes = {name: info.size for name, info in backend.layout().items()}
+        resident = sum(sizes.values()) - sum(sizes[name] for name in program.arguments.values())
+        programs.append(TracedProgram(graph, program, resident, now() - began))
         if graph.kind == "training":
             backend = None
-            _give_back()
+            _release_memory()
     backend = None
-    _give_back()
-    return sorted(found, key=lambda each: graphs.index(each.graph))
+    _release_memory()
+    return sorted(programs, key=lambda traced: graphs.index(traced.graph))
 
 
-def _give_back() -> None:
-    """The memory of a backend that is gone, which the compiler can use: glibc keeps it else."""
+def _trace_step(backend: Any, config: TrainerConfig, graph: Graph) -> Program:
+    from training.backends.torch_xla import tracing
+
+    arrays, asks = empty_batch(config, graph), Asks()
+    network = backend.network()
+    state = tracing.tensor_ids(backend.state())
+    with tracing.record_module_names(network), tracing.forbid_data_dependence():
+        if graph.kind == "training":
+            sums = backend.traced_step(0, arrays, asks)
+            outputs = [*backend.state().values(), sums]
+        else:
+            outputs = [backend.traced_evaluation(arrays, asks)]
+        return tracing.extract_program(outputs, state)
+
+
+def _release_memory() -> None:
+    """Returns the memory of a deleted backend to the system, for the compiler; glibc would keep it."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def _lowered(config: TrainerConfig, facts: Facts, graphs: list[Graph], devices: int) -> list[Traced]:
-    """TensorFlow's programs: each device's own."""
-    compiler.require()
+def _trace_tensorflow(
+    config: TrainerConfig, facts: DataFacts, graphs: list[Graph], devices: int, now: Callable[[], float]
+) -> list[TracedProgram]:
+    """One program, which each device runs on its own rows."""
+    require_versions()
     require("tensorflow", "tensorflow")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     from training.backends.tensorflow.lowered import Lowered
 
-    backend, found = _backend(config, facts, Lowered), []
+    backend, programs = _open_backend(config, facts, Lowered), []
     backend.slice_devices = devices
     sizes = {name: info.size for name, info in backend.layout().items()}
     for graph in graphs:
-        began = time.monotonic()
+        began = now()
         with _explained(graph):
-            text, hlo, state = backend.lower(graph.kind == "training", batch(config, graph))
+            text, hlo, state = backend.lower(graph.kind == "training", empty_batch(config, graph))
         donated = frozenset(state) if graph.kind == "training" else frozenset()
-        program = Program(text, donated, state, compiler.graph_hash(hlo), replicated=True)
+        program = Program(text, donated, state, hash_hlo(hlo), replicated=True)
         resident = sum(sizes.values()) - sum(sizes[name] for name in state.values())
-        found.append(Traced(graph, program, resident, time.monotonic() - began))
-    return found
+        programs.append(TracedProgram(graph, program, resident, now() - began))
+    return programs
 
 
-def _backend(config: TrainerConfig, facts: Facts, kind: Any) -> Any:
-    needs = ModelRequirements(
-        facts.vocabulary, facts.pad, max((*facts.lengths, *facts.evaluation_lengths)), facts.labels
-    )
-    return kind(config, Cluster(0, ("localhost",)), SingleHost(), needs, "preflight")
-
-
-def _trace(backend: Any, config: TrainerConfig, graph: Graph, began: float) -> Traced:
-    arrays, asks = batch(config, graph), Asks()
-    network = backend.network()
-    state = compiler.tensor_ids(backend.state())
-    with compiler.named_operations(network), compiler.one_program():
-        if graph.kind == "training":
-            sums = backend.traced_step(0, arrays, asks)
-            outputs = [*backend.state().values(), sums]
-        else:
-            outputs = [backend.traced_evaluation(arrays, asks)]
-        program = compiler.program(outputs, state)
-    sizes = {name: info.size for name, info in backend.layout().items()}
-    resident = sum(sizes.values()) - sum(sizes[name] for name in program.arguments.values())
-    return Traced(graph, program, resident, time.monotonic() - began)
+def _open_backend(config: TrainerConfig, facts: DataFacts, opener: Any) -> Any:
+    longest = max((*facts.lengths, *facts.evaluation_lengths))
+    requirements = ModelRequirements(facts.vocabulary, facts.pad, longest, facts.labels)
+    return opener(config, Cluster(0, ("localhost",)), SingleHost(), requirements, "preflight")
 
 
 @contextmanager
 def _explained(graph: Graph) -> Iterator[None]:
-    """Errors of the model's own code as one message with its place."""
+    """Turns an error of the model's own code into one message with its place."""
     try:
         yield
     except TrainError:
         raise
     except Exception as error:
-        raise Untraceable(
-            f"the program of {graph} can't be built: {type(error).__name__}: {error}{_where(error)}"
-        ) from None
+        place = _model_place(error)
+        raise Untraceable(f"the program of {graph} can't be built: {type(error).__name__}: {error}{place}") from None
 
 
-def _where(error: BaseException) -> str:
-    """The innermost place outside the frameworks."""
+def _model_place(error: BaseException) -> str:
+    """The innermost place of an error outside the frameworks and outside of this package."""
+    own_folder = str(Path(__file__).parent)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not re.search("site-packages/(torch|tensorflow|tf_keras)", frame.filename) and not frame.filename.startswith(
-            str(Path(__file__).parent)
-        ):
+        in_framework = re.search("site-packages/(torch|tensorflow|tf_keras)", frame.filename)
+        if not in_framework and not frame.filename.startswith(own_folder):
             return f" ({frame.filename}:{frame.lineno}: {frame.line})"
     return ""

@@ -1,5 +1,5 @@
-"""What a preflight found, in words, as a table and as JSON. Pure: from the compiler's facts and refusals to what a
-person and `tpu-launch run` read.
+"""The results of a preflight, as data, as lines of text and as JSON. Pure: from the compiler's facts and refusals to
+what a person and `tpu-launch run` read.
 
 Bytes and FLOPs are those of one device; a batch is the global one.
 """
@@ -12,9 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from training.accelerators import Accelerator
-from training.preflight.compiler import Compiled
-from training.preflight.hlo import Allocation, Collective, collectives, largest, place
-from training.preflight.programs import Traced
+from training.preflight.compiler import CompiledProgram
+from training.preflight.hlo import (
+    Allocation,
+    Collective,
+    find_collectives,
+    find_origin,
+    largest_allocations,
+    star_numbers,
+)
+from training.preflight.programs import TracedProgram
 
 FORMAT = 1
 GIB = 2**30
@@ -28,7 +35,7 @@ class Memory:
 
     arguments: int
     outputs: int
-    donated: int  # of the outputs: they live in arguments
+    donated: int  # of the outputs: those that live in arguments
     temporaries: int
     code: int
     resident: int  # state that this program does not touch, and the run's other programs
@@ -36,18 +43,19 @@ class Memory:
 
     @property
     def total(self) -> int:
+        """HBM in use, donated buffers counted once."""
         return self.arguments + self.outputs - self.donated + self.temporaries + self.code + self.resident
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Work of one device, and what it bounds."""
+    """Work of one device, and the bound that follows."""
 
     flops: float
     bytes: float
     bound_by: str  # "FLOPs" or "memory bandwidth"
     examples_per_second: (
-        float  # of all devices: no run is faster than this; how much slower it is, nobody knows before it runs
+        float  # of all devices: an upper bound; how close a run comes to it is not known before it runs
     )
 
 
@@ -61,7 +69,7 @@ class GraphResult:
     length: int
     hash: str
     fits: bool
-    reason: str | None  # why it does not
+    reason: str | None  # why it does not fit
     needed: int | None  # bytes of HBM that the compiler wanted, where it says so
     memory: Memory | None
     costs: Costs | None
@@ -72,8 +80,8 @@ class GraphResult:
 
 
 @dataclass(frozen=True)
-class Largest:
-    """The outcome of `--max-batch`: each was compiled."""
+class LargestBatch:
+    """The result of `--max-batch`. All batches that it names were compiled."""
 
     fits: int | None  # global batch; None when not even the smallest does
     refused: int | None  # the smallest that was refused; None when the search ended before one was
@@ -90,43 +98,51 @@ class AcceleratorResult:
     hosts: int
     capacity: int
     graphs: Sequence[GraphResult]
-    max_batch: Largest | None = None
+    max_batch: LargestBatch | None = None
 
     @property
     def fits(self) -> bool:
-        return all(each.fits for each in self.graphs)
+        """Whether all programs fit."""
+        return all(graph.fits for graph in self.graphs)
 
     @property
     def distinct(self) -> int:
-        return len({each.hash for each in self.graphs})
+        """How many different programs there are."""
+        return len({graph.hash for graph in self.graphs})
 
 
 @dataclass(frozen=True)
 class Report:
+    """All results of one preflight."""
+
     compiler: str
     accelerators: Sequence[AcceleratorResult]
 
     @property
     def fits(self) -> bool:
-        return all(each.fits for each in self.accelerators)
+        """Whether all programs fit on all accelerators."""
+        return all(result.fits for result in self.accelerators)
 
     def as_json(self) -> dict[str, Any]:
-        """What `--json` prints, and what `tpu-launch run` keeps."""
-        found = asdict(self)
-        for one, said in zip(self.accelerators, found["accelerators"], strict=True):
-            said.update(fits=one.fits, distinct_graphs=one.distinct, lines=[*_of_accelerator(one), _footer(self)])
-            for graph, told in zip(one.graphs, said["graphs"], strict=True):
+        """The object that `--json` prints and `tpu-launch run` keeps."""
+        report = asdict(self)
+        for result, document in zip(self.accelerators, report["accelerators"], strict=True):
+            lines = [*_accelerator_lines(result), _footer(self)]
+            document.update(fits=result.fits, distinct_graphs=result.distinct, lines=lines)
+            for graph, graph_document in zip(result.graphs, document["graphs"], strict=True):
                 if graph.memory:
-                    told["memory"]["total"] = graph.memory.total
-        return {"preflight": FORMAT, "fits": self.fits, "note": NOT_VERIFIED, **found}
+                    graph_document["memory"]["total"] = graph.memory.total
+        return {"preflight": FORMAT, "fits": self.fits, "note": NOT_VERIFIED, **report}
 
 
-# --- facts to results
+# --- From facts to results
 
 
-def fitting(traced: Traced, compiled: Compiled, target: Accelerator, other_programs: int) -> GraphResult:
-    """What compiled. It still does not fit when the state that waits beside it, and the run's other programs, leave too
-    little."""
+def describe_executable(
+    traced: TracedProgram, compiled: CompiledProgram, target: Accelerator, other_programs: int
+) -> GraphResult:
+    """The result for a program that compiled. It still does not fit when the state beside it and the code of the run's
+    other programs (`other_programs` bytes) leave too little memory."""
     capacity = target.generation.usable_hbm_bytes_per_device
     memory = Memory(
         arguments=compiled.argument_bytes,
@@ -139,23 +155,22 @@ def fitting(traced: Traced, compiled: Compiled, target: Accelerator, other_progr
     )
     fits = memory.total <= capacity
     beside = f" ({gib(memory.resident)} of them for state and programs beside it)" if memory.resident else ""
-    reason = None if fits else f"{_too_large(memory.total, capacity)}{beside}"
     return _result(
         traced,
         fits=fits,
-        reason=reason,
+        reason=None if fits else f"{_too_large(memory.total, capacity)}{beside}",
         needed=memory.total,
         memory=memory,
         costs=roofline(compiled.flops, compiled.bytes_accessed, target, traced.graph.rows),
-        largest=largest(compiled.text, LARGEST, traced.program.arguments),
-        collectives=collectives(compiled.text),
+        largest=largest_allocations(compiled.text, LARGEST, traced.program.arguments),
+        collectives=find_collectives(compiled.text),
         compile_seconds=compiled.seconds,
     )
 
 
-def refused(traced: Traced, message: str, seconds: float) -> GraphResult:
-    """What the compiler does not compile."""
-    needed, reason = reason_of(message)
+def describe_refusal(traced: TracedProgram, message: str, seconds: float) -> GraphResult:
+    """The result for a program that the compiler refused with this message."""
+    needed, reason = explain_refusal(message)
     return _result(
         traced,
         fits=False,
@@ -163,21 +178,20 @@ def refused(traced: Traced, message: str, seconds: float) -> GraphResult:
         needed=needed,
         memory=None,
         costs=None,
-        largest=allocations_of(message)[:LARGEST],
+        largest=parse_allocations(message)[:LARGEST],
         collectives=(),
         compile_seconds=seconds,
     )
 
 
-def advised(graph: GraphResult, again: GraphResult) -> GraphResult:
-    """What does not fit, with what became of it when whole layers are computed again backwards."""
-    needed = f"would need {gib(again.needed)}" if again.needed else "would not compile either"
-    return replace(
-        graph, reason=f"{graph.reason}; with train.remat: layers it {needed}{' and fit' if again.fits else ''}"
-    )
+def add_remat_advice(graph: GraphResult, with_remat: GraphResult) -> GraphResult:
+    """A result that does not fit, with what the same program needs when whole layers are recomputed."""
+    needed = f"would need {gib(with_remat.needed)}" if with_remat.needed else "would not compile either"
+    advice = f"with train.remat: layers it {needed}{' and fit' if with_remat.fits else ''}"
+    return replace(graph, reason=f"{graph.reason}; {advice}")
 
 
-def _result(traced: Traced, **facts: Any) -> GraphResult:
+def _result(traced: TracedProgram, **facts: Any) -> GraphResult:
     graph = traced.graph
     return GraphResult(
         graph=str(graph),
@@ -205,120 +219,121 @@ def roofline(flops: float, bytes_accessed: float, target: Accelerator, rows: int
     )
 
 
-def reason_of(message: str) -> tuple[int | None, str]:
-    """(bytes of HBM that were wanted, the reason in plain words) from the compiler's refusal."""
+def explain_refusal(message: str) -> tuple[int | None, str]:
+    """(bytes of HBM that were wanted, where known; the reason in plain words) from the compiler's message."""
     used = re.search(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm", message)
     temporaries = re.search(r"HLO temporaries \(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)", message)
-    found = used or temporaries
-    if found:
-        wanted, there = _size(found.group(1)), _size(found.group(2))
-        return wanted, _too_large(wanted, there)
+    match = used or temporaries
+    if match:
+        wanted, available = _parse_size(match.group(1)), _parse_size(match.group(2))
+        return wanted, _too_large(wanted, available)
     if "allocation_size_words <= std::numeric_limits<int32_t>::max()" in message:
         return None, "does not fit: a single array is larger than the device can address"
-    first = next((line for line in message.splitlines() if line.strip()), "no reason given")
-    return None, f"the compiler refuses it: {first[:300]}"
+    first_line = next((line for line in message.splitlines() if line.strip()), "no reason given")
+    return None, f"the compiler refuses it: {first_line[:300]}"
 
 
-def _too_large(wanted: int, there: int) -> str:
-    return f"does not fit: it needs {gib(wanted)} of HBM a device, and {gib(there)} are there"
+def _too_large(wanted: int, available: int) -> str:
+    return f"does not fit: it needs {gib(wanted)} of HBM a device, and {gib(available)} are there"
 
 
-def allocations_of(message: str) -> list[Allocation]:
-    """The largest program allocations that a refusal lists."""
-    found = []
+def parse_allocations(message: str) -> list[Allocation]:
+    """The largest program allocations that a refusal lists, largest first; those of like places added up."""
+    sizes: dict[tuple[str, str], list[int]] = {}
     for block in re.split(r"\n\s*\d+\. Size: ", message)[1:]:
         size = re.match(r"([\d.]+[KMGT]?)", block)
         shape = re.search(r"Shape: ([\w]+\[[\d,]*\])", block)
         operator = re.search(r"Operator: (.*)", block)
         if size and shape:
-            where = re.sub(r"(?<=[._])\d+(?=[.:])", "*", place(operator.group(1))) if operator else ""
-            found.append(Allocation(_size(size.group(1)), 1, shape.group(1), where))
-    return sorted(_together(found), key=lambda each: -each.bytes)
+            where = star_numbers(find_origin(operator.group(1))) if operator else ""
+            sizes.setdefault((where, shape.group(1)), []).append(_parse_size(size.group(1)))
+    allocations = [Allocation(sum(group), len(group), shape, where) for (where, shape), group in sizes.items()]
+    return sorted(allocations, key=lambda allocation: -allocation.bytes)
 
 
-def _together(found: Sequence[Allocation]) -> list[Allocation]:
-    groups: dict[tuple[str, str], list[int]] = {}
-    for each in found:
-        groups.setdefault((each.where, each.shape), []).append(each.bytes)
-    return [Allocation(sum(sizes), len(sizes), shape, where) for (where, shape), sizes in groups.items()]
-
-
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     scale = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}.get(text[-1], 1)
     return int(float(text.rstrip("KMGT")) * scale)
 
 
-# --- to people
+# --- From results to text
 
 
 def gib(amount: float) -> str:
+    """Bytes in GiB."""
     return f"{amount / GIB:.2f} GiB"
 
 
-def size(amount: float) -> str:
-    """In the largest unit that leaves a whole number."""
+def format_size(amount: float) -> str:
+    """Bytes in the largest unit that they reach."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if amount >= scale:
             return f"{amount / scale:.4g} {unit}"
     return f"{amount:.0f} B"
 
 
-def _dtypes(found: Collective) -> str:
-    return ", ".join(f"{count:,} {dtype}" for dtype, count in found.dtypes.items())
-
-
-def lines(report: Report) -> list[str]:
-    """What `preflight` prints."""
-    return [line for one in report.accelerators for line in _of_accelerator(one)] + [_footer(report)]
+def format_report(report: Report) -> list[str]:
+    """The lines that `preflight` prints."""
+    return [line for result in report.accelerators for line in _accelerator_lines(result)] + [_footer(report)]
 
 
 def _footer(report: Report) -> str:
     return f"({report.compiler}; {NOT_VERIFIED})"
 
 
-def _of_accelerator(one: AcceleratorResult) -> list[str]:
-    hosts = "1 host" if one.hosts == 1 else f"{one.hosts} hosts"
-    verdict = "fits" if one.fits else "DOES NOT FIT"
-    said = [
-        f"{one.accelerator}: {verdict}: {one.devices} devices on {hosts}, {gib(one.capacity)} of HBM each; {_programs(one)}"
+def _accelerator_lines(result: AcceleratorResult) -> list[str]:
+    hosts = "1 host" if result.hosts == 1 else f"{result.hosts} hosts"
+    verdict = "fits" if result.fits else "DOES NOT FIT"
+    lines = [
+        f"{result.accelerator}: {verdict}: {result.devices} devices on {hosts}, {gib(result.capacity)} of HBM each; "
+        f"{_program_count(result)}"
     ]
-    for graph in one.graphs:
-        said += [f"  {line}" for line in _of_graph(graph, one.devices)]
-    if one.max_batch:
-        said.append(f"  {_of_largest(one.max_batch)}")
-    return said
+    for graph in result.graphs:
+        lines += [f"  {line}" for line in _graph_lines(graph, result.devices)]
+    if result.max_batch:
+        lines.append(f"  {_largest_batch_line(result.max_batch)}")
+    return lines
 
 
-def _programs(one: AcceleratorResult) -> str:
-    seconds = sum(each.compile_seconds for each in one.graphs)
-    return f"{one.distinct} program{'s' if one.distinct > 1 else ''} (checkpoints add none), compiled here in {seconds:.0f} s"
+def _program_count(result: AcceleratorResult) -> str:
+    seconds = sum(graph.compile_seconds for graph in result.graphs)
+    programs = f"{result.distinct} program{'s' if result.distinct > 1 else ''}"
+    return f"{programs} (checkpoints add none), compiled here in {seconds:.0f} s"
 
 
-def _of_graph(graph: GraphResult, devices: int) -> list[str]:
+def _graph_lines(graph: GraphResult, devices: int) -> list[str]:
     head = f"{graph.graph} ({graph.rows // devices} rows a device)"
     if graph.memory is None or graph.costs is None:
-        said = [f"{head}: {graph.reason}"]
+        lines = [f"{head}: {graph.reason}"]
     else:
         memory, costs = graph.memory, graph.costs
-        said = [
+        intensity = costs.flops / max(costs.bytes, 1)
+        lines = [
             f"{head}: {graph.reason or f'fits: {gib(memory.total)} of {gib(memory.capacity)}'}",
-            f"  HBM      arguments {size(memory.arguments)}, temporaries {size(memory.temporaries)}, outputs {size(memory.outputs)} "
-            f"({size(memory.donated)} of them in donated arguments), code {size(memory.code)}, beside it {size(memory.resident)}",
-            f"  work     {costs.flops / 1e12:.4g} TFLOP, {size(costs.bytes)}, {costs.flops / max(costs.bytes, 1):.0f} FLOP/byte a device; "
+            f"  HBM      arguments {format_size(memory.arguments)}, temporaries {format_size(memory.temporaries)}, "
+            f"outputs {format_size(memory.outputs)} ({format_size(memory.donated)} of them in donated arguments), "
+            f"code {format_size(memory.code)}, beside it {format_size(memory.resident)}",
+            f"  work     {costs.flops / 1e12:.4g} TFLOP, {format_size(costs.bytes)}, {intensity:.0f} FLOP/byte a device; "
             f"bound: at most {costs.examples_per_second:,.0f} examples/s ({costs.bound_by})",
         ]
-        said += [
-            f"  traffic  {each.count} x {each.kind}: {size(each.bytes)} ({_dtypes(each)})" for each in graph.collectives
+        lines += [
+            f"  traffic  {item.count} x {item.kind}: {format_size(item.bytes)} ({_dtypes(item)})"
+            for item in graph.collectives
         ]
-    for each in graph.largest:
-        said.append(f"  largest  {size(each.bytes):>10}  {each.count:3} x {each.shape}  {each.where}")
-    return said
+    lines += [
+        f"  largest  {format_size(item.bytes):>10}  {item.count:3} x {item.shape}  {item.where}"
+        for item in graph.largest
+    ]
+    return lines
 
 
-def _of_largest(found: Largest) -> str:
-    if found.fits is None:
-        return f"largest batch: none; not even {found.refused} fits ({found.tried} compiled)"
-    beyond = f"{found.refused} does not" if found.refused else "more was not tried"
-    return (
-        f"largest batch: {found.fits} fits ({found.rows_per_device} rows a device), {beyond} ({found.tried} compiled)"
-    )
+def _dtypes(collective: Collective) -> str:
+    return ", ".join(f"{count:,} {dtype}" for dtype, count in collective.dtypes.items())
+
+
+def _largest_batch_line(batch: LargestBatch) -> str:
+    if batch.fits is None:
+        return f"largest batch: none; not even {batch.refused} fits ({batch.tried} compiled)"
+    beyond = f"{batch.refused} does not" if batch.refused else "more was not tried"
+    rows = f"{batch.rows_per_device} rows a device"
+    return f"largest batch: {batch.fits} fits ({rows}), {beyond} ({batch.tried} compiled)"

@@ -1,5 +1,5 @@
-"""The procedure: trace what the run would run, compile it for each accelerator, and search for the largest batch that
-fits."""
+"""The procedure of preflight: trace the run's programs, compile them for each accelerator, and search for the largest
+batch that fits."""
 
 from __future__ import annotations
 
@@ -11,101 +11,133 @@ from dataclasses import replace
 from training.accelerators import Accelerator
 from training.config import TrainerConfig, batch_mistake
 from training.errors import BadInput
-from training.preflight import compiler, report
-from training.preflight.compiler import Compiled, Refused
-from training.preflight.programs import Traced, trace
-from training.preflight.report import AcceleratorResult, GraphResult, Largest, Report
-from training.preflight.shapes import Facts, Graph, graphs
+from training.preflight import report
+from training.preflight.compiler import (
+    CompilationRefused,
+    CompiledProgram,
+    compile_program,
+    compiler_version,
+    require_versions,
+)
+from training.preflight.programs import TracedProgram, trace_programs
+from training.preflight.report import AcceleratorResult, GraphResult, LargestBatch, Report
+from training.preflight.shapes import DataFacts, Graph, list_graphs
 
 MOST_ROWS = 1 << 14  # a device
 
-Say = Callable[[str], None]
+ShowProgress = Callable[[str], None]
 
 
-def check(config: TrainerConfig, facts: Facts, targets: Sequence[Accelerator], *, max_batch: bool, say: Say) -> Report:
-    """Raises BadInput for a batch that can't be divided, NoCompiler, and Untraceable or DataDependent for a step that
-    is no single program."""
-    compiler.require()
-    mistakes = [
-        f"{each.name}: {mistake}" for each in targets if (mistake := batch_mistake(config, each.hosts, each.devices))
-    ]
-    if mistakes:
-        raise BadInput("\n".join(mistakes))
-    found = []
-    traced: dict[int, list[Traced]] = {}  # by number of devices: the program depends on nothing else of the slice
+def run_preflight(
+    config: TrainerConfig,
+    facts: DataFacts,
+    targets: Sequence[Accelerator],
+    *,
+    search_batch: bool,
+    show: ShowProgress,
+) -> Report:
+    """Compiles the programs of a run for each accelerator.
+
+    Args:
+        config: of the run.
+        facts: of its data.
+        targets: the accelerators.
+        search_batch: also search for the largest training batch that fits.
+        show: shows a line of progress.
+
+    Raises:
+        BadInput: a batch does not divide evenly over the devices.
+        CompilerUnavailable: there is no compiler here, or it does not know a slice.
+        Untraceable, DataDependentProgram: the step is not a single program.
+    """
+    require_versions()
+    mistakes = [(target, batch_mistake(config, target.hosts, target.devices)) for target in targets]
+    if any(mistake for _, mistake in mistakes):
+        raise BadInput("\n".join(f"{target.name}: {mistake}" for target, mistake in mistakes if mistake))
+    accelerators = []
+    traced: dict[int, list[TracedProgram]] = {}  # by number of devices: programs depend on nothing else of a slice
     for target in targets:
         if target.devices not in traced:
-            say(f"tracing for {target.devices} devices")
-            traced[target.devices] = trace(config, facts, graphs(config, facts), target.devices)
-        result = _advised(config, facts, compiled(traced[target.devices], target, say), target, say)
-        if max_batch:
-            result = replace(result, max_batch=_search(config, facts, target, result.graphs[0], say))
-        found.append(result)
-    return Report(compiler.version(), found)
+            show(f"tracing for {target.devices} devices")
+            traced[target.devices] = trace_programs(config, facts, list_graphs(config, facts), target.devices)
+        result = compile_all(traced[target.devices], target, show)
+        result = _advise_remat(config, facts, result, target, show)
+        if search_batch:
+            largest = _search_batch(config, facts, target, result.graphs[0], show)
+            result = replace(result, max_batch=largest)
+        accelerators.append(result)
+    return Report(compiler_version(), accelerators)
 
 
-def compiled(traced: Sequence[Traced], target: Accelerator, say: Say) -> AcceleratorResult:
-    """What the compiler makes of the programs of one run."""
+def compile_all(
+    programs: Sequence[TracedProgram],
+    target: Accelerator,
+    show: ShowProgress,
+    now: Callable[[], float] = time.monotonic,
+) -> AcceleratorResult:
+    """Compiles the programs of one run for one accelerator. Raises CompilerUnavailable."""
 
-    def one(each: Traced) -> tuple[Traced, Compiled | str, float]:
-        say(f"compiling {each.graph} for {target.name}")
-        began = time.monotonic()
+    def compile_one(traced: TracedProgram) -> tuple[CompiledProgram | str, float]:
+        """The executable's facts or the refusal, and the seconds that took."""
+        show(f"compiling {traced.graph} for {target.name}")
+        began = now()
         try:
-            return each, compiler.compile(each.program, target), time.monotonic() - began
-        except Refused as error:
-            return each, str(error), time.monotonic() - began
+            return compile_program(traced.program, target), now() - began
+        except CompilationRefused as error:
+            return str(error), now() - began
 
     # Two at a time: the compiler keeps little more than one core busy, and more at once would need the memory of all.
     with ThreadPoolExecutor(max_workers=2) as pool:
-        outcomes = list(pool.map(one, traced))
-    code = sum(found.code_bytes for _, found, _ in outcomes if isinstance(found, Compiled))
-    results = [
-        report.refused(each, found, seconds)
-        if isinstance(found, str)
-        else report.fitting(each, found, target, code - found.code_bytes)
-        for each, found, seconds in outcomes
+        outcomes = list(pool.map(compile_one, programs))
+    code = sum(outcome.code_bytes for outcome, _ in outcomes if isinstance(outcome, CompiledProgram))
+    graphs = [
+        report.describe_refusal(traced, outcome, seconds)
+        if isinstance(outcome, str)
+        else report.describe_executable(traced, outcome, target, code - outcome.code_bytes)
+        for traced, (outcome, seconds) in zip(programs, outcomes, strict=True)
     ]
-    return AcceleratorResult(
-        target.name, target.devices, target.hosts, target.generation.usable_hbm_bytes_per_device, results
-    )
+    capacity = target.generation.usable_hbm_bytes_per_device
+    return AcceleratorResult(target.name, target.devices, target.hosts, capacity, graphs)
 
 
-def _advised(
-    config: TrainerConfig, facts: Facts, result: AcceleratorResult, target: Accelerator, say: Say
+def _advise_remat(
+    config: TrainerConfig, facts: DataFacts, result: AcceleratorResult, target: Accelerator, show: ShowProgress
 ) -> AcceleratorResult:
-    """With what computing whole layers again would change, where the longest training batch does not fit."""
+    """Where the longest training batch does not fit, adds what recomputing whole layers would change."""
     longest = result.graphs[0]
     if longest.fits or config.backend != "torch-xla" or config.train.remat == "layers":
         return result
-    less = config.model_copy(update={"train": config.train.model_copy(update={"remat": "layers"})})
-    say(f"it does not fit: tracing it with train.remat: layers for {target.name}")
+    remat_config = config.model_copy(update={"train": config.train.model_copy(update={"remat": "layers"})})
+    show(f"it does not fit: tracing it with train.remat: layers for {target.name}")
+    graph = Graph(longest.kind, longest.rows, longest.length)
     try:
-        found = compiled(
-            trace(less, facts, [Graph(longest.kind, longest.rows, longest.length)], target.devices), target, say
-        ).graphs[0]
-    except BadInput:  # a model of a family that can't be computed again
+        programs = trace_programs(remat_config, facts, [graph], target.devices)
+    except BadInput:  # layers of this family can't be recomputed
         return result
-    return replace(result, graphs=[report.advised(longest, found), *result.graphs[1:]])
+    with_remat = compile_all(programs, target, show).graphs[0]
+    return replace(result, graphs=[report.add_remat_advice(longest, with_remat), *result.graphs[1:]])
 
 
-def _search(config: TrainerConfig, facts: Facts, target: Accelerator, first: GraphResult, say: Say) -> Largest:
-    """The largest training batch, over rows a device, from the file's batch on."""
+def _search_batch(
+    config: TrainerConfig, facts: DataFacts, target: Accelerator, first: GraphResult, show: ShowProgress
+) -> LargestBatch:
+    """The largest training batch, by bisection over rows a device, from the file's batch on."""
     step = target.devices * config.train.gradient_accumulation
     known = {config.train.global_batch_size // step: first}
 
     def fits(rows: int) -> bool:
         graph = Graph("training", rows * step, max(facts.lengths))
-        one = trace(_with_batch(config, rows * step), facts, [graph], target.devices)
-        known[rows] = compiled(one, target, say).graphs[0]
+        programs = trace_programs(_with_batch(config, rows * step), facts, [graph], target.devices)
+        known[rows] = compile_all(programs, target, show).graphs[0]
         if known[rows].reason:
-            say(f"{graph}: {known[rows].reason}")
+            show(f"{graph}: {known[rows].reason}")
         return known[rows].fits
 
-    def edge() -> float | None:
-        return where_memory_ends(known, target.generation.usable_hbm_bytes_per_device)
+    def estimate() -> float | None:
+        return estimate_edge(known, target.generation.usable_hbm_bytes_per_device)
 
-    good, bad = bisect(fits, min(known), first.fits, edge)
-    return Largest(
+    good, bad = bisect(fits, min(known), first.fits, estimate)
+    return LargestBatch(
         good * step if good else None,
         bad * step if bad else None,
         good * config.train.gradient_accumulation if good else None,
@@ -113,13 +145,20 @@ def _search(config: TrainerConfig, facts: Facts, target: Accelerator, first: Gra
     )
 
 
-def where_memory_ends(known: Mapping[int, GraphResult], capacity: int) -> float | None:
-    """Rows a device at which memory is expected to run out, by a line through what is known nearest to it. Without rows
-    there are no temporaries.
+def estimate_edge(known: Mapping[int, GraphResult], capacity: int) -> float | None:
+    """Rows a device at which memory is expected to run out, by a line through the two nearest known results.
 
-    None as long as too little is known."""
-    needed = {rows: each.needed for rows, each in known.items() if each.needed}
-    memory = next((each.memory for each in known.values() if each.memory), None)
+    Without rows there are no temporaries, which is a known result too.
+
+    Args:
+        known: results by rows a device.
+        capacity: bytes of HBM of a device.
+
+    Returns:
+        None as long as too little is known.
+    """
+    needed = {rows: result.needed for rows, result in known.items() if result.needed}
+    memory = next((result.memory for result in known.values() if result.memory), None)
     if memory:
         needed[0] = memory.total - memory.temporaries
     if len(needed) < 2:
@@ -131,13 +170,20 @@ def where_memory_ends(known: Mapping[int, GraphResult], capacity: int) -> float 
 
 
 def bisect(
-    fits: Callable[[int], bool], start: int, start_fits: bool, edge: Callable[[], float | None] = lambda: None
+    fits: Callable[[int], bool], start: int, start_fits: bool, estimate: Callable[[], float | None] = lambda: None
 ) -> tuple[int | None, int | None]:
-    """(largest that fits, smallest that was refused). `start` is known already; their difference is at most 1/16 of the
-    larger, or 1.
+    """Finds the edge between numbers that fit and numbers that don't.
 
-    `edge` tells, from what is known so far, where it is expected; without, it is looked for by doubling or halving, and
-    then in the middle."""
+    Args:
+        fits: tries a number. `start` is not tried.
+        start: where to begin.
+        start_fits: whether it fits.
+        estimate: where the edge is expected by what is known so far. Without an estimate, the next number is twice or
+            half the last one, and then the middle.
+
+    Returns:
+        (largest that fits, smallest that does not). They differ by at most 1/16 of the larger, or by 1.
+    """
     good, bad = (start, None) if start_fits else (None, start)
     tries = surprises = 0
     while (
@@ -146,11 +192,11 @@ def bisect(
         or not _near(good, bad)
     ):
         tries += 1
-        expected = edge() if tries <= 6 else None  # where memory is no line, the middle is sure to lead there
-        rows = _next(good, bad, expected, surprises)
+        expected = estimate() if tries <= 6 else None  # where memory is no line, bisection still ends
+        rows = _next_rows(good, bad, expected, surprises)
         good, bad = (rows, bad) if fits(rows) else (good, rows)
-        # Near its end the compiler computes again what it has no memory for: no line shows where that ends, so strides
-        # grow.
+        # Near the edge the compiler rematerializes what it has no memory for: no line shows how far that goes, so the
+        # strides grow.
         surprises += expected is not None and good == rows > expected * 33 / 32
     return good, bad
 
@@ -159,9 +205,8 @@ def _near(good: int | None, bad: int | None) -> bool:
     return good is None or bad is None or bad - good <= max(1, bad // 16)
 
 
-def _next(good: int | None, bad: int | None, expected: float | None, surprises: int) -> int:
-    """What to try next: just below where the edge is expected, or what would end the search where that is known
-    already."""
+def _next_rows(good: int | None, bad: int | None, expected: float | None, surprises: int) -> int:
+    """The number to try next: just below where the edge is expected, or one that would end the search."""
     low, high = (good or 0) + 1, bad - 1 if bad else MOST_ROWS
     if expected is None:
         return min(2 * (good or 0), MOST_ROWS) if bad is None else bad // 2 if good is None else (good + bad) // 2

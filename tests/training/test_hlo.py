@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.preflight.hlo import collectives, largest, place
+from training.preflight.hlo import find_collectives, find_origin, largest_allocations
 
 PROGRAM = """\
 HloModule step, is_scheduled=true
@@ -33,7 +33,7 @@ ENTRY %main_spmd (p: f32[1024,1024]) -> (f32[1024,1024]) {
 def test_the_fullest_moment_has_what_is_read_later() -> None:
     """At the all-reduce: its operand and result, and one of the softmaxes, which is read after it. The other was read
     before; the result is no temporary."""
-    found = largest(PROGRAM, 10)
+    found = largest_allocations(PROGRAM, 10)
     padded = 104 * 128 * 4  # tiles of 8 x 128
     assert [(each.bytes, each.count, each.shape, each.where) for each in found] == [
         (4 * 1024 * 1024, 1, "f32[1024,1024]", "all-reduce"),
@@ -44,7 +44,7 @@ def test_the_fullest_moment_has_what_is_read_later() -> None:
 
 def test_like_places_are_counted_together() -> None:
     text = PROGRAM.replace("fusion(%sum, %again)", "fusion(%sum, %again, %small)")
-    assert next(each for each in largest(text, 10) if each.shape == "f32[100,100]").count == 2
+    assert next(each for each in largest_allocations(text, 10) if each.shape == "f32[100,100]").count == 2
 
 
 def test_places_are_the_models_own_names() -> None:
@@ -52,10 +52,10 @@ def test_places_are_the_models_own_names() -> None:
     forward = metadata.format("bert.1/bert.pooler.2/bert.pooler.dense.1/aten__mm", "/x/linear.py")
     backward = metadata.format("gradient of bert.pooler.dense.7/aten__mm", "/torch/autograd/graph.py")
     update = metadata.format("gradient of bert.embeddings.7/aten__addcmul", "/x/torch_xla.py")
-    assert place(forward) == "bert.pooler.dense: mm"
-    assert place(backward) == "gradient of bert.pooler.dense: mm"
-    assert place(update) == "optimizer: addcmul"
-    assert place("no metadata") == ""
+    assert find_origin(forward) == "bert.pooler.dense: mm"
+    assert find_origin(backward) == "gradient of bert.pooler.dense: mm"
+    assert find_origin(update) == "optimizer: addcmul"
+    assert find_origin("no metadata") == ""
 
 
 def test_collectives_are_counted_in_elements_and_bytes() -> None:
@@ -65,7 +65,7 @@ def test_collectives_are_counted_in_elements_and_bytes() -> None:
   %g.2 = f32[8,4]{1,0} all-gather-done(%g.1)
   %f.1 = f32[8,4]{1,0} fusion(%g.2), calls=%all-reduce-like
 """
-    reduce, gather = collectives(text)
+    reduce, gather = find_collectives(text)
     assert (reduce.kind, reduce.count, reduce.elements, reduce.bytes, dict(reduce.dtypes)) == (
         "all-reduce",
         1,
@@ -79,6 +79,6 @@ def test_collectives_are_counted_in_elements_and_bytes() -> None:
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_padding_never_makes_a_buffer_smaller(rows: int, columns: int) -> None:
     text = f"\nENTRY %m () -> f32[] {{\n  %a = f32[{rows},{columns}]{{1,0:T(8,128)}} fusion(), kind=kLoop\n  ROOT %b = f32[] fusion(%a), kind=kLoop\n}}\n"
-    (found,) = largest(text, 5)
+    (found,) = largest_allocations(text, 5)
     assert 4 * rows * columns <= found.bytes <= 4 * (rows + 7) * (columns + 127)
     assert found.bytes % (8 * 128 * 4) == 0
