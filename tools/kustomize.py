@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config import load
-from launcher.gke import standalone, yaml_text
-from launcher.gke.manifest import Kind, Restarts, node_selector, objects
-from launcher.gke.yaml_text import Noted
+from launcher.gke import standalone
+from launcher.gke.commented_yaml import Commented, dump, dump_documents, strip_comments
+from launcher.gke.manifest import make_objects
+from launcher.gke.workload import Kind, Restarts, node_selector
 
 HOUSE = Path(__file__).resolve().parent.parent
 FOLDER = HOUSE / "k8s"
@@ -49,7 +50,7 @@ OVERLAYS: dict[str, Overlay] = {
         "The PyTorch/XLA image of your own repository.",
         more={
             "images": [
-                {"name": IMAGE, "newName": Noted("us-central2-docker.pkg.dev/MY-PROJECT/MY-REPOSITORY/torch-xla", "Yours."), "digest": NO_DIGEST}
+                {"name": IMAGE, "newName": Commented("us-central2-docker.pkg.dev/MY-PROJECT/MY-REPOSITORY/torch-xla", "Yours."), "digest": NO_DIGEST}
             ]
         },
     ),
@@ -60,7 +61,7 @@ def files() -> dict[str, str]:
     """Every file that is made, by its path below k8s/."""
     base = _rendered(())
     names = {"ConfigMap": "config.yaml", "JobSet": "jobset.yaml"}
-    made = {f"base/{names[_plain(each)['kind']]}": yaml_text.documents([each], MADE) for each in base}
+    made = {f"base/{names[strip_comments(each)['kind']]}": dump_documents([each], MADE) for each in base}
     made["base/kustomization.yaml"] = _kustomization(
         "A v4-16 (2 hosts, 8 devices), on demand.", {"resources": list(names.values())}
     )
@@ -68,13 +69,13 @@ def files() -> dict[str, str]:
         made[f"overlays/{name}/kustomization.yaml"] = _kustomization(
             overlay.about, {"resources": ["../../base"], **overlay.more, **_patches(overlay)}
         )
-    made["overlays/kueue/queue.yaml"] = yaml_text.documents(queue(), MADE)
+    made["overlays/kueue/queue.yaml"] = dump_documents(queue(), MADE)
     return made
 
 
 def objects_of(name: str) -> list[dict[str, Any]]:
     """What kubectl must build from an overlay."""
-    return [_plain(each) for each in _rendered(OVERLAYS[name].changes)]
+    return [strip_comments(each) for each in _rendered(OVERLAYS[name].changes)]
 
 
 def queue() -> list[Any]:
@@ -84,10 +85,10 @@ def queue() -> list[Any]:
     chips = config.accelerator.chips
     quota = {
         "name": "google.com/tpu",
-        "nominalQuota": Noted(chips, "Chips that may be in use at once: those of one slice."),
+        "nominalQuota": Commented(chips, "Chips that may be in use at once: those of one slice."),
     }
     return [
-        Noted(
+        Commented(
             {
                 "apiVersion": api,
                 "kind": "ResourceFlavor",
@@ -110,7 +111,7 @@ def queue() -> list[Any]:
                 ],
             },
         },
-        Noted(
+        Commented(
             {
                 "apiVersion": api,
                 "kind": "LocalQueue",
@@ -145,16 +146,16 @@ def _escape(key: str) -> str:
 def _patches(overlay: Overlay) -> dict[str, Any]:
     patches = []
     for old, new in zip(_rendered(()), _rendered(overlay.changes), strict=True):
-        operations = json_patch(_plain(old), _plain(new))
+        operations = json_patch(strip_comments(old), strip_comments(new))
         if operations:
-            target = {"kind": _plain(old)["kind"], "name": _plain(old)["metadata"]["name"]}
-            patches.append({"target": target, "patch": yaml_text.text(operations)})
+            target = {"kind": strip_comments(old)["kind"], "name": strip_comments(old)["metadata"]["name"]}
+            patches.append({"target": target, "patch": dump(operations)})
     return {"patches": patches} if patches else {}
 
 
 def _rendered(changes: tuple[str, ...]) -> list[Any]:
     config = load(EXAMPLE, changes)
-    return objects(
+    return make_objects(
         config,
         standalone.workload(config, config.run_name, f"{config.image.repository}@{NO_DIGEST}"),
         Kind.JOBSET,
@@ -164,11 +165,7 @@ def _rendered(changes: tuple[str, ...]) -> list[Any]:
 
 def _kustomization(about: str, content: dict[str, Any]) -> str:
     node = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", **content}
-    return yaml_text.documents([Noted(node, about)], MADE)
-
-
-def _plain(node: Any) -> Any:
-    return yaml_text.plain(node)
+    return dump_documents([Commented(node, about)], MADE)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from launcher import shell
 from launcher.errors import Exit, LaunchError
-from launcher.gke.manifest import Kind
+from launcher.gke.workload import Kind
 
 SECONDS = 20.0  # for one question
 JOBSET_RELEASE = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.12.0/manifests.yaml"

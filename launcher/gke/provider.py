@@ -1,8 +1,8 @@
-"""The provider for GKE: an attempt is a JobSet, a host is a pod of it; everything goes through kubectl.
+"""The provider for GKE: an attempt is a JobSet, a host is one of its pods; everything goes through kubectl.
 
 There is no slice to create: nodes belong to the cluster's node pools. "The slice" is what the JobSets of one
 `slice.name` run on, one run at a time. tpu-launch decides about restarts itself, so its JobSets have none
-(manifest.Restarts.BY_LAUNCHER), and pods stay as they ended until their lines have been fetched.
+(workload.Restarts.BY_LAUNCHER), and pods stay as they ended until their lines have been fetched.
 """
 
 from __future__ import annotations
@@ -10,25 +10,35 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.gke import CAPABILITIES, yaml_text
-from launcher.gke import manifest as manifests
-from launcher.gke import pods as parsing
+from launcher.gke import CAPABILITIES, checks, pod_status
+from launcher.gke.commented_yaml import dump_documents
 from launcher.gke.kubectl import Kubectl
-from launcher.gke.manifest import CONTAINER, LABEL_RUN, LABEL_SLICE, Kind, Restarts, Workload
-from launcher.gke.pods import Pod
+from launcher.gke.manifest import make_objects
+from launcher.gke.pod_status import Pod
 from launcher.gke.watch import PodWatch
-from launcher.provider import Attempt, ContainerState, HostReport, Observation, SliceState
+from launcher.gke.workload import (
+    CONTAINER,
+    LABEL_RUN,
+    LABEL_SLICE,
+    Kind,
+    Restarts,
+    Workload,
+    grace_seconds,
+    host_name,
+    node_selector,
+)
+from launcher.provider import Attempt, ContainerState, HostReport, LogLine, Observation, SliceState
 from training.accelerators import gke_nodes
 
-LOG_BYTES = 16_000_000  # of one look
+LOG_BYTES = 16_000_000  # of one observation
 _LOG_SECONDS = 15.0
 _GONE_SECONDS = 120.0  # for objects to vanish once they are deleted
-_LOOKS_AT_ONCE = 8  # kubectl is a heavy client
+_LOGS_AT_ONCE = 8  # kubectl is a heavy client
 _STACK = "py-spy dump --nonblocking --pid 1 2>&1 || cat /proc/1/comm /proc/1/wchan /proc/1/status"
 _JOBSETS = "jobsets.jobset.x-k8s.io"
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -40,51 +50,49 @@ class Gke:
     capabilities = CAPABILITIES
 
     def __init__(self, config: Config, say: Callable[[str], None]) -> None:
-        manifests.check(config)
-        manifests.check_name(
-            f"{config.run_name}-0000-000000-0000-00"
-        )  # the longest that a run's attempts will be called
+        checks.check(config)
+        checks.check_name(f"{config.run_name}-0000-000000-0000-00")  # the longest name of an attempt
         self.config = config
         self.say = say
         self._kubectl = Kubectl(config.gke.context, config.gke.namespace)
         self._watches: dict[str, PodWatch] = {}
         self._lock = threading.Lock()
-        self._looks = threading.Semaphore(_LOOKS_AT_ONCE)
+        self._observations = threading.Semaphore(_LOGS_AT_ONCE)
+
+    @property
+    def _workers(self) -> range:
+        return range(self.config.accelerator.hosts)
 
     # -- the slice ----------------------------------------------------------------------------------------------------
 
     def describe(self) -> SliceState:
         """READY when JobSets can be listed; PREEMPTED when every pod that is being watched was taken away."""
-        jobsets = self._jobsets()
-        state = "PREEMPTED" if any(self._all_disrupted(watch) for watch in self._watching()) else "READY"
-        running = [each for each in jobsets if not _terminal(each)]
-        names = {each["metadata"]["name"]: each for each in running}
-        newest = max(names, default="", key=lambda name: names[name]["metadata"].get("creationTimestamp", ""))
-        addresses = [
-            manifests.host_name(newest, Kind.JOBSET, str(index)) if newest else ""
-            for index in range(self.config.accelerator.hosts)
-        ]
+        running = {jobset["metadata"]["name"]: jobset for jobset in self._list_jobsets() if not _is_over(jobset)}
+        state = "PREEMPTED" if any(_all_disrupted(watch) for watch in self._open_watches()) else "READY"
+        newest = max(running, default="", key=lambda name: running[name]["metadata"].get("creationTimestamp", ""))
+        addresses = [host_name(newest, Kind.JOBSET, str(worker)) if newest else "" for worker in self._workers]
         detail = f"GKE, namespace {self._kubectl.namespace}" + (f", JobSet {newest}" if newest else "")
         return SliceState(self.config.slice.name, state, "", self.config.accelerator.name, tuple(addresses), detail)
 
     def known_ready(self) -> bool:
+        """Never: nothing is kept about a cluster."""
         return False
 
     def create(self) -> None:
-        """Nothing is made; says when no node of the slice's kind is there now."""
-        self._jobsets()
-        selector = ",".join(f"{key}={value}" for key, value in manifests.node_selector(self.config).items())
+        """Creates nothing; reports when the cluster has too few nodes of the slice's kind now."""
+        self._list_jobsets()
+        selector = ",".join(f"{key}={value}" for key, value in node_selector(self.config).items())
         try:
             nodes = self._kubectl.call("get", "nodes", "--selector", selector, "--output", "name").split()
         except LaunchError as error:
             if error.exit_code is not Exit.PERMISSION:
                 raise
-            self.say("whether there are nodes is not for you to see; a run will show")
+            self.say("you may not list nodes, so whether there are enough will show when a run starts")
             return
-        wanted = self.config.accelerator.hosts
-        if len(nodes) < wanted:
+        slice_ = self.config.accelerator
+        if len(nodes) < slice_.hosts:
             self.say(
-                f"{len(nodes)} of {wanted} nodes ({gke_nodes(self.config.accelerator).machine_type}, {self.config.accelerator.topology_name}) are "
+                f"{len(nodes)} of {slice_.hosts} nodes ({gke_nodes(slice_).machine_type}, {slice_.topology_name}) are "
                 "there now: a run waits until the cluster adds them; docs/guide/gke.md says how to make a node pool"
             )
 
@@ -99,7 +107,8 @@ class Gke:
         """Nothing is kept open."""
 
     def close(self) -> None:
-        for watch in self._watching():
+        """Ends the watches of pods."""
+        for watch in self._open_watches():
             watch.close()
         self._watches.clear()
 
@@ -108,23 +117,23 @@ class Gke:
     def prepare(self, attempt: Attempt) -> list[HostReport]:
         """Refuses a slice that another run uses, removes this run's earlier attempts, and has the cluster check the
         manifest."""
-        hosts = range(self.config.accelerator.hosts)
         _require_digest(attempt.image)
-        for jobset in self._jobsets():
+        for jobset in self._list_jobsets():
             name, run = jobset["metadata"]["name"], jobset["metadata"]["labels"].get(LABEL_RUN, "")
             if run == attempt.run_id:
                 if name != _name(attempt.container):
                     self._remove(name)
-            elif not _terminal(jobset):
-                return [HostReport(worker, False, f"run {run} is on this host", occupied_by=run) for worker in hosts]
+            elif not _is_over(jobset):
+                message = f"run {run} is on this host"
+                return [HostReport(worker, False, message, occupied_by=run) for worker in self._workers]
         self._create(attempt, "--dry-run=server")
-        return [HostReport(worker, True, attempt.image) for worker in hosts]
+        return [HostReport(worker, True, attempt.image) for worker in self._workers]
 
     def start(self, attempt: Attempt) -> list[HostReport]:
         """Creates the JobSet, unless it is there, and waits until every host's container has started. Raises the error
-        that keeps one from it."""
+        that keeps one from starting."""
         name = _name(attempt.container)
-        if not any(jobset["metadata"]["name"] == name for jobset in self._jobsets()):
+        if not any(jobset["metadata"]["name"] == name for jobset in self._list_jobsets()):
             self._delete("configmaps", name)  # of a start that broke off half-way
             self._create(attempt)
         try:
@@ -132,9 +141,10 @@ class Gke:
         except LaunchError:
             self._remove(name)
             raise
-        return [HostReport(worker, True, "") for worker in range(self.config.accelerator.hosts)]
+        return [HostReport(worker, True, "") for worker in self._workers]
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+        """The state of a host's pod, and its log from `since` on. Never waits: the watch already knows the state."""
         watch = self._watch(container)
         watch.note_cursor(worker, since)
         try:
@@ -146,8 +156,8 @@ class Gke:
                 return Observation(worker, state, problem=problem)
             lines = watch.last_words(pod, since)
             more = False
-            if lines is None:  # asked for after the state: an ended pod's log is whole
-                lines, more = self._log(pod, since)
+            if lines is None:  # fetched after the state: an ended pod's log is complete
+                lines, more = self._read_log(pod, since)
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
         return Observation(worker, state, tuple(lines), more=more, problem=problem)
@@ -155,7 +165,8 @@ class Gke:
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
-        wanted = list(range(self.config.accelerator.hosts)) if workers is None else list(workers)
+        """Deletes the pods that run, which stops them; with `remove`, the objects of the attempt as well."""
+        wanted = list(self._workers) if workers is None else list(workers)
         watch = self._watch(container)
         running = [pod for worker, pod in watch.pods(fresh=True).items() if worker in wanted and not pod.ended]
         if running:
@@ -167,47 +178,42 @@ class Gke:
             watch.close()
             with self._lock:
                 self._watches.pop(container, None)
-        return [
-            HostReport(
-                worker, worker not in late, f"its pod has not ended within {grace + 30} s" if worker in late else ""
-            )
-            for worker in wanted
-        ]
+        problem = f"its pod has not ended within {grace + 30} s"
+        return [HostReport(worker, worker not in late, problem if worker in late else "") for worker in wanted]
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """What `kubectl describe` says of the attempt's pods."""
-        found = {}
+        files = {}
         for worker, pod in self._watch(container).pods().items():
             try:
-                found[f"host-{worker}.txt"] = self._kubectl.call("describe", "pod", pod.name)
+                files[f"host-{worker}.txt"] = self._kubectl.call("describe", "pod", pod.name)
             except LaunchError as error:  # it may be gone
-                found[f"host-{worker}.txt"] = str(error)
-        return found
+                files[f"host-{worker}.txt"] = str(error)
+        return files
 
     def stacks(self, container: str) -> dict[int, str]:
-        """By `kubectl exec`, for which k8s/role.yaml has a rule of its own."""
-        found = {}
+        """The stack of each container's first process, by `kubectl exec`, for which k8s/role.yaml has a rule."""
+        stacks = {}
         for worker, pod in self._watch(container).pods().items():
-            if pod.started and not pod.ended:
-                try:
-                    found[worker] = self._kubectl.call(
-                        "exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", _STACK
-                    )
-                except LaunchError as error:
-                    found[worker] = str(error)
-        return found
+            if not pod.started or pod.ended:
+                continue
+            command = ("exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", _STACK)
+            try:
+                stacks[worker] = self._kubectl.call(*command)
+            except LaunchError as error:
+                stacks[worker] = str(error)
+        return stacks
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _jobsets(self) -> list[dict[str, Any]]:
+    def _list_jobsets(self) -> list[dict[str, Any]]:
         selector = f"{LABEL_SLICE}={self.config.slice.name}"
-        found: list[dict[str, Any]] = json.loads(
-            self._kubectl.call("get", _JOBSETS, "--selector", selector, "--output", "json")
-        )["items"]
-        return found
+        output = self._kubectl.call("get", _JOBSETS, "--selector", selector, "--output", "json")
+        jobsets: list[dict[str, Any]] = json.loads(output)["items"]
+        return jobsets
 
     def _create(self, attempt: Attempt, *options: str) -> None:
-        """The JobSet first: its absence keeps nothing; the ConfigMap belongs to it and goes with it."""
+        """Creates the objects of an attempt, or (--dry-run=server) has the cluster check them."""
         work = Workload(
             name=_name(attempt.container),
             run_id=attempt.run_id,
@@ -219,15 +225,14 @@ class Gke:
             shm_size=attempt.shm_size,
             user=attempt.user,
         )
-        objects = manifests.objects(self.config, work, Kind.JOBSET, Restarts.BY_LAUNCHER)
-        text = yaml_text.documents(objects)
+        text = dump_documents(make_objects(self.config, work, Kind.JOBSET, Restarts.BY_LAUNCHER))
         self._kubectl.call("create", "--validate=strict", *options, "--filename", "-", input=text)
 
     def _wait_started(self, attempt: Attempt, name: str) -> None:
+        """Waits until every host's container has started. Raises what keeps one from starting."""
         deadline = time.monotonic() + self.config.run.start_minutes * 60
         watch = self._watch(attempt.container)
-        hosts = set(range(self.config.accelerator.hosts))
-        told = ""
+        reported = ""
         while True:
             try:
                 pods = watch.pods()
@@ -237,61 +242,49 @@ class Gke:
                 self.say(str(error))
                 time.sleep(2.0)
                 continue
-            waiting = {
-                worker: pods.get(worker)
-                for worker in hosts
-                if not ((pod := pods.get(worker)) and (pod.started or pod.ended))
-            }
+            waiting = {worker: pods.get(worker) for worker in self._workers if not _has_started(pods.get(worker))}
             if not waiting:
                 return
             for pod in waiting.values():
-                trouble = parsing.trouble(pod, attempt.image) if pod else None
-                if trouble:
+                if pod is not None and (trouble := pod_status.trouble(pod, attempt.image)):
                     raise trouble
-            reasons = _waiting(waiting) if any(waiting.values()) else self._queued(name)
+            reasons = _describe_waiting(waiting) if any(waiting.values()) else self._describe_queued(name)
             if time.monotonic() > deadline:
-                raise LaunchError(
-                    f"not all hosts started within run.start_minutes ({self.config.run.start_minutes:g}): {reasons}"
-                    + self._node_advice(pod for pod in waiting.values() if pod),
-                    exit_code=Exit.STOCKOUT if _lacks_nodes(waiting.values()) else Exit.CLOUD_ERROR,
-                )
-            if reasons != told:
-                self.say(f"waiting for {len(waiting)} of {len(hosts)} hosts: {reasons}")
-                told = reasons
+                raise self._not_started(waiting.values(), reasons)
+            if reasons != reported:
+                self.say(f"waiting for {len(waiting)} of {len(self._workers)} hosts: {reasons}")
+                reported = reasons
             time.sleep(0.5)
 
-    def _queued(self, name: str) -> str:
-        jobset = next((each for each in self._jobsets() if each["metadata"]["name"] == name), None)
+    def _not_started(self, pods: Iterable[Pod | None], reasons: str) -> LaunchError:
+        waiting = list(pods)
+        lacks_nodes = all(pod is None or pod.unschedulable for pod in waiting)
+        message = f"not all hosts started within run.start_minutes ({self.config.run.start_minutes:g}): {reasons}"
+        if any(pod is not None and pod.unschedulable for pod in waiting):
+            slice_ = self.config.accelerator
+            machine_type = gke_nodes(slice_).machine_type
+            message += (
+                f"\n  it needs {slice_.hosts} nodes that are free, of one node pool: --machine-type {machine_type} "
+                f"--tpu-topology {slice_.topology_name} --num-nodes {slice_.hosts} (docs/guide/gke.md)"
+            )
+        return LaunchError(message, exit_code=Exit.STOCKOUT if lacks_nodes else Exit.CLOUD_ERROR)
+
+    def _describe_queued(self, name: str) -> str:
+        """What a JobSet without pods waits for. Raises LaunchError when it was deleted."""
+        jobset = next((jobset for jobset in self._list_jobsets() if jobset["metadata"]["name"] == name), None)
         if jobset is None:
             raise LaunchError(f"JobSet {name} was deleted by somebody else before it started", exit_code=Exit.CONFLICT)
         if jobset["spec"].get("suspend"):
             return f"JobSet {name} is suspended: Kueue has not admitted it to queue {self.config.gke.queue} yet"
         return f"JobSet {name} has no pods yet"
 
-    def _node_advice(self, pods: Iterable[Pod]) -> str:
-        if not any(pod.unschedulable for pod in pods):
-            return ""
-        slice_ = self.config.accelerator
-        nodes = gke_nodes(slice_)
-        return (
-            f"\n  it needs {slice_.hosts} nodes that are free, of one node pool: --machine-type {nodes.machine_type} --tpu-topology "
-            f"{slice_.topology_name} --num-nodes {slice_.hosts} (docs/guide/gke.md)"
-        )
-
-    def _log(self, pod: Pod, since: str | None) -> tuple[list[Any], bool]:
+    def _read_log(self, pod: Pod, since: str | None) -> tuple[list[LogLine], bool]:
+        """The lines of a pod from `since` on, and whether there are more."""
         window = [f"--since-time={since}"] if since else []
-        with self._looks:
-            said = self._kubectl.call(
-                "logs",
-                pod.name,
-                "--container",
-                CONTAINER,
-                "--timestamps",
-                f"--limit-bytes={LOG_BYTES}",
-                *window,
-                seconds=_LOG_SECONDS,
-            )
-        return parsing.log_lines(said, LOG_BYTES)
+        options = ("--container", CONTAINER, "--timestamps", f"--limit-bytes={LOG_BYTES}")
+        with self._observations:
+            output = self._kubectl.call("logs", pod.name, *options, *window, seconds=_LOG_SECONDS)
+        return pod_status.parse_log(output, LOG_BYTES)
 
     def _watch(self, container: str) -> PodWatch:
         with self._lock:
@@ -299,13 +292,9 @@ class Gke:
                 self._watches[container] = PodWatch(self._kubectl, f"{_JOBSET_LABEL}={_name(container)}")
             return self._watches[container]
 
-    def _watching(self) -> list[PodWatch]:
+    def _open_watches(self) -> list[PodWatch]:
         with self._lock:
             return list(self._watches.values())
-
-    def _all_disrupted(self, watch: PodWatch) -> bool:
-        pods = watch.pods()
-        return bool(pods) and all(pod.disruption and pod.ended for pod in pods.values())
 
     def _wait_ended(self, watch: PodWatch, workers: set[int], seconds: float) -> set[int]:
         deadline = time.monotonic() + seconds
@@ -321,12 +310,12 @@ class Gke:
         self._delete(f"{_JOBSETS},configmaps", name)
         self._wait_gone(f"{_JOBSET_LABEL}={name}")
 
-    def _delete(self, *what: str) -> None:
-        self._kubectl.call("delete", *what, "--ignore-not-found", "--wait=false", "--output", "name")
+    def _delete(self, *targets: str) -> None:
+        self._kubectl.call("delete", *targets, "--ignore-not-found", "--wait=false", "--output", "name")
 
     def _wait_gone(self, selector: str) -> None:
         """Pods that are deleted with their JobSet get their grace period."""
-        seconds = _GONE_SECONDS + manifests.grace_seconds(self.config)
+        seconds = _GONE_SECONDS + grace_seconds(self.config)
         deadline = time.monotonic() + seconds
         while True:
             left = self._kubectl.call("get", "pods", "--selector", selector, "--output", "name").split()
@@ -344,27 +333,33 @@ def _name(container: str) -> str:
     return container.removeprefix("tpu-launch-")
 
 
-def _terminal(jobset: dict[str, Any]) -> bool:
+def _is_over(jobset: dict[str, Any]) -> bool:
     return bool(jobset.get("status", {}).get("terminalState"))
+
+
+def _all_disrupted(watch: PodWatch) -> bool:
+    pods = watch.pods()
+    return bool(pods) and all(pod.disruption and pod.ended for pod in pods.values())
+
+
+def _has_started(pod: Pod | None) -> bool:
+    return pod is not None and (pod.started or pod.ended)
 
 
 def _require_digest(image: str) -> None:
     if "@sha256:" not in image:
         raise BadInput(
-            f"the cluster's nodes can't have image {image}: set image.repository, where it is pushed to, or image.reference"
+            f"the cluster's nodes can't have image {image}: set image.repository, where it is pushed to, or "
+            "image.reference"
         )
 
 
-def _lacks_nodes(pods: Iterable[Pod | None]) -> bool:
-    """Not started for want of nodes, or of a place in the queue; everything else is trouble."""
-    return all(pod is None or bool(pod.unschedulable) for pod in pods)
-
-
-def _waiting(waiting: dict[int, Pod | None]) -> str:
-    """What hosts wait for; hosts that wait for the same are told of together."""
-    reasons: dict[str, list[int]] = {}
+def _describe_waiting(waiting: Mapping[int, Pod | None]) -> str:
+    """The reasons for which hosts wait, each once, with its hosts."""
+    workers: dict[str, list[int]] = {}
     for worker, pod in sorted(waiting.items()):
-        reasons.setdefault(parsing.waits_for(pod) if pod else "it has no pod yet", []).append(worker)
+        reason = pod_status.describe_waiting(pod) if pod else "it has no pod yet"
+        workers.setdefault(reason, []).append(worker)
     return "; ".join(
-        f"host{'s'[: len(workers) > 1]} {', '.join(map(str, workers))}: {reason}" for reason, workers in reasons.items()
+        f"host{'s'[: len(indices) > 1]} {', '.join(map(str, indices))}: {reason}" for reason, indices in workers.items()
     )

@@ -6,8 +6,9 @@ import re
 
 from launcher.config import IMAGE_BY_DIGEST, Config
 from launcher.errors import BadInput
-from launcher.gke import manifest as manifests
-from launcher.gke.manifest import Kind, Workload
+from launcher.gke import checks
+from launcher.gke.manifest import render
+from launcher.gke.workload import Kind, Workload
 from launcher.images import build as images
 from launcher.images import local
 from launcher.run.launch import CONFIG_FILE, TRAINER_COMMAND
@@ -17,12 +18,12 @@ HEADING = "A run on {hosts} host(s) of {accelerator} on GKE, as `tpu-launch mani
 
 def manifest(config: Config, *, kind: str = "jobset", name: str | None = None, image: str | None = None) -> str:
     """The manifest's text. Raises BadInput for what GKE does not have, and for an image without a digest."""
-    manifests.check(config)
+    checks.check(config)
     work = workload(config, name or config.run_name, _image(config, image))
     slice_ = config.accelerator
     file = config.document.name.rpartition("/")[2]
     heading = HEADING.format(hosts=slice_.hosts, accelerator=slice_.name, file=file)
-    return manifests.render(config, work, Kind(kind), heading)
+    return render(config, work, Kind(kind), heading)
 
 
 def workload(config: Config, name: str, image: str) -> Workload:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launcher.errors import Exit, LaunchError
-from launcher.gke import pods as parsing
+from launcher.gke import pod_status
 from launcher.gke.kubectl import Kubectl
-from launcher.gke.manifest import CONTAINER
-from launcher.gke.pods import Pod
+from launcher.gke.pod_status import Pod
+from launcher.gke.workload import CONTAINER
 from launcher.provider import LogLine
 
 _LIST_EVERY = 10.0  # seconds
@@ -65,7 +65,7 @@ class PodWatch:
         if self._refused is not None:
             raise self._refused
         with self._lock:
-            return parsing.newest(list(self._pods.values()))
+            return pod_status.newest(list(self._pods.values()))
 
     def note_cursor(self, worker: int, since: str | None) -> None:
         """From where on a host's lines are still wanted."""
@@ -83,6 +83,7 @@ class PodWatch:
         return [line for line in list(found.lines) if since is None or line.timestamp >= since]
 
     def close(self) -> None:
+        """Ends the watch, and every log that is being followed."""
         self._closed.set()
         with self._lock:
             kills = list(self._kills)
@@ -91,7 +92,7 @@ class PodWatch:
 
     def _list(self) -> None:
         answer = json.loads(self._kubectl.call("get", "pods", "--selector", self._selector, "--output", "json"))
-        found = {pod.uid: pod for pod in map(parsing.parse, answer["items"])}
+        found = {pod.uid: pod for pod in map(pod_status.parse, answer["items"])}
         with self._lock:
             missing = [pod for uid, pod in self._pods.items() if uid not in found]
         for pod in missing:
@@ -104,7 +105,7 @@ class PodWatch:
         """Follows all changes until closed. A watch that ends is begun again; the list tells whether the cluster is
         there at all."""
         while not self._closed.is_set():
-            reader = _Documents(self._event)
+            reader = JsonStream(self._event)
             try:
                 self._follow(
                     [
@@ -128,7 +129,7 @@ class PodWatch:
 
     def _event(self, event: dict[str, Any]) -> None:
         if event.get("type") in ("ADDED", "MODIFIED", "DELETED"):
-            pod = parsing.parse(event["object"])
+            pod = pod_status.parse(event["object"])
             self._take(replace(pod, gone=True) if event["type"] == "DELETED" else pod)
 
     def _take(self, pod: Pod) -> None:
@@ -157,7 +158,7 @@ class PodWatch:
         try:
             self._follow(
                 ["logs", pod.name, "--container", CONTAINER, "--follow", "--timestamps", *window],
-                lambda line: words.lines.append(parsing.log_line(line.rstrip("\n"))),
+                lambda line: words.lines.append(pod_status.parse_log_line(line.rstrip("\n"))),
                 _LAST_WORDS_SECONDS,
             )
         except LaunchError:
@@ -182,7 +183,7 @@ class PodWatch:
                 self._kills.difference_update(kills)
 
 
-class _Documents:
+class JsonStream:
     """The JSON objects in a stream, one a line or indented, each handed over when its last line has come."""
 
     def __init__(self, take: Callable[[dict[str, Any]], None]) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from launcher.errors import Exit
-from launcher.gke import pods as parsing
+from launcher.gke import pod_status
 from launcher.gke.kubectl import Kubectl, explain
-from launcher.gke.provider import _waiting
-from launcher.gke.watch import _Documents
+from launcher.gke.provider import _describe_waiting
+from launcher.gke.watch import JsonStream
 from launcher.provider import ContainerState, LogLine
 
 SAID = [
@@ -127,10 +127,10 @@ def test_commands_name_the_context_and_are_bounded() -> None:
 
 def pod(
     phase: str, state: dict[str, Any] | None = None, conditions: list[dict[str, str]] | None = None, **status: str
-) -> parsing.Pod:
+) -> pod_status.Pod:
     statuses = [] if state is None else [{"name": "trainer", "imageID": "i", "state": state}]
-    metadata = {"name": "p", "uid": "u", "creationTimestamp": "2026-11-20T00:00:00Z", "labels": {parsing.INDEX: "3"}}
-    return parsing.parse(
+    metadata = {"name": "p", "uid": "u", "creationTimestamp": "2026-11-20T00:00:00Z", "labels": {pod_status.INDEX: "3"}}
+    return pod_status.parse(
         {
             "metadata": metadata,
             "status": {"phase": phase, "containerStatuses": statuses, "conditions": conditions or [], **status},
@@ -195,7 +195,9 @@ def test_a_pod_that_was_taken_away_is_a_lost_host_unless_its_trainer_said_more()
     ],
 )
 def test_a_pod_that_will_never_start_is_told_at_once(reason: str, message: str, code: Exit) -> None:
-    error = parsing.trouble(pod("Pending", {"waiting": {"reason": reason, "message": message}}), "repository@sha256:1")
+    error = pod_status.trouble(
+        pod("Pending", {"waiting": {"reason": reason, "message": message}}), "repository@sha256:1"
+    )
     assert error is not None
     assert error.exit_code is code
     assert message in str(error)
@@ -203,38 +205,38 @@ def test_a_pod_that_will_never_start_is_told_at_once(reason: str, message: str, 
 
 def test_a_pod_that_may_still_start_is_no_trouble() -> None:
     for reason in ("ContainerCreating", "ErrImagePull"):
-        assert parsing.trouble(pod("Pending", {"waiting": {"reason": reason}}), "i") is None
+        assert pod_status.trouble(pod("Pending", {"waiting": {"reason": reason}}), "i") is None
     unschedulable = [
         {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
     ]
     waiting = pod("Pending", None, unschedulable)
-    assert parsing.trouble(waiting, "i") is None
-    assert _waiting({0: waiting, 1: waiting, 2: None}) == (
+    assert pod_status.trouble(waiting, "i") is None
+    assert _describe_waiting({0: waiting, 1: waiting, 2: None}) == (
         "hosts 0, 1: no node takes its pod (Unschedulable: 0/3 nodes are available); host 2: it has no pod yet"
     )
 
 
 def test_times_of_lines_can_be_compared_as_text() -> None:
-    assert parsing.log_line("2026-11-20T08:00:00.5Z x").timestamp == "2026-11-20T08:00:00.500000000Z"
-    assert parsing.log_line("2026-11-20T09:00:00.123456789+01:00 x y") == LogLine(
+    assert pod_status.parse_log_line("2026-11-20T08:00:00.5Z x").timestamp == "2026-11-20T08:00:00.500000000Z"
+    assert pod_status.parse_log_line("2026-11-20T09:00:00.123456789+01:00 x y") == LogLine(
         "2026-11-20T08:00:00.123456789Z", "x y"
     )
-    assert parsing.log_line("no time") == LogLine("", "no time")
+    assert pod_status.parse_log_line("no time") == LogLine("", "no time")
 
 
 def test_a_line_that_the_limit_cut_is_left_for_the_next_look() -> None:
     text = "2026-11-20T08:00:00.000000000Z one\n2026-11-20T08:00:00.000000001Z tw"
-    lines, cut = parsing.log_lines(text, len(text))
+    lines, cut = pod_status.parse_log(text, len(text))
     assert cut
     assert [line.text for line in lines] == ["one"]
-    lines, cut = parsing.log_lines(text, 1000)
+    lines, cut = pod_status.parse_log(text, 1000)
     assert not cut
     assert [line.text for line in lines] == ["one", "tw"]
 
 
 def test_watched_objects_are_read_in_either_form_and_warnings_are_passed_over() -> None:
     seen: list[dict[str, Any]] = []
-    reader = _Documents(seen.append)
+    reader = JsonStream(seen.append)
     for line in [
         '{"type":"ADDED"}',
         "warning: something",

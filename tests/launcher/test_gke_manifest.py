@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from hypothesis import given
-from hypothesis import strategies as st
 
 from launcher.cli.main import cli
 from launcher.config import load
 from launcher.errors import BadInput
-from launcher.gke import standalone, yaml_text
-from launcher.gke.manifest import Kind, Restarts, check_name, host_name, objects
-from launcher.gke.yaml_text import Noted
+from launcher.gke import standalone
+from launcher.gke.checks import check_name
+from launcher.gke.commented_yaml import strip_comments
+from launcher.gke.manifest import make_objects
+from launcher.gke.workload import Kind, Restarts, host_name
 from tests.kubernetes import golden, schemas
 from tests.kubernetes.golden import EXAMPLE, IMAGE
 from training.accelerators import ACCELERATORS, gke_nodes
@@ -74,8 +74,8 @@ def test_what_tpu_launch_itself_runs_is_valid_too() -> None:
     for name in ON_GKE:
         config = load(EXAMPLE, of_size(name))
         work = standalone.workload(config, "demo", IMAGE)
-        for document in objects(config, work, Kind.JOBSET, Restarts.BY_LAUNCHER):
-            assert schemas.mistakes(yaml_text.plain(document)) == []
+        for document in make_objects(config, work, Kind.JOBSET, Restarts.BY_LAUNCHER):
+            assert schemas.mistakes(strip_comments(document)) == []
 
 
 @pytest.mark.parametrize("name", schemas.CUSTOM)
@@ -196,8 +196,8 @@ def test_the_trainer_finds_its_peers_by_what_the_manifest_says_alone(kind: Kind)
 
 def test_tpu_launchs_own_jobsets_leave_every_decision_to_it() -> None:
     config = load(EXAMPLE)
-    jobset = yaml_text.plain(
-        objects(config, standalone.workload(config, "demo", IMAGE), Kind.JOBSET, Restarts.BY_LAUNCHER)[-1]
+    jobset = strip_comments(
+        make_objects(config, standalone.workload(config, "demo", IMAGE), Kind.JOBSET, Restarts.BY_LAUNCHER)[-1]
     )
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 0}
@@ -213,19 +213,6 @@ def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
     assert len(longest) <= 63
     with pytest.raises(BadInput, match="lower-case"):
         check_name("Demo")
-
-
-plain_values = st.recursive(
-    st.text() | st.integers() | st.booleans() | st.just({}) | st.just([]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(min_size=1), inner, max_size=4),
-    max_leaves=20,
-)
-
-
-@given(st.dictionaries(st.text(min_size=1), plain_values, max_size=4))
-def test_commented_yaml_says_what_was_given(value: dict[str, Any]) -> None:
-    noted = {key: Noted(each, "what it is for, at some length " * 5) for key, each in value.items()}
-    assert yaml.safe_load(yaml_text.text(noted)) == value
 
 
 def test_the_example_is_a_file_that_can_be_used() -> None:

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from launcher.errors import Exit, LaunchError
-from launcher.gke.manifest import CONTAINER
+from launcher.gke.workload import CONTAINER
 from launcher.provider import ContainerState, LogLine
 
 INDEX = "batch.kubernetes.io/job-completion-index"
@@ -146,7 +146,7 @@ def trouble(pod: Pod, image: str) -> LaunchError | None:
     return None
 
 
-def waits_for(pod: Pod) -> str:
+def describe_waiting(pod: Pod) -> str:
     """What a pod that has not started waits for, in words."""
     if pod.unschedulable:
         return f"no node takes its pod ({pod.unschedulable})"
@@ -155,7 +155,7 @@ def waits_for(pod: Pod) -> str:
     return "its node was not found yet" if not pod.node else f"its container is being made on {pod.node}"
 
 
-def log_lines(output: str, limit: int) -> tuple[list[LogLine], bool]:
+def parse_log(output: str, limit: int) -> tuple[list[LogLine], bool]:
     """What `kubectl logs --timestamps --limit-bytes=limit` printed, and whether it was cut; a line that was cut is left
     out."""
     cut = len(output.encode(errors="replace")) >= limit
@@ -163,10 +163,11 @@ def log_lines(output: str, limit: int) -> tuple[list[LogLine], bool]:
     last = lines.pop()
     if last and not cut:
         lines.append(last)
-    return [log_line(line) for line in lines if line], cut
+    return [parse_log_line(line) for line in lines if line], cut
 
 
-def log_line(line: str) -> LogLine:
+def parse_log_line(line: str) -> LogLine:
+    """One line with its time, in UTC; a line without a time is kept as it is."""
     timestamp, _, text = line.partition(" ")
     return (
         LogLine(_utc(timestamp), text.rstrip("\r")) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)

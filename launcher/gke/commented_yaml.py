@@ -1,0 +1,139 @@
+"""YAML with comments: plain values to text, in the order given. Pure and deterministic.
+
+`Commented(value, comment)` puts a comment above a key or a list item. Values are dicts, lists, strings, whole numbers and
+booleans. Every YAML reader reads the text as the same values: readers differ (1.1 and 1.2) in what they take for a
+number, a boolean, a date or null, so a string that is not plainly a word or a path is quoted.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
+
+_COMMENT_WIDTH = 110
+_INDENT = 2  # of everything: list items are indented below their key, too
+_PLAIN = re.compile(r"[A-Za-z/$(][-A-Za-z0-9_./$()@:=+]*")
+_WORDS_OF_SOME_READER = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
+
+
+@dataclass(frozen=True)
+class Commented:
+    """A value, and the comment above it."""
+
+    value: Any
+    comment: str
+
+
+def strip_comments(node: Any) -> Any:
+    """The value without its comments."""
+    if isinstance(node, Commented):
+        return strip_comments(node.value)
+    if isinstance(node, dict):
+        return {key: strip_comments(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [strip_comments(value) for value in node]
+    return node
+
+
+def dump_documents(nodes: Iterable[Any], heading: str = "") -> str:
+    """Several documents as one text, below a heading of comments."""
+    lines = "".join(f"# {line}\n" for line in _wrap(heading, 0).splitlines())
+    return lines + "---\n".join(dump(node) for node in nodes)
+
+
+def dump(node: Any) -> str:
+    """One document. A reader gets `strip_comments(node)`."""
+    stream = io.StringIO()
+    value, comment = _split(node)
+    converted = _convert(value, 0)
+    if comment:
+        stream.writelines(f"# {line}\n" for line in _wrap(comment, 0).splitlines())
+    _writer().dump(converted, stream)
+    text = stream.getvalue()
+    # ruamel.yaml indents the items of a list at the top, too.
+    return re.sub(rf"^ {{{_INDENT}}}", "", text, flags=re.MULTILINE) if isinstance(value, list) and value else text
+
+
+def _writer() -> YAML:
+    yaml = YAML()
+    yaml.indent(mapping=_INDENT, sequence=2 * _INDENT, offset=_INDENT)
+    yaml.width = 1 << 30  # lines of values are never folded
+    yaml.allow_unicode = True
+    return yaml
+
+
+def _convert(value: Any, column: int) -> Any:
+    """The value as ruamel.yaml keeps it, with comments and quotes. `column`: where its keys or items begin."""
+    if isinstance(value, dict):
+        mapping = CommentedMap()
+        for key, node in value.items():
+            inner, comment = _split(node)
+            mapping[_scalar(key)] = _convert(inner, column + (2 * _INDENT if isinstance(inner, list) else _INDENT))
+            if comment:
+                mapping.yaml_set_comment_before_after_key(_scalar(key), before=_wrap(comment, column), indent=column)
+        return mapping
+    if isinstance(value, list):
+        sequence = CommentedSeq()
+        for index, node in enumerate(value):
+            inner, comment = _split(_hoist(node))
+            sequence.append(_convert(inner, column))
+            if comment:
+                dash = column - _INDENT
+                sequence.yaml_set_comment_before_after_key(index, before=_wrap(comment, dash), indent=dash)
+        return sequence
+    return _scalar(value)
+
+
+def _hoist(item: Any) -> Any:
+    """A list item whose first key has a comment: it goes above the item's dash."""
+    value, comment = _split(item)
+    if not isinstance(value, dict) or not value:
+        return item
+    first = next(iter(value))
+    if not isinstance(value[first], Commented):
+        return item
+    comments = [part for part in (comment, value[first].comment) if part]
+    return Commented({**value, first: value[first].value}, "\n".join(comments))
+
+
+def _split(node: Any) -> tuple[Any, str]:
+    return (node.value, node.comment) if isinstance(node, Commented) else (node, "")
+
+
+def _scalar(value: Any) -> Any:
+    if not isinstance(value, str) or is_plain(value):
+        return value
+    return LiteralScalarString(value) if _fits_a_block(value) else DoubleQuotedScalarString(value)
+
+
+def is_plain(value: str) -> bool:
+    """Whether every reader takes the unquoted text for a string: it begins like a word or a path, and is none of the
+    words that some reader takes for a boolean or null."""
+    is_word = _PLAIN.fullmatch(value) is not None and not value.endswith(":")
+    return is_word and value.lower() not in _WORDS_OF_SOME_READER
+
+
+def _fits_a_block(value: str) -> bool:
+    """Whether a literal block says exactly this: one line end at its end, no blank first, nothing that a block can't
+    hold."""
+    return (
+        value.endswith("\n")
+        and not value.endswith("\n\n")
+        and not value[0].isspace()
+        and re.fullmatch(r"[\n\x20-\x7e\xa0-\ud7ff]*", value) is not None
+    )
+
+
+def _wrap(comment: str, column: int) -> str:
+    width = _COMMENT_WIDTH - column
+    return "\n".join(
+        line for part in comment.split("\n") for line in textwrap.wrap(part, width, break_on_hyphens=False)
+    )
