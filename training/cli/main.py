@@ -9,6 +9,7 @@
     tpu-train export RUN OUT                write a run's model as a Hugging Face folder (training/cli/models.py)
     tpu-train push RUN REPOSITORY           the same to the Hugging Face Hub
     tpu-train predict FOLDER TEXT           fill the mask in a text, or name its class
+    tpu-train exec SCRIPT ...               start a PyTorch program of the user's own (training/cli/script.py)
     tpu-train check CONFIG                  what in a step will be slow on a TPU (training/cli/lint.py)
     tpu-train report RUN                    write report.html of a run  (training/cli/report.py)
     tpu-train checkpoint list|show|verify   look at a run's checkpoints (training/cli/checkpoint.py)
@@ -37,6 +38,7 @@ _COMMANDS = {
     ),
     "dataset": LazyCommand("training.cli.data:dataset", "Look at a dataset, and check it."),
     "evaluate": LazyCommand("training.cli.train:evaluate", "Evaluate a checkpoint or a model folder."),
+    "exec": LazyCommand("training.cli.script:exec_script", "Run a PyTorch program of your own on every host."),
     "export": LazyCommand("training.cli.models:export", "Write a run's model in Hugging Face's layout."),
     "predict": LazyCommand("training.cli.models:predict", "Fill the mask in a text, or name its class."),
     "preflight": LazyCommand(

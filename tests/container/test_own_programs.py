@@ -1,0 +1,90 @@
+"""`tpu-train exec` with the real torch_xla: one host here; several hosts in tests/rehearsal/test_hugging_face_trainer.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from training.cli.script import chip_process_environment
+from training.distributed.cluster import Cluster
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "hugging_face" / "train.py"
+
+
+def execute(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "training.cli", "exec", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_hugging_face_trainer_trains_on_the_xla_device_of_one_host(tmp_path: Path) -> None:
+    flags = [
+        "--output_dir",
+        "out",
+        "--max_steps",
+        "20",
+        "--per_device_train_batch_size",
+        "16",
+        "--optim",
+        "adamw_torch",
+    ]
+    more = ["--learning_rate", "2e-3", "--logging_steps", "10", "--report_to", "none", "--disable_tqdm", "true"]
+    ended = execute(str(EXAMPLE), *flags, *more, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"^process 0 of 1 on xla:0: loss [\d.]+,", ended.stdout, re.MULTILINE), ended.stdout
+    assert {file.name for file in (tmp_path / "out").iterdir()} >= {"config.json", "model.safetensors", "checkpoint-20"}
+
+
+def test_a_failed_program_fails_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("raise RuntimeError('no such thing')\n")
+    ended = execute("program.py", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "RuntimeError: no such thing" in ended.stderr
+    assert "a process of program.py ended early" in ended.stderr
+
+
+def test_the_exit_code_of_a_program_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import sys\nsys.exit(75)\n")
+    assert execute("program.py", cwd=tmp_path).returncode == 75
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "worker", "hosts", "bounds"),
+    [
+        ("v4-16", 1, 2, "2,2,2"),
+        ("v5litepod-16", 3, 4, "4,4,1"),
+        ("v5litepod-8", 0, 1, "2,4,1"),
+        ("v6e-16", 2, 4, "4,4,1"),
+    ],
+)
+def test_torch_xla_derives_one_process_for_each_chip(accelerator: str, worker: int, hosts: int, bounds: str) -> None:
+    """What torch_xla itself makes of our variables, in the process of the host's last chip."""
+    addresses = tuple(f"10.0.0.{number}" for number in range(hosts))
+    chips = 8 if accelerator == "v5litepod-8" else 4
+    program = (
+        "import json, os\nfrom torch_xla._internal import tpu\n"
+        f"tpu.num_available_chips = lambda: {chips}\n"
+        f"processes = tpu.num_local_processes()\ntpu.configure_topology(processes - 1, processes)\n"
+        "print(json.dumps([processes, dict(os.environ)]))\n"
+    )
+    environment = {
+        **os.environ,
+        **chip_process_environment(Cluster(worker, addresses, accelerator)),
+        "PJRT_DEVICE": "TPU",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 0, ended.stderr
+    processes, derived = json.loads(ended.stdout.splitlines()[-1])
+    assert processes == chips
+    assert derived["TPU_PROCESS_BOUNDS"] == bounds
+    assert derived["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"
+    assert derived["CLOUD_TPU_TASK_ID"] == str((worker + 1) * chips - 1)
+    assert derived["TPU_VISIBLE_CHIPS"] == str(chips - 1)
+    assert len(derived["TPU_PROCESS_ADDRESSES"].split(",")) == hosts * chips
