@@ -31,7 +31,7 @@ INTENTS = {
     "rates": ["the exchange rate for euros", "which rate do i get", "fees of changing money", "the rate was bad"],
 }
 OPENINGS = ["hello", "please", "can you help", "i have a question", "good morning", "quick one", "hi there", "urgent"]
-CLOSINGS = ["", "thanks", "as soon as possible", "today", "it is the second time", "in the app", "for my brother", "now"]
+CLOSINGS = ["", "thanks", "as soon as possible", "today", "for the second time", "in the app", "for my brother", "now"]
 
 
 @dataclass
@@ -54,14 +54,13 @@ def sentences() -> Dataset:
 
 def word_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     """A vocabulary of the words in `texts`, with BERT's special tokens."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=special))
+    words.train_from_iterator(texts, trainers.WordLevelTrainer(special_tokens=list(names.values())))
     words.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[(token, words.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     )
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
     return PreTrainedTokenizerFast(tokenizer_object=words, **names)
 
 

@@ -1,4 +1,4 @@
-"""`tpu-train exec` with the real torch_xla: one host here; several hosts in tests/rehearsal/test_hugging_face_trainer.py."""
+"""`tpu-train exec` with the real torch_xla on one host (two hosts: tests/rehearsal/test_hugging_face_trainer.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An unmodified Hugging Face Trainer program trains over both hosts of an emulated slice. Starts one slice; a minute."""
+"""An unmodified Hugging Face Trainer program trains over both hosts of an emulated slice: one slice, a minute."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 The program imports nothing of this package. Hugging Face's Trainer and Accelerate, and torch.distributed, learn from
 the process's environment how many processes there are; every host of a slice runs this same command.
 
-* TPU: one process for each chip of the host (`torch_xla.launch`). The Trainer sums gradients over all chips of the slice.
+* TPU: one process for each chip of the host (`torch_xla.launch`). Gradients are summed over all chips of the slice.
   v4 and newer: on v2 and v3 torch_xla would run two replicas as threads of one process.
 * CPU, several hosts (an emulated slice): one process, with the variables that torchrun sets, and torch_xla switched off
   for Hugging Face's libraries. torch_xla has no collective between CPU processes: each host would train a model of its
@@ -45,8 +45,8 @@ def chip_process_environment(cluster: Cluster) -> dict[str, str]:
     accelerator = ACCELERATORS[environment["TPU_ACCELERATOR_TYPE"]]
     if accelerator.generation.devices_per_chip > 1:
         raise BadInput(
-            f"tpu-train exec runs one process a chip, and a chip of {accelerator.name} has two devices, which torch_xla "
-            "gives to threads of one process; use v4 or newer, or start the program with a command of your own"
+            f"tpu-train exec runs one process a chip, and a chip of {accelerator.name} has two devices, which "
+            "torch_xla gives to threads of one process; use v4 or newer, or start the program with a command of your own"
         )
     del environment["CLOUD_TPU_TASK_ID"]
     environment["TPU_HOST_BOUNDS"] = environment.pop("TPU_PROCESS_BOUNDS")
@@ -57,8 +57,8 @@ def chip_process_environment(cluster: Cluster) -> dict[str, str]:
 def gloo_environment(cluster: Cluster) -> dict[str, str]:
     """torchrun's variables for one process a host, and Hugging Face's switches for torch on the CPU.
 
-    https://pytorch.org/docs/stable/elastic/run.html#environment-variables; USE_TORCH_XLA and ACCELERATE_USE_CPU are read
-    by transformers and accelerate. One thread for each process is torchrun's default as well.
+    https://pytorch.org/docs/stable/elastic/run.html#environment-variables; transformers and accelerate read
+    USE_TORCH_XLA and ACCELERATE_USE_CPU. One thread for each process is torchrun's default as well.
     """
     return {
         "RANK": str(cluster.worker),
@@ -83,7 +83,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 def _run_chip_process(_ordinal: int, script: str, arguments: Sequence[str]) -> None:
     """What `torch_xla.launch` calls in each process.
 
-    An exception ends the process at once: the other chips' processes would wait for it in a collective for ever, and the
+    An exception ends the process at once: the processes of other chips would wait for it in a collective for ever, and the
     pool ends them as soon as one of its processes is gone. SystemExit reaches the parent with its code.
     """
     try:
