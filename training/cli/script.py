@@ -46,7 +46,7 @@ def chip_process_environment(cluster: Cluster) -> dict[str, str]:
     if accelerator.generation.devices_per_chip > 1:
         raise BadInput(
             f"tpu-train exec runs one process a chip, and a chip of {accelerator.name} has two devices, which "
-            "torch_xla gives to threads of one process; use v4 or newer, or start the program with a command of your own"
+            "torch_xla gives to threads of one process; use v4 or newer, or a command of your own"
         )
     del environment["CLOUD_TPU_TASK_ID"]
     environment["TPU_HOST_BOUNDS"] = environment.pop("TPU_PROCESS_BOUNDS")
@@ -83,8 +83,8 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 def _run_chip_process(_ordinal: int, script: str, arguments: Sequence[str]) -> None:
     """What `torch_xla.launch` calls in each process.
 
-    An exception ends the process at once: the processes of other chips would wait for it in a collective for ever, and the
-    pool ends them as soon as one of its processes is gone. SystemExit reaches the parent with its code.
+    An exception ends the process at once: the processes of other chips would wait for it in a collective for ever, and
+    the pool ends them as soon as one of its processes is gone. SystemExit reaches the parent with its code.
     """
     try:
         run_script(script, arguments)
