@@ -14,9 +14,9 @@ class BucketServer:
     None."""
 
     def __init__(self, folder: Path) -> None:
+        from launcher.emulator.http_server import Acceptor, serve_http
         from launcher.emulator.storage.api import StorageApi
         from launcher.emulator.storage.bucket import Buckets
-        from launcher.emulator.web import Acceptor, serve_http
 
         buckets = Buckets(folder)
         buckets.ensure("bucket")

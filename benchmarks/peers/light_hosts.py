@@ -23,10 +23,10 @@ from typing import Any
 
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import CODES, ApiError
-from launcher.emulator.api.lifecycle import end_changes
+from launcher.emulator.api.operations import finish_pending_operations
 from launcher.emulator.control import IMAGE
 from launcher.emulator.state import State
-from launcher.emulator.web import Acceptor, Request, Response, json_response, serve_http
+from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
 from launcher.images import build as images
 from launcher.images import engine
 
@@ -288,7 +288,7 @@ def serve_api(state: State) -> tuple[int, Closing]:
                 value = tpu_api.answer(
                     state, tpu_api.parse(request.method, segments[1:], request.query, request.json()), time.time()
                 )
-                end_changes(state)
+                finish_pending_operations(state)
                 return json_response(value)
         except ApiError as error:
             return json_response(error.as_json(), CODES[error.code][0])
@@ -323,7 +323,7 @@ def make_node(state: State, hosts: int, key: str) -> Any:
     tpu_api.answer(state, tpu_api.Call("POST", parent, "", {"nodeId": "rack"}, body), time.time())
     (node,) = state.nodes.values()
     node.resource |= {"state": "READY", "health": "HEALTHY"}
-    end_changes(state)
+    finish_pending_operations(state)
     for host in node.hosts:
         host.guest_attributes["hostkeys/ssh-ed25519"] = key
     return node

@@ -27,7 +27,7 @@ from launcher import shell
 from launcher.emulator.server import CONTROL, ENGINE
 from launcher.emulator.state import State, emulator_id, from_json, to_json, write_atomically
 from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnection
-from launcher.emulator.vm.machines import remove_everything
+from launcher.emulator.vm.host_containers import remove_everything
 from launcher.errors import BadInput, LaunchError
 from launcher.images import build as images
 from launcher.installation import shared_folder

@@ -1,7 +1,7 @@
 """Faults: what goes wrong on purpose. Entered by `tpu-launch emulator inject ...`, kept in the state, consumed
 atomically with what they spoil.
 
-Pure functions over the state; the ones that kill or cut off hosts only mark them here, and machines.py does it.
+Pure functions over the state; the ones that kill or cut off hosts only mark them here, and host_containers.py does it.
 """
 
 from __future__ import annotations

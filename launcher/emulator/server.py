@@ -25,17 +25,17 @@ from launcher.emulator import faults
 from launcher.emulator.api import catalogue, queued_resources, repositories
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError
-from launcher.emulator.api.lifecycle import Lifecycle
+from launcher.emulator.api.operations import OperationRunner
+from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
 from launcher.emulator.state import Fault, Node, Store, from_json
 from launcher.emulator.storage.api import StorageApi
 from launcher.emulator.storage.bucket import Buckets
 from launcher.emulator.storage.tls import CA_FILE, tls_context
 from launcher.emulator.vm import metadata
 from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
-from launcher.emulator.vm.engine_proxy import Views
+from launcher.emulator.vm.engine_proxy import EngineProxy
+from launcher.emulator.vm.host_containers import HostContainers
 from launcher.emulator.vm.hosts import Hosts, all_hosts, find_host, unix_listener
-from launcher.emulator.vm.machines import Machines
-from launcher.emulator.web import Acceptor, Request, Response, json_response, serve_http
 
 log = logging.getLogger(__name__)
 
@@ -62,27 +62,27 @@ class Server:
         self.store = Store(state, home / "state.json")
         self.sockets = Path(state.sockets)
         self.engine = Engine(state.engine)
-        self.machines = Machines(self.engine, state.id, image, self.sockets)
+        self.containers = HostContainers(self.engine, state.id, image, self.sockets)
         self.buckets = Buckets(home / "buckets")
         self.storage = StorageApi(self.buckets)
         self.acceptor = Acceptor()
         self.hosts = Hosts(
             self.store,
-            self.machines,
+            self.containers,
             self.acceptor,
             metadata=self._metadata,
             storage=lambda hostname, request: self._storage(request),
             context=tls_context(self.sockets),
-            engine=lambda hostname, connection: self.views.serve_host(hostname, connection),
+            engine=lambda hostname, connection: self.engine_proxy.serve_host(hostname, connection),
         )
-        self.views = Views(self.store, self.engine, bind=self.hosts.bind, ca=self.sockets / CA_FILE)
-        self.lifecycle = Lifecycle(self.store, self.machines, prepare=self.hosts.prepare)
+        self.engine_proxy = EngineProxy(self.store, self.engine, bind=self.hosts.bind, ca=self.sockets / CA_FILE)
+        self.operations = OperationRunner(self.store, self.containers, prepare=self.hosts.prepare)
         self.stopping = threading.Event()
 
     def run(self, listener: socket.socket) -> None:
         """Serves until told to stop."""
         with self.store.change() as state:
-            state.subnet = self.machines.ensure_network(state.subnet)
+            state.subnet = self.containers.ensure_network(state.subnet)
             state.pid = os.getpid()
             nodes = list(state.nodes.values())
             rebooted, state.boot = state.boot not in ("", BOOT.read_text()), BOOT.read_text()
@@ -92,10 +92,10 @@ class Server:
                 self.hosts.prepare(node, host)
         if rebooted:
             self.hosts.return_from_reboot(nodes)
-        self.acceptor.add(unix_listener(self.sockets / ENGINE, 0o600), self.views.serve_workstation)
+        self.acceptor.add(unix_listener(self.sockets / ENGINE, 0o600), self.engine_proxy.serve_workstation)
         self.acceptor.add(listener, lambda connection: serve_http(connection, self.google))
-        self.store.after_change = self.lifecycle.wake
-        self.lifecycle.wake()
+        self.store.after_change = self.operations.wake
+        self.operations.wake()
         self.hosts.watch()
         threading.Thread(target=self._advance_queue, name="queue", daemon=True).start()
         self.acceptor.add(
@@ -103,7 +103,7 @@ class Server:
         )
         log.info("serving %s", self.home)
         self.stopping.wait()
-        self.lifecycle.close()
+        self.operations.close()
 
     def _advance_queue(self) -> None:
         """Queued resources wait, are granted and expire whether anybody looks or not."""

@@ -3,7 +3,7 @@
 Everything that must survive the server is in `State`: nodes and their hosts, operations, pushed images, faults. It is
 changed only inside `Store.change()`, which holds the lock and writes the file before anyone sees the change: to a
 temporary name, synced, then renamed. A server that is killed at any moment therefore finds either the old or the new
-state, never a torn one; what it then does for pending operations is idempotent (lifecycle.py). Objects of the bucket
+state, never a torn one; what it then does for pending operations is idempotent (operations.py). Objects of the bucket
 are not here but in files of their own (bucket.py).
 """
 

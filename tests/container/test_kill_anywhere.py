@@ -20,7 +20,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from launcher.emulator.web import Body, Disconnected, Response, json_response
+from launcher.emulator.http_server import Body, Disconnected, Response, json_response
 from tests.bucket_server import BucketServer
 from tests.container import small_runs
 from tests.container.mortals import POINTS, POINTS_OF_FIRST, Fate, Run, resumed_at
@@ -126,7 +126,7 @@ def from_write(number: int, bucket: BucketServer, fault: Callable[[BucketServer,
     def answer(request: Any) -> Any:
         name = unquote(request.path + request.query.get("name", ""))
         if not begun.is_set() and request.method == "POST":
-            body = request.body.all()
+            body = request.body.read_all()
             request.body = Body(io.BytesIO(body), len(body), False)
             if (b"/checkpoints/" in body[:4096] or "/checkpoints/" in name) and next(written) >= number:
                 begun.set()

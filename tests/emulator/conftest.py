@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from launcher.emulator.api import nodes as tpu_api
+from launcher.emulator.http_server import Acceptor, serve_http
 from launcher.emulator.state import Node, Operation, State
 from launcher.emulator.storage.api import StorageApi
 from launcher.emulator.storage.bucket import Buckets
-from launcher.emulator.web import Acceptor, serve_http
 
 ZONE = "us-central2-b"
 PARENT = ("projects", "p", "locations", ZONE)

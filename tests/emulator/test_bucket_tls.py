@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.emulator.http_server import Acceptor
 from launcher.emulator.storage import tls as bucket_tls
 from launcher.emulator.storage.api import StorageApi
 from launcher.emulator.storage.bucket import Buckets
-from launcher.emulator.web import Acceptor
 
 
 class Google:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from launcher.emulator.vm import engine_view as engine
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL
-from launcher.emulator.vm.engine_view import Refused, View
+from launcher.emulator.vm.engine_view import HostView, Refused
 
-VIEW = View("0badcafe", "t1v-n-12345678-w-0")
+VIEW = HostView("0badcafe", "t1v-n-12345678-w-0")
 CA_BIND = f"/private/ca.pem:{engine.CONTAINER_CA}:ro"
 IDS = ["a" * 64, "ab" + "c" * 62, "d" * 64]
 names = st.from_regex(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,20}", fullmatch=True)
@@ -39,7 +39,7 @@ def refused(status: int, words: str, body: dict[str, Any]) -> None:
 
 def listed(name: str, identifier: str = IDS[0], **asked: Any) -> dict[str, Any]:
     """An own container as the workstation's engine lists it."""
-    labels = {LABEL: VIEW.emulator, HOST_LABEL: VIEW.hostname, engine.ASKED_LABEL: json.dumps(asked), "user": "x"}
+    labels = {LABEL: VIEW.emulator, HOST_LABEL: VIEW.hostname, engine.REQUESTED_LABEL: json.dumps(asked), "user": "x"}
     return {
         "Id": identifier,
         "Names": [f"/{VIEW.prefix}{name}"],
@@ -88,7 +88,7 @@ def test_privileged_becomes_capabilities_and_inspect_still_says_privileged() -> 
         "Config": {"Image": made["Image"], "Labels": made["Labels"]},
         "HostConfig": {**host, "Privileged": False},
     }
-    shown = engine.shown_inspect(answer, VIEW)
+    shown = engine.present_container(answer, VIEW)
     assert (shown["Name"], shown["Config"]["Image"], shown["Config"]["Labels"]) == ("/c", "repo@sha256:2", {})
     assert (shown["HostConfig"]["Privileged"], shown["HostConfig"]["NetworkMode"]) == (True, "host")
 
@@ -141,7 +141,7 @@ def test_users_can_not_pretend_to_be_another_host() -> None:
 
 @given(names)
 def test_names_come_back_as_they_were_given(name: str) -> None:
-    shown = engine.shown_listing([listed(name, Image="repo:tag", NetworkMode="host")], VIEW, [], None)[0]
+    shown = engine.present_listing([listed(name, Image="repo:tag", NetworkMode="host")], VIEW, [], None)[0]
     assert (shown["Names"], shown["Labels"], shown["Image"]) == ([f"/{name}"], {"user": "x"}, "repo:tag")
     assert shown["HostConfig"]["NetworkMode"] == "host"
     assert engine.resolve_container(name, [listed(name)], VIEW) == IDS[0]
@@ -168,7 +168,7 @@ def test_listings_are_filtered_to_the_host_whatever_else_was_asked() -> None:
     assert json.loads(query["filters"]) == {"label": ["a=b", *VIEW.labels]}
     assert (filtered, limit, "limit" in query) == (["^/run"], 2, False)
     values = [listed(name) for name in ("run-1", "other", "run-2", "run-3")]
-    assert [each["Names"] for each in engine.shown_listing(values, VIEW, filtered, limit)] == [["/run-1"], ["/run-2"]]
+    assert [each["Names"] for each in engine.present_listing(values, VIEW, filtered, limit)] == [["/run-1"], ["/run-2"]]
     with pytest.raises(Refused, match="invalid filters"):
         engine.listing_query({"filters": "[1"}, VIEW)
 
@@ -177,12 +177,12 @@ def test_events_show_the_hosts_names_and_none_of_our_labels() -> None:
     attributes = {
         LABEL: "x",
         HOST_LABEL: "y",
-        engine.ASKED_LABEL: '{"Image": "repo:tag"}',
+        engine.REQUESTED_LABEL: '{"Image": "repo:tag"}',
         "name": f"{VIEW.prefix}c",
         "image": "sha256:1",
         "mine": "1",
     }
-    shown = engine.shown_event(
+    shown = engine.present_event(
         {"Action": "die", "from": "sha256:1", "Actor": {"ID": "1", "Attributes": attributes}}, VIEW
     )
     assert shown["Actor"]["Attributes"] == {"name": "c", "image": "repo:tag", "mine": "1"}

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from launcher.emulator.http_server import Body, Request, Response
 from launcher.emulator.state import Store
 from launcher.emulator.vm import metadata
-from launcher.emulator.web import Body, Request, Response
 
 
 class Host:

@@ -1,4 +1,4 @@
-"""Long-running operations against machines that boot when the test says so: every path from CREATING, and going on
+"""Long-running operations against containers that boot when the test says so: every path from CREATING, and going on
 after a crash."""
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from launcher.emulator.api.lifecycle import Lifecycle
+from launcher.emulator.api.operations import OperationRunner
 from launcher.emulator.state import Fault, Host, Node, Store, from_json, to_json
 
 
-class Machines:
-    """Machines without containers: a host boots when the gate is open, and publishes its key."""
+class HostContainers:
+    """HostContainers without containers: a host boots when the gate is open, and publishes its key."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -52,9 +52,9 @@ class Running:
 
     def serve(self, store: Store) -> None:
         self.store = store
-        self.machines = Machines(store)
-        self.lifecycle = Lifecycle(store, self.machines, prepare=lambda node, host: None)  # type: ignore[arg-type]
-        store.after_change = self.lifecycle.wake
+        self.containers = HostContainers(store)
+        self.operations = OperationRunner(store, self.containers, prepare=lambda node, host: None)  # type: ignore[arg-type]
+        store.after_change = self.operations.wake
 
     def call(self, function: Any, *arguments: Any, **named: Any) -> str:
         self.api.now = time.time()
@@ -77,7 +77,7 @@ class Running:
 def running(api: Any) -> Iterator[Running]:
     served = Running(api)
     yield served
-    served.machines.gate.set()
+    served.containers.gate.set()
 
 
 def test_a_creation_ends_ready_with_the_node_as_its_response(running: Running) -> None:
@@ -101,33 +101,33 @@ def test_a_stockout_ends_the_operation_with_code_8_and_leaves_no_node(running: R
 
 
 def test_a_node_deleted_while_it_is_created_leaves_nothing(running: Running) -> None:
-    running.machines.gate.clear()
+    running.containers.gate.clear()
     creation = running.call(running.api.create)
     deletion = running.call(running.api.call, "DELETE", "nodes", "pod")
-    running.machines.gate.set()
+    running.containers.gate.set()
     assert running.ended(creation)["code"] == 1
     assert running.ended(deletion)["@type"].endswith("Empty")
-    assert not running.machines.hosts
+    assert not running.containers.hosts
     assert not running.api.state.nodes
 
 
 def test_a_cancelled_creation_deletes_its_node(running: Running) -> None:
-    running.machines.gate.clear()
+    running.containers.gate.clear()
     creation = running.call(running.api.create)
     with running.store.change():
         running.api.call("POST", "operations", creation.rsplit("/", 1)[1], verb="cancel")
-    running.machines.gate.set()
+    running.containers.gate.set()
     assert running.ended(creation)["code"] == 1
     assert running.store.wait(lambda state: not state.nodes, 10)
-    assert not running.machines.hosts
+    assert not running.containers.hosts
 
 
 def test_a_pending_creation_goes_on_in_the_next_server(running: Running) -> None:
-    running.machines.gate.clear()
+    running.containers.gate.clear()
     creation = running.call(running.api.create)
     running.api.state = from_json(to_json(running.api.state))
     running.serve(Store(running.api.state, None))
-    running.lifecycle.wake()
+    running.operations.wake()
     assert running.ended(creation)["state"] == "READY"
 
 
@@ -137,7 +137,7 @@ def test_a_pending_deletion_goes_on_in_the_next_server(running: Running) -> None
     deletion = running.call(running.api.call, "DELETE", "nodes", "pod")
     running.api.state = from_json(to_json(running.api.state))
     running.serve(Store(running.api.state, None))
-    running.lifecycle.wake()
+    running.operations.wake()
     running.ended(deletion)
     assert not running.api.state.nodes
 
@@ -154,13 +154,13 @@ def test_an_update_is_seen_when_its_operation_has_ended(running: Running) -> Non
 def test_a_single_host_stops_and_starts(running: Running) -> None:
     running.ended(running.call(running.api.create, acceleratorType="v4-8"))
     assert running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="stop"))["state"] == "STOPPED"
-    assert not running.machines.hosts
+    assert not running.containers.hosts
     assert running.ended(running.call(running.api.call, "POST", "nodes", "pod", verb="start"))["state"] == "READY"
-    assert len(running.machines.hosts) == 1
+    assert len(running.containers.hosts) == 1
 
 
 def test_a_creation_that_the_engine_refuses_ends_with_an_error_and_can_be_deleted(running: Running) -> None:
-    running.machines.broken = True
+    running.containers.broken = True
     error = running.ended(running.call(running.api.create))
     assert (error["code"], "the engine is gone" in error["message"]) == (13, True)
     assert running.node()["state"] == "UNKNOWN"
@@ -169,7 +169,7 @@ def test_a_creation_that_the_engine_refuses_ends_with_an_error_and_can_be_delete
 
 
 def test_no_host_is_made_after_closing(running: Running) -> None:
-    running.lifecycle.close()
+    running.operations.close()
     running.call(running.api.create)
     time.sleep(0.1)
-    assert not running.machines.hosts
+    assert not running.containers.hosts

@@ -54,7 +54,7 @@ class Queue:
         return dict(self.call("GET", "q")["state"])
 
     def finish_node(self, state: str | None) -> None:
-        """As lifecycle.py does, without machines: the node gets a state, or is gone."""
+        """As operations.py does, without containers: the node gets a state, or is gone."""
         if state is None:
             del self.state.nodes[f"{PARENT}/nodes/n"]
         else:

@@ -42,9 +42,9 @@ from launcher import shell
 from launcher.config import Config, load
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import CODES, ApiError
-from launcher.emulator.api.lifecycle import end_changes
+from launcher.emulator.api.operations import finish_pending_operations
+from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
 from launcher.emulator.state import Host, State
-from launcher.emulator.web import Acceptor, Request, Response, json_response, serve_http
 from launcher.tpu_vm import gcloud, queued
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 from launcher.tpu_vm.ssh.connections import SliceConnections
@@ -68,7 +68,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
     """A READY slice of two hosts that nobody can reach, behind the emulated API."""
     found = State("0badcafe", 0, "", "", 0, 0, subnet="10.200.0.0/22")
     tpu_api.answer(found, tpu_api.Call("POST", NODE, "", {"nodeId": "demo"}, dict(BODY)), time.time())
-    end_changes(found)
+    finish_pending_operations(found)
     (node,) = found.nodes.values()
     node.resource |= {"state": "READY", "health": "HEALTHY"}
     lock = threading.Lock()
@@ -89,7 +89,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
             except ApiError as error:
                 return json_response(error.as_json(), CODES[error.code][0])
             finally:
-                end_changes(found)
+                finish_pending_operations(found)
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     acceptor = Acceptor()

@@ -21,9 +21,9 @@ import pytest
 import yaml
 
 from launcher import shell
+from launcher.emulator.http_server import Acceptor, serve_http
 from launcher.emulator.storage.api import StorageApi
 from launcher.emulator.storage.bucket import Buckets
-from launcher.emulator.web import Acceptor, serve_http
 from launcher.images import build as images
 from tests.container import small_runs
 from tests.kubernetes.cluster.cluster import CONTEXT, Cluster

@@ -13,7 +13,7 @@ from typing import Any
 import google_crc32c
 import pytest
 
-from launcher.emulator.web import Disconnected, Response
+from launcher.emulator.http_server import Disconnected, Response
 from training import storage
 from training.errors import BadInput, Exit
 from training.storage import gcs as bucket

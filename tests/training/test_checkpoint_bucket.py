@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.emulator.web import Response
+from launcher.emulator.http_server import Response
 from training import storage
 from training.checkpoint.reader import restore
 from training.checkpoint.retention import Keep

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launcher.emulator.web import Disconnected, Response
+from launcher.emulator.http_server import Disconnected, Response
 from training import storage
 from training.data.formats import records as form
 from training.data.formats.dataset import Dataset

@@ -1,7 +1,7 @@
 """The Cloud TPU API v2, and the few Compute calls that gcloud makes: pure request -> response over the state.
 
 `answer(state, call, now)` changes the state and returns what Google would. Nothing here starts a container: a new
-operation is entered into the state as pending, and lifecycle.py works on whatever is pending there. Queued resources
+operation is entered into the state as pending, and operations.py works on whatever is pending there. Queued resources
 have a module of their own beside this one.
 
 Reference: gcloud 528, generated_clients/apis/tpu/v2/tpu_v2_{client,messages}.py.

@@ -24,7 +24,7 @@ from launcher.emulator.api.catalogue import ApiError, bad_request
 from launcher.emulator.api.nodes import Call
 from launcher.emulator.state import Operation, QueuedResource, State
 
-DELETE = "delete-queued"  # the verb of an operation that is worked on here, not by lifecycle.py
+DELETE = "delete-queued"  # the verb of an operation that is worked on here, not by operations.py
 _TRY_SECONDS = 1.0  # between tries to find capacity
 # Without a node: may be deleted without force.
 _NO_NODE = frozenset(("ACCEPTED", "WAITING_FOR_RESOURCES", "FAILED", "SUSPENDED"))

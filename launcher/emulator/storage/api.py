@@ -16,9 +16,9 @@ from io import BytesIO
 from typing import Any
 from urllib.parse import parse_qs, quote
 
+from launcher.emulator.http_server import Body, FileRegion, Request, Response, json_response
 from launcher.emulator.storage.bucket import Bucket, Buckets, Listing, Preconditions, StorageError, StoredObject
 from launcher.emulator.storage.uploads import Uploads
-from launcher.emulator.web import Body, FileRegion, Request, Response, json_response
 
 _PREFIXES = {"storage": 2, "upload": 3, "download": 3, "resumable": 4}  # parts of the path before "b"
 
@@ -205,7 +205,7 @@ class StorageApi:
     def _batch(self, request: Request) -> Response:
         """Up to 100 calls in one multipart/mixed body, each answered for itself."""
         head = f"Content-Type: {request.headers['Content-Type']}\r\n\r\n".encode()
-        message = BytesParser().parsebytes(head + request.body.all())
+        message = BytesParser().parsebytes(head + request.body.read_all())
         if not message.is_multipart():
             raise StorageError(400, "invalid", "a multipart/mixed body is expected")
         boundary = "batch_emulator"

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from launcher.emulator.web import Handler, Request, Response, serve_http
+from launcher.emulator.http_server import Handler, Request, Response, serve_http
 
 NAMES = ("storage.googleapis.com", "www.googleapis.com")
 CA_FILE = "ca.pem"  # in the emulator's private folder, and from there in containers

@@ -15,6 +15,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
+from launcher.emulator.http_server import Disconnected, Request, Response
 from launcher.emulator.storage.bucket import (
     Bucket,
     Buckets,
@@ -24,7 +25,6 @@ from launcher.emulator.storage.bucket import (
     StoredObject,
     write_json,
 )
-from launcher.emulator.web import Disconnected, Request, Response
 
 _CHUNK = 256 * 1024  # what chunks but the last are multiples of
 _MAX_HEAD = 1 << 20

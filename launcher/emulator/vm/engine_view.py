@@ -17,11 +17,11 @@ from typing import Any
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL
 
 # What a container was asked to be, kept on it so that inspect can say so.
-ASKED_LABEL = "tpu-launch.emulator.asked"
+REQUESTED_LABEL = "tpu-launch.emulator.asked"
 # The bucket, as a host reaches it.
 HOST_STORAGE = "http://127.0.0.1:4443"
 CONTAINER_CA = "/etc/tpu-launch-emulator-ca.pem"
-_OURS = (LABEL, HOST_LABEL, MACHINE_LABEL, ASKED_LABEL)
+_OURS = (LABEL, HOST_LABEL, MACHINE_LABEL, REQUESTED_LABEL)
 
 # The networks that a host's containers can have.
 NETWORKS = ("bridge", "host", "none")
@@ -41,7 +41,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class View:
+class HostView:
     """Whose eyes: one host of one emulator."""
 
     emulator: str
@@ -63,7 +63,13 @@ def split_version(path: str) -> tuple[str, str]:
 
 
 def create_on_host(
-    body: dict[str, Any], view: View, *, bind: Callable[[str], str], volume: Callable[[str], str], image: str, ca: str
+    body: dict[str, Any],
+    view: HostView,
+    *,
+    bind: Callable[[str], str],
+    volume: Callable[[str], str],
+    image: str,
+    ca: str,
 ) -> dict[str, Any]:
     """The body of containers/create as the workstation's engine gets it.
 
@@ -98,7 +104,7 @@ def create_on_host(
             mount["Source"] = bind(mount.get("Source", ""))
         elif mount.get("Type") == "volume" and mount.get("Source"):
             mount["Source"] = volume(mount["Source"])
-    own = {LABEL: view.emulator, HOST_LABEL: view.hostname, ASKED_LABEL: json.dumps(asked)}
+    own = {LABEL: view.emulator, HOST_LABEL: view.hostname, REQUESTED_LABEL: json.dumps(asked)}
     new["Labels"] = {**{key: value for key, value in (body.get("Labels") or {}).items() if key not in _OURS}, **own}
     return new
 
@@ -122,7 +128,7 @@ def container_environment(environment: list[str], storage: str) -> list[str]:
     return new
 
 
-def _network(new: dict[str, Any], host: dict[str, Any], view: View) -> None:
+def _network(new: dict[str, Any], host: dict[str, Any], view: HostView) -> None:
     mode = host.get("NetworkMode") or "default"
     if mode in ("default", "bridge", "none"):
         if any(host.get("PortBindings") or {}) or host.get("PublishAllPorts"):
@@ -143,7 +149,7 @@ def _network(new: dict[str, Any], host: dict[str, Any], view: View) -> None:
         host.pop(key, None)
 
 
-def _namespaces(host: dict[str, Any], view: View, bind: Callable[[str], str]) -> None:
+def _namespaces(host: dict[str, Any], view: HostView, bind: Callable[[str], str]) -> None:
     """--pid, --ipc, --uts of "host" mean the emulated host's."""
     if host.get("PidMode") == "host":
         host["PidMode"] = f"container:{view.hostname}"
@@ -186,10 +192,10 @@ def _bind(text: str, bind: Callable[[str], str], volume: Callable[[str], str]) -
 # ------------------------------------------------------------------------------------------------------------------------------
 
 
-def shown_inspect(value: dict[str, Any], view: View) -> dict[str, Any]:
+def present_container(value: dict[str, Any], view: HostView) -> dict[str, Any]:
     """GET containers/{id}/json as the host sees it."""
     new = copy.deepcopy(value)
-    asked = _asked(new["Config"].get("Labels"))
+    asked = _requested(new["Config"].get("Labels"))
     new["Name"] = _strip(new["Name"], view)
     new["Config"]["Labels"] = _user_labels(new["Config"].get("Labels"))
     new["Config"]["Image"] = asked.get("Image", new["Config"]["Image"])
@@ -199,15 +205,15 @@ def shown_inspect(value: dict[str, Any], view: View) -> dict[str, Any]:
     return new
 
 
-def shown_listing(
-    values: list[dict[str, Any]], view: View, names: list[str], limit: int | None
+def present_listing(
+    values: list[dict[str, Any]], view: HostView, names: list[str], limit: int | None
 ) -> list[dict[str, Any]]:
     """GET containers/json as the host sees it. `names` are the name filters, which the engine could not apply: it knows
     longer names."""
     shown = []
     for value in values:
         new = copy.deepcopy(value)
-        asked = _asked(new.get("Labels"))
+        asked = _requested(new.get("Labels"))
         new["Names"] = [_strip(name, view) for name in new["Names"]]
         if names and not any(_matches(pattern, name) for pattern in names for name in new["Names"]):
             continue
@@ -219,8 +225,8 @@ def shown_listing(
     return shown[:limit] if limit else shown
 
 
-def listing_query(query: dict[str, str], view: View) -> tuple[dict[str, str], list[str], int | None]:
-    """The query for the engine, the name filters and the limit that are left for `shown_listing`. Raises Refused."""
+def listing_query(query: dict[str, str], view: HostView) -> tuple[dict[str, str], list[str], int | None]:
+    """The query for the engine, the name filters and the limit that are left for `present_listing`. Raises Refused."""
     wanted = parse_filters(query.get("filters", ""))
     names = wanted.pop("name", [])
     wanted["label"] = [*wanted.get("label", []), *view.labels]
@@ -229,6 +235,12 @@ def listing_query(query: dict[str, str], view: View) -> tuple[dict[str, str], li
     if names and query.get("limit", "").isdigit():
         limit = int(new.pop("limit"))
     return new, names, limit
+
+
+def own_query(query: dict[str, str], view: HostView) -> dict[str, str]:
+    """The query with filters that let only the host's own objects through. Raises Refused."""
+    filters = parse_filters(query.get("filters", ""))
+    return {**query, "filters": json.dumps({**filters, "label": [*filters.get("label", []), *view.labels]})}
 
 
 def parse_filters(text: str) -> dict[str, list[str]]:
@@ -240,11 +252,11 @@ def parse_filters(text: str) -> dict[str, list[str]]:
         raise Refused(400, f"invalid filters: {text[:100]}") from None
 
 
-def shown_event(value: dict[str, Any], view: View) -> dict[str, Any]:
+def present_event(value: dict[str, Any], view: HostView) -> dict[str, Any]:
     """One event as the host sees it."""
     new = copy.deepcopy(value)
     attributes = (new.get("Actor") or {}).get("Attributes") or {}
-    asked = _asked(attributes)
+    asked = _requested(attributes)
     if "name" in attributes:
         attributes["name"] = _strip(attributes["name"], view)
     if asked.get("Image"):
@@ -254,19 +266,24 @@ def shown_event(value: dict[str, Any], view: View) -> dict[str, Any]:
     return new
 
 
-def shown_volume(value: dict[str, Any], view: View) -> dict[str, Any]:
+def present_networks(networks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """GET networks as the host sees it: those that every engine has."""
+    return [network for network in networks if network["Name"] in NETWORKS]
+
+
+def present_volume(value: dict[str, Any], view: HostView) -> dict[str, Any]:
     """One volume as the host sees it."""
     return {**value, "Name": value["Name"].removeprefix(view.prefix), "Labels": _user_labels(value.get("Labels"))}
 
 
-def shown_volumes(value: dict[str, Any], view: View) -> dict[str, Any]:
+def present_volumes(value: dict[str, Any], view: HostView) -> dict[str, Any]:
     """GET volumes as the host sees it: those that its containers made, and not the ones that are the host's own
     folders."""
     own = [each for each in value.get("Volumes") or [] if each["Name"].startswith(view.prefix)]
-    return {**value, "Volumes": [shown_volume(each, view) for each in own]}
+    return {**value, "Volumes": [present_volume(each, view) for each in own]}
 
 
-def resolve_container(name: str, own: list[dict[str, Any]], view: View) -> str:
+def resolve_container(name: str, own: list[dict[str, Any]], view: HostView) -> str:
     """The id of one of the host's own containers by id, name or start of an id. `own` is a listing. Raises Refused, as
     the engine says it."""
     ids = [each["Id"] for each in own]
@@ -283,7 +300,7 @@ def resolve_container(name: str, own: list[dict[str, Any]], view: View) -> str:
     raise Refused(404, f"No such container: {name}")
 
 
-def _strip(name: str, view: View) -> str:
+def _strip(name: str, view: HostView) -> str:
     return name.replace(view.prefix, "", 1)
 
 
@@ -294,8 +311,8 @@ def _matches(pattern: str, name: str) -> bool:
         return pattern == name.removeprefix("/")
 
 
-def _asked(labels: dict[str, str] | None) -> dict[str, Any]:
-    value = json.loads((labels or {}).get(ASKED_LABEL, "{}"))
+def _requested(labels: dict[str, str] | None) -> dict[str, Any]:
+    value = json.loads((labels or {}).get(REQUESTED_LABEL, "{}"))
     assert isinstance(value, dict)
     return value
 

@@ -1,7 +1,7 @@
 """Hosts at run time: the sockets that their agents hand over, what they may ask of Google, their deaths, cuts and
 returns.
 
-The state says which hosts there are and whether they are killed or cut off; machines.py moves their containers.
+The state says which hosts there are and whether they are killed or cut off; host_containers.py moves their containers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from launcher.emulator import faults
+from launcher.emulator.http_server import Acceptor, Request, Response, serve_http
 from launcher.emulator.state import Host, Node, State, Store
 from launcher.emulator.storage.tls import serve_tls
 from launcher.emulator.vm.engine_client import LABEL, MACHINE_LABEL, EngineError, UnixConnection, filters
 from launcher.emulator.vm.engine_view import Refused
-from launcher.emulator.vm.machines import SHARED, Machines
-from launcher.emulator.web import Acceptor, Request, Response, serve_http
+from launcher.emulator.vm.host_containers import SHARED, HostContainers
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Hosts:
     def __init__(
         self,
         store: Store,
-        machines: Machines,
+        containers: HostContainers,
         acceptor: Acceptor,
         *,
         metadata: HostService,
@@ -48,7 +48,7 @@ class Hosts:
         engine: Callable[[str, socket.socket], None],
     ) -> None:
         self.store = store
-        self.machines = machines
+        self.containers = containers
         self.acceptor = acceptor
         self._metadata, self._storage, self._context, self._engine = metadata, storage, context, engine
         self.handed_over: dict[str, list[socket.socket]] = {}  # hostname -> metadata, storage, storage over TLS, engine
@@ -65,7 +65,7 @@ class Hosts:
         with self.lock:
             if host.hostname in self.control_sockets:
                 return
-            folder = self.machines.folder(host)
+            folder = self.containers.folder(host)
             folder.mkdir(mode=0o755, exist_ok=True)
             listener = unix_listener(folder / "agent.sock", 0o600)
             self.control_sockets[host.hostname] = listener
@@ -116,16 +116,16 @@ class Hosts:
         return answer(hostname, request)
 
     def kill(self, host: Host) -> None:
-        self.machines.kill(host)
+        self.containers.kill(host)
 
     def cut(self, host: Host) -> None:
         with self.lock:
             for listener in self.handed_over.get(host.hostname, [])[:3]:
                 self.acceptor.remove(listener, close=False)
-        self.machines.cut(host)
+        self.containers.cut(host)
 
     def hang(self, host: Host) -> None:
-        self.machines.hang(host)
+        self.containers.hang(host)
 
     def restore(self, host: Host) -> None:
         """Undoes kill, cut and hang, and starts a host that somebody else killed."""
@@ -133,12 +133,12 @@ class Hosts:
             cut, hung = host.cut, host.hung
             host.killed, host.cut, host.hung, host.restore_at = False, False, False, None
         if hung:
-            self.machines.wake(host)
+            self.containers.wake(host)
         if cut:
-            self.machines.join(host)
+            self.containers.join(host)
             with self.lock:
                 self._serve_google(host.hostname)
-        self.machines.start(host)
+        self.containers.start(host)
 
     def return_from_reboot(self, nodes: list[Node]) -> None:
         """Starts hosts that went down with the workstation, which nobody meant as a fault."""
@@ -146,7 +146,7 @@ class Hosts:
             for host in node.hosts if node.state == "READY" else []:
                 if not host.killed:
                     try:
-                        self.machines.start(host)
+                        self.containers.start(host)
                     except EngineError:
                         log.exception("starting %s after a reboot", host.hostname)
 
@@ -159,7 +159,7 @@ class Hosts:
         real = self._real_path(hostname, path)
         for shared in SHARED:
             if real == shared or real.startswith(shared + "/"):
-                return str(self.machines.volume_folder(found[1], shared)) + real.removeprefix(shared)
+                return str(self.containers.volume_folder(found[1], shared)) + real.removeprefix(shared)
         raise Refused(
             400, f"invalid bind source {path}: an emulated TPU VM shares only {', '.join(SHARED)} with its containers"
         )
@@ -167,8 +167,8 @@ class Hosts:
     def _real_path(self, hostname: str, path: str) -> str:
         """The path without symbolic links, as the host sees it: a link must not lead out of what is shared."""
         body = {"AttachStdout": True, "Tty": True, "Cmd": ["realpath", "-m", "--", path]}
-        identifier = self.machines.engine.call("POST", f"/containers/{hostname}/exec", body=body)["Id"]
-        _, data = self.machines.engine.raw("POST", f"/exec/{identifier}/start", body={"Tty": True})
+        identifier = self.containers.engine.call("POST", f"/containers/{hostname}/exec", body=body)["Id"]
+        _, data = self.containers.engine.raw("POST", f"/exec/{identifier}/start", body={"Tty": True})
         return data.decode(errors="replace").strip()
 
     def _tick(self) -> None:
@@ -195,7 +195,7 @@ class Hosts:
                     gone = [name for name in self.control_sockets if name not in names]
                     for name in gone:
                         self.acceptor.remove(self.control_sockets.pop(name), close=True)
-                        shutil.rmtree(self.machines.sockets / name, ignore_errors=True)
+                        shutil.rmtree(self.containers.sockets / name, ignore_errors=True)
             except (OSError, EngineError):
                 log.exception("tick")
 
@@ -206,15 +206,15 @@ class Hosts:
         query = {"filters": filters(label=[f"{LABEL}={emulator}", MACHINE_LABEL], event=["die"], type=["container"])}
         while True:
             try:
-                connection = UnixConnection(self.machines.engine.path, timeout=None)
+                connection = UnixConnection(self.containers.engine.path, timeout=None)
                 connection.request("GET", "/events?" + urlencode(query))
                 response = connection.getresponse()
-                for each in self.machines.engine.containers(f"{LABEL}={emulator}", MACHINE_LABEL):
+                for each in self.containers.engine.containers(f"{LABEL}={emulator}", MACHINE_LABEL):
                     if each["State"] != "running":
-                        self.machines.kill_own(each["Names"][0].removeprefix("/"))
+                        self.containers.kill_own(each["Names"][0].removeprefix("/"))
                 while line := response.readline():
                     name = json.loads(line)["Actor"]["Attributes"]["name"]
-                    threading.Thread(target=self.machines.kill_own, args=(name,), daemon=True).start()
+                    threading.Thread(target=self.containers.kill_own, args=(name,), daemon=True).start()
             except (OSError, ValueError, KeyError, EngineError, http.client.HTTPException):
                 log.exception("watching the engine's events")
             time.sleep(0.5)

@@ -12,8 +12,8 @@ import json
 from typing import Any
 
 from launcher.emulator.api.nodes import PROJECT_NUMBER, service_account
+from launcher.emulator.http_server import Request, Response
 from launcher.emulator.state import Host, Node, State, Store
-from launcher.emulator.web import Request, Response
 from training.accelerators import ACCELERATORS
 
 _HEADERS = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
@@ -166,7 +166,7 @@ def _put(store: Store, find: Any, path: str, request: Request) -> Response:
     parts = path.split("/")
     if parts[:2] != ["instance", "guest-attributes"] or len(parts) != 4:
         return _text(405, "only instance/guest-attributes/NAMESPACE/KEY can be written\n")
-    value = request.body.all(limit=1 << 20).decode(errors="replace")
+    value = request.body.read_all(limit=1 << 20).decode(errors="replace")
     with store.change() as state:
         found = find(state)
         if found is not None:

@@ -32,7 +32,7 @@ SHARED = {
 }
 
 
-class Machines:
+class HostContainers:
     """The hosts of one emulator."""
 
     def __init__(self, engine: Engine, emulator: str, image: str, sockets: Path) -> None:
@@ -237,15 +237,15 @@ def remove_everything(engine: Engine, emulator: str) -> None:
     Looks again after it removed something: the engine may still have been making a container for a server that is gone.
     """
     label = f"{LABEL}={emulator}"
-    machines = Machines(engine, emulator, "", Path())
+    containers = HostContainers(engine, emulator, "", Path())
     for _ in range(20):
         names = [f"/containers/{each['Id']}" for each in engine.containers(label)]
-        machines._each(names, lambda path: machines._try("DELETE", path, {"force": "1", "v": "1"}))
+        containers._each(names, lambda path: containers._try("DELETE", path, {"force": "1", "v": "1"}))
         volumes = engine.call("GET", "/volumes", {"filters": filters(label=[label])})["Volumes"] or []
         networks = engine.call("GET", "/networks", {"filters": filters(label=[label])})
         rest = [f"/volumes/{each['Name']}" for each in volumes] + [f"/networks/{each['Id']}" for each in networks]
         for path in rest:
-            machines._try("DELETE", path)
+            containers._try("DELETE", path)
         if not names and not rest:
             return
         time.sleep(0.1)

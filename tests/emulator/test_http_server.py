@@ -12,8 +12,8 @@ import requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.emulator.vm.machines import free_subnets
-from launcher.emulator.web import Acceptor, Body, Disconnected
+from launcher.emulator.http_server import Acceptor, Body, Disconnected
+from launcher.emulator.vm.host_containers import free_subnets
 
 
 @given(st.lists(st.binary(min_size=1, max_size=50), max_size=6), st.integers(1, 60))
@@ -29,7 +29,7 @@ def test_a_chunked_body_is_what_was_sent_however_it_is_read(chunks: list[bytes],
         assert len(data) <= size
         parts.append(data)
     assert b"".join(parts) == b"".join(chunks)
-    assert body.consumed
+    assert body.read() == b""
     assert source.read() == b"next request"
 
 
@@ -40,12 +40,12 @@ def test_a_body_that_ends_early_is_noticed() -> None:
         Body(BytesIO(b"xyz\r\n"), None, True),
     ):
         with pytest.raises(Disconnected):
-            body.all()
+            body.read_all()
 
 
 def test_a_body_too_large_to_be_held_is_refused() -> None:
     with pytest.raises(Disconnected):
-        Body(BytesIO(b"x" * 100), 100, False).all(limit=10)
+        Body(BytesIO(b"x" * 100), 100, False).read_all(limit=10)
 
 
 def test_a_paused_listener_answers_what_waited_when_it_is_back() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from launcher.emulator.api import catalogue
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.state import Host, Node, Operation, State, Store
-from launcher.emulator.vm.machines import Machines
+from launcher.emulator.vm.host_containers import HostContainers
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +25,12 @@ BOOT_TIMEOUT = 180.0  # seconds until a host has published its ssh host keys
 KEPT_OPERATIONS = 200
 
 
-class Lifecycle:
-    """Runs operations of one store against one set of machines."""
+class OperationRunner:
+    """Runs operations of one store against one set of containers."""
 
-    def __init__(self, store: Store, machines: Machines, *, prepare: Callable[[Node, Host], None]) -> None:
+    def __init__(self, store: Store, containers: HostContainers, *, prepare: Callable[[Node, Host], None]) -> None:
         self._store = store
-        self._machines = machines
+        self._containers = containers
         self._prepare = prepare  # called before a host is started: opens its control socket
         self._running: set[str] = set()
         self._lock = threading.Lock()
@@ -116,7 +116,7 @@ class Lifecycle:
             self._boots += 1
         try:
             self._prepare(node, host)
-            self._machines.ensure(node, host)
+            self._containers.ensure(node, host)
         finally:
             with self._booting:
                 self._boots -= 1
@@ -130,7 +130,7 @@ class Lifecycle:
 
         self._store.wait(lambda state: not any(map(creating, state.operations.values())), BOOT_TIMEOUT)
         with ThreadPoolExecutor(max(1, min(16, len(node.hosts)))) as pool:
-            list(pool.map(self._machines.remove, node.hosts))
+            list(pool.map(self._containers.remove, node.hosts))
         self._until_due(operation)
         with self._store.change() as state:
             del state.nodes[node.name]
@@ -143,7 +143,7 @@ class Lifecycle:
 
     def _stop(self, operation: Operation, node: Node) -> None:
         for host in node.hosts:
-            self._machines.power_off(host)
+            self._containers.power_off(host)
         self._until_due(operation)
         with self._store.change() as state:
             node.resource["state"] = "STOPPED"
@@ -155,7 +155,7 @@ class Lifecycle:
     def _start(self, operation: Operation, node: Node) -> None:
         for host in node.hosts:
             self._prepare(node, host)
-            self._machines.start(host)
+            self._containers.start(host)
         self._store.wait(lambda _: all(_booted(host) for host in node.hosts), BOOT_TIMEOUT)
         self._until_due(operation)
         with self._store.change() as state:
@@ -174,8 +174,8 @@ def _typed(node: Node) -> dict[str, Any]:
     return {"@type": "type.googleapis.com/google.cloud.tpu.v2.Node", **tpu_api.node_json(node)}
 
 
-def end_changes(state: State) -> None:
-    """Ends every pending operation at once, for a state without machines behind it: its node is as it was asked to
+def finish_pending_operations(state: State) -> None:
+    """Ends every pending operation at once, for a state without containers behind it: its node is as it was asked to
     become."""
     for operation in [each for each in state.operations.values() if not each.done]:
         _change(state, operation, state.nodes[operation.target])

@@ -1,0 +1,308 @@
+"""The part of HTTP/1.1 that the emulator's services need: requests with streamed bodies, responses from memory or a file.
+
+One thread for each connection, and one that accepts on all listeners (TCP, unix, and those that hosts hand over), so
+that a listener can be added, paused and removed at any time. Handlers are functions from `Request` to `Response`; they
+know nothing about sockets.
+
+Written by hand because its listeners are opened by hosts, and because it is fast: werkzeug's server, which closes each
+connection, answered 700 small requests/s where this one answers 5,900 (cheroot: 3,500), with the same throughput of
+large bodies.
+
+What can fail half-way: a client that goes away in the middle of a body raises `Disconnected` in the handler, and gets
+no response.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from email.message import Message
+from http.client import responses as REASONS
+from http.server import BaseHTTPRequestHandler
+from typing import Any, BinaryIO
+from urllib.parse import parse_qs, unquote
+
+log = logging.getLogger(__name__)
+
+BLOCK = 1 << 20
+_IDLE_SECONDS = 3600.0
+_LARGEST_BODY = 64 << 20  # of those that are held in memory
+_CHANGE_SECONDS = 5.0  # for the accepting thread to notice a change
+
+
+class Disconnected(Exception):
+    """The client went away, or sent what is not HTTP: there is nobody to answer."""
+
+
+class Body:
+    """A request's body, read as it arrives."""
+
+    def __init__(self, source: BinaryIO, length: int | None, chunked: bool) -> None:
+        """Makes the body that begins at the source's position.
+
+        Args:
+            source: the connection.
+            length: bytes of the body; None means none, unless it is chunked.
+            chunked: whether it comes in the chunked transfer encoding.
+        """
+        self._source = source
+        self._left = 0 if chunked else (length or 0)  # bytes of the body, or of the current chunk
+        self._chunked = chunked
+        self._ended = not chunked and not self._left
+
+    def read(self, size: int = BLOCK) -> bytes:
+        """Up to `size` bytes; b"" at the end. Raises Disconnected when the body ends before its length."""
+        if self._ended:
+            return b""
+        if self._chunked and self._left == 0 and not self._begin_chunk():
+            return b""
+        data = self._source.read(min(size, self._left))
+        if not data:
+            raise Disconnected("the body ended early")
+        self._left -= len(data)
+        if self._chunked and self._left == 0:
+            self._source.readline(8)
+        elif not self._chunked and self._left == 0:
+            self._ended = True
+        return data
+
+    def _begin_chunk(self) -> bool:
+        """Reads the head of a chunk; false when it is the last, empty one."""
+        line = self._source.readline(1024)
+        try:
+            self._left = int(line.split(b";")[0], 16)
+        except ValueError:
+            raise Disconnected("a broken chunk") from None
+        if self._left == 0:
+            while self._source.readline(65536).strip():
+                pass
+            self._ended = True
+        return not self._ended
+
+    def read_all(self, limit: int = _LARGEST_BODY) -> bytes:
+        """The whole body, for small ones. Raises Disconnected when it is longer than `limit` bytes."""
+        parts = []
+        while data := self.read():
+            parts.append(data)
+            limit -= len(data)
+            if limit < 0:
+                raise Disconnected("a body too large to be held in memory")
+        return b"".join(parts)
+
+    def blocks(self) -> Iterator[bytes]:
+        """The body in blocks of at most `BLOCK` bytes."""
+        while data := self.read():
+            yield data
+
+    def drain(self) -> None:
+        """Reads what the handler did not: a connection closed with unread bytes is reset, and the client would never
+        see its response."""
+        for _ in self.blocks():
+            pass
+
+
+@dataclass
+class Request:
+    """One HTTP request."""
+
+    method: str
+    path: str  # still percent-encoded: an object's name may hold an encoded slash
+    query: dict[str, str]  # decoded; of a repeated name the last value
+    headers: Message
+    body: Body
+
+    def json(self) -> dict[str, Any]:
+        """The body as a JSON object. Raises ValueError."""
+        value = json.loads(self.body.read_all() or b"{}")
+        if not isinstance(value, dict):
+            raise ValueError("a JSON object is expected")
+        return value
+
+    @property
+    def segments(self) -> list[str]:
+        """The path's parts, decoded."""
+        return [unquote(part) for part in self.path.strip("/").split("/")]
+
+
+@dataclass
+class FileRegion:
+    """Bytes [start, start + length) of an open file, which the sender closes."""
+
+    file: BinaryIO
+    start: int
+    length: int
+
+
+@dataclass
+class Response:
+    """One HTTP response. Its Content-Length is added when it is sent."""
+
+    status: int = 200
+    body: bytes | FileRegion = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A response with a JSON body."""
+    return Response(
+        status,
+        json.dumps(value, indent=1).encode(),
+        {"Content-Type": "application/json; charset=UTF-8", **(headers or {})},
+    )
+
+
+Handler = Callable[[Request], Response]
+
+
+def serve_http(connection: socket.socket, handler: Handler) -> None:
+    """Answers the requests of one connection until it ends."""
+    connection.setblocking(True)
+    with contextlib.suppress(OSError):  # a unix socket has no such option
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError, Disconnected):
+        _Connection(connection, handler)
+
+
+class _Connection(BaseHTTPRequestHandler):
+    """The requests of one connection. BaseHTTPRequestHandler parses heads and answers `Expect: 100-continue`."""
+
+    protocol_version = "HTTP/1.1"
+    rbufsize = BLOCK
+    timeout = _IDLE_SECONDS
+
+    def __init__(self, connection: socket.socket, handler: Handler) -> None:
+        self._handler = handler
+        super().__init__(connection, "", None)  # type: ignore[arg-type]  # the address and the server are not used
+
+    def log_message(self, format: str, *args: object) -> None:
+        log.debug(format, *args)
+
+    def __getattr__(self, name: str) -> Any:
+        """Every method is answered alike: do_GET, do_PUT and all others."""
+        if name.startswith("do_"):
+            return self._answer
+        raise AttributeError(name)
+
+    def _answer(self) -> None:
+        path, _, query = self.path.partition("?")
+        length = self.headers.get("Content-Length")
+        chunked = self.headers.get("Transfer-Encoding", "").lower() == "chunked"
+        body = Body(self.rfile, int(length) if length else None, chunked)  # type: ignore[arg-type]
+        parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
+        try:
+            response = self._handler(Request(self.command, path, parameters, self.headers, body))
+        except Disconnected:
+            self.close_connection = True
+            return
+        except Exception:
+            log.exception("%s %s", self.command, self.path)
+            error = {"code": 500, "message": "the emulator failed; see its log", "status": "INTERNAL"}
+            response = json_response({"error": error}, 500)
+        try:
+            body.drain()
+        except Disconnected:
+            self.close_connection = True
+        self._send(response)
+
+    def _send(self, response: Response) -> None:
+        head = self._head(response).encode("latin-1", "replace")
+        without_body = self.command == "HEAD" or response.status in (204, 304)
+        if isinstance(response.body, FileRegion):
+            region = response.body
+            with region.file as file:
+                self.connection.sendall(head)
+                if self.command != "HEAD" and region.length:
+                    self.connection.sendfile(file, region.start, region.length)
+        else:
+            self.connection.sendall(head if without_body else head + response.body)
+
+    def _head(self, response: Response) -> str:
+        """The status line and the header fields."""
+        length = response.body.length if isinstance(response.body, FileRegion) else len(response.body)
+        head = [f"HTTP/1.1 {response.status} {REASONS.get(response.status, '')}"]
+        head += [f"{name}: {value}" for name, value in response.headers.items()]
+        if response.status not in (204, 304):
+            head.append(f"Content-Length: {response.headers.get('Content-Length', length)}")
+        if self.close_connection:
+            head.append("Connection: close")
+        return "\r\n".join(dict.fromkeys(head)) + "\r\n\r\n"
+
+
+class Acceptor:
+    """Accepts on any number of listeners. Each connection gets a thread that runs the listener's function and then
+    closes the connection."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._wake_read, self._wake_write = os.pipe()
+        self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._changes: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._loop, name="accept", daemon=True)
+
+    def start(self) -> None:
+        """Begins to accept."""
+        self._thread.start()
+
+    def add(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        """Accepts on `listener` from now on."""
+        listener.setblocking(False)
+        self._later(lambda: self._selector.register(listener, selectors.EVENT_READ, serve))
+
+    def remove(self, listener: socket.socket, *, close: bool) -> None:
+        """Nothing is accepted after this returns. New connections wait in the backlog, unless the listener is closed
+        too."""
+        done = threading.Event()
+
+        def change() -> None:
+            with contextlib.suppress(KeyError, ValueError):
+                self._selector.unregister(listener)
+            if close:
+                listener.close()
+            done.set()
+
+        self._later(change)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            done.wait(_CHANGE_SECONDS)
+
+    def _later(self, change: Callable[[], object]) -> None:
+        with self._lock:
+            self._changes.append(change)
+        os.write(self._wake_write, b"x")
+
+    def _loop(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fd == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                    with self._lock:
+                        changes, self._changes = self._changes, []
+                    for change in changes:
+                        try:
+                            change()
+                        except (OSError, KeyError, ValueError):
+                            log.exception("changing a listener")
+                    continue
+                if key.fd not in self._selector.get_map():
+                    continue  # removed a moment ago
+                try:
+                    connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
+                except OSError:
+                    continue
+                threading.Thread(target=self._run, args=(key.data, connection), daemon=True).start()
+
+    @staticmethod
+    def _run(serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
+        try:
+            serve(connection)
+        except Exception:
+            log.exception("serving a connection")
+        finally:
+            connection.close()
