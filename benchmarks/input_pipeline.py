@@ -220,9 +220,9 @@ def bucket(folder: str) -> Iterator[dict[str, str]]:
 
 
 def serve(port: int, folder: str) -> None:
+    from launcher.emulator.http_server import Acceptor, Request, Response, serve_http
     from launcher.emulator.storage.api import StorageApi
     from launcher.emulator.storage.bucket import Buckets
-    from launcher.emulator.http_server import Acceptor, Request, Response, serve_http
 
     buckets = Buckets(Path(folder))
     buckets.ensure("bucket")

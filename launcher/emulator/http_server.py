@@ -1,4 +1,4 @@
-"""The part of HTTP/1.1 that the emulator's services need: requests with streamed bodies, responses from memory or a file.
+"""The part of HTTP/1.1 that the emulator needs: requests with streamed bodies, responses from memory or from a file.
 
 One thread for each connection, and one that accepts on all listeners (TCP, unix, and those that hosts hand over), so
 that a listener can be added, paused and removed at any time. Handlers are functions from `Request` to `Response`; they
