@@ -1,5 +1,5 @@
-"""Claims about reading a compiled program: what is alive at its fullest moment, and what devices exchange. The texts
-are libtpu's, cut short."""
+"""Claims about reading a compiled program: what is in memory when most of it is in use, and what devices exchange. The
+texts are libtpu's, shortened."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ HloModule step, is_scheduled=true
 
 ENTRY %main_spmd (p: f32[1024,1024]) -> (f32[1024,1024]) {
   %p = f32[1024,1024]{1,0:T(8,128)} parameter(0), sharding={replicated}
-  %small = f32[100,100]{1,0:T(8,128)} fusion(%p), kind=kLoop, metadata={op_name="bert.1/bert.encoder.layer.0.attention.3/aten__softmax" source_file="/m.py"}
-  %again = f32[100,100]{1,0:T(8,128)} fusion(%p), kind=kLoop, metadata={op_name="bert.1/bert.encoder.layer.1.attention.3/aten__softmax" source_file="/m.py"}
+  %small = f32[100,100]{1,0:T(8,128)} fusion(%p), kind=kLoop, \
+metadata={op_name="bert.1/bert.encoder.layer.0.attention.3/aten__softmax" source_file="/m.py"}
+  %again = f32[100,100]{1,0:T(8,128)} fusion(%p), kind=kLoop, \
+metadata={op_name="bert.1/bert.encoder.layer.1.attention.3/aten__softmax" source_file="/m.py"}
   %fast = f32[1024,1024]{1,0:T(8,128)S(1)} fusion(%p), kind=kLoop
   %view = f32[10000]{0:T(1024)} bitcast(%small)
   %big = (f32[1024,1024]{1,0:T(8,128)}, pred[8]{0:T(1024)}) fusion(%p, %view, %fast), kind=kLoop, calls=%fused
@@ -78,7 +80,10 @@ def test_collectives_are_counted_in_elements_and_bytes() -> None:
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_padding_never_makes_a_buffer_smaller(rows: int, columns: int) -> None:
-    text = f"\nENTRY %m () -> f32[] {{\n  %a = f32[{rows},{columns}]{{1,0:T(8,128)}} fusion(), kind=kLoop\n  ROOT %b = f32[] fusion(%a), kind=kLoop\n}}\n"
+    text = (
+        f"\nENTRY %m () -> f32[] {{\n  %a = f32[{rows},{columns}]{{1,0:T(8,128)}} fusion(), kind=kLoop\n"
+        "  ROOT %b = f32[] fusion(%a), kind=kLoop\n}\n"
+    )
     (found,) = largest_allocations(text, 5)
     assert 4 * rows * columns <= found.bytes <= 4 * (rows + 7) * (columns + 127)
     assert found.bytes % (8 * 128 * 4) == 0

@@ -79,7 +79,8 @@ def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Pat
     attempt(tmp_path, 0, 0, range(1, 31), None)
     summary: dict[str, Any] = {
         "run_id": "bank", "examples_per_second": 1234.5, "tokens_per_second": 9876.0, "mfu": 0.412, "goodput": 0.9,
-        "compilations": 4, "compile_seconds": 3.0, "graphs": 4, "device_to_host_syncs": 0, "host_fallbacks": [], "skipped_records": 3,
+        "compilations": 4, "compile_seconds": 3.0, "graphs": 4, "device_to_host_syncs": 0,
+        "host_fallbacks": [], "skipped_records": 3,
         "hub": {"repository": "org/bank", "step": 30, "commit": "https://hub/org/bank/commit/1", "error": None},
     }  # fmt: skip
     (tmp_path / html.SUMMARY_FILE).write_text(json.dumps(summary))

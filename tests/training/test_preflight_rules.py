@@ -39,9 +39,10 @@ CONFIG = TrainerConfig.model_validate(
     }
 )
 
-# libtpu 0.0.21 on BERT, cut short.
+# libtpu 0.0.21 on BERT, shortened.
 REFUSAL = """\
-RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 22.46G of 15.48G hbm. Exceeded hbm capacity by 6.98G.
+RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. \
+Used 22.46G of 15.48G hbm. Exceeded hbm capacity by 6.98G.
 
 Total hbm usage >= 22.97G:
     reserved        530.00M
@@ -51,7 +52,8 @@ Total hbm usage >= 22.97G:
 Largest program allocations in hbm:
 
   1. Size: 1.50G
-     Operator: op_type="aten__softmax" op_name="bert.1/bert.encoder.layer.3.attention.self.2/aten__softmax" source_file="/m.py" source_line=12
+     Operator: op_type="aten__softmax" op_name="bert.1/bert.encoder.layer.3.attention.self.2/aten__softmax" \
+source_file="/m.py" source_line=12
      Shape: f32[24,16,512,512]{3,2,1,0:T(8,128)}
      Unpadded size: 1.50G
      XLA label: fusion.1 = fusion(...)
@@ -59,7 +61,8 @@ Largest program allocations in hbm:
      ==========================
 
   2. Size: 1.50G
-     Operator: op_type="aten__softmax" op_name="bert.1/bert.encoder.layer.4.attention.self.2/aten__softmax" source_file="/m.py" source_line=12
+     Operator: op_type="aten__softmax" op_name="bert.1/bert.encoder.layer.4.attention.self.2/aten__softmax" \
+source_file="/m.py" source_line=12
      Shape: f32[24,16,512,512]{3,2,1,0:T(8,128)}
      Unpadded size: 1.50G
      ==========================

@@ -1,8 +1,8 @@
-"""What a training step costs in floating-point operations, from the model's sizes alone: for MFU, the share of the
-devices' peak that the model itself uses.
+"""The floating-point operations of a training step, from the model's sizes alone: for MFU (model FLOPs utilization),
+the share of the devices' peak that the model itself uses.
 
-Counted are matrix products, forward once and backward twice, as in appendix B of the PaLM paper
-(https://arxiv.org/abs/2204.02311). Recomputed activations are not counted: they are a cost, not a use.
+Matrix products are counted, forward once and backward twice, as in appendix B of the PaLM paper
+(https://arxiv.org/abs/2204.02311). Recomputed activations are not counted: the model does not need them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,21 @@ SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
 
 
 def flops_per_row(config: Mapping[str, Any], length: int, predictions: int | None) -> float:
-    """FLOPs of training on one row of `length` tokens: an encoder as config.json describes it, with a masked-LM head at
-    `predictions` places, or with a classifier's head. 0 for a family that names its sizes otherwise."""
+    """FLOPs of training on one row.
+
+    Args:
+        config: values of an encoder's config.json.
+        length: tokens of the row.
+        predictions: places at which a masked-LM head is computed; None for a classifier's head.
+
+    Returns:
+        0 for a family that names its sizes otherwise.
+    """
     if any(name not in config for name in SIZES):
         return 0.0
     width, layers, inner, vocabulary = (int(config[name]) for name in SIZES)
-    token = (
-        2 * (4 * width * width + 2 * width * inner) + 4 * length * width
-    )  # query, key, value, output; the two inner layers; attention
+    projections = 4 * width * width + 2 * width * inner  # query, key, value, output; the two inner layers
+    token = 2 * projections + 4 * length * width  # and attention
     if predictions is None:
         head = 2 * width * width + 2 * width * len(config.get("id2label", ()))
     else:
@@ -33,15 +40,21 @@ def flops_per_row(config: Mapping[str, Any], length: int, predictions: int | Non
 
 
 class WorkCounter:
-    """What was trained so far, over all hosts."""
+    """Adds up what was trained, over all hosts."""
 
     def __init__(self, config: Mapping[str, Any], hosts: int) -> None:
+        """Starts at zero.
+
+        Args:
+            config: values of the model's config.json.
+            hosts: how many train on as many rows as this one.
+        """
         self._config, self._hosts = config, hosts
         self.tokens = 0  # places in the batches, padding included
         self.flops = 0.0
 
     def add(self, batch: Arrays) -> None:
-        """This host's rows of one step; other hosts have as many of the same length."""
+        """Adds one step. `batch`: this host's rows; other hosts have as many of the same length."""
         rows, length = batch["input_ids"].shape
         predictions = batch["positions"].shape[1] if "positions" in batch else None
         self.tokens += rows * length * self._hosts
@@ -49,16 +62,16 @@ class WorkCounter:
 
 
 def peak_flops(accelerator_type: str | None, device_kind: str) -> float | None:
-    """FLOP/s of all devices in bf16; None where nobody knows, which includes every CPU."""
+    """FLOP/s of all devices in bf16; None where that is not known, which includes every CPU."""
     if device_kind != "TPU" or accelerator_type is None:
         return None
     try:
-        found = accelerator(accelerator_type)
+        target = accelerator(accelerator_type)
     except UnknownAccelerator:
         return None
-    return found.chips * found.generation.bf16_flops_per_chip
+    return target.chips * target.generation.bf16_flops_per_chip
 
 
-def mfu(flops: float, seconds: float, peak_flops: float | None) -> float | None:
-    """The share of the peak, between 0 and 1; None without a known peak or model."""
-    return round(flops / seconds / peak_flops, 4) if peak_flops and flops and seconds > 0 else None
+def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
+    """The share of the peak (FLOP/s), between 0 and 1; None without a known peak or model."""
+    return round(flops / seconds / peak, 4) if peak and flops and seconds > 0 else None

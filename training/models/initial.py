@@ -1,8 +1,9 @@
-"""A fresh network's weights, the same in every framework: each is a pure function of the seed, its name and its shape.
+"""The weights of a fresh network, the same in every framework: each is a pure function of the seed, its name and its
+shape.
 
-Names are PyTorch's, as in a checkpoint (`bert.encoder.layer.0.output.dense.weight`), and shapes PyTorch's too. The rule
-is that of BERT (https://github.com/google-research/bert): normal with a standard deviation of `initializer_range`,
-biases 0, norms 1, and 0 for the padding token.
+Names and shapes are PyTorch's, as in a checkpoint (`bert.encoder.layer.0.output.dense.weight`). The rule is that of
+BERT (https://github.com/google-research/bert): normal with a standard deviation of `initializer_range`, biases 0,
+norms 1, and 0 for the padding token.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
-# What looks a row up by token, and RoBERTa's positions, which count from the padding token's number + 1.
+# Embeddings with a row for the padding token. RoBERTa's positions count from that token's number + 1.
 _PADDED = {
     "bert": ("embeddings.word_embeddings.weight",),
     "roberta": ("embeddings.word_embeddings.weight", "embeddings.position_embeddings.weight"),
@@ -28,10 +29,19 @@ def initial_weight(
     model_type: str = "bert",
     pad: int | None = None,
 ) -> npt.NDArray[np.float32]:
-    """The start of one parameter."""
+    """The initial value of one parameter.
+
+    Args:
+        name: PyTorch's.
+        shape: PyTorch's.
+        seed: of the run.
+        deviation: standard deviation, `initializer_range` of config.json.
+        model_type: of config.json.
+        pad: the number of the padding token, whose embedding is 0.
+    """
     if name.rpartition(".")[2] == "bias":
         return np.zeros(shape, np.float32)
-    if len(shape) == 1:  # a norm's
+    if len(shape) == 1:  # of a norm
         return np.ones(shape, np.float32)
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "little")
     values = np.random.Generator(np.random.Philox(key=key)).standard_normal(shape, np.float32) * np.float32(deviation)
