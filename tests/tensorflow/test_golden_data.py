@@ -1,0 +1,50 @@
+"""Claims about bits: the tf.data pipeline gives the batches of tests/golden/data.json, which numpy's gives too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.golden_data import (
+    GOLDEN,
+    LAYOUTS,
+    MASKING,
+    SEED,
+    SLICES,
+    checksum,
+    checksum_files,
+    first_batches,
+    make_labelled,
+    make_masked,
+)
+from training.data.tf import batches as tf_batches
+
+
+def fields(batches: Any) -> Iterator[dict[str, Any]]:
+    """The arrays that numpy's batches have too."""
+    for batch in batches.as_numpy_iterator():
+        yield {name: values for name, values in batch.items() if name != "replaced"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masked_batches_are_the_golden_ones(layout: str, tmp_path: Path) -> None:
+    dataset = make_masked(tmp_path, layout)
+    found = checksum_files(tmp_path, layout)
+    for name, how in SLICES.items():
+        found[f"batches, {name}"] = first_batches(fields(tf_batches.mlm(dataset, how, MASKING, SEED)))
+        found[f"far batches, {name}"] = first_batches(fields(tf_batches.mlm(dataset, how, MASKING, SEED, 10**6)))
+        found[f"evaluation, {name}"] = checksum(fields(tf_batches.mlm_evaluation(dataset, how, MASKING)))
+    assert found == GOLDEN[f"masked, {layout}"]
+
+
+def test_labelled_batches_are_the_golden_ones(tmp_path: Path) -> None:
+    dataset = make_labelled(tmp_path)
+    found = checksum_files(tmp_path, "compact")
+    for name, how in SLICES.items():
+        found[f"batches, {name}"] = first_batches(fields(tf_batches.classification(dataset, how, SEED)))
+        found[f"far batches, {name}"] = first_batches(fields(tf_batches.classification(dataset, how, SEED, 10**6)))
+        found[f"evaluation, {name}"] = checksum(fields(tf_batches.classification_evaluation(dataset, how)))
+    assert found == GOLDEN["labelled"]

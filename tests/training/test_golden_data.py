@@ -1,0 +1,48 @@
+"""Claims about bits: datasets, batches and masks are those of tests/golden/data.json, whatever was moved or renamed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden_data import (
+    GOLDEN,
+    LAYOUTS,
+    MASKING,
+    SEED,
+    SLICES,
+    STEPS,
+    checksum,
+    checksum_files,
+    make_labelled,
+    make_masked,
+)
+from training.data.loading.classification import ClassificationBatches
+from training.data.loading.classification import evaluation as labelled_evaluation
+from training.data.loading.mlm import MlmBatches, evaluation
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_masked_datasets_and_batches_are_the_golden_ones(layout: str, tmp_path: Path) -> None:
+    dataset = make_masked(tmp_path, layout)
+    found = checksum_files(tmp_path, layout)
+    for name, how in SLICES.items():
+        batches = MlmBatches(dataset, how, MASKING, SEED)
+        found[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))
+        found[f"far batches, {name}"] = checksum(vars(batches.batch(10**6 + step)) for step in range(STEPS))
+        found[f"evaluation, {name}"] = checksum(map(vars, evaluation(dataset, how, MASKING)))
+        batches.close()
+    assert found == GOLDEN[f"masked, {layout}"]
+
+
+def test_labelled_datasets_and_batches_are_the_golden_ones(tmp_path: Path) -> None:
+    dataset = make_labelled(tmp_path)
+    found = checksum_files(tmp_path, "compact")
+    for name, how in SLICES.items():
+        batches = ClassificationBatches(dataset, how, SEED)
+        found[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))
+        found[f"far batches, {name}"] = checksum(vars(batches.batch(10**6 + step)) for step in range(STEPS))
+        found[f"evaluation, {name}"] = checksum(map(vars, labelled_evaluation(dataset, how)))
+        batches.close()
+    assert found == GOLDEN["labelled"]
