@@ -39,9 +39,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers.rows import Row, finish, row
 from training import storage
 from training.data.formats.open_dataset import open_dataset
-from training.data.loading.host_slice import Reading
-from training.data.loading.mlm import MlmBatches, prefetch
-from training.data.prepare import pack as prepare
+from training.data.loading.host_slice import HostSlice
+from training.data.loading.mlm_batches import MlmBatches
+from training.data.loading.prefetch import prefetch
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.pack import pack_documents
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
 
@@ -57,8 +59,8 @@ def generate(folder: str, records: int) -> None:
     """The same rows as compact, gzip and recipe shards."""
     rows = np.minimum(np.random.default_rng(0).zipf(1.2, (records, LENGTH)) + 4, VOCABULARY - 1).astype(np.int32)
     for name, options in (("compact", {}), ("gzip", {"compression": "gzip"}), ("recipe", {"layout": "recipe"})):
-        plan = prepare.Plan("train", LENGTH, "t", VOCABULARY, 16_384, **options)
-        prepare.make(
+        plan = DatasetPlan("train", LENGTH, "t", VOCABULARY, 16_384, **options)
+        pack_documents(
             f"{folder}/{name}",
             plan,
             lambda: map(str, range(records)),
@@ -67,7 +69,7 @@ def generate(folder: str, records: int) -> None:
 
 
 def batches(url: str) -> MlmBatches:
-    return MlmBatches(open_dataset(url), Reading(TOKENS, BATCH), Masking(), seed=1)
+    return MlmBatches(open_dataset(url), HostSlice(TOKENS, BATCH), Masking(), seed=1)
 
 
 def throughput(url: str) -> float:

@@ -41,7 +41,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers import processes
 from benchmarks.peers.rows import Row, finish, row
 from training.data import tokenizer as tokenizers
-from training.data.prepare import pack as prepare
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.pack import pack_documents
 from training.distributed.cluster import Cluster
 
 RUNS_IN = "torch-xla"
@@ -78,8 +79,8 @@ def mlm_config(folder: Path, name: str, steps: int, log_every: int) -> dict[str,
         hash_ = tokenizer(folder / "tokenizer")
         rows = np.minimum(np.random.default_rng(0).zipf(1.2, (ROWS, LENGTH)) + 4, VOCABULARY - 1).astype(np.int32)
         np.savez(folder / "rows.npz", input_ids=rows)
-        plan = prepare.Plan("train", LENGTH, hash_, VOCABULARY, ROWS)
-        prepare.make(
+        plan = DatasetPlan("train", LENGTH, hash_, VOCABULARY, ROWS)
+        pack_documents(
             str(folder / "train"),
             plan,
             lambda: map(str, range(ROWS)),

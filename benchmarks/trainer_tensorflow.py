@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers import processes
 from benchmarks.peers.rows import Row, finish, row
 from benchmarks.trainer import LENGTH, ROWS, SHAPES, VOCABULARY, mlm_config, peer_job
-from training.data.prepare import pack as prepare
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.pack import pack_documents
 
 RUNS_IN = "tensorflow"
 PEER = Path(__file__).parent / "peers" / "keras_fit.py"
@@ -38,8 +39,8 @@ def compare(folder: Path, repeat: int) -> list[Row]:
         config = mlm_config(folder, name, steps, log_every=1)
         config |= {"backend": "tensorflow", "train": {**config["train"], "jit_compile": compiled}}
         rows = np.load(folder / "rows.npz")["input_ids"]
-        plan = prepare.Plan("train", LENGTH, "", VOCABULARY, ROWS // 4, layout="recipe")
-        prepare.make(
+        plan = DatasetPlan("train", LENGTH, "", VOCABULARY, ROWS // 4, layout="recipe")
+        pack_documents(
             str(folder / "recipe"),
             plan,
             lambda: map(str, range(ROWS)),

@@ -29,8 +29,8 @@ from benchmarks.peers import processes, rows
 from training.config import from_document
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import open_dataset
-from training.data.loading.host_slice import Reading
-from training.data.loading.mlm import MlmBatch, MlmBatches, evaluation
+from training.data.loading.host_slice import HostSlice
+from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluation
 from training.data.sampling.masking import Masking
 from training.yaml_file import Document
 
@@ -115,11 +115,11 @@ def compare(folder: Path, wikitext: Path, steps: int) -> list[rows.Row]:
     tokens = tokenizers.read(config["data"]["tokenizer"]).special
     settings = from_document(Document("benchmark", config, {}))
     masking = Masking(settings.data.masking.percent, settings.data.masking.predictions)
-    how = Reading(tokens, BATCH)
+    how = HostSlice(tokens, BATCH)
     source = MlmBatches(open_dataset(config["data"]["train"]), how, masking, SEED)
     trained = save(folder / "train.npz", [labelled(source.batch(step)) for step in range(steps)])
     source.close()
-    every = evaluation(open_dataset(config["data"]["evaluation"]), how, masking)
+    every = mlm_evaluation(open_dataset(config["data"]["evaluation"]), how, masking)
     evaluated = save(folder / "evaluation.npz", [labelled(each) for each in every])
 
     _, summary = processes.ours(folder, config, 5)

@@ -16,8 +16,10 @@ import google_crc32c
 import numpy as np
 
 from training.data.formats.dataset import Dataset
-from training.data.loading.host_slice import Reading
-from training.data.prepare import labelled, pack
+from training.data.loading.host_slice import HostSlice
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.labelled_rows import ClassLabels, LengthBuckets, write_labelled_rows
+from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import Masking, SpecialTokens
 
 GOLDEN: dict[str, dict[str, str]] = json.loads((Path(__file__).parent / "golden" / "data.json").read_text())
@@ -26,14 +28,14 @@ LENGTH, RECORDS, SEED = 16, 600, 7
 STEPS = 4
 LAYOUTS: dict[str, dict[str, Any]] = {"compact": {}, "gzip": {"compression": "gzip"}, "recipe": {"layout": "recipe"}}
 MASKING = Masking(20)
-SLICES = {"alone": Reading(TOKENS, 24), "second of two": Reading(TOKENS, 24, 1, 2)}
+SLICES = {"alone": HostSlice(TOKENS, 24), "second of two": HostSlice(TOKENS, 24, 1, 2)}
 
 
 def make_masked(folder: Path, layout: str) -> Dataset:
     """A dataset for masked language modelling, with some special tokens in its rows."""
     rows = np.random.default_rng(0).integers(2, TOKENS.vocabulary, (RECORDS, LENGTH)).astype(np.int32)
-    plan = pack.Plan("train", LENGTH, "t", TOKENS.vocabulary, 250, **LAYOUTS[layout])
-    return pack.make(
+    plan = DatasetPlan("train", LENGTH, "t", TOKENS.vocabulary, 250, **LAYOUTS[layout])
+    return pack_documents(
         str(folder), plan, lambda: map(str, range(RECORDS)), lambda texts: [rows[int(text)] for text in texts]
     ).dataset
 
@@ -43,12 +45,12 @@ def make_labelled(folder: Path) -> Dataset:
     random = np.random.default_rng(1)
     texts = [random.integers(5, TOKENS.vocabulary, random.integers(3, 21)).astype(np.int32) for _ in range(RECORDS)]
     names = ["card", "cash", "transfer"]
-    plan = pack.Plan("train", LENGTH, "t", TOKENS.vocabulary, 100)
-    return labelled.make(
+    plan = DatasetPlan("train", LENGTH, "t", TOKENS.vocabulary, 100)
+    return write_labelled_rows(
         str(folder),
         plan,
-        labelled.Buckets((4, 8, 16)),
-        names,
+        LengthBuckets((4, 8, 16)),
+        ClassLabels(tuple(names)),
         lambda: ((str(number), names[len(text) % 3]) for number, text in enumerate(texts)),
         lambda numbers: [texts[int(number)] for number in numbers],
         TOKENS.pad,

@@ -12,8 +12,11 @@ import pytest
 from training import storage
 from training.data import tokenizer as tokenizers
 from training.data.prepare import beam as pipeline
-from training.data.prepare import pack as prepare
-from training.data.prepare.corpus import Corpus, Part
+from training.data.prepare import dataset_writer, pack
+from training.data.prepare.corpus import Corpus, SplitFilter
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.pack import pack_documents
+from training.data.prepare.tokenizer_training import train_tokenizer
 from training.errors import BadInput
 
 SEVERAL = ("direct_num_workers=2", "direct_running_mode=multi_processing")
@@ -22,7 +25,7 @@ SEVERAL = ("direct_num_workers=2", "direct_running_mode=multi_processing")
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("tokenizer"))
-    for name, content in tokenizers.files(tokenizers.train(Corpus("builtin:pydoc").documents, 600, "unigram")).items():
+    for name, content in tokenizers.files(train_tokenizer(Corpus("builtin:pydoc").documents, 600, "unigram")).items():
         storage.write(storage.join(folder, name), content)
     return folder
 
@@ -37,9 +40,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     return Corpus(str(folder))
 
 
-def plan(tokenizer: str, **changes: Any) -> prepare.Plan:
+def plan(tokenizer: str, **changes: Any) -> DatasetPlan:
     found = tokenizers.read(tokenizer)
-    return prepare.Plan(
+    return DatasetPlan(
         **{
             "split": "train",
             "length": 64,
@@ -65,29 +68,31 @@ def test_the_shards_are_those_of_the_local_path(
     options: dict[str, str],
     workers: tuple[str, ...],
 ) -> None:
-    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 1 << 14)
-    part, wanted = Part("train", 10.0), plan(tokenizer, **options)
-    local = prepare.make(
+    monkeypatch.setattr(pack, "BATCH_CHARACTERS", 1 << 14)
+    part, wanted = SplitFilter("train", 10.0), plan(tokenizer, **options)
+    local = pack_documents(
         str(tmp_path / "local"),
         wanted,
         lambda: filter(part.holds, corpus.documents()),
         tokenizers.encoder_of(tokenizer),
     )
     encoder = partial(tokenizers.encoder_of, tokenizer)
-    beam = pipeline.make(str(tmp_path / "beam"), wanted, corpus, part, encoder, runner="DirectRunner", options=workers)
+    beam = pipeline.pack_documents(
+        str(tmp_path / "beam"), wanted, corpus, part, encoder, runner="DirectRunner", options=workers
+    )
     assert content(tmp_path / "beam") == content(tmp_path / "local")
     assert (beam.documents, beam.dropped) == (local.documents, local.dropped)
     assert len(beam.dataset.shards) > 3
-    assert not (tmp_path / "beam" / prepare.PREPARING).exists()
+    assert not (tmp_path / "beam" / dataset_writer.PREPARING).exists()
 
 
 def test_a_finished_dataset_is_left_alone_and_too_little_text_is_said(tmp_path: Path, tokenizer: str) -> None:
     (tmp_path / "a.txt").write_text("one\n\ntwo")
     encoder = partial(tokenizers.encoder_of, tokenizer)
     run = partial(
-        pipeline.make,
+        pipeline.pack_documents,
         corpus=Corpus(str(tmp_path / "a.txt")),
-        part=Part("train", None),
+        split=SplitFilter("train", None),
         encoder=encoder,
         runner="DirectRunner",
         options=(),

@@ -22,7 +22,7 @@ import yaml
 from training.config import from_document
 from training.data import tokenizer as tokenizers
 from training.data.formats import dataset as datasets
-from training.data.formats import example, tfrecord
+from training.data.formats import example_codec, tfrecord
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
@@ -84,7 +84,7 @@ def write_dataset(folder: Path, tokenizer_hash: str, records: int, seed: int) ->
     for _ in range(records):
         first = int(generator.integers(0, VOCABULARY - 5))
         row = (first + 7 * np.arange(SEQUENCE)) % 20 + 5
-        rows.append(example.encode({"input_ids": row.astype("<u2").tobytes()}))
+        rows.append(example_codec.encode({"input_ids": row.astype("<u2").tobytes()}))
     folder.mkdir(parents=True)
     shards = []
     for number, part in enumerate(np.array_split(np.arange(records), 2)):
@@ -105,7 +105,7 @@ def write_dataset(folder: Path, tokenizer_hash: str, records: int, seed: int) ->
         vocabulary=VOCABULARY,
         shards=shards,
     )
-    (folder / "dataset.json").write_bytes(datasets.dumps(manifest))
+    (folder / "dataset.json").write_bytes(datasets.dump_manifest(manifest))
 
 
 def document(folder: Path, **changes: Any) -> dict[str, Any]:

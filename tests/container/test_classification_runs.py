@@ -17,8 +17,8 @@ from click.testing import CliRunner
 from tests.container import small_runs
 from training.cli.main import tpu_train
 from training.data import tokenizer as tokenizers
-from training.data.prepare import labelled as examples
-from training.data.prepare import pack as prepare
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.labelled_rows import ClassLabels, LabelledText, LengthBuckets, write_labelled_rows
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, StopRequested
 from training.models.export import export_checkpoint
@@ -29,7 +29,7 @@ LABELS = ["calm", "wild"]  # texts of words below 100, and of those above
 LONGEST = 16
 
 
-def rows(count: int, seed: int) -> list[examples.Row]:
+def rows(count: int, seed: int) -> list[LabelledText]:
     chance = random.Random(seed)
     found = []
     for number in range(count):
@@ -45,9 +45,15 @@ def write(folder: Path, tokenizer: Path, count: int, seed: int, labels: list[str
     def framed(texts: list[str]) -> list[Any]:
         return [np.array([0, *ids, 1], np.int32) for ids in encode(texts)]  # [CLS] text [SEP]
 
-    plan = prepare.Plan("train", LONGEST, found.hash, vocabulary=small_runs.VOCABULARY, records_per_shard=100)
-    examples.make(
-        str(folder), plan, examples.Buckets((8, LONGEST)), labels, lambda: rows(count, seed), framed, found.special.pad
+    plan = DatasetPlan("train", LONGEST, found.hash, vocabulary=small_runs.VOCABULARY, records_per_shard=100)
+    write_labelled_rows(
+        str(folder),
+        plan,
+        LengthBuckets((8, LONGEST)),
+        ClassLabels(tuple(labels)),
+        lambda: rows(count, seed),
+        framed,
+        found.special.pad,
     )
 
 

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import open_dataset
-from training.data.loading.source import open_source
+from training.data.loading.open_source import open_source
 from training.data.prepare.corpus import Corpus
 
 PYDOC = ("--corpus", "builtin:pydoc")

@@ -19,7 +19,7 @@ import pytest
 
 from tests.container import small_runs, test_classification_runs
 from training.config import Model
-from training.data.formats import example, tfrecord
+from training.data.formats import example_codec, tfrecord
 from training.errors import Exit
 from training.models.hugging_face import build_model_config
 
@@ -83,10 +83,10 @@ def test_a_label_outside_the_range_on_one_host(labelled: Path) -> None:
     homes = hosts_of(labelled, "label")
     for shard in (homes[1] / "train").glob("*.tfrecord"):
         *_, (_, last) = found = list(tfrecord.walk(shard.read_bytes(), shard.name))
-        features = example.decode(last)
+        features = example_codec.decode(last)
         [label] = features["label"]
         assert isinstance(label, bytes)
-        changed = example.encode(
+        changed = example_codec.encode(
             {
                 name: b"\x07" + b"\0" * (len(label) - 1) if name == "label" else values[0]
                 for name, values in features.items()

@@ -17,9 +17,10 @@ import pytest
 from launcher.emulator import control
 from tests.rehearsal.workstation import BUCKET, Workstation
 from training import storage
-from training.data.loading import mlm as batches
-from training.data.loading.host_slice import Reading
-from training.data.prepare import pack as prepare
+from training.data.loading import mlm_batches
+from training.data.loading.host_slice import HostSlice
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import Masking, SpecialTokens
 
 pytestmark = pytest.mark.alone
@@ -35,10 +36,10 @@ run: {command: [python, -c, PROGRAM]}
 PROGRAM = """
 import hashlib, json
 import tensorflow as tf
-from training.data.tf import batches as batches_tensorflow
+from training.data.tf.mlm_batches import mlm_batches
 from training.data.formats.open_dataset import open_dataset
 from training.data.sampling.masking import Masking, SpecialTokens
-from training.data.loading.host_slice import Reading
+from training.data.loading.host_slice import HostSlice
 url = "gs://BUCKET/data"
 names = sorted(tf.io.gfile.listdir(url))
 shards = [url + "/" + name for name in names if name.endswith(".tfrecord")]
@@ -46,7 +47,7 @@ content = b"".join(tf.io.gfile.GFile(shard, "rb").read() for shard in shards)
 with tf.io.gfile.GFile("gs://BUCKET/written by/TensorFlow", "wb") as file:
     file.write(content)
 tokens = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
-batch = next(iter(batches_tensorflow.mlm(open_dataset(url), Reading(tokens, 8), Masking(), seed=1, start=5)))
+batch = next(iter(mlm_batches(open_dataset(url), HostSlice(tokens, 8), Masking(), seed=1, start=5)))
 try:
     tf.io.gfile.GFile("gs://BUCKET/nothing", "rb").read()
     missing = "read"
@@ -64,9 +65,9 @@ def test_tensorflow_reads_and_writes_the_emulated_bucket_by_its_own_code(
     home = Path(emulator.environment["TPU_LAUNCH_HOME"]) / "emulator"
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", control.environment(home)["STORAGE_EMULATOR_HOST"])
     rows = np.random.default_rng(0).integers(5, 100, (300, 16)).astype(np.int32)
-    plan = prepare.Plan("train", 16, "t", 100, 70, compression="gzip")
+    plan = DatasetPlan("train", 16, "t", 100, 70, compression="gzip")
     url = f"gs://{BUCKET}/data"
-    dataset = prepare.make(
+    dataset = pack_documents(
         url, plan, lambda: map(str, range(300)), lambda texts: [rows[int(each)] for each in texts]
     ).dataset
     content = b"".join(storage.read(storage.join(url, shard.name)) for shard in dataset.shards)
@@ -75,7 +76,7 @@ def test_tensorflow_reads_and_writes_the_emulated_bucket_by_its_own_code(
     emulator.good("--emulated", "up", "-f", name)
     printed = emulator.good("--emulated", "run", "-f", name, seconds=280).output
     seen: list[Any] = json.loads(next(line for line in printed.splitlines() if "seen: " in line).split("seen: ", 1)[1])
-    expected = batches.MlmBatches(dataset, Reading(TOKENS, 8), Masking(), seed=1).batch(5).input_ids.tolist()
+    expected = mlm_batches.MlmBatches(dataset, HostSlice(TOKENS, 8), Masking(), seed=1).batch(5).input_ids.tolist()
     names = sorted([*(shard.name for shard in dataset.shards), "dataset.json"])
     assert seen == [names, hashlib.sha256(content).hexdigest(), 300, expected, "NotFoundError"]
     assert storage.read(f"gs://{BUCKET}/written by/TensorFlow") == content

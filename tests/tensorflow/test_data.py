@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from training.data.formats import example
+from training.data.formats import example_codec
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
-from training.data.loading.source import open_source
-from training.data.prepare import pack as prepare
+from training.data.loading.open_source import open_source
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import Masker, Masking, SpecialTokens
 from training.data.tf.masking import mask
 
@@ -23,8 +24,8 @@ ROWS = np.random.default_rng(0).integers(5, 30_000, (1000, 128)).astype(np.int32
 
 
 def make(folder: Path, **options: str) -> Dataset:
-    plan = prepare.Plan("train", 128, "t", 30_000, 400, **options)
-    return prepare.make(
+    plan = DatasetPlan("train", 128, "t", 30_000, 400, **options)
+    return pack_documents(
         str(folder), plan, lambda: map(str, range(1000)), lambda batch: [ROWS[int(each)] for each in batch]
     ).dataset
 
@@ -76,7 +77,7 @@ def test_our_examples_are_tensorflows_bytes() -> None:
         "c": tf.train.Feature(float_list=tf.train.FloatList(value=[0.5, -2])),
     }
     theirs = tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString(deterministic=True)
-    assert example.encode({"a": b"x" * 300, "b": [-1, 0, 2**40], "c": np.array([0.5, -2], np.float32)}) == theirs
+    assert example_codec.encode({"a": b"x" * 300, "b": [-1, 0, 2**40], "c": np.array([0.5, -2], np.float32)}) == theirs
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from tests.golden_data import (
     make_labelled,
     make_masked,
 )
-from training.data.tf import batches as tf_batches
+from training.data.tf.labelled_batches import labelled_batches, labelled_evaluation
+from training.data.tf.mlm_batches import mlm_batches, mlm_evaluation
 
 
 def fields(batches: Any) -> Iterator[dict[str, Any]]:
@@ -34,9 +35,9 @@ def test_masked_batches_are_the_golden_ones(layout: str, tmp_path: Path) -> None
     dataset = make_masked(tmp_path, layout)
     found = checksum_files(tmp_path, layout)
     for name, how in SLICES.items():
-        found[f"batches, {name}"] = first_batches(fields(tf_batches.mlm(dataset, how, MASKING, SEED)))
-        found[f"far batches, {name}"] = first_batches(fields(tf_batches.mlm(dataset, how, MASKING, SEED, 10**6)))
-        found[f"evaluation, {name}"] = checksum(fields(tf_batches.mlm_evaluation(dataset, how, MASKING)))
+        found[f"batches, {name}"] = first_batches(fields(mlm_batches(dataset, how, MASKING, SEED)))
+        found[f"far batches, {name}"] = first_batches(fields(mlm_batches(dataset, how, MASKING, SEED, 10**6)))
+        found[f"evaluation, {name}"] = checksum(fields(mlm_evaluation(dataset, how, MASKING)))
     assert found == GOLDEN[f"masked, {layout}"]
 
 
@@ -44,7 +45,7 @@ def test_labelled_batches_are_the_golden_ones(tmp_path: Path) -> None:
     dataset = make_labelled(tmp_path)
     found = checksum_files(tmp_path, "compact")
     for name, how in SLICES.items():
-        found[f"batches, {name}"] = first_batches(fields(tf_batches.classification(dataset, how, SEED)))
-        found[f"far batches, {name}"] = first_batches(fields(tf_batches.classification(dataset, how, SEED, 10**6)))
-        found[f"evaluation, {name}"] = checksum(fields(tf_batches.classification_evaluation(dataset, how)))
+        found[f"batches, {name}"] = first_batches(fields(labelled_batches(dataset, how, SEED)))
+        found[f"far batches, {name}"] = first_batches(fields(labelled_batches(dataset, how, SEED, 10**6)))
+        found[f"evaluation, {name}"] = checksum(fields(labelled_evaluation(dataset, how)))
     assert found == GOLDEN["labelled"]

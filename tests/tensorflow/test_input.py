@@ -17,16 +17,19 @@ from hypothesis import strategies as st
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading import classification
-from training.data.loading import mlm as batches
-from training.data.loading.host_slice import Reading
-from training.data.prepare import labelled as examples
-from training.data.prepare import pack as prepare
+from training.data.loading import labelled_batches, mlm_batches
+from training.data.loading.host_slice import HostSlice
+from training.data.prepare import dataset_writer
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.labelled_rows import ClassLabels, LengthBuckets, write_labelled_rows
+from training.data.prepare.pack import pack_documents
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
-from training.data.tf import batches as batches_tensorflow
+from training.data.tf import labelled_batches as tf_labelled
+from training.data.tf import mlm_batches as tf_mlm
+from training.data.tf import open_source as tf_source
 from training.data.tf import order as order_tensorflow
-from training.data.tf.shards import explained
+from training.data.tf.record_source import translate_errors
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=40_000)
@@ -40,8 +43,8 @@ def ids(count: int, length: int = 12) -> Any:
 
 def make(folder: Path | str, count: int, layout: str = "compact", per_shard: int = 70) -> Dataset:
     rows = ids(count)
-    plan = prepare.Plan("train", 12, "t", TOKENS.vocabulary, per_shard, **LAYOUTS[layout])
-    return prepare.make(
+    plan = DatasetPlan("train", 12, "t", TOKENS.vocabulary, per_shard, **LAYOUTS[layout])
+    return pack_documents(
         str(folder), plan, lambda: map(str, range(count)), lambda texts: [rows[int(text)] for text in texts]
     ).dataset
 
@@ -51,7 +54,7 @@ def kept(count: int, layout: str) -> Dataset:
     """The same folder for every example of hypothesis."""
     folder = tempfile.mkdtemp()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "MEMBER_RECORDS", 4)
+        patch.setattr(dataset_writer, "MEMBER_RECORDS", 4)
         return make(folder, count, layout)
 
 
@@ -64,9 +67,9 @@ def labelled(counts: tuple[int, ...]) -> Dataset:
         for length, count in zip((4, 8, 16), counts, strict=True)
         for _ in range(count)
     ]
-    plan = prepare.Plan("train", 16, "t", TOKENS.vocabulary, 40)
-    return examples.make(
-        tempfile.mkdtemp(), plan, examples.Buckets((4, 8, 16)), ["0", "1", "2"],
+    plan = DatasetPlan("train", 16, "t", TOKENS.vocabulary, 40)
+    return write_labelled_rows(
+        tempfile.mkdtemp(), plan, LengthBuckets((4, 8, 16)), ClassLabels(("0", "1", "2")),
         lambda: ((str(number), label) for number, (_, label) in enumerate(texts)),
         lambda numbers: [np.array(texts[int(number)][0], np.int32) for number in numbers], TOKENS.pad,
     ).dataset  # fmt: skip
@@ -103,10 +106,10 @@ def test_batches_are_those_of_numpy(
             patch.setattr(order, "WINDOW_BLOCKS", 3)
             patch.setattr(order, "MIN_BLOCK", 8)
             patch.setattr(order, "BLOCK_BYTES", 400)
-        how, masking = Reading(TOKENS, rows * hosts, seed % hosts, hosts), Masking(20)
+        how, masking = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts), Masking(20)
         dataset = kept(records, layout)
-        ours = batches.MlmBatches(dataset, how, masking, seed)
-        theirs = batches_tensorflow.mlm(dataset, how, masking, seed, start).take(8).as_numpy_iterator()
+        ours = mlm_batches.MlmBatches(dataset, how, masking, seed)
+        theirs = tf_mlm.mlm_batches(dataset, how, masking, seed, start).take(8).as_numpy_iterator()
         for k, found in enumerate(theirs, start):
             assert_same(ours.batch(k), found)
         ours.close()
@@ -116,9 +119,9 @@ def test_batches_are_those_of_numpy(
 @given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([5, 130]), st.sampled_from([1, 2, 3]), st.integers(1, 20))
 def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows: int) -> None:
     for host in range(hosts):
-        how = Reading(TOKENS, rows * hosts, host, hosts)
-        theirs = list(batches_tensorflow.mlm_evaluation(kept(records, layout), how, Masking()).as_numpy_iterator())
-        for ours, found in zip(batches.evaluation(kept(records, layout), how, Masking()), theirs, strict=True):
+        how = HostSlice(TOKENS, rows * hosts, host, hosts)
+        theirs = list(tf_mlm.mlm_evaluation(kept(records, layout), how, Masking()).as_numpy_iterator())
+        for ours, found in zip(mlm_batches.mlm_evaluation(kept(records, layout), how, Masking()), theirs, strict=True):
             assert_same(ours, found)
 
 
@@ -130,40 +133,40 @@ def test_classification_batches_are_those_of_numpy(
     counts: tuple[int, ...], hosts: int, rows: int, start: int, seed: int
 ) -> None:
     dataset = labelled(counts)
-    how = Reading(TOKENS, rows * hosts, seed % hosts, hosts)
-    ours = classification.ClassificationBatches(dataset, how, seed)
-    theirs = batches_tensorflow.classification(dataset, how, seed, start).take(8).as_numpy_iterator()
+    how = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
+    ours = labelled_batches.LabelledBatches(dataset, how, seed)
+    theirs = tf_labelled.labelled_batches(dataset, how, seed, start).take(8).as_numpy_iterator()
     for k, found in enumerate(theirs, start):
         assert_same(ours.batch(k), found)
     ours.close()
-    theirs = list(batches_tensorflow.classification_evaluation(dataset, how).as_numpy_iterator())
-    for batch, found in zip(classification.evaluation(dataset, how), theirs, strict=True):
+    theirs = list(tf_labelled.labelled_evaluation(dataset, how).as_numpy_iterator())
+    for batch, found in zip(labelled_batches.labelled_evaluation(dataset, how), theirs, strict=True):
         assert_same(batch, found)
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_damage_stops_the_run_with_its_place_or_is_replaced_as_by_numpy(tmp_path: Path, layout: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "MEMBER_RECORDS", 4)
+        patch.setattr(dataset_writer, "MEMBER_RECORDS", 4)
         dataset = make(tmp_path, 130, layout)
     shard = dataset.shards[1]
     data = bytearray((tmp_path / shard.name).read_bytes())
     data[len(data) // 2 + 20] ^= 1  # inside a record: after a broken header, records of varying size are lost
     (tmp_path / shard.name).write_bytes(data)
-    how = Reading(TOKENS, 130)
+    how = HostSlice(TOKENS, 130)
     with pytest.raises(Corrupt) as ours:
-        batches.MlmBatches(dataset, how, Masking(), 0).batch(0)
-    with pytest.raises(Corrupt) as theirs, explained():
-        next(iter(batches_tensorflow.mlm(dataset, how, Masking(), 0)))
+        mlm_batches.MlmBatches(dataset, how, Masking(), 0).batch(0)
+    with pytest.raises(Corrupt) as theirs, translate_errors():
+        next(iter(tf_mlm.mlm_batches(dataset, how, Masking(), 0)))
     assert (theirs.value.shard, theirs.value.record, theirs.value.offset) == (
         ours.value.shard,
         ours.value.record,
         ours.value.offset,
     )
 
-    how = Reading(TOKENS, 130, on_corrupt="skip")
-    numpy = batches.MlmBatches(dataset, how, Masking(), 0)
-    found = next(batches_tensorflow.mlm(dataset, how, Masking(), 0).as_numpy_iterator())
+    how = HostSlice(TOKENS, 130, on_corrupt="skip")
+    numpy = mlm_batches.MlmBatches(dataset, how, Masking(), 0)
+    found = next(tf_mlm.mlm_batches(dataset, how, Masking(), 0).as_numpy_iterator())
     assert_same(numpy.batch(0), found)
     assert numpy.skipped == found["replaced"].sum() > 0
 
@@ -172,27 +175,27 @@ def test_every_bit_of_a_record_is_checked(tmp_path: Path) -> None:
     dataset = make(tmp_path, 1)
     path = tmp_path / dataset.shards[0].name
     good = path.read_bytes()
-    part = batches_tensorflow.open_part(dataset, vocabulary=TOKENS.vocabulary, on_corrupt="stop")
+    part = tf_source.open_source(dataset, vocabulary=TOKENS.vocabulary, on_corrupt="stop")
     read = tf.function(lambda: part.read(tf.constant(0, tf.int64), tf.constant(1, tf.int64)))
     assert np.array_equal(read()["input_ids"].numpy(), ids(1))
     for place in range(len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ (1 << place % 8)]) + good[place + 1 :])
-        with pytest.raises(Corrupt, match="record 0 at byte 0"), explained():
+        with pytest.raises(Corrupt, match="record 0 at byte 0"), translate_errors():
             read()
 
 
 def test_a_shard_that_is_gone_or_cut_is_a_clear_message(tmp_path: Path) -> None:
     dataset = make(tmp_path, 20)
-    found = batches_tensorflow.mlm(dataset, Reading(TOKENS, 4), Masking(), 0)
+    found = tf_mlm.mlm_batches(dataset, HostSlice(TOKENS, 4), Masking(), 0)
     (tmp_path / dataset.shards[0].name).unlink()
-    with pytest.raises(BadInput, match=dataset.shards[0].name), explained():
+    with pytest.raises(BadInput, match=dataset.shards[0].name), translate_errors():
         next(iter(found))
 
 
 def test_ids_that_the_tokenizer_lacks_are_refused(tmp_path: Path) -> None:
     few = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
-    part = batches_tensorflow.open_part(make(tmp_path, 20), vocabulary=few.vocabulary, on_corrupt="stop")
-    with pytest.raises(BadInput, match="a token id that the tokenizer"), explained():
+    part = tf_source.open_source(make(tmp_path, 20), vocabulary=few.vocabulary, on_corrupt="stop")
+    with pytest.raises(BadInput, match="a token id that the tokenizer"), translate_errors():
         tf.function(part.read)(tf.constant(0, tf.int64), tf.constant(20, tf.int64))
 
 
@@ -205,6 +208,6 @@ def test_the_public_layout_without_a_manifest_is_read(tmp_path: Path) -> None:
             }
             writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
     dataset = open_dataset(str(tmp_path))
-    how, masking = Reading(TOKENS, 16), Masking()
-    theirs = next(batches_tensorflow.mlm(dataset, how, masking, 3, start=2).as_numpy_iterator())
-    assert_same(batches.MlmBatches(dataset, how, masking, 3).batch(2), theirs)
+    how, masking = HostSlice(TOKENS, 16), Masking()
+    theirs = next(tf_mlm.mlm_batches(dataset, how, masking, 3, start=2).as_numpy_iterator())
+    assert_same(mlm_batches.MlmBatches(dataset, how, masking, 3).batch(2), theirs)

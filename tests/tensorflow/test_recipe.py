@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.container import small_runs
-from training.data.formats.recipe import NAME
+from training.data.formats.recipe_layout import NAME
 from training.models.predict import open_pipeline
 
 STEPS = 50

@@ -13,7 +13,8 @@ import pytest
 
 from tests.bucket_server import BucketServer
 from training.data.formats.dataset import Dataset
-from training.data.prepare import pack as prepare
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import SpecialTokens
 
 
@@ -33,12 +34,12 @@ class Samples:
     def make(
         self, folder: Path | str, count: int, length: int = 8, per_shard: int = 10, seed: int = 0, **options: Any
     ) -> Dataset:
-        """A dataset of `ids(count, length, seed)` in a folder, local or gs://. options: of prepare.Plan"""
+        """A dataset of `ids(count, length, seed)` in a folder, local or gs://. options: of DatasetPlan"""
         rows = self.ids(count, length, seed)
-        plan = prepare.Plan(
+        plan = DatasetPlan(
             "train", length, "t" * 64, vocabulary=self.vocabulary, records_per_shard=per_shard, **options
         )
-        return prepare.make(
+        return pack_documents(
             str(folder), plan, lambda: map(str, range(count)), lambda texts: [rows[int(text)] for text in texts]
         ).dataset
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from training import storage
 from training.data.prepare import corpus
-from training.data.prepare.corpus import Corpus, Part
+from training.data.prepare.corpus import Corpus, SplitFilter
 from training.errors import BadInput
 
 
@@ -53,7 +53,7 @@ def test_lines_do_not_depend_on_where_pieces_are_cut(
     path = tmp_path_factory.mktemp("x") / "a.txt"
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "_PIECE", piece)
+        patch.setattr(corpus, "_PIECE_BYTES", piece)
         found = list(corpus.lines(str(path)))
     expected = text.split("\n")
     assert found == [line.removesuffix("\r") for line in (expected if expected[-1] else expected[:-1])]
@@ -87,9 +87,9 @@ def test_a_corpus_that_is_not_there_is_said(name: str, monkeypatch: pytest.Monke
 @given(st.lists(st.text(max_size=8), max_size=30), st.floats(0, 100))
 def test_every_document_is_in_exactly_one_split(texts: list[str], percent: float) -> None:
     for text in texts:
-        assert Part("train", percent).holds(text) != Part("evaluation", percent).holds(text)
-        assert Part("train", None).holds(text)
-        assert Part("evaluation", None).holds(text)
+        assert SplitFilter("train", percent).holds(text) != SplitFilter("evaluation", percent).holds(text)
+        assert SplitFilter("train", None).holds(text)
+        assert SplitFilter("evaluation", None).holds(text)
 
 
 def test_the_evaluation_split_has_its_percentage() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from training import storage
-from training.data.formats.dataset import Manifest, dumps, find_shards, loads, tokenizer_hash
+from training.data.formats.dataset import Manifest, dump_manifest, find_shards, load_manifest, tokenizer_hash
 from training.data.formats.open_dataset import check, open_dataset
 from training.errors import BadInput
 
@@ -153,7 +153,7 @@ def test_a_run_is_checked_against_its_data_before_anything_is_rented(samples: An
     body.pop("hash")
     storage.write(
         "gs://bucket/data/dataset.json",
-        dumps(Manifest.model_validate({k: v for k, v in body.items() if k not in ("format", "version")})),
+        dump_manifest(Manifest.model_validate({k: v for k, v in body.items() if k not in ("format", "version")})),
     )
     assert (
         check("gs://bucket/data", kind="mlm", tokenizer="gs://bucket/tokenizer", sequence_length=8).shards
@@ -172,7 +172,7 @@ def test_no_mutated_manifest_is_taken_for_another_dataset(samples: Any, tmp_path
     for _ in range(6000):
         mutated = mutate(data, chance)
         with contextlib.suppress(BadInput):
-            assert loads(mutated, str(tmp_path)) == dataset
+            assert load_manifest(mutated, str(tmp_path)) == dataset
             accepted += 1
     assert accepted < 1500
 

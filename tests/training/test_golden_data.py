@@ -18,9 +18,8 @@ from tests.golden_data import (
     make_labelled,
     make_masked,
 )
-from training.data.loading.classification import ClassificationBatches
-from training.data.loading.classification import evaluation as labelled_evaluation
-from training.data.loading.mlm import MlmBatches, evaluation
+from training.data.loading.labelled_batches import LabelledBatches, labelled_evaluation
+from training.data.loading.mlm_batches import MlmBatches, mlm_evaluation
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -31,7 +30,7 @@ def test_masked_datasets_and_batches_are_the_golden_ones(layout: str, tmp_path: 
         batches = MlmBatches(dataset, how, MASKING, SEED)
         found[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))
         found[f"far batches, {name}"] = checksum(vars(batches.batch(10**6 + step)) for step in range(STEPS))
-        found[f"evaluation, {name}"] = checksum(map(vars, evaluation(dataset, how, MASKING)))
+        found[f"evaluation, {name}"] = checksum(map(vars, mlm_evaluation(dataset, how, MASKING)))
         batches.close()
     assert found == GOLDEN[f"masked, {layout}"]
 
@@ -40,7 +39,7 @@ def test_labelled_datasets_and_batches_are_the_golden_ones(tmp_path: Path) -> No
     dataset = make_labelled(tmp_path)
     found = checksum_files(tmp_path, "compact")
     for name, how in SLICES.items():
-        batches = ClassificationBatches(dataset, how, SEED)
+        batches = LabelledBatches(dataset, how, SEED)
         found[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))
         found[f"far batches, {name}"] = checksum(vars(batches.batch(10**6 + step)) for step in range(STEPS))
         found[f"evaluation, {name}"] = checksum(map(vars, labelled_evaluation(dataset, how)))

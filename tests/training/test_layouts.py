@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 
 from training import storage
-from training.data.formats import example, recipe, tfrecord, verify
+from training.data.formats import example_codec, recipe_layout, tfrecord, verify
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading.host_slice import Reading
-from training.data.loading.mlm import MlmBatches
-from training.data.loading.shards import FixedShards
-from training.data.loading.source import open_source
-from training.data.prepare import pack as prepare
+from training.data.loading.fixed_shards import FixedShards
+from training.data.loading.host_slice import HostSlice
+from training.data.loading.mlm_batches import MlmBatches
+from training.data.loading.open_source import open_source
+from training.data.prepare import dataset_writer
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.errors import BadInput
 
@@ -29,11 +31,11 @@ TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=10
 
 @pytest.fixture
 def small_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "MEMBER_RECORDS", 4)
+    monkeypatch.setattr(dataset_writer, "MEMBER_RECORDS", 4)
 
 
 def batches(dataset: Dataset, *, seed: int = 1, **how: Any) -> MlmBatches:
-    return MlmBatches(dataset, Reading(**{"tokenizer": TOKENS, "global_batch_size": 16, **how}), Masking(), seed)
+    return MlmBatches(dataset, HostSlice(**{"tokenizer": TOKENS, "global_batch_size": 16, **how}), Masking(), seed)
 
 
 def rows(dataset: Dataset) -> Any:
@@ -64,7 +66,7 @@ def test_gzip_shards_are_gzip_files_of_the_uncompressed_shards(samples: Any, tmp
 def test_batches_are_those_of_any_other_layout(samples: Any, tmp_path: Path, gcs: Any, options: dict[str, str]) -> None:
     """With units smaller than a block, the order is the same too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "MEMBER_RECORDS", 4)
+        patch.setattr(dataset_writer, "MEMBER_RECORDS", 4)
         plain, other = (
             samples.make(tmp_path, 300, per_shard=70),
             samples.make("gs://bucket/data", 300, per_shard=70, **options),
@@ -134,8 +136,8 @@ def test_text_takes_less_than_half_of_the_recipe(tmp_path: Path) -> None:
     for name, ids in (("zipf", zipf), ("text", text)):
         sizes = {}
         for kind, options in (("gzip", {"compression": "gzip"}), ("recipe", {"layout": "recipe"})):
-            plan = prepare.Plan("train", 128, "t", 30_000, 5000, **options)
-            made = prepare.make(
+            plan = DatasetPlan("train", 128, "t", 30_000, 5000, **options)
+            made = pack_documents(
                 str(tmp_path / f"{name}-{kind}"),
                 plan,
                 lambda ids=ids: map(str, range(len(ids))),
@@ -150,7 +152,8 @@ def publish(folder: Path, ids: Any, counts: list[int]) -> None:
     start = 0
     for number, count in enumerate(counts):
         framed = tfrecord.join(
-            example.encode({"input_ids": row, "attention_mask": [1] * len(row)}) for row in ids[start : start + count]
+            example_codec.encode({"input_ids": row, "attention_mask": [1] * len(row)})
+            for row in ids[start : start + count]
         )
         (folder / f"dataset-{number}-{count}.tfrecord").write_bytes(framed)
         start += count
@@ -202,14 +205,14 @@ def test_damage_in_the_public_layout_is_found_or_replaced(samples: Any, tmp_path
     ],
 )
 def test_other_tfrecords_are_not_taken_for_the_public_layout(tmp_path: Path, record: Any, message: str) -> None:
-    (tmp_path / "dataset-0-1.tfrecord").write_bytes(tfrecord.frame(example.encode(record)))
+    (tmp_path / "dataset-0-1.tfrecord").write_bytes(tfrecord.frame(example_codec.encode(record)))
     with pytest.raises(BadInput, match=message):
         open_dataset(str(tmp_path))
 
 
 def test_public_records_of_other_lengths_and_ids_are_refused(tmp_path: Path) -> None:
     records = [{"input_ids": [5, 6, 7]}, {"input_ids": [5, 6]}, {"input_ids": [5, 6, 700]}]
-    (tmp_path / "dataset-0-3.tfrecord").write_bytes(tfrecord.join(map(example.encode, records)))
+    (tmp_path / "dataset-0-3.tfrecord").write_bytes(tfrecord.join(map(example_codec.encode, records)))
     source = open_source(open_dataset(str(tmp_path)), vocabulary=100)
     with pytest.raises(BadInput, match=r"record 1 at byte .* has no int64 input_ids of 3 numbers"):
         source.read(1, 2, 3)
@@ -247,5 +250,5 @@ def test_verify_finds_swapped_records_and_foreign_ids(samples: Any, tmp_path: Pa
 
 
 def test_names_of_the_public_layout() -> None:
-    assert recipe.name("train", 3, 500) == "train-3-500.tfrecord"
-    assert recipe.NAME.match("wikitext-103-12-500.tfrecord")["number"] == "12"
+    assert recipe_layout.shard_name("train", 3, 500) == "train-3-500.tfrecord"
+    assert recipe_layout.NAME.match("wikitext-103-12-500.tfrecord")["number"] == "12"

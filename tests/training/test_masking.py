@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.data.sampling import random_bits as mixing
+from training.data.sampling import random_bits
 from training.data.sampling.masking import Masked, Masker, Masking, SpecialTokens, special_tokens
 from training.errors import BadInput
 
@@ -37,14 +37,16 @@ def test_splitmix64_gives_its_published_numbers() -> None:
         4593380528125082431,
         16408922859458223821,
     ]
-    assert mixing.counted(np.uint64(1234567), np.arange(5, dtype=np.uint64)).tolist() == expected
-    assert mixing.mix_int(1234567 + mixing.GOLDEN) == expected[0]
+    assert random_bits.counted(np.uint64(1234567), np.arange(5, dtype=np.uint64)).tolist() == expected
+    assert random_bits.mix_int(1234567 + random_bits.GOLDEN) == expected[0]
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1))
 def test_keys_is_key_for_arrays(seed: int, number: int) -> None:
-    state = mixing.key(seed, "x", 3)
-    assert mixing.keys(state, np.array([number]))[0] == mixing.mix_int(state + mixing.mix_int(number + mixing.GOLDEN))
+    state = random_bits.key(seed, "x", 3)
+    assert random_bits.keys(state, np.array([number]))[0] == random_bits.mix_int(
+        state + random_bits.mix_int(number + random_bits.GOLDEN)
+    )
 
 
 def test_the_masks_are_pinned() -> None:

@@ -8,8 +8,8 @@ import click
 import numpy as np
 
 from training.data.loading import preview
-from training.data.loading.classification import ClassificationBatch
-from training.data.loading.mlm import MlmBatch
+from training.data.loading.labelled_batches import LabelledBatch
+from training.data.loading.mlm_batches import MlmBatch
 from training.data.sampling.masking import SpecialTokens
 
 PIECES = ["[CLS]", "[SEP]", "<unk>", "<pad>", "[MASK]", "▁the", "▁cat", "s", "▁sat", "▁dog"]
@@ -48,7 +48,7 @@ def test_wordpieces_are_joined() -> None:
 
 def test_a_labelled_row_is_shown_without_padding() -> None:
     ids = np.array([[0, 5, 6, 1, 3, 3]], np.int32)
-    batch = ClassificationBatch(
+    batch = LabelledBatch(
         ids, (ids != 3).astype(np.int32), np.array([1], np.int32), np.ones(1, np.float32), np.array([7])
     )
     shown = preview.render_labelled(batch, 5, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), ["dog", "cat"])

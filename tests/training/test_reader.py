@@ -14,13 +14,13 @@ import pytest
 
 from launcher.emulator.http_server import Disconnected, Response
 from training import storage
-from training.data.formats import records as form
+from training.data.formats import fixed_records
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading import shards
-from training.data.loading.host_slice import Reading
-from training.data.loading.mlm import MlmBatches
-from training.data.loading.shards import FixedShards
+from training.data.loading.fixed_shards import FixedShards
+from training.data.loading.host_slice import HostSlice
+from training.data.loading.mlm_batches import MlmBatches
+from training.data.loading.record_source import replacement_row
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import geometry
 from training.errors import BadInput
@@ -30,7 +30,7 @@ TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=10
 
 
 def batches(dataset: Dataset, *, seed: int = 1, **how: Any) -> MlmBatches:
-    return MlmBatches(dataset, Reading(**{"tokenizer": TOKENS, "global_batch_size": 16, **how}), Masking(), seed)
+    return MlmBatches(dataset, HostSlice(**{"tokenizer": TOKENS, "global_batch_size": 16, **how}), Masking(), seed)
 
 
 def rows(dataset: Dataset, **options: Any) -> Any:
@@ -56,11 +56,12 @@ def test_any_range_of_records_is_read_across_shards(samples: Any, tmp_path: Path
 
 
 def test_wide_ids_are_kept(tmp_path: Path) -> None:
-    from training.data.prepare import pack as prepare
+    from training.data.prepare.dataset_writer import DatasetPlan
+    from training.data.prepare.pack import pack_documents
 
-    plan = prepare.Plan("train", 8, "t", vocabulary=100_000, records_per_shard=4)
+    plan = DatasetPlan("train", 8, "t", vocabulary=100_000, records_per_shard=4)
     ids = np.arange(99_920, 100_000, dtype=np.int32).reshape(10, 8)
-    dataset = prepare.make(
+    dataset = pack_documents(
         str(tmp_path), plan, lambda: map(str, range(10)), lambda texts: [ids[int(text)] for text in texts]
     ).dataset
     assert dataset.manifest.features["input_ids"].dtype == "int32"
@@ -161,10 +162,10 @@ def test_ids_that_the_tokenizer_does_not_have_are_refused(samples: Any, tmp_path
 
 def test_a_valid_record_of_another_layout_is_refused(samples: Any, tmp_path: Path) -> None:
     """Right framing and right CRC, but the numbers would stand elsewhere."""
-    from training.data.formats import example, tfrecord
+    from training.data.formats import example_codec, tfrecord
 
     dataset = samples.make(tmp_path, 1)
-    framed = tfrecord.frame(example.encode({"input_idz": bytes(16)}))
+    framed = tfrecord.frame(example_codec.encode({"input_idz": bytes(16)}))
     assert len(framed) == dataset.shards[0].bytes
     (tmp_path / "train-00000.tfrecord").write_bytes(framed)
     with pytest.raises(Corrupt):
@@ -342,7 +343,7 @@ def test_an_error_is_raised_again_by_every_batch_that_needs_the_record(samples: 
 
 
 def test_a_layout_is_that_of_a_single_encoded_record() -> None:
-    from training.data.formats import example, tfrecord
+    from training.data.formats import example_codec, tfrecord
     from training.data.formats.dataset import Feature
 
     features = {
@@ -350,14 +351,14 @@ def test_a_layout_is_that_of_a_single_encoded_record() -> None:
         "input_ids": Feature(dtype="uint16", shape=["length"]),
         "weight": Feature(dtype="float32", shape=[]),
     }
-    layout = form.layout(features, 5)
+    layout = fixed_records.record_layout(features, 5)
     ids = np.arange(65530, 65535, dtype=np.uint16)
     values = {"label": np.array([-7], np.int32), "input_ids": ids[None], "weight": np.array([0.5], np.float32)}
-    data = form.encode(layout, values)
+    data = fixed_records.encode_records(layout, values)
     single = {"label": b"\xf9\xff\xff\xff", "input_ids": ids.tobytes(), "weight": b"\0\0\0?"}
-    assert data == tfrecord.frame(example.encode(single))
-    assert form.broken(layout, data) == []
-    assert {name: form.column(layout, data, name).tolist() for name in features} == {
+    assert data == tfrecord.frame(example_codec.encode(single))
+    assert fixed_records.find_broken(layout, data) == []
+    assert {name: fixed_records.read_column(layout, data, name).tolist() for name in features} == {
         "label": [[-7]],
         "input_ids": [ids.tolist()],
         "weight": [[0.5]],
@@ -366,8 +367,8 @@ def test_a_layout_is_that_of_a_single_encoded_record() -> None:
 
 def test_replacement_goes_round_the_block() -> None:
     error = BadInput("none")
-    assert shards.replacement(5, {5}, 4, 12, error) == 6
-    assert shards.replacement(7, {7}, 4, 12, error) == 4
-    assert shards.replacement(9, {8, 9}, 4, 11, error) == 10
+    assert replacement_row(5, {5}, 4, 12, error) == 6
+    assert replacement_row(7, {7}, 4, 12, error) == 4
+    assert replacement_row(9, {8, 9}, 4, 11, error) == 10
     with pytest.raises(BadInput, match="none"):
-        shards.replacement(8, {8, 9, 10}, 4, 11, error)
+        replacement_row(8, {8, 9, 10}, 4, 11, error)

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.data import tokenizer
 from training.data.prepare import unigram
+from training.data.prepare.tokenizer_training import count_words
 
 TEXT = [
     "▁the",
@@ -102,7 +102,7 @@ def test_digamma() -> None:
 
 
 def test_words_begin_with_their_space_and_special_tokens_are_not_words() -> None:
-    assert tokenizer.words(["the cat", "the  ``cat''", "a[MASK]b", ""]) == {
+    assert count_words(["the cat", "the  ``cat''", "a[MASK]b", ""]) == {
         "▁the": 2,
         "▁cat": 1,
         "▁": 1,

@@ -5,21 +5,20 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, cast
 
 import click
 
 from training import storage
-from training.data.formats.dataset import Dataset
+from training.data.formats.dataset import Kind
 from training.data.formats.open_dataset import open_dataset
-from training.data.prepare import labelled as examples
-from training.data.prepare import pack as prepare
-from training.data.prepare.corpus import Corpus, Part
+from training.data.prepare.corpus import Corpus
+from training.data.prepare.make_datasets import SPLITS, DatasetOptions, SplitResult, make_datasets
+from training.data.prepare.pack import Progress
+from training.data.prepare.tokenizer_training import Algorithm, train_tokenizer
 from training.errors import BadInput
 
 CORPUS = "builtin:pydoc, a file or folder (.txt .tokens .md .jsonl .ndjson .csv; local or gs://), or datasets:NAME[:CONFIG[:SPLIT]]"
@@ -59,7 +58,7 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
         for corpus in corpora:
             yield from Corpus(corpus, field).documents()
 
-    files = made.files(made.train(documents, vocabulary, cast(made.Algorithm, algorithm)))
+    files = made.files(train_tokenizer(documents, vocabulary, cast(Algorithm, algorithm)))
     state = {name: _stored(storage.join(out, name)) for name in files}
     if state == files:
         click.echo(f"{out}: this very tokenizer is already there; nothing to do")
@@ -193,131 +192,59 @@ def shards(
     tpu-train shards --task classification --corpus train.csv --evaluation-corpus test.csv --label category \\
         --tokenizer gs://b/tokenizer --sequence-length 64 --out gs://b/data
     """
-    from training.data import tokenizer as made
-
-    if layout == "recipe" and compression != "none":
-        raise BadInput("--layout recipe is the public layout, which is not compressed: leave --compression out")
-    found = made.read(tokenizer_url)
-    encode = made.encoder(found)
-    labelled = task == "classification"
-    if labelled and (layout, compression, runner) != ("compact", "none", None):
-        raise BadInput("--task classification has the compact layout only, without compression and without --runner")
-    buckets = _buckets(lengths, sequence_length)
-    labels = _labels(labels_url, Corpus(corpus, field), label) if labelled else []
-    for split in splits or ("train", "evaluation"):
-        whole = evaluation_corpus is not None
-        source = Corpus(evaluation_corpus if evaluation_corpus is not None and split == "evaluation" else corpus, field)
-        percent = None if whole else evaluation_percent
-        plan = prepare.Plan(
-            split=split,
-            length=sequence_length,
-            tokenizer_hash=found.hash,
-            vocabulary=found.special.vocabulary,
-            records_per_shard=records_per_shard or prepare.records_per_shard(sequence_length, found.special.vocabulary),
-            layout=layout,
-            compression=compression,
-            origin={
-                "corpus": source.name,
-                "field": field,
-                "fingerprint": source.fingerprint(),
-                "evaluation_percent": percent,
-                **({"label": label, "labels": labels, "lengths": list(buckets.lengths)} if labelled else {}),
-            },
-        )
-
-        part = Part(split, percent)
-        url = storage.join(out, split)
-        if labelled:
-
-            def rows(source: Corpus = source, part: Part = part) -> Iterator[examples.Row]:
-                return (row for row in examples.rows_of(source.rows(), field, label, source.name) if part.holds(row[0]))
-
-            shown = examples.make(url, plan, buckets, labels, rows, encode, found.special.pad, overwrite=overwrite)
-            click.echo(
-                _said(
-                    url,
-                    shown.dataset,
-                    shown.reused,
-                    f"{shown.cut} texts were longer than {sequence_length} tokens and were cut",
-                )
-            )
-            continue
-        if runner is not None:
-            from training.data.prepare import beam as pipeline
-
-            result = pipeline.make(
-                url,
-                plan,
-                source,
-                part,
-                partial(made.encoder_of, tokenizer_url),
-                runner=runner,
-                options=runner_options,
-                overwrite=overwrite,
-            )
-        else:
-
-            def documents(source: Corpus = source, part: Part = part) -> Iterator[str]:
-                return filter(part.holds, source.documents())
-
-            result = prepare.make(url, plan, documents, encode, overwrite=overwrite, progress=_Ticker(url))
-        tail = f"from {result.documents} documents; {result.dropped} tokens at the end fill no row"
-        click.echo(_said(url, result.dataset, result.reused, tail))
+    options = DatasetOptions(
+        corpus=corpus,
+        tokenizer=tokenizer_url,
+        out=out,
+        task=cast(Kind, task),
+        evaluation_corpus=evaluation_corpus,
+        evaluation_percent=evaluation_percent,
+        field=field,
+        sequence_length=sequence_length,
+        label=label,
+        labels=labels_url,
+        lengths=lengths,
+        splits=splits or SPLITS,
+        records_per_shard=records_per_shard,
+        layout=cast(Any, layout),
+        compression=cast(Any, compression),
+        runner=runner,
+        runner_options=runner_options,
+        overwrite=overwrite,
+    )
+    for result in make_datasets(options, _Ticker()):
+        click.echo(_split_line(result))
 
 
-def _said(url: str, dataset: Dataset, reused: bool, more: str) -> str:
-    if reused:
-        return f"{url}: this very dataset is already there ({dataset.records} records); nothing to do"
+def _split_line(result: SplitResult) -> str:
+    dataset = result.dataset
+    if result.reused:
+        return f"{result.url}: this very dataset is already there ({dataset.records} records); nothing to do"
     size = sum(shard.bytes for shard in dataset.shards)
     lengths = sorted({shard.length for shard in dataset.shards})
     tokens = " or ".join(map(str, lengths))
-    return f"{url}: {dataset.records} records of {tokens} tokens in {len(dataset.shards)} shards, {size / 1e6:.1f} MB; {more}"
-
-
-def _buckets(lengths: str | None, longest: int) -> examples.Buckets:
-    if lengths is None:
-        return examples.Buckets(examples.default_lengths(longest))
-    try:
-        found = tuple(int(each) for each in lengths.split(","))
-    except ValueError:
-        raise BadInput(f"--lengths {lengths}: expected numbers, for example 32,64,128") from None
-    if list(found) != sorted(set(found)) or found[0] < 2 or found[-1] != longest:
-        raise BadInput(
-            f"--lengths {lengths}: expected ascending numbers that end in --sequence-length, which is {longest}"
-        )
-    return examples.Buckets(found)
-
-
-def _labels(url: str | None, corpus: Corpus, label: str) -> list[str]:
-    if url is None:
-        return sorted({name for _, name in examples.rows_of(corpus.rows(), corpus.field, label, corpus.name)})
-    try:
-        found = json.loads(storage.read(url))
-    except ValueError as error:
-        raise BadInput(f"--labels {url}: not JSON: {error}") from None
-    if (
-        not isinstance(found, list)
-        or not found
-        or any(not isinstance(each, str) for each in found)
-        or len(set(found)) != len(found)
-    ):
-        raise BadInput(f"--labels {url}: expected a JSON list of different strings")
-    return found
+    return (
+        f"{result.url}: {dataset.records} records of {tokens} tokens in {len(dataset.shards)} shards, "
+        f"{size / 1e6:.1f} MB; {result.note}"
+    )
 
 
 class _Ticker:
     """Prints progress: a line that changes on a terminal, a line each 10 s elsewhere."""
 
-    def __init__(self, url: str) -> None:
-        self.url, self.begin, self.shown = url, time.monotonic(), time.monotonic()
+    def __init__(self) -> None:
+        self.begin = self.shown = time.monotonic()
         self.live = sys.stderr.isatty()
 
-    def __call__(self, progress: Any) -> None:
+    def __call__(self, url: str, progress: Progress) -> None:
         now = time.monotonic()
         if now - self.shown < (0.2 if self.live else 10):
             return
         self.shown = now
-        text = f"{self.url}: {progress.documents} documents, {progress.records} records, {progress.shards} shards, {now - self.begin:.0f} s"
+        text = (
+            f"{url}: {progress.documents} documents, {progress.records} records, {progress.shards} shards, "
+            f"{now - self.begin:.0f} s"
+        )
         click.echo(f"\r{text}\x1b[K" if self.live else text, err=True, nl=not self.live)
 
 
@@ -396,16 +323,16 @@ def preview(
 
     from training.data import tokenizer as made
     from training.data.loading import preview as view
-    from training.data.loading.classification import ClassificationBatches
-    from training.data.loading.host_slice import Reading
-    from training.data.loading.mlm import MlmBatch, MlmBatches
+    from training.data.loading.host_slice import HostSlice
+    from training.data.loading.labelled_batches import LabelledBatches
+    from training.data.loading.mlm_batches import MlmBatch, MlmBatches
     from training.data.sampling.masking import Masking
 
     given, found = made.read(tokenizer_url), open_dataset(url)
     found.require(tokenizer_hash=given.hash)
-    how = Reading(given.special, global_batch_size)
-    if found.manifest.kind == "classification":
-        labelled = ClassificationBatches(found, how, seed)
+    how = HostSlice(given.special, global_batch_size)
+    if found.manifest.kind != "mlm":
+        labelled = LabelledBatches(found, how, seed)
         rows = labelled.batch(step)
         labelled.close()
         click.echo(

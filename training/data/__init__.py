@@ -1,33 +1,40 @@
 """Data: from text to batches that are a function of the step.
 
-What the room promises
+Promises
   * batch(k) follows from (dataset, seed, global batch size, k) alone: not from the number of hosts or threads, nor from
-    what was read before. Going on at step 3,000,000 costs what starting at 0 costs.
-  * Each epoch is a permutation of all records, another one each time; batches run through the epochs without dropping
-    or repeating a record.
+    what was read before. Resuming at step 3,000,000 takes as long as starting at 0.
+  * Each epoch is a permutation of all records, a different one each time; batches run through the epochs without
+    dropping or repeating a record.
   * Masks follow from (seed, epoch, record, position), in integers: both backends see the same ids and labels.
-  * Every record's CRC is checked. A bad one stops the run with shard, record and byte offset, or is replaced alike on
-    every host and counted.
-  * Shards are TFRecord files of tf.train.Example, which TensorFlow reads with no code of ours. The same text gives the
-    same bytes.
+  * Every record's CRC is checked. A bad one stops the run with shard, record and byte offset, or is replaced by the same
+    record on every host, and counted.
+  * Shards are TFRecord files of tf.train.Example, which TensorFlow reads by itself. The same text gives the same bytes.
 
-Words for numbers (all from 0)
-  record    0 .. N-1 in the order of the manifest's shards; `record` of a shard, in messages, counts within the shard
-  step k    its global batch has rows 0 .. B-1; host h of H holds rows h*B/H .. (h+1)*B/H - 1 (order.rows)
-  place     k*B + row, in one endless stream of epochs
-  epoch     place // N, and `index` = place % N in it
-  block     neighbouring records that are read together; window: blocks that are shuffled together; cell: an index from
-  its window's start position  of a token in its row; `places` of a row are where predictions may stand
+Glossary of indices. All count from 0; N records in the dataset, B rows in a global batch, H hosts.
+  record          0 .. N-1, through the shards in the manifest's order. In messages about a shard: its number there.
+  step k          0, 1, 2, ...; its global batch has rows 0 .. B-1.
+  row             of a global batch. *Global* rows are 0 .. B-1; host h holds the rows [h*B/H, (h+1)*B/H), which are its
+                  *local* rows 0 .. B/H-1 (`sampling.order.host_rows`, `loading.host_slice.HostSlice`).
+  place           k*B + row: the rows of all steps as one endless stream, so a batch may span two epochs.
+  epoch           place // N; `index` = place % N within it. For labelled rows, each length bucket counts its own records
+                  and epochs, and `sampling.bucket_schedule` counts epochs of the whole dataset.
+  block           consecutive records that are read together (`sampling.order.Geometry`).
+  window          consecutive indices of an epoch that are shuffled together, whole blocks; `cell`: an index counted from
+                  its window's start.
+  position        of a token in its row; the `places` of a masked row are its static number of predictions.
+  unit, member    records that are compressed together: one gzip member of a shard.
+Array shapes in comments: n rows or records at hand, `length` tokens of a row.
 
-From text to shards                                 From shards to batches
-  corpus         documents of any source              dataset        dataset.json; needs neither numpy nor a framework
-  tokenizer      train, recognise, load               order          which record stands where: start reading here
-  unigram        the vocabulary, the same each time   reader         this host's rows, read ahead
-  prepare        pack, write, resume                  shards         records by number, checked
-  pipeline       the same on Apache Beam              masking        what is hidden (masking_tensorflow: in TensorFlow
-  ops) examples       labelled texts, in length buckets    batches        MlmBatches, evaluation, prefetch
-                                                      classification ClassificationBatches, evaluation
-Formats: tfrecord (frames), example (tf.train.Example), records (a block of records as one array), recipe (the public
-recipe's layout). For people: commands (tokenizer, shards, dataset show|verify|preview), verify, preview. Random
-numbers: mixing.
+Folders; each imports only from those before it
+  formats/        bytes on disk: TFRecord frames, Example codec, fixed-size records, manifest, opening, verifying
+  sampling/       pure functions of (records, seed, epoch, step): random bits, order, masks, schedule of batch lengths.
+                  `sampling.random_bits` lists every seed
+  tokenizer.py    tokenizer folders
+  loading/        one host's input: record sources, cache, read-ahead, batches of masked or labelled rows
+  prepare/        from text to shards and tokenizers
+  tf/             sampling and loading once more, in TensorFlow operations
+
+Two pipelines, one meaning: a file of `tf/` has the name of its twin in `sampling/` or `loading/`, and gives the same
+numbers (tests/tensorflow/test_input.py and test_golden_data.py compare them). numpy's serves the torch backend and
+evaluation; TensorFlow's runs inside `tf.data` on the hosts of a slice, where no Python runs.
 """

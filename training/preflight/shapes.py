@@ -13,7 +13,7 @@ from training.backends.protocol import Arrays
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import open_dataset
-from training.data.loading.classification import batch_lengths
+from training.data.sampling.bucket_schedule import batch_lengths
 from training.data.sampling.masking import Masking
 from training.errors import BadInput
 from training.tasks.classification import task as classification
@@ -69,8 +69,8 @@ def read_facts(config: TrainerConfig) -> DataFacts:
     return DataFacts(
         tokens.vocabulary,
         tokens.pad,
-        batch_lengths(train, config.train.global_batch_size),
-        batch_lengths(evaluation, config.evaluation_batch_size) if evaluation else (),
+        batch_lengths(train.records_of_length, config.train.global_batch_size),
+        batch_lengths(evaluation.records_of_length, config.evaluation_batch_size) if evaluation else (),
         tuple(train.manifest.labels),
     )
 

@@ -15,8 +15,8 @@ from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import Dataset, find_shards
 from training.data.formats.open_dataset import open_dataset
-from training.data.loading.host_slice import Reading
-from training.data.loading.mlm import prefetch
+from training.data.loading.host_slice import HostSlice
+from training.data.loading.prefetch import prefetch
 from training.data.sampling.masking import SpecialTokens
 from training.distributed.cluster import Cluster
 
@@ -96,10 +96,10 @@ def open_data(config: TrainerConfig) -> Data:
     return Data(train, evaluation, tokenizer.special)
 
 
-def reading(config: TrainerConfig, cluster: Cluster, data: Data) -> Reading:
+def reading(config: TrainerConfig, cluster: Cluster, data: Data) -> HostSlice:
     """How this host reads its rows of the training batches."""
     cache = Path(config.data.cache) if config.data.cache else None
-    return Reading(
+    return HostSlice(
         data.tokens, config.train.global_batch_size, cluster.worker, cluster.hosts, config.data.on_corrupt, cache
     )
 

@@ -17,10 +17,11 @@ import numpy as np
 import tensorflow as tf
 
 from training.config import TrainerConfig
-from training.data.loading.host_slice import Reading
+from training.data.loading.host_slice import HostSlice
 from training.data.sampling.masking import Masking
-from training.data.tf import batches as batches_tensorflow
-from training.data.tf.shards import explained
+from training.data.tf.labelled_batches import labelled_batches
+from training.data.tf.mlm_batches import mlm_batches
+from training.data.tf.record_source import translate_errors
 from training.tasks.task import Data, HostBatch
 
 _FIELDS = {
@@ -53,7 +54,7 @@ def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) ->
             config.train.prefetch
         )
 
-    with explained():
+    with translate_errors():
         batches = iter(strategy.distribute_datasets_from_function(of_host))
         while True:
             found: Mapping[str, Any] = next(batches)
@@ -63,11 +64,11 @@ def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) ->
 
 def host_rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: int) -> Any:
     """The tf.data dataset of one host's rows of global batch `start`, `start` + 1, ... Raises BadInput."""
-    how = Reading(data.tokens, config.train.global_batch_size, host, hosts, config.data.on_corrupt)
+    how = HostSlice(data.tokens, config.train.global_batch_size, host, hosts, config.data.on_corrupt)
     if config.task == "classification":
-        return batches_tensorflow.classification(data.train, how, config.seed, start)
+        return labelled_batches(data.train, how, config.seed, start)
     masking = Masking(config.data.masking.percent, config.data.masking.predictions)
-    return batches_tensorflow.mlm(data.train, how, masking, config.seed, start)
+    return mlm_batches(data.train, how, masking, config.seed, start)
 
 
 def _shape(strategy: Any, value: Any) -> tuple[int, ...]:

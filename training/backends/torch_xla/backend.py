@@ -33,7 +33,7 @@ from training.backends.torch_xla.model import SUMS_OF, build, own_parts
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
-from training.data.sampling.order import rows
+from training.data.sampling.order import host_rows
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.models.hugging_face import ModelRequirements
@@ -156,7 +156,9 @@ class TorchXla:
         count = len(next(iter(batch.values()))) * self._cluster.hosts
         return {
             **batch,
-            _ROW_KEYS: row_keys(self._config.seed, number, *rows(count, self._cluster.worker, self._cluster.hosts)),
+            _ROW_KEYS: row_keys(
+                self._config.seed, number, *host_rows(count, self._cluster.worker, self._cluster.hosts)
+            ),
         }
 
     def _flat(self, gradients: list[Tensor], sums: Tensor) -> Tensor:

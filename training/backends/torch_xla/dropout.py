@@ -26,15 +26,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from training.data.sampling import random_bits as mixing
+from training.data.sampling import random_bits
 
 
 def row_keys(seed: int, step: int, first: int, last: int) -> np.ndarray:
     """(last - first,) int32, for rows [first, last) of the global batch."""
-    return _upper(mixing.keys(mixing.key(seed, "dropout", step), np.arange(first, last)))
+    return _upper(random_bits.keys(random_bits.key(seed, "dropout", step), np.arange(first, last)))
 
 
-def _upper(numbers: mixing.UInts) -> np.ndarray:
+def _upper(numbers: random_bits.UInts) -> np.ndarray:
     return (numbers >> np.uint64(32)).astype(np.uint32).view(np.int32)
 
 
@@ -45,7 +45,7 @@ class Noise:
 
     def __init__(self, size: int) -> None:
         """`size`: the most lines, or columns, of all matrices of a row together."""
-        self.table = torch.from_numpy(_upper(mixing.stream(0, "dropout", 0, size)))
+        self.table = torch.from_numpy(_upper(random_bits.stream(0, "dropout", 0, size)))
 
     def kept(self, shape: torch.Size, rate: float, place: int) -> Tensor:
         """Which elements stay, bool of this shape: (rows, ..., lines, columns), or (rows, columns)."""
@@ -68,7 +68,7 @@ class Noise:
 
 def _odd(place: int, number: int) -> int:
     """A random odd number of 32 bits, with a sign."""
-    return int(np.uint32(mixing.key(0, "dropout", place, number) >> 32 | 1).view(np.int32))
+    return int(np.uint32(random_bits.key(0, "dropout", place, number) >> 32 | 1).view(np.int32))
 
 
 class Dropout(torch.nn.Module):  # type: ignore[misc]  # torch is not here when types are checked

@@ -1,34 +1,37 @@
-"""What a dataset is: a folder (local or gs://) of TFRecord shards, and the `dataset.json` that makes it one.
+"""The dataset format: a folder (local or gs://) of TFRecord shards, and the manifest `dataset.json`.
 
     {
      "format": "tpu-launch dataset", "version": 1,
-     "kind": "mlm" | "classification",  "split": "train" | "evaluation",
+     "kind": "mlm" | "classification" | "regression",  "split": "train" | "evaluation",
      "sequence_length": 128,                      the longest row; shards of shorter rows are length buckets
      "features": {"input_ids": {"dtype": "uint16", "shape": ["length"]}},
-     "tokenizer_hash": "...", "vocabulary": 2000, what wrote the ids, see `training.data.tokenizer`
+     "tokenizer_hash": "...", "vocabulary": 2000, of the tokenizer that wrote the ids, see `training.data.tokenizer`
      "labels": [],                                classification: the names of labels 0, 1, ...
-     "origin": {...},                             how it was made: for people, and to see whether it is the same work
+     "origin": {...},                             the plan it was made from: equal plans make equal datasets
      "compression": "none" | "gzip",  "member_records": 0,
      "shards": [{"name": "train-00000.tfrecord", "length": 128, "records": 9000, "bytes": 2682000, "crc32c": 1,
                  "members": []}, ...],
-     "hash": "..."                                SHA-256 of everything above: names this very content
+     "hash": "..."                                SHA-256 of everything above: identifies the content
     }
 
-Each record is a `tf.train.Example` with one bytes value a feature: the little-endian numbers of `dtype`. So all records
-of a shard have one size, record i starts at i * size, and TensorFlow reads a shard with no code of ours:
+Each record is a `tf.train.Example` with one bytes value for each feature: the little-endian numbers of `dtype`. So all
+records of a shard have the same size, record i starts at byte i * size, and TensorFlow reads a shard by itself:
 
     example = tf.io.parse_example(batch, {"input_ids": tf.io.FixedLenFeature([], tf.string)})
     input_ids = tf.cast(tf.io.decode_raw(example["input_ids"], tf.uint16), tf.int32)
 
+A labelled row has a second feature, `label`, of shape []: a class number (int32) in a classification dataset, a float32
+in a regression dataset.
+
 With gzip a shard is a gzip file of many members (RFC 1952, section 2.2), `member_records` records in each, whose sizes
-in bytes are `members`. Any gzip program and `tf.data.TFRecordDataset(..., compression_type="GZIP")` read it whole; our
-reader goes to a member directly.
+in bytes are `members`. Any gzip program and `tf.data.TFRecordDataset(..., compression_type="GZIP")` read it whole; the
+reader of `training.data.loading.fixed_shards` reads single members.
 
-What can fail half-way: dataset.json is written last, and create-only. Without it a folder is no dataset, whatever
-shards it holds. A changed byte of dataset.json is found by its hash, a replaced or cut shard by its size here and by
-the CRC of each record in the reader.
+What can fail half-way: dataset.json is written last, and create-only. A folder without it is not a dataset, whatever
+shards it holds. A changed byte of dataset.json is detected by its hash, a replaced or truncated shard by its size
+(`find_shards`) and by the CRC of each record when it is read.
 
-Framework-free, and without numpy: the launcher checks a dataset before a TPU is rented.
+Imports neither a framework nor numpy: the launcher checks a dataset before a TPU is created.
 """
 
 from __future__ import annotations
@@ -51,6 +54,15 @@ VERSION = 1
 UNKNOWN = ""  # tokenizer_hash of a dataset without a manifest
 
 Dtype = Literal["uint16", "int32", "float32", "int64"]
+Kind = Literal["mlm", "classification", "regression"]
+
+LABEL = "label"  # the feature that holds a row's label
+# The dtypes that a label of each kind of dataset may have; none: rows have no label.
+LABEL_DTYPES: Mapping[Kind, tuple[Dtype, ...]] = {
+    "mlm": (),
+    "classification": ("int32", "int64"),
+    "regression": ("float32",),
+}
 
 
 class _Strict(BaseModel):
@@ -58,13 +70,15 @@ class _Strict(BaseModel):
 
 
 class Feature(_Strict):
-    """`shape` is [] for one number a record, ["length"] for one a token."""
+    """One feature of every record. `shape` is [] for one number per record, ["length"] for one per token."""
 
     dtype: Dtype
     shape: list[Literal["length"]] = Field(max_length=1)
 
 
 class Shard(_Strict):
+    """One file of records that all have `length` tokens. `members` are the sizes of its gzip members in bytes."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]
     length: Annotated[int, Field(ge=1, le=1 << 20)]
     records: Annotated[int, Field(ge=0)]
@@ -74,9 +88,9 @@ class Shard(_Strict):
 
 
 class Manifest(_Strict):
-    """dataset.json without its first and last lines (format, version, hash)."""
+    """The content of dataset.json without `format`, `version` and `hash`."""
 
-    kind: Literal["mlm", "classification"]
+    kind: Kind
     layout: Literal["compact", "recipe"] = "compact"
     compression: Literal["none", "gzip"] = "none"
     member_records: Annotated[int, Field(ge=0)] = 0
@@ -92,8 +106,7 @@ class Manifest(_Strict):
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset that was opened: its manifest is whole and consistent; its shards have not been looked at (see
-    `find_shards`)."""
+    """A dataset whose manifest has been read and is consistent. Its shards have not been checked, see `find_shards`."""
 
     url: str
     manifest: Manifest
@@ -101,117 +114,159 @@ class Dataset:
 
     @property
     def sequence_length(self) -> int:
+        """Tokens of the longest row."""
         return self.manifest.sequence_length
 
     @property
     def records(self) -> int:
+        """Number of records in all shards."""
         return sum(shard.records for shard in self.manifest.shards)
 
     @property
+    def records_of_length(self) -> dict[int, int]:
+        """Row length -> number of records of that length, ascending by length; lengths without records are left out."""
+        counts: dict[int, int] = {}
+        for shard in sorted(self.manifest.shards, key=lambda shard: shard.length):
+            if shard.records:
+                counts[shard.length] = counts.get(shard.length, 0) + shard.records
+        return counts
+
+    @property
     def tokenizer_hash(self) -> str:
+        """Hash of the tokenizer that wrote the ids, "" where it is unknown."""
         return self.manifest.tokenizer_hash
 
     @property
     def shards(self) -> Sequence[Shard]:
+        """The shards in the order in which records are counted."""
         return self.manifest.shards
 
     def require(
         self, *, kind: str | None = None, tokenizer_hash: str | None = None, sequence_length: int | None = None
     ) -> None:
-        """Raises BadInput where the dataset is not what the run's configuration says."""
-        found = self.manifest
-        if kind is not None and found.kind != kind:
+        """Checks the dataset against the run's configuration; None: not checked. Raises BadInput."""
+        manifest = self.manifest
+        if kind is not None and manifest.kind != kind:
             raise BadInput(
-                f"{self.url} holds {found.kind} records, and the task needs {kind}: give another dataset or task"
+                f"{self.url} holds {manifest.kind} records, and the task needs {kind}: give another dataset or task"
             )
-        if sequence_length is not None and found.sequence_length != sequence_length:
+        if sequence_length is not None and manifest.sequence_length != sequence_length:
             raise BadInput(
-                f"{self.url} has sequences of {found.sequence_length} tokens, and the configuration says {sequence_length}: "
-                f"change one of them (tpu-train shards --sequence-length {sequence_length})"
+                f"{self.url} has sequences of {manifest.sequence_length} tokens, and the configuration says "
+                f"{sequence_length}: change one of them (tpu-train shards --sequence-length {sequence_length})"
             )
-        if tokenizer_hash is not None and found.tokenizer_hash not in (tokenizer_hash, UNKNOWN):
+        if tokenizer_hash is not None and manifest.tokenizer_hash not in (tokenizer_hash, UNKNOWN):
             raise BadInput(
-                f"{self.url} was written with another tokenizer (hash {found.tokenizer_hash[:12]}, the configured one has "
-                f"{tokenizer_hash[:12]}): its ids mean other words. Give the tokenizer it was made with, or write the shards again"
+                f"{self.url} was written with another tokenizer (hash {manifest.tokenizer_hash[:12]}, the configured "
+                f"one has {tokenizer_hash[:12]}): its ids mean other words. Give the tokenizer it was made with, or "
+                "write the shards again"
             )
         if not self.records:
             raise BadInput(f"{self.url} holds no records")
 
+    def require_labels(self) -> None:
+        """Raises BadInput for a dataset whose rows have no label, or that has no rows."""
+        self.require()
+        if not LABEL_DTYPES[self.manifest.kind]:
+            raise BadInput(
+                f"{self.url} holds {self.manifest.kind} records, which have no label: give another dataset or task"
+            )
 
-def dumps(manifest: Manifest) -> bytes:
-    """dataset.json."""
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """The bytes of dataset.json."""
     body = {"format": FORMAT, "version": VERSION, **manifest.model_dump(mode="json")}
     return (json.dumps({**body, "hash": _hash(body)}, indent=1) + "\n").encode()
 
 
-def loads(data: bytes, url: str) -> Dataset:
+def load_manifest(data: bytes, url: str) -> Dataset:
     """The dataset at `url` whose dataset.json is `data`. Raises BadInput."""
-    where = storage.join(url, MANIFEST)
-    broken = f"{where} is damaged ({{}}): write the dataset again with tpu-train shards --overwrite"
+    manifest_url = storage.join(url, MANIFEST)
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BadInput(broken.format(f"not JSON: {error}")) from None
+        raise _damaged(url, f"not JSON: {error}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise BadInput(f'{where} is not a dataset of this program: its "format" is not "{FORMAT}"')
+        raise BadInput(f'{manifest_url} is not a dataset of this program: its "format" is not "{FORMAT}"')
     if body.get("version") != VERSION:
-        version = body.get("version")
         raise BadInput(
-            f"{where} has format version {version!r}, and this program reads version {VERSION}: use the program that wrote it"
+            f"{manifest_url} has format version {body.get('version')!r}, and this program reads version {VERSION}: "
+            "use the program that wrote it"
         )
-    found = body.pop("hash", None)
-    if found != _hash(body):
-        raise BadInput(broken.format("its hash does not match its content; was it edited?"))
+    stored_hash = body.pop("hash", None)
+    if stored_hash != _hash(body):
+        raise _damaged(url, "its hash does not match its content; was it edited?")
     try:
         manifest = Manifest.model_validate(
             {key: value for key, value in body.items() if key not in ("format", "version")}
         )
     except ValidationError as error:
         first = error.errors()[0]
-        raise BadInput(broken.format(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")) from None
+        raise _damaged(url, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if (reason := _inconsistency(manifest)) is not None:
+        raise _damaged(url, reason)
+    return Dataset(url, manifest, str(stored_hash))
+
+
+def _damaged(url: str, reason: str) -> BadInput:
+    return BadInput(
+        f"{storage.join(url, MANIFEST)} is damaged ({reason}): "
+        "write the dataset again with tpu-train shards --overwrite"
+    )
+
+
+def _inconsistency(manifest: Manifest) -> str | None:
+    """Why the parts of a manifest do not fit together; None where they do."""
     names = [shard.name for shard in manifest.shards]
     if len(set(names)) != len(names):
-        raise BadInput(broken.format("a shard is listed twice"))
+        return "a shard is listed twice"
     if any(shard.length > manifest.sequence_length for shard in manifest.shards):
-        raise BadInput(broken.format("a shard has rows longer than sequence_length"))
+        return "a shard has rows longer than sequence_length"
     if manifest.kind == "mlm" and any(shard.length != manifest.sequence_length for shard in manifest.shards):
-        raise BadInput(broken.format("a shard has rows of another length"))
-    if missing := {"mlm": {"input_ids"}, "classification": {"input_ids", "label"}}[manifest.kind] - set(
-        manifest.features
-    ):
-        raise BadInput(broken.format(f"no feature {missing.pop()}"))
+        return "a shard has rows of another length"
+    label_dtypes = LABEL_DTYPES[manifest.kind]
+    for name in ("input_ids", *([LABEL] if label_dtypes else [])):
+        if name not in manifest.features:
+            return f"no feature {name}"
+    if label_dtypes and manifest.features[LABEL].dtype not in label_dtypes:
+        return f"a {manifest.kind} label can't be {manifest.features[LABEL].dtype}"
     unit = manifest.member_records
     if (manifest.compression == "gzip") != bool(unit):
-        raise BadInput(broken.format("member_records and compression do not fit together"))
+        return "member_records and compression do not fit together"
     for shard in manifest.shards:
         if unit and (sum(shard.members) != shard.bytes or len(shard.members) != -(-shard.records // unit)):
-            raise BadInput(broken.format(f"the members of {shard.name} do not add up to its bytes and records"))
-    return Dataset(url, manifest, str(found))
+            return f"the members of {shard.name} do not add up to its bytes and records"
+    return None
 
 
 def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
-    """Shard name -> what stands in storage now, checked against the manifest (size; on gs:// also the crc32c, which
-    costs nothing there).
+    """Lists the folder and compares each shard with the manifest.
 
-    Raises BadInput for a missing, cut, empty, or replaced shard."""
-    there = {storage.name_of(each.url): each for each in storage.listing(dataset.url)}
+    Compares sizes, and on gs:// also the CRC-32C, which the listing contains.
+
+    Returns:
+        Shard name -> its state in storage.
+
+    Raises:
+        BadInput: a shard is missing, truncated, empty, or replaced.
+    """
+    stats = {storage.name_of(stat.url): stat for stat in storage.listing(dataset.url)}
     again = "copy it again, or write the dataset again with tpu-train shards --overwrite"
     for shard in dataset.shards:
-        stat = there.get(shard.name)
+        stat = stats.get(shard.name)
         url = storage.join(dataset.url, shard.name)
         if stat is None:
             raise BadInput(f"{url} is missing: {MANIFEST} lists it with {shard.records} records; {again}")
         if stat.size != shard.bytes:
-            how = "is empty" if not stat.size else f"has {stat.size} bytes"
-            raise BadInput(f"{url} {how}, and {MANIFEST} says {shard.bytes} bytes ({shard.records} records): {again}")
+            size = "is empty" if not stat.size else f"has {stat.size} bytes"
+            raise BadInput(f"{url} {size}, and {MANIFEST} says {shard.bytes} bytes ({shard.records} records): {again}")
         if stat.stored_crc32c not in (None, shard.crc32c):
             raise BadInput(f"{url} is not the shard that {MANIFEST} lists: its checksum (CRC-32C) differs; {again}")
-    return {shard.name: there[shard.name] for shard in dataset.shards}
+    return {shard.name: stats[shard.name] for shard in dataset.shards}
 
 
 def tokenizer_hash(content: bytes) -> str:
-    """Names what turns text into ids: tokenizer.json without the truncation and padding that `save_pretrained` may have
-    left in it."""
+    """SHA-256 of a tokenizer.json, without the truncation and padding settings that `save_pretrained` may add."""
     parsed = {key: value for key, value in json.loads(content).items() if key not in ("truncation", "padding")}
     return hashlib.sha256(json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 

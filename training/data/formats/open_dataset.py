@@ -1,55 +1,72 @@
-"""Opening a dataset, in either layout, and checking it before anything is rented.
+"""Opens a dataset of either layout, and checks it without reading its records.
 
-What a dataset is stands in `training.data.formats.dataset`. Framework-free; numpy is needed only for a folder in the
-public recipe's layout, which has to be looked through because it has no manifest.
+The format is documented in `training.data.formats.dataset`. Imports no framework; numpy is needed only for a folder in
+the public recipe's layout, which has no manifest, so that a record has to be read.
 """
 
 from __future__ import annotations
 
 from training import storage
-from training.data.formats.dataset import MANIFEST, Dataset, find_shards, loads, tokenizer_hash
+from training.data.formats.dataset import MANIFEST, Dataset, find_shards, load_manifest, tokenizer_hash
 from training.errors import BadInput
 
 
 def open_dataset(url: str) -> Dataset:
-    """Reads and checks `<url>/dataset.json`; a folder in the public recipe's layout has none. Raises BadInput,
-    StorageError."""
+    """Opens the dataset in a folder: by its dataset.json, or else as the public recipe's layout.
+
+    Raises:
+        BadInput: the folder holds no dataset, or a damaged one.
+        StorageError: storage can't be read.
+    """
     try:
         data = storage.read(storage.join(url, MANIFEST))
     except storage.NotFound as error:
         try:
-            from training.data.formats import recipe
-        except ModuleNotFoundError as missing:  # numpy, on a light workstation
+            from training.data.formats import recipe_layout
+        except ModuleNotFoundError as missing:  # numpy is not on every workstation
             raise BadInput(
-                f"{url} has no {MANIFEST}, and looking for the public recipe's layout needs {missing.name}: pip install it"
+                f"{url} has no {MANIFEST}, and looking for the public recipe's layout needs {missing.name}: "
+                "pip install it"
             ) from None
 
-        found = recipe.open_folder(url)
-        if found is None:
+        dataset = recipe_layout.open_folder(url)
+        if dataset is None:
             raise BadInput(
-                f"{url} is not a dataset: {error}. `tpu-train shards` makes one; if that was interrupted, run the same command again"
+                f"{url} is not a dataset: {error}. `tpu-train shards` makes one; if that was interrupted, "
+                "run the same command again"
             ) from None
-        return found
-    return loads(data, url)
+        return dataset
+    return load_manifest(data, url)
 
 
 def check(url: str, *, kind: str, tokenizer: str | None, sequence_length: int | None = None) -> Dataset:
-    """All that can be said of a dataset without reading its records: the manifest is whole, it is for this task, length
-    and tokenizer (a folder; None: not looked at), and every shard is there with the right size. Raises BadInput,
-    StorageError."""
+    """Opens a dataset and checks everything that can be checked without reading records.
+
+    Args:
+        url: the dataset's folder.
+        kind: the kind of dataset that the task needs.
+        tokenizer: a tokenizer folder that must have written the ids; None: not checked.
+        sequence_length: the length of the longest row; None: not checked.
+
+    Raises:
+        BadInput: the dataset does not fit, or a shard is missing or has another size.
+        StorageError: storage can't be read.
+    """
     dataset = open_dataset(url)
-    dataset.require(kind=kind, tokenizer_hash=tokenizer and _hash_of(tokenizer), sequence_length=sequence_length)
+    dataset.require(
+        kind=kind, tokenizer_hash=tokenizer and _read_tokenizer_hash(tokenizer), sequence_length=sequence_length
+    )
     find_shards(dataset)
     return dataset
 
 
-def _hash_of(tokenizer: str) -> str:
-    where = storage.join(tokenizer, "tokenizer.json")
+def _read_tokenizer_hash(tokenizer: str) -> str:
+    url = storage.join(tokenizer, "tokenizer.json")
     try:
-        return tokenizer_hash(storage.read(where))
+        return tokenizer_hash(storage.read(url))
     except storage.NotFound as error:
         raise BadInput(
             f"{tokenizer} is not a tokenizer folder: {error}. Make one with `tpu-train tokenizer --out {tokenizer}`"
         ) from None
     except (ValueError, AttributeError) as error:
-        raise BadInput(f"{where} is not a tokenizer of the `tokenizers` library: {error}") from None
+        raise BadInput(f"{url} is not a tokenizer of the `tokenizers` library: {error}") from None

@@ -1,11 +1,10 @@
-"""TFRecord framing, and where a shard is broken.
+"""The TFRecord format: encodes frames, decodes them, and reports where a shard is damaged.
 
-A shard is a sequence of frames and nothing else (tensorflow/core/lib/io/record_writer.h):
+A shard is a sequence of frames (tensorflow/core/lib/io/record_writer.h), little-endian:
 
-    uint64 length | uint32 masked crc32c of those 8 bytes | length bytes of data | uint32 masked crc32c of the data
-    (little-endian)
+    uint64 length | uint32 masked CRC-32C of those 8 bytes | `length` bytes of data | uint32 masked CRC-32C of the data
 
-Pure functions over bytes. Every CRC is checked; a bad one is a `Corrupt` with the record's number and byte offset.
+Pure functions over bytes. Every CRC is checked; a wrong one raises `Corrupt` with the record's number and byte offset.
 """
 
 from __future__ import annotations
@@ -17,31 +16,31 @@ import google_crc32c
 
 from training.errors import BadInput
 
-HEADER = 12
-FOOTER = 4
+HEADER = 12  # bytes before the data: length and its CRC
+FOOTER = 4  # bytes after the data: its CRC
 OVERHEAD = HEADER + FOOTER
-_DELTA = 0xA282EAD8
+MASK_DELTA = 0xA282EAD8
 
 
 class Corrupt(BadInput):
-    """A shard's bytes are not what was written. `record` is counted from 0 in the shard, `offset` in bytes."""
+    """A shard's bytes are not what was written. `record` is its number in the shard, `offset` its first byte there."""
 
-    def __init__(self, shard: str, record: int, offset: int, what: str) -> None:
-        self.shard, self.record, self.offset, self.what = shard, record, offset, what
+    def __init__(self, shard: str, record: int, offset: int, reason: str) -> None:
+        self.shard, self.record, self.offset, self.reason = shard, record, offset, reason
         super().__init__(
-            f"{shard}: record {record} at byte {offset}: {what}. Write the shard again (tpu-train shards --overwrite), "
+            f"{shard}: record {record} at byte {offset}: {reason}. Write the shard again (tpu-train shards --overwrite), "
             "or set data.on_corrupt to skip to train without such records"
         )
 
 
 def mask(crc: int) -> int:
-    """TFRecord stores CRCs rotated right by 15 bits plus a constant (tensorflow/core/lib/hash/crc32c.h)."""
-    return (((crc >> 15) | (crc << 17)) + _DELTA) & 0xFFFFFFFF
+    """The CRC as TFRecord stores it: rotated right by 15 bits, plus a constant (tensorflow/core/lib/hash/crc32c.h)."""
+    return (((crc >> 15) | (crc << 17)) + MASK_DELTA) & 0xFFFFFFFF
 
 
 def unmask(masked: int) -> int:
     """The inverse of `mask`."""
-    rotated = (masked - _DELTA) & 0xFFFFFFFF
+    rotated = (masked - MASK_DELTA) & 0xFFFFFFFF
     return ((rotated >> 17) | (rotated << 15)) & 0xFFFFFFFF
 
 
@@ -52,21 +51,27 @@ def header(length: int) -> bytes:
 
 
 def frame(data: bytes) -> bytes:
-    """One record as it stands in a shard."""
+    """One record with its framing."""
     return header(len(data)) + data + struct.pack("<I", mask(google_crc32c.value(data)))
 
 
 def join(records: Iterable[bytes]) -> bytes:
-    """A whole shard."""
+    """The bytes of a shard that holds these records."""
     return b"".join(map(frame, records))
 
 
 def walk(data: bytes, shard: str, *, first: int = 0, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """(byte offset of the frame, data) of every record of `data`, checked; `first` and `offset` are the number and
-    place of the first one.
+    """Yields (byte offset of the frame, payload) of every record of `data`, checked.
 
-    Raises Corrupt. After a broken header nothing more can be found; after a broken record the walk could go on, see
-    `index`."""
+    Args:
+        data: whole frames.
+        shard: the shard's URL, for messages.
+        first: the number of the first record in the shard.
+        offset: the byte at which `data` starts in the shard.
+
+    Raises:
+        Corrupt: at the first bad header or payload.
+    """
     position, number = 0, first
     while position < len(data):
         length = _length(data, position, shard, number, offset)
@@ -84,7 +89,7 @@ def walk(data: bytes, shard: str, *, first: int = 0, offset: int = 0) -> Iterato
 
 
 def index(data: bytes, shard: str) -> list[int]:
-    """Offsets of all frames of a whole shard and, last, its size; checks the headers only. Raises Corrupt."""
+    """Offsets of all frames of a whole shard, and its size as the last one. Checks only headers. Raises Corrupt."""
     offsets, position = [0], 0
     while position < len(data):
         position += HEADER + _length(data, position, shard, len(offsets) - 1, 0) + FOOTER
@@ -100,6 +105,7 @@ def index(data: bytes, shard: str) -> list[int]:
 
 
 def _length(data: bytes, position: int, shard: str, number: int, offset: int) -> int:
+    """The payload's length in the frame at `position`; `offset` is where `data` starts in the shard."""
     size = data[position : position + HEADER]
     if len(size) < HEADER:
         raise Corrupt(

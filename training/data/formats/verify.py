@@ -1,7 +1,7 @@
-"""Everything that is wrong with a dataset, not only the first thing: each shard's size and checksum, each record's CRC
-and layout, each id.
+"""Checks a whole dataset and lists everything that is wrong, not only the first problem.
 
-Reads all of it, in pieces, so memory does not grow with the dataset.
+Checks each shard's size and checksum, each record's CRC and layout, each token id and each label. Reads the dataset in
+pieces, so memory does not grow with it.
 """
 
 from __future__ import annotations
@@ -11,84 +11,109 @@ from collections.abc import Callable, Iterator
 
 import google_crc32c
 import numpy as np
+import numpy.typing as npt
 
 from training import storage
-from training.data.formats import recipe, tfrecord
-from training.data.formats import records as form
-from training.data.formats.dataset import MANIFEST, Dataset, Shard
+from training.data.formats import fixed_records, recipe_layout, tfrecord
+from training.data.formats.dataset import LABEL, MANIFEST, Dataset, Manifest, Shard
+from training.data.formats.fixed_records import RecordLayout
 from training.errors import TrainError
 from training.storage import Stat
 
-PIECE = 8 << 20
+PIECE_BYTES = 8 << 20
 
 
 def problems(
     dataset: Dataset, vocabulary: int | None = None, progress: Callable[[Shard], None] = lambda _: None
 ) -> Iterator[str]:
-    """One line for each thing that is wrong. `vocabulary`: ids from there on are wrong too (default: what the manifest
-    says)."""
-    there = {storage.name_of(each.url): each for each in storage.listing(dataset.url)}
+    """One line for each problem.
+
+    Args:
+        dataset: opened, of either layout.
+        vocabulary: ids from here on are a problem (default: the manifest's vocabulary).
+        progress: is called before each shard.
+    """
+    stats = {storage.name_of(stat.url): stat for stat in storage.listing(dataset.url)}
     for shard in dataset.shards:
         progress(shard)
-        stat = there.pop(shard.name, None)
+        stat = stats.pop(shard.name, None)
         if stat is None:
             yield f"{storage.join(dataset.url, shard.name)} is missing"
         elif stat.size != shard.bytes:
             yield f"{stat.url} has {stat.size} bytes, and {MANIFEST} says {shard.bytes}"
         elif dataset.manifest.layout == "recipe":
-            yield from _recipe(dataset, shard, stat, vocabulary)
+            yield from _recipe_problems(dataset, shard, stat, vocabulary)
         else:
-            yield from _compact(dataset, shard, stat, vocabulary or dataset.manifest.vocabulary)
-    for stranger in sorted(name for name in there if name.endswith(".tfrecord")):
-        yield f"{there[stranger].url} is not listed in {MANIFEST}"
+            yield from _compact_problems(dataset, shard, stat, vocabulary or dataset.manifest.vocabulary)
+    for name in sorted(name for name in stats if name.endswith(".tfrecord")):
+        yield f"{stats[name].url} is not listed in {MANIFEST}"
 
 
-def _compact(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int) -> Iterator[str]:
-    unit, layout = dataset.manifest.member_records, form.layout(dataset.manifest.features, shard.length)
+def _compact_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int) -> Iterator[str]:
+    """Problems of a shard of fixed-size records, read in pieces of whole gzip members."""
+    manifest = dataset.manifest
+    unit, layout = manifest.member_records, fixed_records.record_layout(manifest.features, shard.length)
     if not unit and shard.records * layout.size != shard.bytes:
         yield f"{stat.url}: {shard.bytes} bytes can't be {shard.records} records of {layout.size}"
         return
-    offsets = [0, *itertools.accumulate(shard.members)]
-    crc, per_piece = 0, max(1, PIECE // layout.size // (unit or 1)) * (unit or 1)
-    for first in range(0, shard.records, per_piece):
-        last = min(first + per_piece, shard.records)
-        start, end = (
-            (offsets[first // unit], offsets[-(-last // unit)]) if unit else (first * layout.size, last * layout.size)
-        )
+    offsets = [0, *itertools.accumulate(shard.members)]  # of gzip members
+    crc, records_per_piece = 0, max(1, PIECE_BYTES // layout.size // (unit or 1)) * (unit or 1)
+    for first in range(0, shard.records, records_per_piece):
+        last = min(first + records_per_piece, shard.records)
+        start, stop = first * layout.size, last * layout.size
+        if unit:
+            start, stop = offsets[first // unit], offsets[-(-last // unit)]
         try:
-            stored = storage.read(stat.url, start, end, generation=stat.generation)
+            stored = storage.read(stat.url, start, stop, generation=stat.generation)
         except TrainError as error:
             yield str(error)
             return
         crc = google_crc32c.extend(crc, stored)
-        data = (
-            _expanded(stored, shard.members[first // unit : -(-last // unit)], unit, last - first, layout.size)
-            if unit
-            else stored
-        )
-        bad = form.broken(layout, data)
-        for row in bad:
+        data = stored
+        if unit:
+            members = shard.members[first // unit : -(-last // unit)]
+            data = _expand_members(stored, members, unit, last - first, layout.size)
+        broken = fixed_records.find_broken(layout, data)
+        for row in broken:
             offset = offsets[(first + row) // unit] if unit else (first + row) * layout.size
             yield f"{stat.url}: record {first + row} at byte {offset}: its checksum (CRC-32C) or framing does not match"
-        ids = form.column(layout, data, "input_ids").astype(np.int64)
-        for row in map(int, np.flatnonzero(((ids >= vocabulary) | (ids < 0)).any(axis=1))):
-            if row not in bad:
-                yield f"{stat.url}: record {first + row} has token id {int(ids[row].max())}, and the tokenizer has {vocabulary} ids"
+        for row, problem in _value_problems(layout, data, manifest, vocabulary):
+            if row not in broken:
+                yield f"{stat.url}: record {first + row} has {problem}"
     if crc != shard.crc32c:
         yield f"{stat.url}: its checksum (CRC-32C) is {crc:08x}, and {MANIFEST} says {shard.crc32c:08x}"
 
 
-def _expanded(stored: bytes, members: list[int], unit: int, records: int, size: int) -> bytes:
-    starts = [0, *itertools.accumulate(members)]
+def _value_problems(
+    layout: RecordLayout, data: bytes, manifest: Manifest, vocabulary: int
+) -> Iterator[tuple[int, str]]:
+    """(row, what is wrong) for each row with a token id or a label that can't be."""
+    ids = fixed_records.read_column(layout, data, "input_ids").astype(np.int64)  # (n, length)
+    for row in map(int, np.flatnonzero(((ids >= vocabulary) | (ids < 0)).any(axis=1))):
+        yield row, f"token id {int(ids[row].max())}, and the tokenizer has {vocabulary} ids"
+    if LABEL in manifest.features:
+        labels: npt.NDArray[np.generic] = fixed_records.read_column(layout, data, LABEL)[:, 0]  # (n,)
+        if np.issubdtype(labels.dtype, np.floating):
+            wrong, expected = ~np.isfinite(labels.astype(np.float64)), "a finite number"
+        else:
+            numbers, classes = labels.astype(np.int64), len(manifest.labels)
+            wrong, expected = (numbers < 0) | (numbers >= classes), f"one of 0 to {classes - 1}"
+        for row in map(int, np.flatnonzero(wrong)):
+            yield row, f"label {labels[row]}, which is not {expected}"
+
+
+def _expand_members(stored: bytes, members: list[int], unit: int, records: int, size: int) -> bytes:
+    """The records of consecutive gzip members: `records` of `size` bytes in all, `unit` in each member."""
+    offsets = [0, *itertools.accumulate(members)]
     counts = [min(unit, records - number * unit) for number in range(len(members))]
     return b"".join(
-        form.expand(stored[start:stop], count * size)
-        for (start, stop), count in zip(itertools.pairwise(starts), counts, strict=True)
+        fixed_records.expand_member(stored[start:stop], count * size)
+        for (start, stop), count in zip(itertools.pairwise(offsets), counts, strict=True)
     )
 
 
-def _recipe(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int | None) -> Iterator[str]:
-    """This layout can't be cut into equal pieces, so one shard at a time is in memory."""
+def _recipe_problems(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int | None) -> Iterator[str]:
+    """Problems of a shard in the public recipe's layout. It can't be cut into equal pieces: it is read whole."""
     try:
         data = storage.read(stat.url, generation=stat.generation)
         offsets = tfrecord.index(data, stat.url)
@@ -97,8 +122,9 @@ def _recipe(dataset: Dataset, shard: Shard, stat: Stat, vocabulary: int | None) 
         return
     if len(offsets) - 1 != shard.records:
         yield f"{stat.url} holds {len(offsets) - 1} records, and its name says {shard.records}"
+    length, limit = dataset.sequence_length, vocabulary or 1 << 31
     for number, (start, stop) in enumerate(itertools.pairwise(offsets)):
         try:
-            recipe.ids(data[start:stop], stat.url, number, start, dataset.sequence_length, vocabulary or 1 << 31)
+            recipe_layout.decode_ids(data[start:stop], stat.url, number, start, length, limit)
         except TrainError as error:
             yield str(error)

@@ -1,8 +1,8 @@
-"""`data.cache`: what was read from a bucket, kept on the host's own disk.
+"""`data.cache`: a folder on the host's own disk for blocks that were read from a bucket.
 
-A file is written whole or not at all (`storage.write`), and is nothing that anybody relies on: one that can't be read
-or has another size is as good as absent, and a disk that takes no more costs the cache, not the run. What a file holds
-is checked by whoever reads it, as if it came from the bucket.
+What can fail half-way: a file is written whole or not at all (`storage.write`). Nothing depends on a file: one that
+can't be read or has another size counts as missing. When the disk refuses a write, no more files are added and the run
+goes on. The reader checks the content as if it came from the bucket.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from training import storage
 
 
 class Cache:
-    """Files of one dataset. Thread-safe."""
+    """Cached files of one dataset. Thread-safe."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._full = False
 
     def get(self, name: str, size: int) -> bytes | None:
-        """A file of that size, None when there is none."""
+        """The file's content; None where there is no file of `size` bytes."""
         try:
             data = (self._folder / name).read_bytes()
         except OSError:
@@ -29,7 +29,7 @@ class Cache:
         return data if len(data) == size else None
 
     def put(self, name: str, data: bytes) -> None:
-        """Keeps it, as long as the disk has taken everything so far. The first refusal is warned of."""
+        """Writes a file. After the first write that fails, prints a warning and writes nothing any more."""
         if self._full:
             return
         try:
@@ -37,11 +37,12 @@ class Cache:
         except storage.StorageError as error:
             self._full = True
             print(
-                f"tpu-train: warning: data.cache takes no more, what is missing there is read from the bucket instead: {error}",
+                "tpu-train: warning: data.cache takes no more, what is missing there is read from the bucket instead: "
+                f"{error}",
                 file=sys.stderr,
                 flush=True,
             )
 
     def drop(self, name: str) -> None:
-        """Forgets a file that turned out to be wrong."""
+        """Removes a file whose content is wrong."""
         storage.delete(str(self._folder / name))

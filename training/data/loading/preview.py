@@ -1,5 +1,4 @@
-"""Examples as a person would want to see them: text, with what is hidden and what the model is asked for. Pure
-functions."""
+"""Renders rows of a batch as text, with their masks or labels, for `tpu-train dataset preview`. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,34 +7,37 @@ from collections.abc import Callable, Iterator, Sequence
 
 import click
 
-from training.data.loading.classification import ClassificationBatch
-from training.data.loading.mlm import MlmBatch
+from training.data.loading.labelled_batches import LabelledBatch
+from training.data.loading.mlm_batches import MlmBatch
 from training.data.sampling.masking import SpecialTokens
 
-LEGEND = "[word] hidden behind the mask   [word~other] replaced by another   [word=] left as it is; all three are to be predicted"
+LEGEND = (
+    "[word] hidden behind the mask   [word~other] replaced by another   [word=] left as it is; all three are to be "
+    "predicted"
+)
 
 
 def render(batch: MlmBatch, tokens: SpecialTokens, piece: Callable[[int], tuple[str, str]]) -> Iterator[str]:
-    """A heading and a paragraph for each row. `piece` is what `pieces` gives."""
+    """A heading and a paragraph for each row. `piece` is the result of `pieces`."""
     for row, record in enumerate(batch.records):
         used = batch.weights[row] > 0
-        answers = dict(zip(batch.positions[row][used].tolist(), batch.labels[row][used].tolist(), strict=True))
+        label_at = dict(zip(batch.positions[row][used].tolist(), batch.labels[row][used].tolist(), strict=True))
         counts = {"hidden": 0, "replaced": 0, "left": 0}
         text = ""
         for position, shown in enumerate(batch.input_ids[row].tolist()):
-            space, word = piece(answers.get(position, shown))
-            if position not in answers:
+            space, word = piece(label_at.get(position, shown))
+            if position not in label_at:
                 text += space + (click.style(word, dim=True) if shown in tokens.special else word)
             elif shown == tokens.mask:
                 counts["hidden"] += 1
                 text += space + click.style(f"[{word}]", fg="yellow")
-            elif shown == answers[position]:
+            elif shown == label_at[position]:
                 counts["left"] += 1
                 text += space + click.style(f"[{word}=]", fg="green")
             else:
                 counts["replaced"] += 1
                 text += space + click.style(f"[{word}~{piece(shown)[1]}]", fg="red")
-        summary = ", ".join(f"{count} {what}" for what, count in counts.items())
+        summary = ", ".join(f"{count} {kind}" for kind, count in counts.items())
         yield click.style(
             f"record {record}: {len(batch.input_ids[row])} tokens, {used.sum()} to predict ({summary})", bold=True
         )
@@ -43,26 +45,34 @@ def render(batch: MlmBatch, tokens: SpecialTokens, piece: Callable[[int], tuple[
 
 
 def render_labelled(
-    batch: ClassificationBatch,
+    batch: LabelledBatch,
     count: int,
     tokens: SpecialTokens,
     piece: Callable[[int], tuple[str, str]],
     labels: Sequence[str],
 ) -> Iterator[str]:
-    """A heading with the label and a paragraph for each of the first `count` rows, without their padding."""
+    """A heading with the label and a paragraph for each of the first `count` rows, without their padding.
+
+    Args:
+        batch: of labelled rows.
+        count: how many rows.
+        tokens: of the tokenizer that wrote the ids.
+        piece: the result of `pieces`.
+        labels: the names of the classes; empty where labels are numbers.
+    """
     for row, record in enumerate(batch.records[:count]):
         ids = batch.input_ids[row][batch.attention_mask[row] > 0].tolist()
         text = "".join(
             space + (click.style(word, dim=True) if id in tokens.special else word)
             for id, (space, word) in zip(ids, map(piece, ids), strict=True)
         )
-        yield click.style(f"record {record}: {labels[batch.labels[row]]}, {len(ids)} tokens", bold=True)
+        label = labels[int(batch.labels[row])] if labels else f"{batch.labels[row]:g}"
+        yield click.style(f"record {record}: {label}, {len(ids)} tokens", bold=True)
         yield text.strip()
 
 
 def pieces(content: bytes) -> Callable[[int], tuple[str, str]]:
-    """id -> (space before it, word), from a tokenizer.json; good for reading, not for turning back into the exact
-    text."""
+    """A function id -> (space before it, word) from the content of a tokenizer.json; for reading, not exact text."""
     tokenizer = json.loads(content)
     vocabulary = tokenizer["model"]["vocab"]
     pairs = (
@@ -70,9 +80,9 @@ def pieces(content: bytes) -> Callable[[int], tuple[str, str]]:
         if isinstance(vocabulary, list)
         else ((id, piece) for piece, id in vocabulary.items())
     )
-    names = dict(pairs) | {each["id"]: each["content"] for each in tokenizer["added_tokens"]}
-    special = {each["id"] for each in tokenizer["added_tokens"]}
-    joined_by = (
+    names = dict(pairs) | {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    continuing_prefix = (
         (tokenizer["model"].get("continuing_subword_prefix") or "")
         if tokenizer["model"].get("type") == "WordPiece"
         else None
@@ -82,8 +92,9 @@ def pieces(content: bytes) -> Callable[[int], tuple[str, str]]:
         name = names[id]
         if id in special:
             return " ", name
-        if joined_by is not None:  # a mark on what goes on with a word
-            return ("", name.removeprefix(joined_by)) if name.startswith(joined_by) else (" ", name)
-        return (" ", name[1:]) if name[:1] in ("▁", "Ġ") else ("", name)  # a mark on what begins a word
+        if continuing_prefix is not None:  # WordPiece marks the pieces that continue a word
+            inside = name.startswith(continuing_prefix)
+            return ("", name.removeprefix(continuing_prefix)) if inside else (" ", name)
+        return (" ", name[1:]) if name[:1] in ("▁", "Ġ") else ("", name)  # others mark the start of a word
 
     return piece

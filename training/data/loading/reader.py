@@ -1,16 +1,19 @@
-"""The rows that this host needs, in order, read ahead.
+"""Reads the rows of one host in the order of the steps, ahead of time.
 
-A `Reader` joins an order (which record comes when) and a source (records by number). It works window by window (see
-`training.data.sampling.order`): when a window is first touched, all blocks that hold a row of this host are requested
-at once, in the order of first use, by a few threads; neighbouring blocks are one request. When the last block is there,
-the next window is begun. A batch waits only for the blocks that it needs. A dataset that fits into one window is read
-once, not once an epoch.
+A `Reader` combines an order (which record comes when) with a record source. It works window by window (see
+`training.data.sampling.order`): when a window is first used, all blocks that hold a row of this host are requested, in
+the order of first use, by a few threads; neighbouring blocks are one request. When its last block has been read, the
+next window is started. A batch waits only for the blocks that it needs. A dataset that fits into one window is read
+once, not once per epoch.
 
-Memory: at most three windows of this host's rows (the one before, in case a batch spans two; the current; the next),
-each about order.WINDOW_BLOCKS * order.BLOCK_BYTES = 64 MB over the number of hosts, and one request a thread.
+Memory: at most three windows of this host's rows (the previous one, for a batch that spans two; the current one; the
+next one), each about order.WINDOW_BLOCKS * order.BLOCK_BYTES = 64 MB over the number of hosts, and one request per
+thread.
 
-Failures: an error of a thread is raised by the first `rows` that needs its block, as it is; every request has the
-deadline of training.storage.gcs.
+Failures: an error of a thread is raised, unchanged, by each `rows` that needs its block. Every request has the deadline
+of `training.storage.gcs`.
+
+The same in TensorFlow: `training.data.tf.reader`.
 """
 
 from __future__ import annotations
@@ -23,46 +26,56 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from training.data.loading.shards import Arrays, Source
-from training.data.sampling.order import Ints, Order, Shuffled, cells_of_rows, stretches
+from training.data.loading.record_source import Arrays, RecordSource
+from training.data.sampling.order import Ints, Order, Shuffled, cells_of_rows, split_places
 
-RUN_BYTES = 4 << 20
+RUN_BYTES = 4 << 20  # the largest request
 WINDOWS_KEPT = 3
 
 
 class Reader:
-    """Rows [first, last) of each global batch of `batch` rows. Thread-safe; `close` it, or use it in a `with` block."""
+    """Reads rows [first, last) of each global batch of `batch` rows. Thread-safe. Close it, or use it in a `with`."""
 
-    def __init__(self, source: Source, order: Order, batch: int, first: int, last: int, *, threads: int = 8) -> None:
+    def __init__(
+        self, source: RecordSource, order: Order, batch: int, first: int, last: int, *, threads: int = 8
+    ) -> None:
         self.source, self.order, self.batch, self.first, self.last = source, order, batch, first, last
         self._windows: OrderedDict[tuple[int, int], _Window] = OrderedDict()
         self._lock = threading.Lock()
         self._workers = _Workers(threads)
 
     def rows(self, start: int, stop: int) -> tuple[Ints, Ints, Arrays]:
-        """This host's rows among the places [start, stop): epochs (n,), records (n,), feature -> (n, ...)"""
-        epochs, records, parts = [], [], []
-        for stretch in stretches(self.order.geometry, start, stop):
+        """This host's rows among the places [start, stop).
+
+        Returns:
+            epochs (n,), records (n,), and feature -> (n, ...).
+
+        Raises:
+            BadInput: a record is damaged, or a shard has changed.
+            StorageError: storage can't be read.
+        """
+        epochs, records, arrays = [], [], []  # of each window
+        for cells in split_places(self.order.geometry, start, stop):
             with self._lock:
-                window = self._window(stretch.epoch, stretch.number)
-            low, high = np.searchsorted(window.cells, (stretch.start, stretch.stop))
-            parts.append(window.gather(int(low), int(high)))
+                window = self._window(cells.epoch, cells.number)
+            low, high = np.searchsorted(window.cells, (cells.start, cells.stop))
+            arrays.append(window.gather(int(low), int(high)))
             records.append(window.records[low:high])
-            epochs.append(np.full(high - low, stretch.epoch, np.int64))
-            following = self._after(stretch.epoch, stretch.number)
+            epochs.append(np.full(high - low, cells.epoch, np.int64))
+            following = self._after(cells.epoch, cells.number)
             if window.complete and following:
                 with self._lock:
                     self._window(*following)
-        if len(parts) == 1:
-            return epochs[0], records[0], parts[0]
+        if len(arrays) == 1:
+            return epochs[0], records[0], arrays[0]
         return (
             np.concatenate(epochs),
             np.concatenate(records),
-            {name: np.concatenate([part[name] for part in parts]) for name in parts[0]},
+            {name: np.concatenate([part[name] for part in arrays]) for name in arrays[0]},
         )
 
     def close(self) -> None:
-        """Ends the threads; requests under way are abandoned."""
+        """Ends the threads; the results of current requests are dropped."""
         self._workers.close()
 
     def __enter__(self) -> Reader:
@@ -72,45 +85,44 @@ class Reader:
         self.close()
 
     def _after(self, epoch: int, number: int) -> tuple[int, int] | None:
-        """The window that comes next; after one pass of evaluation, none."""
+        """The next window; None after one pass of evaluation."""
         if number + 1 < self.order.geometry.windows:
             return epoch, number + 1
         return (epoch + 1, 0) if isinstance(self.order, Shuffled) else None
 
     def _window(self, epoch: int, number: int) -> _Window:
-        found = self._windows.get((epoch, number))
-        if found is None:
+        """The window, which is created, and its blocks requested, when it is new. Call it with the lock held."""
+        window = self._windows.get((epoch, number))
+        if window is None:
             cells = np.flatnonzero(cells_of_rows(self.order, self.batch, epoch, number, self.first, self.last))
             records = self.order.window(epoch, number)[cells]
-            last = next(reversed(self._windows.values()), None)
-            found = _Window(self.source, cells, records, self.order.geometry.block, self._workers, last)
-            self._windows[epoch, number] = found
+            previous = next(reversed(self._windows.values()), None)
+            window = _Window(self.source, cells, records, self.order.geometry.block, self._workers, previous)
+            self._windows[epoch, number] = window
             while len(self._windows) > WINDOWS_KEPT:
-                _, old = self._windows.popitem(last=False)
-                old.cancel()
+                _, oldest = self._windows.popitem(last=False)
+                oldest.cancel()
         self._windows.move_to_end((epoch, number))
-        return found
+        return window
 
 
 class _Window:
-    """This host's records of one window. `cells` are their places in it, ascending; `records` their numbers; both
-    (n,)."""
+    """This host's records of one window: their cells in it, ascending (n,), and their numbers (n,)."""
 
     def __init__(
-        self, source: Source, cells: Ints, records: Ints, block: int, workers: _Workers, last: _Window | None
+        self, source: RecordSource, cells: Ints, records: Ints, block: int, workers: _Workers, previous: _Window | None
     ) -> None:
         self.cells, self.records = cells, records
         self.complete: bool
         self._arrays: Arrays
         self._futures: list[Future[None]] = []
         self._source, self._block = source, block
-        needed, first_use, slot = np.unique(
-            records // block, return_index=True, return_inverse=True
-        )  # (blocks,), (blocks,), (n,)
+        # The blocks (blocks,), where each is first used (blocks,), and which of them each record is in (n,).
+        needed, first_use, slot = np.unique(records // block, return_index=True, return_inverse=True)
         self._needed = needed
-        if last is not None and last.complete and np.array_equal(last._needed, needed):
-            # A dataset that fits into one window needs the same blocks in every epoch: they are here.
-            self._arrays, self._location, self.complete = last._arrays, slot * block + records % block, True
+        if previous is not None and previous.complete and np.array_equal(previous._needed, needed):
+            # A dataset that fits into one window needs the same blocks in every epoch: they have been read.
+            self._arrays, self._location, self.complete = previous._arrays, slot * block + records % block, True
             return
         self._arrays = source.empty(len(needed) * block)
         self._location = slot * block + records % block  # (n,) rows of the arrays
@@ -125,7 +137,7 @@ class _Window:
             )
 
     def gather(self, low: int, high: int) -> Arrays:
-        """Records number low .. high-1 of this window, waiting for their blocks."""
+        """This window's records number [low, high); waits for their blocks. feature -> (high - low, ...)"""
         location = self._location[low:high]
         if not self.complete:
             for run in np.unique(self._run_of_slot[location // self._block]):
@@ -136,11 +148,12 @@ class _Window:
         return {name: values.take(location, axis=0) for name, values in self._arrays.items()}
 
     def cancel(self) -> None:
-        """Drops what has not been begun."""
+        """Cancels the requests that have not started."""
         for future in self._futures:
             future.cancel()
 
     def _load(self, first_block: int, last_block: int, slot: int) -> None:
+        """Reads blocks [first_block, last_block) into the arrays from block number `slot` on."""
         first, last = first_block * self._block, min(last_block * self._block, self._source.records)
         for name, values in self._source.read(first, last, self._block).items():
             self._arrays[name][slot * self._block : slot * self._block + last - first] = values
@@ -150,16 +163,16 @@ def _runs(needed: Ints, longest: int) -> Ints:
     """Which run each of the ascending block numbers belongs to: a run is at most `longest` neighbours. (blocks,)"""
     run = np.zeros(len(needed), np.int64)
     number = size = 0
-    for at in range(1, len(needed)):
-        size = size + 1 if needed[at] == needed[at - 1] + 1 and size + 1 < longest else 0
+    for index in range(1, len(needed)):
+        size = size + 1 if needed[index] == needed[index - 1] + 1 and size + 1 < longest else 0
         number += size == 0
-        run[at] = number
+        run[index] = number
     return run
 
 
 class _Workers:
-    """Daemon threads, so that a silent bucket can't hold up the end of the process (concurrent.futures' pool joins its
-    threads at exit)."""
+    """A pool of daemon threads. concurrent.futures' pool joins its threads at exit, so that a bucket that does not
+    answer would keep the process from ending."""
 
     def __init__(self, threads: int) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -185,6 +198,7 @@ class _Workers:
         self._tasks.put(task)
 
     def close(self) -> None:
+        """Ends the threads after their current task."""
         for _ in self._threads:
             self._tasks.put(None)
 

@@ -1,16 +1,16 @@
-"""Where text comes from: `--corpus` of the commands, as a stream of documents.
+"""Corpora: `--corpus` of the commands, as a stream of documents.
 
-    builtin:pydoc                       Python's own help topics (pydoc_data.topics), a document a topic; there is
-    always some text to try things on PATH or gs://...  .txt .tokens .md  UTF-8; paragraphs between blank lines are
-    documents
-                      .jsonl .ndjson    one JSON object a line; `field` names the text
-                      .csv              a header line; `field` names the column
+    builtin:pydoc                       Python's own help topics (pydoc_data.topics), one document per topic; for trials,
+                                        it needs no file
+    PATH or gs://...  .txt .tokens .md  UTF-8; paragraphs between blank lines are documents
+                      .jsonl .ndjson    one JSON object per line; `field` names the text
+                      .csv              with a header line; `field` names the column
                       a folder          all files of these kinds in it, sorted by name
     datasets:NAME[:CONFIG[:SPLIT]]      the Hugging Face `datasets` library (a name on the Hub, or a folder that
-    `load_dataset` takes)
+                                        `load_dataset` takes)
 
-Everything streams: no corpus is ever held in memory. Documents without text are left out. Which split a document
-belongs to follows from its text alone, so equal documents are never on both sides, and adding documents moves none.
+Everything streams: no corpus is ever held in memory. Documents without text are left out. The split of a document
+follows from its text alone: equal documents are always in the same split, and adding documents moves none.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from training.errors import BadInput
 TEXT = (".txt", ".tokens", ".md")
 LINES = (".jsonl", ".ndjson")
 TABLE = (".csv",)
-_PIECE = 8 << 20
+_PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A source of rows. `field` is the column or key that holds the text."""
+    """A corpus by its name. `field` is the column or key that holds the text."""
 
     name: str
     field: str = "text"
@@ -65,17 +65,19 @@ class Corpus:
         """The text of a row. Raises BadInput when the row has none."""
         if self.field not in row:
             raise BadInput(
-                f"--corpus {self.name}: a row has no {self.field!r}, it has: {', '.join(row)}. Name the text with --field"
+                f"--corpus {self.name}: a row has no {self.field!r}, it has: {', '.join(row)}. "
+                "Name the text with --field"
             )
         text = row[self.field]
         if not isinstance(text, str):
             raise BadInput(
-                f"--corpus {self.name}: {self.field!r} is not text but {type(text).__name__}. Name the text with --field"
+                f"--corpus {self.name}: {self.field!r} is not text but {type(text).__name__}. "
+                "Name the text with --field"
             )
         return text
 
     def fingerprint(self) -> str:
-        """Changes when the text does; reads local files once, and no object of a bucket."""
+        """A hash of the text; reads local files once, and no object of a bucket. Raises BadInput, StorageError."""
         digest = hashlib.sha256(f"{self.name.rsplit('/', 1)[-1]}\0{self.field}".encode())
         if self.name.startswith("builtin:"):
             for document in self.documents():
@@ -90,21 +92,21 @@ class Corpus:
         return digest.hexdigest()
 
     def files(self) -> list[str]:
-        """What the corpus consists of, in order; a name with a scheme is one thing. Raises BadInput."""
+        """The URLs of the corpus's files, in order; a name with a scheme stands for itself. Raises BadInput."""
         if self.name.startswith(("builtin:", "datasets:")):
             return [self.name]
         if storage.stat(self.name) is not None:
             return [self.name]
-        found = [each.url for each in storage.listing(self.name) if each.url.endswith(TEXT + LINES + TABLE)]
-        if not found:
+        urls = [stat.url for stat in storage.listing(self.name) if stat.url.endswith(TEXT + LINES + TABLE)]
+        if not urls:
             kinds = ", ".join(TEXT + LINES + TABLE)
             raise BadInput(f"--corpus {self.name}: no such file, and no folder with files of a known kind ({kinds})")
-        return found
+        return urls
 
 
 @dataclass(frozen=True)
-class Part:
-    """Which documents of a corpus are in a split; `percent` None: all of them."""
+class SplitFilter:
+    """Selects the documents of a split. `percent` of them are for evaluation; None: every document is in the split."""
 
     split: str
     percent: float | None
@@ -116,33 +118,34 @@ class Part:
 
 def in_evaluation(text: str, percent: float) -> bool:
     """Whether a document is in the evaluation split, which takes about `percent` of all documents."""
-    draw = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
-    return draw < percent / 100 * 2**64
+    digest = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+    return digest < percent / 100 * 2**64
 
 
 def lines(url: str) -> Iterator[str]:
-    """The lines of a UTF-8 file, without their ends, in fixed memory. Raises BadInput where the bytes are not UTF-8."""
+    """The lines of a UTF-8 file without their line ends. Raises BadInput where the bytes are not UTF-8."""
     stat = storage.stat(url)
     if stat is None:
         raise BadInput(f"{url} does not exist")
     decoder = codecs.getincrementaldecoder("utf-8")()
-    rest, number = "", 1
-    for start in range(0, stat.size, _PIECE):
-        data = storage.read(url, start, start + _PIECE, generation=stat.generation)
+    rest, line_number = "", 1
+    for start in range(0, stat.size, _PIECE_BYTES):
+        data = storage.read(url, start, start + _PIECE_BYTES, generation=stat.generation)
         try:
-            text = rest + decoder.decode(data, final=start + _PIECE >= stat.size)
+            text = rest + decoder.decode(data, final=start + _PIECE_BYTES >= stat.size)
         except UnicodeDecodeError as error:
             raise BadInput(
-                f"{url}: not UTF-8 text near byte {start + error.start} (after line {number}): convert it"
+                f"{url}: not UTF-8 text near byte {start + error.start} (after line {line_number}): convert it"
             ) from None
         *whole, rest = text.split("\n")
-        number += len(whole)
+        line_number += len(whole)
         yield from (line.removesuffix("\r") for line in whole)
     if rest:
         yield rest.removesuffix("\r")
 
 
 def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:
+    """The rows of one file, by its extension."""
     if url.endswith(LINES):
         for number, line in enumerate(lines(url), 1):
             if line.strip():
@@ -194,7 +197,8 @@ def _load(name: str, *, streaming: bool) -> Any:
         import datasets
     except ImportError:
         raise BadInput(
-            f"--corpus datasets:{name} needs the `datasets` package: run this in the image, or pip install 'tpu-launch[train]'"
+            f"--corpus datasets:{name} needs the `datasets` package: run this in the image, or "
+            "pip install 'tpu-launch[train]'"
         ) from None
     path, _, rest = name.partition(":")
     config, _, split = rest.partition(":")

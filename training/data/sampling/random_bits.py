@@ -1,4 +1,18 @@
-"""Random numbers without state: a 64-bit integer for each (seed, purpose, numbers...), the same everywhere.
+"""Random numbers without state: a 64-bit integer for each (seed, purpose, numbers...), the same on every platform.
+
+Every random decision of a run derives from the configuration's one `seed`, here and only here. Purposes that exist:
+
+  "blocks", "records"    the order of an epoch (`sampling.order`), by (epoch, window)
+  "buckets"              the order of batch lengths (`sampling.bucket_schedule`), by epoch
+  "masking"              which tokens are predicted (`sampling.masking`), by (epoch, record)
+  "dropout"              keep masks of the torch_xla backend (`backends.torch_xla.dropout`), by (step, row)
+
+A length bucket of labelled rows shuffles with a seed of its own, `bucket_seed`: otherwise buckets of one size would be
+shuffled alike. Evaluation uses seed 0 and epoch -1, so that its masks are the same in every run.
+
+Two more generators derive from the same `seed` and stay as they are, because old checkpoints and golden losses depend on
+them: `optim.schedule.step_seed` seeds a framework's own dropout by (step, host), and `models.initial` draws initial
+weights by the name of the weight.
 
 SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of David
 Stafford's variant 13):
@@ -6,8 +20,8 @@ Stafford's variant 13):
     state += 0x9E3779B97F4A7C15;  z = state
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;  return z ^ (z >> 31)
 
-Only additions, multiplications, shifts and exclusive-ors of unsigned 64-bit integers: numpy, TensorFlow and a pencil
-give the same numbers.
+Only additions, multiplications, shifts and exclusive-ors of unsigned 64-bit integers, so that every library gives the
+same numbers; `training.data.tf.random_bits` is the same in TensorFlow operations.
 """
 
 from __future__ import annotations
@@ -45,7 +59,7 @@ def mix(z: UInts) -> UInts:
 
 
 def key(seed: int, purpose: str, *numbers: int) -> int:
-    """A 64-bit key: the numbers are absorbed one after the other, so (1, 2) and (2, 1) differ."""
+    """A 64-bit key of (seed, purpose, numbers...); their order matters."""
     state = mix_int(seed + GOLDEN)
     for number in (int.from_bytes(purpose.encode(), "little"), *numbers):
         while True:  # 64 bits at a time
@@ -56,8 +70,16 @@ def key(seed: int, purpose: str, *numbers: int) -> int:
     return state
 
 
+def bucket_seed(seed: int, length: int) -> int:
+    """The seed with which the bucket of rows of `length` tokens is shuffled."""
+    return seed + length
+
+
 def keys(state: int, numbers: npt.NDArray[np.int64]) -> UInts:
-    """`key` with one more number, for an array of them: key(..., n) == keys(key(...), [n])[0] for 0 <= n < 2**63."""
+    """`key` with one more number, for an array of them. numbers: (n,). Returns (n,).
+
+    key(..., n) == keys(key(...), [n])[0] for 0 <= n < 2**63.
+    """
     inner = numbers.astype(np.uint64)
     inner += np.uint64(GOLDEN)
     mix(inner)
@@ -66,12 +88,12 @@ def keys(state: int, numbers: npt.NDArray[np.int64]) -> UInts:
 
 
 def stream(seed: int, purpose: str, epoch: int, count: int, number: int = 0) -> UInts:
-    """`count` random integers: SplitMix64 started at a key. (count,)"""
+    """`count` random integers: SplitMix64 started at the key of (seed, purpose, epoch, number). (count,)"""
     state = key(seed, purpose, epoch, number)
     return counted(np.uint64(state), np.arange(count, dtype=np.uint64))
 
 
 def counted(state: npt.ArrayLike, index: UInts) -> UInts:
-    """Output number `index` (from 0) of the generators that start at `state`; both broadcast."""
+    """Output number `index` (from 0) of the generators that start at `state`; any shapes that broadcast."""
     z = np.asarray(state, np.uint64) + (index + np.uint64(1)) * np.uint64(GOLDEN)
     return mix(z)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from training.backends.protocol import Arrays, Outcome
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
-from training.data.loading.classification import ClassificationBatch, ClassificationBatches, evaluation
+from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
 from training.distributed.cluster import Cluster
 from training.errors import BadInput
 from training.tasks.task import HostBatch, open_data, read_ahead, reading
@@ -39,7 +39,7 @@ class Classification:
         if self.data.evaluation:
             _same_labels(self.data.train, self.data.evaluation)
         self._reading = reading(config, cluster, self.data)
-        self._source = ClassificationBatches(self.data.train, self._reading, config.seed)
+        self._source = LabelledBatches(self.data.train, self._reading, config.seed)
         self.shapes = len(self._source.lengths)
 
     def identity(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Classification:
         """Bucket by bucket, in record order."""
         assert self.data.evaluation is not None
         how = replace(self._reading, global_batch_size=self._config.evaluation_batch_size)
-        return map(self._host_batch(self.data.evaluation), evaluation(self.data.evaluation, how))
+        return map(self._host_batch(self.data.evaluation), labelled_evaluation(self.data.evaluation, how))
 
     @property
     def skipped(self) -> int:
@@ -68,8 +68,8 @@ class Classification:
         confusion = total.counts.reshape(len(self.names), len(self.names))
         return {"loss": total.loss, "accuracy": accuracy(confusion), "weighted_f1": weighted_f1(confusion)}
 
-    def _host_batch(self, dataset: Dataset) -> Callable[[ClassificationBatch], HostBatch]:
-        def convert(batch: ClassificationBatch) -> HostBatch:
+    def _host_batch(self, dataset: Dataset) -> Callable[[LabelledBatch], HostBatch]:
+        def convert(batch: LabelledBatch) -> HostBatch:
             check_labels(dataset.url, batch.labels, batch.records, len(self.names))
             arrays = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "labels", "weights")}
             return HostBatch(arrays, batch.records)
@@ -83,7 +83,7 @@ def blank(rows: int, length: int) -> Arrays:
     return {**ids, "labels": np.zeros(rows, np.int32), "weights": np.zeros(rows, np.float32)}
 
 
-def check_labels(url: str, labels: npt.NDArray[np.int32], records: npt.NDArray[np.int64], classes: int) -> None:
+def check_labels(url: str, labels: npt.NDArray[Any], records: npt.NDArray[np.int64], classes: int) -> None:
     """Raises BadInput for a label that no class has: on a device it would be another row of the matrix, or nan."""
     for row in np.flatnonzero((labels < 0) | (labels >= classes))[:1]:
         raise BadInput(

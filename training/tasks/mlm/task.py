@@ -10,7 +10,7 @@ import numpy as np
 
 from training.backends.protocol import Arrays, Outcome
 from training.config import TrainerConfig
-from training.data.loading.mlm import MlmBatch, MlmBatches, evaluation
+from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluation
 from training.data.sampling.masking import Masking
 from training.distributed.cluster import Cluster
 from training.tasks.task import HostBatch, open_data, read_ahead, reading
@@ -46,7 +46,7 @@ class Mlm:
         """In record order, with the same masks each time."""
         assert self.data.evaluation is not None
         how = replace(self._reading, global_batch_size=self._config.evaluation_batch_size)
-        return map(_host_batch, evaluation(self.data.evaluation, how, self._masking))
+        return map(_host_batch, mlm_evaluation(self.data.evaluation, how, self._masking))
 
     @property
     def skipped(self) -> int:

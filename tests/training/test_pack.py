@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training import storage
-from training.data.loading.shards import FixedShards
-from training.data.prepare import pack as prepare
+from training.data.loading.fixed_shards import FixedShards
+from training.data.prepare import dataset_writer, pack
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.pack import PackedDataset, pack_documents
 from training.errors import BadInput
 
 LENGTH = 8
 
 
-def plan(**changes: Any) -> prepare.Plan:
+def plan(**changes: Any) -> DatasetPlan:
     values = {
         "split": "train",
         "length": LENGTH,
@@ -30,7 +32,7 @@ def plan(**changes: Any) -> prepare.Plan:
         "records_per_shard": 5,
         **changes,
     }
-    return prepare.Plan(**values)
+    return DatasetPlan(**values)
 
 
 def corpus(count: int, seed: int = 0) -> list[str]:
@@ -47,7 +49,7 @@ def content(url: str) -> dict[str, bytes]:
     return {each.url.removeprefix(url): storage.read(each.url) for each in storage.listing(url)}
 
 
-def rows(made: prepare.Made) -> Any:
+def rows(made: PackedDataset) -> Any:
     return FixedShards(made.dataset).read(0, made.dataset.records, made.dataset.records)["input_ids"]
 
 
@@ -61,8 +63,8 @@ def test_only_the_last_tail_of_a_split_is_dropped(
     if len(stream) < LENGTH:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "BATCH_DOCUMENTS", batch)
-        made = prepare.make(
+        patch.setattr(pack, "BATCH_DOCUMENTS", batch)
+        made = pack_documents(
             str(tmp_path_factory.mktemp("d")), plan(records_per_shard=per_shard), lambda: documents, encode
         )
     assert rows(made).reshape(-1).tolist() == stream[: len(stream) // LENGTH * LENGTH].tolist()
@@ -75,9 +77,9 @@ def test_only_the_last_tail_of_a_split_is_dropped(
 def test_a_run_killed_anywhere_is_taken_up_and_ends_in_the_same_bytes(
     tmp_path: Path, gcs: Any, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 3)
     documents = corpus(30)
-    prepare.make(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
+    pack_documents(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
     expected = content(str(tmp_path / "undisturbed"))
     writes, write = [0], storage.write
 
@@ -100,7 +102,7 @@ def test_a_run_killed_anywhere_is_taken_up_and_ends_in_the_same_bytes(
         url = str(tmp_path / f"killed-{number}") if place == "local" else f"gs://bucket/data/killed-{number}"
         monkeypatch.setattr(storage, "write", dies_before_write(number))
         try:
-            prepare.make(url, plan(), lambda: documents, encode)
+            pack_documents(url, plan(), lambda: documents, encode)
             finished = True
         except Killed:
             finished = False
@@ -118,7 +120,7 @@ def test_a_run_killed_anywhere_is_taken_up_and_ends_in_the_same_bytes(
             encoded[0] += len(texts)
             return encode(texts)
 
-        again = prepare.make(url, plan(), watched, counted)
+        again = pack_documents(url, plan(), watched, counted)
         assert again.reused is finished
         assert content(url) == expected
         if finished:
@@ -131,23 +133,23 @@ def test_a_run_killed_anywhere_is_taken_up_and_ends_in_the_same_bytes(
 def test_a_half_written_or_replaced_shard_of_an_interrupted_run_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(pack, "BATCH_DOCUMENTS", 3)
     documents = corpus(30)
-    prepare.make(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
+    pack_documents(str(tmp_path / "undisturbed"), plan(), lambda: documents, encode)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "finish", lambda *_: 1 / 0)
+        patch.setattr(dataset_writer, "finish_dataset", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            prepare.make(str(tmp_path / "x"), plan(), lambda: documents, encode)
+            pack_documents(str(tmp_path / "x"), plan(), lambda: documents, encode)
     (tmp_path / "x" / "train-00002.tfrecord").write_bytes(b"half")
-    prepare.make(str(tmp_path / "x"), plan(), lambda: documents, encode)
+    pack_documents(str(tmp_path / "x"), plan(), lambda: documents, encode)
     assert content(str(tmp_path / "x")) == content(str(tmp_path / "undisturbed"))
 
 
 def test_a_finished_dataset_is_left_alone_and_another_one_is_not_overwritten(tmp_path: Path) -> None:
     url, documents = str(tmp_path / "x"), corpus(30)
-    first = prepare.make(url, plan(), lambda: documents, encode)
+    first = pack_documents(url, plan(), lambda: documents, encode)
     before = content(url)
-    again = prepare.make(url, plan(), lambda: 1 / 0, encode)
+    again = pack_documents(url, plan(), lambda: 1 / 0, encode)
     assert again.reused
     assert again.dataset == first.dataset
     for other in (plan(length=4), plan(tokenizer_hash="u"), plan(origin={"corpus": "y"})):
@@ -155,9 +157,9 @@ def test_a_finished_dataset_is_left_alone_and_another_one_is_not_overwritten(tmp
             BadInput,
             match=rf"{url} holds another dataset \(\d+ records of 8 tokens\): use another --out, or --overwrite",
         ):
-            prepare.make(url, other, lambda: documents, encode)
+            pack_documents(url, other, lambda: documents, encode)
     assert content(url) == before
-    made = prepare.make(url, plan(length=4, records_per_shard=50), lambda: documents, encode, overwrite=True)
+    made = pack_documents(url, plan(length=4, records_per_shard=50), lambda: documents, encode, overwrite=True)
     assert made.dataset.sequence_length == 4
     assert set(content(url)) == {
         "/dataset.json",
@@ -170,13 +172,13 @@ def test_a_finished_dataset_is_left_alone_and_another_one_is_not_overwritten(tmp
 def test_the_beginning_of_another_dataset_is_not_mixed_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url, documents = str(tmp_path), corpus(30)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "finish", lambda *_: 1 / 0)
+        patch.setattr(dataset_writer, "finish_dataset", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            prepare.make(url, plan(), lambda: documents, encode)
+            pack_documents(url, plan(), lambda: documents, encode)
     with pytest.raises(BadInput, match="holds the beginning of another dataset"):
-        prepare.make(url, plan(tokenizer_hash="u"), lambda: documents, encode)
+        pack_documents(url, plan(tokenizer_hash="u"), lambda: documents, encode)
     assert (
-        prepare.make(url, plan(tokenizer_hash="u"), lambda: documents, encode, overwrite=True).dataset.tokenizer_hash
+        pack_documents(url, plan(tokenizer_hash="u"), lambda: documents, encode, overwrite=True).dataset.tokenizer_hash
         == "u"
     )
 
@@ -184,19 +186,19 @@ def test_the_beginning_of_another_dataset_is_not_mixed_in(tmp_path: Path, monkey
 def test_a_folder_with_other_files_is_not_written_to(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(BadInput, match=r"is not empty \(.*thesis.txt\) and not a dataset"):
-        prepare.make(str(tmp_path), plan(), lambda: corpus(30), encode)
-    prepare.make(str(tmp_path), plan(), lambda: corpus(30), encode, overwrite=True)
+        pack_documents(str(tmp_path), plan(), lambda: corpus(30), encode)
+    pack_documents(str(tmp_path), plan(), lambda: corpus(30), encode, overwrite=True)
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
 def test_too_little_text_for_a_row_is_said(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"the train split has 3 tokens in 1 documents, less than one row of 8"):
-        prepare.make(str(tmp_path), plan(), lambda: ["1 2 3"], encode)
+        pack_documents(str(tmp_path), plan(), lambda: ["1 2 3"], encode)
 
 
 def test_ids_beyond_the_vocabulary_are_never_written(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="the tokenizer gave id 999, beyond its own vocabulary of 10"):
-        prepare.make(str(tmp_path), plan(vocabulary=10), lambda: ["999 " * 50], encode)
+        pack_documents(str(tmp_path), plan(vocabulary=10), lambda: ["999 " * 50], encode)
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
@@ -210,9 +212,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
             yield text
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "BATCH_CHARACTERS", 1 << 16)
+        patch.setattr(pack, "BATCH_CHARACTERS", 1 << 16)
         tracemalloc.start()
-        made = prepare.make(
+        made = pack_documents(
             str(tmp_path),
             plan(records_per_shard=5000),
             documents,

@@ -1,15 +1,18 @@
 """`tf.train.Example` in its wire format, without TensorFlow and without generated protobuf classes.
 
     message Example   { Features features = 1; }
-    message Features  { map<string, Feature> feature = 1; }           // a map entry is a message { key = 1; value = 2;
-    } message Feature   { oneof kind { BytesList bytes_list = 1; FloatList float_list = 2; Int64List int64_list = 3; } }
+    message Features  { map<string, Feature> feature = 1; }     // a map entry is a message { key = 1; value = 2; }
+    message Feature   { oneof kind { BytesList bytes_list = 1; FloatList float_list = 2; Int64List int64_list = 3; } }
     message BytesList { repeated bytes value = 1; }
     message FloatList { repeated float value = 1 [packed = true]; }
     message Int64List { repeated int64 value = 1 [packed = true]; }
 
 (tensorflow/core/example/{example,feature}.proto.) The encoder writes features in the order of their names, so equal
-records are equal bytes. The decoder takes what any protobuf writer may produce: any order, packed or not, unknown
+records are equal bytes. The decoder accepts what any protobuf writer may produce: any order, packed or not, unknown
 fields, a repeated key (the last one counts). Pure functions.
+
+Not protobuf's own library: generated classes would need TensorFlow or a build step, and the encoder's byte order would
+not be guaranteed.
 """
 
 from __future__ import annotations
@@ -46,8 +49,7 @@ def encode(features: Mapping[str, Feature]) -> bytes:
 
 
 def bytes_prefix(name: str, length: int) -> bytes:
-    """What comes before the payload in `encode({name: payload})`. Nothing comes after it: one payload length, one
-    record size."""
+    """The bytes before the payload in `encode({name: payload})` for payloads of `length` bytes; none come after it."""
     return encode({name: b"\0" * length})[: -length or None]
 
 
@@ -64,13 +66,13 @@ def decode(data: bytes) -> dict[str, Decoded]:
 
 
 def pack_varints(values: npt.NDArray[np.int64]) -> bytes:
-    """Protobuf's base-128 numbers; a negative one takes ten bytes. values: (n,)"""
-    unsigned = values.astype(np.int64).view(np.uint64)
+    """Protobuf's base-128 varints; a negative number takes ten bytes. values: (n,)."""
+    unsigned = values.astype(np.int64).view(np.uint64)  # (n,)
     columns = [(unsigned >> np.uint64(7 * place)) & np.uint64(127) for place in range(10)]
-    lengths = np.ones(len(unsigned), np.int64)
+    lengths = np.ones(len(unsigned), np.int64)  # (n,) bytes
     for place in range(1, 10):
         lengths[(unsigned >> np.uint64(7 * place)) != 0] = place + 1
-    places = np.arange(10)
+    places = np.arange(10)  # (10,)
     table = np.stack(columns, axis=1).astype(np.uint8)  # (n, 10)
     table[places[None, :] < (lengths - 1)[:, None]] |= 128
     return table[places[None, :] < lengths[:, None]].tobytes()
@@ -78,13 +80,13 @@ def pack_varints(values: npt.NDArray[np.int64]) -> bytes:
 
 def unpack_varints(data: bytes) -> npt.NDArray[np.int64]:
     """The inverse of `pack_varints`. Raises NotAnExample."""
-    raw = np.frombuffer(data, np.uint8)
+    raw = np.frombuffer(data, np.uint8)  # (bytes,)
     if not len(raw):
         return np.zeros(0, np.int64)
-    last = raw < 128
+    last = raw < 128  # (bytes,) the last byte of a number has its highest bit clear
     if not last[-1]:
         raise NotAnExample("a packed list ends inside a number")
-    ends = np.flatnonzero(last)
+    ends = np.flatnonzero(last)  # (n,)
     starts = np.concatenate([[0], ends[:-1] + 1])
     longest = int((ends - starts).max()) + 1
     if longest > 10:
@@ -97,6 +99,7 @@ def unpack_varints(data: bytes) -> npt.NDArray[np.int64]:
 
 
 def _entry(data: bytes) -> tuple[str, Decoded]:
+    """Name and values of one map entry."""
     name, value = "", None
     for number, wire, payload, _ in _fields(data):
         if (number, wire) == (1, _LENGTH):
@@ -110,6 +113,7 @@ def _entry(data: bytes) -> tuple[str, Decoded]:
 
 
 def _feature(data: bytes) -> Decoded | None:
+    """The values of a Feature message; None where it has no list."""
     value: Decoded | None = None
     for kind, wire, content, _ in _fields(data):
         if wire != _LENGTH:
@@ -131,7 +135,7 @@ def _feature(data: bytes) -> Decoded | None:
 
 def _fields(data: bytes) -> list[tuple[int, int, bytes, int]]:
     """The fields of a message: number, wire type, payload, and the value where it is a varint."""
-    found = []
+    fields = []
     start, end = 0, len(data)
     while start < end:
         tag, begin = _varint(data, start)
@@ -149,9 +153,9 @@ def _fields(data: bytes) -> list[tuple[int, int, bytes, int]]:
             raise NotAnExample(f"byte {start}: unknown wire type {wire}")
         if stop > end or not number:
             raise NotAnExample(f"byte {start}: a field reaches beyond its message")
-        found.append((number, wire, data[begin:stop], value))
+        fields.append((number, wire, data[begin:stop], value))
         start = stop
-    return found
+    return fields
 
 
 def _varint(data: bytes, start: int) -> tuple[int, int]:

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.data.formats.dataset import Dataset
-from training.data.loading.host_slice import Reading
-from training.data.loading.mlm import MlmBatch, MlmBatches, evaluation, prefetch
+from training.data.loading.host_slice import HostSlice
+from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluation
+from training.data.loading.prefetch import prefetch
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.errors import BadInput
@@ -24,7 +25,7 @@ TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=10
 
 
 def batches(dataset: Dataset, *, seed: int = 1, **how: Any) -> MlmBatches:
-    return MlmBatches(dataset, Reading(**{"tokenizer": TOKENS, "global_batch_size": 24, **how}), MASKING, seed)
+    return MlmBatches(dataset, HostSlice(**{"tokenizer": TOKENS, "global_batch_size": 24, **how}), MASKING, seed)
 
 
 def equal(one: MlmBatch, other: MlmBatch) -> bool:
@@ -63,7 +64,7 @@ def test_batches_run_through_the_epochs_without_dropping_or_repeating(
 ) -> None:
     shuffled = order.Shuffled(small(records, block, window), seed, batch)
     steps = -(-3 * records // batch)
-    epochs, seen = map(np.concatenate, zip(*(order.batch(shuffled, k) for k in range(steps)), strict=True))
+    epochs, seen = map(np.concatenate, zip(*(order.batch_records(shuffled, k) for k in range(steps)), strict=True))
     assert epochs.tolist() == [place // records for place in range(steps * batch)]
     for epoch in range(3):
         assert sorted(seen[epochs == epoch].tolist()) == list(range(records))
@@ -83,8 +84,10 @@ def test_the_order_is_pinned() -> None:
     """What a seed means must not change between versions: a resumed run would see records twice. Change ORDER_VERSION
     with it."""
     assert order.ORDER_VERSION == 1
-    assert order.batch(order.Shuffled(order.geometry(1000, 298), 7, 8), 3)[1].tolist() == PINNED_SMALL
-    assert order.batch(order.Shuffled(order.geometry(1_000_000, 298), 7, 8), 100_000)[1].tolist() == PINNED_LARGE
+    assert order.batch_records(order.Shuffled(order.geometry(1000, 298), 7, 8), 3)[1].tolist() == PINNED_SMALL
+    assert (
+        order.batch_records(order.Shuffled(order.geometry(1_000_000, 298), 7, 8), 100_000)[1].tolist() == PINNED_LARGE
+    )
 
 
 PINNED_SMALL = [710, 687, 842, 291, 828, 940, 352, 916]
@@ -98,7 +101,7 @@ def test_a_record_is_anywhere_in_the_epoch(records: int) -> None:
     shape = order.geometry(records, 298)
     firsts = []
     for epoch in range(50):
-        position = np.flatnonzero(order.blocks(3, epoch, shape.blocks) == 0)[0] * shape.block
+        position = np.flatnonzero(order.block_permutation(3, epoch, shape.blocks) == 0)[0] * shape.block
         firsts.append(position / records)
     assert abs(np.mean(firsts) - 0.5) < 5 * 12**-0.5 / 50**0.5
 
@@ -108,7 +111,7 @@ def test_neighbours_are_spread_over_batches() -> None:
     them."""
     shape = order.geometry(200_000, 298)
     shuffled = order.Shuffled(shape, 5, 256)
-    mates = [Counter((order.batch(shuffled, k)[1] // shape.block).tolist()) for k in range(100)]
+    mates = [Counter((order.batch_records(shuffled, k)[1] // shape.block).tolist()) for k in range(100)]
     others = [count - 1 for each in mates for count in each.values() for _ in range(count)]
     assert 0.5 < np.mean(others) < 1.6
     assert max(others) < 12
@@ -121,7 +124,7 @@ def test_hosts_together_read_a_large_dataset_about_once(hosts: int) -> None:
     blocks_read = 0
     for host in range(hosts):
         for number in range(shape.windows):
-            cells = order.cells_of_rows(shuffled, 256, 0, number, *order.rows(256, host, hosts))
+            cells = order.cells_of_rows(shuffled, 256, 0, number, *order.host_rows(256, host, hosts))
             blocks_read += len(np.unique(shuffled.window(0, number)[cells] // shape.block))
     assert blocks_read < 1.5 * shape.blocks
 
@@ -177,13 +180,13 @@ def test_evaluation_covers_each_record_once_and_weights_out_the_rest(
     samples: Any, tmp_path: Path, records: int, batch: int, hosts: int
 ) -> None:
     dataset = samples.make(tmp_path, records)
-    parts = [list(evaluation(dataset, Reading(TOKENS, batch, host, hosts), MASKING)) for host in range(hosts)]
+    parts = [list(mlm_evaluation(dataset, HostSlice(TOKENS, batch, host, hosts), MASKING)) for host in range(hosts)]
     whole = [joined(list(each)) for each in zip(*parts, strict=True)]
     assert {len(each.records) for each in whole} == {batch}
     seen = np.concatenate([each.records for each in whole])
     assert seen.tolist() == [*range(records), *[-1] * (len(whole) * batch - records)]
     assert all((each.weights[each.records < 0] == 0).all() for each in whole)
-    again = list(evaluation(dataset, Reading(TOKENS, batch), MASKING))
+    again = list(mlm_evaluation(dataset, HostSlice(TOKENS, batch), MASKING))
     assert all(equal(one, other) for one, other in zip(whole, again, strict=True))
 
 

@@ -15,19 +15,28 @@ from hypothesis import strategies as st
 
 from training import storage
 from training.data.formats.dataset import Dataset
-from training.data.loading.classification import ClassificationBatch, ClassificationBatches, evaluation, schedule
-from training.data.loading.host_slice import Reading
-from training.data.prepare import labelled as examples
-from training.data.prepare import pack as prepare
+from training.data.loading.host_slice import HostSlice
+from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.labelled_rows import (
+    ClassLabels,
+    LabelledText,
+    LengthBuckets,
+    default_lengths,
+    select_columns,
+    write_labelled_rows,
+)
+from training.data.sampling.bucket_schedule import batch_of_step
 from training.data.sampling.masking import SpecialTokens
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
 LABELS = ["card", "cash", "transfer"]
-BUCKETS = examples.Buckets((8, 16, 32))
+CLASSES = ClassLabels(tuple(LABELS))
+BUCKETS = LengthBuckets((8, 16, 32))
 
 
-def rows(count: int, seed: int = 0) -> list[examples.Row]:
+def rows(count: int, seed: int = 0) -> list[LabelledText]:
     """Texts of 3 to 40 tokens, [CLS] number ... [SEP], which are all different; most are short."""
     chance = random.Random(seed)
     found = []
@@ -44,15 +53,15 @@ def encode(texts: list[str]) -> list[Any]:
 
 
 def make(folder: Path | str, count: int, per_shard: int = 10) -> Dataset:
-    plan = prepare.Plan("train", 32, "t", vocabulary=100, records_per_shard=per_shard)
-    return examples.make(str(folder), plan, BUCKETS, LABELS, lambda: rows(count), encode, pad=3).dataset
+    plan = DatasetPlan("train", 32, "t", vocabulary=100, records_per_shard=per_shard)
+    return write_labelled_rows(str(folder), plan, BUCKETS, CLASSES, lambda: rows(count), encode, pad=3).dataset
 
 
-def batches(dataset: Dataset, *, seed: int = 1, **how: Any) -> ClassificationBatches:
-    return ClassificationBatches(dataset, Reading(**{"tokenizer": TOKENS, "global_batch_size": 12, **how}), seed)
+def batches(dataset: Dataset, *, seed: int = 1, **how: Any) -> LabelledBatches:
+    return LabelledBatches(dataset, HostSlice(**{"tokenizer": TOKENS, "global_batch_size": 12, **how}), seed)
 
 
-def contents(parts: list[ClassificationBatch]) -> Counter[tuple[tuple[int, ...], int]]:
+def contents(parts: list[LabelledBatch]) -> Counter[tuple[tuple[int, ...], int]]:
     """What rows hold, without padding."""
     found: Counter[tuple[tuple[int, ...], int]] = Counter()
     for batch in parts:
@@ -76,8 +85,8 @@ def test_rows_are_padded_to_their_bucket_and_cut_at_the_longest(tmp_path: Path) 
     dataset = make(tmp_path, 100)
     assert (dataset.manifest.kind, dataset.manifest.labels, dataset.records) == ("classification", LABELS, 100)
     assert {shard.length for shard in dataset.shards} == {8, 16, 32}
-    made = examples.make(
-        str(tmp_path / "b"), prepare.Plan("train", 32, "t", 100, 10), BUCKETS, LABELS, lambda: rows(100), encode, pad=3
+    made = write_labelled_rows(
+        str(tmp_path / "b"), DatasetPlan("train", 32, "t", 100, 10), BUCKETS, CLASSES, lambda: rows(100), encode, pad=3
     )
     assert made.cut == sum(len(text.split()) > 32 for text, _ in rows(100))
 
@@ -87,7 +96,7 @@ def test_rows_are_padded_to_their_bucket_and_cut_at_the_longest(tmp_path: Path) 
 )
 def test_evaluation_covers_each_row_once(tmp_path: Path, count: int, batch: int, hosts: int) -> None:
     dataset = make(tmp_path, count)
-    parts = [list(evaluation(dataset, Reading(TOKENS, batch, host, hosts))) for host in range(hosts)]
+    parts = [list(labelled_evaluation(dataset, HostSlice(TOKENS, batch, host, hosts))) for host in range(hosts)]
     assert len({len(each) for each in parts}) == 1
     together = [each for host in parts for each in host]
     assert contents(together) == expected(count)
@@ -135,7 +144,7 @@ def test_the_schedule_gives_every_bucket_its_batches_in_order(
 ) -> None:
     taken: dict[int, list[int]] = {}
     for k in range(steps):
-        bucket, number = schedule(tuple(records), batch, seed, k)
+        bucket, number = batch_of_step(tuple(records), batch, seed, k)
         taken.setdefault(bucket, []).append(number)
     for bucket, numbers in taken.items():
         assert numbers == list(range(len(numbers)))
@@ -171,27 +180,29 @@ def test_a_damaged_row_is_replaced_alike_on_every_host(tmp_path: Path) -> None:
 
 
 def test_writing_again_does_nothing_and_other_labels_are_refused(tmp_path: Path) -> None:
-    plan = prepare.Plan("train", 32, "t", vocabulary=100, records_per_shard=10)
+    plan = DatasetPlan("train", 32, "t", vocabulary=100, records_per_shard=10)
     first = {each.url: storage.read(each.url) for each in storage.listing(make(tmp_path, 50).url)}
-    again = examples.make(str(tmp_path), plan, BUCKETS, LABELS, lambda: 1 / 0, encode, pad=3)
+    again = write_labelled_rows(str(tmp_path), plan, BUCKETS, CLASSES, lambda: 1 / 0, encode, pad=3)
     assert again.reused
     assert {each.url: storage.read(each.url) for each in storage.listing(str(tmp_path))} == first
     with pytest.raises(BadInput, match="label 'transfer' is not among the 2 labels"):
-        examples.make(str(tmp_path / "x"), plan, BUCKETS, LABELS[:2], lambda: rows(50), encode, pad=3)
+        write_labelled_rows(
+            str(tmp_path / "x"), plan, BUCKETS, ClassLabels(tuple(LABELS[:2])), lambda: rows(50), encode, pad=3
+        )
 
 
 def test_rows_without_text_or_label_are_named() -> None:
-    assert list(examples.rows_of([{"text": "a", "label": 3}], "text", "label", "f")) == [("a", "3")]
+    assert list(select_columns([{"text": "a", "label": 3}], "text", "label", "f")) == [("a", "3")]
     with pytest.raises(
         BadInput, match=r"f: row 2 has no 'label', it has: text. Name the columns with --field and --label"
     ):
-        list(examples.rows_of([{"text": "a", "label": "x"}, {"text": "a"}], "text", "label", "f"))
+        list(select_columns([{"text": "a", "label": "x"}, {"text": "a"}], "text", "label", "f"))
     with pytest.raises(BadInput, match="'text' is not text but int"):
-        list(examples.rows_of([{"text": 1, "label": "x"}], "text", "label", "f"))
+        list(select_columns([{"text": 1, "label": "x"}], "text", "label", "f"))
 
 
 def test_default_buckets_halve_down_to_16() -> None:
-    assert examples.default_lengths(128) == (16, 32, 64, 128)
-    assert examples.default_lengths(100) == (25, 50, 100)
-    assert examples.default_lengths(8) == (8,)
+    assert default_lengths(128) == (16, 32, 64, 128)
+    assert default_lengths(100) == (25, 50, 100)
+    assert default_lengths(8) == (8,)
     assert [BUCKETS.of(size) for size in (1, 8, 9, 32, 99)] == [8, 8, 16, 32, 32]

@@ -1,0 +1,130 @@
+"""The public recipe's layout: a folder of `<name>-<i>-<count>.tfrecord` without a manifest.
+
+transformers' examples/tensorflow/language-modeling-tpu/prepare_tfrecord_shards.py writes it: each record is a
+`tf.train.Example` with int64 `input_ids` and `attention_mask`. File names and the first record supply what a manifest
+would say, but nothing says which tokenizer wrote the ids. Records vary in size: `training.data.loading.recipe_shards`
+has to read each shard once to find where its records start. `tpu-train shards` writes a layout without that cost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from training import storage
+from training.data.formats import example_codec, tfrecord
+from training.data.formats.dataset import UNKNOWN, Dataset, Feature, Manifest, Shard
+from training.errors import BadInput
+from training.storage import Stat
+
+NAME = re.compile(r"\A(?P<name>.+)-(?P<number>\d+)-(?P<records>\d+)\.tfrecord\Z")
+_FIRST_READ_BYTES = 1 << 20
+
+
+def shard_name(split: str, number: int, records: int) -> str:
+    """The name of a shard in this layout."""
+    return f"{split}-{number}-{records}.tfrecord"
+
+
+def features() -> dict[str, Feature]:
+    """The features of this layout."""
+    return {name: Feature(dtype="int64", shape=["length"]) for name in ("input_ids", "attention_mask")}
+
+
+def encode_shard(rows: npt.NDArray[np.integer]) -> bytes:
+    """A shard with these rows, in which every token is attended to. rows: (n, length)."""
+    attention_mask = [1] * rows.shape[1]
+    return tfrecord.join(example_codec.encode({"input_ids": row, "attention_mask": attention_mask}) for row in rows)
+
+
+def open_folder(url: str) -> Dataset | None:
+    """The dataset in a folder without a manifest; None where no file has such a name. Raises BadInput."""
+    stats = [(NAME.match(storage.name_of(stat.url)), stat) for stat in storage.listing(url)]
+    named = sorted(
+        ((match, stat) for match, stat in stats if match), key=lambda pair: (pair[0]["name"], int(pair[0]["number"]))
+    )
+    if not named:
+        return None
+    first = next((stat for match, stat in named if int(match["records"])), None)
+    if first is None:
+        raise BadInput(f"{url}: no shard has a record, by their names")
+    length = _read_length(first)
+    shards = [_shard(match, stat, length) for match, stat in named]
+    manifest = Manifest.model_validate(
+        {
+            "kind": "mlm",
+            "layout": "recipe",
+            "split": named[0][0]["name"],
+            "sequence_length": length,
+            "features": {name: feature.model_dump() for name, feature in features().items()},
+            "tokenizer_hash": UNKNOWN,
+            "vocabulary": 1,
+            "shards": [shard.model_dump() for shard in shards],
+        }
+    )
+    return Dataset(url, manifest, hashlib.sha256(manifest.model_dump_json().encode()).hexdigest())
+
+
+def decode_ids(
+    framed: bytes, url: str, number: int, offset: int, length: int, vocabulary: int
+) -> npt.NDArray[np.int32]:
+    """The input_ids of one record with its framing. (length,)
+
+    Args:
+        framed: the record's bytes with framing.
+        url, number, offset: the shard, the record's number and its byte offset there, for messages.
+        length: the number of ids that the record must have.
+        vocabulary: ids from here on are refused.
+
+    Raises:
+        BadInput: the record is damaged (Corrupt), has another length, or an id that the tokenizer lacks.
+    """
+    [(_, payload)] = tfrecord.walk(framed, url, first=number, offset=offset)
+    try:
+        ids = example_codec.decode(payload).get("input_ids")
+    except example_codec.NotAnExample as error:
+        raise tfrecord.Corrupt(url, number, offset, f"it is not a tf.train.Example: {error}") from None
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or len(ids) != length:
+        raise BadInput(
+            f"{url}: record {number} at byte {offset} has no int64 input_ids of {length} numbers as the first record "
+            "has"
+        )
+    if ids.min() < 0 or ids.max() >= vocabulary:
+        raise BadInput(
+            f"{url}: record {number} has token id {ids.max()}, and the tokenizer has {vocabulary} ids: "
+            "give the one it was made with"
+        )
+    return ids.astype(np.int32)
+
+
+def _shard(match: re.Match[str], stat: Stat, length: int) -> Shard:
+    # A local file's CRC would need all of it to be read: its size and generation stand in for it.
+    crc32c = (
+        stat.stored_crc32c
+        if stat.stored_crc32c is not None
+        else google_crc32c.value(f"{stat.size} {stat.generation}".encode())
+    )
+    return Shard(
+        name=storage.name_of(stat.url), length=length, records=int(match["records"]), bytes=stat.size, crc32c=crc32c
+    )
+
+
+def _read_length(stat: Stat) -> int:
+    """The number of ids in the first record of a shard. Raises BadInput."""
+    data = storage.read(stat.url, 0, _FIRST_READ_BYTES, generation=stat.generation)
+    _, payload = next(tfrecord.walk(data, stat.url), (0, b""))
+    try:
+        ids: Any = example_codec.decode(payload).get("input_ids")
+    except example_codec.NotAnExample as error:
+        raise tfrecord.Corrupt(stat.url, 0, 0, f"it is not a tf.train.Example: {error}") from None
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or not len(ids):
+        raise BadInput(
+            f"{stat.url}: its first record has no int64 feature input_ids, so it is not a dataset in the public "
+            "recipe's layout"
+        )
+    return len(ids)

@@ -1,0 +1,198 @@
+"""Batches of labelled rows, of a few static lengths: `LabelledBatches.batch(k)` is a pure function, as in
+`training.data.loading.mlm_batches`.
+
+The label is whatever the dataset's manifest says: a class number (int32) or a float32.
+
+All rows of a global batch are of one length bucket. Each bucket is an endless stream of epochs of its own records, cut
+into full batches; no record is dropped or repeated. `training.data.sampling.bucket_schedule` decides which bucket each
+step takes, and which lengths are joined to one bucket: with fewer records than a batch, a bucket would have to repeat
+rows within a batch, so it is joined to the next longer one and its rows are padded further.
+
+The same in TensorFlow: `training.data.tf.labelled_batches`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from training import storage
+from training.data.formats.dataset import LABEL, Dataset
+from training.data.loading.fixed_shards import FixedShards
+from training.data.loading.host_slice import HostSlice
+from training.data.loading.reader import Reader
+from training.data.loading.record_source import Arrays
+from training.data.sampling.bucket_schedule import batch_of_step, group_lengths
+from training.data.sampling.order import Ints, Sequential, Shuffled, geometry
+from training.data.sampling.random_bits import bucket_seed
+
+Labels = npt.NDArray[np.int32 | np.float32]
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """One host's rows of a global batch; their length is one of a few.
+
+    Attributes:
+        input_ids: (rows, length) int32.
+        attention_mask: (rows, length) int32, 0 at padding.
+        labels: (rows,) int32 class numbers or float32, as the dataset says.
+        weights: (rows,) float32, 0 in a row that only fills an evaluation batch.
+        records: (rows,) int64, -1 in such a row.
+    """
+
+    input_ids: npt.NDArray[np.int32]
+    attention_mask: npt.NDArray[np.int32]
+    labels: Labels
+    weights: npt.NDArray[np.float32]
+    records: npt.NDArray[np.int64]
+
+
+class JoinedLengths:
+    """Shards of several row lengths as one `RecordSource`: shorter rows first, all padded to the longest length."""
+
+    def __init__(self, sources: Sequence[FixedShards], pad: int) -> None:
+        self.sources, self.pad = sources, pad
+        self.length = sources[-1].length
+        self.records = sum(source.records for source in sources)
+        self.record_bytes, self.unit = sources[-1].record_bytes, 0
+
+    def empty(self, count: int) -> Arrays:
+        return self.sources[-1].empty(count)
+
+    def skipped(self) -> int:
+        return sum(source.skipped() for source in self.sources)
+
+    def read(self, first: int, last: int, block: int) -> Arrays:
+        if len(self.sources) == 1:
+            return self.sources[0].read(first, last, block)
+        arrays, start = self.empty(last - first), 0  # (n, length) and (n, 1); first record of the source
+        arrays["input_ids"][:] = self.pad
+        for source in self.sources:
+            # Block by block: the replacement of a bad record must not depend on which blocks are read together.
+            for begin in range(first, last, block):
+                low, high = max(begin, start), min(begin + block, last, start + source.records)
+                if low < high:
+                    for name, values in source.read(low - start, high - start, block).items():
+                        arrays[name][low - first : high - first, : values.shape[1]] = values
+            start += source.records
+        return arrays
+
+
+class LabelledBatches:
+    """Endless training batches. Thread-safe; `close` ends its threads."""
+
+    def __init__(self, dataset: Dataset, host_slice: HostSlice, seed: int) -> None:
+        """Checks every shard's size with one listing per length; reads no record yet. Raises BadInput."""
+        dataset.require_labels()
+        rows = host_slice.rows()
+        self.dataset, self.global_batch_size, self.seed = dataset, host_slice.global_batch_size, seed
+        self._pad = host_slice.tokenizer.pad
+        self._buckets = _open_buckets(dataset, host_slice)
+        self.lengths = tuple(bucket.length for bucket in self._buckets)
+        self._records = tuple(bucket.records for bucket in self._buckets)
+        self._starts = np.cumsum([0, *self._records])  # the first record of each bucket
+        self._readers = [
+            Reader(
+                bucket,
+                Shuffled(
+                    geometry(bucket.records, bucket.record_bytes),
+                    bucket_seed(seed, bucket.length),
+                    self.global_batch_size,
+                ),
+                self.global_batch_size,
+                *rows,
+                threads=_threads(dataset),
+            )
+            for bucket in self._buckets
+        ]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in which as many rows are read as there are records."""
+        return -(-self.dataset.records // self.global_batch_size)
+
+    @property
+    def skipped(self) -> int:
+        """Damaged records that this host has replaced (on_corrupt: skip)."""
+        return sum(bucket.skipped() for bucket in self._buckets)
+
+    def batch(self, k: int) -> LabelledBatch:
+        """This host's rows of global batch k. Raises BadInput, StorageError."""
+        bucket, number = batch_of_step(self._records, self.global_batch_size, self.seed, k)
+        start = number * self.global_batch_size
+        _, records, arrays = self._readers[bucket].rows(start, start + self.global_batch_size)
+        return _labelled_batch(arrays, records + self._starts[bucket], self._pad)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        for reader in self._readers:
+            reader.close()
+
+
+def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[LabelledBatch]:
+    """All records once, bucket by bucket, in record order.
+
+    Every host gets the same number of batches; the last one of each bucket is filled up with rows of weight 0. Raises
+    BadInput, StorageError.
+    """
+    dataset.require_labels()
+    first, last = host_slice.rows()
+    bucket_start, batch_size, pad = 0, host_slice.global_batch_size, host_slice.tokenizer.pad
+    for bucket in _open_buckets(dataset, host_slice):
+        order = Sequential(geometry(bucket.records, bucket.record_bytes))
+        with Reader(bucket, order, batch_size, first, last, threads=_threads(dataset)) as reader:
+            for start in range(0, bucket.records, batch_size):
+                _, records, arrays = reader.rows(start, min(start + batch_size, bucket.records))
+                yield _fill(_labelled_batch(arrays, records + bucket_start, pad), last - first, pad)
+        bucket_start += bucket.records
+
+
+def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[JoinedLengths]:
+    """The length buckets, ascending, each with the records of at least one batch as far as there are as many."""
+
+    def open_length(length: int) -> FixedShards:
+        return FixedShards(
+            dataset, length=length, vocabulary=host_slice.tokenizer.vocabulary, on_corrupt=host_slice.on_corrupt
+        )
+
+    return [
+        JoinedLengths([open_length(length) for length in lengths], host_slice.tokenizer.pad)
+        for lengths in group_lengths(dataset.records_of_length, host_slice.global_batch_size)
+    ]
+
+
+def _threads(dataset: Dataset) -> int:
+    return 8 if storage.is_remote(dataset.url) else 1
+
+
+def label_dtype(stored: np.dtype[np.generic]) -> np.dtype[np.int32 | np.float32]:
+    """The dtype of a batch's labels: float32 for stored floats, int32 for stored integers."""
+    return np.dtype(np.float32) if np.issubdtype(stored, np.floating) else np.dtype(np.int32)
+
+
+def _labelled_batch(arrays: Arrays, records: Ints, pad: int) -> LabelledBatch:
+    ids = arrays["input_ids"].astype(np.int32)  # (rows, length)
+    labels = arrays[LABEL][:, 0].astype(label_dtype(arrays[LABEL].dtype))  # (rows,)
+    return LabelledBatch(ids, (ids != pad).astype(np.int32), labels, np.ones(len(ids), np.float32), records)
+
+
+def _fill(batch: LabelledBatch, rows: int, pad: int) -> LabelledBatch:
+    """The batch with `rows` rows: those that are missing hold padding, weight 0 and record -1."""
+    missing = rows - len(batch.records)
+    if not missing:
+        return batch
+    length = batch.input_ids.shape[1]
+    # One token of attention: a row without any would divide by zero in a softmax.
+    mask = np.zeros((missing, length), np.int32)
+    mask[:, 0] = 1
+    return LabelledBatch(
+        np.concatenate([batch.input_ids, np.full((missing, length), pad, np.int32)]),
+        np.concatenate([batch.attention_mask, mask]),
+        np.concatenate([batch.labels, np.zeros(missing, batch.labels.dtype)]),
+        np.concatenate([batch.weights, np.zeros(missing, np.float32)]),
+        np.concatenate([batch.records, np.full(missing, -1)]),
+    )

@@ -1,0 +1,125 @@
+"""A record source for the public recipe's layout (`training.data.formats.recipe_layout`).
+
+Records vary in size, so each shard is read once, when one of its records is first needed, to find where its records
+start. With a cache folder that index is kept on the host's disk, as `<cache>/<dataset hash>/<shard>.index`.
+
+The same in TensorFlow: `training.data.tf.recipe_shards`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from training import storage
+from training.data.formats import recipe_layout, tfrecord
+from training.data.formats.dataset import Dataset, Shard, find_shards
+from training.data.loading.cache import Cache
+from training.data.loading.record_source import Arrays, OnCorrupt, read_shard_bytes, replacement_row
+from training.errors import BadInput
+
+
+class RecipeShards:
+    """A `RecordSource` over this layout."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        *,
+        vocabulary: int | None = None,
+        on_corrupt: OnCorrupt = "stop",
+        cache: Path | None = None,
+    ) -> None:
+        """Checks every shard's size; reads nothing yet. The options are those of `FixedShards`. Raises BadInput."""
+        self.dataset, self.on_corrupt = dataset, on_corrupt
+        self.length = dataset.sequence_length
+        self.vocabulary = vocabulary or 1 << 31
+        self._shards = [shard for shard in dataset.shards if shard.records]
+        self._stats = find_shards(dataset)
+        self._starts = list(itertools.accumulate((shard.records for shard in self._shards), initial=0))
+        self.records = self._starts[-1]
+        self.unit = 0
+        self.record_bytes = -(-sum(shard.bytes for shard in self._shards) // self.records)
+        self._cache = Cache(cache / dataset.hash[:16]) if cache else None
+        self._offsets: dict[str, npt.NDArray[np.int64]] = {}
+        self._bad: set[int] = set()
+        self._lock = threading.Lock()
+
+    def empty(self, count: int) -> Arrays:
+        return {"input_ids": np.empty((count, self.length), np.int32)}
+
+    def skipped(self) -> int:
+        return len(self._bad)
+
+    def read(self, first: int, last: int, block: int) -> Arrays:
+        rows = self.empty(last - first)["input_ids"]  # (n, length)
+        bad: dict[int, BadInput] = {}
+        record = first
+        while record < last:
+            shard_number = bisect.bisect_right(self._starts, record) - 1
+            number = record - self._starts[shard_number]
+            stop = min(self._shards[shard_number].records, number + last - record)
+            decoded = self._decode(self._shards[shard_number], number, stop)
+            for row, ids in enumerate(decoded, record - first):
+                if isinstance(ids, BadInput):
+                    bad[row] = ids
+                else:
+                    rows[row] = ids
+            record += stop - number
+        if bad and self.on_corrupt == "stop":
+            raise bad[min(bad)]
+        for row, error in bad.items():
+            rows[row] = rows[replacement_row(row, set(bad), block, last - first, error)]
+        if bad:
+            with self._lock:
+                self._bad.update(first + row for row in bad)
+        return {"input_ids": rows}
+
+    def _decode(self, shard: Shard, first: int, last: int) -> list[npt.NDArray[np.int32] | BadInput]:
+        """The ids of records [first, last) of a shard, or what is wrong with them."""
+        url, offsets = storage.join(self.dataset.url, shard.name), self.offsets(shard).tolist()
+        start = offsets[first]
+        data = read_shard_bytes(url, start, offsets[last], self._stats[shard.name], first)
+        decoded: list[npt.NDArray[np.int32] | BadInput] = []
+        for number in range(first, last):
+            framed = data[offsets[number] - start : offsets[number + 1] - start]
+            try:
+                decoded.append(
+                    recipe_layout.decode_ids(framed, url, number, offsets[number], self.length, self.vocabulary)
+                )
+            except BadInput as error:
+                decoded.append(error)
+        return decoded
+
+    def offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
+        """The byte at which each record of a shard starts, and last its size. (records + 1,)
+
+        Reads the whole shard at the first call, or its index from the cache. Raises BadInput, StorageError.
+        """
+        with self._lock:
+            known = self._offsets.get(shard.name)
+        if known is not None:
+            return known
+        url = storage.join(self.dataset.url, shard.name)
+        name = f"{shard.name}.index"
+        cached = self._cache.get(name, 8 * (shard.records + 1)) if self._cache else None
+        if cached is not None:
+            offsets = np.frombuffer(cached, "<i8").astype(np.int64)
+        else:
+            data = read_shard_bytes(url, 0, shard.bytes, self._stats[shard.name], 0)
+            offsets = np.array(tfrecord.index(data, url), np.int64)
+            if len(offsets) != shard.records + 1:
+                raise BadInput(
+                    f"{url} holds {len(offsets) - 1} records, and its name says {shard.records}: it was cut or "
+                    "renamed; copy it again"
+                )
+            if self._cache:
+                self._cache.put(name, offsets.astype("<i8").tobytes())
+        with self._lock:
+            self._offsets[shard.name] = offsets
+        return offsets

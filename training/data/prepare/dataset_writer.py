@@ -1,0 +1,259 @@
+"""Writes a dataset step by step: plan, shards, manifest. Used by everything that makes datasets.
+
+What can fail half-way: shards are written one by one, each whole or not at all, and for each a small
+`.preparing/<shard>.json` that says where in the corpus its end is (`Mark`). When the same command runs again it continues
+after the last of them, and the result is the same byte for byte. dataset.json comes last; then `.preparing/` is removed.
+`.preparing/plan.json` holds the plan, so that another corpus, tokenizer or length is refused instead of mixed in. Two
+writers at once would write the same bytes to the same names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import numpy.typing as npt
+
+from training import storage
+from training.data.formats import fixed_records, recipe_layout
+from training.data.formats.dataset import MANIFEST, Dataset, Feature, Manifest, Shard, dump_manifest, load_manifest
+from training.errors import BadInput
+
+PREPARING = ".preparing"
+PLAN = "plan.json"
+MLM = {"kind": "mlm"}
+SHARD_BYTES = 64 << 20  # before compression
+MEMBER_RECORDS = 256
+
+Ids = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class DatasetPlan:
+    """What a dataset is made from. Equal plans make equal bytes; field names are part of the format.
+
+    Attributes:
+        split: "train" or "evaluation".
+        length: tokens of the longest row.
+        tokenizer_hash: of the tokenizer that writes the ids.
+        vocabulary: its number of ids.
+        records_per_shard: rows of a full shard.
+        layout: "compact" or "recipe".
+        compression: "none" or "gzip".
+        origin: corpus and options, as JSON values.
+    """
+
+    split: str
+    length: int
+    tokenizer_hash: str
+    vocabulary: int
+    records_per_shard: int
+    layout: str = "compact"
+    compression: str = "none"
+    origin: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where in the corpus shard `number` ends: after `tokens` ids of the batch of documents that starts at `document`."""
+
+    number: int
+    shard: Shard
+    document: int
+    tokens: int
+
+
+def id_features(vocabulary: int) -> dict[str, Feature]:
+    """The feature of rows of token ids. Masks are not stored: they are made when the rows are read."""
+    return {"input_ids": Feature(dtype=fixed_records.id_dtype(vocabulary), shape=["length"])}
+
+
+def plan_features(plan: DatasetPlan) -> dict[str, Feature]:
+    """The features of the planned dataset, for masked language modelling."""
+    return recipe_layout.features() if plan.layout == "recipe" else id_features(plan.vocabulary)
+
+
+def records_per_shard(length: int, vocabulary: int) -> int:
+    """How many records make a shard of about SHARD_BYTES: whole gzip members, and at least one."""
+    size = fixed_records.record_layout(id_features(vocabulary), length).size
+    return max(1, SHARD_BYTES // size // MEMBER_RECORDS) * MEMBER_RECORDS
+
+
+def find_existing(url: str, plan: DatasetPlan, overwrite: bool) -> Dataset | None:
+    """Looks at what is in the folder before a dataset is written to it.
+
+    Args:
+        url: the dataset's folder.
+        plan: what is to be made.
+        overwrite: remove another dataset instead of refusing.
+
+    Returns:
+        The dataset, where it is already the planned one; None where it has to be made, or continued.
+
+    Raises:
+        BadInput: the folder holds something else.
+        StorageError: storage can't be read.
+    """
+    refuse = "use another --out, or --overwrite to replace it"
+    try:
+        dataset = load_manifest(storage.read(storage.join(url, MANIFEST)), url)
+    except storage.NotFound:
+        _check_unfinished(url, plan, overwrite, refuse)
+        return None
+    except BadInput:
+        if not overwrite:
+            raise
+    else:
+        if dataset.manifest.origin.get("plan") == json.loads(_dump_plan(plan)):
+            return dataset
+        if not overwrite:
+            raise BadInput(
+                f"{url} holds another dataset ({dataset.records} records of {dataset.sequence_length} tokens): {refuse}"
+            )
+    _clear(url)
+    return None
+
+
+def _check_unfinished(url: str, plan: DatasetPlan, overwrite: bool, refuse: str) -> None:
+    """A folder without a manifest: it must be empty or hold the beginning of the planned dataset. Raises BadInput."""
+    plan_url = storage.join(url, PREPARING, PLAN)
+    try:
+        stored_plan = storage.read(plan_url)
+    except storage.NotFound:
+        strangers = [stat.url for stat in storage.listing(url)]
+        if strangers and not overwrite:
+            raise BadInput(f"{url} is not empty ({strangers[0]}) and not a dataset: {refuse}") from None
+        _clear(url)
+        return
+    if stored_plan != _dump_plan(plan):
+        if not overwrite:
+            raise BadInput(f"{url} holds the beginning of another dataset ({plan_url}): {refuse}") from None
+        _clear(url)
+
+
+def _clear(url: str) -> None:
+    """Removes what this program writes; the manifest first, so that a half-removed dataset is not a dataset."""
+    storage.delete(storage.join(url, MANIFEST))
+    _remove(url, lambda name: name.endswith(".tfrecord") or f"/{PREPARING}/" in name)
+
+
+def _remove(url: str, chosen: Callable[[str], bool]) -> None:
+    for stat in storage.listing(url):
+        if chosen(stat.url):
+            storage.delete(stat.url)
+    if not storage.is_remote(url):
+        # Buckets have no folders; local ones remain when they are empty.
+        for parent, _, _ in os.walk(storage.join(url, PREPARING), topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(parent)
+
+
+def begin_dataset(url: str, plan: DatasetPlan) -> list[Mark]:
+    """Writes the plan. Returns the marks of an interrupted run up to the first whose shard is missing or damaged."""
+    storage.write(storage.join(url, PREPARING, PLAN), _dump_plan(plan))
+    stats = {storage.name_of(stat.url): stat for stat in storage.listing(url)}
+    values = [json.loads(storage.read(stat.url)) for name, stat in stats.items() if name.endswith(".tfrecord.json")]
+    marks: list[Mark] = []
+    for value in sorted(values, key=lambda value: int(value["number"])):
+        mark = Mark(value["number"], Shard.model_validate(value["shard"]), value["document"], value["tokens"])
+        stat = stats.get(mark.shard.name)
+        if (
+            mark.number != len(marks)
+            or stat is None
+            or stat.size != mark.shard.bytes
+            or stat.crc32c != mark.shard.crc32c
+        ):
+            break
+        marks.append(mark)
+    return marks
+
+
+def write_mark(url: str, mark: Mark) -> None:
+    """Records that a shard is written."""
+    value = {"number": mark.number, "shard": mark.shard.model_dump(), "document": mark.document, "tokens": mark.tokens}
+    storage.write(storage.join(url, PREPARING, f"{mark.shard.name}.json"), json.dumps(value).encode())
+
+
+def shard_writer(plan: DatasetPlan) -> Callable[[str, int, Ids], Shard]:
+    """A function (url, number, rows) that writes rows (n, length) as shard `number` of the folder `url`."""
+    layout = fixed_records.record_layout(id_features(plan.vocabulary), plan.length)
+
+    def write(url: str, number: int, rows: Ids) -> Shard:
+        if int(rows.max()) >= plan.vocabulary:
+            raise BadInput(
+                f"the tokenizer gave id {int(rows.max())}, beyond its own vocabulary of {plan.vocabulary}: "
+                "its tokenizer.json is damaged"
+            )
+        if plan.layout == "recipe":
+            name, data = recipe_layout.shard_name(plan.split, number, len(rows)), recipe_layout.encode_shard(rows)
+        else:
+            name = f"{plan.split}-{number:05d}.tfrecord"
+            ids = rows.astype(layout.columns[0].dtype)  # (n, length)
+            data = fixed_records.encode_records(layout, {"input_ids": ids})
+        gzip = plan.compression == "gzip"
+        members = fixed_records.compress_members(layout, data, MEMBER_RECORDS) if gzip else []
+        return write_shard(url, name, plan.length, len(rows), b"".join(members) or data, members)
+
+    return write
+
+
+def write_shard(
+    url: str, name: str, length: int, records: int, data: bytes, members: list[bytes] | None = None
+) -> Shard:
+    """Writes the bytes of a shard, and returns its entry in the manifest."""
+    storage.write(storage.join(url, name), data)
+    return Shard(
+        name=name,
+        length=length,
+        records=records,
+        bytes=len(data),
+        crc32c=google_crc32c.value(data),
+        members=[len(member) for member in members or []],
+    )
+
+
+def finish_dataset(
+    url: str,
+    plan: DatasetPlan,
+    features: Mapping[str, Feature],
+    shards: list[Shard],
+    more: Mapping[str, Any] = MLM,
+) -> Dataset:
+    """Writes dataset.json, which commits the dataset, and removes `.preparing/`.
+
+    Args:
+        url: the dataset's folder.
+        plan: as given to `begin_dataset`.
+        features: of the records.
+        shards: all of them, in order.
+        more: other keys of the manifest.
+    """
+    manifest = Manifest.model_validate(
+        {
+            **more,
+            "layout": plan.layout,
+            "compression": plan.compression,
+            "member_records": MEMBER_RECORDS if plan.compression == "gzip" else 0,
+            "split": plan.split,
+            "sequence_length": plan.length,
+            "features": {name: feature.model_dump() for name, feature in features.items()},
+            "tokenizer_hash": plan.tokenizer_hash,
+            "vocabulary": plan.vocabulary,
+            "origin": {"plan": json.loads(_dump_plan(plan))},
+            "shards": [shard.model_dump() for shard in shards],
+        }
+    )
+    data = dump_manifest(manifest)
+    storage.write(storage.join(url, MANIFEST), data, create_only=True)
+    _remove(url, lambda name: f"/{PREPARING}/" in name)
+    return load_manifest(data, url)
+
+
+def _dump_plan(plan: DatasetPlan) -> bytes:
+    return json.dumps(asdict(plan), sort_keys=True, indent=1).encode()

@@ -1,0 +1,244 @@
+"""Writes datasets of labelled rows: one text and its label per row, in shards by length.
+
+A row is padded to the shortest of a few lengths (buckets) that holds it, so that a batch of short texts is not computed
+at the longest one's length; texts longer than the longest bucket are cut, and counted. Shards have one feature more than
+those of `training.data.prepare.pack`: `label`, whose kind is an object of this module:
+
+  ClassLabels   class numbers of named classes (int32, a classification dataset)
+  FloatLabels   finite numbers (float32, a regression dataset)
+
+Such datasets are small: an interrupted run starts again from the beginning, and writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from training.data.formats import fixed_records
+from training.data.formats.dataset import LABEL, Dataset, Dtype, Feature, Kind, Shard
+from training.data.prepare import dataset_writer
+from training.data.prepare.dataset_writer import DatasetPlan, Ids
+from training.data.prepare.pack import Encode
+from training.errors import BadInput
+
+BATCH_ROWS = 4096
+
+LabelledText = tuple[str, str]  # text, label as it is written in the corpus
+
+
+class LabelKind(Protocol):
+    """How a label's text becomes the number in a record."""
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of dataset."""
+
+    @property
+    def dtype(self) -> Dtype:
+        """Of the feature."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """For the manifest: the names of labels 0, 1, ...; empty where labels have no names."""
+
+    def encode(self, label: str, url: str) -> float:
+        """The number for a label. Raises BadInput, with the dataset's URL, for one that can't be."""
+
+
+@dataclass(frozen=True)
+class ClassLabels:
+    """Classes by name; a class's number is its place in `names`."""
+
+    names: tuple[str, ...]
+    kind: ClassVar[Kind] = "classification"
+    dtype: ClassVar[Dtype] = "int32"
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    def encode(self, label: str, url: str) -> float:
+        number = self._numbers.get(label)
+        if number is None:
+            raise BadInput(
+                f"{url}: label {label!r} is not among the {len(self.names)} labels ({', '.join(self.names[:5])}, ...)"
+            )
+        return number
+
+
+@dataclass(frozen=True)
+class FloatLabels:
+    """Numbers, stored as float32."""
+
+    kind: ClassVar[Kind] = "regression"
+    dtype: ClassVar[Dtype] = "float32"
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def encode(self, label: str, url: str) -> float:
+        try:
+            number = float(label)
+        except ValueError:
+            raise BadInput(f"{url}: label {label!r} is not a number: name the column with --label") from None
+        if not math.isfinite(number) or abs(number) > np.finfo(np.float32).max:
+            raise BadInput(f"{url}: label {label!r} is not a finite float32: leave such rows out of the corpus")
+        return number
+
+
+@dataclass(frozen=True)
+class LengthBuckets:
+    """Row lengths, ascending. The longest is the dataset's sequence length."""
+
+    lengths: tuple[int, ...]
+
+    def of(self, tokens: int) -> int:
+        """The row length for a text of so many tokens."""
+        return next((length for length in self.lengths if tokens <= length), self.lengths[-1])
+
+
+@dataclass(frozen=True)
+class LabelledDataset:
+    """The result: `cut` texts were longer than the longest bucket; `reused`: the dataset was already there."""
+
+    dataset: Dataset
+    cut: int
+    reused: bool = False
+
+
+def default_lengths(longest: int) -> tuple[int, ...]:
+    """The longest length, its half, and so on down to 16: at most half of a row is padding.
+
+    Below 16 tokens a bucket of its own is not worth a compilation.
+    """
+    lengths = [longest]
+    while lengths[0] // 2 >= 16:
+        lengths.insert(0, lengths[0] // 2)
+    return tuple(lengths)
+
+
+def labelled_features(vocabulary: int, labels: LabelKind) -> dict[str, Feature]:
+    """The features of labelled rows."""
+    return {**dataset_writer.id_features(vocabulary), LABEL: Feature(dtype=labels.dtype, shape=[])}
+
+
+def select_columns(rows: Iterable[Mapping[str, Any]], text: str, label: str, corpus: str) -> Iterator[LabelledText]:
+    """The text and the label of each row of a corpus.
+
+    Args:
+        rows: column -> value.
+        text: the column with the text.
+        label: the column with the label; its value is converted to text.
+        corpus: the corpus's name, for messages.
+
+    Raises:
+        BadInput: a row lacks one of the columns, or its text is not text.
+    """
+    for number, row in enumerate(rows, 1):
+        for name in (text, label):
+            if row.get(name) is None:
+                raise BadInput(
+                    f"{corpus}: row {number} has no {name!r}, it has: {', '.join(row)}. "
+                    "Name the columns with --field and --label"
+                )
+        if not isinstance(row[text], str):
+            raise BadInput(
+                f"{corpus}: row {number}: {text!r} is not text but {type(row[text]).__name__}. "
+                "Name the text with --field"
+            )
+        yield row[text], str(row[label])
+
+
+def write_labelled_rows(
+    url: str,
+    plan: DatasetPlan,
+    buckets: LengthBuckets,
+    labels: LabelKind,
+    rows: Callable[[], Iterable[LabelledText]],
+    encode: Encode,
+    pad: int,
+    *,
+    overwrite: bool = False,
+) -> LabelledDataset:
+    """Writes a dataset of labelled rows.
+
+    Args:
+        url: the dataset's folder.
+        plan: what is to be made; `plan.length` is the longest bucket.
+        buckets: the row lengths.
+        labels: how labels are stored.
+        rows: is called to read the corpus; must give the same rows each time.
+        encode: texts -> ids of each, with special tokens around them.
+        pad: the id of padding.
+        overwrite: replace another dataset.
+
+    Raises:
+        BadInput: the folder holds something else, a label can't be, or there is no row.
+        StorageError: storage can't be read or written.
+    """
+    assert plan.length == buckets.lengths[-1]
+    existing = dataset_writer.find_existing(url, plan, overwrite)
+    if existing is not None:
+        return LabelledDataset(existing, 0, reused=True)
+    dataset_writer.begin_dataset(url, plan)
+    waiting: dict[int, list[tuple[Ids, float]]] = {length: [] for length in buckets.lengths}
+    shards: dict[int, list[Shard]] = {length: [] for length in buckets.lengths}
+    cut = 0
+
+    def flush(length: int) -> None:
+        shards[length].append(_write_rows(url, plan, labels, length, len(shards[length]), waiting[length], pad))
+        waiting[length] = []
+
+    for batch in _batches(rows()):
+        for (_, label), ids in zip(batch, encode([text for text, _ in batch]), strict=True):
+            number = labels.encode(label, url)
+            if len(ids) > plan.length:
+                cut += 1
+                ids = np.append(ids[: plan.length - 1], ids[-1:])  # keep the final special token
+            length = buckets.of(len(ids))
+            waiting[length].append((ids, number))
+            if len(waiting[length]) == plan.records_per_shard:
+                flush(length)
+    for length in buckets.lengths:
+        if waiting[length]:
+            flush(length)
+    ordered = [shard for length in buckets.lengths for shard in shards[length]]
+    if not ordered:
+        raise BadInput(f"{url}: the {plan.split} split has no rows: give another --corpus or --evaluation-percent")
+    more = {"kind": labels.kind, "labels": list(labels.names)}
+    features = labelled_features(plan.vocabulary, labels)
+    return LabelledDataset(dataset_writer.finish_dataset(url, plan, features, ordered, more), cut)
+
+
+def _write_rows(
+    url: str,
+    plan: DatasetPlan,
+    labels: LabelKind,
+    length: int,
+    number: int,
+    rows: Sequence[tuple[Ids, float]],
+    pad: int,
+) -> Shard:
+    """Writes shard `number` of the rows of one length."""
+    ids = np.full((len(rows), length), pad, np.int32)  # (n, length)
+    for row, (row_ids, _) in enumerate(rows):
+        ids[row, : len(row_ids)] = row_ids
+    layout = fixed_records.record_layout(labelled_features(plan.vocabulary, labels), length)
+    values = {
+        "input_ids": ids.astype(fixed_records.id_dtype(plan.vocabulary)),  # (n, length)
+        LABEL: np.array([label for _, label in rows], labels.dtype),  # (n,)
+    }
+    data = fixed_records.encode_records(layout, values)
+    name = f"{plan.split}-of{length}-{number:05d}.tfrecord"
+    return dataset_writer.write_shard(url, name, length, len(rows), data)
+
+
+def _batches(rows: Iterable[LabelledText]) -> Iterator[list[LabelledText]]:
+    iterator = iter(rows)
+    while batch := list(itertools.islice(iterator, BATCH_ROWS)):
+        yield batch

@@ -1,0 +1,263 @@
+"""The procedure behind `tpu-train shards`: from its options to one dataset for each split.
+
+Chooses the corpus, the plan and the writer of each split: packed rows (`pack`), packed rows on Apache Beam (`beam`), or
+labelled rows (`labelled_rows`). What can fail half-way is documented there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from training import storage
+from training.data import tokenizer as tokenizers
+from training.data.formats.dataset import LABEL_DTYPES, Dataset, Kind
+from training.data.prepare import dataset_writer, pack
+from training.data.prepare.corpus import Corpus, SplitFilter
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.labelled_rows import (
+    ClassLabels,
+    FloatLabels,
+    LabelKind,
+    LabelledText,
+    LengthBuckets,
+    default_lengths,
+    select_columns,
+    write_labelled_rows,
+)
+from training.data.prepare.pack import Encode, PackedDataset, Progress
+from training.data.tokenizer import Tokenizer
+from training.errors import BadInput
+
+SPLITS = ("train", "evaluation")
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """The options of `tpu-train shards`, as they were given.
+
+    Attributes:
+        corpus: the text, see `training.data.prepare.corpus`.
+        tokenizer: a tokenizer folder, local or gs://.
+        out: splits are written to <out>/train and <out>/evaluation.
+        task: the kind of dataset.
+        evaluation_corpus: text of the evaluation split; `corpus` is then all training.
+        evaluation_percent: without an evaluation corpus, the share of documents for evaluation.
+        field: the column or key that holds the text.
+        sequence_length: tokens of the longest row.
+        label: labelled rows: the column or key that holds the label.
+        labels: classification: URL of a JSON list of all labels; None: those of `corpus`, sorted.
+        lengths: labelled rows: "N,N,...", ascending; None: halves of the sequence length.
+        splits: which ones to make.
+        records_per_shard: None: shards of about 64 MB.
+        layout: of the records.
+        compression: of the shards.
+        runner: an Apache Beam runner; None: this process.
+        runner_options: KEY=VALUE of that runner.
+        overwrite: replace another dataset.
+    """
+
+    corpus: str
+    tokenizer: str
+    out: str
+    task: Kind = "mlm"
+    evaluation_corpus: str | None = None
+    evaluation_percent: float = 5.0
+    field: str = "text"
+    sequence_length: int = 128
+    label: str = "label"
+    labels: str | None = None
+    lengths: str | None = None
+    splits: tuple[str, ...] = SPLITS
+    records_per_shard: int | None = None
+    layout: Literal["compact", "recipe"] = "compact"
+    compression: Literal["none", "gzip"] = "none"
+    runner: str | None = None
+    runner_options: tuple[str, ...] = ()
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class SplitResult:
+    """One split's dataset. `note`: what was left out; `reused`: the dataset was already there."""
+
+    url: str
+    dataset: Dataset
+    reused: bool
+    note: str
+
+
+def make_datasets(
+    options: DatasetOptions, progress: Callable[[str, Progress], None] = lambda url, progress: None
+) -> Iterator[SplitResult]:
+    """Makes the dataset of each split, one after the other.
+
+    Args:
+        options: of the command.
+        progress: (URL of the split, how far it is) is called after each shard of packed rows.
+
+    Yields:
+        The result of a split, when it is finished.
+
+    Raises:
+        BadInput: options that do not fit together, a corpus that can't be read, or a folder that holds something else.
+        StorageError: storage can't be read or written.
+    """
+    _check(options)
+    tokenizer = tokenizers.read(options.tokenizer)
+    encode = tokenizers.encoder(tokenizer)
+    if not LABEL_DTYPES[options.task]:
+        for split in options.splits:
+            yield _make_packed(options, split, tokenizer, encode, progress)
+        return
+    buckets = parse_lengths(options.lengths, options.sequence_length)
+    labels = _labels(options)
+    for split in options.splits:
+        yield _make_labelled(options, split, tokenizer, encode, buckets, labels)
+
+
+def _check(options: DatasetOptions) -> None:
+    """Raises BadInput for options that do not fit together."""
+    if options.layout == "recipe" and options.compression != "none":
+        raise BadInput("--layout recipe is the public layout, which is not compressed: leave --compression out")
+    plain = (options.layout, options.compression, options.runner) == ("compact", "none", None)
+    if LABEL_DTYPES[options.task] and not plain:
+        raise BadInput(f"--task {options.task} has the compact layout only, without compression and without --runner")
+
+
+def _source(options: DatasetOptions, split: str) -> tuple[Corpus, SplitFilter]:
+    """The corpus of a split, and which of its documents are in it."""
+    if options.evaluation_corpus is None:
+        return Corpus(options.corpus, options.field), SplitFilter(split, options.evaluation_percent)
+    name = options.evaluation_corpus if split == "evaluation" else options.corpus
+    return Corpus(name, options.field), SplitFilter(split, None)
+
+
+def _plan(
+    options: DatasetOptions, split: str, corpus: Corpus, percent: float | None, tokenizer: Tokenizer, **more: Any
+) -> DatasetPlan:
+    """The plan of a split. `more`: keys of its origin."""
+    vocabulary = tokenizer.special.vocabulary
+    return DatasetPlan(
+        split=split,
+        length=options.sequence_length,
+        tokenizer_hash=tokenizer.hash,
+        vocabulary=vocabulary,
+        records_per_shard=options.records_per_shard
+        or dataset_writer.records_per_shard(options.sequence_length, vocabulary),
+        layout=options.layout,
+        compression=options.compression,
+        origin={
+            "corpus": corpus.name,
+            "field": options.field,
+            "fingerprint": corpus.fingerprint(),
+            "evaluation_percent": percent,
+            **more,
+        },
+    )
+
+
+def _make_packed(
+    options: DatasetOptions,
+    split: str,
+    tokenizer: Tokenizer,
+    encode: Encode,
+    progress: Callable[[str, Progress], None],
+) -> SplitResult:
+    """One split of packed rows, in this process or on Apache Beam."""
+    corpus, documents_of_split = _source(options, split)
+    plan = _plan(options, split, corpus, documents_of_split.percent, tokenizer)
+    url = storage.join(options.out, split)
+    result: PackedDataset
+    if options.runner is not None:
+        from training.data.prepare import beam
+
+        result = beam.pack_documents(
+            url,
+            plan,
+            corpus,
+            documents_of_split,
+            partial(tokenizers.encoder_of, options.tokenizer),
+            runner=options.runner,
+            options=options.runner_options,
+            overwrite=options.overwrite,
+        )
+    else:
+
+        def documents() -> Iterable[str]:
+            return filter(documents_of_split.holds, corpus.documents())
+
+        result = pack.pack_documents(
+            url, plan, documents, encode, overwrite=options.overwrite, progress=partial(progress, url)
+        )
+    note = f"from {result.documents} documents; {result.dropped} tokens at the end fill no row"
+    return SplitResult(url, result.dataset, result.reused, note)
+
+
+def _make_labelled(
+    options: DatasetOptions,
+    split: str,
+    tokenizer: Tokenizer,
+    encode: Encode,
+    buckets: LengthBuckets,
+    labels: LabelKind,
+) -> SplitResult:
+    """One split of labelled rows."""
+    corpus, documents_of_split = _source(options, split)
+    origin = {"label": options.label, "labels": list(labels.names), "lengths": list(buckets.lengths)}
+    plan = _plan(options, split, corpus, documents_of_split.percent, tokenizer, **origin)
+    url = storage.join(options.out, split)
+
+    def rows() -> Iterable[LabelledText]:
+        columns = select_columns(corpus.rows(), options.field, options.label, corpus.name)
+        return (row for row in columns if documents_of_split.holds(row[0]))
+
+    result = write_labelled_rows(
+        url, plan, buckets, labels, rows, encode, tokenizer.special.pad, overwrite=options.overwrite
+    )
+    note = f"{result.cut} texts were longer than {options.sequence_length} tokens and were cut"
+    return SplitResult(url, result.dataset, result.reused, note)
+
+
+def parse_lengths(lengths: str | None, longest: int) -> LengthBuckets:
+    """The length buckets that --lengths asks for. Raises BadInput."""
+    if lengths is None:
+        return LengthBuckets(default_lengths(longest))
+    try:
+        numbers = tuple(int(number) for number in lengths.split(","))
+    except ValueError:
+        raise BadInput(f"--lengths {lengths}: expected numbers, for example 32,64,128") from None
+    if list(numbers) != sorted(set(numbers)) or numbers[0] < 2 or numbers[-1] != longest:
+        raise BadInput(
+            f"--lengths {lengths}: expected ascending numbers that end in --sequence-length, which is {longest}"
+        )
+    return LengthBuckets(numbers)
+
+
+def _labels(options: DatasetOptions) -> LabelKind:
+    """How labels are stored; reads the names of classes. Raises BadInput, StorageError."""
+    if options.task == "regression":
+        if options.labels is not None:
+            raise BadInput(
+                "--labels lists the names of classes, and a --task regression label is a number: leave it out"
+            )
+        return FloatLabels()
+    if options.labels is None:
+        corpus = Corpus(options.corpus, options.field)
+        columns = select_columns(corpus.rows(), corpus.field, options.label, corpus.name)
+        return ClassLabels(tuple(sorted({label for _, label in columns})))
+    try:
+        names = json.loads(storage.read(options.labels))
+    except ValueError as error:
+        raise BadInput(f"--labels {options.labels}: not JSON: {error}") from None
+    if (
+        not isinstance(names, list)
+        or not names
+        or any(not isinstance(name, str) for name in names)
+        or len(set(names)) != len(names)
+    ):
+        raise BadInput(f"--labels {options.labels}: expected a JSON list of different strings")
+    return ClassLabels(tuple(names))

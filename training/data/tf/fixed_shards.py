@@ -1,0 +1,110 @@
+"""`training.data.loading.fixed_shards` in TensorFlow operations: records of the compact layout, whole or in gzip members."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from training.data.formats import fixed_records, tfrecord
+from training.data.formats.dataset import Dataset, Shard
+from training.data.loading.fixed_shards import FixedShards
+from training.data.loading.record_source import OnCorrupt
+from training.data.tf.crc32c import Crc32c
+from training.data.tf.record_source import (
+    Columns,
+    RecordSource,
+    ShardIndex,
+    describe_record,
+    join_strings,
+    replace_bad,
+    single_element,
+)
+
+# How the records [first, last) of a shard are read, (shard, first, last) -> string, and (shard, record) -> the byte at
+# which a bad one is reported.
+Stored = tuple[Callable[[Any, Any, Any], Any], Callable[[Any, Any], Any]]
+
+
+def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: OnCorrupt) -> RecordSource:
+    """The source for the rows of `length` tokens. The options are those of `FixedShards`. Raises BadInput."""
+    source = FixedShards(dataset, length=length, vocabulary=vocabulary, on_corrupt=on_corrupt)  # checks every shard
+    shards = [shard for shard in dataset.shards if shard.length == length and shard.records]
+    index, unit = ShardIndex(dataset, shards), source.unit
+    layout = fixed_records.record_layout(dataset.manifest.features, length)
+    size = layout.size
+    stored, offset = _members(index, shards, size, unit) if unit else _frames(index, size)
+    crcs = Crc32c(size - tfrecord.OVERHEAD)
+    numbers = {place for column in layout.columns for place in range(column.start, column.stop)}
+    fixed = [place for place in range(size - tfrecord.FOOTER) if place not in numbers]  # bytes equal in all records
+    template = tf.constant(np.frombuffer(layout.template, np.uint8)[fixed])  # (fixed,)
+    columns_of = {column.name: (column.count, tf.as_dtype(column.dtype.newbyteorder("="))) for column in layout.columns}
+
+    def read(first: Any, last: Any) -> Columns:
+        data = index.join_pieces(first, last, stored)
+        raw = tf.reshape(tf.io.decode_raw(data, tf.uint8), (-1, size))  # (n, size)
+        payloads, stored_crcs = raw[:, tfrecord.HEADER : -tfrecord.FOOTER], raw[:, -tfrecord.FOOTER :]
+        good = crcs.of_equal_lengths(payloads[:, ::-1]) == tf.bitcast(stored_crcs, tf.uint32)  # (n,)
+        good &= tf.reduce_all(tf.gather(raw, fixed, axis=1) == template, axis=1)
+        columns: Columns = {}
+        for column in layout.columns:
+            values = tf.reshape(raw[:, column.start : column.stop], (-1, column.count, column.dtype.itemsize))
+            columns[column.name] = tf.bitcast(values, columns_of[column.name][1])  # (n, count)
+        columns = replace_bad(columns, good, on_corrupt, lambda row: describe_record(index, first + row, offset))
+        _check_ids(columns["input_ids"], vocabulary, index.urls[index.shard_of(first)])
+        return columns
+
+    return RecordSource(source.records, size, unit, length, columns_of, read)
+
+
+def _check_ids(input_ids: Any, vocabulary: int, url: Any) -> None:
+    """Fails the pipeline for an id that the tokenizer does not have. input_ids: (n, length)."""
+    ids = tf.cast(input_ids, tf.int32)
+    valid = tf.reduce_all((ids >= 0) & (ids < vocabulary))
+    text = (
+        f" has a token id that the tokenizer, which has {vocabulary}, does not have: write the shards again with this "
+        "tokenizer"
+    )
+    tf.debugging.Assert(valid, [tf.strings.join(["<bad shard>", url, text, "</bad shard>"])])
+
+
+def _frames(index: ShardIndex, size: int) -> Stored:
+    """Shards without compression."""
+
+    def stored(shard: Any, first: Any, last: Any) -> Any:
+        return index.read_bytes(shard, first * size, last * size)
+
+    return stored, lambda _, number: number * size
+
+
+def _members(index: ShardIndex, shards: Sequence[Shard], size: int, unit: int) -> Stored:
+    """Shards of gzip members, `unit` records in each. A damaged member is read as zeros, whose CRCs are wrong."""
+    offsets = tf.constant(np.concatenate([np.cumsum([0, *shard.members]) for shard in shards]), tf.int64)
+    begins = tf.constant(np.cumsum([0, *(len(shard.members) + 1 for shard in shards)])[:-1], tf.int64)
+
+    def stored(shard: Any, first: Any, last: Any) -> Any:
+        begin, stop = first // unit, -(-last // unit)
+        bounds = tf.gather(offsets, begins[shard] + tf.range(begin, stop + 1))  # (members + 1,)
+        packed = tf.strings.substr(
+            index.read_bytes(shard, bounds[0], bounds[-1]),
+            tf.cast(bounds[:-1] - bounds[0], tf.int32),
+            tf.cast(bounds[1:] - bounds[:-1], tf.int32),
+        )  # (members,) strings
+        counts = tf.minimum(index.counts[shard] - tf.range(begin, stop) * unit, unit)  # (members,) records
+
+        def expand(number: Any) -> Any:
+            expected = tf.cast(counts[number] * size, tf.int32)
+            data = tf.data.Dataset.from_tensors(packed[number])
+            data = data.map(lambda member: tf.io.decode_compressed(member, "GZIP")).ignore_errors()
+            data = data.filter(lambda expanded: tf.strings.length(expanded) == expected)
+            zeros = tf.strings.reduce_join(tf.fill([counts[number] * size], b"\0"))
+            return single_element(data.concatenate(tf.data.Dataset.from_tensors(zeros)).take(1))
+
+        expanded = join_strings(tf.constant(0, tf.int64), stop - begin, expand)
+        return tf.strings.substr(
+            expanded, tf.cast((first - begin * unit) * size, tf.int32), tf.cast((last - first) * size, tf.int32)
+        )
+
+    return stored, lambda shard, number: offsets[begins[shard] + number // unit]

@@ -1,0 +1,113 @@
+"""`training.data.loading.labelled_batches` in TensorFlow operations: the same numbers as a `tf.data` dataset.
+
+Elements are dictionaries with this host's rows: the fields of `LabelledBatch`, and `replaced` (rows,) bool, bad records
+that were replaced. See `training.data.tf.mlm_batches` for `tf.distribute` and errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from training.data.formats.dataset import LABEL, Dataset
+from training.data.loading.host_slice import HostSlice
+from training.data.loading.labelled_batches import label_dtype
+from training.data.sampling.bucket_schedule import batches_before, epoch_of_step, group_lengths
+from training.data.sampling.order import Shuffled, geometry
+from training.data.sampling.random_bits import bucket_seed
+from training.data.tf.bucket_schedule import buckets_of_steps
+from training.data.tf.open_source import open_source
+from training.data.tf.reader import evaluation_batches, training_batches
+from training.data.tf.record_source import REPLACED, Columns, RecordSource
+
+
+def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: int = 0) -> Any:
+    """This host's rows of global batch `start`, `start` + 1, ...: as `LabelledBatches.batch`. Raises BadInput."""
+    sources, batch_size = _open_buckets(dataset, host_slice), host_slice.global_batch_size
+    records = tuple(source.records for source in sources)
+    epoch, index = epoch_of_step(records, batch_size, start)
+    buckets = []
+    for bucket, (source, bucket_start) in enumerate(zip(sources, np.cumsum([0, *records]), strict=False)):
+        number = batches_before(records, batch_size, seed, epoch, index, bucket)  # of the bucket's first batch
+        shape = geometry(source.records, source.record_bytes)
+        order = Shuffled(shape, bucket_seed(seed, source.length), batch_size)
+        batches = training_batches(source, order, host_slice, number)
+        buckets.append(batches.map(_converter(int(bucket_start), host_slice.tokenizer.pad)))
+    choices = buckets_of_steps(records, batch_size, seed, epoch, index)
+    return tf.data.Dataset.choose_from_datasets(buckets, choices, stop_on_empty_dataset=True)
+
+
+def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Any:
+    """All records once, bucket by bucket: as the numpy `labelled_evaluation`. Raises BadInput."""
+    joined, bucket_start = None, 0
+    for source in _open_buckets(dataset, host_slice):
+        batches = evaluation_batches(source, host_slice).map(_converter(bucket_start, host_slice.tokenizer.pad))
+        joined = batches if joined is None else joined.concatenate(batches)
+        bucket_start += source.records
+    return joined
+
+
+def _converter(bucket_start: int, pad: int) -> Callable[[Columns], Columns]:
+    """A function from the rows of a bucket to the fields of a `LabelledBatch`; `bucket_start`: its first record."""
+
+    def convert(batch: Columns) -> Columns:
+        ids, real = tf.cast(batch["input_ids"], tf.int32), batch["records"] >= 0  # (rows, length), (rows,)
+        attention = tf.cast(ids != pad, tf.int32)  # (rows, length)
+        # One token of attention in a row that only fills up, as in training.data.loading.labelled_batches.
+        first_only = tf.one_hot(tf.zeros_like(batch["records"]), ids.shape[1], dtype=tf.int32)
+        labels = batch[LABEL][:, 0]  # (rows,)
+        return {
+            "input_ids": ids,
+            "attention_mask": tf.where(real[:, None], attention, first_only),
+            "labels": tf.cast(labels, label_dtype(np.dtype(labels.dtype.as_numpy_dtype))),
+            "weights": tf.cast(real, tf.float32),
+            "records": tf.where(real, batch["records"] + bucket_start, -1),
+            REPLACED: batch[REPLACED],
+        }
+
+    return convert
+
+
+def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[RecordSource]:
+    """The length buckets, ascending."""
+    dataset.require_labels()
+    host_slice.rows()  # refuses a batch that can't be divided before any shard is listed
+
+    def open_length(length: int) -> RecordSource:
+        tokens = host_slice.tokenizer
+        return open_source(dataset, vocabulary=tokens.vocabulary, on_corrupt=host_slice.on_corrupt, length=length)
+
+    return [
+        _join_lengths([open_length(length) for length in lengths], host_slice.tokenizer.pad)
+        for lengths in group_lengths(dataset.records_of_length, host_slice.global_batch_size)
+    ]
+
+
+def _join_lengths(sources: Sequence[RecordSource], pad: int) -> RecordSource:
+    """`JoinedLengths`: shorter rows first, all padded to the longest length."""
+    if len(sources) == 1:
+        return sources[0]
+    longest, starts = sources[-1].length, np.cumsum([0, *(source.records for source in sources)])
+
+    def read_padded(source: RecordSource, low: Any, high: Any) -> Columns:
+        columns = source.read(low, high)
+        padding = [[0, 0], [0, longest - source.length]]
+        ids = columns["input_ids"]
+        return {**columns, "input_ids": tf.pad(ids, padding, constant_values=tf.cast(pad, ids.dtype))}
+
+    def read(first: Any, last: Any) -> Columns:
+        pieces = []
+        for source, start in zip(sources, starts, strict=False):
+            low, high = tf.maximum(first - start, 0), tf.minimum(last - start, source.records)
+
+            def piece(source: RecordSource = source, low: Any = low, high: Any = high) -> Columns:
+                return read_padded(source, low, high)
+
+            pieces.append(tf.cond(low < high, piece, sources[-1].empty))
+        return {name: tf.concat([columns[name] for columns in pieces], axis=0) for name in pieces[0]}
+
+    return replace(sources[-1], records=int(starts[-1]), unit=0, read=read)

@@ -1,0 +1,74 @@
+"""`training.data.loading.mlm_batches` in TensorFlow operations: the same integers as a `tf.data` dataset, so a run's
+batches do not depend on the backend.
+
+For `tf.distribute`: a dataset made in `strategy.distribute_datasets_from_function` for host `context.input_pipeline_id`
+of `context.num_input_pipelines` runs on that host, which then reads its own rows itself; no record passes through the
+host that drives the program.
+
+Elements are dictionaries with this host's rows: the fields of `MlmBatch`, and `replaced` (rows,) bool, bad records that
+were replaced. `record_source.translate_errors` turns errors of the operations into ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tensorflow as tf
+
+from training.data.formats.dataset import Dataset
+from training.data.loading.host_slice import HostSlice
+from training.data.loading.mlm_batches import EVALUATION_EPOCH
+from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.sampling.order import Shuffled, geometry
+from training.data.tf.masking import mask
+from training.data.tf.open_source import open_source
+from training.data.tf.reader import evaluation_batches, training_batches
+from training.data.tf.record_source import REPLACED, Columns, RecordSource
+
+
+def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int, start: int = 0) -> Any:
+    """This host's rows of global batch `start`, `start` + 1, ..., endless: as `MlmBatches.batch`. Raises BadInput."""
+    source = _open_source(dataset, host_slice)
+    shape = geometry(source.records, source.record_bytes, source.unit)
+    batches = training_batches(source, Shuffled(shape, seed, host_slice.global_batch_size), host_slice, start)
+
+    def mask_batch(batch: Columns) -> Columns:
+        return _mask(batch, batch["epoch"], seed, masking, host_slice.tokenizer)
+
+    return batches.map(mask_batch, num_parallel_calls=2, deterministic=True)
+
+
+def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int = 0) -> Any:
+    """All records once, in record order: as the numpy `mlm_evaluation`. Raises BadInput."""
+    batches = evaluation_batches(_open_source(dataset, host_slice), host_slice)
+
+    def mask_batch(batch: Columns) -> Columns:
+        masked = _mask(batch, EVALUATION_EPOCH, seed, masking, host_slice.tokenizer)
+        real = (batch["records"] >= 0)[:, None]  # (rows, 1)
+        masked["input_ids"] = tf.where(real, masked["input_ids"], host_slice.tokenizer.pad)
+        for name in ("positions", "labels", "weights"):
+            masked[name] = tf.where(real, masked[name], tf.zeros_like(masked[name]))
+        return masked
+
+    return batches.map(mask_batch, num_parallel_calls=2, deterministic=True)
+
+
+def _open_source(dataset: Dataset, host_slice: HostSlice) -> RecordSource:
+    dataset.require(kind="mlm")
+    host_slice.rows()  # refuses a batch that can't be divided before any shard is read
+    return open_source(dataset, vocabulary=host_slice.tokenizer.vocabulary, on_corrupt=host_slice.on_corrupt)
+
+
+def _mask(batch: Columns, epoch: Any, seed: int, masking: Masking, tokens: SpecialTokens) -> Columns:
+    """The fields of an `MlmBatch`. epoch: one for all rows, or (rows,)."""
+    input_ids, positions, labels, weights = mask(
+        tf.cast(batch["input_ids"], tf.int32), epoch, batch["records"], seed=seed, masking=masking, tokens=tokens
+    )
+    return {
+        "input_ids": input_ids,
+        "positions": positions,
+        "labels": labels,
+        "weights": weights,
+        "records": batch["records"],
+        REPLACED: batch[REPLACED],
+    }

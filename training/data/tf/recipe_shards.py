@@ -1,0 +1,60 @@
+"""`training.data.loading.recipe_shards` in TensorFlow operations: records of the public recipe's layout.
+
+Records vary in size, so the process that builds the pipeline reads each shard once to find where its records start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from training.data.formats import example_codec, tfrecord
+from training.data.formats.dataset import Dataset
+from training.data.loading.recipe_shards import RecipeShards
+from training.data.loading.record_source import OnCorrupt
+from training.data.tf.crc32c import Crc32c, read_numbers
+from training.data.tf.record_source import Columns, RecordSource, ShardIndex, describe_record, replace_bad
+
+
+def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -> RecordSource:
+    """The source for a folder in this layout. The options are those of `RecipeShards`. Raises BadInput."""
+    source = RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
+    shards, length = [shard for shard in dataset.shards if shard.records], dataset.sequence_length
+    index, offsets_of = ShardIndex(dataset, shards), [source.offsets(shard) for shard in shards]
+    offsets = tf.constant(np.concatenate(offsets_of), tf.int64)  # of all shards, one after the other
+    begins = tf.constant(np.cumsum([0, *map(len, offsets_of)])[:-1], tf.int64)  # of each shard in `offsets`
+    crcs = Crc32c(max(8, max(int(np.diff(shard_offsets).max()) for shard_offsets in offsets_of) - tfrecord.OVERHEAD))
+    placeholder = example_codec.encode({"input_ids": [0] * length})
+
+    def stored(shard: Any, first: Any, last: Any) -> Any:
+        return index.read_bytes(shard, offsets[begins[shard] + first], offsets[begins[shard] + last])
+
+    def offset_index(record: Any) -> Any:
+        shard = tf.searchsorted(index.starts, record, side="right", out_type=tf.int64) - 1
+        return tf.gather(begins, shard) + record - tf.gather(index.starts, shard)
+
+    def read(first: Any, last: Any) -> Columns:
+        data = index.join_pieces(first, last, stored)
+        places = offset_index(tf.range(first, last))  # (n,)
+        sizes = tf.gather(offsets, places + 1) - tf.gather(offsets, places)  # (n,) with framing
+        start = tf.cumsum(sizes, exclusive=True) + tfrecord.HEADER  # (n,) of the payloads
+        lengths, flat = sizes - tfrecord.OVERHEAD, tf.io.decode_raw(data, tf.uint8)  # (n,), (bytes,)
+        header = start - tfrecord.HEADER
+        good = read_numbers(flat, header, 8) == tf.cast(lengths, tf.uint64)  # (n,)
+        good &= crcs.match(flat, header, 8 * tf.ones_like(lengths))
+        good &= crcs.match(flat, start, lengths)
+        payloads = tf.strings.substr(data, tf.cast(start, tf.int32), tf.cast(lengths, tf.int32))
+        examples = tf.where(good, payloads, placeholder)  # (n,) strings that can be parsed
+        ragged = tf.io.parse_example(examples, {"input_ids": tf.io.RaggedFeature(tf.int64)})["input_ids"]
+        ids = ragged.to_tensor(0, shape=(None, length))  # (n, length)
+        good &= (ragged.row_lengths() == length) & tf.reduce_all((ids >= 0) & (ids < vocabulary), axis=1)
+        columns = {"input_ids": tf.cast(ids, tf.int32)}
+
+        def describe(row: Any) -> Any:
+            return describe_record(index, first + row, lambda _, __: offsets[places[row]])
+
+        return replace_bad(columns, good, on_corrupt, describe)
+
+    return RecordSource(source.records, source.record_bytes, 0, length, {"input_ids": (length, tf.int32)}, read)

@@ -1,0 +1,157 @@
+"""`training.data.loading.record_source` in TensorFlow operations: records of a dataset by number, for a `tf.data`
+pipeline that runs on the hosts of a slice, without Python.
+
+Bytes come through TensorFlow's own file systems (local, gs://): a range of a shard is a FixedLengthRecordDataset of one
+record, with the rest of the file as header and footer. Every record's framing, tags and CRC are checked as in the numpy
+readers, and a bad one is handled alike (`on_corrupt`).
+
+Not possible here: to pin an object's generation (a shard that is replaced by one of the same size with good CRCs is not
+noticed after the start), and to keep blocks on a disk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from training import storage
+from training.data.formats import tfrecord
+from training.data.formats.dataset import Dataset, Shard
+from training.data.loading.record_source import OnCorrupt
+from training.errors import BadInput
+
+Columns = dict[str, Any]  # feature -> (n, count); and REPLACED: (n,) bool, a bad record that was replaced by another
+REPLACED = "replaced"
+
+
+@dataclass(frozen=True)
+class RecordSource:
+    """Records 0 .. records-1 of one row length.
+
+    Attributes:
+        records, record_bytes, unit: as in the numpy `RecordSource`.
+        length: tokens of a row.
+        columns: feature -> (numbers per record, their dtype).
+        read: (first, last), int64 scalars at most a block apart -> columns of the records [first, last). The
+            replacement of a bad record comes from those that are read together.
+    """
+
+    records: int
+    record_bytes: int
+    unit: int
+    length: int
+    columns: Mapping[str, tuple[int, Any]]
+    read: Callable[[Any, Any], Columns]
+
+    def empty(self) -> Columns:
+        """The columns of no record."""
+        columns = {name: tf.zeros((0, count), dtype) for name, (count, dtype) in self.columns.items()}
+        return {**columns, REPLACED: tf.zeros((0,), tf.bool)}
+
+
+@contextmanager
+def translate_errors() -> Iterator[None]:
+    """Turns errors of the operations in this package into ours, wherever they ran. Raises BadInput, StorageError."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        message = error.message or ""
+        record = re.search(r"<bad record>(.*?)\|(-?\d+)\|(-?\d+)\|(.*?)</bad record>", message, re.DOTALL)
+        if record:
+            raise tfrecord.Corrupt(record[1], int(record[2]), int(record[3]), record[4]) from None
+        if isinstance(error, tf.errors.NotFoundError):
+            raise BadInput(f"a shard is missing: {error.message}") from None
+        if "<bad shard>" in message:
+            raise BadInput(re.sub(r"(?s).*<bad shard>(.*?)</bad shard>.*", r"\1", message)) from None
+        raise storage.StorageError(f"TensorFlow could not read the dataset: {error.message}") from None
+
+
+class ShardIndex:
+    """The shards of a source in order, as constants: URL, size and first record of each."""
+
+    def __init__(self, dataset: Dataset, shards: Sequence[Shard]) -> None:
+        self.urls = tf.constant([storage.join(dataset.url, shard.name) for shard in shards])
+        self.sizes = tf.constant([shard.bytes for shard in shards], tf.int64)
+        self.counts = tf.constant([shard.records for shard in shards], tf.int64)
+        self.starts = tf.constant(np.cumsum([0, *(shard.records for shard in shards)])[:-1], tf.int64)
+
+    def shard_of(self, record: Any) -> Any:
+        """The number of a record's shard. record: int64 scalar."""
+        return tf.searchsorted(self.starts, record[None], side="right", out_type=tf.int64)[0] - 1
+
+    def join_pieces(self, first: Any, last: Any, read: Callable[[Any, Any, Any], Any]) -> Any:
+        """read(shard, first and last record in it) of each shard that holds some of [first, last), joined: a string."""
+
+        def read_piece(shard: Any) -> Any:
+            start = self.starts[shard]
+            return read(shard, tf.maximum(first - start, 0), tf.minimum(last - start, self.counts[shard]))
+
+        return join_strings(self.shard_of(first), self.shard_of(last - 1) + 1, read_piece)
+
+    def read_bytes(self, shard: Any, start: Any, end: Any) -> Any:
+        """Bytes [start, end) of a shard: a string. Fails where the file has not the size of the manifest."""
+        size = self.sizes[shard]
+        dataset = tf.data.FixedLengthRecordDataset(
+            self.urls[shard], end - start, header_bytes=start, footer_bytes=size - end, buffer_size=end - start
+        )
+        return single_element(dataset)
+
+
+def join_strings(first: Any, last: Any, piece: Callable[[Any], Any]) -> Any:
+    """piece(first) + ... + piece(last - 1), strings."""
+    _, joined = tf.while_loop(
+        lambda number, _: number < last,
+        lambda number, before: (number + 1, before + piece(number)),
+        (first + 1, piece(first)),
+        parallel_iterations=1,
+    )
+    return joined
+
+
+def single_element(dataset: Any) -> Any:
+    """The element of a dataset of one element. Optimising such a graph would take a hundred times longer than it."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    options.experimental_optimization.apply_default_optimizations = False
+    return dataset.with_options(options).get_single_element()
+
+
+def replace_bad(columns: Columns, good: Any, on_corrupt: OnCorrupt, describe: Callable[[Any], Any]) -> Columns:
+    """The columns with the next good row instead of each bad one.
+
+    Args:
+        columns: feature -> (n, count).
+        good: (n,) bool.
+        on_corrupt: "stop": the pipeline fails at the first bad row; "skip": only where no row is good.
+        describe: row -> what `translate_errors` makes a Corrupt of.
+
+    Returns:
+        The columns, with REPLACED.
+    """
+    first_bad = tf.argmin(tf.cast(good, tf.int32), output_type=tf.int64)
+    acceptable = tf.reduce_all(good) if on_corrupt == "stop" else tf.reduce_any(good)
+    text = tf.cond(acceptable, lambda: tf.constant(""), lambda: describe(first_bad))
+    tf.debugging.Assert(acceptable, [text])
+    if on_corrupt == "stop":
+        return {**columns, REPLACED: ~good}
+    candidates = tf.where(good)[:, 0]  # (good rows,)
+    following = tf.searchsorted(candidates, tf.range(tf.size(good, tf.int64)), side="left", out_type=tf.int64)
+    taken = tf.gather(candidates, following % tf.size(candidates, tf.int64))  # (n,)
+    return {**{name: tf.gather(values, taken) for name, values in columns.items()}, REPLACED: ~good}
+
+
+def describe_record(index: ShardIndex, record: Any, offset: Callable[[Any, Any], Any]) -> Any:
+    """The text of a bad record for `translate_errors`. offset: (shard, number in it) -> byte."""
+    shard = index.shard_of(record)
+    number = record - index.starts[shard]
+    reason = "its checksum (CRC-32C) does not match, or it is not what this dataset's records are"
+    numbers = [tf.strings.as_string(number), tf.strings.as_string(offset(shard, number))]
+    return tf.strings.join(
+        ["<bad record>", index.urls[shard], "|", numbers[0], "|", numbers[1], f"|{reason}</bad record>"]
+    )
