@@ -105,7 +105,7 @@ def reading(config: TrainerConfig, cluster: Cluster, data: Data) -> HostSlice:
 
 
 class Source(Protocol[B]):
-    """Endless training batches, as in `training.data.loading.mlm`."""
+    """Endless training batches, as in `training.data.loading.mlm_batches`."""
 
     def batch(self, k: int) -> B: ...
     def close(self) -> None: ...
