@@ -222,16 +222,27 @@ def test_a_refusal_is_not_repeated_and_says_what_to_grant(gcs: Any) -> None:
 
 
 def test_a_bucket_that_takes_no_more_says_so_and_asks_for_no_role(gcs: Any) -> None:
-    full = b'{"error": {"code": 403, "message": "The project exceeded its quota.", "errors": [{"reason": "quotaExceeded"}]}}'
+    full = (
+        b'{"error": {"code": 403, "message": "The project exceeded its quota.", '
+        b'"errors": [{"reason": "quotaExceeded"}]}}'
+    )
     gcs.fault = lambda request: Response(403, full, {"Content-Type": "application/json"})
     with pytest.raises(
         storage.StorageError,
-        match=r"^gs://bucket/x: writing it was refused: The project exceeded its quota \(quotaExceeded\)\. See to the quotas",
+        match=r"^gs://bucket/x: writing it was refused: The project exceeded its quota \(quotaExceeded\)\. "
+        r"See to the quotas",
     ):
         storage.write("gs://bucket/x", b"1")
 
 
-def test_delays_double_and_are_drawn_at_random() -> None:
-    patience = bucket.Patience(first_delay=1, longest_delay=10)
-    assert [patience.delay(attempt, 0.5) for attempt in (1, 2, 3, 4, 50)] == [1, 2, 4, 5, 5]
-    assert patience.delay(3, 0) == 0
+def test_delays_double_and_are_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[float, float]] = []
+
+    def uniform(low: float, high: float) -> float:
+        drawn.append((low, high))
+        return (low + high) / 2
+
+    monkeypatch.setattr(random, "uniform", uniform)
+    delays = bucket.Patience(first_delay=1, longest_delay=10).delays()
+    assert [next(delays) for _ in range(5)] == [1, 2, 4, 5, 5]
+    assert {low for low, _ in drawn} == {0}

@@ -1,7 +1,9 @@
 """Files and Cloud Storage objects behind one set of functions, and what can go wrong with them.
 
 Callers write `from training import storage` and `storage.read(url)`. `files` has the functions, `types` what they
-return and raise, `gcs` the client of Cloud Storage, `hub` the folders that are named on the Hugging Face Hub.
+return and raise and the `Storage` protocol, `gcs` the client of Cloud Storage, `hub` the folders that are named on the
+Hugging Face Hub. This module is a `Storage`: code whose storage can be replaced takes one as an argument, with this
+module as the default.
 """
 
 from training.storage.files import append, delete, download, listing, read, read_into, stat, sweep, upload, write
@@ -21,6 +23,26 @@ from training.storage.types import (
 )
 
 __all__ = [
-    "REMOTE", "AlreadyExists", "Changed", "NotFound", "Stat", "Storage", "StorageError", "append", "crc32c", "delete", "download", "is_remote", "join", "listing",
-    "name_of", "read", "read_into", "split_remote", "stat", "sweep", "upload", "write",
-]  # fmt: skip
+    "REMOTE",
+    "AlreadyExists",
+    "Changed",
+    "NotFound",
+    "Stat",
+    "Storage",
+    "StorageError",
+    "append",
+    "crc32c",
+    "delete",
+    "download",
+    "is_remote",
+    "join",
+    "listing",
+    "name_of",
+    "read",
+    "read_into",
+    "split_remote",
+    "stat",
+    "sweep",
+    "upload",
+    "write",
+]

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import google_crc32c
 
-from training.storage import gcs as bucket
+from training.storage import gcs
 from training.storage.types import (
     AlreadyExists,
     Changed,
@@ -37,15 +37,13 @@ from training.storage.types import (
 
 _PARTIAL = ".partial"
 _PIECE = 8 << 20
-_WRITTEN = (
-    64 << 20
-)  # after each, the disk is told to begin, and a thread that shares the interpreter waits for its turn
+_WRITTEN = 64 << 20  # bytes after which the write-back begins, and other threads of the interpreter get their turn
 
 
 def stat(url: str) -> Stat | None:
     """Size and generation of an object, None if there is none."""
     if is_remote(url):
-        return bucket.stat(url)
+        return gcs.stat(url)
     with local_errors(url):
         try:
             status = os.stat(url)
@@ -59,16 +57,16 @@ def stat(url: str) -> Stat | None:
 def listing(folder: str) -> list[Stat]:
     """Everything below a folder, recursively, sorted by URL; [] when there is nothing."""
     if is_remote(folder):
-        return bucket.listing(folder)
-    found = []
+        return gcs.listing(folder)
+    entries = []
     with local_errors(folder):
         for parent, _, names in os.walk(folder):
             for name in names:
                 if not _is_partial(name):
                     status = stat(os.path.join(parent, name))
                     if status:
-                        found.append(status)
-    return sorted(found, key=lambda each: each.url)
+                        entries.append(status)
+    return sorted(entries, key=lambda status: status.url)
 
 
 def read(url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
@@ -77,7 +75,7 @@ def read(url: str, start: int = 0, end: int | None = None, *, generation: int | 
     if start < 0 or (end is not None and end < start):
         raise ValueError(f"{url}: bytes [{start}, {end}) is not a range")
     if is_remote(url):
-        return bucket.read(url, start, end, generation)
+        return gcs.read(url, start, end, generation)
     with local_errors(url), open(url, "rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         if generation is not None and status.st_mtime_ns != generation:
@@ -97,7 +95,7 @@ def read_into(url: str, start: int, place: memoryview) -> int:
     """Fills `place` with the object's bytes from `start` on, and returns how many there were. Raises NotFound,
     StorageError."""
     if is_remote(url):
-        data = bucket.read(url, start, start + len(place), None)
+        data = gcs.read(url, start, start + len(place), None)
         place[: len(data)] = data
         return len(data)
     done = 0
@@ -114,7 +112,7 @@ def write(url: str, data: bytes | memoryview, *, create_only: bool = False) -> S
     """Writes a whole object. With `create_only` raises AlreadyExists when there is one, and of several writers exactly
     one wins."""
     if is_remote(url):
-        return bucket.write(url, data, create_only)
+        return gcs.write(url, data, create_only)
     with local_errors(url):
         with _replacing(url, create_only) as descriptor:
             crc = _write_summed(descriptor, memoryview(data))
@@ -133,7 +131,7 @@ def append(path: str, data: bytes) -> None:
 def upload(path: Path, url: str, *, create_only: bool = False) -> Stat:
     """As `write`, from a local file that may be larger than memory."""
     if is_remote(url):
-        return bucket.upload(path, url, create_only)
+        return gcs.upload(path, url, create_only)
     crc = size = 0
     with local_errors(url):
         with open(path, "rb") as source, _replacing(url, create_only) as descriptor:
@@ -162,36 +160,36 @@ def download(url: str, path: Path) -> None:
 def delete(url: str) -> None:
     """Removes an object; a missing one is fine."""
     if is_remote(url):
-        bucket.delete(url)
+        gcs.delete(url)
         return
     with local_errors(url), contextlib.suppress(FileNotFoundError):
         os.unlink(url)
 
 
 def sweep(folder: str, given_up: Callable[[str], bool]) -> None:
-    """In those direct subfolders of a local folder whose names are `given_up`, where nobody writes any more: removes
-    what killed writers have left hidden, and the subfolder when nothing else is in it. A bucket has neither."""
+    """Deletes what killed writers have left hidden in those direct subfolders of a local folder whose names are
+    `given_up` (nothing writes there any more), and the subfolder when it is empty then. A bucket has neither."""
     if is_remote(folder):
         return
     with local_errors(folder):
         for name in filter(given_up, os.listdir(folder)):
             inside = os.path.join(folder, name)
-            for each in filter(_is_partial, os.listdir(inside)):
-                delete(os.path.join(inside, each))
-            with contextlib.suppress(OSError):  # something else is in it
+            for partial in filter(_is_partial, os.listdir(inside)):
+                delete(os.path.join(inside, partial))
+            with contextlib.suppress(OSError):  # not empty
                 os.rmdir(inside)
 
 
 def _write_summed(descriptor: int, view: memoryview) -> int:
-    """Writes it all and returns its crc32c, which another thread adds up meanwhile.
+    """Writes all bytes and returns their crc32c, which another thread computes meanwhile.
 
-    The disk gets each piece while the next is on its way, so that the fsync after the last finds little to do: to a
-    local file system the advice means "write this out now" (Linux starts the write-back and returns), to others
-    nothing. It also keeps the page cache for those who read.
+    Each piece is written back while the next is copied, so that the fsync after the last finds little to do: to a local
+    file system the advice means "write this out now" (Linux starts the write-back and returns), to others nothing. It
+    also keeps the page cache for readers.
     """
     done = 0
-    with ThreadPoolExecutor(1, thread_name_prefix="crc32c") as beside:
-        crc = beside.submit(crc32c, view)
+    with ThreadPoolExecutor(1, thread_name_prefix="crc32c") as pool:
+        crc = pool.submit(crc32c, view)
         while done < len(view):
             count = os.write(descriptor, view[done : done + _WRITTEN])
             os.posix_fadvise(descriptor, done, count, os.POSIX_FADV_DONTNEED)
@@ -205,7 +203,7 @@ def _is_partial(name: str) -> bool:
 
 @contextlib.contextmanager
 def _replacing(url: str, create_only: bool) -> Iterator[int]:
-    """A descriptor whose content appears at `url` when the block ends without an exception."""
+    """Yields a file descriptor whose content appears at `url` when the block ends without an exception."""
     folder, name = os.path.split(os.path.abspath(url))
     os.makedirs(folder, exist_ok=True)
     if create_only and os.path.lexists(url):

@@ -1,9 +1,10 @@
-"""The Cloud Storage side of `training.storage`: the unmodified client library, with our own patience.
+"""The Cloud Storage side of `training.storage`: the unmodified client library, with our own time-outs and messages.
 
-The client's own retries are off, because their error at the end does not say which object, which range, and what was
-tried. A call is repeated on 408, 429, any 5xx, and broken or silent connections, after a delay that doubles and is
-drawn at random (so that the hosts of a slice do not come back together), until the deadline; then one StorageError
-names the object and the last cause. A server that trickles bytes is cut off by the same deadline.
+A call is repeated on 408, 429, any 5xx, and broken or silent connections, by `google.api_core.retry`, after a delay
+that doubles and is drawn at random (so that the hosts of a slice do not come back together), until the deadline; then
+one StorageError names the object and the last cause. The client's own retries are off: their error at the end does not
+say which object, which range and what was tried, and each has its own deadline. A server that sends a few bytes now and
+then never runs into a socket's time-out; it is cut off at the deadline.
 
 The client is not fork-safe and is made once a process. STORAGE_EMULATOR_HOST is honoured by the client itself.
 """
@@ -14,10 +15,9 @@ import base64
 import contextlib
 import io
 import os
-import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,8 +29,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds. `silence`: no byte for that long breaks an attempt. `deadline`: of the whole call, plus 1 s for each
-    `rate` bytes."""
+    """Time-outs of a call, in seconds.
+
+    `connect` and `silence` break one attempt: no connection, or no byte, for that long. `deadline` is for the whole
+    call, plus 1 s for each `rate` bytes. Delays between attempts start at up to twice `first_delay`.
+    """
 
     connect: float = 10.0
     silence: float = 20.0
@@ -39,10 +42,13 @@ class Patience:
     first_delay: float = 0.25
     longest_delay: float = 16.0
 
-    def delay(self, attempt: int, chance: float) -> float:
-        """Seconds before attempt number `attempt` (from 1), with `chance` drawn from [0, 1): full jitter, see
+    def delays(self) -> Iterator[float]:
+        """Seconds before the next attempts: full jitter, see
         https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/"""
-        return chance * min(self.longest_delay, self.first_delay * 2.0**attempt)
+        from google.api_core.retry import exponential_sleep_generator
+
+        delays: Iterator[float] = exponential_sleep_generator(2 * self.first_delay, self.longest_delay, multiplier=2)
+        return delays
 
 
 patience = Patience()
@@ -50,49 +56,56 @@ patience = Patience()
 _lock = threading.Lock()
 _clients: dict[tuple[int, str | None], Any] = {}
 _CONNECTIONS = 64
-_LIMITS = (
+# Reasons of a 403 that no permission would help against:
+# https://cloud.google.com/storage/docs/json_api/v1/status-codes
+_QUOTA_REASONS = (
     "quotaExceeded",
     "rateLimitExceeded",
     "userRateLimitExceeded",
     "dailyLimitExceeded",
     "accountDisabled",
     "notBillable",
-)  # of a 403
+)
+
+# One attempt: given the client's (connect, read) time-outs and the moment at which it is over.
+Attempt = Callable[[tuple[float, float], float], T]
 
 
 def stat(url: str) -> Stat | None:
+    """Size and generation of an object, None if there is none."""
     bucket, name = _object(url)
 
-    def call(timeout: tuple[float, float], _: float) -> Stat | None:
+    def attempt(timeout: tuple[float, float], _: float) -> Stat | None:
         blob = _client().bucket(bucket).get_blob(name, timeout=timeout, retry=None)
         return None if blob is None else _stat(url, blob)
 
-    return _persist(url, "looking at", call)
+    return _retry(url, "looking at", attempt)
 
 
 def listing(folder: str) -> list[Stat]:
+    """All objects below a folder, sorted by URL."""
     bucket, name = split_remote(folder)
     prefix = name.rstrip("/") + "/" if name.strip("/") else ""
 
-    def call(timeout: tuple[float, float], _: float) -> list[Stat]:
+    def attempt(timeout: tuple[float, float], _: float) -> list[Stat]:
         blobs = _client().list_blobs(bucket, prefix=prefix, timeout=timeout, retry=None)
         return [_stat(f"gs://{bucket}/{blob.name}", blob) for blob in blobs if not blob.name.endswith("/")]
 
-    return sorted(_persist(folder, "listing", call), key=lambda each: each.url)
+    return sorted(_retry(folder, "listing", attempt), key=lambda stat: stat.url)
 
 
 def read(url: str, start: int, end: int | None, generation: int | None) -> bytes:
+    """Bytes [start, end) of an object, to its end without `end`; of the pinned generation, if there is one."""
     bucket, name = _object(url)
     if end is not None and end <= start:
         return b""
-    what = (
-        "reading" if start == 0 and end is None else f"reading bytes {start} to {'the end' if end is None else end} of"
-    )
+    whole = start == 0 and end is None
+    activity = "reading" if whole else f"reading bytes {start} to {'the end' if end is None else end} of"
 
-    def call(timeout: tuple[float, float], until: float) -> bytes:
+    def attempt(timeout: tuple[float, float], until: float) -> bytes:
         blob = _client().bucket(bucket).blob(name)
-        sink = io.BytesIO()
-        with _Cut(until):
+        # Closed after a failure, because the errors of all attempts are kept until the last, with what they refer to.
+        with io.BytesIO() as sink, _CutOff(until):
             blob.download_to_file(
                 sink,
                 start=start or None,
@@ -103,17 +116,19 @@ def read(url: str, start: int, end: int | None, generation: int | None) -> bytes
                 timeout=timeout,
                 retry=None,
             )
-        return sink.getvalue()
+            return sink.getvalue()
 
     from google.cloud.exceptions import RequestRangeNotSatisfiable
 
     try:
-        return _persist(url, what, call, size=0 if end is None else end - start, pinned=generation is not None)
+        return _retry(url, activity, attempt, size=0 if end is None else end - start, pinned=generation is not None)
     except RequestRangeNotSatisfiable:
         return b""  # beyond the end, as for a file
 
 
 def write(url: str, data: bytes | memoryview, create_only: bool) -> Stat:
+    """Writes a whole object from memory."""
+
     def send(blob: Any, **options: Any) -> None:
         source = _Bytes(memoryview(data))
         blob.upload_from_file(source, size=len(data), content_type="application/octet-stream", **options)
@@ -148,6 +163,8 @@ class _Bytes(io.RawIOBase):
 
 
 def upload(path: Path, url: str, create_only: bool) -> Stat:
+    """Writes a whole object from a local file."""
+
     def send(blob: Any, **options: Any) -> None:
         blob.upload_from_filename(str(path), content_type="application/octet-stream", **options)
 
@@ -156,23 +173,25 @@ def upload(path: Path, url: str, create_only: bool) -> Stat:
 
 
 def delete(url: str) -> None:
+    """Deletes an object; a missing one is fine."""
     bucket, name = _object(url)
 
-    def call(timeout: tuple[float, float], _: float) -> None:
+    def attempt(timeout: tuple[float, float], _: float) -> None:
         _client().bucket(bucket).blob(name).delete(timeout=timeout, retry=None)
 
     try:
-        _persist(url, "deleting", call)
+        _retry(url, "deleting", attempt)
     except NotFound:
         if not _bucket_exists(bucket):
             raise
 
 
-def _send(url: str, size: int, sum_of: Callable[[], int], send: Callable[..., None], create_only: bool) -> Stat:
+def _send(url: str, size: int, checksum: Callable[[], int], send: Callable[..., None], create_only: bool) -> Stat:
+    """Writes an object of `size` bytes by `send(blob, **options)`. `checksum` computes the crc32c of what is sent."""
     bucket, name = _object(url)
     attempts = 0
 
-    def call(timeout: tuple[float, float], _: float) -> Stat:
+    def attempt(timeout: tuple[float, float], _: float) -> Stat:
         from google.api_core.exceptions import PreconditionFailed
 
         nonlocal attempts
@@ -181,17 +200,18 @@ def _send(url: str, size: int, sum_of: Callable[[], int], send: Callable[..., No
         try:
             send(blob, checksum="crc32c", if_generation_match=0 if create_only else None, timeout=timeout, retry=None)
         except PreconditionFailed:
-            there = stat(url) if attempts > 1 else None  # our own earlier attempt, whose answer was lost?
-            if there and there.size == size and there.crc32c == sum_of():
-                return there
+            # It may be there because of our own earlier attempt, whose answer was lost.
+            present = stat(url) if attempts > 1 else None
+            if present and present.size == size and present.crc32c == checksum():
+                return present
             raise AlreadyExists(f"{url} already exists") from None
         return _stat(url, blob)
 
-    return _persist(url, "writing", call, size=size)
+    return _retry(url, "writing", attempt, size=size)
 
 
-class _Cut:
-    """Cuts this thread's download off at a moment, however slowly bytes trickle in: socket time-outs begin anew with
+class _CutOff:
+    """Cuts this thread's download off at a moment, however slowly bytes come in: a socket's time-out begins anew with
     every byte."""
 
     _current = threading.local()
@@ -203,9 +223,9 @@ class _Cut:
         self._over = False
 
     @classmethod
-    def saw(cls, response: Any) -> None:
-        """The response that this thread is about to read."""
-        current: _Cut | None = getattr(cls._current, "cut", None)
+    def watch(cls, response: Any) -> None:
+        """Notes the response that this thread is about to read."""
+        current: _CutOff | None = getattr(cls._current, "cut_off", None)
         if current:
             current._response = response
 
@@ -216,97 +236,111 @@ class _Cut:
                 self._response.raw.shutdown()
 
     def __enter__(self) -> None:
-        self._current.cut = self
+        self._current.cut_off = self
         self._timer.start()
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        self._current.cut = None
+        self._current.cut_off = None
         self._timer.cancel()
         if self._over and self._response is not None and isinstance(error, Exception):
             raise TimeoutError("bytes still trickled in at the deadline") from error
 
 
-def _persist(
-    url: str, what: str, call: Callable[[tuple[float, float], float], T], *, size: int = 0, pinned: bool = False
-) -> T:
-    """Repeats `call(timeout, until)` while its failures may pass, then explains."""
+def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinned: bool = False) -> T:
+    """Repeats `attempt` while its failures may pass.
+
+    Args:
+        url: The object, for messages.
+        activity: For messages: "reading".
+        attempt: What to repeat.
+        size: Bytes to transfer, which the deadline allows for.
+        pinned: Whether a generation was asked for, so that a missing object may have been replaced.
+
+    Raises:
+        StorageError: It failed for good; the message says what, and what to do.
+    """
+    from google.api_core.retry import retry_target
+
     limits = patience
-    begin = time.monotonic()
-    allowed = limits.deadline + size / limits.rate
-    for attempt in range(1, 1_000_000):
-        left = begin + allowed - time.monotonic()
-        try:
-            return call((min(limits.connect, max(left, 0.1)), min(limits.silence, max(left, 0.1))), begin + allowed)
-        except StorageError:
-            raise
-        except Exception as error:
-            _raise_final(url, what, error, pinned)
-            delay = limits.delay(attempt, random.random())
-            if time.monotonic() + delay > begin + allowed:
-                raise StorageError(
-                    f"{url}: {what} it failed for {time.monotonic() - begin:.0f} s, {attempt} times; last: {_cause(error)}. "
-                    "Check the bucket's status and this host's network, then start again"
-                ) from error
-            time.sleep(delay)
-    raise AssertionError("unreachable")
+    seconds = limits.deadline + size / limits.rate
+    began = time.monotonic()
+    failures = 0
+    final: Exception | None = None
+
+    def call() -> T:
+        left = max(began + seconds - time.monotonic(), 0.1)
+        return attempt((min(limits.connect, left), min(limits.silence, left)), began + seconds)
+
+    def may_pass(error: Exception) -> bool:
+        nonlocal failures, final
+        failures += 1
+        final = _final_error(url, activity, error, pinned)
+        return final is None
+
+    def give_up(errors: list[Exception], _reason: object, _seconds: object) -> tuple[Exception, BaseException | None]:
+        if final is not None:
+            return final, final.__cause__
+        return StorageError(
+            f"{url}: {activity} it failed for {time.monotonic() - began:.0f} s, {failures} times; last: "
+            f"{_cause(errors[-1])}. Check the bucket's status and this host's network, then start again"
+        ), errors[-1]
+
+    result: T = retry_target(call, may_pass, limits.delays(), timeout=seconds, exception_factory=give_up)
+    return result
 
 
-def _raise_final(url: str, what: str, error: Exception, pinned: bool) -> None:
-    """Raises unless `error` may pass."""
+def _final_error(url: str, activity: str, error: Exception, pinned: bool) -> Exception | None:
+    """What to raise for a failure that will not pass; None for one that may."""
     from google.api_core import exceptions as api
     from google.auth import exceptions as auth
 
     bucket = split_remote(url)[0]
-    if isinstance(error, api.RequestRangeNotSatisfiable):
-        raise error
+    if isinstance(error, StorageError | api.RequestRangeNotSatisfiable):
+        return error
     if isinstance(error, api.NotFound):
-        if pinned and (there := stat(url)):
-            raise Changed(
-                f"{url} was replaced (generation {there.generation}) while it was in use: start again"
-            ) from None
-        raise (
-            NotFound(f"{url} does not exist")
-            if _bucket_exists(bucket)
-            else NoBucket(f"bucket gs://{bucket} does not exist")
-        ) from None
+        if pinned and (present := stat(url)):
+            return Changed(f"{url} was replaced (generation {present.generation}) while it was in use: start again")
+        if _bucket_exists(bucket):
+            return NotFound(f"{url} does not exist")
+        return NoBucket(f"bucket gs://{bucket} does not exist")
     if isinstance(error, api.PreconditionFailed):
-        raise Changed(
-            f"{url} was replaced while it was in use: don't write to data that is being read; start again"
-        ) from None
+        return Changed(f"{url} was replaced while it was in use: don't write to data that is being read; start again")
     if isinstance(error, api.Forbidden | api.Unauthorized):
-        said, reason = _said(error)
-        if reason in _LIMITS:
-            raise StorageError(
-                f"{url}: {what} it was refused: {said} ({reason}). See to the quotas and the billing of the bucket's project"
-            ) from None
-        raise StorageError(
-            f"{url}: {what} it is not allowed: {said}. Grant this service account a role such as roles/storage.objectUser on gs://{bucket}"
-        ) from None
+        return _refusal(url, activity, error)
     if isinstance(error, auth.DefaultCredentialsError):
-        raise StorageError(
-            f"{url}: no Google credentials: run `gcloud auth application-default login`, or give the TPU's service account access to gs://{bucket}"
-        ) from None
-    if (
-        isinstance(error, api.GoogleAPICallError)
-        and error.code is not None
-        and error.code not in (408, 429)
-        and error.code < 500
-    ):
-        raise StorageError(f"{url}: {what} it was refused: {error.code} {_said(error)[0]}") from error
-    if not _may_pass(error):
-        raise error
+        return StorageError(
+            f"{url}: no Google credentials: run `gcloud auth application-default login`, or give the TPU's service "
+            f"account access to gs://{bucket}"
+        )
+    code = error.code if isinstance(error, api.GoogleAPICallError) else None
+    if code is not None and code not in (408, 429) and code < 500:
+        return StorageError(f"{url}: {activity} it was refused: {code} {_answer(error)[0]}")
+    return None if _may_pass(error) else error
 
 
-def _said(error: Any) -> tuple[str, str]:
-    """The server's own words in an answer, and its reason:
-    https://cloud.google.com/storage/docs/json_api/v1/status-codes. Google's library puts the whole request and the
-    whole answer into its message."""
+def _refusal(url: str, activity: str, error: Any) -> StorageError:
+    """The error for a 401 or 403: a quota, or a missing permission."""
+    message, reason = _answer(error)
+    if reason in _QUOTA_REASONS:
+        return StorageError(
+            f"{url}: {activity} it was refused: {message} ({reason}). See to the quotas and the billing of the "
+            "bucket's project"
+        )
+    return StorageError(
+        f"{url}: {activity} it is not allowed: {message}. Grant this service account a role such as "
+        f"roles/storage.objectUser on gs://{split_remote(url)[0]}"
+    )
+
+
+def _answer(error: Any) -> tuple[str, str]:
+    """The server's message and reason (https://cloud.google.com/storage/docs/json_api/v1/status-codes). Google's
+    library puts the whole request and the whole answer into its own message."""
     try:
-        told = error.response.json()["error"]
-        words, reason = str(told["message"]), str((told.get("errors") or [{}])[0].get("reason", ""))
+        body = error.response.json()["error"]
+        message, reason = str(body["message"]), str((body.get("errors") or [{}])[0].get("reason", ""))
     except (AttributeError, ValueError, KeyError, TypeError, IndexError):
-        words, reason = str(error.message), ""
-    return " ".join(words.split()).removesuffix(".")[:500], reason
+        message, reason = str(error.message), ""
+    return " ".join(message.split()).removesuffix(".")[:500], reason
 
 
 def _may_pass(error: Exception) -> bool:
@@ -340,7 +374,7 @@ def _bucket_exists(bucket: str) -> bool:
     try:
         return bool(_client().bucket(bucket).exists(timeout=patience.silence, retry=None))
     except (GoogleAPICallError, OSError):
-        return True  # can't tell (reading objects does not include the right to look at the bucket)
+        return True  # unknown: the right to read objects does not include the right to look at the bucket
 
 
 def _object(url: str) -> tuple[str, str]:
@@ -365,7 +399,7 @@ def _client() -> Any:
             class Adapter(HTTPAdapter):  # type: ignore[misc]  # requests has no types here
                 def send(self, *arguments: Any, **options: Any) -> Any:
                     response = super().send(*arguments, **options)
-                    _Cut.saw(response)
+                    _CutOff.watch(response)
                     return response
 
             client = storage.Client()

@@ -1,9 +1,9 @@
-"""Folders that are named and not placed: `model.path` and `data.tokenizer` may be a folder, a folder in a bucket, or a
-name on the Hugging Face Hub.
+"""Names on the Hugging Face Hub: `model.path` and `data.tokenizer` may be a local folder, a folder in a bucket, or such
+a name.
 
-A name has the form org/name, and is one only where there is no folder of that path. Each host downloads what it needs
-once, to the Hub's own cache (HF_HOME); HF_TOKEN opens private ones, HF_ENDPOINT leads to a mirror. Of weights only
-safetensors are taken. Framework-free.
+A name has the form ORGANISATION/NAME, and is one only where there is no folder of that path. Each host downloads what
+it needs once, to the Hub's own cache (HF_HOME); HF_TOKEN gives access to private ones, HF_ENDPOINT names a mirror. Of
+weights only safetensors are downloaded. Framework-free.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ def is_on_hub(path: str) -> bool:
 
 
 def model_folder(path: str) -> str:
-    """The folder that a model's `path` means: a name's is downloaded. Raises BadInput when the Hub does not give it."""
+    """Returns the folder that a model's `path` means, downloading it when it is a name. Raises BadInput when the Hub
+    does not have it."""
     return _folder(path, "model.path", "model", _MODEL)
 
 
 def tokenizer_folder(path: str) -> str:
-    """The same for a tokenizer, whose model is not downloaded."""
+    """The same for a tokenizer, without the model's weights."""
     return _folder(path, "data.tokenizer", "tokenizer", _TOKENIZER)
 
 
 @functools.cache
-def _folder(path: str, setting: str, what: str, files: tuple[str, ...]) -> str:
+def _folder(path: str, setting: str, kind: str, files: tuple[str, ...]) -> str:
     if not is_on_hub(path):
         return path
     from huggingface_hub import snapshot_download
@@ -45,7 +46,8 @@ def _folder(path: str, setting: str, what: str, files: tuple[str, ...]) -> str:
     except (OSError, ValueError) as error:  # the library's own errors are OSErrors
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise BadInput(
-            f"{setting} {path}: there is no such folder, and the Hub did not give a {what} of that name: {reason.strip()} "
-            f"Where hosts can't reach the Hub, download the {what} elsewhere and give its folder (local or gs://)"
+            f"{setting} {path}: there is no such folder, and the Hub did not give a {kind} of that name: "
+            f"{reason.strip()} Where hosts can't reach the Hub, download the {kind} elsewhere and give its folder "
+            "(local or gs://)"
         ) from None
     return folder

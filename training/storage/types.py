@@ -15,9 +15,7 @@ from training.errors import BadInput, Exit, TrainError
 
 REMOTE = "gs://"
 _PIECE = 8 << 20
-_SUMMED = (
-    256 << 10
-)  # fits into a processor's own cache: google_crc32c takes nothing but bytes, and this copy costs next to nothing
+_SUMMED = 256 << 10  # fits a processor's cache: google_crc32c takes only bytes, and a copy of this size costs little
 
 
 class StorageError(TrainError):
@@ -29,7 +27,7 @@ class NotFound(StorageError):
 
 
 class NoBucket(NotFound):
-    """The bucket itself: a name in the configuration is wrong, and trying again changes nothing."""
+    """The bucket itself does not exist: a name in the configuration is wrong, and trying again changes nothing."""
 
     exit_code = Exit.BAD_INPUT
 
@@ -93,7 +91,8 @@ class Storage(Protocol):
 
 
 def crc32c(data: bytes | memoryview, crc: int = 0) -> int:
-    """CRC-32C, going on from `crc`; in pieces, so that other threads get their turn."""
+    """Returns the CRC-32C of `data` appended to what has the CRC-32C `crc`; in pieces, so that other threads get their
+    turn."""
     view = memoryview(data)
     for start in range(0, len(view), _SUMMED):
         crc = google_crc32c.extend(crc, bytes(view[start : start + _SUMMED]))
@@ -106,7 +105,7 @@ def is_remote(url: str) -> bool:
 
 
 def join(base: str, *names: str) -> str:
-    """`base/name/...`; names are relative."""
+    """Returns `base/name/...`; names are relative."""
     parts = [name.strip("/") for name in names if name.strip("/")]
     return "/".join([base.rstrip("/") or "/", *parts]) if base.rstrip("/") else "/" + "/".join(parts)
 
@@ -126,6 +125,7 @@ def split_remote(url: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def local_errors(url: str) -> Iterator[None]:
+    """Turns the errors of local files into StorageErrors that name `url`."""
     try:
         yield
     except FileNotFoundError:
