@@ -72,6 +72,27 @@ class Accelerator:
         x, y, z = (have // each for have, each in zip(chips, self.chips_per_host_bounds, strict=True))
         return (x, y, z)
 
+    @property
+    def wrap(self) -> tuple[bool, bool, bool] | None:
+        """Along which axes (x, y, z) the slice's ends are linked to each other: TPU_TOPOLOGY_WRAP.
+
+        With three axes (v4, v5p) all are from 4x4x4 on; with two (v5e, v6e) each that has 16 chips. So Google's GKE
+        device plugin computes it. None for v2 and v3, whose metadata says nothing: libtpu knows those slices itself.
+        """
+        if self.generation.name in ("v2", "v3"):
+            return None
+        if len(self.topology) == 3:
+            whole = self.has_whole_cubes
+            return (whole, whole, whole)
+        x, y = (chips == 16 for chips in self.topology)
+        return (x, y, False)
+
+    @property
+    def has_whole_cubes(self) -> bool:
+        """Whether it is made of 4x4x4 cubes, whose optical links can be routed around a broken one (v4, v5p):
+        ENABLE_ICI_RESILIENCY."""
+        return len(self.topology) == 3 and min(self.topology) >= 4
+
 
 @dataclass(frozen=True)
 class GkeNodes:

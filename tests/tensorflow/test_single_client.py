@@ -61,6 +61,7 @@ rendezvous = join(cluster, asked, start_seconds=120, seconds=60, lost_seconds=10
 code = Exit.FINISHED
 try:
     assert single_client.applies(config, cluster)
+    single_client.tensorflow_plugin = dict  # its workers have no chips: TensorFlow is the wheel for CPUs here
     single_client.run(config, cluster, rendezvous, asked, program)
 except TrainError as error:
     print(f"{type(error).__name__}: {error}", flush=True)

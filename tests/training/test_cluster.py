@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from training.accelerators import ACCELERATORS
-from training.backends.tensorflow.pod import worker_environment
+from training.backends.tensorflow import pod
 from training.distributed.cluster import (
     Cluster,
     discover,
@@ -99,6 +99,8 @@ def test_a_tpu_process_never_has_to_ask_the_metadata_server() -> None:
         "TPU_WORKER_ID": "3",
         "CLOUD_TPU_TASK_ID": "3",
         "TPU_WORKER_HOSTNAMES": "10.0.0.0,10.0.0.1,10.0.0.2,10.0.0.3",
+        "TPU_TOPOLOGY_WRAP": "false,false,false",
+        "TPU_TOPOLOGY_ALT": "false",
     }
 
 
@@ -128,21 +130,41 @@ def test_tensorflow_leaves_the_chips_to_a_slices_workers_and_refuses_the_wheel_f
         tensorflow_environment(Cluster(0, ("a",), "v4-8"), {})
 
 
-@pytest.mark.parametrize(
-    ("name", "bounds"),
-    [("v3-32", {"TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1", "TPU_HOST_BOUNDS": "2,2,1"}), ("v4-32", {})],
-)
-def test_a_tensorflow_worker_is_told_what_start_grpc_tpu_worker_would_ask_for(
-    name: str, bounds: dict[str, str]
+@pytest.mark.parametrize("name", ["v3-32", "v4-32"])
+def test_a_tensorflow_worker_gets_its_topology_its_peers_and_the_plugin(
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = worker_environment(Cluster(2, tuple(f"10.0.0.{number}" for number in range(4)), name))
-    assert environment == {
-        "CLOUD_TPU_TASK_ID": "2",
-        "TPU_LOCK_DEVICE": "true",
+    plugin = {"NEXT_PLUGGABLE_DEVICE_USE_C_API": "true", "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": "/libtpu.so"}
+    monkeypatch.setattr(pod, "tensorflow_plugin", lambda: plugin)
+    cluster = Cluster(2, tuple(f"10.0.0.{number}" for number in range(4)), name)
+    assert pod.worker_environment(cluster) == {
+        **tpu_environment(cluster),
+        **plugin,
         "TPU_STDERR_LOG_LEVEL": "0",
-        "TPU_MESH_CONTROLLER_ADDRESS": "10.0.0.0:8476",
-        "TPU_MESH_CONTROLLER_PORT": "8476",
-        "TPU_HOSTNAME_OVERRIDE": "10.0.0.2",
         "GCS_READ_CACHE_BLOCK_SIZE_MB": "1",
-        **bounds,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap", "resilient"),
+    [
+        ("v3-32", None, None),
+        ("v3-2048", None, None),
+        ("v4-16", "false,false,false", None),
+        ("v4-128", "true,true,true", "true"),
+        ("v4-256", "true,true,true", "true"),
+        ("v5p-128", "true,true,true", "true"),
+        ("v5litepod-64", "false,false,false", None),
+        ("v5litepod-128", "false,true,false", None),
+        ("v5litepod-256", "true,true,false", None),
+        ("v6e-256", "true,true,false", None),
+    ],
+)
+def test_links_around_the_ends_are_those_that_google_s_device_plugin_sets(
+    name: str, wrap: str | None, resilient: str | None
+) -> None:
+    """As a v4-256's metadata has them, and as GKE's device plugin computes them for the others."""
+    environment = tpu_environment(Cluster(0, ("h",) * ACCELERATORS[name].hosts, name))
+    assert environment.get("TPU_TOPOLOGY_WRAP") == wrap
+    assert environment.get("ENABLE_ICI_RESILIENCY") == resilient
+    assert environment.get("TPU_TOPOLOGY_ALT") == (None if wrap is None else "false")

@@ -129,7 +129,7 @@ def tpu_environment(cluster: Cluster) -> dict[str, str]:
             f"{cluster.accelerator_type} has {slice_.hosts} hosts, but this run was told of {cluster.hosts}: "
             + ", ".join(cluster.addresses)
         )
-    return {
+    environment = {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": cluster.accelerator_type,
         "TPU_PROCESS_BOUNDS": ",".join(map(str, slice_.host_bounds)),
@@ -138,6 +138,12 @@ def tpu_environment(cluster: Cluster) -> dict[str, str]:
         "CLOUD_TPU_TASK_ID": str(cluster.worker),
         "TPU_WORKER_HOSTNAMES": ",".join(cluster.addresses),
     }
+    if slice_.wrap is not None:
+        environment["TPU_TOPOLOGY_WRAP"] = ",".join(str(linked).lower() for linked in slice_.wrap)
+        environment["TPU_TOPOLOGY_ALT"] = "false"  # not a twisted torus
+    if slice_.has_whole_cubes:
+        environment["ENABLE_ICI_RESILIENCY"] = "true"
+    return environment
 
 
 def tensorflow_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
@@ -146,6 +152,14 @@ def tensorflow_environment(cluster: Cluster, environment: Mapping[str, str]) -> 
     (https://github.com/GoogleCloudPlatform/ml-auto-solutions, common.py). Raises BadInput."""
     if environment.get("TPU_NAME", "local") != "local":
         return {"TPU_LOAD_LIBRARY": "0"}
+    return {**tpu_environment(cluster), **tensorflow_plugin()}
+
+
+def tensorflow_plugin() -> dict[str, str]:
+    """What makes TensorFlow load libtpu as its PJRT plugin, in the program of one host and in each worker of a slice.
+
+    Raises BadInput where TensorFlow is not the wheel for TPUs.
+    """
     library = importlib.util.find_spec("libtpu")
     if (
         not list(importlib.metadata.distributions(name="tensorflow-tpu"))
@@ -156,11 +170,9 @@ def tensorflow_environment(cluster: Cluster, environment: Mapping[str, str]) -> 
             "PJRT_DEVICE=TPU, and this image's TensorFlow is the one for CPUs: build it with `image.build_args: "
             "{REQUIREMENTS: requirements-tpu.txt}`"
         )
-    plugin = f"{library.submodule_search_locations[0]}/libtpu.so"
     return {
-        **tpu_environment(cluster),
         "NEXT_PLUGGABLE_DEVICE_USE_C_API": "true",
-        "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": plugin,
+        "TF_PLUGGABLE_DEVICE_LIBRARY_PATH": f"{library.submodule_search_locations[0]}/libtpu.so",
     }
 
 

@@ -28,14 +28,13 @@ from dataclasses import replace
 from typing import Any
 
 from training.config import TrainerConfig
-from training.distributed.cluster import Cluster, tpu_environment
+from training.distributed.cluster import Cluster, tensorflow_plugin, tpu_environment
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import Exit, StopRequested, TrainError
 from training.run_setup import agree, code_hash, device_kind
 
 WORKER_PORT = 8470
-MESH_PORT = 8476
 ASKED = "asked to stop"  # the phase of a host that was
 _ALWAYS = 10 * 365 * 86400.0  # seconds
 
@@ -78,23 +77,20 @@ def run(
 
 
 def worker_environment(cluster: Cluster) -> dict[str, str]:
-    """What a worker and its libtpu must be told, as start_grpc_tpu_worker does it. Raises BadInput for an unknown
-    accelerator or number of hosts."""
-    known = tpu_environment(cluster)
-    environment = {
-        "CLOUD_TPU_TASK_ID": str(cluster.worker),
-        "TPU_LOCK_DEVICE": "true",
+    """What a worker, its plugin and its libtpu must be told.
+
+    libtpu's workers find each other by TPU_WORKER_HOSTNAMES, at port 8471 of every host.
+
+    Raises:
+        BadInput: the accelerator is unknown or has another number of hosts, or TensorFlow is not the wheel for TPUs.
+    """
+    return {
+        **tpu_environment(cluster),
+        **tensorflow_plugin(),
         "TPU_STDERR_LOG_LEVEL": "0",
-        "TPU_MESH_CONTROLLER_ADDRESS": f"{cluster.addresses[0]}:{MESH_PORT}",
-        "TPU_MESH_CONTROLLER_PORT": str(MESH_PORT),
-        "TPU_HOSTNAME_OVERRIDE": cluster.addresses[cluster.worker],
         # A block of a shard is at most 256 KB: TensorFlow would fetch 64 MB for it.
         "GCS_READ_CACHE_BLOCK_SIZE_MB": "1",
     }
-    if (cluster.accelerator_type or "").startswith(("v2-", "v3-")):  # later libtpus know by themselves
-        environment["TPU_CHIPS_PER_HOST_BOUNDS"] = known["TPU_CHIPS_PER_PROCESS_BOUNDS"]
-        environment["TPU_HOST_BOUNDS"] = known["TPU_PROCESS_BOUNDS"]
-    return environment
 
 
 @contextlib.contextmanager
