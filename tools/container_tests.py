@@ -1,9 +1,11 @@
-"""Runs tests inside the `test` stage of an image: container_tests.py [torch-xla | tensorflow | beam] [pytest's
-arguments]
+"""Runs tests inside the `test` stage of an image: container_tests.py [PLACE] [pytest's arguments]
 
-  torch-xla   tests/container in the torch-xla image (also when no place is named)
-  tensorflow  tests/tensorflow in the tensorflow image
-  beam        tests/beam in the environment with Apache Beam that the tensorflow image's test stage has beside its own
+  torch-xla           tests/container in the torch-xla image (also when no place is named)
+  virtual-tpu         those of tests/container that need one host, on a virtual v3-8 with 8 devices
+  tensorflow          tests/tensorflow in the tensorflow image
+  beam                tests/beam in the environment with Apache Beam that the tensorflow image's test stage has
+  oracle-torch-xla    tests/oracle/torch_xla: what the torch-xla image's libtpu understands
+  oracle-tensorflow   tests/oracle/tensorflow: the same in the tensorflow image for TPUs
 
 The image is built by the launcher's own code when anything in it changed. The tests run as the image's user and import
 the `training` package that is in the image; only what the tests read is mounted, read-only.
@@ -14,9 +16,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from launcher.emulator.vm import virtual_tpu
 from launcher.errors import LaunchError
 from launcher.images import build as images
 from launcher.images import engine
@@ -30,27 +33,49 @@ class Place:
     """Where tests run: an image, the interpreter in it, and the tests that belong there."""
 
     image: str
-    python: str
-    tests: str
+    tests: tuple[str, ...]
+    python: str = "/opt/venv/bin/python"
+    build_args: dict[str, str] = field(default_factory=dict)
+    virtual_tpu: bool = False
 
 
+ON_ONE_HOST = (
+    "test_golden_losses",
+    "test_train_one_host",
+    "test_classification_runs",
+    "test_checkpoint_uses",
+    "test_faults",
+    "test_kill_anywhere",
+    "test_stop_in_every_phase",
+)
 PLACES = {
-    "torch-xla": Place("torch-xla", "/opt/venv/bin/python", "tests/container"),
-    "tensorflow": Place("tensorflow", "/opt/venv/bin/python", "tests/tensorflow"),
-    "beam": Place("tensorflow", "/opt/beam/bin/python", "tests/beam"),
+    "torch-xla": Place("torch-xla", ("tests/container",)),
+    "virtual-tpu": Place("torch-xla", tuple(f"tests/container/{name}.py" for name in ON_ONE_HOST), virtual_tpu=True),
+    "tensorflow": Place("tensorflow", ("tests/tensorflow",)),
+    "beam": Place("tensorflow", ("tests/beam",), python="/opt/beam/bin/python"),
+    "oracle-torch-xla": Place("torch-xla", ("tests/oracle/torch_xla",)),
+    "oracle-tensorflow": Place(
+        "tensorflow", ("tests/oracle/tensorflow",), build_args={"REQUIREMENTS": "requirements-tpu.txt"}
+    ),
 }
 
 
 def main(arguments: list[str]) -> int:
     name, *rest = arguments if arguments and arguments[0] in PLACES else ["torch-xla", *arguments]
     place = PLACES[name]
+    device = {"PJRT_DEVICE": "CPU"}
+    mounts = [f"--volume={HOUSE / name}:/src/{name}:ro" for name in MOUNTED if (HOUSE / name).exists()]
     try:
-        image = images.ensure(images.default_spec(place.image, target="test"), lambda line: print(line, flush=True))
+        spec = images.default_spec(place.image, target="test", build_args=place.build_args)
+        image = images.ensure(spec, say)
         docker = engine.client()
+        if place.virtual_tpu:
+            folder = virtual_tpu.library_folder(HOUSE / "images" / "virtual-tpu", say)
+            mounts.append(f"--volume={folder}:{virtual_tpu.MOUNTED_AT}:ro")
+            device = {**virtual_tpu.container_environment(), "TPU_ACCELERATOR_TYPE": "v3-8"}
     except LaunchError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    mounts = [f"--volume={HOUSE / name}:/src/{name}:ro" for name in MOUNTED if (HOUSE / name).exists()]
     passed_on = [f"--env={name}" for name in ("CI", "TPU_LAUNCH_NO_SKIPS", "TPU_LAUNCH_KILLS") if name in os.environ]
     # No network but loopback: a test that needs more isn't a single-host test.
     container = [
@@ -67,11 +92,25 @@ def main(arguments: list[str]) -> int:
     container += [
         "--label=tpu-launch.tests=container",
         "--env=PYTHONDONTWRITEBYTECODE=1",
-        "--env=PJRT_DEVICE=CPU",
+        *(f"--env={variable}={value}" for variable, value in device.items()),
         "--env=HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis",
     ]
-    pytest = [place.python, "-m", "pytest", "-p", "no:cacheprovider", "--durations=10", *(rest or [place.tests])]
+    pytest = [
+        place.python,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--durations=10",
+        *rest,
+        *(() if any(argument.startswith("tests/") for argument in rest) else place.tests),
+    ]
     return subprocess.run([*container, image.reference, *pytest], check=False).returncode
+
+
+def say(line: str) -> None:
+    """Shows the progress of a build."""
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

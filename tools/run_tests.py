@@ -60,6 +60,8 @@ STAGES = (
     (Stage("fast", (*PYTEST, "--durations=5"), 600),),
     (Stage("container", (sys.executable, "tools/container_tests.py"), 1500),),
     (Stage("tensorflow", (sys.executable, "tools/container_tests.py", "tensorflow"), 900),),
+    (Stage("oracle-torch-xla", (sys.executable, "tools/container_tests.py", "oracle-torch-xla", "-s"), 600),),
+    (Stage("oracle-tensorflow", (sys.executable, "tools/container_tests.py", "oracle-tensorflow", "-s"), 900),),
     (Stage("beam", (sys.executable, "tools/container_tests.py", "beam"), 600),),
     (Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *SLOWEST), 2400),),
     (
@@ -161,8 +163,8 @@ def main(names: list[str]) -> int:
         return 130
     print()
     for outcome in outcomes:
-        print(f"{outcome.stage.name:<10} {outcome.seconds:7.1f} s   {outcome.verdict}")
-    print(f"{'together':<10} {time.monotonic() - began:7.1f} s")
+        print(f"{outcome.stage.name:<18} {outcome.seconds:7.1f} s   {outcome.verdict}")
+    print(f"{'together':<18} {time.monotonic() - began:7.1f} s")
     closing = (
         f"{sum(outcome.passed for outcome in outcomes)} passed, {sum(outcome.failed for outcome in outcomes)} failed"
     )

@@ -1,0 +1,70 @@
+"""TensorFlow on TPUs: the real libtpu of the tensorflow image understands what a container is told, and without chips it
+ends with a message."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.container import small_runs
+from tests.oracle import libtpu
+from training.distributed.cluster import Cluster, tensorflow_environment
+
+# Without hardware libtpu takes the machine for a v2, which has no configuration named as later generations' are.
+NO_CHIPS = {
+    "v3-8": "No .* device found",
+    "v4-8": "Failed to get global TPU topology",
+    "v6e-8": "Failed to get global TPU topology",
+}
+
+PROGRAM = """
+import tensorflow as tf
+resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu="local")
+tf.tpu.experimental.initialize_tpu_system(resolver)
+"""
+
+
+def test_libtpu_understands_every_accelerator_type_as_the_device_plugin_means_it() -> None:
+    assert libtpu.compare("tensorflow") == []
+
+
+@pytest.mark.parametrize("name", NO_CHIPS)
+def test_initialisation_without_chips_ends_with_a_message(name: str) -> None:
+    """With tensorflow-tpu 2.20.0 the process ended with a segmentation fault."""
+    cluster = Cluster(0, ("localhost",), name)
+    environment = {**os.environ, "PJRT_DEVICE": "TPU", **tensorflow_environment(cluster, {})}
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert re.search(NO_CHIPS[name], ended.stderr), ended.stderr
+
+
+@pytest.mark.parametrize(("name", "hosts"), [("v4-16", 2), ("v3-32", 4)])
+def test_workers_of_a_slice_meet_and_end_with_a_message(name: str, hosts: int, tmp_path: Path) -> None:
+    """Every worker loads its plugin, and on v3 the client connects to all of them; then each looks for its chips."""
+    folder = small_runs.prepare(tmp_path)
+    config = small_runs.document(folder, backend="tensorflow", train__global_batch_size=64)
+    ports = small_runs.free_ports()
+    trainers = []
+    for worker in range(hosts):
+        variables = {
+            "PJRT_DEVICE": "TPU",
+            "TPU_ACCELERATOR_TYPE": name,
+            "TPU_TASK_PORT": str(small_runs.free_ports()[0]),
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # the hosts of this test share one /tmp
+        }
+        trainers += small_runs.start(folder, "slice", config, hosts, only=worker, ports=ports, **variables)
+    codes = [trainer.finish(150) for trainer in trainers]
+    texts = [trainer.text() for trainer in trainers]
+    assert all(code > 0 for code in codes), texts
+    if name.startswith("v3"):
+        assert "No " in texts[0], texts[0]
+        assert all(re.search(NO_CHIPS["v3-8"], text) for text in texts), texts
+    else:
+        assert any(re.search(NO_CHIPS["v4-8"], text) for text in texts), texts
