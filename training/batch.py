@@ -1,0 +1,77 @@
+"""The lowest words of training: batches, signals, and what a step gives back. Framework-free; only numpy is below it.
+
+A *host batch* is this host's rows of a global batch, as numpy arrays. *Sums* are totals over the global batch, so that
+every figure is a ratio of totals and exact on any number of hosts. *Signals* are one host's requests (stop, save). They
+are exchanged inside the step: every host reads the same answer from the same step, so all hosts stop after the same step
+without a separate barrier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+Arrays = Mapping[str, np.ndarray]
+
+# What every step adds up over the global batch, in this order: the loss of each counted prediction times its weight,
+# the weights, and the weights of correct predictions.
+SUMS = ("loss", "weight", "correct")
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """This host's rows, and which records they are, for messages."""
+
+    arrays: Arrays
+    records: np.ndarray  # (rows,) int64
+
+
+@dataclass(frozen=True)
+class Signals:
+    """Requests that all hosts learn of in the same step."""
+
+    stop: bool = False
+    save: bool = False
+
+    def union(self, other: Signals) -> Signals:
+        """The requests of both."""
+        return Signals(self.stop or other.stop, self.save or other.save)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step computed, over all hosts."""
+
+    sums: dict[str, float]  # by the names in SUMS
+    signals: Signals  # of all hosts
+    # float64; an evaluation's further totals, of a task that has some: for example the confusion matrix, row by row.
+    counts: np.ndarray | None = None
+
+    @staticmethod
+    def empty() -> StepResult:
+        """Before any step."""
+        return StepResult(dict.fromkeys(SUMS, 0.0), Signals())
+
+    def plus(self, other: StepResult) -> StepResult:
+        """The totals of both."""
+        counts = [result.counts for result in (self, other) if result.counts is not None]
+        return StepResult(
+            {name: self.sums[name] + other.sums[name] for name in SUMS},
+            self.signals.union(other.signals),
+            sum(counts[1:], start=counts[0]) if counts else None,
+        )
+
+    @property
+    def loss(self) -> float:
+        """The weighted mean loss over the global batch; nan when nothing was counted."""
+        return self.sums["loss"] / self.sums["weight"] if self.sums["weight"] else float("nan")
+
+
+class Pending(Protocol):
+    """A step that may still be running on the devices."""
+
+    def result(self) -> StepResult:
+        """Waits for the step."""

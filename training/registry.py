@@ -1,0 +1,135 @@
+"""The one place where tasks, optimizers and backends are registered: name -> what it is made of.
+
+To add one, write its folder or file and add an entry here. Entries name modules as "module:attribute" and `load` imports
+them on first use, so this module imports no framework and no numpy: the launcher reads it with the configuration.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+# Each name is listed twice, here and in the table below: a checked configuration needs the literal type.
+TaskName = Literal["mlm", "classification"]
+OptimizerName = Literal["adamw"]
+BackendName = Literal["torch-xla", "tensorflow"]
+
+
+def load(reference: str) -> Any:
+    """Imports "module:attribute" and returns the attribute."""
+    module, _, attribute = reference.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a network has on top of its encoder, in the terms of Hugging Face's transformers."""
+
+    network: str  # the end of the class's name: BertForMaskedLM -> ForMaskedLM
+    pipeline: str  # transformers.pipeline that uses it
+    # Of config.json, for ForSequenceClassification. A head with one is fresh unless the starting model has the same
+    # labels; a head without one comes from the starting model.
+    problem_type: str | None = None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether training may begin from an encoder without this head."""
+        return self.problem_type is not None
+
+    def matches(self, config: Mapping[str, Any]) -> bool:
+        """Whether the model with these values of config.json has this head."""
+        if not any(name.endswith(self.network) for name in config.get("architectures") or []):
+            return False
+        return self.problem_type == (config.get("problem_type") or self.problem_type)
+
+
+@dataclass(frozen=True)
+class TaskEntry:
+    """The parts of a task."""
+
+    data: str  # a class with the protocol training.tasks.task.Task
+    torch: str  # sums(network, batch) of torch tensors
+    tensorflow: str  # sums(network, batch, training) of TensorFlow tensors
+    tensorflow_rows: str  # host_rows(config, slice, data, start): a tf.data dataset
+    head: Head
+    # Keys of the configuration that the task does not use, with the message for a file that sets them.
+    unused_keys: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """The framework halves of an optimizer."""
+
+    torch: str
+    tensorflow: str
+
+
+@dataclass(frozen=True)
+class BackendEntry:
+    """How a backend is imported."""
+
+    backend: str  # a class with the protocol training.backends.protocol.Backend
+    requires: str  # the module that must be installed
+    tpu_environment: str  # (cluster, environment) -> variables that must be set before the framework is imported on a TPU
+    defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
+
+
+MASKED_LM = Head("ForMaskedLM", "fill-mask")
+
+TASKS: dict[str, TaskEntry] = {
+    "mlm": TaskEntry(
+        data="training.tasks.mlm.task:MaskedLanguageModeling",
+        torch="training.tasks.mlm.torch:sums",
+        tensorflow="training.tasks.mlm.tf:sums",
+        tensorflow_rows="training.tasks.mlm.tf:host_rows",
+        head=MASKED_LM,
+    ),
+    "classification": TaskEntry(
+        data="training.tasks.classification.task:Classification",
+        torch="training.tasks.classification.torch:sums",
+        tensorflow="training.tasks.classification.tf:sums",
+        tensorflow_rows="training.tasks.classification.tf:host_rows",
+        head=Head("ForSequenceClassification", "text-classification", "single_label_classification"),
+        unused_keys={
+            ("data", "cache"): "classification does not read through a cache: remove data.cache",
+            ("data", "masking"): (
+                "classification predicts labels, not masked tokens: remove data.masking, or set task: mlm"
+            ),
+        },
+    ),
+}
+
+OPTIMIZERS: dict[str, OptimizerEntry] = {
+    "adamw": OptimizerEntry(
+        torch="training.optim.adamw_torch:AdamWTorch",
+        tensorflow="training.optim.adamw_tf:AdamWTensorFlow",
+    ),
+}
+
+BACKENDS: dict[str, BackendEntry] = {
+    "torch-xla": BackendEntry(
+        backend="training.backends.torch_xla.backend:TorchXla",
+        requires="torch_xla",
+        tpu_environment="training.distributed.cluster:torch_xla_environment",
+    ),
+    "tensorflow": BackendEntry(
+        backend="training.backends.tensorflow.backend:TensorFlow",
+        requires="tensorflow",
+        tpu_environment="training.distributed.cluster:tensorflow_environment",
+        defaults={
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            # A block of a shard is at most 256 KB; TensorFlow's gs:// would fetch 64 MB for it.
+            "GCS_READ_CACHE_BLOCK_SIZE_MB": "1",
+        },
+    ),
+}
+
+for _names, _entries in ((TaskName, TASKS), (OptimizerName, OPTIMIZERS), (BackendName, BACKENDS)):
+    assert set(get_args(_names)) == set(_entries), f"{_names} and its table differ"
+
+
+def task_of_model(config: Mapping[str, Any]) -> str:
+    """The task whose head the model with these values of config.json has; masked language modelling when none is named."""
+    return next((name for name, entry in TASKS.items() if entry.head.matches(config)), "mlm")
