@@ -40,7 +40,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import Row, finish, row
-from training.backends.protocol import Asks
+from training.batch import Signals
 from training.checkpoint.reader import restore
 from training.checkpoint.retention import Keep
 from training.checkpoint.snapshot import Snapshot
@@ -61,7 +61,7 @@ CONFIG = {
 
 
 def backend() -> Any:
-    """The trainer's own, with a fresh model; its state is on the (CPU) device once `_upload` was called."""
+    """The trainer's own, with a fresh model; its state is on the (CPU) device once `upload` was called."""
     from training.backends.torch_xla.backend import TorchXla
 
     config = TrainerConfig.model_validate(CONFIG)
@@ -79,7 +79,7 @@ def plain_state() -> dict[str, Any]:
     import torch
 
     made = backend()
-    state = {name: torch.rand(info.shape, dtype=torch.float32) for name, info in made.layout().items()}
+    state = {name: torch.rand(info.shape, dtype=torch.float32) for name, info in made.tensor_specs().items()}
     del made
     gc.collect()
     return state
@@ -93,7 +93,9 @@ def train_on(made: Any, number: int) -> None:
         "attention_mask": np.ones_like(ids),
         "positions": np.tile(np.arange(5, dtype=np.int32), (2, 1)),
     }
-    made.step(number, {**batch, "labels": ids[:, :5].copy(), "weights": np.ones((2, 5), np.float32)}, Asks()).outcome()
+    made.step(
+        number, {**batch, "labels": ids[:, :5].copy(), "weights": np.ones((2, 5), np.float32)}, Signals()
+    ).result()
 
 
 def saver(folder: str) -> CheckpointWriter:
@@ -154,7 +156,7 @@ def saving(folder: Path, repeat: int) -> dict[str, float]:
 
     ours, state = backend(), plain_state()
     train_on(ours, 0)
-    layout = ours.layout()
+    layout = ours.tensor_specs()
     size = sum(info.size for info in layout.values())
     block = memoryview(bytearray(os.urandom(1 << 20) * (size >> 20)))
     keeper = saver(str(folder / "ours"))
@@ -165,7 +167,7 @@ def saving(folder: Path, repeat: int) -> dict[str, float]:
         best[name] = min(seconds, best.get(name, seconds))
 
     def copied(places: Any) -> Snapshot:
-        copying = ours.copy(places)
+        copying = ours.snapshot_state(places)
         copying.wait()
         return copying
 
@@ -193,7 +195,7 @@ def saving(folder: Path, repeat: int) -> dict[str, float]:
         # Beside training: what the loop notices.
         clear(folder / "ours", folder)
         blocked = keeper.blocked_seconds
-        keeper.save(2 * round_, layout, ours.copy, {})
+        keeper.save(2 * round_, layout, ours.snapshot_state, {})
         train_on(ours, round_)
         keeper.wait()
         note("ours blocked", keeper.blocked_seconds - blocked)
@@ -221,7 +223,7 @@ def restoring(folder: Path, repeat: int) -> dict[str, float]:
         ours = backend()
         steps: list[tuple[str, Callable[[], Any]]] = [
             ("plain read", lambda: (folder / "whole.safetensors").read_bytes()),
-            ("ours", lambda ours=ours: restore(str(folder / "ours"), SingleHost(), IDENTITY, ours.accept, print)),
+            ("ours", lambda ours=ours: restore(str(folder / "ours"), SingleHost(), IDENTITY, ours.load_state, print)),
             ("torch.load", lambda: torch.load(folder / "torch.pt")),
             ("load_file", lambda: load_file(folder / "whole.safetensors")),
         ]
@@ -240,13 +242,13 @@ def memory(folder: Path, what: str) -> dict[str, float]:
 
     if what == "ours":
         made = backend()
-        made._upload()
-        layout, keeper = made.layout(), saver(str(folder / "memory"))
+        made.upload()
+        layout, keeper = made.tensor_specs(), saver(str(folder / "memory"))
 
         def save() -> None:
             keeper.prepare(layout)
             for step in (1, 2):
-                keeper.save(step, layout, made.copy, {})
+                keeper.save(step, layout, made.snapshot_state, {})
             keeper.wait()
     else:
         state = plain_state()

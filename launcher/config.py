@@ -16,7 +16,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from launcher.errors import BadInput
 from training.accelerators import Accelerator, UnknownAccelerator, accelerator
-from training.config import LAUNCHER_SECTIONS, Backend, TrainerConfig, from_document
+from training.config import LAUNCHER_SECTIONS, TrainerConfig, from_document
+from training.registry import BackendName
 from training.yaml_file import ConfigError, Document, Section, refuse_unknown, validate
 from training.yaml_file import load as load_document
 
@@ -131,7 +132,7 @@ class ImageSection(Section):
         None  # REPOSITORY@sha256:...: this one, and nothing is built
     )
 
-    backend: Backend | None = None  # whose image; the trainer's `backend` when absent
+    backend: BackendName | None = None  # whose image; the trainer's `backend` when absent
     repository: str | None = (
         None  # REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME; absent: the hosts must have the image
     )

@@ -13,16 +13,18 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
 from training.accelerators import UnknownAccelerator, accelerator
 from training.checkpoint.config import Checkpoint
 from training.data.config import Data
 from training.distributed.config import Rendezvous
+from training.optim.adamw import AdamWSettings
+from training.optim.schedule import ScheduleSettings
+from training.registry import TASKS, BackendName, OptimizerName, TaskName
 from training.yaml_file import ConfigError, Document, Section, refuse_unknown, validate
 from training.yaml_file import load as load_document
 
-Backend = Literal["torch-xla", "tensorflow"]
 Remat = Literal["none", "attention", "layers"]
 
 LAUNCHER_SECTIONS = frozenset({"project", "zone", "slice", "image", "run", "gke"})
@@ -91,29 +93,41 @@ class Model(Section):
         )
 
 
-class Train(Section):
-    """Steps, batch size, optimizer and schedule."""
+class Train(ScheduleSettings, AdamWSettings):
+    """How to train: the sections of the schedule and of the optimizer, and what belongs to the training step itself."""
 
-    steps: int = Field(ge=1)
     global_batch_size: int = Field(ge=1)
-    learning_rate: float = Field(default=1e-4, gt=0)
-    warmup_steps: int = Field(default=0, ge=0)
-    schedule: Literal["linear", "cosine"] = "linear"
-    weight_decay: float = Field(default=0.01, ge=0)
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    adam_epsilon: float = Field(default=1e-8, gt=0)
+    """Rows of a batch over all devices of all hosts."""
+    optimizer: OptimizerName = "adamw"
+    """What changes the weights, of training.registry.OPTIMIZERS."""
     clip_norm: float | None = Field(default=1.0, gt=0)
+    """The gradient is scaled down to this norm where it is larger; null: never."""
     dropout: float = Field(default=0.1, ge=0, lt=1)
+    """The share of activations that is dropped in training."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    # backend: torch-xla. What is computed a second time in the backward pass instead of being kept: nothing, the
-    # attention's probabilities, or whole layers
-    remat: Remat | None = None  # attention on TPUs, none on CPUs, unless given
+    """What matrix products are computed in. Weights and the optimizer's state are fp32 in either case."""
+    remat: Remat | None = None
+    """What is computed a second time in the backward pass instead of being kept: nothing, the attention's probabilities,
+    or whole layers. Unless given: attention on TPUs, none on CPUs. backend: torch-xla only."""
     gradient_accumulation: int = Field(default=1, ge=1)
+    """Pieces that a batch is computed in, one after the other: less memory, the same update."""
     log_every: int = Field(default=10, ge=1)
-    strict: bool = False  # a program compiled after warm-up ends the run, instead of a warning
-    prefetch: int = Field(default=2, ge=1)  # batches read ahead
-    jit_compile: bool = False  # backend: tensorflow. On a CPU too, the step is one program of XLA
+    """Steps between two lines of progress."""
+    strict: bool = False
+    """A program that is compiled after warm-up ends the run, instead of a warning."""
+    prefetch: int = Field(default=2, ge=1)
+    """Batches that are read ahead in the background."""
+    jit_compile: bool = False
+    """On a CPU too, the step is one program of XLA. backend: tensorflow only."""
+
+    @model_serializer(mode="wrap")
+    def _without_default_optimizer(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves the optimizer out where it is the default: the hash of a configuration, and the configuration in a
+        checkpoint, are those of programs that did not have the key."""
+        values: dict[str, Any] = serialize(self)
+        if self.optimizer == "adamw":
+            values.pop("optimizer", None)
+        return values
 
 
 class Evaluation(Section):
@@ -168,10 +182,10 @@ class TrainerConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Decides the order of records, masking, dropout and random weights. The same seed gives the same run."""
 
-    task: Literal["mlm", "classification"] = "mlm"
+    task: TaskName = "mlm"
     """What is learnt: `mlm`, masked-language modelling, or `classification` of texts into labels."""
 
-    backend: Backend = "torch-xla"
+    backend: BackendName = "torch-xla"
     """The framework that trains: PyTorch/XLA or TensorFlow. Both give the same losses."""
 
     model: Model
@@ -271,6 +285,14 @@ def _accelerator_name(document: Document) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def _is_set(config: TrainerConfig, path: tuple[str, ...]) -> bool:
+    """Whether the file says something else than "not set" (null) for this key."""
+    section: Any = config
+    for key in path[:-1]:
+        section = getattr(section, key)
+    return path[-1] in section.model_fields_set and bool(getattr(section, path[-1]) is not None)
+
+
 def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list[tuple[tuple[str, ...], str]]:
     """What is wrong between keys that are each right: (path of the key to change, message)."""
     found: list[tuple[tuple[str, ...], str]] = []
@@ -291,15 +313,7 @@ def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list
         ]
         if sizes:
             found.append((("model", sizes[0]), f"model.path brings its own sizes; remove {', '.join(sizes)}"))
-    if config.task == "classification" and config.data.cache is not None:
-        found.append((("data", "cache"), "classification does not read through a cache: remove data.cache"))
-    if config.task == "classification" and "masking" in config.data.model_fields_set:
-        found.append(
-            (
-                ("data", "masking"),
-                "classification predicts labels, not masked tokens: remove data.masking, or set task: mlm",
-            )
-        )
+    found += [(path, message) for path, message in TASKS[config.task].unused_keys.items() if _is_set(config, path)]
     if config.evaluation.every is not None and config.data.evaluation is None:
         found.append(
             (("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from training import storage
-from training.backends.protocol import Asks, Backend, Outcome
+from training.backends.protocol import Backend
+from training.batch import Signals, StepResult
 from training.checkpoint.admin import find_checkpoints
 from training.checkpoint.format import Manifest
 from training.checkpoint.reader import load_tensors
@@ -24,9 +25,10 @@ from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError
 from training.models.hugging_face import WEIGHTS, read_config, read_labels
+from training.registry import task_of_model
 from training.run_setup import agree, open_backend, open_task
 from training.storage.hub import model_folder
-from training.tasks.task import Task
+from training.tasks.task import Task, task_class
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,15 @@ class Evaluated:
         return {**told, "labels": self.labels, "confusion": self.confusion} if self.confusion else told
 
 
-def over_all(task: Task, backend: Backend, rendezvous: Rendezvous, stopping: ShutdownRequest, doing: str) -> Outcome:
-    """The totals over the evaluation set. When its `asked.stop` is set, all hosts have broken off: the totals are of a
+def over_all(task: Task, backend: Backend, rendezvous: Rendezvous, stopping: ShutdownRequest, doing: str) -> StepResult:
+    """The totals over the evaluation set. When its `signals.stop` is set, all hosts have broken off: the totals are of a
     part."""
-    total = Outcome.nothing()
+    total = StepResult.empty()
     for number, batch in enumerate(task.evaluation_batches()):
         rendezvous.set_phase(f"{doing}, batch {number}")
-        total = total.plus(backend.evaluate(batch.arrays, Asks(stop=stopping.requested)).outcome())
+        total = total.plus(backend.evaluate(batch.arrays, Signals(stop=stopping.requested)).result())
         rendezvous.check()
-        if total.asked.stop:
+        if total.signals.stop:
             break
     return total
 
@@ -90,7 +92,7 @@ def evaluate(
         _load(checkpoint, backend)
     stopping.nothing_to_save = False
     total = over_all(task, backend, rendezvous, stopping, "evaluation")
-    if total.asked.stop:
+    if total.signals.stop:
         raise TrainError("asked to stop: the evaluation was broken off")
     counts = (
         None if total.counts is None or task.labels is None else total.counts.reshape(len(task.labels), -1).tolist()
@@ -130,8 +132,8 @@ def _require_alike(place: str, task: Task, checkpoint: Checkpoint | None) -> Non
         kind, labels, tokenizer = identity.get("task"), identity.get("labels"), identity.get("tokenizer")
     else:
         values = read_config(place)
-        classifier = any(name.endswith("ForSequenceClassification") for name in values.get("architectures") or [])
-        kind, labels = ("classification", read_labels(values)) if classifier else ("mlm", None)
+        kind = task_of_model(values)
+        labels = read_labels(values) if task_class(kind).has_labels else None
         tokenizer = tokenizers.read(place).hash if storage.stat(storage.join(place, "tokenizer.json")) else None
     wanted = task.identity()
     for what, have, want in (
@@ -155,7 +157,7 @@ def _load(checkpoint: Checkpoint, backend: Backend) -> None:
         load_tensors(
             below,
             manifest,
-            lambda tensors: backend.accept(
+            lambda tensors: backend.load_state(
                 {name: value for name, value in tensors.items() if name.startswith("model/")}
             ),
         )

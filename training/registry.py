@@ -38,12 +38,6 @@ class Head:
         """Whether training may begin from an encoder without this head."""
         return self.problem_type is not None
 
-    def matches(self, config: Mapping[str, Any]) -> bool:
-        """Whether the model with these values of config.json has this head."""
-        if not any(name.endswith(self.network) for name in config.get("architectures") or []):
-            return False
-        return self.problem_type == (config.get("problem_type") or self.problem_type)
-
 
 @dataclass(frozen=True)
 class TaskEntry:
@@ -72,7 +66,9 @@ class BackendEntry:
 
     backend: str  # a class with the protocol training.backends.protocol.Backend
     requires: str  # the module that must be installed
-    tpu_environment: str  # (cluster, environment) -> variables that must be set before the framework is imported on a TPU
+    tpu_environment: (
+        str  # (cluster, environment) -> variables that must be set before the framework is imported on a TPU
+    )
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
 
 
@@ -131,5 +127,9 @@ for _names, _entries in ((TaskName, TASKS), (OptimizerName, OPTIMIZERS), (Backen
 
 
 def task_of_model(config: Mapping[str, Any]) -> str:
-    """The task whose head the model with these values of config.json has; masked language modelling when none is named."""
-    return next((name for name, entry in TASKS.items() if entry.head.matches(config)), "mlm")
+    """The task that the model with these values of config.json is for; masked language modelling when its head is of no
+    registered task."""
+    networks = config.get("architectures") or []
+    tasks = [name for name, entry in TASKS.items() if any(network.endswith(entry.head.network) for network in networks)]
+    same_problem = [name for name in tasks if TASKS[name].head.problem_type == config.get("problem_type")]
+    return next(iter((*same_problem, *tasks)), "mlm")

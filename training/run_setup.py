@@ -11,30 +11,26 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from training import storage
-from training.backends.protocol import Backend
+from training.backends.protocol import Backend, OpenBackend
 from training.checkpoint.admin import has_checkpoint
 from training.config import TrainerConfig, batch_mistake
-from training.distributed.cluster import Cluster, tensorflow_environment, tpu_environment
+from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
 from training.models.export import export_checkpoint
 from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements
-from training.tasks.classification.task import Classification
-from training.tasks.mlm.task import Mlm
-from training.tasks.task import Task
-
-TASKS: dict[str, type[Mlm] | type[Classification]] = {"mlm": Mlm, "classification": Classification}
-
+from training.registry import BACKENDS, TASKS, load
+from training.tasks.task import Task, task_class
 
 _CLAIM = re.compile(r"attempt-\d+\.[0-9a-f]+\.json")
 
 
 def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
     """The task that the configuration names, with its data. Raises BadInput."""
-    task = TASKS[config.task](config, cluster)
+    task = task_class(config.task)(config, cluster)
     best = config.checkpoint.best
     if best is not None and best.metric not in task.figure_names:
         raise BadInput(
@@ -164,40 +160,32 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
     there are."""
     os.environ["PJRT_DEVICE"] = device_kind()
     if os.environ["PJRT_DEVICE"] == "TPU":
-        os.environ.update(
-            tpu_environment(cluster) if config.backend == "torch-xla" else tensorflow_environment(cluster, os.environ)
-        )
+        os.environ.update(load(BACKENDS[config.backend].tpu_environment)(cluster, os.environ))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    opener = _tensorflow() if config.backend == "tensorflow" else torch_xla()
-    needs = ModelRequirements(task.data.tokens.vocabulary, task.data.tokens.pad, task.data.sequence_length, task.labels)
-    backend = opener(config, cluster, rendezvous, needs, token)
+    tokens = task.data.tokens
+    requirements = ModelRequirements(
+        tokens.vocabulary, tokens.pad, task.data.sequence_length, TASKS[config.task].head, task.labels
+    )
+    backend = import_backend(config.backend)(config, cluster, rendezvous, requirements, token)
     mistake = batch_mistake(config, cluster.hosts, backend.devices)
     if mistake:
         raise BadInput(mistake)
     return backend
 
 
-def torch_xla() -> Callable[..., Backend]:
-    """The backend, its framework imported. Raises BadInput where that is not installed."""
-    require("torch_xla", "torch-xla")
-    from training.backends.torch_xla.backend import TorchXla
-
-    return TorchXla
+def import_backend(name: str) -> OpenBackend:
+    """The class of a registered backend, its framework imported. Raises BadInput where that is not installed."""
+    prepare_framework(name)
+    return cast(OpenBackend, load(BACKENDS[name].backend))
 
 
-def _tensorflow() -> Callable[..., Backend]:
-    require("tensorflow", "tensorflow")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # read when TensorFlow is imported
-    # A block of a shard is at most 256 KB; TensorFlow's gs:// would fetch 64 MB for it.
-    os.environ.setdefault("GCS_READ_CACHE_BLOCK_SIZE_MB", "1")
-    from training.backends.tensorflow.backend import TensorFlow
-
-    return TensorFlow
-
-
-def require(module: str, backend: str) -> None:
-    """Raises BadInput where the backend's framework is not installed."""
-    if importlib.util.find_spec(module) is None:
+def prepare_framework(name: str) -> None:
+    """Sets the environment in which a backend's framework is to be imported. Raises BadInput where it is not
+    installed."""
+    entry = BACKENDS[name]
+    if importlib.util.find_spec(entry.requires) is None:
         raise BadInput(
-            f"backend: {backend} needs {module}, which is not installed here: run in the image of that backend"
+            f"backend: {name} needs {entry.requires}, which is not installed here: run in the image of that backend"
         )
+    for variable, value in entry.defaults.items():
+        os.environ.setdefault(variable, value)

@@ -2,7 +2,7 @@
 
 Step number k trains on batch k and is a function of the state, k and the batch alone; "step 40" in messages and
 checkpoints means that 40 steps are done. All hosts run this code and must make the same choices. So every choice rests
-on the step number, or on an `Outcome`, which all hosts read after the same step: a host that is asked to stop says so
+on the step number, or on a `StepResult`, which all hosts read after the same step: a host that is asked to stop says so
 in its next step's asks, and everyone stops after reading that step's outcome.
 """
 
@@ -21,7 +21,8 @@ from typing import Any
 import google_crc32c
 
 from training import storage
-from training.backends.protocol import Asks, Backend, Outcome, Pending
+from training.backends.protocol import Backend
+from training.batch import HostBatch, Pending, Signals, StepResult
 from training.checkpoint.format import step_folder
 from training.checkpoint.reader import restore
 from training.checkpoint.retention import Best, EveryMinutes, EverySteps, Keep
@@ -37,6 +38,7 @@ from training.models.flops import WorkCounter, mfu, peak_flops
 from training.models.hub import BackgroundUploader
 from training.models.hugging_face import build_model_config
 from training.optim.schedule import learning_rate
+from training.registry import TASKS
 from training.run_setup import (
     agree,
     claim,
@@ -48,7 +50,7 @@ from training.run_setup import (
     open_task,
     with_starting_model,
 )
-from training.tasks.task import HostBatch, Task
+from training.tasks.task import Task
 from training.telemetry import html as page
 from training.telemetry import text as report
 from training.telemetry.attempt_end import AttemptContext, record_attempt_end
@@ -118,7 +120,7 @@ def _open(
             "train.global_batch_size": config.train.global_batch_size,
         }
         restored = restore(
-            checkpoints, rendezvous, identity, backend.accept, warn if cluster.is_first else lambda _: None
+            checkpoints, rendezvous, identity, backend.load_state, warn if cluster.is_first else lambda _: None
         )
         keep = Keep(config.checkpoint.keep_last, config.checkpoint.keep_every)
         description = RunDescription(identity, config.canonical(), code, token)
@@ -144,7 +146,7 @@ def _open(
     return run
 
 
-NOTHING = Asks()
+NOTHING = Signals()
 
 
 def warn(message: str) -> None:
@@ -168,7 +170,7 @@ class _Run:
     pushes: BackgroundUploader | None = None  # host 0 only
     step: int = 0  # steps done, or at least started
     seen: int = 0  # steps whose outcome was read
-    asked: Asks = NOTHING  # what all hosts know that one of them wants
+    asked: Signals = NOTHING  # what all hosts know that one of them wants
     pending: deque[tuple[Pending, HostBatch]] = field(default_factory=deque)
     losses: dict[str, float | None] = field(default_factory=lambda: {"first": None, "last": None})
     figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation
@@ -195,17 +197,17 @@ class _Run:
         self.say(f"going on from {storage.join(self.saver.folder, step_folder(step))}")
 
     def loop(self) -> None:
-        self.saver.prepare(self.backend.layout())
+        self.saver.prepare(self.backend.tensor_specs())
         steps, save, evaluate = (
             self.config.train.steps,
             EverySteps(self.config.checkpoint.every_steps),
             EverySteps(self.config.evaluation.every),
         )
-        self.asked = Asks(stop=any(self.rendezvous.meet("ready", self.stopping.requested)))
+        self.asked = Signals(stop=any(self.rendezvous.meet("ready", self.stopping.requested)))
         self.stopping.nothing_to_save = False
         if 0 < self.step < steps and evaluate.due(self.step) and self.evaluated != self.step and not self.asked.stop:
             self.evaluate()  # an attempt before was stopped in it
-        with contextlib.closing(self.backend.feed(self.task, self.step)) as batches:
+        with contextlib.closing(self.backend.batches(self.task, self.step)) as batches:
             while self.step < steps and not self.asked.stop:
                 with self.clock.phase("data_wait"):
                     batch = next(batches)
@@ -234,7 +236,7 @@ class _Run:
         )
         minutes = EveryMinutes(self.config.checkpoint.every_minutes)
         with self.compiling("step"), self.clock.phase("step"):
-            wishes = Asks(
+            wishes = Signals(
                 self.stopping.requested, self.cluster.is_first and minutes.due(time.monotonic(), self.last_save)
             )
             self.pending.append((self.backend.step(self.step, batch.arrays, wishes), batch))
@@ -262,17 +264,17 @@ class _Run:
                 raise TrainError(f"{message} (train.strict)")
             warn(message)
 
-    def read_outcomes(self, leave: int) -> list[tuple[Outcome, HostBatch]]:
+    def read_outcomes(self, leave: int) -> list[tuple[StepResult, HostBatch]]:
         """Waits for steps, oldest first, until `leave` are in flight."""
         finished = []
         while len(self.pending) > leave:
             pending, batch = self.pending.popleft()
-            finished.append((pending.outcome(), batch))
+            finished.append((pending.result(), batch))
         return finished
 
-    def observe(self, finished: list[tuple[Outcome, HostBatch]]) -> None:
+    def observe(self, finished: list[tuple[StepResult, HostBatch]]) -> None:
         for outcome, batch in finished:
-            self.asked = Asks(self.asked.stop or outcome.asked.stop, self.asked.save or outcome.asked.save)
+            self.asked = Signals(self.asked.stop or outcome.signals.stop, self.asked.save or outcome.signals.save)
             loss = outcome.loss
             if not math.isfinite(loss):
                 records = ", ".join(map(str, batch.records[:64]))
@@ -319,7 +321,7 @@ class _Run:
         """Begins to save the present step, unless that is done already. With `checkpoint.background` the next steps run
         meanwhile."""
         self.observe(self.read_outcomes(leave=0))
-        self.asked, self.last_save = Asks(stop=self.asked.stop), time.monotonic()
+        self.asked, self.last_save = Signals(stop=self.asked.stop), time.monotonic()
         if self.saver.newest == self.step:
             return
         self.rendezvous.set_phase(f"copying the state of step {self.step}")
@@ -331,7 +333,7 @@ class _Run:
                 "figures": self.figures if self.evaluated == self.step else None,
                 "best": self.best,
             }
-            self.saver.save(self.step, self.backend.layout(), self.backend.copy, state)
+            self.saver.save(self.step, self.backend.tensor_specs(), self.backend.snapshot_state, state)
 
     def evaluate(self) -> None:
         """Over the whole evaluation set, unless all hosts learn meanwhile that one is to stop."""
@@ -341,8 +343,8 @@ class _Run:
             total = over_all(
                 self.task, self.backend, self.rendezvous, self.stopping, f"evaluation after step {self.step}"
             )
-        if total.asked.stop:
-            self.asked = Asks(stop=True)
+        if total.signals.stop:
+            self.asked = Signals(stop=True)
             return
         self.compiled_evaluating += self.backend.compilations()[0] - compiled
         self.figures, self.confusion = self.task.figures(total), total.counts
@@ -377,7 +379,11 @@ class _Run:
             with self.clock.phase("export"):
                 model = storage.join(self.folder, "model")
                 export.write_model_folder(
-                    model, self.backend.layout(), self.backend.copy, self.model_config(), self.config.data.tokenizer
+                    model,
+                    self.backend.tensor_specs(),
+                    self.backend.snapshot_state,
+                    self.model_config(),
+                    self.config.data.tokenizer,
                 )
         if any(self.rendezvous.meet("exported", self.stopping.requested, self.config.rendezvous.start_seconds)):
             self.stop()
@@ -428,10 +434,10 @@ class _Run:
     def weights_crc32c(self) -> str:
         """Of all weights in the order of their names: equal for equal bits."""
         crc = 0
-        for name, info in sorted(self.backend.layout().items()):
+        for name, info in sorted(self.backend.tensor_specs().items()):
             if name.startswith("model/"):
                 data = bytearray(info.size)
-                self.backend.copy({name: memoryview(data)}).wait()
+                self.backend.snapshot_state({name: memoryview(data)}).wait()
                 crc = int(google_crc32c.extend(crc, bytes(data)))
         return f"{crc:08x}"
 
@@ -445,7 +451,12 @@ class _Run:
         """The values of the model's config.json."""
         tokens, dropout = self.task.data.tokens, self.config.train.dropout
         return build_model_config(
-            self.config.model, vocabulary=tokens.vocabulary, pad=tokens.pad, dropout=dropout, labels=self.task.labels
+            self.config.model,
+            vocabulary=tokens.vocabulary,
+            pad=tokens.pad,
+            dropout=dropout,
+            head=TASKS[self.config.task].head,
+            labels=self.task.labels,
         )
 
     def say(self, message: str) -> None:

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.backends.protocol import Asks, Outcome
+from training.batch import Signals, StepResult
 from training.config import Model
 from training.errors import BadInput
 from training.models.hugging_face import build_model_config, read_labels
+from training.registry import TASKS
 from training.tasks.classification.task import accuracy, check_labels, weighted_f1
 
 Pairs = Sequence[tuple[int, int]]  # true, predicted
@@ -60,13 +61,13 @@ def test_figures_of_the_matrix_are_those_of_the_examples(pairs: Pairs) -> None:
 
 
 def test_outcomes_add_up_and_one_that_counts_nothing_further_adds_nothing() -> None:
-    first = Outcome({"loss": 1.0, "weight": 2.0, "correct": 1.0}, Asks(), np.array([1.0, 0.0]))
+    first = StepResult({"loss": 1.0, "weight": 2.0, "correct": 1.0}, Signals(), np.array([1.0, 0.0]))
     total = (
-        Outcome.nothing()
+        StepResult.empty()
         .plus(first)
-        .plus(Outcome({"loss": 2.0, "weight": 1.0, "correct": 0.0}, Asks(stop=True), np.array([0.0, 1.0])))
+        .plus(StepResult({"loss": 2.0, "weight": 1.0, "correct": 0.0}, Signals(stop=True), np.array([0.0, 1.0])))
     )
-    assert (total.sums, total.asked) == ({"loss": 3.0, "weight": 3.0, "correct": 1.0}, Asks(stop=True))
+    assert (total.sums, total.signals) == ({"loss": 3.0, "weight": 3.0, "correct": 1.0}, Signals(stop=True))
     assert total.counts is not None
     assert total.counts.tolist() == [1, 1]
 
@@ -81,6 +82,7 @@ def test_a_label_outside_the_range_is_named_with_its_record(label: int) -> None:
 
 def test_a_classifiers_config_names_its_labels_in_order() -> None:
     names = [f"intent {number}" for number in range(12)]
-    config = build_model_config(Model(name="bert-tiny"), vocabulary=100, pad=0, dropout=0.1, labels=names)
+    head = TASKS["classification"].head
+    config = build_model_config(Model(name="bert-tiny"), vocabulary=100, pad=0, dropout=0.1, head=head, labels=names)
     assert config["architectures"] == ["BertForSequenceClassification"]
     assert read_labels(config) == names

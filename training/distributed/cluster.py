@@ -146,6 +146,11 @@ def tpu_environment(cluster: Cluster) -> dict[str, str]:
     return environment
 
 
+def torch_xla_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
+    """What torch_xla needs of the environment on a TPU, before it is imported, whatever is set. Raises BadInput."""
+    return tpu_environment(cluster)
+
+
 def tensorflow_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
     """What TensorFlow needs of the environment on a TPU, before it is imported: on one host its PJRT plugin, and where
     TPU_NAME lists the gRPC workers of a slice only that this process leaves the chips to them

@@ -15,15 +15,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from training.backends.protocol import Asks, Backend
+from training.backends.protocol import Backend
+from training.batch import HostBatch, Signals
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, TrainError
 from training.lint.counting import CountingWatcher
 from training.lint.rules import Finding, Shapes, StepChecker, StepTrace, merge_findings
-from training.run_setup import open_backend, open_task, require
-from training.tasks.task import HostBatch, Task
+from training.run_setup import open_backend, open_task, prepare_framework
+from training.tasks.task import Task
 
 ROWS = 2  # of a batch, for each gradient accumulation: the rules do not depend on it
 
@@ -46,13 +47,13 @@ def check_configuration(config: TrainerConfig, steps: int) -> list[Finding]:
     with closing(task.batches(0)) as batches:
         for number, batch in enumerate(islice(batches, steps)):
             with watcher.step() as trace:
-                pending = backend.step(number, batch.arrays, Asks())
-            pending.outcome()
+                pending = backend.step(number, batch.arrays, Signals())
+            pending.result()
             training.add_step(number, _shapes_of(batch), trace)
     for number, batch in enumerate(_evaluation_batches(config, task, steps)):
         with watcher.step() as trace:
-            pending = backend.evaluate(batch.arrays, Asks())
-        pending.outcome()
+            pending = backend.evaluate(batch.arrays, Signals())
+        pending.result()
         evaluation.add_step(number, _shapes_of(batch), trace)
     return merge_findings(training.findings(), evaluation.findings())
 
@@ -70,7 +71,7 @@ def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list
         BadInput: a function is not there, or its code fails.
     """
     os.environ["PJRT_DEVICE"] = "CPU"
-    require("torch_xla", "torch-xla")
+    prepare_framework("torch-xla")
     from training.backends.torch_xla.lint import check_module
 
     with _place_in_user_code(module, inputs):

@@ -24,6 +24,7 @@ from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
 from training.models.hugging_face import CONFIG, WEIGHTS, build_model_config
+from training.registry import TASKS
 from training.storage.hub import tokenizer_folder
 
 PREFIX = "model/"
@@ -92,9 +93,13 @@ def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
         (info.shape[0] for name, (info, _) in tensors.items() if name.endswith(_EMBEDDINGS)),
         tokenizer.special.vocabulary,
     )
-    labels = manifest.identity.get("labels")
     config = build_model_config(
-        settings.model, vocabulary=vocabulary, pad=tokenizer.special.pad, dropout=settings.train.dropout, labels=labels
+        settings.model,
+        vocabulary=vocabulary,
+        pad=tokenizer.special.pad,
+        dropout=settings.train.dropout,
+        head=TASKS[settings.task].head,
+        labels=manifest.identity.get("labels"),
     )
 
     def copy(places: Mapping[str, memoryview]) -> Snapshot:

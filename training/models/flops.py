@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from training.accelerators import UnknownAccelerator, accelerator
-from training.backends.protocol import Arrays
+from training.batch import Arrays
 
 SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
 

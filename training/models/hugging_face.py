@@ -14,6 +14,7 @@ from typing import Any
 from training import storage
 from training.config import Model
 from training.errors import BadInput
+from training.registry import MASKED_LM, Head
 from training.storage.hub import model_folder
 
 CONFIG = "config.json"
@@ -21,32 +22,48 @@ WEIGHTS = "model.safetensors"
 
 # model_type -> what the names of its networks begin with: the families that get a classification head.
 FAMILIES = {"bert": "Bert", "roberta": "Roberta"}
-HEAD = ("classifier.", "bert.pooler.")  # of a classifier: what an encoder's folder need not have
+# What a network with a fresh head (training.registry.Head) has beside its encoder: a starting model may lack these.
+FRESH_PARAMETERS = ("classifier.", "bert.pooler.")
 
 
 @dataclass(frozen=True)
 class ModelRequirements:
-    """What a run's data asks of its model: embeddings for its tokens, positions for its rows, classes for its
-    labels."""
+    """What a run's data needs of its model: embeddings for its tokens, positions for its rows, a head for its task."""
 
     vocabulary: int
     pad: int
     sequence_length: int  # of the longest row
-    labels: tuple[str, ...] | None = None  # of a classifier
+    head: Head = MASKED_LM
+    labels: tuple[str, ...] | None = None  # names of the classes, of a classifier
 
 
 def build_model_config(
-    model: Model, *, vocabulary: int, pad: int, dropout: float, labels: Sequence[str] | None = None
+    model: Model,
+    *,
+    vocabulary: int,
+    pad: int,
+    dropout: float,
+    head: Head = MASKED_LM,
+    labels: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """The values of config.json: of a masked-language model, or with `labels` of a classifier. `vocabulary` is the
-    tokenizer's.
+    """The values of config.json for a network with this head.
 
-    Raises BadInput when model.path has no config.json, or one of a family that is not known here."""
+    Args:
+        model: the configuration's section.
+        vocabulary: of the tokenizer.
+        pad: the number of its padding token.
+        dropout: a share between 0 and 1.
+        head: of the task.
+        labels: names of the classes, of a classifier.
+
+    Raises:
+        BadInput: model.path has no config.json, or one of a family that is not known here.
+    """
     try:
         values = _of_name(model, vocabulary, pad, dropout) if model.path is None else read_config(model.path)
     except BadInput as error:
         raise BadInput(f"model.path: {error}") from None
-    return values if labels is None else _with_labels(values, labels, model)
+    return _with_fresh_head(values, head, labels, model) if head.is_fresh else values
 
 
 def read_labels(config: Mapping[str, Any]) -> list[str]:
@@ -54,16 +71,18 @@ def read_labels(config: Mapping[str, Any]) -> list[str]:
     return [name for _, name in sorted(config.get("id2label", {}).items(), key=lambda item: int(item[0]))]
 
 
-def _with_labels(values: dict[str, Any], labels: Sequence[str], model: Model) -> dict[str, Any]:
+def _with_fresh_head(values: dict[str, Any], head: Head, labels: Sequence[str] | None, model: Model) -> dict[str, Any]:
     if values.get("model_type") not in FAMILIES:
         raise BadInput(
-            f"model.path {model.path} is a {values.get('model_type')} model, and classification starts from one of: {', '.join(FAMILIES)}"
+            f"model.path {model.path} is a {values.get('model_type')} model, and a new head is trained on one of: "
+            f"{', '.join(FAMILIES)}"
         )
+    names = ("LABEL_0",) if labels is None else labels  # one number a text has transformers' default name
     own = {
-        "architectures": [f"{FAMILIES[values['model_type']]}ForSequenceClassification"],
-        "id2label": {str(number): name for number, name in enumerate(labels)},
-        "label2id": {name: number for number, name in enumerate(labels)},
-        "problem_type": "single_label_classification",
+        "architectures": [f"{FAMILIES[values['model_type']]}{head.network}"],
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+        "problem_type": head.problem_type,
     }
     return {**{name: value for name, value in values.items() if name not in ("_name_or_path", "num_labels")}, **own}
 

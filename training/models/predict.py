@@ -10,6 +10,7 @@ from typing import Any
 from training import storage
 from training.errors import BadInput
 from training.models.hugging_face import WEIGHTS, local_copy, read_config
+from training.registry import TASKS, task_of_model
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Label:
 def is_classifier(folder: str) -> bool:
     """Whether `classify` is what the model is for, rather than `fill_mask`. Raises BadInput."""
     _require_model(folder)
-    return any(name.endswith("ForSequenceClassification") for name in read_config(folder).get("architectures") or [])
+    return TASKS[task_of_model(read_config(folder))].head.pipeline == "text-classification"
 
 
 def fill_mask(folder: str, text: str, top: int) -> list[Answer]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from training.backends.protocol import Asks
+from training.batch import Signals
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
@@ -32,7 +32,8 @@ from training.preflight.compiler import (
     require_versions,
 )
 from training.preflight.shapes import DataFacts, Graph, empty_batch
-from training.run_setup import require, torch_xla
+from training.registry import TASKS
+from training.run_setup import import_backend, prepare_framework
 
 
 class Untraceable(TrainError):
@@ -71,7 +72,7 @@ def _trace_torch_xla(
 ) -> list[TracedProgram]:
     """One program for all devices, which the compiler partitions."""
     require_versions({**COMPILER_VERSIONS, **TRACING_VERSIONS})
-    open_backend = torch_xla()
+    open_backend = import_backend(config.backend)
     from training.backends.torch_xla import tracing
 
     tracing.simulate_devices(devices)
@@ -82,7 +83,7 @@ def _trace_torch_xla(
         backend = backend or _open_backend(config, facts, open_backend)
         with _explained(graph):
             program = _trace_step(backend, config, graph)
-        sizes = {name: info.size for name, info in backend.layout().items()}
+        sizes = {name: info.size for name, info in backend.tensor_specs().items()}
         resident = sum(sizes.values()) - sum(sizes[name] for name in program.arguments.values())
         programs.append(TracedProgram(graph, program, resident, now() - began))
         if graph.kind == "training":
@@ -96,15 +97,15 @@ def _trace_torch_xla(
 def _trace_step(backend: Any, config: TrainerConfig, graph: Graph) -> Program:
     from training.backends.torch_xla import tracing
 
-    arrays, asks = empty_batch(config, graph), Asks()
-    network = backend.network()
-    state = tracing.tensor_ids(backend.state())
+    arrays, signals = empty_batch(config, graph), Signals()
+    network = backend.upload()
+    state = tracing.tensor_ids(backend.state_tensors())
     with tracing.record_module_names(network), tracing.forbid_data_dependence():
         if graph.kind == "training":
-            sums = backend.traced_step(0, arrays, asks)
-            outputs = [*backend.state().values(), sums]
+            sums = backend.trace_step(0, arrays, signals)
+            outputs = [*backend.state_tensors().values(), sums]
         else:
-            outputs = [backend.traced_evaluation(arrays, asks)]
+            outputs = [backend.trace_evaluation(arrays, signals)]
         return tracing.extract_program(outputs, state)
 
 
@@ -121,13 +122,12 @@ def _trace_tensorflow(
 ) -> list[TracedProgram]:
     """One program, which each device runs on its own rows."""
     require_versions()
-    require("tensorflow", "tensorflow")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    prepare_framework(config.backend)
     from training.backends.tensorflow.lowered import Lowered
 
     backend, programs = _open_backend(config, facts, Lowered), []
-    backend.slice_devices = devices
-    sizes = {name: info.size for name, info in backend.layout().items()}
+    backend.stand_in_for(devices)
+    sizes = {name: info.size for name, info in backend.tensor_specs().items()}
     for graph in graphs:
         began = now()
         with _explained(graph):
@@ -141,7 +141,7 @@ def _trace_tensorflow(
 
 def _open_backend(config: TrainerConfig, facts: DataFacts, opener: Any) -> Any:
     longest = max((*facts.lengths, *facts.evaluation_lengths))
-    requirements = ModelRequirements(facts.vocabulary, facts.pad, longest, facts.labels)
+    requirements = ModelRequirements(facts.vocabulary, facts.pad, longest, TASKS[config.task].head, facts.labels)
     return opener(config, Cluster(0, ("localhost",)), SingleHost(), requirements, "preflight")
 
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from training import storage
-from training.backends.protocol import Arrays
+from training.batch import Arrays
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import open_dataset
-from training.data.sampling.bucket_schedule import batch_lengths
-from training.data.sampling.masking import Masking
 from training.errors import BadInput
-from training.tasks.classification import task as classification
-from training.tasks.mlm import task as mlm
+from training.tasks.task import task_class
 
 
 @dataclass(frozen=True)
@@ -45,6 +42,7 @@ class Graph:
 
 def read_facts(config: TrainerConfig) -> DataFacts:
     """Reads the manifests of the datasets and the tokenizer, and no record. Raises BadInput."""
+    task = task_class(config.task)
     try:
         tokens = tokenizers.read(config.data.tokenizer).special
         train = open_dataset(config.data.train)
@@ -53,34 +51,28 @@ def read_facts(config: TrainerConfig) -> DataFacts:
             if dataset is not None:
                 dataset.require(kind=config.task)
     except (BadInput, storage.StorageError) as error:
-        more = " --labels" if config.task == "classification" else ""
+        labels = " and --labels" if task.has_labels else ""
         raise BadInput(
-            f"{error}\n  Before there is data, say what it will be: --vocabulary and --sequence-length"
-            f"{' and' + more if more else ''}"
+            f"{error}\n  Before there is data, say what it will be: --vocabulary and --sequence-length{labels}"
         ) from None
-    if config.task == "mlm":
-        return DataFacts(
-            tokens.vocabulary,
-            tokens.pad,
-            (train.sequence_length,),
-            (evaluation.sequence_length,) if evaluation else (),
-            None,
-        )
     return DataFacts(
         tokens.vocabulary,
         tokens.pad,
-        batch_lengths(train.records_of_length, config.train.global_batch_size),
-        batch_lengths(evaluation.records_of_length, config.evaluation_batch_size) if evaluation else (),
-        tuple(train.manifest.labels),
+        task.batch_lengths(train, config.train.global_batch_size),
+        task.batch_lengths(evaluation, config.evaluation_batch_size) if evaluation else (),
+        tuple(train.manifest.labels) if task.has_labels else None,
     )
 
 
 def assume_facts(config: TrainerConfig, vocabulary: int, lengths: tuple[int, ...], labels: int | None) -> DataFacts:
     """What the user says of data that is not there yet. Raises BadInput when it does not fit the task."""
-    if config.task == "classification" and labels is None:
-        raise BadInput("--labels says how many labels there will be: task is classification")
-    if config.task == "mlm" and (labels is not None or len(lengths) > 1):
-        raise BadInput("task is mlm: it has one --sequence-length, and no --labels")
+    task = task_class(config.task)
+    if task.has_labels and labels is None:
+        raise BadInput(f"--labels says how many labels there will be: task is {config.task}")
+    if not task.has_labels and labels is not None:
+        raise BadInput(f"task is {config.task}: its data has no --labels")
+    if not task.has_lengths and len(lengths) > 1:
+        raise BadInput(f"task is {config.task}: it has one --sequence-length")
     names = None if labels is None else tuple(f"label {number}" for number in range(labels))
     return DataFacts(vocabulary, 0, lengths, lengths if config.data.evaluation else (), names)
 
@@ -95,10 +87,4 @@ def list_graphs(config: TrainerConfig, facts: DataFacts) -> list[Graph]:
 
 def empty_batch(config: TrainerConfig, graph: Graph) -> Arrays:
     """A global batch of that shape, filled with zeros."""
-    if config.task == "classification":
-        return classification.blank(graph.rows, graph.length)
-    return mlm.blank(
-        graph.rows,
-        graph.length,
-        Masking(config.data.masking.percent, config.data.masking.predictions).places(graph.length),
-    )
+    return task_class(config.task).empty_batch(config, graph.rows, graph.length)

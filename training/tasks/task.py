@@ -1,16 +1,14 @@
-"""What the loop asks of a task, and what the tasks have in common: opening their data, and reading it ahead."""
+"""What the training loop needs of a task, and what the tasks have in common: opening their data, and reading ahead."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
-import numpy as np
-
-from training.backends.protocol import Arrays, Outcome
+from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import Dataset, find_shards
@@ -19,20 +17,13 @@ from training.data.loading.host_slice import HostSlice
 from training.data.loading.prefetch import prefetch
 from training.data.sampling.masking import SpecialTokens
 from training.distributed.cluster import Cluster
+from training.registry import TASKS, load
 
 B = TypeVar("B", covariant=True)
 
 
-@dataclass(frozen=True)
-class HostBatch:
-    """This host's rows, and which records they are, for messages."""
-
-    arrays: Arrays
-    records: np.ndarray
-
-
 class Task(Protocol):
-    """The data of one run, and what is told of it."""
+    """The data of one run, and the figures of its evaluations. Opening it reads manifests only."""
 
     data: Data
     shapes: int  # how many different shapes its training batches have: each is compiled once
@@ -44,7 +35,7 @@ class Task(Protocol):
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
         """This host's rows of batch `start`, `start` + 1, ..., read ahead in the background once the first is asked
-        for. Close it in the end."""
+        for. To be closed in the end."""
 
     def evaluation_batches(self) -> Iterator[HostBatch]:
         """This host's rows of the whole evaluation set, each record once and the same each time."""
@@ -53,8 +44,29 @@ class Task(Protocol):
     def skipped(self) -> int:
         """Damaged training records that this host has replaced (data.on_corrupt: skip)."""
 
-    def figures(self, total: Outcome) -> dict[str, float]:
+    def figures(self, total: StepResult) -> dict[str, float]:
         """Over exactly the evaluation set."""
+
+
+class TaskClass(Protocol):
+    """What a task's class says before there is data."""
+
+    has_labels: bool  # its data names classes
+    has_lengths: bool  # its batches have several lengths; otherwise all have the dataset's sequence length
+
+    def __call__(self, config: TrainerConfig, cluster: Cluster) -> Task:
+        """Opens the data. Raises BadInput for anything that does not fit together."""
+
+    def batch_lengths(self, dataset: Dataset, rows: int) -> tuple[int, ...]:
+        """The lengths of the batches of `rows` rows that a dataset gives, ascending, from its manifest alone."""
+
+    def empty_batch(self, config: TrainerConfig, rows: int, length: int) -> Arrays:
+        """The arrays of a batch, as zeros: for whoever needs no more than their names, shapes and types."""
+
+
+def task_class(name: str) -> TaskClass:
+    """The data half of a registered task."""
+    return cast(TaskClass, load(TASKS[name].data))
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ class Data:
         return self.train.sequence_length
 
     def hashes(self) -> dict[str, str]:
-        """What all hosts must see alike."""
+        """What must be the same on all hosts."""
         return {
             "training data": self.train.hash,
             "evaluation data": self.evaluation.hash if self.evaluation else "none",
@@ -84,36 +96,42 @@ def open_data(config: TrainerConfig) -> Data:
     not at the first evaluation. Raises BadInput for anything that does not fit together."""
     tokenizer = tokenizers.read(config.data.tokenizer)
 
-    def opened(url: str, sequence_length: int | None) -> Dataset:
+    def open_one(url: str, sequence_length: int | None) -> Dataset:
         dataset = open_dataset(url)
         dataset.require(kind=config.task, tokenizer_hash=tokenizer.hash, sequence_length=sequence_length)
         return dataset
 
-    train = opened(config.data.train, None)
-    evaluation = opened(config.data.evaluation, train.sequence_length) if config.data.evaluation else None
+    train = open_one(config.data.train, None)
+    evaluation = open_one(config.data.evaluation, train.sequence_length) if config.data.evaluation else None
     if evaluation:
         find_shards(evaluation)
     return Data(train, evaluation, tokenizer.special)
 
 
-def reading(config: TrainerConfig, cluster: Cluster, data: Data) -> HostSlice:
-    """How this host reads its rows of the training batches."""
+def training_slice(config: TrainerConfig, data: Data, host: int, hosts: int) -> HostSlice:
+    """The rows of each training batch that one host reads, and how."""
     cache = Path(config.data.cache) if config.data.cache else None
-    return HostSlice(
-        data.tokens, config.train.global_batch_size, cluster.worker, cluster.hosts, config.data.on_corrupt, cache
-    )
+    return HostSlice(data.tokens, config.train.global_batch_size, host, hosts, config.data.on_corrupt, cache)
+
+
+def evaluation_slice(config: TrainerConfig, training: HostSlice) -> HostSlice:
+    """The same for the batches of an evaluation."""
+    return replace(training, global_batch_size=config.evaluation_batch_size)
 
 
 class Source(Protocol[B]):
     """Endless training batches, as in `training.data.loading.mlm_batches`."""
 
-    def batch(self, k: int) -> B: ...
-    def close(self) -> None: ...
+    def batch(self, k: int) -> B:
+        """This host's rows of global batch k."""
+
+    def close(self) -> None:
+        """Ends its threads."""
 
 
 def read_ahead(
     source: Source[B], convert: Callable[[B], HostBatch], start: int, depth: int
 ) -> Generator[HostBatch, None, None]:
-    """Batch `start`, `start` + 1, ...; closing it closes the source."""
+    """Batch `start`, `start` + 1, ..., `depth` of them ahead; closing it closes the source."""
     with contextlib.closing(source):
         yield from prefetch(lambda number: convert(source.batch(number)), start, depth)

@@ -6,21 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+import transformers
 from safetensors.numpy import load_file
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    TFAutoModelForMaskedLM,
-    TFAutoModelForSequenceClassification,
-    pipeline,
-)
+from transformers import AutoConfig, AutoTokenizer, pipeline
 from transformers.modeling_tf_pytorch_utils import load_pytorch_state_dict_in_tf2_model
 
 from training.backends.tensorflow.model import count_positions
 from training.errors import BadInput
 from training.models.hugging_face import WEIGHTS
+from training.registry import TASKS
 
-_MODELS = {"fill-mask": TFAutoModelForMaskedLM, "text-classification": TFAutoModelForSequenceClassification}
+_NETWORKS = {entry.head.pipeline: f"TFAutoModel{entry.head.network}" for entry in TASKS.values()}
 
 
 def open_pipeline(task: str, folder: str) -> Any:
@@ -28,7 +24,7 @@ def open_pipeline(task: str, folder: str) -> Any:
 
     The weights are put in here because transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file of
     PyTorch's names ("'builtins.safe_open' object is not iterable")."""
-    model = _MODELS[task].from_config(AutoConfig.from_pretrained(folder))
+    model = getattr(transformers, _NETWORKS[task]).from_config(AutoConfig.from_pretrained(folder))
     count_positions(model)
     ids = tf.constant([[0, 1]])
     weights = load_file(Path(folder) / WEIGHTS)

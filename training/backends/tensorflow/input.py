@@ -16,18 +16,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from training.batch import HostBatch
 from training.config import TrainerConfig
-from training.data.loading.host_slice import HostSlice
-from training.data.sampling.masking import Masking
-from training.data.tf.labelled_batches import labelled_batches
-from training.data.tf.mlm_batches import mlm_batches
 from training.data.tf.record_source import translate_errors
-from training.tasks.task import Data, HostBatch
-
-_FIELDS = {
-    "mlm": ("input_ids", "positions", "labels", "weights"),
-    "classification": ("input_ids", "attention_mask", "labels", "weights"),
-}
+from training.registry import TASKS, load
+from training.tasks.task import Data, task_class, training_slice
 
 
 @dataclass(frozen=True)
@@ -41,13 +34,12 @@ class Distributed:
 def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) -> Generator[HostBatch, None, None]:
     """Global batch `start`, `start` + 1, ..., endless, read ahead by tf.data. Raises BadInput, StorageError."""
     per_replica = config.train.global_batch_size // strategy.num_replicas_in_sync
+    names = tuple(task_class(config.task).empty_batch(config, 1, data.sequence_length))
 
     def of_host(context: Any) -> Any:
-        host, hosts = context.input_pipeline_id, context.num_input_pipelines
-        rows = host_rows(config, data, host, hosts, start).map(
-            lambda batch: {name: batch[name] for name in _FIELDS[config.task]}
-        )
-        parts = rows.flat_map(
+        rows = host_rows(config, data, context.input_pipeline_id, context.num_input_pipelines, start)
+        arrays = rows.map(lambda batch: {name: batch[name] for name in names})
+        parts = arrays.flat_map(
             lambda batch: tf.data.Dataset.from_tensor_slices(batch).batch(per_replica, drop_remainder=True)
         )
         return parts.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)).prefetch(
@@ -57,18 +49,14 @@ def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) ->
     with translate_errors():
         batches = iter(strategy.distribute_datasets_from_function(of_host))
         while True:
-            found: Mapping[str, Any] = next(batches)
-            arrays: Any = {name: Distributed(value, _shape(strategy, value)) for name, value in found.items()}
+            values: Mapping[str, Any] = next(batches)
+            arrays: Any = {name: Distributed(value, _shape(strategy, value)) for name, value in values.items()}
             yield HostBatch(arrays, np.zeros(0, np.int64))
 
 
 def host_rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: int) -> Any:
     """The tf.data dataset of one host's rows of global batch `start`, `start` + 1, ... Raises BadInput."""
-    how = HostSlice(data.tokens, config.train.global_batch_size, host, hosts, config.data.on_corrupt)
-    if config.task == "classification":
-        return labelled_batches(data.train, how, config.seed, start)
-    masking = Masking(config.data.masking.percent, config.data.masking.predictions)
-    return mlm_batches(data.train, how, masking, config.seed, start)
+    return load(TASKS[config.task].tensorflow_rows)(config, training_slice(config, data, host, hosts), data, start)
 
 
 def _shape(strategy: Any, value: Any) -> tuple[int, ...]:

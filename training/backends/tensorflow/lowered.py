@@ -11,40 +11,62 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
-from training.backends.protocol import Arrays
 from training.backends.tensorflow.backend import TensorFlow
+from training.backends.tensorflow.replicas import Replicas
+from training.batch import Arrays
+
+
+class SliceReplicas(Replicas):
+    """One replica of a slice that is not there."""
+
+    slice_devices = 1
+
+    def sum(self, values: Any) -> Any:
+        """As XLA's own operation over all devices of the slice."""
+        devices = tf.constant([list(range(self.slice_devices))])
+
+        def all_reduce(value: Any) -> Any:
+            return gen_xla_ops.xla_all_reduce(value, devices, "Add", "CrossReplica")
+
+        return [all_reduce(value) for value in values] if isinstance(values, list) else all_reduce(values)
 
 
 class Lowered(TensorFlow):
-    """One of so many replicas."""
+    """The backend with programs as one device of a slice runs them."""
 
-    slice_devices = 1
+    def _open_replicas(self) -> Replicas:
+        self._slice = SliceReplicas()
+        return self._slice
+
+    def stand_in_for(self, devices: int) -> None:
+        """From here on, programs are lowered for so many devices."""
+        self._slice.slice_devices = devices
 
     def lower(self, training: bool, batch: Arrays) -> tuple[str, str, Mapping[int, str]]:
         """StableHLO, HLO without places in source code, and for each argument that is a tensor of the state its name.
         `batch` is the global one."""
         rows = {
-            name: tf.TensorSpec((array.shape[0] // self.slice_devices, *array.shape[1:]), array.dtype)
+            name: tf.TensorSpec((array.shape[0] // self._slice.slice_devices, *array.shape[1:]), array.dtype)
             for name, array in batch.items()
         }
-        further = [tf.TensorSpec((), tf.int32), tf.TensorSpec((3,), tf.float32)] if training else []
+        further = []
+        if training:
+            further = [tf.TensorSpec(scalar.shape, scalar.dtype) for scalar in self._step.scalars(0)]
 
         def program(*flat: Any) -> Any:
-            of_names = dict(zip(rows, flat, strict=False))
-            return self._train_program(of_names, *flat[len(rows) :]) if training else self._evaluate_program(of_names)
+            by_name = dict(zip(rows, flat, strict=False))
+            if training:
+                return self._step.train_program(by_name, *flat[len(rows) :])
+            return self._step.evaluation_program(by_name)
 
         function = tf.function(program, jit_compile=True, autograph=False)
         arguments = [*rows.values(), *further]
         text = function.experimental_get_compiler_ir(*arguments)
         captured = function.get_concrete_function(*arguments).captured_inputs
-        names = {id(variable.handle): name for name, (_, variable) in self._state().items()}
-        state = {number: names[id(each)] for number, each in enumerate(captured, len(arguments)) if id(each) in names}
+        names = {id(variable.handle): name for name, (_, variable) in self._state.variables().items()}
+        state = {
+            number: names[id(argument)]
+            for number, argument in enumerate(captured, len(arguments))
+            if id(argument) in names
+        }
         return text(stage="stablehlo"), text(stage="hlo_no_metadata"), state
-
-    def _over_replicas(self, values: Any) -> Any:
-        devices = tf.constant([list(range(self.slice_devices))])
-
-        def one(value: Any) -> Any:
-            return gen_xla_ops.xla_all_reduce(value, devices, "Add", "CrossReplica")
-
-        return [one(value) for value in values] if isinstance(values, list) else one(values)

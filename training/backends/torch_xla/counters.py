@@ -7,17 +7,17 @@ import torch_xla.debug.metrics as xla_metrics
 
 
 def compiled() -> tuple[int, float]:
-    """Programs, and the seconds they took."""
-    data = xla_metrics.metric_data("CompileTime")
-    return (int(data[0]), data[1] / 1e9) if data else (0, 0.0)
+    """Programs that were compiled, and the seconds they took."""
+    metric = xla_metrics.metric_data("CompileTime")
+    return (int(metric[0]), metric[1] / 1e9) if metric else (0, 0.0)
 
 
 def transfers() -> dict[str, int]:
     """Graphs that were new, and copies from a device to the host."""
-    data = xla_metrics.metric_data("TransferFromDeviceTime")
+    metric = xla_metrics.metric_data("TransferFromDeviceTime")
     return {
         "graphs": xla_metrics.counter_value("UncachedCompile") or 0,
-        "device_to_host_transfers": int(data[0]) if data else 0,
+        "device_to_host_transfers": int(metric[0]) if metric else 0,
     }
 
 

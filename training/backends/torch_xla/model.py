@@ -1,8 +1,8 @@
-"""Networks for the torch backends: built by name or read from a folder, and the sums of each task.
+"""Networks for the torch backends: built by name or read from a folder.
 
 Model code is Hugging Face's; only the classes in use are imported, because importing all of transformers takes seconds.
-Its dropouts and self-attention are replaced by those of `torch_dropout` and `torch_attention`: the same function, up to
-which elements are dropped, in less memory.
+Its dropouts and self-attention are replaced by those of `dropout.py` and `attention.py`: the same function, up to which
+elements are dropped, in less memory.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from training.backends.torch_xla.attention import SelfAttention, again
 from training.backends.torch_xla.dropout import Dropout, Noise, noise_for
@@ -20,7 +19,7 @@ from training.config import Model, Remat
 from training.errors import BadInput
 from training.models.hugging_face import (
     FAMILIES,
-    HEAD,
+    FRESH_PARAMETERS,
     ModelRequirements,
     build_model_config,
     check_capacity,
@@ -29,18 +28,19 @@ from training.models.hugging_face import (
     read_labels,
 )
 from training.models.initial import initial_weight
-
-Sums = Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor | None]]
+from training.registry import Head
 
 
 def build(model: Model, needs: ModelRequirements, *, dropout: float, seed: int) -> torch.nn.Module:
-    """A masked-language model, or for data with labels a classifier, in training mode on the CPU. The same seed gives
-    the same weights on every host."""
-    values = build_model_config(model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, labels=needs.labels)
+    """A network with the task's head, in training mode on the CPU. The same seed gives the same weights on every
+    host. Raises BadInput."""
+    values = build_model_config(
+        model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
+    )
     if model.path is None:
         network = _fresh(values, seed)
-    elif needs.labels is None:
-        network = _from_folder(model.path, dropout)
+    elif not needs.head.is_fresh:
+        network = _from_folder(model.path, needs.head, dropout)
     else:
         network = _with_fresh_head(model.path, values, dropout, seed)
     check_capacity(network.config, needs)
@@ -48,7 +48,7 @@ def build(model: Model, needs: ModelRequirements, *, dropout: float, seed: int) 
     return network
 
 
-def own_parts(network: Any, remat: Remat | None, *, otherwise: Remat) -> Noise | None:
+def patch_modules(network: Any, remat: Remat | None, *, otherwise: Remat) -> Noise | None:
     """Puts our dropout and self-attention into a network of BERT's or RoBERTa's family, and says what backwards is
     computed again: `otherwise` when the file does not say. Returns what the dropouts draw from; None when the network
     is of another family, which stays as it is. Raises BadInput."""
@@ -107,12 +107,15 @@ def _fresh(values: dict[str, Any], seed: int) -> Any:
     return network
 
 
-def _from_folder(path: str, dropout: float) -> Any:
+def _from_folder(path: str, head: Head, dropout: float) -> Any:
     """A model folder's network and weights. A weight that the folder lacks is refused: it would be random."""
-    from transformers import AutoModelForMaskedLM
+    import transformers
 
     network, absent = _load(
-        path, AutoModelForMaskedLM, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout
+        path,
+        getattr(transformers, f"AutoModel{head.network}"),
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     _refuse(path, absent)
     return network
@@ -124,10 +127,10 @@ def _with_fresh_head(path: str, values: dict[str, Any], dropout: float, seed: in
     dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "classifier_dropout": dropout}
     network = _fresh({**values, **dropouts}, seed)
     loaded, absent = _load(path, type(network), config=network.config, ignore_mismatched_sizes=True)
-    _refuse(path, {name for name in absent if not name.startswith(HEAD)})
+    _refuse(path, {name for name in absent if not name.startswith(FRESH_PARAMETERS)})
     fresh = tuple(absent) if read_labels(read_config(path)) == read_labels(values) else (*absent, "classifier.")
-    found = {name: value for name, value in loaded.state_dict().items() if not name.startswith(fresh)}
-    network.load_state_dict(found, strict=False)
+    weights = {name: value for name, value in loaded.state_dict().items() if not name.startswith(fresh)}
+    network.load_state_dict(weights, strict=False)
     return network
 
 
@@ -146,62 +149,9 @@ def _load(path: str, network: Any, **options: Any) -> tuple[Any, set[str]]:
             )
     except (OSError, ValueError) as error:
         raise BadInput(f"model.path {path}: {error}") from None
-    return loaded, {*report["missing_keys"], *(each[0] for each in report["mismatched_keys"])}
+    return loaded, {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
 
 
 def _refuse(path: str, absent: set[str]) -> None:
     if absent:
         raise BadInput(f"model.path {path} lacks {len(absent)} of the model's weights: {', '.join(sorted(absent)[:5])}")
-
-
-def _mlm(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
-    """(3,): weighted loss, weights, weighted hits (protocol.SUMS), over this host's rows. The head sees the masked
-    positions only."""
-    ids = batch["input_ids"].long()  # (rows, sequence)
-    # Rows have no padding. Without any mask the model would look for some, which costs a device-to-host round trip each
-    # step.
-    hidden = network.base_model(input_ids=ids, attention_mask=torch.ones_like(ids))[0]  # (rows, sequence, width)
-    # As a matrix product, which is exact: backwards, a gather is a scatter into the global batch, added up over all
-    # devices.
-    chosen = batch["positions"].unsqueeze(-1) == torch.arange(hidden.shape[1], dtype=torch.int32, device=hidden.device)
-    hidden = torch.bmm(chosen.to(hidden.dtype), hidden)  # (rows, predictions, sequence) times (rows, sequence, width)
-    head = network.cls if hasattr(network, "cls") else network.lm_head
-    logits = head(hidden).float().flatten(0, 1)  # (rows * predictions, vocabulary)
-    labels = batch["labels"].long().flatten().clamp(min=0)  # (rows * predictions,)
-    weights = batch["weights"].flatten()
-    return _totals(logits, labels, weights), None
-
-
-def _classification(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The same over rows, and (labels, labels): weights of the rows of each class (first axis) that were taken for each
-    (second axis)."""
-    logits = network(
-        input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"].long()
-    ).logits.float()  # (rows, labels)
-    labels, weights = batch["labels"].long(), batch["weights"]  # (rows,)
-    classes = torch.arange(logits.shape[-1], device=logits.device)
-    true = (labels.unsqueeze(1) == classes).float() * weights.unsqueeze(1)  # (rows, labels)
-    predicted = (logits.argmax(-1).unsqueeze(1) == classes).float()  # (rows, labels)
-    # Not a matrix product: in bf16 that would round the counts.
-    confusion = (true.unsqueeze(2) * predicted.unsqueeze(1)).sum(0)  # (labels, labels)
-    return _totals(logits, labels, weights), confusion
-
-
-def _totals(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """(3,) from (predictions, classes), (predictions,) and (predictions,)."""
-    losses = functional.cross_entropy(logits, labels, reduction="none")
-    hits = (_first_largest(logits.detach()) == labels).float()
-    return torch.stack([(losses * weights).sum(), weights.sum(), (hits * weights).sum()])
-
-
-def _first_largest(logits: Tensor) -> Tensor:
-    """`argmax` over the last axis, which the TPU compiler takes 8 s longer for: it keeps value and place together."""
-    places = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    return torch.where(logits == logits.amax(-1, keepdim=True), places, torch.full_like(places, logits.shape[-1])).amin(
-        -1
-    )
-
-
-# For each task a function that gives the sums (protocol.SUMS), and what else an evaluation counts, over this host's
-# rows.
-SUMS_OF: dict[str, Sums] = {"mlm": _mlm, "classification": _classification}

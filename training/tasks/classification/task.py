@@ -7,47 +7,63 @@ class p; every figure but the loss follows from it, so it is exact over exactly 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from training.backends.protocol import Arrays, Outcome
+from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
+from training.data.sampling import bucket_schedule
 from training.distributed.cluster import Cluster
 from training.errors import BadInput
-from training.tasks.task import HostBatch, open_data, read_ahead, reading
+from training.tasks.task import evaluation_slice, open_data, read_ahead, training_slice
 
 
 class Classification:
-    """The data of one run. Opening it reads manifests only. Raises BadInput for anything that does not fit together."""
+    """The data of one run."""
 
+    has_labels = True
+    has_lengths = True
     figure_names: tuple[str, ...] = ("loss", "accuracy", "weighted_f1")
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
+        """Raises BadInput for anything that does not fit together."""
         self._config = config
         self.data = open_data(config)
-        self.names = tuple(self.data.train.manifest.labels)
-        if len(self.names) < 2:
+        self.classes = tuple(self.data.train.manifest.labels)
+        if len(self.classes) < 2:
             raise BadInput(
-                f"{self.data.train.url} has {len(self.names)} label(s), and classification needs two or more"
+                f"{self.data.train.url} has {len(self.classes)} label(s), and classification needs two or more"
             )
-        self.labels: tuple[str, ...] | None = self.names
+        self.labels: tuple[str, ...] | None = self.classes
         if self.data.evaluation:
-            _same_labels(self.data.train, self.data.evaluation)
-        self._reading = reading(config, cluster, self.data)
-        self._source = LabelledBatches(self.data.train, self._reading, config.seed)
+            _require_same_labels(self.data.train, self.data.evaluation)
+        self._slice = training_slice(config, self.data, cluster.worker, cluster.hosts)
+        self._source = LabelledBatches(self.data.train, self._slice, config.seed)
         self.shapes = len(self._source.lengths)
+
+    @staticmethod
+    def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
+        return bucket_schedule.batch_lengths(dataset.records_of_length, rows)
+
+    @staticmethod
+    def empty_batch(config: TrainerConfig, rows: int, length: int) -> Arrays:
+        return {
+            "input_ids": np.zeros((rows, length), np.int32),
+            "attention_mask": np.zeros((rows, length), np.int32),
+            "labels": np.zeros(rows, np.int32),
+            "weights": np.zeros(rows, np.float32),
+        }
 
     def identity(self) -> dict[str, Any]:
         return {
-            "task": "classification",
+            "task": self._config.task,
             "data.train": self.data.train.hash,
             "tokenizer": self.data.train.tokenizer_hash,
-            "labels": list(self.names),
+            "labels": list(self.classes),
         }
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
@@ -56,39 +72,33 @@ class Classification:
     def evaluation_batches(self) -> Iterator[HostBatch]:
         """Bucket by bucket, in record order."""
         assert self.data.evaluation is not None
-        how = replace(self._reading, global_batch_size=self._config.evaluation_batch_size)
-        return map(self._host_batch(self.data.evaluation), labelled_evaluation(self.data.evaluation, how))
+        batches = labelled_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice))
+        return map(self._host_batch(self.data.evaluation), batches)
 
     @property
     def skipped(self) -> int:
         return self._source.skipped
 
-    def figures(self, total: Outcome) -> dict[str, float]:
+    def figures(self, total: StepResult) -> dict[str, float]:
         assert total.counts is not None
-        confusion = total.counts.reshape(len(self.names), len(self.names))
+        confusion = total.counts.reshape(len(self.classes), len(self.classes))
         return {"loss": total.loss, "accuracy": accuracy(confusion), "weighted_f1": weighted_f1(confusion)}
 
     def _host_batch(self, dataset: Dataset) -> Callable[[LabelledBatch], HostBatch]:
         def convert(batch: LabelledBatch) -> HostBatch:
-            check_labels(dataset.url, batch.labels, batch.records, len(self.names))
+            check_labels(dataset.url, batch.labels, batch.records, len(self.classes))
             arrays = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "labels", "weights")}
             return HostBatch(arrays, batch.records)
 
         return convert
 
 
-def blank(rows: int, length: int) -> Arrays:
-    """The arrays of a batch, empty: for whoever needs no more than their shapes."""
-    ids = {name: np.zeros((rows, length), np.int32) for name in ("input_ids", "attention_mask")}
-    return {**ids, "labels": np.zeros(rows, np.int32), "weights": np.zeros(rows, np.float32)}
-
-
 def check_labels(url: str, labels: npt.NDArray[Any], records: npt.NDArray[np.int64], classes: int) -> None:
     """Raises BadInput for a label that no class has: on a device it would be another row of the matrix, or nan."""
     for row in np.flatnonzero((labels < 0) | (labels >= classes))[:1]:
         raise BadInput(
-            f"{url}: record {records[row]} has label {labels[row]}, and the dataset has {classes} labels, 0 to {classes - 1}: "
-            "write the shards again with `tpu-train shards --task classification`"
+            f"{url}: record {records[row]} has label {labels[row]}, and the dataset has {classes} labels, 0 to "
+            f"{classes - 1}: write the shards again with `tpu-train shards --task classification`"
         )
 
 
@@ -110,15 +120,15 @@ def weighted_f1(confusion: npt.NDArray[np.float64]) -> float:
     return float((f1 * true).sum() / true.sum()) if true.sum() else float("nan")
 
 
-def _same_labels(train: Dataset, other: Dataset) -> None:
+def _require_same_labels(train: Dataset, other: Dataset) -> None:
     first, second = train.manifest.labels, other.manifest.labels
     if first != second:
         place = next(
             (number for number, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
             min(len(first), len(second)),
         )
-        said = [names[place] if place < len(names) else "no more" for names in (first, second)]
+        shown = [names[place] if place < len(names) else "no more" for names in (first, second)]
         raise BadInput(
-            f"{other.url} has {len(second)} labels and {train.url} {len(first)}; label {place} is {said[1]!r} in the one and {said[0]!r} in the other: "
-            "give both the same list (tpu-train shards --labels)"
+            f"{other.url} has {len(second)} labels and {train.url} {len(first)}; label {place} is {shown[1]!r} in the "
+            f"one and {shown[0]!r} in the other: give both the same list (tpu-train shards --labels)"
         )

@@ -1,0 +1,69 @@
+"""Where arrays live in TensorFlow: the devices of the strategy, each a replica of the model with its rows of the batch.
+
+There is one layout: data parallelism, by tf.distribute's strategies. Another layout belongs here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from training.backends.tensorflow.input import Distributed
+from training.batch import Arrays
+
+
+class Replicas:
+    """The devices that this process drives."""
+
+    def __init__(self) -> None:
+        """Opens the devices: TPUStrategy where PJRT_DEVICE says TPU, else this host's CPU."""
+        self.is_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
+        self.strategy = _tpu_strategy() if self.is_tpu else _cpu_strategy(int(os.environ.get("CPU_NUM_DEVICES") or 1))
+        self.count: int = self.strategy.num_replicas_in_sync
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Runs a function on every replica and returns what the first gives: they give the same."""
+        return self.strategy.experimental_local_results(self.strategy.run(function, args=arguments))[0]
+
+    def sum(self, values: Any) -> Any:
+        """Tensors added over all replicas; in a replica's context."""
+        if self.count == 1:
+            return values
+        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
+
+    def send_rows(self, batch: Arrays) -> Any:
+        """This host's rows; with more than one replica, the rows of each."""
+        on_devices = {name: array.value for name, array in batch.items() if isinstance(array, Distributed)}
+        if on_devices:
+            return on_devices
+        if self.count == 1:
+            return {name: tf.constant(array) for name, array in batch.items()}
+        split = {name: np.split(array, self.count) for name, array in batch.items()}
+
+        def of_replica(context: Any) -> Any:
+            return {name: tf.constant(arrays[context.replica_id_in_sync_group]) for name, arrays in split.items()}
+
+        return self.strategy.experimental_distribute_values_from_function(of_replica)
+
+
+def _tpu_strategy() -> Any:
+    """Over the chips of this host, or of the gRPC workers that TPU_NAME lists:
+    grpc://10.0.0.2:8470,grpc://10.0.0.3:8470."""
+    name = os.environ.get("TPU_NAME") or "local"
+    resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
+    if name != "local":
+        tf.config.experimental_connect_to_cluster(resolver)
+    tf.tpu.experimental.initialize_tpu_system(resolver)
+    return tf.distribute.TPUStrategy(resolver)
+
+
+def _cpu_strategy(devices: int) -> Any:
+    if devices == 1:
+        return tf.distribute.get_strategy()
+    [cpu] = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+    return tf.distribute.MirroredStrategy([f"/cpu:{index}" for index in range(devices)])

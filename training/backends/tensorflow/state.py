@@ -1,0 +1,54 @@
+"""The state of a run in TensorFlow: parameters and the optimizer's variables, how they are named, loaded and copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from training.backends.tensorflow.model import Parameter
+from training.checkpoint.safetensors_file import Damaged, TensorSpec
+from training.checkpoint.snapshot import Snapshot
+
+
+class State:
+    """Variables under PyTorch's names and in PyTorch's shapes."""
+
+    def __init__(self, parameters: Sequence[Parameter], optimizer: Any) -> None:
+        """`optimizer`: of training.registry.OPTIMIZERS, over the same parameters."""
+        self.parameters, self.optimizer = parameters, optimizer
+
+    def variables(self) -> dict[str, tuple[Parameter, Any]]:
+        """Each variable by its name in a checkpoint, with the parameter that it is or belongs to."""
+        groups = {"model": [parameter.variable for parameter in self.parameters], **self.optimizer.state()}
+        return {
+            f"{group}/{parameter.name}": (parameter, variable)
+            for group, variables in groups.items()
+            for parameter, variable in zip(self.parameters, variables, strict=True)
+        }
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        """Type, shape and bytes of each."""
+        return {
+            name: TensorSpec("F32", parameter.shape, 4 * int(np.prod(parameter.shape)))
+            for name, (parameter, _) in self.variables().items()
+        }
+
+    def snapshot(self, buffers: Mapping[str, memoryview]) -> Snapshot:
+        """Copies the named variables to host memory, before it returns."""
+        variables = self.variables()
+        for name, buffer in buffers.items():
+            parameter, variable = variables[name]
+            np.frombuffer(buffer, dtype=np.float32)[:] = parameter.read(variable).reshape(-1)
+        return Snapshot()
+
+    def load(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        """Replaces variables by copies. Raises Damaged for one that has no place here."""
+        variables, specs = self.variables(), self.tensor_specs()
+        for name, (spec, data) in tensors.items():
+            if specs.get(name) != spec:
+                raise Damaged(f"tensor {name} is {spec.dtype} {list(spec.shape)}, which has no place in this model")
+            parameter, variable = variables[name]
+            # A variable may keep the memory that it is given.
+            parameter.assign(variable, np.frombuffer(data, np.float32).reshape(spec.shape).copy())

@@ -1,0 +1,130 @@
+"""The whole training step in one view: forward, loss, backward, accumulation, clipping, learning rate, optimizer.
+
+The functions named `..._program` are traced once for each shape of rows. Everything that changes with the step (learning
+rate, the optimizer's scalars, the seed of dropout) reaches them as data. Weights and the optimizer's state are fp32; bf16
+is Keras' mixed_bfloat16 policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from training.backends.seeds import step_seed
+from training.backends.tensorflow.model import Noise, Parameter
+from training.backends.tensorflow.replicas import Replicas
+from training.batch import SUMS
+from training.config import TrainerConfig
+from training.distributed.cluster import Cluster
+from training.optim.schedule import learning_rate
+
+# A task's half: (network, rows, training) -> the sums (3,) of training.batch.SUMS, and what else an evaluation counts.
+TaskSums = Callable[[Any, Mapping[str, Any], bool], tuple[Any, Any]]
+
+
+class TrainingStep:
+    """The step of one run, as operations on its variables."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        cluster: Cluster,
+        network: Any,
+        parameters: Sequence[Parameter],
+        optimizer: Any,
+        noise: Noise,
+        replicas: Replicas,
+        task_sums: TaskSums,
+    ) -> None:
+        """`task_sums`: of the configuration's task."""
+        self._config, self._train, self._cluster = config, config.train, cluster
+        self._network, self._parameters, self._optimizer = network, parameters, optimizer
+        self._noise, self._replicas, self._task_sums = noise, replicas, task_sums
+
+    def scalars(self, number: int) -> tuple[Any, Any]:
+        """What changes with the step: the seed of dropout; and the learning rate and the optimizer's scalars."""
+        scalars = (learning_rate(self._train, number), *self._optimizer.step_scalars(number))
+        seed = step_seed(self._config.seed, number, self._cluster.worker)
+        return tf.constant(seed, tf.int32), tf.constant(np.array(scalars, np.float32))
+
+    def train_program(self, rows: Any, seed: Any, scalars: Any) -> Any:
+        """A step on a host without others. Returns the sums: (3,)."""
+
+        def replica(rows: Any) -> Any:
+            gradients, sums = self.gradients(rows, seed)
+            self.update(gradients, sums, scalars)
+            return sums
+
+        return self._replicas.run(replica, rows)
+
+    def gradients_program(self, rows: Any, seed: Any) -> Any:
+        """(all parameters + 3,): what hosts add up."""
+
+        def replica(rows: Any) -> Any:
+            gradients, sums = self.gradients(rows, seed)
+            return tf.concat([*(tf.reshape(gradient, [-1]) for gradient in gradients), sums], 0)
+
+        return self._replicas.run(replica, rows)
+
+    def update_program(self, flat: Any, scalars: Any) -> Any:
+        """The rest of the step, with what hosts have added up."""
+
+        def replica() -> Any:
+            variables = [parameter.variable for parameter in self._parameters]
+            *pieces, sums = tf.split(flat, [*(variable.shape.num_elements() for variable in variables), len(SUMS)])
+            gradients = [tf.reshape(piece, variable.shape) for piece, variable in zip(pieces, variables, strict=True)]
+            self.update(gradients, sums, scalars)
+            return sums
+
+        return self._replicas.run(replica)
+
+    def evaluation_program(self, rows: Any) -> Any:
+        """(3 + the task's counts,)."""
+
+        def replica(rows: Any) -> Any:
+            sums, counts = self._task_sums(self._network, rows, False)
+            flat = sums if counts is None else tf.concat([sums, tf.reshape(counts, [-1])], 0)
+            return self._replicas.sum(flat)
+
+        return self._replicas.run(replica, rows)
+
+    def gradients(self, rows: Mapping[str, Any], seed: Any) -> tuple[list[Any], Any]:
+        """Of the summed loss over the rows of all replicas of this host, with the sums: (3,)."""
+        pieces = self._train.gradient_accumulation
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        variables = [parameter.variable for parameter in self._parameters]
+        gradients: list[Any] = []
+        total = tf.zeros([len(SUMS)])
+        for number in range(pieces):
+            # One after the other: pieces that run at the same time need the memory of all.
+            with tf.control_dependencies(gradients):
+                piece = {name: _piece(array, number, pieces) for name, array in rows.items()}
+                self._noise.seed = tf.stack([seed, tf.cast(replica, tf.int32) * pieces + number])
+                with tf.GradientTape() as tape:
+                    sums, _ = self._task_sums(self._network, piece, True)
+                    loss = sums[SUMS.index("loss")]
+                # Dense: a lookup's gradient comes as rows.
+                more = [tf.convert_to_tensor(gradient) for gradient in tape.gradient(loss, variables)]
+                gradients = [have + new for have, new in zip(gradients, more, strict=True)] if gradients else more
+                total += sums
+        self._noise.seed = None
+        *gradients, total = self._replicas.sum([*gradients, total])
+        return gradients, total
+
+    def update(self, gradients: list[Any], sums: Any, scalars: Any) -> None:
+        """Clips gradients of the summed loss, and lets the optimizer change the state."""
+        scalars = tf.unstack(scalars)
+        scale = 1 / tf.maximum(sums[SUMS.index("weight")], 1e-6)  # of the sum's gradient, to the mean's
+        if self._train.clip_norm is not None:
+            norm = tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in gradients])) * scale
+            scale = scale * tf.minimum(self._train.clip_norm / (norm + 1e-6), 1)
+        self._optimizer.update(gradients, scale, *scalars)
+
+
+def _piece(array: Any, number: int, pieces: int) -> Any:
+    """The rows of one gradient accumulation."""
+    rows = array.shape[0] // pieces
+    return array[number * rows : (number + 1) * rows]

@@ -1,0 +1,75 @@
+"""Where arrays live: the devices of the slice, and how batches and state are laid out over them.
+
+There is one layout: data parallelism. Under SPMD a mesh of all devices of all hosts has one axis, "data"; rows of a batch
+are sharded over it, everything else is replicated, and the compiler adds the sum of gradients. On one CPU device a process
+there is no mesh. Another layout (a model axis, sharded state) belongs here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import cast
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as spmd
+import torch_xla.runtime as xla_runtime
+from torch import Tensor
+
+from training.batch import SUMS, Arrays, Signals
+from training.distributed.cluster import Cluster
+
+SIGNALS = 2  # stop, save
+REPORT = len(SUMS) + SIGNALS  # numbers that every step gives: the sums, and how many hosts raise each signal
+
+
+class DataParallel:
+    """The devices of all hosts, each with its rows of the batch and a whole copy of the state."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        """Opens the devices. SPMD is on where this process has, or preflight pretends to have, several devices."""
+        several = os.environ.get("PJRT_DEVICE") == "TPU" or int(os.environ.get("CPU_NUM_DEVICES") or 1) > 1
+        self.is_spmd = several or xla_runtime.is_spmd()  # preflight says so, where there is one device
+        if self.is_spmd and not xla_runtime.is_spmd():
+            xla_runtime.use_spmd()
+        self.device = torch_xla.device()
+        self.devices: int = xla_runtime.global_runtime_device_count() if self.is_spmd else cluster.hosts
+        self._hosts = cluster.hosts
+        self._mesh = spmd.Mesh(np.arange(self.devices), (self.devices,), ("data",)) if self.is_spmd else None
+
+    def send_rows(self, batch: Arrays) -> dict[str, Tensor]:
+        """Arrays (rows, ...) of this host, sharded by rows over all devices of all hosts."""
+        return {name: self._send(array, ("data", *[None] * (array.ndim - 1))) for name, array in batch.items()}
+
+    def send_replicated(self, array: np.ndarray) -> Tensor:
+        """The same array on every device."""
+        return self._send(array, (None,) * array.ndim)
+
+    def send_signals(self, signals: Signals) -> Tensor:
+        """(5,): zeros for the sums, then over all hosts the number that raise each signal."""
+        rows = np.zeros((self.devices // self._hosts, REPORT), dtype=np.float32)
+        rows[0, len(SUMS) :] = [signals.stop, signals.save]
+        return self._send(rows, ("data", None)).sum(0)
+
+    def _send(self, array: np.ndarray, axes: tuple[str | None, ...]) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if not self._mesh:
+            return tensor.to(self.device)
+        spec = spmd.ShardingSpec(self._mesh, axes, minibatch=self._hosts > 1 and axes[0] == "data")
+        return cast(Tensor, xm.send_cpu_data_to_device([tensor], self.device, input_sharding=spec)[0])
+
+    def replicate_report(self, report: Tensor) -> Tensor:
+        """Every host reads the report, so every device must have all of it; left alone, the compiler may shard it."""
+        if self._mesh:
+            spmd.mark_sharding(report, self._mesh, (None,))
+        return report
+
+    def replicate_state(self, tensors: Iterable[Tensor]) -> None:
+        """Declares tensors on the devices as replicated. To be said before the first step; else its outputs say it, and
+        the second step is another program."""
+        if self._mesh:
+            for tensor in tensors:
+                spmd.mark_sharding(tensor, self._mesh, (None,) * tensor.ndim)

@@ -1,0 +1,129 @@
+"""The whole training step in one view: forward, loss, backward, accumulation, clipping, learning rate, optimizer.
+
+Few programs: everything that changes with the step (learning rate, the optimizer's scalars, the seed of dropout) reaches
+the device as data, never as a constant. Weights and the optimizer's state are fp32; bf16 is autocast.
+
+Nothing here runs on a device: torch_xla records the operations, and the next sync runs them as one program. Every tensor
+that is alive at a sync becomes an output of its program. So gradients live in no variable that outlasts a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch_xla.core.xla_model as xm
+from torch import Tensor
+
+from training.backends.seeds import step_seed
+from training.backends.torch_xla.dropout import row_keys
+from training.backends.torch_xla.sharding import REPORT, DataParallel
+from training.backends.torch_xla.state import State
+from training.batch import SUMS, Arrays, Signals
+from training.config import TrainerConfig
+from training.data.sampling.order import host_rows
+from training.distributed.cluster import Cluster
+from training.optim.schedule import learning_rate
+
+_ROW_KEYS = "row_keys"  # beside a batch's arrays: what dropout draws from
+
+# A task's half: (network, rows) -> the sums (3,) of training.batch.SUMS, and what else an evaluation counts.
+TaskSums = Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor | None]]
+
+
+class TrainingStep:
+    """The step of one run, as operations on its state."""
+
+    def __init__(
+        self, config: TrainerConfig, cluster: Cluster, state: State, sharding: DataParallel, task_sums: TaskSums
+    ) -> None:
+        """`task_sums`: of the configuration's task."""
+        self._config, self._train, self._cluster = config, config.train, cluster
+        self._state, self._sharding, self._task_sums = state, sharding, task_sums
+
+    def trace(self, number: int, batch: Arrays, signals: Signals) -> Tensor:
+        """A step that has not run: its report (5,), and the state becomes what the step makes of it."""
+        scalars = self.begin(number)
+        gradients, report = self.gradients(number, batch, signals)
+        self.update(gradients, report, scalars)
+        return self._sharding.replicate_report(report)
+
+    def begin(self, number: int) -> Tensor:
+        """Puts the state on the devices and seeds PyTorch's generator, for networks that use it. Returns what changes
+        with the step: the learning rate, and the optimizer's scalars."""
+        self._state.upload(self._sharding)
+        host = 0 if self._sharding.is_spmd else self._cluster.worker
+        xm.set_rng_state(step_seed(self._config.seed, number, host), self._sharding.device)
+        scalars = (learning_rate(self._train, number), *self._state.optimizer.step_scalars(number))
+        return self._sharding.send_replicated(np.array(scalars, dtype=np.float32))
+
+    def gradients(self, number: int, batch: Arrays, signals: Signals) -> tuple[list[Tensor], Tensor]:
+        """Of the summed loss over this host's rows (under SPMD: over all rows), with the report: (5,)."""
+        parameters = list(self._state.parameters.values())
+        gradients: list[Tensor] = []
+        report = self._sharding.send_signals(signals)
+        for piece in self._pieces(self._with_row_keys(number, batch)):
+            if self._state.noise:
+                self._state.noise.rows = piece.pop(_ROW_KEYS)
+            with self._autocast():
+                sums, _ = self._task_sums(self._state.network, piece)  # counts that nobody reads are not computed
+            # On autograd's own thread the results would stay alive a little longer than here, sometimes beyond the
+            # sync: another program.
+            with torch.autograd.set_multithreading_enabled(False):
+                more = torch.autograd.grad(sums[0], parameters, allow_unused=True, materialize_grads=True)
+            gradients = [total + new for total, new in zip(gradients, more, strict=True)] if gradients else list(more)
+            report = torch.cat([report[: len(SUMS)] + sums.detach(), report[len(SUMS) :]])
+        return gradients, report
+
+    def update(self, gradients: list[Tensor], report: Tensor, scalars: Tensor) -> None:
+        """Clips gradients of the summed loss, and lets the optimizer change the state."""
+        weight = report[SUMS.index("weight")]
+        with torch.no_grad():
+            scale = 1 / weight.clamp(min=1e-6)  # of the sum's gradient, to the mean's
+            if self._train.clip_norm is not None:
+                norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt() * scale
+                scale = scale * (self._train.clip_norm / (norm + 1e-6)).clamp(max=1)
+            self._state.optimizer.update(self._state.parameters, gradients, scale, *scalars.unbind())
+
+    def trace_evaluation(self, batch: Arrays, signals: Signals) -> Tensor:
+        """The report and the counts, (5 + counts,), of an evaluation that has not run."""
+        self._state.upload(self._sharding)
+        network = self._state.network
+        network.eval()
+        with torch.no_grad(), self._autocast():
+            sums, counts = self._task_sums(network, self._sharding.send_rows(batch))
+        network.train()
+        report = self._sharding.send_signals(signals)
+        further = [] if counts is None else [counts.flatten()]
+        return self._sharding.replicate_report(torch.cat([report[: len(SUMS)] + sums, report[len(SUMS) :], *further]))
+
+    def flatten(self, gradients: list[Tensor], report: Tensor) -> Tensor:
+        """(all parameters + 5,): what hosts add up."""
+        return torch.cat([*(gradient.reshape(-1) for gradient in gradients), report])
+
+    def unflatten(self, flat: Tensor) -> tuple[list[Tensor], Tensor]:
+        """The gradients and the report that `flatten` has joined."""
+        parameters = list(self._state.parameters.values())
+        *pieces, report = flat.split([*(value.numel() for value in parameters), REPORT])
+        return [piece.view_as(value) for piece, value in zip(pieces, parameters, strict=True)], report
+
+    def _pieces(self, batch: Arrays) -> list[dict[str, Tensor]]:
+        """The rows of each gradient accumulation, in order."""
+        count = self._train.gradient_accumulation
+        return [
+            self._sharding.send_rows({name: np.array_split(array, count)[index] for name, array in batch.items()})
+            for index in range(count)
+        ]
+
+    def _with_row_keys(self, number: int, batch: Arrays) -> Arrays:
+        """With a number for each of this host's rows of the global batch, for dropout."""
+        if not self._state.noise:
+            return batch
+        worker, hosts = self._cluster.worker, self._cluster.hosts
+        count = len(next(iter(batch.values()))) * hosts
+        return {**batch, _ROW_KEYS: row_keys(self._config.seed, number, *host_rows(count, worker, hosts))}
+
+    def _autocast(self) -> Any:
+        return torch.autocast("xla", dtype=torch.bfloat16, enabled=self._train.precision == "bf16")

@@ -1,0 +1,77 @@
+"""AdamW for TensorFlow variables, under any tf.distribute strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from training.optim.adamw import STATE, AdamWSettings, bias_corrections, is_decayed
+
+
+class AdamWTensorFlow:
+    """The moments of all parameters, and the update."""
+
+    state_names = STATE
+
+    def __init__(self, settings: AdamWSettings, names: Sequence[str], variables: Sequence[Any]) -> None:
+        """Moments of zero, beside each variable. To be called in the strategy's scope.
+
+        Args:
+            settings: hyperparameters.
+            names: of the variables, PyTorch's.
+            variables: trainable tf.Variables, fp32.
+        """
+        self._settings, self._variables = settings, list(variables)
+        self._decayed = [is_decayed(name, value.shape) for name, value in zip(names, variables, strict=True)]
+        self._moments = [[tf.Variable(tf.zeros_like(value), trainable=False) for value in variables] for _ in STATE]
+
+    def state(self) -> dict[str, list[Any]]:
+        """Group -> moments, in the order of the variables."""
+        return dict(zip(STATE, self._moments, strict=True))
+
+    def step_scalars(self, step: int) -> tuple[float, ...]:
+        """What `update` needs that changes with the step, beside the learning rate: the two bias corrections. They reach
+        the program as data, so that one program serves all steps."""
+        return bias_corrections(self._settings, step)
+
+    def update(self, gradients: Sequence[Any], scale: Any, *scalars: Any) -> None:
+        """Changes variables and moments in place; to be called in a replica's context.
+
+        Args:
+            gradients: in the order of the variables; each is multiplied by `scale` before it is used.
+            scale: scalar, the mean over the batch and clipping in one factor.
+            *scalars: the learning rate, then those of `step_scalars`; scalars too.
+        """
+
+        def update_all(strategy: Any, gradients: Sequence[Any], *scalars: Any) -> None:
+            for value, decayed, first, second, gradient in zip(
+                self._variables, self._decayed, *self._moments, gradients, strict=True
+            ):
+                strategy.extended.update(value, self._update_rule(decayed), args=(first, second, gradient, *scalars))
+
+        tf.distribute.get_replica_context().merge_call(update_all, args=(gradients, scale, *scalars))
+
+    def _update_rule(self, decayed: bool) -> Callable[..., None]:
+        """The update of one variable and its moments, on one device."""
+        settings = self._settings
+        decay = settings.weight_decay if decayed else 0.0
+
+        def update(
+            value: Any,
+            first: Any,
+            second: Any,
+            gradient: Any,
+            scale: Any,
+            rate: Any,
+            correction1: Any,
+            correction2: Any,
+        ) -> None:
+            gradient = gradient * scale
+            m = first.assign(settings.adam_beta1 * first + (1 - settings.adam_beta1) * gradient)
+            v = second.assign(settings.adam_beta2 * second + (1 - settings.adam_beta2) * gradient * gradient)
+            step = (m / correction1) / (tf.sqrt(v / correction2) + settings.adam_epsilon)
+            value.assign_sub(rate * (step + decay * value))
+
+        return update

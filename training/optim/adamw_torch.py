@@ -1,0 +1,66 @@
+"""AdamW for torch tensors on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from training.optim.adamw import STATE, AdamWSettings, bias_corrections, is_decayed
+
+
+class AdamWTorch:
+    """The moments of all parameters, and the update."""
+
+    state_names = STATE
+
+    def __init__(self, settings: AdamWSettings, parameters: Mapping[str, Tensor]) -> None:
+        """Moments of zero, beside each parameter."""
+        self._settings = settings
+        self._moments = [
+            {name: torch.zeros_like(value, requires_grad=False) for name, value in parameters.items()} for _ in STATE
+        ]
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """Group -> parameter's name -> moment."""
+        return dict(zip(STATE, self._moments, strict=True))
+
+    def move_state(self, move: Callable[[Tensor], Tensor]) -> None:
+        """Replaces each moment by `move(moment)`, for example by a copy on a device."""
+        self._moments = [{name: move(value) for name, value in group.items()} for group in self._moments]
+
+    def step_scalars(self, step: int) -> tuple[float, ...]:
+        """What `update` needs that changes with the step, beside the learning rate: the two bias corrections. They reach
+        the device as data, so that one program serves all steps."""
+        return bias_corrections(self._settings, step)
+
+    def update(
+        self,
+        parameters: Mapping[str, Tensor],
+        gradients: Sequence[Tensor],
+        scale: Tensor,
+        rate: Tensor,
+        correction1: Tensor,
+        correction2: Tensor,
+    ) -> None:
+        """Changes parameters and moments in place.
+
+        Args:
+            parameters: by name, fp32.
+            gradients: in the order of the parameters; each is multiplied by `scale` before it is used.
+            scale: scalar, the mean over the batch and clipping in one factor.
+            rate: scalar, the learning rate.
+            correction1: scalar, of `step_scalars`.
+            correction2: scalar, of `step_scalars`.
+        """
+        settings = self._settings
+        first, second = self._moments
+        for (name, value), gradient in zip(parameters.items(), gradients, strict=True):
+            gradient = gradient * scale
+            first[name].mul_(settings.adam_beta1).add_(gradient, alpha=1 - settings.adam_beta1)
+            second[name].mul_(settings.adam_beta2).addcmul_(gradient, gradient, value=1 - settings.adam_beta2)
+            update = (first[name] / correction1) / ((second[name] / correction2).sqrt() + settings.adam_epsilon)
+            if is_decayed(name, value.shape):
+                update = update + settings.weight_decay * value
+            value.sub_(rate * update)

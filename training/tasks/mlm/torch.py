@@ -1,0 +1,28 @@
+"""Masked language modelling in torch: the loss over this host's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training.tasks.torch_sums import cross_entropy_sums
+
+
+def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
+    """(3,): weighted loss, weights, weighted hits (training.batch.SUMS), over this host's rows. The head is computed at
+    the masked positions only."""
+    ids = batch["input_ids"].long()  # (rows, sequence)
+    # Rows have no padding. Without any mask the model would look for some, which costs a device-to-host round trip each
+    # step.
+    hidden = network.base_model(input_ids=ids, attention_mask=torch.ones_like(ids))[0]  # (rows, sequence, width)
+    # As a matrix product, which is exact: backwards, a gather is a scatter into the global batch, added up over all
+    # devices.
+    chosen = batch["positions"].unsqueeze(-1) == torch.arange(hidden.shape[1], dtype=torch.int32, device=hidden.device)
+    hidden = torch.bmm(chosen.to(hidden.dtype), hidden)  # (rows, predictions, sequence) times (rows, sequence, width)
+    head = network.cls if hasattr(network, "cls") else network.lm_head
+    logits = head(hidden).float().flatten(0, 1)  # (rows * predictions, vocabulary)
+    labels = batch["labels"].long().flatten().clamp(min=0)  # (rows * predictions,)
+    weights = batch["weights"].flatten()
+    return cross_entropy_sums(logits, labels, weights), None
