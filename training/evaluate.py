@@ -6,7 +6,7 @@ Each record counts once, on any number of hosts: totals are added over batches a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from training.batch import Signals, StepResult
 from training.checkpoint.admin import find_checkpoints
 from training.checkpoint.format import Manifest
 from training.checkpoint.reader import load_tensors
-from training.checkpoint.safetensors_file import Damaged
+from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.store import read_manifest
 from training.config import Model, TrainerConfig
 from training.data import tokenizer as tokenizers
@@ -33,7 +33,7 @@ from training.tasks.task import Task, task_class
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Of what, over what, and the figures."""
+    """The figures of a model, and over what."""
 
     model: str  # a checkpoint's folder, or a model folder
     step: int | None
@@ -44,17 +44,53 @@ class Evaluated:
     labels: tuple[str, ...] | None
 
     def as_json(self) -> dict[str, Any]:
-        told = {"model": self.model, "step": self.step, "data": self.data, "examples": self.examples, **self.figures}
-        return {**told, "labels": self.labels, "confusion": self.confusion} if self.confusion else told
+        """For people's programs: the figures beside the rest, and the confusion matrix where there is one."""
+        values = {"model": self.model, "step": self.step, "data": self.data, "examples": self.examples, **self.figures}
+        return {**values, "labels": self.labels, "confusion": self.confusion} if self.confusion else values
 
 
-def over_all(task: Task, backend: Backend, rendezvous: Rendezvous, stopping: ShutdownRequest, doing: str) -> StepResult:
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint of a run."""
+
+    folder: str  # of all checkpoints of the run
+    config: TrainerConfig  # of the run
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"{self.folder}, step {self.manifest.step}"
+
+    def load_model(self, backend: Backend) -> None:
+        """Gives the weights to the backend. Raises BadInput."""
+
+        def load(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+            backend.load_state({name: value for name, value in tensors.items() if name.startswith("model/")})
+
+        try:
+            load_tensors(self.folder, self.manifest, load)
+        except Damaged as error:
+            raise BadInput(f"{self.folder}: step {self.manifest.step} can't be used: {error}") from None
+
+
+def evaluate_all(
+    task: Task, backend: Backend, rendezvous: Rendezvous, shutdown: ShutdownRequest, phase: str
+) -> StepResult:
     """The totals over the evaluation set. When its `signals.stop` is set, all hosts have broken off: the totals are of a
-    part."""
+    part.
+
+    Args:
+        task: whose evaluation set.
+        backend: with the model.
+        rendezvous: of all hosts.
+        shutdown: whether this process was asked to stop.
+        phase: what this is part of, for other hosts' messages.
+    """
     total = StepResult.empty()
     for number, batch in enumerate(task.evaluation_batches()):
-        rendezvous.set_phase(f"{doing}, batch {number}")
-        total = total.plus(backend.evaluate(batch.arrays, Signals(stop=stopping.requested)).result())
+        rendezvous.set_phase(f"{phase}, batch {number}")
+        total = total.plus(backend.evaluate(batch.arrays, Signals(stop=shutdown.requested)).result())
         rendezvous.check()
         if total.signals.stop:
             break
@@ -66,100 +102,101 @@ def evaluate(
     config: TrainerConfig,
     cluster: Cluster,
     rendezvous: Rendezvous,
-    stopping: ShutdownRequest,
+    shutdown: ShutdownRequest,
     step: int | None = None,
 ) -> Evaluated:
-    """`place` is a run's folder (its newest checkpoint, unless `step` is given), a model folder in Hugging Face's
-    layout, or a name on the Hub.
+    """Evaluates a model, on all hosts.
 
-    The network is built as it says; data, batch size and precision are the configuration's. Called by all hosts. Raises
-    BadInput for what does not fit together."""
+    Args:
+        place: a run's folder, a model folder in Hugging Face's layout, or a name on the Hub. The network is built as it
+            says.
+        config: says the data, the batch size and the precision.
+        cluster: who this host is, and the others.
+        rendezvous: of all hosts.
+        shutdown: whether this process was asked to stop.
+        step: of a run, which checkpoint; the newest, unless given.
+
+    Raises:
+        BadInput: something does not fit together.
+        TrainError: the evaluation was broken off.
+    """
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")
     place = model_folder(place)
-    folder = storage.stat(storage.join(place, WEIGHTS)) is not None
-    if folder and step is not None:
+    is_model_folder = storage.stat(storage.join(place, WEIGHTS)) is not None
+    if is_model_folder and step is not None:
         raise BadInput(f"{place} is a model folder, and has no steps: leave out --step")
-    checkpoint = None if folder else _checkpoint(place, step)
-    config = config.model_copy(update={"model": checkpoint[1].model if checkpoint else Model(path=place)})
+    checkpoint = None if is_model_folder else _open_checkpoint(place, step)
+    name = checkpoint.name if checkpoint else place
+    config = config.model_copy(update={"model": checkpoint.config.model if checkpoint else Model(path=place)})
     task = open_task(config, cluster)
     assert task.data.evaluation is not None
-    facts = {"configuration": config.hash, "model": _name(place, checkpoint), **task.data.hashes()}
+    facts = {"configuration": config.hash, "model": name, **task.data.hashes()}
     token = agree(rendezvous, facts, config.rendezvous.start_seconds)
-    _require_alike(place, task, checkpoint)
+    _require_same_task(place, task, checkpoint)
     backend = open_backend(config, cluster, rendezvous, task, token)
     if checkpoint:
-        _load(checkpoint, backend)
-    stopping.nothing_to_save = False
-    total = over_all(task, backend, rendezvous, stopping, "evaluation")
+        checkpoint.load_model(backend)
+    shutdown.nothing_to_save = False
+    total = evaluate_all(task, backend, rendezvous, shutdown, "evaluation")
     if total.signals.stop:
         raise TrainError("asked to stop: the evaluation was broken off")
-    counts = (
-        None if total.counts is None or task.labels is None else total.counts.reshape(len(task.labels), -1).tolist()
-    )
-    evaluation = task.data.evaluation
     return Evaluated(
-        _name(place, checkpoint), checkpoint[2].step if checkpoint else None, evaluation.url, evaluation.records, task.figures(total), counts, task.labels
-    )  # fmt: skip
+        model=name,
+        step=checkpoint.manifest.step if checkpoint else None,
+        data=task.data.evaluation.url,
+        examples=task.data.evaluation.records,
+        figures=task.figures(total),
+        confusion=_confusion(task, total),
+        labels=task.labels,
+    )
 
 
-Checkpoint = tuple[str, TrainerConfig, Manifest]  # the folder of checkpoints, what the run was, what the checkpoint is
+def _confusion(task: Task, total: StepResult) -> list[list[float]] | None:
+    if total.counts is None or task.labels is None:
+        return None
+    rows: list[list[float]] = total.counts.reshape(len(task.labels), -1).tolist()
+    return rows
 
 
-def _checkpoint(place: str, step: int | None) -> Checkpoint:
+def _open_checkpoint(place: str, step: int | None) -> Checkpoint:
     try:
-        below, steps = find_checkpoints(place)
+        folder, steps = find_checkpoints(place)
     except BadInput as error:
         raise BadInput(f"{place} is neither a model folder (it has no {WEIGHTS}) nor a run's: {error}") from None
     chosen = steps[0] if step is None else step
     if chosen not in steps:
-        raise BadInput(f"{below} has no committed step {chosen}; it has {', '.join(map(str, steps))}")
+        raise BadInput(f"{folder} has no committed step {chosen}; it has {', '.join(map(str, steps))}")
     try:
-        manifest = read_manifest(below, chosen)
+        manifest = read_manifest(folder, chosen)
     except Damaged as error:
-        raise BadInput(f"{below}: step {chosen} is damaged: {error}; choose another with --step") from None
-    return below, TrainerConfig.model_validate(manifest.config), manifest
+        raise BadInput(f"{folder}: step {chosen} is damaged: {error}; choose another with --step") from None
+    return Checkpoint(folder, TrainerConfig.model_validate(manifest.config), manifest)
 
 
-def _name(place: str, checkpoint: Checkpoint | None) -> str:
-    return f"{checkpoint[0]}, step {checkpoint[2].step}" if checkpoint else place
-
-
-def _require_alike(place: str, task: Task, checkpoint: Checkpoint | None) -> None:
-    """The model must have been made for this tokenizer and these labels: otherwise the figures would mean nothing."""
+def _require_same_task(place: str, task: Task, checkpoint: Checkpoint | None) -> None:
+    """The model must have been made for this task, tokenizer and labels: otherwise the figures would mean nothing.
+    Raises BadInput."""
     if checkpoint:
-        identity = checkpoint[2].identity
+        identity = checkpoint.manifest.identity
         kind, labels, tokenizer = identity.get("task"), identity.get("labels"), identity.get("tokenizer")
     else:
         values = read_config(place)
         kind = task_of_model(values)
         labels = read_labels(values) if task_class(kind).has_labels else None
         tokenizer = tokenizers.read(place).hash if storage.stat(storage.join(place, "tokenizer.json")) else None
-    wanted = task.identity()
-    for what, have, want in (
-        ("task", kind, wanted["task"]),
-        ("labels", _list(labels), _list(task.labels)),
-        ("tokenizer", tokenizer or wanted["tokenizer"], wanted["tokenizer"]),
+    data = task.identity()
+    for name, of_model, of_data in (
+        ("task", kind, data["task"]),
+        ("labels", _join(labels), _join(task.labels)),
+        ("tokenizer", tokenizer or data["tokenizer"], data["tokenizer"]),
     ):
-        if have != want:
+        if of_model != of_data:
             raise BadInput(
-                f"{place} can't be evaluated on {task.data.train.url}: the {what} of the model: {have}; of the data: {want}"
+                f"{place} can't be evaluated on {task.data.train.url}: the {name} of the model: {of_model}; "
+                f"of the data: {of_data}"
             )
 
 
-def _list(labels: Sequence[str] | None) -> str:
+def _join(labels: Sequence[str] | None) -> str:
     return "none" if labels is None else ", ".join(labels)
-
-
-def _load(checkpoint: Checkpoint, backend: Backend) -> None:
-    below, _, manifest = checkpoint
-    try:
-        load_tensors(
-            below,
-            manifest,
-            lambda tensors: backend.load_state(
-                {name: value for name, value in tensors.items() if name.startswith("model/")}
-            ),
-        )
-    except Damaged as error:
-        raise BadInput(f"{below}: step {manifest.step} can't be used: {error}") from None

@@ -1,4 +1,5 @@
-"""Before the first step: all hosts agree on what they run, and the framework's backend is opened."""
+"""Before the first step: the data is opened, all hosts agree on what they run, the run's folder is claimed, and the
+framework's backend is opened."""
 
 from __future__ import annotations
 
@@ -9,23 +10,139 @@ import json
 import os
 import re
 import secrets
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from training import storage
 from training.backends.protocol import Backend, OpenBackend
 from training.checkpoint.admin import has_checkpoint
+from training.checkpoint.retention import Keep
+from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig, batch_mistake
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
+from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput
 from training.models.export import export_checkpoint
-from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements
+from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config
 from training.registry import BACKENDS, TASKS, load
 from training.tasks.task import Task, task_class
+from training.telemetry.console import Console
+from training.telemetry.phase_timer import PhaseTimer
 
 _CLAIM = re.compile(r"attempt-\d+\.[0-9a-f]+\.json")
+
+
+def warn(message: str) -> None:
+    """Shows a warning on standard error."""
+    print(f"tpu-train: warning: {message}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One attempt of a run on this host: what it is, and what it talks to."""
+
+    config: TrainerConfig
+    cluster: Cluster
+    rendezvous: Rendezvous
+    shutdown: ShutdownRequest
+    timer: PhaseTimer
+    console: Console
+    task: Task
+    code: str  # hash of the trainer's source
+    token: str  # that only this group of processes has
+    model_identity: Mapping[str, Any]  # the network, as far as a checkpoint must agree with it
+    fence: Callable[[], None]  # raises when this group of processes may commit no more
+
+    @property
+    def folder(self) -> str:
+        """Where everything of the run is."""
+        return storage.join(self.config.output, self.cluster.run_id)
+
+    @property
+    def model_folder(self) -> str:
+        """Where the result goes."""
+        return storage.join(self.folder, "model")
+
+    def model_config(self) -> dict[str, Any]:
+        """The values of the model's config.json."""
+        tokens = self.task.data.tokens
+        return build_model_config(
+            self.config.model,
+            vocabulary=tokens.vocabulary,
+            pad=tokens.pad,
+            dropout=self.config.train.dropout,
+            head=TASKS[self.config.task].head,
+            labels=self.task.labels,
+        )
+
+    def step_seconds(self) -> float:
+        """What this attempt has spent in steps and on waiting for their batches."""
+        return self.timer.seconds.get("step", 0.0) + self.timer.seconds.get("data_wait", 0.0)
+
+    def with_starting_model(self) -> Run:
+        """The run, with the folder that its model starts from. Raises BadInput."""
+        return replace(self, config=with_starting_model(self.config, self.folder, self.cluster, self.rendezvous))
+
+
+def open_run(
+    config: TrainerConfig,
+    cluster: Cluster,
+    rendezvous: Rendezvous,
+    shutdown: ShutdownRequest,
+    timer: PhaseTimer,
+    console: Console,
+    wall_time: Callable[[], float],
+) -> tuple[Run, str]:
+    """Opens the data, and makes sure that all hosts are about to run the same thing. Returns the run and the URL of this
+    attempt's record. Raises BadInput."""
+    with timer.phase("start"):
+        rendezvous.set_phase("opening the data")
+        task = open_task(config, cluster)
+        code = code_hash()
+        facts = {"configuration": config.hash, "code": code, **task.data.hashes()}
+        token = agree(rendezvous, facts, config.rendezvous.start_seconds)
+        record = {
+            "run_id": cluster.run_id,
+            "attempt": cluster.attempt,
+            "began": round(wall_time(), 3),
+            "accelerator": cluster.accelerator_type if device_kind() == "TPU" else None,
+            "hosts": cluster.addresses,
+            "code": code,
+            "config": config.canonical(),
+        }
+        folder = storage.join(config.output, cluster.run_id)
+        record_url = claim(folder, cluster, rendezvous, token, record)
+        run = Run(
+            config, cluster, rendezvous, shutdown, timer, console, task, code, token,
+            model_identity(config), fence(folder, cluster),
+        )  # fmt: skip
+        return run, record_url
+
+
+def open_checkpoints(run: Run) -> tuple[CheckpointWriter, dict[str, Any]]:
+    """The writer of the run's checkpoints, and the identity that a checkpoint must have to be continued."""
+    config = run.config
+    identity = {
+        **run.task.identity(),
+        **run.model_identity,
+        "seed": config.seed,
+        "train.global_batch_size": config.train.global_batch_size,
+    }
+    writer = CheckpointWriter(
+        storage.join(run.folder, "checkpoints"),
+        run.cluster,
+        run.rendezvous,
+        RunDescription(identity, config.canonical(), run.code, run.token),
+        Keep(config.checkpoint.keep_last, config.checkpoint.keep_every),
+        background=config.checkpoint.background,
+        fence=run.fence,
+        warn=warn,
+    )
+    return writer, identity
 
 
 def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
@@ -34,7 +151,8 @@ def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
     best = config.checkpoint.best
     if best is not None and best.metric not in task.figure_names:
         raise BadInput(
-            f"checkpoint.best.metric: an evaluation of task {config.task} has no {best.metric}; it has {', '.join(task.figure_names)}"
+            f"checkpoint.best.metric: an evaluation of task {config.task} has no {best.metric}; it has "
+            f"{', '.join(task.figure_names)}"
         )
     return task
 
@@ -51,11 +169,11 @@ def code_hash() -> str:
 def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float) -> str:
     """Meets all hosts, compares what each is about to run, and returns a token that only this group of processes has.
     Raises BadInput."""
-    told = rendezvous.meet("start", {"facts": dict(facts), "token": secrets.token_hex(4)}, start_seconds)
-    found = disagreements([each["facts"] for each in told])
-    if found:
-        raise BadInput("the hosts are not about to run the same thing:\n  " + "\n  ".join(found))
-    token: str = told[0]["token"]
+    reports = rendezvous.meet("start", {"facts": dict(facts), "token": secrets.token_hex(4)}, start_seconds)
+    differences = disagreements([report["facts"] for report in reports])
+    if differences:
+        raise BadInput("the hosts are not about to run the same thing:\n  " + "\n  ".join(differences))
+    token: str = reports[0]["token"]
     return token
 
 
@@ -78,20 +196,20 @@ def claim(folder: str, cluster: Cluster, rendezvous: Rendezvous, token: str, rec
     blind = [worker for worker, sees in enumerate(rendezvous.meet("seen", storage.stat(url) is not None)) if not sees]
     if blind:
         raise BadInput(
-            f"output {folder} is not one folder for all hosts: host 0 wrote {url}, and host {', host '.join(map(str, blind))} can't see it; "
-            "use gs://, or a folder that all hosts share"
+            f"output {folder} is not one folder for all hosts: host 0 wrote {url}, and host "
+            f"{', host '.join(map(str, blind))} can't see it; use gs://, or a folder that all hosts share"
         )
     return url
 
 
 def fence(folder: str, cluster: Cluster) -> Callable[[], None]:
-    """What host 0 calls before each commit: raises BadInput when the run was started again after this attempt. So of
-    two trainers of one run, whether by two launchers or because a host of an old attempt woke up, the one that was
-    started last goes on, and it went on from what the other had committed."""
+    """Returns the check that host 0 makes before each commit: it raises BadInput when the run was started again after
+    this attempt. So of two trainers of one run, whether by two launchers or because a host of an old attempt woke up,
+    the one that was started last continues, from what the other had committed."""
     attempts = storage.join(folder, "attempts")
 
     def claims() -> set[str]:
-        return {each.url for each in storage.listing(attempts) if _CLAIM.fullmatch(storage.name_of(each.url))}
+        return {info.url for info in storage.listing(attempts) if _CLAIM.fullmatch(storage.name_of(info.url))}
 
     known = claims() if cluster.is_first else set()
 
@@ -99,21 +217,22 @@ def fence(folder: str, cluster: Cluster) -> Callable[[], None]:
         later = sorted(claims() - known)
         if later:
             raise BadInput(
-                f"run {cluster.run_id} was started again while this attempt {cluster.attempt} was training ({later[0]}); only the newest start may commit. "
-                "If both were meant, give one of them another run id or output"
+                f"run {cluster.run_id} was started again while this attempt {cluster.attempt} was training "
+                f"({later[0]}); only the newest start may commit. If both were meant, give one of them another run id "
+                "or output"
             )
 
     return check
 
 
-def disagreements(told: list[Mapping[str, str]]) -> list[str]:
-    """A line for each fact in which hosts differ from host 0, naming them. `told` is in worker order."""
+def disagreements(reports: list[Mapping[str, str]]) -> list[str]:
+    """A line for each fact in which hosts differ from host 0, naming them. `reports`: facts in worker order."""
     lines = []
-    for what, value in told[0].items():
-        others = {worker: facts.get(what) for worker, facts in enumerate(told) if facts.get(what) != value}
+    for name, value in reports[0].items():
+        others = {worker: facts.get(name) for worker, facts in enumerate(reports) if facts.get(name) != value}
         if others:
             lines.append(
-                f"{what}: host 0 has {value}, "
+                f"{name}: host 0 has {value}, "
                 + ", ".join(f"host {worker} {other}" for worker, other in others.items())
             )
     return lines

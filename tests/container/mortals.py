@@ -194,7 +194,7 @@ def _live(environment: dict[str, str], config: str, log: str, trained: str, fate
     os.environ.update(environment)
     wall = time.time
     time.time = lambda: wall() + ahead
-    from training import cli
+    from training.cli import main as cli
     from training.storage import gcs as bucket
 
     bucket.patience = bucket.Patience(connect=2, silence=3, deadline=3, first_delay=0.02, longest_delay=0.3)
@@ -258,7 +258,7 @@ def _put(fate: Fate, trained: str) -> None:
     real_meet, real_post, real_train_on = (
         rendezvous.RendezvousClient.meet,
         rendezvous.RendezvousClient._post,
-        loop._Run.train_on,
+        loop.Trainer.train_on,
     )
 
     def write(url: str, data: bytes, *, create_only: bool = False) -> storage.Stat:
@@ -306,28 +306,28 @@ def _put(fate: Fate, trained: str) -> None:
             passing.at("everyone has met")
         return told
 
-    def train_on(run: Any, batch: Any) -> None:
+    def train_on(trainer: Any, batch: Any) -> None:
         line = {
-            "attempt": run.cluster.attempt,
-            "worker": run.cluster.worker,
-            "step": run.step,
+            "attempt": trainer.run.cluster.attempt,
+            "worker": trainer.run.cluster.worker,
+            "step": trainer.progress.step,
             "records": [int(each) for each in batch.records],
         }
         descriptor = os.open(trained, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(descriptor, json.dumps(line).encode() + b"\n")
         os.close(descriptor)
-        if not run.trained:
+        if not trainer.progress.trained:
             passing.at("compiling")
         passing.at("a step")
-        real_train_on(run, batch)
+        real_train_on(trainer, batch)
 
     for place, name, new in (
         (storage, "write", write), (storage, "delete", delete), (save.CheckpointWriter, "save", save_), (copying.Snapshot, "_run", copy_all),
-        (rendezvous.RendezvousClient, "_post", post), (rendezvous.RendezvousClient, "meet", meet), (loop._Run, "train_on", train_on),
+        (rendezvous.RendezvousClient, "_post", post), (rendezvous.RendezvousClient, "meet", meet), (loop.Trainer, "train_on", train_on),
     ):  # fmt: skip
         setattr(place, name, new)
     for place, name, point in (
-        (gloo.Exchange, "sum", "exchanging gradients"), (torch_xla.TorchXla, "evaluate", "evaluating"), (export, "write", "exporting")
+        (gloo.Exchange, "sum", "exchanging gradients"), (torch_xla.TorchXla, "evaluate", "evaluating"), (export, "write_model_folder", "exporting")
     ):  # fmt: skip
         setattr(place, name, _before(getattr(place, name), passing, point))
 

@@ -45,7 +45,7 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
 
         if pod.applies(settings, cluster):
             tensorflow_environment(cluster, {})  # raises where TensorFlow can't drive this slice
-            pod.run(settings, cluster, rendezvous, shutdown, partial(run_training, clock=timer))
+            pod.run(settings, cluster, rendezvous, shutdown, partial(run_training, timer=timer))
         else:
             run_training(settings, cluster, rendezvous, shutdown, timer)
 

@@ -1,0 +1,152 @@
+"""What the training loop knows of its run, in a few objects: how far it is, its evaluations, and its compilations.
+
+No I/O and no clock: the loop feeds them with results, and asks them what to report and what to save. A step is *started*
+when it was given to the backend, and *finished* when its result was read; a few steps may be in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from training.backends.protocol import Backend
+from training.batch import HostBatch, Signals, StepResult
+from training.checkpoint.retention import Best
+from training.errors import TrainError
+from training.telemetry.phase_timer import PhaseTimer
+
+_SHOWN_RECORDS = 64  # of a batch, in the message about a loss that is not finite
+
+
+@dataclass
+class Progress:
+    """Counts of steps, the first and the last loss, and the signals that all hosts know of."""
+
+    step: int = 0  # steps of the run that were started
+    finished: int = 0  # steps of the run whose result was read
+    trained: int = 0  # steps that this attempt has started
+    first_loss: float | None = None
+    last_loss: float | None = None
+    signals: Signals = field(default_factory=Signals)
+
+    def resume(self, step: int, state: Mapping[str, Any]) -> None:
+        """Continues from a checkpoint of `step` with this state."""
+        self.step = self.finished = step
+        self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
+
+    def start_step(self) -> None:
+        """Counts a step that was given to the backend."""
+        self.step, self.trained = self.step + 1, self.trained + 1
+
+    def finish_step(self, result: StepResult, batch: HostBatch) -> None:
+        """Takes the result of the oldest step in flight. Raises TrainError for a loss that is not finite."""
+        self.signals = self.signals.union(result.signals)
+        loss = result.loss
+        if not math.isfinite(loss):
+            records = ", ".join(map(str, batch.records[:_SHOWN_RECORDS]))
+            last = "none before was finite" if self.last_loss is None else f"the last finite one was {self.last_loss}"
+            raise TrainError(
+                f"the loss of step {self.finished} is {loss}; {last}. Records of this host's batch: {records}"
+            )
+        self.finished += 1
+        self.first_loss = loss if self.first_loss is None else self.first_loss
+        self.last_loss = loss
+
+
+@dataclass
+class Evaluations:
+    """The last evaluation, and the best one."""
+
+    rule: Best | None  # which evaluation is the best, where checkpoint.best says so
+    step: int = -1  # steps that were done at the last evaluation
+    figures: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    counts: np.ndarray | None = None  # the task's further totals of the last evaluation
+    best: dict[str, Any] | None = None  # its "step", "metric" and "value"
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continues from a checkpoint with this state."""
+        self.best, self.step = state.get("best"), state.get("evaluated", -1)
+        self.figures = state.get("figures") or {}
+
+    def record(self, step: int, figures: dict[str, float], counts: np.ndarray | None) -> None:
+        """Takes the figures of the evaluation after `step` steps."""
+        self.step, self.figures, self.counts = step, figures, counts
+        if self.rule:
+            value = figures[self.rule.metric]
+            if self.rule.better(value, self.best["value"] if self.best else None):
+                self.best = {"step": step, "metric": self.rule.metric, "value": value}
+
+    def is_best(self, step: int) -> bool:
+        """Whether the state after `step` steps was evaluated, and was better than all before. Then its checkpoint says
+        so: the evaluation comes before the save."""
+        return self.best is not None and self.best["step"] == step == self.step
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint of `step` keeps."""
+        return {
+            "evaluated": self.step,
+            "figures": self.figures if self.step == step else None,
+            "best": self.best,
+        }
+
+
+class Compilations:
+    """Counts programs and the time that compiling them takes, and finds training steps that compile once more.
+
+    In an attempt the first step of each shape compiles, and no other does; the task knows how many shapes there are.
+    """
+
+    def __init__(
+        self, backend: Backend, timer: PhaseTimer, shapes: int, *, strict: bool, warn: Callable[[str], None]
+    ) -> None:
+        """
+        Args:
+            backend: whose compilations are counted.
+            timer: where their seconds are moved to the phase "compile".
+            shapes: different shapes of the task's training batches.
+            strict: another program is an error, instead of a warning.
+            warn: shows a warning.
+        """
+        self._backend, self._timer, self._shapes = backend, timer, shapes
+        self._strict, self._warn = strict, warn
+        self._training = 0  # programs of training steps
+        self._evaluation = 0  # programs of evaluations
+        self._known: set[tuple[tuple[int, ...], ...]] = set()  # shapes of the training batches of this attempt
+
+    @contextlib.contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """The block, as a phase of the timer; the seconds that it spends compiling count as "compile"."""
+        seconds = self._backend.compilations()[1]
+        try:
+            with self._timer.phase(phase):
+                yield
+        finally:
+            self._timer.move(phase, "compile", self._backend.compilations()[1] - seconds)
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """An evaluation: its programs are not the training's."""
+        count = self._backend.compilations()[0]
+        with self.timed("evaluation"):
+            yield
+        self._evaluation += self._backend.compilations()[0] - count
+
+    def check_step(self, number: int, batch: HostBatch) -> None:
+        """After step `number` was started. Warns of another program than the shape's first, or raises TrainError."""
+        shape = tuple(array.shape for array in batch.arrays.values())
+        is_first = shape not in self._known and len(self._known) < self._shapes
+        self._known.add(shape)
+        before, self._training = self._training, self._backend.compilations()[0] - self._evaluation
+        if self._training > before and not is_first:
+            shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in batch.arrays.items())
+            message = (
+                f"step {number} compiled another program, the {self._training}th of training; its arrays were {shapes}"
+            )
+            if self._strict:
+                raise TrainError(f"{message} (train.strict)")
+            self._warn(message)

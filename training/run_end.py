@@ -1,0 +1,117 @@
+"""After the last step: all hosts compare their weights, the model is written, and host 0 writes the summary."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import google_crc32c
+
+from training import storage
+from training.backends.protocol import Backend
+from training.checkpoint.format import step_folder
+from training.checkpoint.writer import CheckpointWriter
+from training.errors import TrainError
+from training.models import export
+from training.models.flops import WorkCounter, mfu, peak_flops
+from training.progress import Evaluations, Progress
+from training.run_setup import Run, device_kind
+from training.telemetry import html
+from training.telemetry.text import format_summary
+
+
+def compare_weights(run: Run, backend: Backend) -> tuple[str, int]:
+    """Raises TrainError when the hosts have ended with different weights.
+
+    Returns:
+        The checksum of the weights, and the damaged records that all hosts together have replaced.
+    """
+    reports = run.rendezvous.meet("end", [weights_crc32c(backend), run.task.skipped])
+    checksums = [checksum for checksum, _ in reports]
+    if len(set(checksums)) > 1:
+        raise TrainError(
+            f"the hosts ended with different weights (crc32c by host: {', '.join(checksums)}): "
+            "they did not train the same model"
+        )
+    return checksums[0], sum(skipped for _, skipped in reports)
+
+
+def weights_crc32c(backend: Backend) -> str:
+    """Of all weights in the order of their names: equal for equal bits."""
+    crc = 0
+    for name, spec in sorted(backend.tensor_specs().items()):
+        if name.startswith("model/"):
+            data = bytearray(spec.size)
+            backend.snapshot_state({name: memoryview(data)}).wait()
+            crc = int(google_crc32c.extend(crc, bytes(data)))
+    return f"{crc:08x}"
+
+
+def export_model(run: Run, backend: Backend) -> None:
+    """Writes the result as a Hugging Face folder, on host 0."""
+    with run.timer.phase("export"):
+        export.write_model_folder(
+            run.model_folder,
+            backend.tensor_specs(),
+            backend.snapshot_state,
+            run.model_config(),
+            run.config.data.tokenizer,
+        )
+
+
+def build_summary(
+    run: Run,
+    backend: Backend,
+    progress: Progress,
+    evaluations: Evaluations,
+    checkpoints: CheckpointWriter,
+    work: WorkCounter,
+    *,
+    checksum: str,
+    skipped: int,
+    hub: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The values of summary.json. `hub`: what became of the upload, where there was one."""
+    config, cluster = run.config, run.cluster
+    count, compile_seconds = backend.compilations()
+    step_seconds, seconds = run.step_seconds(), run.timer.report()
+    return {
+        "run_id": cluster.run_id,
+        "attempt": cluster.attempt,
+        "hosts": cluster.hosts,
+        "devices": backend.devices,
+        "steps": progress.step,
+        "first_loss": progress.first_loss,
+        "last_loss": progress.last_loss,
+        **{f"eval_{name}": evaluations.figures.get(name) for name in run.task.figure_names},
+        "best": evaluations.best,
+        "examples_per_second": (
+            progress.trained * config.train.global_batch_size / step_seconds if step_seconds else 0.0
+        ),
+        "tokens_per_second": round(work.tokens / step_seconds, 1) if step_seconds else 0.0,
+        "mfu": mfu(work.flops, step_seconds, peak_flops(cluster.accelerator_type, device_kind())),
+        "checkpoint": storage.join(checkpoints.folder, step_folder(progress.step)),
+        "committed_step": checkpoints.committed,
+        "model": run.model_folder if config.export.at_end else None,
+        "hub": hub,
+        "compilations": count,
+        "compile_seconds": round(compile_seconds, 3),
+        **backend.counters(),
+        "preflight": backend.preflight(),
+        "checkpoint_blocked_seconds": round(checkpoints.blocked_seconds, 3),
+        "host_fallbacks": backend.fallbacks(),
+        "skipped_records": skipped,
+        "final_weights_crc32c": checksum,
+        "goodput": round(seconds.get("step", 0.0) / seconds["total"], 4),
+        "seconds": seconds,
+    }
+
+
+def write_summary(run: Run, evaluations: Evaluations, summary: dict[str, Any]) -> None:
+    """Writes summary.json and prints it, on host 0."""
+    if evaluations.counts is not None and run.task.labels:
+        confusion = evaluations.counts.reshape(len(run.task.labels), -1).tolist()
+        html.write_confusion(run.folder, run.task.labels, confusion)
+    storage.write(storage.join(run.folder, html.SUMMARY_FILE), json.dumps(summary, indent=1).encode() + b"\n")
+    run.console.print(format_summary(summary))
+    run.console.print("summary: " + json.dumps(summary))
