@@ -63,7 +63,8 @@ class MaskedLanguageModeling:
         """In record order, with the same masks each time."""
         assert self.data.evaluation is not None
         return map(
-            _host_batch, mlm_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice), self._masking)
+            _host_batch,
+            mlm_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice), self._masking),
         )
 
     @property
