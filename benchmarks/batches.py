@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peers.compiling import alone, mlm
+from benchmarks.peers.compiling import make_run, run_in_process
 from benchmarks.peers.rows import Row, finish, row
 from training.accelerators import Accelerator, accelerator
 from training.preflight.report import LargestBatch
@@ -28,47 +28,49 @@ RUNS_IN = "torch-xla"
 LENGTH = 512
 TRIES = 3
 SLICES = ("v3-8", "v4-8", "v5litepod-8", "v5p-8", "v6e-8")
-# Vocabulary, GiB of weights and moments, and where the search begins, in GiB of HBM a row: only what it costs depends
-# on that.
+# Vocabulary, GiB of weights and moments, and GiB of HBM a row. The last two say where the search begins, which changes
+# its time only.
 MODELS = {"bert-base": (30_522, 1.3, 0.0905), "bert-large": (30_522, 3.8, 0.236), "roberta-base": (50_265, 1.5, 0.0912)}
 
 
-def largest(model: str, name: str) -> LargestBatch:
-    """What the search finds."""
+def search_largest(model: str, name: str) -> LargestBatch:
+    """The search of `tpu-train preflight --max-batch`."""
     target = accelerator(name)
     vocabulary, _, _ = MODELS[model]
-    config, facts = mlm(model, LENGTH, vocabulary, first_rows(model, target) * target.devices)
-    found = run_preflight(
-        config, facts, [target], max_batch=True, say=lambda text: print(f"  {text}", file=sys.stderr, flush=True)
-    )
-    [one] = found.accelerators
-    assert one.max_batch is not None
-    return one.max_batch
+    config, facts = make_run(model, LENGTH, vocabulary, first_rows(model, target) * target.devices)
+
+    def show(line: str) -> None:
+        print(f"  {line}", file=sys.stderr, flush=True)
+
+    [result] = run_preflight(config, facts, [target], search_batch=True, show=show).accelerators
+    assert result.max_batch is not None
+    return result.max_batch
 
 
 def first_rows(model: str, target: Accelerator) -> int:
-    _, state, each = MODELS[model]
-    return max(8, int((target.generation.usable_hbm_bytes_per_device / 2**30 - state) / each) // 8 * 8)
+    """Rows a device with which the search begins."""
+    _, state, row_size = MODELS[model]
+    return max(8, int((target.generation.usable_hbm_bytes_per_device / 2**30 - state) / row_size) // 8 * 8)
 
 
-def searched(model: str, name: str) -> Row:
-    """One search, in a process of its own; made again where the compiler crashed, as it does now and then near the end
-    of the memory."""
-    what, goal = f"{model}, {LENGTH} tokens, {name}: largest batch", "at least 0.93"
+def measure(model: str, name: str) -> Row:
+    """One search, in a process of its own; repeated where the compiler crashed, as it sometimes does when memory is
+    nearly used up."""
+    title, goal = f"{model}, {LENGTH} tokens, {name}: largest batch", "at least 0.93"
     for _ in range(TRIES):
         try:
-            found = alone(largest, model, name)
+            batch = run_in_process(search_largest, model, name)
         except BrokenProcessPool:
             print(f"{model} on {name}: the compiler crashed", file=sys.stderr, flush=True)
             continue
-        print(f"{model} on {name}: {found.fits} fits, {found.refused} does not", file=sys.stderr, flush=True)
-        return row(
-            what, f"sequences ({found.rows_per_device} a device)", found.fits, "smallest refused", found.refused, goal
-        )
-    return row(what, "sequences", None, f"the compiler crashed {TRIES} times", None, goal)
+        print(f"{model} on {name}: {batch.fits} fits, {batch.refused} does not", file=sys.stderr, flush=True)
+        unit = f"sequences ({batch.rows_per_device} a device)"
+        return row(title, unit, batch.fits, "smallest refused", batch.refused, goal)
+    return row(title, "sequences", None, f"the compiler crashed {TRIES} times", None, goal)
 
 
 def main() -> None:
+    """Runs the searches and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--model", action="append", choices=list(MODELS))
@@ -79,7 +81,7 @@ def main() -> None:
     for model in options.model or MODELS:
         for name in options.accelerator or SLICES:
             print(f"{model} on {name}", file=sys.stderr, flush=True)
-            rows.append(searched(model, name))
+            rows.append(measure(model, name))
     finish("batches", rows, options.json)
 
 

@@ -6,12 +6,12 @@ Ours is what `tpu-train preflight` compiles: the trainer's own step. Theirs is t
 loss over all positions ("eager" attention, bf16 autocast) and torch.optim.AdamW, data-parallel by SPMD, the state
 donated as torch_xla does it. Both with dropout 0.1 and 30,522 tokens.
 
-FLOPs are the compiler's count for one device, over its sequences. Where their step is refused for want of memory, its
-work is shown twice: that of its first step, which makes AdamW's moments instead of being given them, at the same batch
-(the compiler finds room by computing much again), and that of the step at half the batch, where nothing is computed
-again. Temporaries, and they with weights and moments, are bytes of HBM of one device; of a step that is refused they
-are what the compiler says it needs. All-reduces of the compiled program are shown beside the parameters, whose
-gradients they add up. With the first case, what `train.remat: layers` makes of twice its batch.
+FLOPs are the compiler's count for one device, divided by its sequences. Where their step is refused for lack of memory,
+its work is shown twice: that of its first step at the same batch, which makes AdamW's moments instead of reading them
+(it fits because the compiler rematerializes much), and that of the step at half the batch, where nothing is
+rematerialized. Temporaries, alone and with weights and moments, are bytes of HBM of one device; for a step that is
+refused, they are what the compiler says it needs. All-reduces of the compiled program are shown beside the parameters,
+whose gradients they add up. The first case also has a row for `train.remat: layers` at twice its batch.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peers.compiling import alone, mlm
+from benchmarks.peers.compiling import make_run, run_in_process
 from benchmarks.peers.rows import Row, finish, row
 from training.accelerators import accelerator
-from training.preflight import compiler, programs
-from training.preflight.compiler import CompilationRefused, CompiledProgram, Program
+from training.preflight.compiler import CompilationRefused, Program, compile_program
 from training.preflight.hlo import find_collectives
+from training.preflight.programs import trace_programs
 from training.preflight.report import explain_refusal
 from training.preflight.shapes import Graph
 
@@ -66,9 +66,9 @@ DOUBLE = Case("bert-large", 512, 256, "v3-8")
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the compiler made of a step. What it refused has no work and no exchange, and the temporaries that it
-    wanted."""
+class StepCosts:
+    """What the compiler says of a step. A step that it refuses has no work and no exchange, and the temporaries that it
+    would need."""
 
     flops: float | None  # TFLOP a sequence
     temporaries: float | None  # GiB
@@ -77,37 +77,39 @@ class Found:
 
     @property
     def fits(self) -> bool:
+        """Whether the compiler accepted it."""
         return self.flops is not None
 
 
-def compiled(program: Program, case: Case, state: int) -> Found:
-    """`state`: bytes of weights and moments."""
+def compile_step(program: Program, case: Case, state: int) -> StepCosts:
+    """Compiles a step. `state`: bytes of weights and moments."""
     target = accelerator(case.accelerator)
     try:
-        found: CompiledProgram = compiler.compile_program(program, target)
+        compiled = compile_program(program, target)
     except CompilationRefused as error:
         needed, reason = explain_refusal(str(error))
         print(f"  {case}: {reason}", file=sys.stderr, flush=True)
-        return Found(None, (needed - state) / GIB if needed else None, needed / GIB if needed else None)
-    exchanged = sum(each.elements for each in find_collectives(found.text) if each.kind == "all-reduce")
-    total = found.total_bytes - found.code_bytes
-    return Found(
-        found.flops / (case.batch / target.devices) / 1e12, found.temporary_bytes / GIB, total / GIB, exchanged / 1e6
+        return StepCosts(None, (needed - state) / GIB if needed else None, needed / GIB if needed else None)
+    all_reduces = [item for item in find_collectives(compiled.text) if item.kind == "all-reduce"]
+    return StepCosts(
+        flops=compiled.flops / (case.batch / target.devices) / 1e12,
+        temporaries=compiled.temporary_bytes / GIB,
+        total=(compiled.total_bytes - compiled.code_bytes) / GIB,
+        exchanged=sum(item.elements for item in all_reduces) / 1e6,
     )
 
 
-def ours(case: Case, parameters: int, **train: Any) -> Found:
+def compile_ours(case: Case, parameters: int, **train: Any) -> StepCosts:
     """The trainer's step."""
-    config, facts = mlm(case.model, case.length, VOCABULARY, case.batch, **train)
-    [traced] = programs.trace_programs(
-        config, facts, [Graph("training", case.batch, case.length)], accelerator(case.accelerator).devices
-    )
-    return compiled(traced.program, case, 12 * parameters)
+    config, facts = make_run(case.model, case.length, VOCABULARY, case.batch, **train)
+    graph = Graph("training", case.batch, case.length)
+    [traced] = trace_programs(config, facts, [graph], accelerator(case.accelerator).devices)
+    return compile_step(traced.program, case, 12 * parameters)
 
 
-def theirs(case: Case, *, first: bool = False) -> tuple[Found, int]:
-    """And the number of parameters. Hugging Face's model and torch's optimizer: the first step, or one for which the
-    moments are there."""
+def compile_theirs(case: Case, *, first: bool = False) -> tuple[StepCosts, int]:
+    """Hugging Face's model and torch's optimizer: the first step, or one that reads the moments. Also the number of
+    parameters."""
     import numpy as np
     import torch
     import torch_xla
@@ -131,7 +133,7 @@ def theirs(case: Case, *, first: bool = False) -> tuple[Found, int]:
     device, mesh = torch_xla.device(), spmd.Mesh(np.arange(devices), (devices,), ("data",))
     with torch.device("meta"):
         network = BertForMaskedLM(config)
-    network = network.to_empty(device="cpu").train().to(device)  # whatever the weights are
+    network = network.to_empty(device="cpu").train().to(device)  # the values of the weights do not matter
     network.tie_weights()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4)
     state = dict(network.named_parameters())
@@ -147,76 +149,70 @@ def theirs(case: Case, *, first: bool = False) -> tuple[Found, int]:
         return xm.send_cpu_data_to_device([tensor], device, input_sharding=spmd.ShardingSpec(mesh, ("data", None)))[0]
 
     ids = torch.zeros(case.batch, case.length, dtype=torch.long)
-    given = tracing.tensor_ids(state)
+    state_ids = tracing.tensor_ids(state)
     inputs = {name: send(ids) for name in ("input_ids", "attention_mask", "labels")}
     with torch.autocast("xla", dtype=torch.bfloat16):
         loss = network(**inputs).loss
     loss.backward()
     optimizer.step()
-    parameters = sum(each.numel() for each in network.parameters())
-    made = [kept[moment] for kept in optimizer.state.values() for moment in ("exp_avg", "exp_avg_sq")] if first else []
-    return compiled(
-        tracing.extract_program([loss.detach(), *state.values(), *made], given), case, 12 * parameters
-    ), parameters
+    parameters = sum(value.numel() for value in network.parameters())
+    moments_made = []
+    if first:
+        moments_made = [kept[moment] for kept in optimizer.state.values() for moment in ("exp_avg", "exp_avg_sq")]
+    program = tracing.extract_program([loss.detach(), *state.values(), *moments_made], state_ids)
+    return compile_step(program, case, 12 * parameters), parameters
 
 
-def compared(case: Case) -> list[Row]:
+def compare_steps(case: Case) -> list[Row]:
+    """The rows of one case."""
     print(f"{case}: {PEER}", file=sys.stderr, flush=True)
-    other, parameters = alone(theirs, case)
-    works = [(PEER, other.flops)]
-    if not other.fits:
+    theirs, parameters = run_in_process(compile_theirs, case)
+    works = [(PEER, theirs.flops)]
+    if not theirs.fits:
         half = replace(case, batch=case.batch // 2)
         works = []
-        for at, told, first in ((case, "its first step", True), (half, "at half the batch", False)):
-            print(f"{at}: {PEER}, {told}", file=sys.stderr, flush=True)
-            works.append((f"{PEER}, {told}", alone(theirs, at, first=first)[0].flops))
+        for smaller, label, first in ((case, "its first step", True), (half, "at half the batch", False)):
+            print(f"{smaller}: {PEER}, {label}", file=sys.stderr, flush=True)
+            works.append((f"{PEER}, {label}", run_in_process(compile_theirs, smaller, first=first)[0].flops))
     print(f"{case}: ours", file=sys.stderr, flush=True)
-    mine = alone(ours, case, parameters)
-    capacity = accelerator(case.accelerator).generation.usable_hbm_bytes_per_device / GIB
-    name = f"{case.model}, {case.length} tokens, {case.batch} on {case.accelerator}"
-    limit = f"ours at most {capacity:.2f} GiB" + ("" if other.fits else "; theirs is refused")
+    ours = run_in_process(compile_ours, case, parameters)
+    limit = f"ours at most {_capacity(case):.2f} GiB" + ("" if theirs.fits else "; theirs is refused")
+    tied = "1 to 1.3: a tied weight's parts may go apart"
+    name = _name(case)
     return [
-        *(
-            row(f"{name}: work", "TFLOP a sequence", mine.flops, peer, work, _at_most(case.flops))
-            for peer, work in works
-        ),
+        *(row(f"{name}: work", "TFLOP a sequence", ours.flops, peer, work, _goal(case.flops)) for peer, work in works),
         row(
-            f"{name}: temporaries",
-            "GiB a device",
-            mine.temporaries,
-            PEER,
-            other.temporaries,
-            _at_most(case.temporaries),
+            f"{name}: temporaries", "GiB a device", ours.temporaries, PEER, theirs.temporaries, _goal(case.temporaries)
         ),
-        row(f"{name}: with state", "GiB a device", mine.total, PEER, other.total, limit),
-        row(
-            f"{name}: all-reduce",
-            "million numbers",
-            mine.exchanged,
-            "parameters",
-            parameters / 1e6,
-            "1 to 1.3: a tied weight's parts may go apart",
-        ),
+        row(f"{name}: with state", "GiB a device", ours.total, PEER, theirs.total, limit),
+        row(f"{name}: all-reduce", "million numbers", ours.exchanged, "parameters", parameters / 1e6, tied),
     ]
 
 
-def _at_most(goal: float | None) -> str:
+def _name(case: Case) -> str:
+    return f"{case.model}, {case.length} tokens, {case.batch} on {case.accelerator}"
+
+
+def _capacity(case: Case) -> float:
+    """GiB of HBM of a device."""
+    return accelerator(case.accelerator).generation.usable_hbm_bytes_per_device / GIB
+
+
+def _goal(goal: float | None) -> str:
     return f"at most {goal}" if goal else "none"
 
 
-def again(case: Case) -> list[Row]:
-    """The same model with whole layers computed again backwards, at twice the batch."""
+def compile_with_remat(case: Case) -> list[Row]:
+    """The row of the same model with whole layers recomputed, at twice the batch."""
     print(f"{case}: ours with train.remat: layers", file=sys.stderr, flush=True)
-    mine = alone(ours, case, 0, remat="layers")
-    capacity = accelerator(case.accelerator).generation.usable_hbm_bytes_per_device / GIB
-    name = f"{case.model}, {case.length} tokens, {case.batch} on {case.accelerator}"
+    ours = run_in_process(compile_ours, case, 0, remat="layers")
+    total = ours.total if ours.fits else None
     goal = "accepted: within the capacity"
-    return [
-        row(f"{name}, remat: layers", "GiB a device", mine.total if mine.fits else None, "capacity", capacity, goal)
-    ]
+    return [row(f"{_name(case)}, remat: layers", "GiB a device", total, "capacity", _capacity(case), goal)]
 
 
 def main() -> None:
+    """Runs the cases and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument(
@@ -224,12 +220,12 @@ def main() -> None:
     )
     options = parser.parse_args()
     os.environ["PJRT_DEVICE"] = "CPU"
-    found: list[Row] = []
+    rows: list[Row] = []
     for case in CASES:
         if not options.only or str(case) in options.only:
-            found += compared(case)
-            found += again(DOUBLE) if case == CASES[0] else []
-    finish("preflight", found, options.json)
+            rows += compare_steps(case)
+            rows += compile_with_remat(DOUBLE) if case == CASES[0] else []
+    finish("preflight", rows, options.json)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,16 @@ from training.preflight.shapes import DataFacts
 T = TypeVar("T")
 
 
-def mlm(model: str, length: int, vocabulary: int, batch: int, **train: Any) -> tuple[TrainerConfig, DataFacts]:
-    """MLM in bf16 of batches of `batch` sequences of `length` tokens, `train` as in the file. Nothing is read."""
+def make_run(model: str, length: int, vocabulary: int, batch: int, **train: Any) -> tuple[TrainerConfig, DataFacts]:
+    """A run of MLM in bf16, and the facts of its data. Nothing is read.
+
+    Args:
+        model: a name, as of model.name.
+        length: tokens a row.
+        vocabulary: token ids.
+        batch: rows of the global batch.
+        train: further keys of the section train.
+    """
     settings = {"steps": 1, "global_batch_size": batch, "precision": "bf16", **train}
     folders = {"train": "none", "tokenizer": "none"}
     config = TrainerConfig.model_validate(
@@ -24,8 +32,8 @@ def mlm(model: str, length: int, vocabulary: int, batch: int, **train: Any) -> t
     return config, DataFacts(vocabulary, 0, (length,), (), None)
 
 
-def alone(measured: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """In a process of its own, whose memory (7 GB and more for bert-large) is free afterwards. Raises BrokenProcessPool
-    when that process dies."""
+def run_in_process(function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
+    """Calls a function in a process of its own, whose memory (7 GB and more for bert-large) is free afterwards. Raises
+    BrokenProcessPool when that process dies."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(measured, *arguments, **named).result()
+        return pool.submit(function, *arguments, **keywords).result()

@@ -1,4 +1,4 @@
-"""Each second counts for one phase; the lines of all attempts are one history, in small objects."""
+"""Claims about the numbers of a run: the lines of all attempts are one history, kept in small objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from training.optim.adamw import bias_corrections
 from training.optim.schedule import learning_rate
 from training.telemetry import metrics
 from training.telemetry.metrics import MetricsLog, merge_attempts, read_history
-from training.telemetry.phase_timer import PhaseTimer
 
 
 class Time:
@@ -23,19 +22,6 @@ class Time:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_nested_phases_count_each_second_once() -> None:
-    time = Time()
-    clock = PhaseTimer(time)
-    with clock.phase("step"):
-        time.now += 2
-        with clock.phase("checkpoint"):
-            time.now += 3
-        time.now += 1
-    time.now += 4
-    clock.move("step", "compile", 2.5)
-    assert clock.report() == {"step": 0.5, "checkpoint": 3.0, "compile": 2.5, "other": 4.0, "total": 10.0}
 
 
 def test_lines_are_held_back_and_written_in_small_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

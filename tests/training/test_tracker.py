@@ -1,0 +1,53 @@
+"""Claims about trackers: a new one is a class and an entry, and receives what the others receive."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from training.telemetry import metrics, tracker
+from training.telemetry.metrics import MetricsLog, read_history
+from training.telemetry.tracker import AttemptInfo
+
+MODULE = """
+OPENED = []
+
+class Tracker:
+    def __init__(self, info):
+        self.info, self.calls = info, []
+        OPENED.append(self)
+
+    def log(self, step, values):
+        self.calls.append((step, dict(values)))
+
+    def flush(self):
+        self.calls.append("flush")
+
+    def finish(self):
+        self.calls.append("finish")
+"""
+
+
+def test_every_tracker_receives_the_same_values(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "recording_tracker.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(tracker.TRACKERS, "recording", "recording_tracker:Tracker")
+    now, run = [100.0], str(tmp_path / "run")
+    log = MetricsLog(run, 2, 40, trackers=("jsonl", "recording"), now=lambda: now[0])
+    log.log(41, {"loss": 2.5})
+    now[0] += metrics.FLUSH_SECONDS
+    log.log(41, {"eval_loss": 2.25})
+    log.finish()
+    [recording] = importlib.import_module("recording_tracker").OPENED
+    assert recording.info == AttemptInfo(run, attempt=2, resumed_at=40, file_number=2)
+    assert recording.calls == [(41, {"loss": 2.5}), (41, {"eval_loss": 2.25}), "flush", "finish"]
+    assert read_history(run) == [{"step": 41, "loss": 2.5}, {"step": 41, "eval_loss": 2.25}]
+
+
+def test_a_tracker_that_is_not_used_is_not_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(tracker.TRACKERS, "absent", "no.such.module:Tracker")
+    MetricsLog(str(tmp_path), 0, 0).finish()
+    with pytest.raises(ModuleNotFoundError):
+        MetricsLog(str(tmp_path), 0, 0, trackers=("absent",))
