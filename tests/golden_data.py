@@ -1,4 +1,4 @@
-"""Datasets and batches whose bytes are pinned in tests/golden/data.json, for the numpy and the TensorFlow pipeline alike.
+"""Datasets and batches whose bytes are pinned in tests/golden/data.json, for numpy's and TensorFlow's pipeline alike.
 
 The checksums were written before the data package was redesigned. A change of one of them means that a seed no longer
 means what it meant: resumed runs would see other batches.
@@ -68,7 +68,7 @@ def checksum(arrays: Iterable[Mapping[str, Any]]) -> str:
 
 
 def checksum_files(folder: Path, layout: str) -> dict[str, str]:
-    """{"files": CRC-32C over the names and bytes of all files of a dataset}; nothing for gzip, whose bytes are zlib's."""
+    """{"files": CRC-32C over the names and bytes of all files}; empty for gzip, whose bytes depend on zlib."""
     if layout == "gzip":
         return {}
     files = sorted(path for path in folder.iterdir() if path.is_file())

@@ -83,8 +83,13 @@ def assert_same(ours: Any, theirs: dict[str, Any]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.integers(1, 3000), st.integers(1, 100), st.integers(1, 50), st.integers(0, 2**31 - 1), st.integers(0, 5), st.integers(0, 20),
-)  # fmt: skip
+    st.integers(1, 3000),
+    st.integers(1, 100),
+    st.integers(1, 50),
+    st.integers(0, 2**31 - 1),
+    st.integers(0, 5),
+    st.integers(0, 20),
+)
 def test_windows_are_those_of_numpy(records: int, batch: int, block: int, seed: int, epoch: int, number: int) -> None:
     shape = order.Geometry(records, block, window=block * 7)
     ours = order.Shuffled(shape, seed, batch)
@@ -95,9 +100,14 @@ def test_windows_are_those_of_numpy(records: int, batch: int, block: int, seed: 
 
 @settings(max_examples=14, deadline=None, phases=PHASES)
 @given(
-    st.sampled_from(sorted(LAYOUTS)), st.sampled_from([5, 130, 1000]), st.sampled_from([1, 2, 3, 4]), st.integers(1, 16),
-    st.integers(0, 200), st.integers(0, 2**31 - 1), st.booleans(),
-)  # fmt: skip
+    st.sampled_from(sorted(LAYOUTS)),
+    st.sampled_from([5, 130, 1000]),
+    st.sampled_from([1, 2, 3, 4]),
+    st.integers(1, 16),
+    st.integers(0, 200),
+    st.integers(0, 2**31 - 1),
+    st.booleans(),
+)
 def test_batches_are_those_of_numpy(
     layout: str, records: int, hosts: int, rows: int, start: int, seed: int, small: bool
 ) -> None:
@@ -127,8 +137,12 @@ def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows
 
 @settings(max_examples=5, deadline=None, phases=PHASES)
 @given(
-    st.sampled_from([(50, 90, 30), (2, 60, 0), (3, 4, 5)]), st.sampled_from([1, 2]), st.integers(1, 10), st.integers(0, 60), st.integers(0, 2**31 - 1)
-)  # fmt: skip
+    st.sampled_from([(50, 90, 30), (2, 60, 0), (3, 4, 5)]),
+    st.sampled_from([1, 2]),
+    st.integers(1, 10),
+    st.integers(0, 60),
+    st.integers(0, 2**31 - 1),
+)
 def test_classification_batches_are_those_of_numpy(
     counts: tuple[int, ...], hosts: int, rows: int, start: int, seed: int
 ) -> None:

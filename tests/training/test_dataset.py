@@ -197,7 +197,8 @@ def mutate(data: bytes, chance: random.Random) -> bytes:
 
 def test_a_manifest_is_checked_without_numpy_and_frameworks() -> None:
     """The launcher reads it on the workstation."""
-    code = "import sys, training.data.formats.open_dataset; print([name for name in ('numpy', 'torch', 'google.cloud.storage') if name in sys.modules])"
+    heavy = ("numpy", "torch", "google.cloud.storage")
+    code = f"import sys, training.data.formats.open_dataset; print([name for name in {heavy} if name in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
         == "[]\n"

@@ -6,8 +6,8 @@ Promises
   * Each epoch is a permutation of all records, a different one each time; batches run through the epochs without
     dropping or repeating a record.
   * Masks follow from (seed, epoch, record, position), in integers: both backends see the same ids and labels.
-  * Every record's CRC is checked. A bad one stops the run with shard, record and byte offset, or is replaced by the same
-    record on every host, and counted.
+  * Every record's CRC is checked. A bad one stops the run with shard, record and byte offset, or is replaced by the
+    same record on every host, and counted.
   * Shards are TFRecord files of tf.train.Example, which TensorFlow reads by itself. The same text gives the same bytes.
 
 Glossary of indices. All count from 0; N records in the dataset, B rows in a global batch, H hosts.
@@ -16,11 +16,11 @@ Glossary of indices. All count from 0; N records in the dataset, B rows in a glo
   row             of a global batch. *Global* rows are 0 .. B-1; host h holds the rows [h*B/H, (h+1)*B/H), which are its
                   *local* rows 0 .. B/H-1 (`sampling.order.host_rows`, `loading.host_slice.HostSlice`).
   place           k*B + row: the rows of all steps as one endless stream, so a batch may span two epochs.
-  epoch           place // N; `index` = place % N within it. For labelled rows, each length bucket counts its own records
-                  and epochs, and `sampling.bucket_schedule` counts epochs of the whole dataset.
+  epoch           place // N; `index` = place % N within it. For labelled rows, each length bucket counts its own
+                  records and epochs, and `sampling.bucket_schedule` counts epochs of the whole dataset.
   block           consecutive records that are read together (`sampling.order.Geometry`).
-  window          consecutive indices of an epoch that are shuffled together, whole blocks; `cell`: an index counted from
-                  its window's start.
+  window          consecutive indices of an epoch that are shuffled together, whole blocks; `cell`: an index counted
+                  from its window's start.
   position        of a token in its row; the `places` of a masked row are its static number of predictions.
   unit, member    records that are compressed together: one gzip member of a shard.
 Array shapes in comments: n rows or records at hand, `length` tokens of a row.

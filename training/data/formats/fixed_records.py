@@ -1,8 +1,8 @@
 """Fixed-size records: converts between numpy arrays and the bytes of a shard, a whole block of records at once.
 
 A `RecordLayout` holds where each feature's numbers are in every record of a shard (the format is documented in
-`training.data.formats.dataset`). A block of n records is an (n, size) matrix of bytes: framing, Example tags and lengths
-are the same in every row; only the numbers and the CRC differ. Pure functions over bytes.
+`training.data.formats.dataset`). A block of n records is an (n, size) matrix of bytes: framing, Example tags and
+lengths are the same in every row; only the numbers and the CRC differ. Pure functions over bytes.
 """
 
 from __future__ import annotations

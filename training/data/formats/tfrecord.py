@@ -23,7 +23,7 @@ MASK_DELTA = 0xA282EAD8
 
 
 class Corrupt(BadInput):
-    """A shard's bytes are not what was written. `record` is its number in the shard, `offset` its first byte there."""
+    """A shard is damaged. `record` is the number of the record in the shard, `offset` its first byte there."""
 
     def __init__(self, shard: str, record: int, offset: int, reason: str) -> None:
         self.shard, self.record, self.offset, self.reason = shard, record, offset, reason

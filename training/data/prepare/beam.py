@@ -1,4 +1,4 @@
-"""`training.data.prepare.pack` as an Apache Beam pipeline, for corpora beyond one machine. The shards are the same bytes.
+"""`training.data.prepare.pack` as an Apache Beam pipeline, for corpora beyond one machine: it writes the same bytes.
 
     files --read--> batches of documents --tokenize--> ids of each batch
           ids --count--> where each batch begins in the one endless stream

@@ -1,7 +1,7 @@
 """Corpora: `--corpus` of the commands, as a stream of documents.
 
-    builtin:pydoc                       Python's own help topics (pydoc_data.topics), one document per topic; for trials,
-                                        it needs no file
+    builtin:pydoc                       Python's own help topics (pydoc_data.topics), one document per topic; for
+                                        trials, it needs no file
     PATH or gs://...  .txt .tokens .md  UTF-8; paragraphs between blank lines are documents
                       .jsonl .ndjson    one JSON object per line; `field` names the text
                       .csv              with a header line; `field` names the column

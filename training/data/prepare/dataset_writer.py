@@ -1,10 +1,10 @@
 """Writes a dataset step by step: plan, shards, manifest. Used by everything that makes datasets.
 
 What can fail half-way: shards are written one by one, each whole or not at all, and for each a small
-`.preparing/<shard>.json` that says where in the corpus its end is (`Mark`). When the same command runs again it continues
-after the last of them, and the result is the same byte for byte. dataset.json comes last; then `.preparing/` is removed.
-`.preparing/plan.json` holds the plan, so that another corpus, tokenizer or length is refused instead of mixed in. Two
-writers at once would write the same bytes to the same names.
+`.preparing/<shard>.json` that says where in the corpus its end is (`Mark`). When the same command runs again it
+continues after the last of them, and the result is the same byte for byte. dataset.json comes last; then `.preparing/`
+is removed. `.preparing/plan.json` holds the plan, so that another corpus, tokenizer or length is refused instead of
+mixed in. Two writers at once would write the same bytes to the same names.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DatasetPlan:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where in the corpus shard `number` ends: after `tokens` ids of the batch of documents that starts at `document`."""
+    """Where shard `number` ends: after `tokens` ids of the batch of documents that starts at document `document`."""
 
     number: int
     shard: Shard

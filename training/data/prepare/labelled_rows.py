@@ -1,8 +1,8 @@
 """Writes datasets of labelled rows: one text and its label per row, in shards by length.
 
 A row is padded to the shortest of a few lengths (buckets) that holds it, so that a batch of short texts is not computed
-at the longest one's length; texts longer than the longest bucket are cut, and counted. Shards have one feature more than
-those of `training.data.prepare.pack`: `label`, whose kind is an object of this module:
+at the longest one's length; texts longer than the longest bucket are cut, and counted. Shards have one feature more
+than those of `training.data.prepare.pack`: `label`, whose kind is an object of this module:
 
   ClassLabels   class numbers of named classes (int32, a classification dataset)
   FloatLabels   finite numbers (float32, a regression dataset)
@@ -86,7 +86,7 @@ class FloatLabels:
             number = float(label)
         except ValueError:
             raise BadInput(f"{url}: label {label!r} is not a number: name the column with --label") from None
-        if not math.isfinite(number) or abs(number) > np.finfo(np.float32).max:
+        if not math.isfinite(number) or abs(number) > float(np.finfo(np.float32).max):
             raise BadInput(f"{url}: label {label!r} is not a finite float32: leave such rows out of the corpus")
         return number
 

@@ -73,7 +73,7 @@ class _Stream:
         return sum(len(ids) for _, ids in self.batches)
 
     def take(self, count: int) -> tuple[Ids, int, int]:
-        """Removes the next `count` ids. Returns them and where they end: (ids, first document of a batch, ids of it)."""
+        """Removes the next `count` ids. Returns (ids, first document of the batch where they end, ids used of it)."""
         taken, missing = [], count
         for number, (document, ids) in enumerate(self.batches):
             part = ids[:missing]

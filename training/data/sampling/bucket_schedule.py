@@ -1,4 +1,6 @@
-"""The length bucket of every step, for labelled rows. Pure functions of (records of each bucket, batch size, seed, step).
+"""The length bucket of every step, for labelled rows.
+
+Pure functions of (records of each bucket, batch size, seed, step).
 
 In epoch e, counted over the whole dataset, bucket b gives as many batches as bring it to floor((e + 1) * N_b / B) in
 all, where N_b are its records and B the global batch size. So each record is seen once per epoch, except for the batch

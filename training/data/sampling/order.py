@@ -21,8 +21,8 @@ average B / 256 others of its own block, whatever the size of the dataset; all o
 buffer of the window's size over files read in order would take *all* its records from one stretch of the dataset.
 Datasets of up to GROUP_BLOCKS * MIN_BLOCK records are one group, so their permutation is uniform.
 
-The constants are part of what a seed means: changing one changes every order. ORDER_VERSION is stored in checkpoints for
-that reason.
+The constants are part of what a seed means: changing one changes every order. ORDER_VERSION is stored in checkpoints
+for that reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`training.data.loading.fixed_shards` in TensorFlow operations: records of the compact layout, whole or in gzip members."""
+"""`training.data.loading.fixed_shards` in TensorFlow operations: records of the compact layout."""
 
 from __future__ import annotations
 

@@ -1,0 +1,115 @@
+"""Claims about rows labelled with numbers: float32 in the shards and in the batches, padded and scheduled as usual."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from training.data.formats.dataset import Dataset
+from training.data.formats.open_dataset import open_dataset
+from training.data.formats.verify import problems
+from training.data.loading.host_slice import HostSlice
+from training.data.loading.labelled_batches import LabelledBatches, labelled_evaluation
+from training.data.loading.mlm_batches import MlmBatches
+from training.data.prepare import make_datasets as procedure
+from training.data.prepare.dataset_writer import DatasetPlan
+from training.data.prepare.labelled_rows import FloatLabels, LengthBuckets, write_labelled_rows
+from training.data.prepare.make_datasets import DatasetOptions, make_datasets
+from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.tokenizer import Tokenizer
+from training.errors import BadInput
+
+TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=300)
+VALUES = [(-1.0) ** number * number / 7 for number in range(100)]
+
+
+def encode(texts: list[str]) -> list[Any]:
+    """Texts are numbers: 3 to 14 tokens, the first of which is the number."""
+    return [np.array([0, 5 + int(text), *[5] * (int(text) % 12), 1], np.int32) for text in texts]
+
+
+def make(folder: Path, labels: list[Any] = VALUES) -> Dataset:
+    plan = DatasetPlan("train", 16, "t", TOKENS.vocabulary, 30)
+    rows = [(str(number), str(label)) for number, label in enumerate(labels)]
+    return write_labelled_rows(
+        str(folder), plan, LengthBuckets((8, 16)), FloatLabels(), lambda: rows, encode, TOKENS.pad
+    ).dataset
+
+
+def test_the_manifest_says_that_labels_are_numbers(tmp_path: Path) -> None:
+    make(tmp_path)
+    manifest = open_dataset(str(tmp_path)).manifest
+    assert (manifest.kind, manifest.labels, manifest.features["label"].dtype) == ("regression", [], "float32")
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_each_row_keeps_its_number(tmp_path: Path, hosts: int) -> None:
+    dataset = make(tmp_path)
+    seen = {}
+    for host in range(hosts):
+        for batch in labelled_evaluation(dataset, HostSlice(TOKENS, 24, host, hosts)):
+            assert batch.labels.dtype == np.float32
+            assert not batch.labels[batch.weights == 0].any()
+            real = batch.weights > 0
+            seen.update(zip((batch.input_ids[real, 1] - 5).tolist(), batch.labels[real].tolist(), strict=True))
+    assert seen == {number: float(np.float32(value)) for number, value in enumerate(VALUES)}
+
+
+def test_training_batches_are_full_and_static(tmp_path: Path) -> None:
+    batches = LabelledBatches(make(tmp_path), HostSlice(TOKENS, 12), seed=3)
+    for step in range(20):
+        batch = batches.batch(step)
+        assert (batch.labels.shape, batch.labels.dtype) == ((12,), np.float32)
+        numbers = batch.input_ids[:, 1] - 5
+        assert np.array_equal(batch.labels, np.array(VALUES, np.float32)[numbers])
+    batches.close()
+
+
+@pytest.mark.parametrize("label", ["high", "nan", "inf", "1e60", ""])
+def test_a_label_that_is_no_finite_number_is_refused(tmp_path: Path, label: str) -> None:
+    with pytest.raises(BadInput, match=r"label '.*' is not a"):
+        make(tmp_path, ["1.5", label])
+
+
+def test_verify_finds_a_label_that_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(problems(make(tmp_path / "good"))) == []
+    monkeypatch.setattr(FloatLabels, "encode", lambda self, label, url: float(label))
+    bad = make(tmp_path / "bad", ["0.5", "nan"])
+    [problem] = problems(bad)
+    assert problem.endswith("record 1 has label nan, which is not a finite number")
+
+
+def test_a_manifest_whose_label_is_of_another_type_is_refused(tmp_path: Path) -> None:
+    from training.data.formats.dataset import Manifest, dump_manifest, load_manifest
+
+    body = make(tmp_path).manifest.model_dump()
+    body["features"]["label"]["dtype"] = "int32"
+    with pytest.raises(BadInput, match="a regression label can't be int32"):
+        load_manifest(dump_manifest(Manifest.model_validate(body)), "x")
+
+
+def test_rows_without_labels_are_not_labelled_rows(samples: Any, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="holds mlm records, which have no label"):
+        LabelledBatches(samples.make(tmp_path / "mlm", 20), HostSlice(TOKENS, 4), 0)
+    with pytest.raises(BadInput, match="holds regression records, and the task needs mlm"):
+        MlmBatches(make(tmp_path / "numbers"), HostSlice(TOKENS, 4), Masking(), 0)
+
+
+def test_the_procedure_reads_numbers_from_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [json.dumps({"text": str(number), "score": value}) for number, value in enumerate(VALUES)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(procedure.tokenizers, "read", lambda url: Tokenizer(url, b"", "t", TOKENS))
+    monkeypatch.setattr(procedure.tokenizers, "encoder", lambda tokenizer: encode)
+    options = DatasetOptions(
+        str(tmp_path / "rows.jsonl"), "t", str(tmp_path / "out"), "regression", sequence_length=16, label="score"
+    )
+    results = list(make_datasets(options))
+    assert [result.url for result in results] == [str(tmp_path / "out" / split) for split in ("train", "evaluation")]
+    assert sum(result.dataset.records for result in results) == len(VALUES)
+    assert next(make_datasets(options)).reused
+    with pytest.raises(BadInput, match="--labels lists the names of classes"):
+        list(make_datasets(DatasetOptions("c", "t", "o", "regression", labels="names.json")))
