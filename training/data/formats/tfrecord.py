@@ -28,8 +28,8 @@ class Corrupt(BadInput):
     def __init__(self, shard: str, record: int, offset: int, reason: str) -> None:
         self.shard, self.record, self.offset, self.reason = shard, record, offset, reason
         super().__init__(
-            f"{shard}: record {record} at byte {offset}: {reason}. Write the shard again (tpu-train shards --overwrite), "
-            "or set data.on_corrupt to skip to train without such records"
+            f"{shard}: record {record} at byte {offset}: {reason}. Write the shard again (tpu-train shards "
+            "--overwrite), or set data.on_corrupt to skip to train without such records"
         )
 
 
