@@ -25,7 +25,8 @@ Glossary of indices. All count from 0; N records in the dataset, B rows in a glo
   unit, member    records that are compressed together: one gzip member of a shard.
 Array shapes in comments: n rows or records at hand, `length` tokens of a row.
 
-Folders; each imports only from those before it
+What is where; each imports only from those before it (a contract in pyproject.toml)
+  config.py       the `data` section of the YAML file
   formats/        bytes on disk: TFRecord frames, Example codec, fixed-size records, manifest, opening, verifying
   sampling/       pure functions of (records, seed, epoch, step): random bits, order, masks, schedule of batch lengths.
                   `sampling.random_bits` lists every seed
