@@ -66,9 +66,10 @@ class BackendEntry:
 
     backend: str  # a class with the protocol training.backends.protocol.Backend
     requires: str  # the module that must be installed
-    tpu_environment: (
-        str  # (cluster, environment) -> variables that must be set before the framework is imported on a TPU
-    )
+    # (cluster, environment) -> variables that must be set before the framework is imported on a TPU
+    tpu_environment: str
+    tracer: str  # a class with the protocol training.preflight.programs.ProgramTracer
+    step_watcher: str  # a class with the protocol training.lint.steps.StepWatcher
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
 
 
@@ -109,11 +110,15 @@ BACKENDS: dict[str, BackendEntry] = {
         backend="training.backends.torch_xla.backend:TorchXla",
         requires="torch_xla",
         tpu_environment="training.distributed.cluster:torch_xla_environment",
+        tracer="training.backends.torch_xla.tracer:TorchTracer",
+        step_watcher="training.backends.torch_xla.lint:TorchStepWatcher",
     ),
     "tensorflow": BackendEntry(
         backend="training.backends.tensorflow.backend:TensorFlow",
         requires="tensorflow",
         tpu_environment="training.distributed.cluster:tensorflow_environment",
+        tracer="training.backends.tensorflow.lowered:TensorFlowTracer",
+        step_watcher="training.lint.counting:CountingWatcher",
         defaults={
             "TF_CPP_MIN_LOG_LEVEL": "2",
             # A block of a shard is at most 256 KB; TensorFlow's gs:// would fetch 64 MB for it.

@@ -221,9 +221,9 @@ def test_the_hash_is_blind_to_names_and_layouts_and_sees_shapes() -> None:
 
 def test_a_run_compares_what_it_runs_only_where_that_means_something() -> None:
     told = {"TPU_LAUNCH_PREFLIGHT": "abc,def"}
-    assert CheckedPrograms({}, comparable=True, talks=True).summary() is None
-    alone = CheckedPrograms(told, comparable=False, talks=True)
-    alone.look("training", [(1, 2)], lambda: pytest.fail("nothing is to be compared"))
+    assert CheckedPrograms({}, comparable=True, warns=True).summary() is None
+    alone = CheckedPrograms(told, comparable=False, warns=True)
+    alone.compare("training", [(1, 2)], lambda: pytest.fail("nothing is to be compared"))
     assert alone.summary() == "not compared: this backend or machine does not run programs for a whole slice"
 
 

@@ -21,8 +21,8 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, TrainError
-from training.lint.counting import CountingWatcher
 from training.lint.rules import Finding, Shapes, StepChecker, StepTrace, merge_findings
+from training.registry import BACKENDS, load
 from training.run_setup import open_backend, open_task, prepare_framework
 from training.tasks.task import Task
 
@@ -30,7 +30,10 @@ ROWS = 2  # of a batch, for each gradient accumulation: the rules do not depend 
 
 
 class StepWatcher(Protocol):
-    """Records what steps do, for one framework."""
+    """Records what steps do, for one framework: `step_watcher` of a backend's entry in the registry."""
+
+    def __init__(self, backend: Backend) -> None:
+        """Watches the steps of `backend`."""
 
     def step(self) -> AbstractContextManager[StepTrace]:
         """Watches the step that runs in the block; the trace is complete when the block has ended."""
@@ -42,7 +45,7 @@ def check_configuration(config: TrainerConfig, steps: int) -> list[Finding]:
     config = _with_small_batches(config)
     task = open_task(config, cluster := Cluster(0, ("localhost",), run_id="check"))
     backend = open_backend(config, cluster, SingleHost(), task, "check")
-    watcher = open_watcher(config.backend, backend)
+    watcher: StepWatcher = load(BACKENDS[config.backend].step_watcher)(backend)
     training, evaluation = StepChecker(task.shapes), StepChecker(task.shapes)
     with closing(task.batches(0)) as batches:
         for number, batch in enumerate(islice(batches, steps)):
@@ -77,15 +80,6 @@ def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list
     with _place_in_user_code(module, inputs):
         build, batches = _load_function("--module", module), _load_function("--inputs", inputs)
         return check_module(build, batches, steps, shapes)
-
-
-def open_watcher(backend_name: str, backend: Backend) -> StepWatcher:
-    """The watcher of the backend's framework."""
-    if backend_name == "torch-xla":
-        from training.backends.torch_xla.lint import TorchStepWatcher
-
-        return TorchStepWatcher()
-    return CountingWatcher(backend)
 
 
 def _with_small_batches(config: TrainerConfig) -> TrainerConfig:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 # Environment variable of the containers: hashes of the programs that preflight compiled, separated by commas.
 CHECKED_PROGRAMS_VARIABLE = "TPU_LAUNCH_PREFLIGHT"
@@ -19,33 +18,31 @@ CHECKED_PROGRAMS_VARIABLE = "TPU_LAUNCH_PREFLIGHT"
 class CheckedPrograms:
     """Compares programs that are about to run with those that preflight compiled."""
 
-    def __init__(self, environment: Mapping[str, str], *, comparable: bool, talks: bool) -> None:
+    def __init__(self, environment: Mapping[str, str], *, comparable: bool, warns: bool) -> None:
         """Reads which programs were checked.
 
         Args:
             environment: of this process.
             comparable: this process runs programs for all devices of a slice, as preflight compiles them.
-            talks: this host prints the warnings.
+            warns: this host prints the warnings.
         """
         hashes = environment.get(CHECKED_PROGRAMS_VARIABLE, "").split(",")
         self._checked = frozenset(program_hash for program_hash in hashes if program_hash)
-        self._comparable, self._talks = comparable, talks
+        self._comparable, self._warns = comparable, warns
         self._run: dict[tuple[object, ...], str] = {}  # (kind, shape...) -> hash
 
-    def look(self, kind: str, shapes: Sequence[tuple[int, ...]], outputs: Callable[[], list[Any]]) -> None:
+    def compare(self, kind: str, shapes: Sequence[tuple[int, ...]], hash_program: Callable[[], str]) -> None:
         """Compares a program before it runs; warns when it was not checked.
 
         Args:
             kind: "training" or "evaluation".
             shapes: of the arrays that it will run on.
-            outputs: gives the tensors that the program computes.
+            hash_program: called only if there is something to compare with, because it takes time.
         """
         if not self._checked or not self._comparable or (kind, *shapes) in self._run:
             return
-        from training.backends.torch_xla.tracing import hash_program
-
-        program_hash = self._run[kind, *shapes] = hash_program(outputs())
-        if program_hash not in self._checked and self._talks:
+        program_hash = self._run[kind, *shapes] = hash_program()
+        if program_hash not in self._checked and self._warns:
             arrays = ", ".join(str(list(shape)) for shape in shapes)
             print(
                 f"tpu-train: warning: the {kind} program for arrays {arrays} is {program_hash}, which is none that "

@@ -51,7 +51,7 @@ class TensorFlow:
     ) -> None:
         """Opens the devices, connects the hosts and builds the model. `token`: of this group of processes."""
         self._config = config
-        self._checked = CheckedPrograms(os.environ, comparable=False, talks=cluster.is_first)
+        self._checked = CheckedPrograms(os.environ, comparable=False, warns=cluster.is_first)
         self._replicas = self._open_replicas()
         self.devices = cluster.hosts * self._replicas.count
         self._exchange = (

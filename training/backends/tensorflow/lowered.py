@@ -1,6 +1,7 @@
-"""The TensorFlow backend's step and evaluation as text for the TPU compiler: what TPUStrategy runs on each device of a
-slice, with its own rows of the batch and with the sums over all devices. Lowered, never run, so the slice need not
-exist.
+"""The programs of the TensorFlow backend, lowered from its own step and evaluation for `tpu-train preflight`.
+
+They are the programs that TPUStrategy runs on each device of a slice, with the device's own rows of the batch and with
+the sums over all devices. Lowered, never run, so the slice need not exist.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 from training.backends.tensorflow.backend import TensorFlow
 from training.backends.tensorflow.replicas import Replicas
 from training.batch import Arrays
+from training.preflight.compiler import Program, hash_hlo
+from training.preflight.programs import OpenBackend
 
 
 class SliceReplicas(Replicas):
@@ -31,20 +34,23 @@ class SliceReplicas(Replicas):
         return [all_reduce(value) for value in values] if isinstance(values, list) else all_reduce(values)
 
 
-class Lowered(TensorFlow):
+class LoweringBackend(TensorFlow):
     """The backend with programs as one device of a slice runs them."""
 
     def _open_replicas(self) -> Replicas:
         self._slice = SliceReplicas()
         return self._slice
 
-    def stand_in_for(self, devices: int) -> None:
+    def simulate_devices(self, count: int) -> None:
         """From here on, programs are lowered for so many devices."""
-        self._slice.slice_devices = devices
+        self._slice.slice_devices = count
 
     def lower(self, training: bool, batch: Arrays) -> tuple[str, str, Mapping[int, str]]:
-        """StableHLO, HLO without places in source code, and for each argument that is a tensor of the state its name.
-        `batch` is the global one."""
+        """Lowers the step or the evaluation for a global batch.
+
+        Returns:
+            StableHLO, HLO without places in source code, and the names of the arguments that are tensors of the state.
+        """
         rows = {
             name: tf.TensorSpec((array.shape[0] // self._slice.slice_devices, *array.shape[1:]), array.dtype)
             for name, array in batch.items()
@@ -70,3 +76,26 @@ class Lowered(TensorFlow):
             if id(argument) in names
         }
         return text(stage="stablehlo"), text(stage="hlo_no_metadata"), state
+
+
+class TensorFlowTracer:
+    """One program, which each device of a slice runs on its own rows."""
+
+    def __init__(self, open_backend: OpenBackend, devices: int) -> None:
+        self._open_backend, self._devices = open_backend, devices
+        self._backend: LoweringBackend | None = None
+
+    def open(self) -> dict[str, int]:
+        if self._backend is None:
+            self._backend = self._open_backend(LoweringBackend)
+            self._backend.simulate_devices(self._devices)
+        return {name: spec.size for name, spec in self._backend.tensor_specs().items()}
+
+    def trace(self, kind: str, batch: Arrays) -> Program:
+        assert self._backend is not None
+        text, hlo, state = self._backend.lower(kind == "training", batch)
+        donated = frozenset(state) if kind == "training" else frozenset()
+        return Program(text, donated, state, hash_hlo(hlo), replicated=True)
+
+    def close(self) -> None:
+        self._backend = None

@@ -22,6 +22,7 @@ from training.backends.torch_xla.model import build, patch_modules
 from training.backends.torch_xla.sharding import REPORT, DataParallel
 from training.backends.torch_xla.state import State
 from training.backends.torch_xla.step import TrainingStep
+from training.backends.torch_xla.tracing import hash_program
 from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot
@@ -57,7 +58,7 @@ class TorchXla:
         rendezvous.set_phase("building the model")
         network: Any = build(config.model, requirements, dropout=config.train.dropout, seed=config.seed)
         noise = patch_modules(network, config.train.remat, otherwise="attention" if self._sharding.is_spmd else "none")
-        self._checked = CheckedPrograms(os.environ, comparable=self._sharding.is_spmd, talks=cluster.is_first)
+        self._checked = CheckedPrograms(os.environ, comparable=self._sharding.is_spmd, warns=cluster.is_first)
         # What earlier runs in this process have counted.
         self._compiled_before, self._transfers_before = counters.compiled(), counters.transfers()
         self._fallbacks_before = counters.fallbacks()
@@ -73,7 +74,9 @@ class TorchXla:
     def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingStep:
         if not self._exchange:
             report = self.trace_step(number, batch, signals)
-            self._checked.look("training", _shapes(batch), lambda: [*self.state_tensors().values(), report])
+            self._checked.compare(
+                "training", _shapes(batch), lambda: hash_program([*self.state_tensors().values(), report])
+            )
             self._state.wait_before_mutation()
             torch_xla.sync()
             return _PendingStep(self._state, report)
@@ -90,7 +93,7 @@ class TorchXla:
 
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
         report = self.trace_evaluation(batch, signals)
-        self._checked.look("evaluation", _shapes(batch), lambda: [report])
+        self._checked.compare("evaluation", _shapes(batch), lambda: hash_program([report]))
         torch_xla.sync()
         if self._exchange:
             report = self._state.to_host(report)

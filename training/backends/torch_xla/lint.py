@@ -25,6 +25,7 @@ import torch_xla.debug.metrics as xla_metrics
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from training.backends.protocol import Backend
 from training.backends.torch_xla.counters import fallbacks
 from training.errors import BadInput
 from training.lint.rules import HOST, SHAPE, VALUE, Finding, Operation, StepChecker, StepTrace
@@ -38,6 +39,9 @@ _PROGRAM_ENDS = "the program ends here and waits for the device"
 
 class TorchStepWatcher:
     """Records the operations of a step, and the rules that single operations break."""
+
+    def __init__(self, backend: Backend | None = None) -> None:
+        """Watches everything that runs on XLA devices in this process, of the backend or of a user's module."""
 
     @contextmanager
     def step(self) -> Iterator[StepTrace]:

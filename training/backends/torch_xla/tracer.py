@@ -1,0 +1,52 @@
+"""The programs of the torch-xla backend, traced from its own step for `tpu-train preflight`."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+
+from training.backends.torch_xla import tracing
+from training.backends.torch_xla.backend import TorchXla
+from training.batch import Arrays, Signals
+from training.preflight.compiler import COMPILER_VERSIONS, TRACING_VERSIONS, Program, require_versions
+from training.preflight.programs import OpenBackend
+
+
+class TorchTracer:
+    """One program for all devices of a slice, which the compiler partitions."""
+
+    def __init__(self, open_backend: OpenBackend, devices: int) -> None:
+        require_versions({**COMPILER_VERSIONS, **TRACING_VERSIONS})
+        self._open_backend = open_backend
+        self._backend: TorchXla | None = None
+        self._state_is_lost = False  # a traced step leaves the state uncomputed
+        tracing.simulate_devices(devices)
+
+    def open(self) -> dict[str, int]:
+        if self._state_is_lost:
+            self.close()
+        if self._backend is None:
+            self._backend = self._open_backend(TorchXla)
+            self._state_is_lost = False
+        return {name: spec.size for name, spec in self._backend.tensor_specs().items()}
+
+    def trace(self, kind: str, batch: Arrays) -> Program:
+        backend = self._backend
+        assert backend is not None
+        network = backend.upload()
+        state = tracing.tensor_ids(backend.state_tensors())
+        with tracing.record_module_names(network), tracing.forbid_data_dependence():
+            if kind == "training":
+                self._state_is_lost = True
+                report = backend.trace_step(0, batch, Signals())
+                outputs = [*backend.state_tensors().values(), report]
+            else:
+                outputs = [backend.trace_evaluation(batch, Signals())]
+            return tracing.extract_program(outputs, state)
+
+    def close(self) -> None:
+        self._backend = None
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:  # glibc would keep the memory, which the compiler can use
+            trim(0)
