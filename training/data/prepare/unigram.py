@@ -1,21 +1,22 @@
-"""Training a Unigram vocabulary, the same one every time (Kudo 2018, https://arxiv.org/abs/1804.10959; as in
-sentencepiece's trainer).
+"""Trains a Unigram vocabulary, with the same result every time (Kudo 2018, https://arxiv.org/abs/1804.10959; as
+sentencepiece's trainer does it).
 
-The `tokenizers` library's trainer walks through a hash table whose order is new in every process, so its scores differ
-in the last digits and its choice of pieces with them. Here words are sorted, and everything is numpy over flat arrays
+The `tokenizers` library's trainer iterates over a hash table whose order is new in every process, so its scores differ
+in the last digits, and its choice of pieces with them. Here words are sorted, and everything is numpy over flat arrays
 in a fixed order.
 
-  words     sorted by count; all their characters stand one after the other, with one empty place after each word
-  (places,) piece     a substring of up to LONGEST characters, named by where it first occurs
-  edges     edges[place, n - 1] is the piece of n characters that starts at a place, or the last number, which is no
-  piece  (places, LONGEST)
+  words     sorted by length, then by count; their characters are concatenated, with one empty position after each
+            word (positions,)
+  piece     a substring of up to LONGEST characters
+  edges     edges[position, n - 1] is the number of the piece of n characters that starts at a position, or the number
+            of pieces where there is none (positions, LONGEST)
 
   1. Seeds: all frequent substrings, by count times length.
   2. Expectation: forward and backward sums over all segmentations of all words at once, character by character.
      Maximisation: log probabilities from the expected counts (with digamma, as a Bayesian with a sparse prior would).
-  3. Drop the quarter of pieces whose loss costs the likelihood least; again from 2 until few enough are left.
+  3. Drop the quarter of pieces whose loss costs the likelihood least; repeat from 2 until few enough are left.
 
-Memory: the table of words grows with the number of different words; training looks at the WORDS most frequent ones.
+Memory grows with the number of different words: training uses the WORDS most frequent ones.
 """
 
 from __future__ import annotations
@@ -25,26 +26,36 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-LONGEST = 16
-WORDS = 1 << 18
-WORD_CHARACTERS = 64
+LONGEST = 16  # characters of a piece
+WORDS = 1 << 18  # the most frequent words are used
+WORD_CHARACTERS = 64  # longer words are cut
 SEEDS_PER_PIECE = 30
-SHRINK = 0.75
-ROUNDS = 2
+SHRINK = 0.75  # of the pieces are kept when some are dropped
+ROUNDS = 2  # of expectation and maximisation before pieces are dropped
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
 def train(words: Mapping[str, int], size: int) -> list[tuple[str, float]]:
-    """At most `size` (piece, log probability), best first; every character of the words is one. Raises ValueError when
-    `size` is too small for them."""
+    """Trains a vocabulary.
+
+    Args:
+        words: word -> how often it occurs.
+        size: the largest number of pieces.
+
+    Returns:
+        (piece, log probability), best first. Every character of the words is a piece.
+
+    Raises:
+        ValueError: the words have more than `size` different characters.
+    """
     characters = sorted({character for word in words for character in word})
     if len(characters) > size:
         raise ValueError(f"the text has {len(characters)} different characters")
     text = _Text(words)
     pieces, scores = text.seeds(characters, max(size * SEEDS_PER_PIECE, 10_000))
-    required = np.arange(len(pieces)) < len(characters)
+    required = np.arange(len(pieces)) < len(characters)  # (pieces,) single characters are never dropped
     wanted = int(size * 1.1)
     while True:
         for _ in range(ROUNDS):
@@ -64,62 +75,67 @@ def train(words: Mapping[str, int], size: int) -> list[tuple[str, float]]:
         order = np.argsort(-loss, kind="stable")[: max(wanted, int(SHRINK * len(pieces)))]
         order.sort()
         pieces, scores, required = [pieces[number] for number in order], scores[order], required[order]
-    found = sorted(
-        zip(pieces, np.round(scores, 6).tolist(), required.tolist(), strict=True), key=lambda each: (-each[1], each[0])
-    )
-    spare = size - len(characters)
-    chosen = [each for each in found if each[2]] + [each for each in found if not each[2]][:spare]
-    return [(piece, score) for piece, score, _ in sorted(chosen, key=lambda each: (-each[1], each[0]))]
+    return _best(pieces, np.round(scores, 6).tolist(), required.tolist(), size - len(characters))
+
+
+def _best(pieces: list[str], scores: list[float], required: list[bool], spare: int) -> list[tuple[str, float]]:
+    """The required pieces and the `spare` best of the others, best first."""
+    ranked = sorted(zip(pieces, scores, required, strict=True), key=lambda entry: (-entry[1], entry[0]))
+    optional = [(piece, score) for piece, score, needed in ranked if not needed][:spare]
+    chosen = [(piece, score) for piece, score, needed in ranked if needed] + optional
+    return sorted(chosen, key=lambda entry: (-entry[1], entry[0]))
 
 
 class _Text:
-    """Words side by side."""
+    """Words side by side in flat arrays."""
 
     def __init__(self, words: Mapping[str, int]) -> None:
         cut: dict[str, int] = {}
-        for word, count in sorted(words.items(), key=lambda each: (-each[1], each[0]))[:WORDS]:
+        for word, count in sorted(words.items(), key=lambda entry: (-entry[1], entry[0]))[:WORDS]:
             for start in range(0, len(word), WORD_CHARACTERS):
                 part = word[start : start + WORD_CHARACTERS]
                 cut[part] = cut.get(part, 0) + count
-        # Longest first: the words that have a character number j are then the first so many.
-        ordered = sorted(cut.items(), key=lambda each: (-len(each[0]), -each[1], each[0]))
+        # Longest first: the words that have a character number j are then a prefix.
+        ordered = sorted(cut.items(), key=lambda entry: (-len(entry[0]), -entry[1], entry[0]))
         self.strings = [word for word, _ in ordered]
         self.counts = np.array([count for _, count in ordered], np.float64)  # (words,)
         self.lengths = np.array([len(word) for word in self.strings])  # (words,)
         self.starts = np.concatenate([[0], np.cumsum(self.lengths + 1)[:-1]])  # (words,)
         self.flat = "\0".join(self.strings) + "\0"
-        self.codes = np.frombuffer(self.flat.encode("utf-32-le", "surrogatepass"), np.uint32).astype(
-            np.uint64
-        )  # (places,)
-        self.weight = np.repeat(self.counts, self.lengths + 1)  # (places,)
-        self.left = np.repeat(self.starts + self.lengths, self.lengths + 1) - np.arange(
-            len(self.codes)
-        )  # characters up to the word's end
+        # (positions,) code points; counts of each position's word; characters from each position to its word's end
+        self.codes = np.frombuffer(self.flat.encode("utf-32-le", "surrogatepass"), np.uint32).astype(np.uint64)
+        self.weight = np.repeat(self.counts, self.lengths + 1)
+        self.left = np.repeat(self.starts + self.lengths, self.lengths + 1) - np.arange(len(self.codes))
 
     def hashes(self) -> list[npt.NDArray[np.uint64]]:
-        """For n = 1 .. LONGEST the hash of the n characters that start at each place; places beyond the end of the text
-        count as zeros."""
+        """For n = 1 .. LONGEST, the hash of the n characters from each position on. (positions,) each
+
+        Positions beyond the end of the text count as zeros.
+        """
         state = np.zeros(len(self.codes), np.uint64)
-        found = []
+        hashes = []
         for n in range(LONGEST):
             ahead = np.zeros(len(self.codes), np.uint64)
             ahead[: max(len(self.codes) - n, 0)] = self.codes[n:]
             state = (state ^ (ahead + np.uint64(0x9E3779B97F4A7C15))) * np.uint64(0xBF58476D1CE4E5B9)
             state ^= state >> np.uint64(29)
-            found.append(state)
-        return found
+            hashes.append(state)
+        return hashes
 
     def seeds(self, characters: list[str], count: int) -> tuple[list[str], Floats]:
-        """All characters, then the substrings with the highest count times length; and their log probabilities."""
-        places, lengths, weights = [], [], []
+        """The first pieces and their log probabilities.
+
+        They are all characters, then the `count` substrings with the highest count times length.
+        """
+        positions, lengths, weights = [], [], []
         for n, keys in enumerate(self.hashes(), 1):
             inside = np.flatnonzero(self.left >= n)
             if n == 1 or not len(inside):
                 continue
-            _, first, which = np.unique(keys[inside], return_index=True, return_inverse=True)
-            total = np.bincount(which, weights=self.weight[inside])
+            _, first, substring = np.unique(keys[inside], return_index=True, return_inverse=True)
+            total = np.bincount(substring, weights=self.weight[inside])
             frequent = total >= 2
-            places.append(inside[first[frequent]])
+            positions.append(inside[first[frequent]])
             weights.append(total[frequent] * n)
             lengths.append(np.full(int(frequent.sum()), n))
         single = dict.fromkeys(characters, 0.0)
@@ -127,17 +143,18 @@ class _Text:
             for character in word:
                 single[character] += total
         pieces, weight = list(single), np.maximum(np.array(list(single.values())), 1)
-        if places:
-            place, length, value = np.concatenate(places), np.concatenate(lengths), np.concatenate(weights)
-            order = np.lexsort((place, length, -value))[:count]
+        if positions:
+            position, length, value = np.concatenate(positions), np.concatenate(lengths), np.concatenate(weights)
+            order = np.lexsort((position, length, -value))[:count]
             pieces += [
-                self.flat[at : at + n] for at, n in zip(place[order].tolist(), length[order].tolist(), strict=True)
+                self.flat[start : start + n]
+                for start, n in zip(position[order].tolist(), length[order].tolist(), strict=True)
             ]
             weight = np.concatenate([weight, value[order]])
         return pieces, np.log(weight) - np.log(weight.sum())
 
     def edges(self, pieces: list[str]) -> npt.NDArray[np.int32]:
-        """(places, LONGEST)"""
+        """The edges of the module's docstring. (positions, LONGEST)"""
         table = np.full((len(self.codes), LONGEST), len(pieces), np.int32)
         by_length: dict[int, list[int]] = {}
         for number, piece in enumerate(pieces):
@@ -148,22 +165,22 @@ class _Text:
                 continue
             known = _Pieces([pieces[number] for number in numbers]).hash(n)
             order = np.argsort(known, kind="stable")
-            at = np.minimum(np.searchsorted(known[order], keys), len(order) - 1)
-            hit = (known[order][at] == keys) & (self.left >= n)
-            table[hit, n - 1] = np.array(numbers)[order[at[hit]]]
+            slot = np.minimum(np.searchsorted(known[order], keys), len(order) - 1)  # (positions,)
+            matches = (known[order][slot] == keys) & (self.left >= n)
+            table[matches, n - 1] = np.array(numbers)[order[slot[matches]]]
         return table
 
     def expected(self, pieces: list[str], scores: Floats) -> Floats:
-        """How often each piece is used, over all segmentations of all words by their probability. (pieces,)"""
+        """The expected count of each piece over all segmentations of all words. scores: (pieces,). (pieces,)"""
         edges = self.edges(pieces)
         value = np.append(scores, -np.inf)
         forward, backward = _sums(self, edges, value)
-        total = np.repeat(forward[self.starts + self.lengths], self.lengths + 1)  # (places,)
+        total = np.repeat(forward[self.starts + self.lengths], self.lengths + 1)  # (positions,)
         counts = np.zeros(len(pieces) + 1)
         for n in range(1, LONGEST + 1):
-            place = np.flatnonzero(edges[:, n - 1] < len(pieces))
-            piece = edges[place, n - 1]
-            share = np.exp(forward[place] + value[piece] + backward[place + n] - total[place]) * self.weight[place]
+            start = np.flatnonzero(edges[:, n - 1] < len(pieces))  # (edges,) where a piece of n characters starts
+            piece = edges[start, n - 1]  # (edges,)
+            share = np.exp(forward[start] + value[piece] + backward[start + n] - total[start]) * self.weight[start]
             counts += np.bincount(piece, weights=share, minlength=len(counts))
         return counts[:-1]
 
@@ -182,12 +199,12 @@ class _Pieces(_Text):
 
     def hash(self, n: int) -> npt.NDArray[np.uint64]:
         """Hashes of pieces that all have n characters. (pieces,)"""
-        found: npt.NDArray[np.uint64] = self.hashes()[n - 1][self.starts]
-        return found
+        hashes: npt.NDArray[np.uint64] = self.hashes()[n - 1][self.starts]
+        return hashes
 
 
 def _sums(text: _Text, edges: npt.NDArray[np.int32], value: Floats) -> tuple[Floats, Floats]:
-    """Log sums over all segmentations of what stands before and after each place. (places,), (places,)"""
+    """Log sums over all segmentations of the characters before and after each position. (positions,) each"""
     forward = np.full(len(text.codes), -np.inf)
     backward = np.full(len(text.codes), -np.inf)
     forward[text.starts] = 0
@@ -196,15 +213,15 @@ def _sums(text: _Text, edges: npt.NDArray[np.int32], value: Floats) -> tuple[Flo
     for j in range(1, int(text.lengths.max()) + 1):
         active = int(np.searchsorted(-text.lengths, -j, side="right"))  # words are sorted, longest first
         back = np.arange(1, min(j, LONGEST) + 1)
-        place = text.starts[:active, None] + j - back  # (active, back)
-        forward[text.starts[:active] + j] = _log_sum(forward[place] + value[edges[place, back - 1]])
-        place = ends[:active] - j  # (active,)
-        backward[place] = _log_sum(backward[place[:, None] + back] + value[edges[place, : len(back)]])
+        before = text.starts[:active, None] + j - back  # (active, back)
+        forward[text.starts[:active] + j] = _log_sum(forward[before] + value[edges[before, back - 1]])
+        position = ends[:active] - j  # (active,)
+        backward[position] = _log_sum(backward[position[:, None] + back] + value[edges[position, : len(back)]])
     return forward, backward
 
 
 def _without_itself(pieces: list[str], scores: Floats) -> Floats:
-    """The best log probability of each piece's characters as other pieces. (pieces,)"""
+    """The best log probability of each piece's characters, made of other pieces. (pieces,)"""
     order = np.argsort([-len(piece) for piece in pieces], kind="stable")
     text = _Pieces([pieces[number] for number in order])
     edges = text.edges(pieces)
@@ -216,11 +233,11 @@ def _without_itself(pieces: list[str], scores: Floats) -> Floats:
     for j in range(1, int(text.lengths.max()) + 1):
         active = int(np.searchsorted(-text.lengths, -j, side="right"))
         back = np.arange(1, min(j, LONGEST) + 1)
-        place = text.starts[:active, None] + j - back
-        best[text.starts[:active] + j] = (best[place] + value[edges[place, back - 1]]).max(axis=1)
-    found = np.empty(len(pieces))
-    found[order] = best[text.starts + text.lengths]
-    return found
+        before = text.starts[:active, None] + j - back  # (active, back)
+        best[text.starts[:active] + j] = (best[before] + value[edges[before, back - 1]]).max(axis=1)
+    scores_without = np.empty(len(pieces))
+    scores_without[order] = best[text.starts + text.lengths]
+    return scores_without
 
 
 def _log_sum(values: Floats) -> Floats:
@@ -233,7 +250,7 @@ def _log_sum(values: Floats) -> Floats:
 
 
 def _digamma(x: Floats) -> Floats:
-    """Bernardo 1976 (AS 103): recurrence up to 6, then the asymptotic series."""
+    """The digamma function, for positive x (Bernardo 1976, AS 103): recurrence up to 6, then the asymptotic series."""
     x = x.copy()
     result = np.zeros_like(x)
     while (small := x < 6).any():
