@@ -7,16 +7,16 @@ get the same tensors as plain torch tensors in host memory, which spares them th
 files below one temporary folder on this machine's disk; rounds are interleaved and the best of `--repeat` is kept, for
 ours and theirs alike. Memory is measured in processes of their own.
 
-  ours          CheckpointWriter.save with checkpoint.background, on one host; restoring is `restore` into the backend. The loop is
-  blocked in `save`, and in the next
-                training step where it waits for the copy to end before it changes the state; both count. Committed is
-                durable: the part and the manifest are fsynced. Throughput is counted from the end of the copy on.
+  ours          CheckpointWriter.save with checkpoint.background, on one host; restoring is `restore` into the backend.
+                The loop is blocked in `save`, and in the next training step where it waits for the copy to end before
+                it changes the state; both count. Committed is durable: the part and the manifest are fsynced.
+                Throughput is counted from the end of the copy on.
   torch.save    torch.save(state, file), and torch.load; also with an fsync, which makes it as durable as ours
   async_save    torch.distributed.checkpoint.async_save, without a process group
   safetensors   safetensors.torch.save_file, and load_file
   plain write   os.write of as many bytes, with the fsync that ours does and the others leave out, and without
   plain read    a file of as many bytes, read whole; before each reading the files are dropped from the page cache, as
-  on a new machine
+                on a new machine
 """
 
 from __future__ import annotations
@@ -296,20 +296,20 @@ def measure(folder: str, *what: str) -> dict[str, float]:
 def compare(folder: str, repeat: int) -> list[Row]:
     rows: list[Row] = []
 
-    def found(name: str, unit: str, ours: float, peer_name: str, peer: float, goal: str) -> None:
+    def add_row(name: str, unit: str, ours: float, peer_name: str, peer: float, goal: str) -> None:
         rows.append(row(name, unit, ours, peer_name, peer, goal))
 
     saved = measure(folder, "saving", str(repeat))
     read = measure(folder, "restoring", str(repeat))
     megabytes = saved["bytes"] / 1e6
-    found("the loop is blocked", "s", saved["ours blocked"], "torch.save", saved["torch.save"], "at most 1/10")
-    found("the loop is blocked", "s", saved["ours blocked"], "torch.save, fsync", saved["torch.save, fsync"], "")
-    found("the loop is blocked", "s", saved["ours blocked"], "async_save", saved["async_save blocked"], "")
-    found("the loop is blocked", "s", saved["ours blocked"], "goal", 0.5, "at most 0.5 s")
+    add_row("the loop is blocked", "s", saved["ours blocked"], "torch.save", saved["torch.save"], "at most 1/10")
+    add_row("the loop is blocked", "s", saved["ours blocked"], "torch.save, fsync", saved["torch.save, fsync"], "")
+    add_row("the loop is blocked", "s", saved["ours blocked"], "async_save", saved["async_save blocked"], "")
+    add_row("the loop is blocked", "s", saved["ours blocked"], "goal", 0.5, "at most 0.5 s")
     for peer in ("plain write, fsync", "torch.save", "torch.save, fsync", "async_save", "safetensors"):
-        found("until it is committed", "s", saved["ours"], peer, saved[peer], "")
+        add_row("until it is committed", "s", saved["ours"], peer, saved[peer], "")
     throughput = megabytes / saved["ours written"]
-    found(
+    add_row(
         "commit throughput",
         "MB/s",
         throughput,
@@ -317,15 +317,15 @@ def compare(folder: str, repeat: int) -> list[Row]:
         megabytes / saved["plain write, fsync"],
         "at least 90 %",
     )
-    found(
+    add_row(
         "commit throughput", "MB/s", throughput, "plain write, no fsync", megabytes / saved["plain write, no fsync"], ""
     )
     for peer, goal in (("plain read", "at most 1.2 times"), ("torch.load", ""), ("load_file", "")):
-        found("restore", "s", read["ours"], peer, read[peer], goal)
+        add_row("restore", "s", read["ours"], peer, read[peer], goal)
     ours = measure(folder, "memory", "ours")["bytes"] / 1e6
-    found("peak extra memory", "MB", ours, "the state", megabytes, "at most one copy")
+    add_row("peak extra memory", "MB", ours, "the state", megabytes, "at most one copy")
     for peer in ("torch.save", "async_save"):
-        found("peak extra memory", "MB", ours, peer, max(1.0, measure(folder, "memory", peer)["bytes"] / 1e6), "")
+        add_row("peak extra memory", "MB", ours, peer, max(1.0, measure(folder, "memory", peer)["bytes"] / 1e6), "")
     return rows
 
 

@@ -1,8 +1,8 @@
-"""The one table of TPU generations: names, sizes, hosts, devices, bounds, runtime versions, zones, peak figures.
+"""The table of TPU generations: names, sizes, hosts, devices, bounds, runtime versions, zones, peak figures.
 
-Pure data and pure functions; imported by the launcher, the trainer, the emulator and the manifests alike, so that
-nobody counts hosts twice. It knows what a name means before a slice exists; what a slice really has is read from the
-slice (its network endpoints).
+Pure data and pure functions, imported by the launcher, the trainer, the emulator and the manifests, so that hosts are
+counted in one place. It says what a name means before a slice exists; what a slice really has is read from the slice
+(its network endpoints). A new generation is a row of GENERATIONS, its sizes in _SIZES, and its nodes in `gke_nodes`.
 
 Sources: the size tables of torch_xla 2.9 (`torch_xla/_internal/tpu.py`) and of MaxText (`accelerator_to_spec_map.py`);
 peaks, memory, zones and runtime versions from Google's Cloud TPU documentation
@@ -11,6 +11,7 @@ peaks, memory, zones and runtime versions from Google's Cloud TPU documentation
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -45,14 +46,17 @@ class Accelerator:
 
     @property
     def chips(self) -> int:
+        """Chips of all hosts."""
         return self.hosts * self.chips_per_host
 
     @property
     def devices_per_host(self) -> int:
+        """PJRT devices of one host."""
         return self.chips_per_host * self.generation.devices_per_chip
 
     @property
     def devices(self) -> int:
+        """PJRT devices of all hosts."""
         return self.hosts * self.devices_per_host
 
     @property
@@ -69,7 +73,7 @@ class Accelerator:
     def host_bounds(self) -> tuple[int, int, int]:
         """Hosts along each axis (x, y, z): TPU_PROCESS_BOUNDS of one process a host."""
         chips = (*self.topology, 1, 1)[:3]
-        x, y, z = (have // each for have, each in zip(chips, self.chips_per_host_bounds, strict=True))
+        x, y, z = (total // per_host for total, per_host in zip(chips, self.chips_per_host_bounds, strict=True))
         return (x, y, z)
 
     @property
@@ -111,7 +115,7 @@ def gke_nodes(slice_: Accelerator) -> GkeNodes:
     """
     generation, chips = slice_.generation.name, slice_.chips_per_host
     if generation == "v2":
-        others = ", ".join(each.name for each in GENERATIONS if each.name != "v2")
+        others = ", ".join(other.name for other in GENERATIONS if other.name != "v2")
         raise ValueError(
             f"GKE has no nodes for {slice_.name}: it never offered TPU v2 (it has {others}); TPU VMs have v2"
         )
@@ -129,6 +133,16 @@ def gke_nodes(slice_: Accelerator) -> GkeNodes:
     }[generation]
 
 
+_V2_ZONES = (
+    "us-central1-a",
+    "us-central1-b",
+    "us-central1-c",
+    "us-central1-f",
+    "europe-west4-a",
+    "asia-east1-c",
+)
+_V3_ZONES = ("us-central1-a", "us-central1-b", "us-east1-d", "europe-west4-a")
+_V4_ZONES = ("us-central2-b",)
 _V5E_ZONES = (
     "us-central1-a",
     "us-south1-a",
@@ -150,6 +164,7 @@ _V6E_ZONES = (
     "asia-northeast1-b",
     "southamerica-west1-a",
 )
+_V5P_ZONES = ("us-central1-a", "us-east5-a", "europe-west4-b")
 
 
 def _gib(amount: float) -> int:
@@ -157,23 +172,33 @@ def _gib(amount: float) -> int:
 
 
 GENERATIONS: tuple[Generation, ...] = (
-    Generation("v2", "v2", True, 2, 2, 46e12, 16 * GIB, 700e9, _gib(7.48), "tpu-ubuntu2204-base",
-               ("us-central1-a", "us-central1-b", "us-central1-c", "us-central1-f", "europe-west4-a", "asia-east1-c")),
-    Generation("v3", "v3", True, 2, 2, 123e12, 32 * GIB, 900e9, _gib(15.48), "tpu-ubuntu2204-base",
-               ("us-central1-a", "us-central1-b", "us-east1-d", "europe-west4-a")),
-    Generation("v4", "v4", True, 2, 1, 275e12, 32 * GIB, 1228e9, _gib(30.75), "tpu-ubuntu2204-base", ("us-central2-b",)),
-    Generation("v5e", "v5litepod", False, 1, 1, 197e12, 16 * GIB, 819e9, _gib(15.75), "v2-alpha-tpuv5-lite", _V5E_ZONES),
-    Generation("v5p", "v5p", True, 2, 1, 459e12, 95 * GIB, 2765e9, _gib(95.74), "v2-alpha-tpuv5", ("us-central1-a", "us-east5-a", "europe-west4-b")),
+    Generation("v2", "v2", True, 2, 2, 46e12, 16 * GIB, 700e9, _gib(7.48), "tpu-ubuntu2204-base", _V2_ZONES),
+    Generation("v3", "v3", True, 2, 2, 123e12, 32 * GIB, 900e9, _gib(15.48), "tpu-ubuntu2204-base", _V3_ZONES),
+    Generation("v4", "v4", True, 2, 1, 275e12, 32 * GIB, 1228e9, _gib(30.75), "tpu-ubuntu2204-base", _V4_ZONES),
+    Generation(
+        "v5e", "v5litepod", False, 1, 1, 197e12, 16 * GIB, 819e9, _gib(15.75), "v2-alpha-tpuv5-lite", _V5E_ZONES
+    ),
+    Generation("v5p", "v5p", True, 2, 1, 459e12, 95 * GIB, 2765e9, _gib(95.74), "v2-alpha-tpuv5", _V5P_ZONES),
     Generation("v6e", "v6e", False, 1, 1, 918e12, 32 * GIB, 1640e9, _gib(31.25), "v2-alpha-tpuv6e", _V6E_ZONES),
-)  # fmt: skip
+)
 
 # The number of a name -> chips along each axis. There is no v2-16, v3-16 or v2-64.
 _V2: dict[int, tuple[int, ...]] = {8: (2, 2), 32: (4, 4), 128: (8, 8), 256: (8, 16), 512: (16, 16)}
 _V3: dict[int, tuple[int, ...]] = {**_V2, 64: (4, 8), 1024: (16, 32), 2048: (32, 32)}
 _V4: dict[int, tuple[int, ...]] = {
-    8: (2, 2, 1), 16: (2, 2, 2), 32: (2, 2, 4), 64: (2, 4, 4), 128: (4, 4, 4), 256: (4, 4, 8), 384: (4, 4, 12), 512: (4, 8, 8),
-    1024: (8, 8, 8), 1536: (8, 8, 12), 2048: (8, 8, 16), 4096: (8, 16, 16),
-}  # fmt: skip
+    8: (2, 2, 1),
+    16: (2, 2, 2),
+    32: (2, 2, 4),
+    64: (2, 4, 4),
+    128: (4, 4, 4),
+    256: (4, 4, 8),
+    384: (4, 4, 12),
+    512: (4, 8, 8),
+    1024: (8, 8, 8),
+    1536: (8, 8, 12),
+    2048: (8, 8, 16),
+    4096: (8, 16, 16),
+}
 _V5P: dict[int, tuple[int, ...]] = {**_V4, 640: (4, 4, 20), 768: (4, 8, 12), 896: (4, 4, 28)}
 _V5E: dict[int, tuple[int, ...]] = {
     1: (1, 1),
@@ -193,18 +218,11 @@ def _chips_per_host(generation: Generation, chips: int) -> int:
     return chips if not generation.cores_in_name and chips <= 8 else 4
 
 
-def _product(numbers: tuple[int, ...]) -> int:
-    result = 1
-    for number in numbers:
-        result *= number
-    return result
-
-
 def _build() -> dict[str, Accelerator]:
     table = {}
     for generation in GENERATIONS:
         for number, topology in sorted(_SIZES[generation.name].items()):
-            chips = _product(topology)
+            chips = math.prod(topology)
             per_host = _chips_per_host(generation, chips)
             name = f"{generation.prefix}-{number}"
             table[name] = Accelerator(name, generation, topology, chips // per_host, per_host)
@@ -225,14 +243,16 @@ def accelerator(name: str) -> Accelerator:
     prefix = name.rsplit("-", 1)[0]
     if prefix == "v5e":
         raise UnknownAccelerator(
-            f"accelerator type {name!r}: Cloud TPU calls v5e slices v5litepod-N; did you mean v5litepod-{name.rsplit('-', 1)[-1]}?"
+            f"accelerator type {name!r}: Cloud TPU calls v5e slices v5litepod-N; did you mean "
+            f"v5litepod-{name.rsplit('-', 1)[-1]}?"
         )
     if prefix == "tpu7x":
         raise UnknownAccelerator(
-            f"accelerator type {name!r}: TPU7x can't be had through the Cloud TPU API, only through GKE or Compute Engine"
+            f"accelerator type {name!r}: TPU7x is not offered through the Cloud TPU API, only through GKE or Compute "
+            "Engine"
         )
     sizes = [known for known in ACCELERATORS if known.rsplit("-", 1)[0] == prefix]
     if sizes:
         raise UnknownAccelerator(f"accelerator type {name!r} does not exist; {prefix} has {', '.join(sizes)}")
-    families = ", ".join(dict.fromkeys(f"{each.prefix}-N" for each in GENERATIONS))
+    families = ", ".join(dict.fromkeys(f"{generation.prefix}-N" for generation in GENERATIONS))
     raise UnknownAccelerator(f"accelerator type {name!r} does not exist; known families: {families}")

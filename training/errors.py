@@ -1,4 +1,4 @@
-"""What ends a training process, and the exit code that tells the launcher which it was (section "A run" of the README).
+"""The errors that end a training process, and the exit codes by which the launcher tells them apart.
 
 Framework-free. `cli.main` turns every `TrainError` into one message on standard error and its exit code; a traceback
 means a bug.
@@ -27,28 +27,28 @@ class TrainError(Exception):
 
 
 class BadInput(TrainError):
-    """Configuration or data is not as it must be; trying again changes nothing."""
+    """Configuration or data is wrong; trying again changes nothing."""
 
     exit_code = Exit.BAD_INPUT
 
 
 class LostPeer(TrainError):
-    """Another host did not arrive or broke the connection; the message names it and its last phase where they are
-    known."""
+    """Another host did not arrive at a barrier, or its connection broke; the message names it and its last phase where
+    they are known."""
 
     exit_code = Exit.LOST_PEER
 
 
 class StopRequested(TrainError):
-    """Asked to stop (SIGTERM), and the state is committed."""
+    """This process was asked to stop (SIGTERM), and the state is committed."""
 
     exit_code = Exit.SAVED
 
 
-# What frameworks say when memory is short: XLA on TPU and GPU, XLA on the CPU, torch on the CPU.
+# Messages of the frameworks when memory is short: XLA on TPU and GPU, XLA on the CPU, torch on the CPU.
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "Out of memory", "can't allocate memory")
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether there was no room, on a device or on the host."""
-    return isinstance(error, MemoryError) or any(each in str(error) for each in _OUT_OF_MEMORY)
+    """Whether memory was short, on a device or on the host."""
+    return isinstance(error, MemoryError) or any(message in str(error) for message in _OUT_OF_MEMORY)

@@ -47,11 +47,15 @@ class RunDescription:
 
 
 class _PartBuffer:
-    """Host memory for a part, with a view for each of its tensors."""
+    """What is the same in every save of a state: the manifest's list of tensors, and host memory for this host's part,
+    with a view for each of its tensors."""
 
-    def __init__(self, tensors: Mapping[str, TensorSpec]) -> None:
-        self.tensors = dict(tensors)
-        self.data, self.views = encode(list(tensors.items()), allocate=host_memory.allocate)
+    def __init__(self, specs: Mapping[str, TensorSpec], cluster: Cluster) -> None:
+        shares = form.assign_tensors(specs, cluster.hosts)
+        self.specs = dict(specs)
+        self.tensors = form.whole_tensors(specs, shares)
+        share = [(name, specs[name]) for name in shares[cluster.worker]]
+        self.data, self.views = encode(share, allocate=host_memory.allocate)
 
     def fault_in(self) -> None:
         host_memory.fault_in(self.data)
@@ -101,13 +105,9 @@ class CheckpointWriter:
 
     def prepare(self, specs: Mapping[str, TensorSpec]) -> None:
         """Allocates the memory for snapshots in the background, so that the first save finds it."""
-        self._buffer = _PartBuffer(self._share(form.assign_tensors(specs, self._cluster.hosts), specs))
+        self._buffer = _PartBuffer(specs, self._cluster)
         self._preparing = threading.Thread(target=self._buffer.fault_in, name="checkpoint-memory", daemon=True)
         self._preparing.start()
-
-    def _share(self, shares: list[list[str]], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """The tensors that this host writes."""
-        return {name: specs[name] for name in shares[self._cluster.worker]}
 
     def restored(self, step: int, damaged: Iterable[int]) -> None:
         """Sets the step that this attempt continues from, and the newer checkpoints that did not verify: their folders
@@ -126,10 +126,8 @@ class CheckpointWriter:
         if self._preparing:
             self._preparing.join()
             self._preparing = None
-        shares = form.assign_tensors(specs, self._cluster.hosts)
-        share = self._share(shares, specs)
-        if self._buffer is None or self._buffer.tensors != share:
-            self._buffer = _PartBuffer(share)
+        if self._buffer is None or self._buffer.specs != specs:
+            self._buffer = _PartBuffer(specs, self._cluster)
         self._snapshot = start_snapshot(self._buffer.views)
         self.blocked_seconds += self._clock() - began
         manifest = Manifest(
@@ -139,7 +137,7 @@ class CheckpointWriter:
             state=dict(state),
             config=self._description.config,
             code=self._description.code,
-            tensors=form.whole_tensors(specs, shares),
+            tensors=self._buffer.tensors,
             tensor_count=len(specs),
             run_id=self._cluster.run_id,
             attempt=self._cluster.attempt,
