@@ -61,7 +61,7 @@ def steps(config: Config) -> list[Step]:
 def _creation(config: Config) -> list[Step]:
     hosts, labels = f"{config.accelerator.hosts} hosts", slices.owner_labels(config)
     planned = []
-    for here in placement.in_order(config):
+    for here in placement.in_every_zone(config):
         tried = "" if here.zone == config.zone else ", when the zones before have no capacity"
         if here.slice.queued is None:
             planned.append(Step("up", f"create it: {hosts}{tried}", gcloud.create_command(here, labels)))

@@ -53,8 +53,8 @@ def examine(config: Config) -> list[Row]:
     looks: list[Callable[[], list[Row]]] = [
         lambda: [_cost(config)],
         _gcloud_and_account,
-        *(functools.partial(_zone, here) for here in placement.in_order(config)),
-        *(functools.partial(_runtime, here) for here in placement.in_order(config)),
+        *(functools.partial(_zone, here) for here in placement.in_every_zone(config)),
+        *(functools.partial(_runtime, here) for here in placement.in_every_zone(config)),
         lambda: [quota_row(config)],
         lambda: [_ssh_key(Path.home() / ".ssh" / "google_compute_engine")],
         lambda: [_engine(config)],

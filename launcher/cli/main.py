@@ -252,11 +252,11 @@ def status(config: Config, as_json: bool) -> None:
         provider.close()
     created = shown.slice.created if shown.slice is not None else ""
     if as_json:
-        terminal.dump({**shown.as_json(), "cost": costs.of_slice(placement.placed(config), created, time.time())})
+        terminal.dump({**shown.as_json(), "cost": costs.of_slice(placement.in_current_zone(config), created, time.time())})
     else:
         for line in shown.lines():
             click.echo(line)
-        if told := costs.since(placement.placed(config), created, time.time()):
+        if told := costs.since(placement.in_current_zone(config), created, time.time()):
             click.echo(told)
         if shown.hosts:
             terminal.table(["host", "address", "container", "last line", ""], shown.rows())

@@ -32,7 +32,7 @@ def list_(config: Any, everywhere: bool, as_json: bool) -> None:
     """List the project's slices that tpu-launch made: state, owner, run, age, cost so far, expiry."""
     from launcher.tpu_vm import inventory
 
-    found = inventory.ours(config.project, _zones(config, everywhere))
+    found = inventory.list_owned(config.project, _zones(config, everywhere))
     now = time.time()
     if as_json:
         terminal.dump([each.as_json(now) for each in found])
@@ -65,7 +65,7 @@ def gc(config: Any, everywhere: bool, all_owners: bool, yes: bool, as_json: bool
 
     now = time.time()
     owner = None if all_owners else slices.owner()
-    found = inventory.leftovers(inventory.ours(config.project, _zones(config, everywhere)), now, owner=owner)
+    found = inventory.find_leftovers(inventory.list_owned(config.project, _zones(config, everywhere)), now, owner=owner)
     if as_json:
         terminal.dump([each.as_json(now) for each in found])
     if not found:

@@ -25,7 +25,8 @@ def check_name(name: str) -> str:
         raise BadInput(f"{name!r} can't name Kubernetes objects: a lower-case letter, then letters, digits and hyphens")
     if len(name) > _LONGEST_NAME:
         raise BadInput(
-            f"{name!r} is too long: with {_LONGEST_NAME} characters at most, the names of its pods fit 63; set a shorter run.name"
+            f"{name!r} is too long: with {_LONGEST_NAME} characters at most, the names of its pods fit 63; set a "
+            "shorter run.name"
         )
     return name
 

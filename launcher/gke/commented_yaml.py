@@ -1,7 +1,7 @@
 """YAML with comments: plain values to text, in the order given. Pure and deterministic.
 
-`Commented(value, comment)` puts a comment above a key or a list item. Values are dicts, lists, strings, whole numbers and
-booleans. Every YAML reader reads the text as the same values: readers differ (1.1 and 1.2) in what they take for a
+`Commented(value, comment)` puts a comment above a key or a list item. Values are dicts, lists, strings, whole numbers
+and booleans. Every YAML reader reads the text as the same values: readers differ (1.1 and 1.2) in what they take for a
 number, a boolean, a date or null, so a string that is not plainly a word or a path is quoted.
 """
 

@@ -1,5 +1,5 @@
-"""The Kubernetes objects of a run, in the order in which they must be created: the ConfigMap with its configuration, and
-what runs its pods (`jobs`). Pure."""
+"""The Kubernetes objects of a run, in the order in which they must be created: the ConfigMap with its configuration,
+and what runs its pods (`jobs`). Pure."""
 
 from __future__ import annotations
 

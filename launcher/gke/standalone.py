@@ -49,7 +49,7 @@ def _image(config: Config, given: str | None) -> str:
         found = images.plan(local.spec(config)).pushed
     if found is None:
         raise BadInput(
-            f"{config.document.name}: no image is known by digest: give --image REPOSITORY@sha256:..., or image.reference, or build and push "
-            "the file's own with `tpu-launch run` (image.repository) first"
+            f"{config.document.name}: no image is known by digest: give --image REPOSITORY@sha256:..., or "
+            "image.reference, or build and push the file's own with `tpu-launch run` (image.repository) first"
         )
     return found

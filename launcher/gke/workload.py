@@ -1,4 +1,4 @@
-"""A run as Kubernetes is to know it: names, labels, nodes and ports, which the templates and the provider share. Pure."""
+"""A run as Kubernetes is to know it: names, labels, nodes and ports, shared by the templates and the provider. Pure."""
 
 from __future__ import annotations
 

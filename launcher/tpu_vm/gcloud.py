@@ -1,10 +1,14 @@
-"""Calling gcloud, and reading its errors.
+"""Calls of gcloud, and what its errors mean.
 
-Command lines are built by pure functions, so that `plan` prints exactly what would run. What gcloud answers is told
-apart here and nowhere else: no capacity, no quota, no permission, a conflict, something missing. Known defects of the
-SDK (seen with 528.0.0) decide the shape of every call: `--output-directory` is broken, subsets of workers lose exit
+Command lines are built by pure functions, so that `plan` prints exactly what would run. gcloud's error messages are
+interpreted here and nowhere else: no capacity, no quota, no permission, a conflict, something missing. Known defects of
+the SDK (seen with 528.0.0) decide the shape of every call: `--output-directory` is broken, subsets of workers lose exit
 codes, and ssh's 255 makes gcloud run the whole command again, so calls address `all` or one worker, and no remote
 command returns 255.
+
+A call is tried again in one case only: another operation on the same node has not ended (`Busy`), with a random pause
+and one deadline (`call`, six lines). tenacity or google.api_core.retry would replace these lines by as many lines of
+predicates; the other errors must not be retried, because gcloud itself retries what passes and a creation costs money.
 """
 
 from __future__ import annotations
@@ -34,18 +38,26 @@ class NotFound(LaunchError):
 
 
 class Stockout(LaunchError):
+    """The zone has no capacity now."""
+
     exit_code = Exit.STOCKOUT
 
 
 class QuotaExceeded(LaunchError):
+    """The project's quota is used up."""
+
     exit_code = Exit.QUOTA
 
 
 class PermissionDenied(LaunchError):
+    """The account may not do it, or the API is off."""
+
     exit_code = Exit.PERMISSION
 
 
 class Conflict(LaunchError):
+    """Something of that name exists already."""
+
     exit_code = Exit.CONFLICT
 
 
@@ -68,25 +80,10 @@ class Refused(LaunchError):
 
 
 def _base(config: Config, *words: str) -> list[str]:
-    track = (
-        ["alpha"] if words[0] == "ssh" and config.slice.iap else []
-    )  # the only one that knows --tunnel-through-iap (SDK 528)
-    return [
-        "gcloud",
-        *track,
-        "compute",
-        "tpus",
-        "tpu-vm",
-        *words,
-        f"--project={config.project}",
-        f"--zone={zone(config)}",
-        "--quiet",
-    ]
-
-
-def zone(config: Config) -> str:
-    """Where the slice is; of several zones, where it was created."""
-    return placement.zone(config)
+    # Only the alpha track has --tunnel-through-iap (SDK 528).
+    track = ["alpha"] if words[0] == "ssh" and config.slice.iap else []
+    place = [f"--project={config.project}", f"--zone={placement.current_zone(config)}"]
+    return ["gcloud", *track, "compute", "tpus", "tpu-vm", *words, *place, "--quiet"]
 
 
 def create_command(config: Config, labels: dict[str, str]) -> list[str]:
@@ -99,8 +96,8 @@ def create_command(config: Config, labels: dict[str, str]) -> list[str]:
 
 
 def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
-    """What a node is to be, for its creation and for a request in the queue. The type always: gcloud's default is a
-    v2-8."""
+    """The flags that describe a node, for its creation and for a request in the queue. The type is always given:
+    gcloud's default is a v2-8."""
     wanted = config.slice
     command = [f"--accelerator-type={wanted.accelerator_type}"]
     if wanted.capacity != "on-demand":
@@ -121,10 +118,12 @@ def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
 
 
 def describe_command(config: Config) -> list[str]:
+    """Describes the node as JSON."""
     return [*_base(config, "describe", config.slice.name), "--format=json"]
 
 
 def delete_command(config: Config) -> list[str]:
+    """Deletes the node and waits for the operation."""
     return _base(config, "delete", config.slice.name)
 
 
@@ -132,7 +131,7 @@ def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bo
     """Runs `script` (POSIX shell) on all hosts, or on one. Its output has no host prefix: scripts print their own."""
     assert worker == "all" or worker.isdigit(), "a subset of workers loses exit codes"
     command = [*_base(config, "ssh", config.slice.name), f"--worker={worker}", *_SSH_FLAGS]
-    command += _way(config)
+    command += _network_path(config)
     if dry_run:
         command.append("--dry-run")
     return [*command, f"--command={script}"]
@@ -146,10 +145,10 @@ def shell_command(config: Config, worker: int, flags: Sequence[str] = ()) -> lis
         *_SSH_FLAGS,
         *(f"--ssh-flag={flag}" for flag in flags),
     ]
-    return [*command, *_way(config)]
+    return [*command, *_network_path(config)]
 
 
-def _way(config: Config) -> list[str]:
+def _network_path(config: Config) -> list[str]:
     """How hosts without an external address are reached."""
     if config.slice.iap:
         return ["--tunnel-through-iap"]
@@ -157,11 +156,13 @@ def _way(config: Config) -> list[str]:
 
 
 def accelerator_types_command(config: Config) -> list[str]:
-    """What the zone offers; the answer also tells whether the project, the API and the permissions are in order."""
+    """Lists the accelerator types that the zone offers; fails when the project, the API or the permissions are not in
+    order."""
     return [*_base(config, "accelerator-types", "list"), "--format=value(name.basename())"]
 
 
 def runtime_versions_command(config: Config) -> list[str]:
+    """Lists the software versions that the zone offers for TPU VMs."""
     return [*_base(config, "versions", "list"), "--format=value(name.basename())"]
 
 
@@ -179,14 +180,14 @@ def call(argv: Sequence[str], *, timeout: float) -> str:
         time.sleep(1.0 + 2.0 * random.random())
 
 
-def call_with_progress(argv: Sequence[str], *, timeout: float) -> str:
-    """As `call`, for a request that waits: a time-out says that Google may still be at it."""
+def call_long(argv: Sequence[str], *, timeout: float) -> str:
+    """As `call`, for the creation of a node: a time-out says that Google may still be creating it."""
     try:
         return call(argv, timeout=timeout)
     except CommandTimeout:
         raise CommandTimeout(
             f"no end after {timeout / 60:.0f} minutes of: {shell.quote(argv)}\n"
-            "Google may still be creating it: `tpu-launch up` goes on waiting, `tpu-launch down` gives up and deletes it"
+            "Google may still be creating it: `tpu-launch up` goes on waiting, `tpu-launch down` deletes it"
         ) from None
 
 
@@ -195,20 +196,24 @@ def call_with_progress(argv: Sequence[str], *, timeout: float) -> str:
 _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
     (r"no more capacity|Insufficient (reserved )?capacity|stockout|ZONE_RESOURCE_POOL_EXHAUSTED", Stockout,
      "no capacity in the zone right now: try again later, another zone, or another accelerator type"),
-    (r"terminal state \W?(PREEMPTED|TERMINATED)", Preempted, "the slice was taken away: `tpu-launch up` deletes it and creates it again"),
+    (r"terminal state \W?(PREEMPTED|TERMINATED)", Preempted,
+     "the slice was taken away: `tpu-launch up` deletes it and creates it again"),
     (r"unable to queue the operation", Busy, "another operation on it has not ended yet: try again in a minute"),
     (r"Quota limit|[Qq]uota .*(exceeded|exhausted)|RESOURCE_EXHAUSTED", QuotaExceeded,
-     "quota: ask for more in the Cloud console (IAM & Admin > Quotas), or use what you have elsewhere; waiting does not help"),
+     "quota: ask for more in the Cloud console (IAM & Admin > Quotas), or use what you have elsewhere; waiting does not "
+     "help"),
     (r"SERVICE_DISABLED|has not been used in project|API .*is disabled|is not enabled", PermissionDenied,
      "the Cloud TPU API is off in this project: gcloud services enable tpu.googleapis.com"),
     (r"PERMISSION_DENIED|[Pp]ermission .*denied|does not have permission|forbidden", PermissionDenied,
      "the account lacks a permission, the zone is not open to the project, or the zone does not exist"),
     (r"ALREADY_EXISTS|already exists", Conflict, "something of that name exists already"),
     (r"NOT_FOUND|was not found|could not be found", NotFound, "it does not exist"),
-    (r"INVALID_ARGUMENT|invalid AcceleratorType|invalid RuntimeVersion", Refused, "Google refuses the request: correct the file"),
-    (r"do not currently have an active account|gcloud auth login|Reauthentication", PermissionDenied, "sign in first: gcloud auth login"),
+    (r"INVALID_ARGUMENT|invalid AcceleratorType|invalid RuntimeVersion", Refused,
+     "Google refuses the request: correct the file"),
+    (r"do not currently have an active account|gcloud auth login|Reauthentication", PermissionDenied,
+     "sign in first: gcloud auth login"),
     (r"UNAVAILABLE|DEADLINE_EXCEEDED|Connection (refused|reset)|Max retries exceeded|code=5\d\d",
-     LaunchError, "Google's API can't be reached or has a bad moment: try again"),
+     LaunchError, "Google's API can't be reached or has a temporary failure: try again"),
 )  # fmt: skip
 
 

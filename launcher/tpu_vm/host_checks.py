@@ -1,8 +1,8 @@
 """Checks of all hosts before a start, in one round trip: what would make the run fail on one of them later is reported
 now, with what to do about it.
 
-`check_host.sh` prints facts, one a line; `find_problems` judges those of all hosts together. Pure: nothing is changed on
-a host, and the script's text goes out and its output comes in through the caller.
+`check_host.sh` prints facts, one a line; `find_problems` judges those of all hosts together. Nothing is changed on a
+host. Pure: the caller runs the script and passes its output on.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ It is the slice's startup script (`scripts/idle_shutdown.sh`), which Google's gu
 the background that looks for running containers of tpu-launch. With the token of the host's service account (metadata
 server) it asks the Cloud TPU API to delete the queued resource that the node came from, if any, and the node. The
 account needs the permission to delete TPUs (roles/tpu.admin); without it the attempts are in
-/var/log/tpu-launch-abandoned.log, and nothing else happens. Nothing remains to clean up: the script goes with the slice.
+/var/log/tpu-launch-abandoned.log, and nothing else happens. There is nothing to clean up: the script goes with the
+slice.
 """
 
 from __future__ import annotations

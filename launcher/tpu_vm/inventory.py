@@ -1,8 +1,8 @@
-"""Everything of ours in a project: which slices there are, whose, for which run, how old, what they cost so far, and
-which should be gone.
+"""The slices of tpu-launch in a project: whose they are, for which run, how old, what they cost so far, and which of
+them should be gone.
 
-Ours is what carries the label `tpu-launch=1`, which every creation gets. `leftovers` decides what `gc` removes; it
-never names anything else.
+A slice of tpu-launch carries the label `tpu-launch=1`, which every creation gets. `find_leftovers` decides what `gc`
+removes; it never names anything else.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from launcher.clock import parse_time
 from launcher.tpu_vm import gcloud
 
 _SECONDS = 120.0
-OURS = "tpu-launch"
+LABEL = "tpu-launch"
 # Nothing runs there any more, and it keeps its name and its quota until it is deleted.
 _DEAD = frozenset(("PREEMPTED", "TERMINATED", "FAILED", "SUSPENDED"))
 
 
 @dataclass(frozen=True)
-class Found:
-    """One slice of ours, as the API shows it."""
+class OwnedSlice:
+    """One slice of tpu-launch, as the API shows it."""
 
     name: str
     zone: str
@@ -60,6 +60,7 @@ class Found:
         return ""
 
     def as_json(self, now: float) -> dict[str, Any]:
+        """The fields of `tpu-launch ls --json`. `now`: Unix seconds."""
         cost = self.cost(now)
         return {
             **asdict(self),
@@ -69,6 +70,7 @@ class Found:
         }
 
     def row(self, now: float) -> list[str]:
+        """The cells below COLUMNS."""
         cost = self.cost(now)
         expires = "never" if self.expires is None else costs.duration(self.expires - now)
         if self.expires is not None and self.expires < now:
@@ -90,32 +92,34 @@ COLUMNS = ["slice", "zone", "state", "type", "owner", "run", "age", "cost", "exp
 
 
 def list_commands(project: str, zone: str) -> list[list[str]]:
-    """What is asked: the nodes, and the queued resources, of one zone (or of all, `-`)."""
+    """The commands that list the nodes and the queued resources of one zone (or of all, `-`)."""
     ends = [f"--project={project}", f"--zone={zone}", "--quiet", "--format=json"]
     return [["gcloud", "compute", "tpus", kind, "list", *ends] for kind in ("tpu-vm", "queued-resources")]
 
 
-def ours(project: str, zones: Sequence[str]) -> list[Found]:
-    """All slices of ours in the zones, whoever made them. A queued resource that became a node counts as the node."""
-    found: dict[tuple[str, str], Found] = {}
+def list_owned(project: str, zones: Sequence[str]) -> list[OwnedSlice]:
+    """All slices of tpu-launch in the zones, whoever made them.
+
+    A queued resource that became a node counts as the node, unless it is dead: then it keeps the quota.
+    """
+    owned: dict[tuple[str, str], OwnedSlice] = {}
     for zone in zones:
         nodes, queued = (
             json.loads(gcloud.call(command, timeout=_SECONDS) or "[]") for command in list_commands(project, zone)
         )
-        for each in [*map(parse_queued, queued), *map(parse_node, nodes)]:
-            if each is None or each.labels.get(OURS) != "1":
+        for slice_ in [*map(parse_queued, queued), *map(parse_node, nodes)]:
+            if slice_ is None or slice_.labels.get(LABEL) != "1":
                 continue
-            before = found.get((each.zone, each.name))
-            # A dead request tells more than the node that it left behind.
-            if before is None or before.state not in _DEAD:
-                found[each.zone, each.name] = each
-    return sorted(found.values(), key=lambda each: (each.zone, each.name))
+            known = owned.get((slice_.zone, slice_.name))
+            if known is None or known.state not in _DEAD:
+                owned[slice_.zone, slice_.name] = slice_
+    return sorted(owned.values(), key=lambda slice_: (slice_.zone, slice_.name))
 
 
-def parse_node(node: dict[str, Any]) -> Found:
+def parse_node(node: dict[str, Any]) -> OwnedSlice:
     """One entry of `tpu-vm list --format=json`."""
     parts = node["name"].split("/")
-    return _found(
+    return _make(
         parts[-1],
         parts[-3],
         "node",
@@ -126,7 +130,7 @@ def parse_node(node: dict[str, Any]) -> Found:
     )
 
 
-def parse_queued(resource: dict[str, Any]) -> Found | None:
+def parse_queued(resource: dict[str, Any]) -> OwnedSlice | None:
     """One entry of `queued-resources list --format=json`; None for one without a node of its own (multi-slice is out of
     scope)."""
     specs = resource.get("tpu", {}).get("nodeSpec", [])
@@ -135,7 +139,7 @@ def parse_queued(resource: dict[str, Any]) -> Found | None:
     parts = resource["name"].split("/")
     scheduling = {"spot": "spot" in resource, "reserved": bool(resource.get("reservationName"))}
     state = resource.get("state", {}).get("state", "")
-    return _found(
+    return _make(
         parts[-1],
         parts[-3],
         "queued resource",
@@ -146,27 +150,24 @@ def parse_queued(resource: dict[str, Any]) -> Found | None:
     )
 
 
-def _found(
+def _make(
     name: str, zone: str, kind: str, state: str, node: dict[str, Any], scheduling: dict[str, Any], created: str
-) -> Found:
+) -> OwnedSlice:
     labels: dict[str, str] = node.get("labels", {})
-    capacity = (
-        "spot"
-        if scheduling.get("spot") or scheduling.get("preemptible")
-        else "reserved"
-        if scheduling.get("reserved")
-        else "on-demand"
-    )
-    expires = labels.get(f"{OURS}-expires", "")
-    return Found(
+    if scheduling.get("spot") or scheduling.get("preemptible"):
+        capacity = "spot"
+    else:
+        capacity = "reserved" if scheduling.get("reserved") else "on-demand"
+    expires = labels.get(f"{LABEL}-expires", "")
+    return OwnedSlice(
         name=name,
         zone=zone,
         kind=kind,
         state=state,
         accelerator_type=node.get("acceleratorType", ""),
         capacity=capacity,
-        owner=labels.get(f"{OURS}-owner", ""),
-        run=labels.get(f"{OURS}-run", ""),
+        owner=labels.get(f"{LABEL}-owner", ""),
+        run=labels.get(f"{LABEL}-run", ""),
         created=parse_time(created),
         expires=float(expires) if expires.isdigit() else None,
         labels=labels,
@@ -174,14 +175,15 @@ def _found(
     )
 
 
-def leftovers(found: Sequence[Found], now: float, *, owner: str | None) -> list[Found]:
-    """What should be gone: of one owner, or (None) of everybody who used this tool."""
-    return [each for each in found if each.why_leftover(now) and owner in (None, each.owner)]
+def find_leftovers(slices: Sequence[OwnedSlice], now: float, *, owner: str | None) -> list[OwnedSlice]:
+    """The slices that should be gone: those of one owner, or (None) of everybody who uses this tool."""
+    return [slice_ for slice_ in slices if slice_.why_leftover(now) and owner in (None, slice_.owner)]
 
 
-def delete_command(project: str, each: Found) -> list[str]:
-    """A node that came from the queue goes with its request, which would keep the quota."""
-    ends = [f"--project={project}", f"--zone={each.zone}", "--quiet"]
-    if each.kind == "node" and not each.request:
-        return ["gcloud", "compute", "tpus", "tpu-vm", "delete", each.name, *ends]
-    return ["gcloud", "compute", "tpus", "queued-resources", "delete", each.request or each.name, *ends, "--force"]
+def delete_command(project: str, slice_: OwnedSlice) -> list[str]:
+    """Deletes a slice. A node that came from the queue goes with its request, which would keep the quota."""
+    ends = [f"--project={project}", f"--zone={slice_.zone}", "--quiet"]
+    if slice_.kind == "node" and not slice_.request:
+        return ["gcloud", "compute", "tpus", "tpu-vm", "delete", slice_.name, *ends]
+    name = slice_.request or slice_.name
+    return ["gcloud", "compute", "tpus", "queued-resources", "delete", name, *ends, "--force"]

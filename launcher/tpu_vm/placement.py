@@ -1,9 +1,9 @@
-"""In which of several zones a slice is (`zone`, then `slice.zones`): remembered in the launcher's folder, so that every
+"""In which of several zones (`zone`, then `slice.zones`) a slice is: kept in the launcher's folder, so that every
 command goes there.
 
 `.tpu-launch/slices/<project>.<name>.json` holds {"zone": ...}. It is a hint: `slices` looks in the other zones when the
-slice is not where it was, so a file that is lost or cut short costs some questions and nothing else. With one zone
-there is nothing to remember.
+slice is not where it was, so a file that is lost or cut short costs some calls and nothing else. With one zone there is
+nothing to keep.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from launcher import home
 from launcher.config import Config
 
 
-def at(config: Config, zone: str) -> Config:
-    """The same, for one zone only."""
+def in_zone(config: Config, zone: str) -> Config:
+    """The configuration, for one zone only."""
     return replace(config, zone=zone, slice=config.slice.model_copy(update={"zones": []}))
 
 
-def zone(config: Config) -> str:
-    """Where the slice is, as far as is known; else the first zone."""
+def current_zone(config: Config) -> str:
+    """The zone of the slice, as far as is known; else the first zone."""
     if len(config.zones) > 1:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             known = json.loads(_file(config).read_text())["zone"]
@@ -32,22 +32,25 @@ def zone(config: Config) -> str:
     return config.zone
 
 
-def placed(config: Config) -> Config:
-    return at(config, zone(config)) if len(config.zones) > 1 else config
+def in_current_zone(config: Config) -> Config:
+    """The configuration, for the zone of the slice only."""
+    return in_zone(config, current_zone(config)) if len(config.zones) > 1 else config
 
 
-def in_order(config: Config) -> list[Config]:
-    """One zone each, in the order of the file."""
-    return [at(config, each) for each in config.zones]
+def in_every_zone(config: Config) -> list[Config]:
+    """The configuration for each of the zones, in the order of the file."""
+    return [in_zone(config, zone) for zone in config.zones]
 
 
-def remember(config: Config, where: str) -> None:
+def save_zone(config: Config, zone: str) -> None:
+    """Keeps the zone of the slice for later commands."""
     if len(config.zones) < 2:
         return
-    home.write_private(_file(config), json.dumps({"zone": where}) + "\n")
+    home.write_private(_file(config), json.dumps({"zone": zone}) + "\n")
 
 
-def forget(config: Config) -> None:
+def forget_zone(config: Config) -> None:
+    """Removes what is kept."""
     _file(config).unlink(missing_ok=True)
 
 

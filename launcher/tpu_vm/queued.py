@@ -1,8 +1,8 @@
 """Creating a slice through a queued resource: a request that waits for capacity until its valid-until, and is deleted
 when nobody wants it any more.
 
-The request has the slice's name, and its one node too. Waiting is resumable: it is Google that waits, and every look
-starts from what the API says. A request that is SUSPENDED or FAILED never comes back by itself and keeps its quota: it
+The request has the slice's name, and so has its one node. Waiting can be resumed: it is Google that waits, and every
+step starts from what the API says. A request that is SUSPENDED or FAILED never comes back by itself and keeps its quota: it
 is deleted, with force, and made again while there is time.
 """
 
@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from launcher import costs
-from launcher.clock import parse_time
+from launcher.clock import Clock, parse_time
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.provider import SliceState
-from launcher.tpu_vm import gcloud
+from launcher.tpu_vm import gcloud, placement
 
 _SECONDS = 120.0  # for one question; creating and deleting a request is quick, providing it is not
 _POLL_SECONDS = 2.0
-_TELL_SECONDS = 60.0
+_REPORT_SECONDS = 60.0
+_LONGEST_PAUSE = 300.0
 _DELETE_SECONDS = 900.0
 _LATE_SECONDS = 60.0  # the API may be this late in failing a request whose time is over
 _DEAD = ("SUSPENDED", "FAILED")
@@ -35,10 +35,18 @@ class Request:
     """A queued resource as the API describes it."""
 
     name: str
-    state: str  # CREATING ACCEPTED WAITING_FOR_RESOURCES PROVISIONING ACTIVE SUSPENDING SUSPENDED FAILED DELETING
-    initiator: str  # who suspended it: USER or SERVICE
-    error: str  # what the API says about a failure
-    created: float | None  # Unix seconds
+
+    state: str
+    """CREATING, ACCEPTED, WAITING_FOR_RESOURCES, PROVISIONING, ACTIVE, SUSPENDING, SUSPENDED, FAILED or DELETING."""
+
+    initiator: str
+    """Who suspended it: USER or SERVICE."""
+
+    error: str
+    """What the API says about a failure."""
+
+    created: float | None
+    """Unix seconds."""
 
     @property
     def lost(self) -> bool:
@@ -48,7 +56,7 @@ class Request:
 
 def _base(config: Config, verb: str, name: str | None = None) -> list[str]:
     # --zone always: without it `create --reserved` asks for a reservation in "locations/None" (SDK 528).
-    ends = [f"--project={config.project}", f"--zone={gcloud.zone(config)}", "--quiet"]
+    ends = [f"--project={config.project}", f"--zone={placement.current_zone(config)}", "--quiet"]
     return ["gcloud", "compute", "tpus", "queued-resources", verb, name or config.slice.name, *ends]
 
 
@@ -64,6 +72,7 @@ def create_command(config: Config, labels: dict[str, str], seconds: float) -> li
 
 
 def describe_command(config: Config, name: str | None = None) -> list[str]:
+    """Describes the request as JSON."""
     return [*_base(config, "describe", name), "--format=json"]
 
 
@@ -100,140 +109,180 @@ def obtain(
     node: Callable[[], SliceState | None],
     say: Callable[[str], None],
     *,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
+    clock: Clock,
 ) -> None:
-    """Returns when the request is ACTIVE and its node READY; asks when nothing was asked for, and goes on waiting for
-    what was.
+    """Returns when the request is ACTIVE and its node READY. Makes the request when there is none, and goes on waiting
+    for one that there is.
 
-    Raises Stockout when the time is over (the request is deleted then), and what Google says about quota, permission or
-    the request itself.
+    Args:
+        config: with slice.queued.
+        labels: of a node that is created.
+        node: describes the node, None when there is none.
+        say: is given lines for a person.
+        clock: the time, and how to wait.
+
+    Raises:
+        Stockout: the time is over; the request is deleted then.
+        LaunchError: what Google reports about quota, permission or the request itself.
     """
-    assert config.slice.queued is not None
-    hours = config.slice.queued.valid_until_hours
-    asked = describe(config)
-    begun = clock()
-    age = 0.0 if asked is None or asked.created is None or asked.state in _DEAD else time.time() - asked.created
-    until = begun + hours * 3600 - age
-    tell = _Progress(say, config, begun - age, until)
-    pause = 0.0
     try:
-        while True:
-            if asked is None:
-                say(
-                    f"asking for a {config.slice.accelerator_type} in {config.zone}, for {costs.duration(until - clock())} at most"
-                )
-                try:
-                    gcloud.call(create_command(config, labels, max(1.0, until - clock())), timeout=_SECONDS)
-                except gcloud.Conflict:
-                    if (
-                        describe(config) is None
-                    ):  # not an earlier try of ours that arrived after all: a node has the name
-                        raise
-                tell.reset()
-            elif asked.state == "ACTIVE":
-                found = node()
-                if found is not None and found.ready:
-                    return
-                if found is None or found.gone_for_good:
-                    say(
-                        f"the node of request {asked.name} is {found.state if found else 'gone'}: deleting the request, asking again"
-                    )
-                    remove(config, clock=clock, sleep=sleep)
-                    asked = None
-                    continue
-            elif asked.state in _DEAD:
-                _judge_dead(config, asked, until - clock(), clock, sleep)
-                wait = min(pause * (0.5 + random.random()), max(0.0, until - clock()))
-                say(
-                    f"request {asked.name} was {asked.state} ({asked.error or f'by {asked.initiator}'}): deleted it, asking again in {wait:.0f} s"
-                )
-                sleep(wait)
-                pause = min(max(10.0, pause * 2), 300.0)
-                asked = None
-                continue
-            grace = (
-                config.slice.create_minutes * 60
-                if asked is not None and asked.state in ("PROVISIONING", "ACTIVE")
-                else _LATE_SECONDS
-            )
-            if clock() > until + grace:
-                remove(config, clock=clock, sleep=sleep)
-                raise gcloud.Stockout(_too_late(config, asked))
-            sleep(_POLL_SECONDS)
-            before, asked = asked, describe(config)
-            if asked is None and before is not None:
-                raise LaunchError(
-                    f"request {config.slice.name} was deleted while it was waited for; `tpu-launch up` asks again"
-                )
-            tell(asked, clock())
+        _Acquisition(config, labels, node, say, clock).run()
     except KeyboardInterrupt:
         say("the request goes on waiting: `tpu-launch up` goes on with it, `tpu-launch down` deletes it")
         raise
 
 
-def _judge_dead(
-    config: Config, asked: Request, left: float, clock: Callable[[], float], sleep: Callable[[float], None]
-) -> None:
-    """Deletes a SUSPENDED or FAILED request. Raises what its failure means, unless asking again may help and there is
-    time."""
-    remove(config, clock=clock, sleep=sleep)
-    if asked.state == "FAILED" and asked.error:
-        meaning = gcloud.explain(asked.error, describe_command(config))
-        if isinstance(meaning, gcloud.QuotaExceeded | gcloud.PermissionDenied | gcloud.Refused):
-            raise meaning
-    if left <= _LATE_SECONDS / 2 and asked.state == "FAILED":
-        raise gcloud.Stockout(_too_late(config, asked))
+class _Acquisition:
+    """The state machine of `obtain`. Each step acts on what the API said last of the request."""
+
+    def __init__(
+        self,
+        config: Config,
+        labels: dict[str, str],
+        node: Callable[[], SliceState | None],
+        say: Callable[[str], None],
+        clock: Clock,
+    ) -> None:
+        assert config.slice.queued is not None
+        self.config, self.labels, self.node, self.say, self.clock = config, labels, node, say, clock
+        self.request = describe(config)
+        self.pause = 0.0  # before the next request, when one was lost
+        begin = clock.monotonic() - self._age()
+        self.deadline = begin + config.slice.queued.valid_until_hours * 3600
+        self.progress = _Progress(say, config, begin, self.deadline)
+
+    def run(self) -> None:
+        """Until the node is READY."""
+        while True:
+            request = self.request
+            if request is None:
+                self._make_request()
+            elif request.state == "ACTIVE":
+                state = self.node()
+                if state is not None and state.ready:
+                    return
+                if state is None or state.gone_for_good:
+                    reason = state.state if state else "gone"
+                    self.say(f"the node of request {request.name} is {reason}: deleting the request, asking again")
+                    self._remove()
+                    continue
+            elif request.state in _DEAD:
+                self._replace(request)
+                continue
+            self._check_deadline()
+            self._poll()
+
+    def _age(self) -> float:
+        """Seconds since the request was made, while it can still be granted."""
+        request = self.request
+        if request is None or request.created is None or request.state in _DEAD:
+            return 0.0
+        return self.clock.time() - request.created
+
+    def _left(self) -> float:
+        return self.deadline - self.clock.monotonic()
+
+    def _make_request(self) -> None:
+        slice_, left = self.config.slice, self._left()
+        self.say(f"asking for a {slice_.accelerator_type} in {self.config.zone}, for {costs.duration(left)} at most")
+        try:
+            gcloud.call(create_command(self.config, self.labels, max(1.0, left)), timeout=_SECONDS)
+        except gcloud.Conflict:
+            # There is a request when an earlier try of ours arrived after all; else a node has the name.
+            if describe(self.config) is None:
+                raise
+        self.progress.reset()
+
+    def _replace(self, request: Request) -> None:
+        """Deletes a SUSPENDED or FAILED request, and waits before the next one. Raises what its failure means, unless
+        asking again may help and there is time."""
+        left = self._left()
+        self._remove()
+        if request.state == "FAILED":
+            if request.error:
+                error = gcloud.explain(request.error, describe_command(self.config))
+                if isinstance(error, gcloud.QuotaExceeded | gcloud.PermissionDenied | gcloud.Refused):
+                    raise error
+            if left <= _LATE_SECONDS / 2:
+                raise gcloud.Stockout(_too_late(self.config, request))
+        wait = min(self.pause * (0.5 + random.random()), max(0.0, self._left()))
+        reason = request.error or f"by {request.initiator}"
+        self.say(f"request {request.name} was {request.state} ({reason}): deleted it, asking again in {wait:.0f} s")
+        self.clock.sleep(wait)
+        self.pause = min(max(10.0, self.pause * 2), _LONGEST_PAUSE)
+
+    def _remove(self) -> None:
+        remove(self.config, clock=self.clock)
+        self.request = None
+
+    def _check_deadline(self) -> None:
+        """Gives up on a request that was not granted in time. One that is being granted has the time of a creation."""
+        is_granted = self.request is not None and self.request.state in ("PROVISIONING", "ACTIVE")
+        grace = self.config.slice.create_minutes * 60 if is_granted else _LATE_SECONDS
+        if self._left() < -grace:
+            remove(self.config, clock=self.clock)
+            raise gcloud.Stockout(_too_late(self.config, self.request))
+
+    def _poll(self) -> None:
+        self.clock.sleep(_POLL_SECONDS)
+        before, self.request = self.request, describe(self.config)
+        if self.request is None and before is not None:
+            raise LaunchError(
+                f"request {self.config.slice.name} was deleted while it was waited for; `tpu-launch up` asks again"
+            )
+        self.progress.report(self.request, self.clock.monotonic())
 
 
-def _too_late(config: Config, asked: Request | None) -> str:
+def _too_late(config: Config, request: Request | None) -> str:
     assert config.slice.queued is not None
-    said = f"\n  Google said: {asked.error}" if asked is not None and asked.error else ""
+    reason = f"\n  Google said: {request.error}" if request is not None and request.error else ""
     hours = config.slice.queued.valid_until_hours
     return (
-        f"no capacity for a {config.slice.accelerator_type} in {config.zone} within {hours:g} h (slice.queued.valid_until_hours); "
-        f"the request was deleted{said}\n  ask for longer, in another zone, or for another accelerator type"
+        f"no capacity for a {config.slice.accelerator_type} in {config.zone} within {hours:g} h "
+        f"(slice.queued.valid_until_hours); the request was deleted{reason}\n"
+        "  ask for longer, in another zone, or for another accelerator type"
     )
 
 
-def remove(
-    config: Config, name: str | None = None, *, clock: Callable[[], float], sleep: Callable[[float], None]
-) -> None:
-    """Deletes the request, with its node if it has one, and waits until the API says that it is gone. None is fine."""
-    deadline = clock() + _DELETE_SECONDS
-    while (found := describe(config, name)) is not None:
-        if clock() > deadline:
+def remove(config: Config, name: str | None = None, *, clock: Clock) -> None:
+    """Deletes the request, with its node if it has one, and waits until the API says that it is gone. None is fine.
+    Raises CommandTimeout."""
+    deadline = clock.monotonic() + _DELETE_SECONDS
+    while (request := describe(config, name)) is not None:
+        if clock.monotonic() > deadline:
             raise CommandTimeout(
-                f"request {found.name} is {found.state} and not gone after {_DELETE_SECONDS / 60:.0f} minutes; try again"
+                f"request {request.name} is {request.state} and not gone after {_DELETE_SECONDS / 60:.0f} minutes; "
+                "try again"
             )
         # A request that is being suspended must get there first; the API sometimes forgets a deletion, so it is asked
         # for again.
-        if found.state not in ("DELETING", "SUSPENDING"):
+        if request.state not in ("DELETING", "SUSPENDING"):
             try:
                 gcloud.call(delete_command(config, name), timeout=_DELETE_SECONDS)
                 continue
             except (gcloud.NotFound, gcloud.Conflict):
                 pass  # gone meanwhile, or another operation is on it
-        sleep(2.0)
+        clock.sleep(2.0)
 
 
 class _Progress:
-    """Says the state when it changes, and once a minute how long it has been."""
+    """Reports the state when it changes, and once a minute how long it has been."""
 
-    def __init__(self, say: Callable[[str], None], config: Config, begun: float, until: float) -> None:
-        self.say, self.name, self.begun, self.until = say, config.slice.name, begun, until
+    def __init__(self, say: Callable[[str], None], config: Config, begin: float, deadline: float) -> None:
+        self.say, self.name, self.begin, self.deadline = say, config.slice.name, begin, deadline
         self.reset()
 
     def reset(self) -> None:
-        self.shown, self.told = "", float("-inf")
+        """The next state is reported in any case."""
+        self.state, self.reported = "", float("-inf")
 
-    def __call__(self, asked: Request | None, now: float) -> None:
-        if asked is None or (asked.state == self.shown and now - self.told < _TELL_SECONDS):
+    def report(self, request: Request | None, now: float) -> None:
+        """Reports a request, unless that was done a short time ago."""
+        if request is None or (request.state == self.state and now - self.reported < _REPORT_SECONDS):
             return
-        left = (
-            f", asked {costs.duration(now - self.begun)} ago, valid for {costs.duration(self.until - now)} more"
-            if now < self.until
-            else ""
-        )
-        self.say(f"request {self.name} is {asked.state}{left}")
-        self.shown, self.told = asked.state, now
+        left = ""
+        if now < self.deadline:
+            age, rest = costs.duration(now - self.begin), costs.duration(self.deadline - now)
+            left = f", asked {age} ago, valid for {rest} more"
+        self.say(f"request {self.name} is {request.state}{left}")
+        self.state, self.reported = request.state, now

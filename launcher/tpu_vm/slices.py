@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from launcher import costs
+from launcher.clock import Clock, SystemClock
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.provider import SliceState
@@ -24,31 +25,33 @@ from launcher.tpu_vm import gcloud, placement, queued
 
 _SECONDS = 60.0  # for one question to the API
 _DELETE_MINUTES = 15.0
+_POLL_SECONDS = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0  # seconds, between rounds through zones without capacity
+
+_SYSTEM_CLOCK = SystemClock()
 
 
 def owner() -> str:
-    """Who makes slices here, as a label's value."""
+    """Who creates slices here, as a label's value."""
     return re.sub(r"[^a-z0-9_-]", "-", getpass.getuser().lower())[:63]
 
 
 def owner_labels(config: Config, now: float | None = None) -> dict[str, str]:
-    """What marks a slice as ours: who made it, for which run, and (slice.expires_hours) when it should be gone, in Unix
+    """The labels of a slice: who made it, for which run, and (slice.expires_hours) when it should be gone, in Unix
     seconds."""
     labels = {"tpu-launch": "1", "tpu-launch-owner": owner(), "tpu-launch-run": config.run_name}
     if config.slice.expires_hours is not None:
-        labels["tpu-launch-expires"] = str(
-            round((time.time() if now is None else now) + config.slice.expires_hours * 3600)
-        )
+        begin = time.time() if now is None else now
+        labels["tpu-launch-expires"] = str(round(begin + config.slice.expires_hours * 3600))
     return labels
 
 
 def parse_state(text: str) -> SliceState:
-    """What `describe --format=json` printed."""
+    """The slice in the output of `describe --format=json`."""
     node: dict[str, Any] = json.loads(text)
     symptoms = [
-        f"{each.get('symptomType')} on host {each.get('workerId')}: {each.get('details', '')}"
-        for each in node.get("symptoms", [])
+        f"{symptom.get('symptomType')} on host {symptom.get('workerId')}: {symptom.get('details', '')}"
+        for symptom in node.get("symptoms", [])
     ]
     return SliceState(
         name=node["name"].rsplit("/", 1)[-1],
@@ -62,45 +65,43 @@ def parse_state(text: str) -> SliceState:
 
 
 def describe(config: Config) -> SliceState | None:
-    """The slice, or None when it doesn't exist. A request that waits in the queue counts, in its own state and without
+    """The slice, or None when it does not exist. A request that waits in the queue counts, in its own state and without
     hosts."""
-    here = placement.zone(config)
-    found = _look(placement.at(config, here))
-    if found is not None or len(config.zones) == 1:
-        return found
-    others = [each for each in placement.in_order(config) if each.zone != here]
+    current = placement.current_zone(config)
+    state = _describe_in_zone(placement.in_zone(config, current))
+    if state is not None or len(config.zones) == 1:
+        return state
+    others = [other for other in placement.in_every_zone(config) if other.zone != current]
     with ThreadPoolExecutor(len(others)) as pool:
-        for other, found in zip(others, pool.map(_look, others), strict=True):
-            if found is not None:
-                placement.remember(config, other.zone)
-                return found
+        for other, state in zip(others, pool.map(_describe_in_zone, others), strict=True):
+            if state is not None:
+                placement.save_zone(config, other.zone)
+                return state
     return None
 
 
-def _look(config: Config) -> SliceState | None:
-    """In one zone."""
-    found = _node(config)
-    if found is not None or config.slice.queued is None:
-        return found
-    asked = queued.describe(config)
-    if asked is None:
+def _describe_in_zone(config: Config) -> SliceState | None:
+    node = _describe_node(config)
+    if node is not None or config.slice.queued is None:
+        return node
+    request = queued.describe(config)
+    if request is None:
         return None
     # A suspended request lost its node, which is what PREEMPTED says of a node.
-    state = "PREEMPTED" if asked.lost else asked.state
-    return SliceState(
-        asked.name, state, "HEALTH_UNSPECIFIED", config.slice.accelerator_type, (), asked.error or "queued resource"
-    )
+    state = "PREEMPTED" if request.lost else request.state
+    detail = request.error or "queued resource"
+    return SliceState(request.name, state, "HEALTH_UNSPECIFIED", config.slice.accelerator_type, (), detail)
 
 
-def _node(config: Config) -> SliceState | None:
+def _describe_node(config: Config) -> SliceState | None:
     try:
         return parse_state(gcloud.call(gcloud.describe_command(config), timeout=_SECONDS))
     except gcloud.NotFound:
         return None
 
 
-def _request(config: Config) -> queued.Request | None:
-    """The request in the queue. An account that may not look there has none of ours there, unless the file says so."""
+def _describe_request(config: Config) -> queued.Request | None:
+    """The request in the queue. An account that may not look there has none there, unless the configuration uses it."""
     try:
         return queued.describe(config)
     except gcloud.PermissionDenied:
@@ -109,152 +110,159 @@ def _request(config: Config) -> queued.Request | None:
         return None
 
 
-def create(
-    config: Config,
-    say: Callable[[str], None],
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> SliceState:
-    """Returns the slice when it is READY; creates it when it is missing, waits when it is on its way.
+def create(config: Config, say: Callable[[str], None], *, clock: Clock = _SYSTEM_CLOCK) -> SliceState:
+    """Returns the slice when it is READY: creates it when it is missing, waits when it is on its way.
 
     Zones without capacity are passed over; after the last one all are tried again for slice.stockout_minutes, with
-    growing pauses. Raises Conflict when the name is taken by a slice of another type, Stockout, QuotaExceeded,
-    PermissionDenied, Refused as Google says; only a stock-out is tried again.
+    growing pauses.
+
+    Raises:
+        Conflict: the name is taken by a slice of another type.
+        Stockout, QuotaExceeded, PermissionDenied, Refused: as Google says; only a stock-out is tried again.
     """
-    begun, pause = clock(), _FIRST_PAUSE
-    order = placement.in_order(config)
-    if len(order) > 1 and describe(config) is not None:  # what is there, or on its way, is gone on with
-        order.sort(key=lambda each: each.zone != placement.zone(config))
+    begin, pause = clock.monotonic(), _FIRST_PAUSE
+    zones = placement.in_every_zone(config)
+    if len(zones) > 1 and describe(config) is not None:  # an existing slice comes first
+        current = placement.current_zone(config)
+        zones.sort(key=lambda placed: placed.zone != current)
     while True:
-        for here in order:
-            placement.remember(config, here.zone)
+        for placed in zones:
+            placement.save_zone(config, placed.zone)
             try:
-                return _create_in(here, say, clock, sleep)
+                return _create_in_zone(placed, say, clock)
             except gcloud.Stockout as error:
-                last = error
-                if len(order) > 1:
+                stockout = error
+                if len(zones) > 1:
                     say(str(error).splitlines()[0])
         wait = pause * (0.5 + random.random())  # jitter: others wait for the same capacity
-        left = config.slice.stockout_minutes * 60 - (clock() - begun)
+        left = config.slice.stockout_minutes * 60 - (clock.monotonic() - begin)
         if wait > left:
-            placement.forget(config)
-            raise last
+            placement.forget_zone(config)
+            raise stockout
         say(
-            f"no capacity in {', '.join(config.zones)}: trying again in {wait:.0f} s, for {costs.duration(left)} more (slice.stockout_minutes)"
+            f"no capacity in {', '.join(config.zones)}: trying again in {wait:.0f} s, for {costs.duration(left)} more "
+            "(slice.stockout_minutes)"
         )
-        sleep(wait)
+        clock.sleep(wait)
         pause = min(pause * 2, _LONGEST_PAUSE)
 
 
-def _create_in(
-    config: Config, say: Callable[[str], None], clock: Callable[[], float], sleep: Callable[[float], None]
-) -> SliceState:
+def _create_in_zone(config: Config, say: Callable[[str], None], clock: Clock) -> SliceState:
     """As `create`, in one zone and once."""
-    found = _node(config)
-    if found is not None and found.gone_for_good:
-        say(f"slice {found.name} is {found.state}: deleting it, as its name can't be used before")
-        _delete_in(config, _request(config), found, say, clock, sleep)
-        found = None
-    if found is None:
-        costs.check(config)
-        say(
-            f"creating {config.slice.accelerator_type} slice {config.slice.name} in {config.zone} ({config.accelerator.hosts} hosts, {config.slice.capacity})"
-        )
-        say(costs.line(config))
-        if config.slice.queued is not None:
-            queued.obtain(config, owner_labels(config), lambda: _node(config), say, clock=clock, sleep=sleep)
-        else:
-            gcloud.call_with_progress(
-                gcloud.create_command(config, owner_labels(config)), timeout=config.slice.create_minutes * 60
-            )
-        found = _node(config)
-    deadline = clock() + config.slice.create_minutes * 60
-    shown = ""
-    while found is None or not found.ready:
-        if found is None:
+    node = _describe_node(config)
+    if node is not None and node.gone_for_good:
+        say(f"slice {node.name} is {node.state}: deleting it, as its name can't be used before")
+        _delete_in_zone(config, _describe_request(config), node, say, clock)
+        node = None
+    if node is None:
+        _request_node(config, say, clock)
+        node = _describe_node(config)
+    node = _wait_ready(config, node, say, clock)
+    _check_shape(config, node)
+    return node
+
+
+def _request_node(config: Config, say: Callable[[str], None], clock: Clock) -> None:
+    """Asks for the node, directly or through the queue, and waits for the answer."""
+    costs.check(config)
+    slice_ = config.slice
+    say(
+        f"creating {slice_.accelerator_type} slice {slice_.name} in {config.zone} ({config.accelerator.hosts} hosts, "
+        f"{slice_.capacity})"
+    )
+    say(costs.line(config))
+    labels = owner_labels(config)
+    if slice_.queued is not None:
+        queued.obtain(config, labels, lambda: _describe_node(config), say, clock=clock)
+    else:
+        gcloud.call_long(gcloud.create_command(config, labels), timeout=slice_.create_minutes * 60)
+
+
+def _wait_ready(config: Config, node: SliceState | None, say: Callable[[str], None], clock: Clock) -> SliceState:
+    """Waits until the node is READY. Raises Preempted, CommandTimeout, and LaunchError when it disappears."""
+    deadline = clock.monotonic() + config.slice.create_minutes * 60
+    reported = ""
+    while node is None or not node.ready:
+        if node is None:
             raise LaunchError(
-                f"slice {config.slice.name} disappeared while it was being created; see `gcloud compute tpus operations list --zone={config.zone}`"
+                f"slice {config.slice.name} disappeared while it was being created; see "
+                f"`gcloud compute tpus operations list --zone={config.zone}`"
             )
-        if found.gone_for_good:
+        if node.gone_for_good:
             raise gcloud.Preempted(
-                f"slice {found.name} became {found.state} while it was being created; run `tpu-launch up` again"
+                f"slice {node.name} became {node.state} while it was being created; run `tpu-launch up` again"
             )
-        if found.state != shown:
-            say(f"slice {found.name} is {found.state}")
-            shown = found.state
-        if clock() > deadline:
+        if node.state != reported:
+            say(f"slice {node.name} is {node.state}")
+            reported = node.state
+        if clock.monotonic() > deadline:
             raise CommandTimeout(
-                f"slice {found.name} is {found.state} and not READY after {config.slice.create_minutes:.0f} minutes (slice.create_minutes)"
+                f"slice {node.name} is {node.state} and not READY after {config.slice.create_minutes:.0f} minutes "
+                "(slice.create_minutes)"
             )
-        sleep(2.0)
-        found = _node(config)
-    _check_type(config, found)
-    return found
+        clock.sleep(_POLL_SECONDS)
+        node = _describe_node(config)
+    return node
 
 
-def _check_type(config: Config, found: SliceState) -> None:
-    if found.accelerator_type and found.accelerator_type != config.slice.accelerator_type:
+def _check_shape(config: Config, node: SliceState) -> None:
+    """The slice is of the type that the configuration names, with all its hosts."""
+    wanted = config.slice.accelerator_type
+    if node.accelerator_type and node.accelerator_type != wanted:
         raise gcloud.Conflict(
-            f"slice {found.name} exists and is a {found.accelerator_type}, not a {config.slice.accelerator_type}: "
+            f"slice {node.name} exists and is a {node.accelerator_type}, not a {wanted}: "
             "choose another slice.name, or delete it with `tpu-launch down`"
         )
-    if len(found.hosts) != config.accelerator.hosts:
+    if len(node.hosts) != config.accelerator.hosts:
         raise LaunchError(
-            f"slice {found.name} has {len(found.hosts)} hosts; a {config.slice.accelerator_type} has {config.accelerator.hosts}: delete and create it again"
+            f"slice {node.name} has {len(node.hosts)} hosts; a {wanted} has {config.accelerator.hosts}: delete and "
+            "create it again"
         )
 
 
-def delete(
-    config: Config,
-    say: Callable[[str], None],
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> bool:
+def delete(config: Config, say: Callable[[str], None], *, clock: Clock = _SYSTEM_CLOCK) -> bool:
     """Deletes the slice, in whichever zone it is, with the request that it came from, and waits until the API says that
-    both are gone.
+    both are gone. Returns whether there was one.
 
-    Returns whether there was one. A request is deleted first, with force: one that was granted after somebody gave up
-    takes its node along.
+    A request is deleted first, with force: one that was granted after somebody gave up takes its node along.
     """
-    zones = placement.in_order(config)
+    zones = placement.in_every_zone(config)
     with ThreadPoolExecutor(2 * len(zones)) as pool:
-        # The queue is looked at also when the file says nothing of it (any more): a request would keep its quota.
-        requests, nodes = pool.map(_request, zones), pool.map(_node, zones)
-        there = [each for each in zip(zones, requests, nodes, strict=True) if each[1:] != (None, None)]
-    for here, asked, found in there:
-        _delete_in(here, asked, found, say, clock, sleep)
-    placement.forget(config)
-    return bool(there)
+        # The queue is looked at also when the configuration does not use it (any more): a request would keep its quota.
+        requests, nodes = pool.map(_describe_request, zones), pool.map(_describe_node, zones)
+        existing = [
+            (placed, request, node)
+            for placed, request, node in zip(zones, requests, nodes, strict=True)
+            if request is not None or node is not None
+        ]
+    for placed, request, node in existing:
+        _delete_in_zone(placed, request, node, say, clock)
+    placement.forget_zone(config)
+    return bool(existing)
 
 
-def _delete_in(
-    config: Config,
-    asked: queued.Request | None,
-    found: SliceState | None,
-    say: Callable[[str], None],
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
+def _delete_in_zone(
+    config: Config, request: queued.Request | None, node: SliceState | None, say: Callable[[str], None], clock: Clock
 ) -> None:
-    """What was found in one zone."""
-    deadline = clock() + _DELETE_MINUTES * 60
-    told = costs.since(config, found.created, time.time()) if found is not None else ""
-    say(f"deleting slice {config.slice.name}{f' ({told})' if told else ''}")
-    if asked is not None:
-        say(f"its queued resource is {asked.state}: deleted with what belongs to it")
-        queued.remove(config, clock=clock, sleep=sleep)
-        found = _node(config)
-    while found is not None:
+    """Deletes what was found in one zone. Raises CommandTimeout."""
+    deadline = clock.monotonic() + _DELETE_MINUTES * 60
+    cost = costs.since(config, node.created, clock.time()) if node is not None else ""
+    say(f"deleting slice {config.slice.name}{f' ({cost})' if cost else ''}")
+    if request is not None:
+        say(f"its queued resource is {request.state}: deleted with what belongs to it")
+        queued.remove(config, clock=clock)
+        node = _describe_node(config)
+    while node is not None:
         try:
-            if found.state != "DELETING":
+            if node.state != "DELETING":
                 gcloud.call(gcloud.delete_command(config), timeout=_DELETE_MINUTES * 60)
         except (gcloud.NotFound, gcloud.Conflict):
-            pass  # gone meanwhile, or another operation is on it: the next look tells
-        found = _node(config)
-        if found is not None:
-            if clock() > deadline:
+            pass  # gone meanwhile, or another operation is on it: the next description tells
+        node = _describe_node(config)
+        if node is not None:
+            if clock.monotonic() > deadline:
                 raise CommandTimeout(
-                    f"slice {found.name} is {found.state} and not gone after {_DELETE_MINUTES:.0f} minutes; run `tpu-launch down` again"
+                    f"slice {node.name} is {node.state} and not gone after {_DELETE_MINUTES:.0f} minutes; run "
+                    "`tpu-launch down` again"
                 )
-            sleep(2.0)
+            clock.sleep(_POLL_SECONDS)

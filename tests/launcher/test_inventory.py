@@ -55,8 +55,8 @@ def test_leftovers_are_expired_or_dead_and_never_somebody_elses_unless_asked() -
     deleting = inventory.parse_node(node(state="DELETING", labels=expired.labels))
     other = inventory.parse_node(node(state="PREEMPTED", labels={**labels, "tpu-launch-owner": "bob"}))
     found = [fine, expired, dead, deleting, other]
-    assert inventory.leftovers(found, NOW, owner="ann") == [expired, dead]
-    assert inventory.leftovers(found, NOW, owner=None) == [expired, dead, other]
+    assert inventory.find_leftovers(found, NOW, owner="ann") == [expired, dead]
+    assert inventory.find_leftovers(found, NOW, owner=None) == [expired, dead, other]
     assert expired.why_leftover(NOW) == "expired 1 min ago"
 
 
@@ -64,7 +64,7 @@ def test_a_dead_request_is_deleted_with_force_and_a_waiting_one_is_left_alone() 
     waiting, suspended = (inventory.parse_queued(queued(state)) for state in ("WAITING_FOR_RESOURCES", "SUSPENDED"))
     assert waiting is not None
     assert suspended is not None
-    assert inventory.leftovers([waiting, suspended], NOW, owner="ann") == [suspended]
+    assert inventory.find_leftovers([waiting, suspended], NOW, owner="ann") == [suspended]
     assert waiting.cost(NOW) == 0
     assert inventory.delete_command("p", suspended) == [
         *(

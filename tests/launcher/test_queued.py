@@ -62,24 +62,24 @@ def answer(state: dict[str, Any]) -> str:
 
 def test_zones_are_tried_in_order_and_each_once(config: Config) -> None:
     assert config.zones == ["us-west1-c", "us-central1-a", "us-west4-a"]
-    assert [here.zones for here in placement.in_order(config)] == [["us-west1-c"], ["us-central1-a"], ["us-west4-a"]]
+    assert [here.zones for here in placement.in_every_zone(config)] == [["us-west1-c"], ["us-central1-a"], ["us-west4-a"]]
 
 
 def test_every_command_goes_to_the_zone_where_the_slice_is(config: Config) -> None:
     assert "--zone=us-west1-c" in gcloud.describe_command(config)
-    placement.remember(config, "us-west4-a")
+    placement.save_zone(config, "us-west4-a")
     for command in (gcloud.describe_command(config), gcloud.ssh_command(config, "true"), queued.delete_command(config)):
         assert "--zone=us-west4-a" in command
-    assert placement.placed(config).zone == "us-west4-a"
-    placement.forget(config)
+    assert placement.in_current_zone(config).zone == "us-west4-a"
+    placement.forget_zone(config)
     assert "--zone=us-west1-c" in gcloud.describe_command(config)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"zone": "mars-west1-a"}', '{"zone": 3}'])
 def test_a_memory_that_is_broken_or_of_another_file_is_no_memory(config: Config, text: str) -> None:
-    placement.remember(config, "us-west4-a")
+    placement.save_zone(config, "us-west4-a")
     next((Path(config.folder) / "home" / "slices").iterdir()).write_text(text)
-    assert placement.zone(config) == "us-west1-c"
+    assert placement.current_zone(config) == "us-west1-c"
 
 
 def test_a_zone_that_can_not_be_one_is_named_with_its_line(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 `.tpu-launch/slices/<project>.<name>.hosts.json` holds what gcloud printed last for a slice that was READY, so that a
 command does not wait for two gcloud calls. It is a hint: host keys are checked in any case, and gcloud is asked again
-for a host that does not answer there (connections.py). A file that is lost, cut short, or made for another zone, type or
-way of reaching hosts counts as missing.
+for a host that does not answer there (connections.py). A file that is lost, cut short, or made for another zone, type
+or way of reaching hosts counts as missing.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _fingerprint(config: Config) -> str:
     parts = [
         os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", ""),
         os.environ.get("HOME", ""),
-        placement.zone(config),
+        placement.current_zone(config),
         config.slice.accelerator_type,
         config.slice.internal_ips,
     ]

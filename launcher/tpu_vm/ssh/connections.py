@@ -2,8 +2,8 @@
 over connections that stay open, and through gcloud where those can't be made.
 
 Addresses that an earlier command kept are a hint. When hosts do not answer there, gcloud is asked once whether they have
-moved; when the slice turns out to be another one, the hint is dropped. Locks are held for moments, never while waiting
-for gcloud or a host.
+moved; when the slice turns out to be another one, the hint is dropped. Locks are held for moments, never while
+waiting for gcloud or a host.
 """
 
 from __future__ import annotations
