@@ -17,51 +17,67 @@ from launcher.gke.commented_yaml import Commented, dump, dump_documents, strip_c
 from launcher.gke.manifest import make_objects
 from launcher.gke.workload import Kind, Restarts, node_selector
 
-HOUSE = Path(__file__).resolve().parent.parent
-FOLDER = HOUSE / "k8s"
-EXAMPLE = HOUSE / "examples" / "gke.yaml"
-MADE = "Made by tools/kustomize.py; its source is launcher/gke/manifest.py with examples/gke.yaml."
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "k8s"
+EXAMPLE = ROOT / "examples" / "gke.yaml"
+HEADING = "Made by tools/kustomize.py; its source is launcher/gke/manifest.py with examples/gke.yaml."
 IMAGE = "us-central2-docker.pkg.dev/my-project/tpu-launch/torch-xla"
 NO_DIGEST = "sha256:" + "0" * 64  # stands for the reader's own
 QUEUE = "tpu-queue"
 TENSORFLOW = (
     "backend=tensorflow",
-    "image={repository: us-central2-docker.pkg.dev/my-project/tpu-launch/tensorflow, build_args: {REQUIREMENTS: requirements-tpu.txt}}",
+    "image={repository: us-central2-docker.pkg.dev/my-project/tpu-launch/tensorflow, build_args: {REQUIREMENTS: "
+    "requirements-tpu.txt}}",
 )
 
 
 @dataclass(frozen=True)
 class Overlay:
-    """What is different, in the words of the YAML file, or a whole kustomization's own words."""
+    """One overlay of the base."""
 
     about: str
+    """The comment above it."""
+
     changes: tuple[str, ...] = ()
+    """Keys of examples/gke.yaml with other values."""
+
     more: dict[str, Any] = field(default_factory=dict)
+    """Further fields of the kustomization."""
 
 
 OVERLAYS: dict[str, Overlay] = {
     "v3": Overlay("A v3-32: 4 hosts, 32 devices.", ("slice.accelerator_type=v3-32",)),
     "v4": Overlay("A v4-32: 4 hosts, 16 devices.", ("slice.accelerator_type=v4-32",)),
     "v5e": Overlay("A v5litepod-16: 4 hosts, 16 devices.", ("slice.accelerator_type=v5litepod-16",)),
-    "spot": Overlay("Spot nodes: cheaper, and taken away 30 s after a notice, of which 25 are for saving.", ("slice.capacity=spot",)),
-    "kueue": Overlay("Waits in a Kueue queue until all hosts can start together. An administrator makes queue.yaml once.", (f"gke.queue={QUEUE}",)),
+    "spot": Overlay(
+        "Spot nodes: cheaper, and taken away 30 s after a notice, of which 25 are for saving.",
+        ("slice.capacity=spot",),
+    ),
+    "kueue": Overlay(
+        "Waits in a Kueue queue until all hosts can start together. An administrator makes queue.yaml once.",
+        (f"gke.queue={QUEUE}",),
+    ),
     "tensorflow": Overlay("TensorFlow, and its image for TPUs.", TENSORFLOW),
     "torch-xla": Overlay(
         "The PyTorch/XLA image of your own repository.",
         more={
             "images": [
-                {"name": IMAGE, "newName": Commented("us-central2-docker.pkg.dev/MY-PROJECT/MY-REPOSITORY/torch-xla", "Yours."), "digest": NO_DIGEST}
+                {
+                    "name": IMAGE,
+                    "newName": Commented("us-central2-docker.pkg.dev/MY-PROJECT/MY-REPOSITORY/torch-xla", "Yours."),
+                    "digest": NO_DIGEST,
+                }
             ]
         },
     ),
-}  # fmt: skip
+}
 
 
 def files() -> dict[str, str]:
     """Every file that is made, by its path below k8s/."""
     base = _rendered(())
     names = {"ConfigMap": "config.yaml", "JobSet": "jobset.yaml"}
-    made = {f"base/{names[strip_comments(each)['kind']]}": dump_documents([each], MADE) for each in base}
+    made = {f"base/{names[strip_comments(node)['kind']]}": dump_documents([node], HEADING) for node in base}
     made["base/kustomization.yaml"] = _kustomization(
         "A v4-16 (2 hosts, 8 devices), on demand.", {"resources": list(names.values())}
     )
@@ -69,13 +85,13 @@ def files() -> dict[str, str]:
         made[f"overlays/{name}/kustomization.yaml"] = _kustomization(
             overlay.about, {"resources": ["../../base"], **overlay.more, **_patches(overlay)}
         )
-    made["overlays/kueue/queue.yaml"] = dump_documents(queue(), MADE)
+    made["overlays/kueue/queue.yaml"] = dump_documents(queue(), HEADING)
     return made
 
 
 def objects_of(name: str) -> list[dict[str, Any]]:
     """What kubectl must build from an overlay."""
-    return [strip_comments(each) for each in _rendered(OVERLAYS[name].changes)]
+    return [strip_comments(node) for node in _rendered(OVERLAYS[name].changes)]
 
 
 def queue() -> list[Any]:
@@ -126,16 +142,20 @@ def queue() -> list[Any]:
 def json_patch(old: Any, new: Any, path: str = "") -> list[dict[str, Any]]:
     """The operations (RFC 6902) that turn `old` into `new`."""
     if isinstance(old, dict) and isinstance(new, dict):
-        found = [{"op": "remove", "path": f"{path}/{_escape(key)}"} for key in old if key not in new]
+        operations = [{"op": "remove", "path": f"{path}/{_escape(key)}"} for key in old if key not in new]
         for key, value in new.items():
             below = f"{path}/{_escape(key)}"
-            found += (
+            operations += (
                 json_patch(old[key], value, below) if key in old else [{"op": "add", "path": below, "value": value}]
             )
-        return found
+        return operations
     if isinstance(old, list) and isinstance(new, list) and len(new) >= len(old):
-        found = [each for index, value in enumerate(old) for each in json_patch(value, new[index], f"{path}/{index}")]
-        return found + [{"op": "add", "path": f"{path}/-", "value": value} for value in new[len(old) :]]
+        operations = [
+            operation
+            for index, value in enumerate(old)
+            for operation in json_patch(value, new[index], f"{path}/{index}")
+        ]
+        return operations + [{"op": "add", "path": f"{path}/-", "value": value} for value in new[len(old) :]]
     return [] if old == new else [{"op": "replace", "path": path, "value": new}]
 
 
@@ -165,7 +185,7 @@ def _rendered(changes: tuple[str, ...]) -> list[Any]:
 
 def _kustomization(about: str, content: dict[str, Any]) -> str:
     node = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization", **content}
-    return dump_documents([Commented(node, about)], MADE)
+    return dump_documents([Commented(node, about)], HEADING)
 
 
 if __name__ == "__main__":

@@ -252,7 +252,9 @@ def status(config: Config, as_json: bool) -> None:
         provider.close()
     created = shown.slice.created if shown.slice is not None else ""
     if as_json:
-        terminal.dump({**shown.as_json(), "cost": costs.of_slice(placement.in_current_zone(config), created, time.time())})
+        terminal.dump(
+            {**shown.as_json(), "cost": costs.of_slice(placement.in_current_zone(config), created, time.time())}
+        )
     else:
         for line in shown.lines():
             click.echo(line)

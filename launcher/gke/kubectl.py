@@ -1,4 +1,4 @@
-"""Calls of kubectl, and what its errors mean. Every call is bounded in time; `explain` is pure.
+"""Calls of kubectl, and what its errors mean. Every call has a time-out; `explain` is pure.
 
 The messages in `_MEANINGS` are those of kubectl 1.32 and of API servers; the more specific ones come first.
 """
@@ -32,7 +32,7 @@ class Kubectl:
         return ["kubectl", *where, "--namespace", self.namespace, *bound, *words]
 
     def call(self, *words: str, input: str | None = None, seconds: float = SECONDS) -> str:
-        """What it printed. Raises the LaunchError that explains its failure."""
+        """Runs it and returns its output. Raises the LaunchError that explains its failure."""
         argv = self.argv(*words, seconds=seconds)
         result = shell.run(argv, timeout=seconds + 10, input=input)
         if not result.ok:
@@ -46,8 +46,16 @@ class Kubectl:
         on_start: Callable[[Callable[[], None]], None],
         seconds: float,
     ) -> None:
-        """A command that goes on: every line of its output, until it ends, is ended, or `seconds` have passed. Raises
-        what its failure means."""
+        """Runs a command that goes on, and hands over every line of its output.
+
+        Args:
+            words: the command.
+            on_line: is given each line.
+            on_start: is given a function that ends the command.
+            seconds: after which it ends itself.
+
+        Raises the LaunchError that explains its failure.
+        """
         # Bounded by kubectl itself as well, so that nothing is left behind when this process is killed.
         argv = self.argv(*words, seconds=seconds)
         result = shell.stream(argv, on_line, timeout=seconds + 10, on_start=on_start)
@@ -55,28 +63,33 @@ class Kubectl:
             raise explain(result.stdout[-2000:], argv)
 
 
-# (pattern of what kubectl said, exit code, what to tell; {0}, {1} ... are the pattern's groups)
+# (pattern of kubectl's error output, exit code, message; {0}, {1} ... are the pattern's groups)
 _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
     (
-        r"context \"?([^\"\n]+?)\"? does not exist|no context exists with the name: \"([^\"]+)\"|context was not found for specified context: (\S+)",
+        r"context \"?([^\"\n]+?)\"? does not exist|no context exists with the name: \"([^\"]+)\"|"
+        r"context was not found for specified context: (\S+)",
         Exit.BAD_INPUT,
-        "kubectl has no context {0}: `kubectl config get-contexts` lists those it has, `gcloud container clusters get-credentials CLUSTER "
+        "kubectl has no context {0}: `kubectl config get-contexts` lists those it has, `gcloud container clusters "
+        "get-credentials CLUSTER "
         "--location LOCATION --project PROJECT` adds one; then correct gke.context",
     ),
     (
         r"current-context is not set|server localhost:8080 was refused|\[::1\]:8080|127\.0\.0\.1:8080",
         Exit.BAD_INPUT,
-        "kubectl knows no cluster: `gcloud container clusters get-credentials CLUSTER --location LOCATION --project PROJECT`, or set gke.context",
+        "kubectl knows no cluster: `gcloud container clusters get-credentials CLUSTER --location LOCATION --project "
+        "PROJECT`, or set gke.context",
     ),
     (
         r"gke-gcloud-auth-plugin.*(?:not found|no such file)",
         Exit.BAD_INPUT,
-        "kubectl lacks GKE's login: install gke-gcloud-auth-plugin (`gcloud components install gke-gcloud-auth-plugin`)",
+        "kubectl lacks GKE's login: install gke-gcloud-auth-plugin (`gcloud components install "
+        "gke-gcloud-auth-plugin`)",
     ),
     (
         r"\(Unauthorized\)|You must be logged in to the server|getting credentials: (.*)",
         Exit.PERMISSION,
-        "the cluster does not know who you are: `gcloud auth login`, then `gcloud container clusters get-credentials ...` again",
+        "the cluster does not know who you are: `gcloud auth login`, then `gcloud container clusters get-credentials "
+        "...` again",
     ),
     (
         r"is forbidden: exceeded quota: ([^,\s]+)(.*)",
@@ -84,7 +97,8 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
         "the namespace's ResourceQuota {0} is used up{1}: end something, or have it raised",
     ),
     (
-        r"User \"([^\"]+)\" cannot (\S+) resource \"([^\"]+)\"(?: in API group \"[^\"]*\")?(?: in the namespace \"([^\"]+)\")?",
+        r"User \"([^\"]+)\" cannot (\S+) resource \"([^\"]+)\"(?: in API group \"[^\"]*\")?(?: in the namespace "
+        r"\"([^\"]+)\")?",
         Exit.PERMISSION,
         "{0} may not {1} {2} in namespace {3}: k8s/role.yaml is the role that is needed",
     ),
@@ -94,9 +108,11 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
         "the cluster refuses: {0}",
     ),
     (
-        r"doesn't have a resource type \"jobsets?\"|no matches for kind \"JobSet\"|could not find the requested resource.*jobset",
+        r"doesn't have a resource type \"jobsets?\"|no matches for kind \"JobSet\"|"
+        r"could not find the requested resource.*jobset",
         Exit.BAD_INPUT,
-        f"the cluster has no JobSet: its administrator installs it with `kubectl apply --server-side -f {JOBSET_RELEASE}`; without it, "
+        "the cluster has no JobSet: its administrator installs it with `kubectl apply --server-side -f "
+        f"{JOBSET_RELEASE}`; without it, "
         f"`tpu-launch manifest --kind {Kind.JOB.value}` makes a plain Job",
     ),
     (
@@ -107,7 +123,8 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
     (
         r"strict decoding error: (.*)",
         Exit.BAD_INPUT,
-        f"the cluster's JobSet does not know all of the manifest ({{0}}): it is older than the one this was made for ({JOBSET_RELEASE})",
+        f"the cluster's JobSet does not know all of the manifest ({{0}}): it is older than the one this was made for "
+        f"({JOBSET_RELEASE})",
     ),
     (r"admission webhook \"([^\"]+)\" denied the request: (.*)", Exit.BAD_INPUT, "the cluster's {0} refuses it: {1}"),
     (r"\(AlreadyExists\): (.*)", Exit.CONFLICT, "somebody else made it first: {0}"),
@@ -118,22 +135,26 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
         "the cluster's certificate is not trusted ({0}): `gcloud container clusters get-credentials ...` again",
     ),
     (
-        r"The connection to the server (\S+) was refused|Unable to connect to the server: (.*)|(i/o timeout|TLS handshake timeout|no such host)"
+        r"The connection to the server (\S+) was refused|Unable to connect to the server: (.*)|(i/o timeout|"
+        r"TLS handshake timeout|no such host)"
         r"|(context deadline exceeded|Client\.Timeout exceeded)|(unexpected EOF|connection reset by peer)",
         Exit.CLOUD_ERROR,
         "the cluster does not answer ({0}): is it running, and are you on a network that may reach it?",
     ),
-    (r"\((TooManyRequests|ServiceUnavailable|InternalError|Timeout|ServerTimeout)\): (.*)", Exit.CLOUD_ERROR, "the cluster is in trouble: {1}"),
-)  # fmt: skip
+    (
+        r"\((TooManyRequests|ServiceUnavailable|InternalError|Timeout|ServerTimeout)\): (.*)",
+        Exit.CLOUD_ERROR,
+        "the cluster is in trouble: {1}",
+    ),
+)
 
 
 def explain(stderr: str, argv: list[str]) -> LaunchError:
     """The error that a failed kubectl command means: what happened, and what to do."""
     for pattern, code, meaning in _MEANINGS:
-        found = re.search(pattern, stderr)
-        if found:
-            groups = [group.strip() for group in found.groups() if group is not None] or [found.group(0)]
+        if match := re.search(pattern, stderr):
+            groups = [group.strip() for group in match.groups() if group is not None] or [match.group(0)]
             groups += ["?"] * (4 - len(groups))
             return LaunchError(meaning.format(*groups), exit_code=code)
-    said = [line for line in stderr.strip().splitlines() if line.strip()]
-    return LaunchError(f"{shell.quote(argv)} failed: {' '.join(said[-3:]) if said else 'it gave no reason'}")
+    lines = [line for line in stderr.strip().splitlines() if line.strip()]
+    return LaunchError(f"{shell.quote(argv)} failed: {' '.join(lines[-3:]) if lines else 'it gave no reason'}")

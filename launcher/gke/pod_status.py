@@ -132,7 +132,8 @@ def trouble(pod: Pod, image: str) -> LaunchError | None:
         said = f": {pod.message}" if pod.message else ""
         if re.search(r"40[13]|denied|[Uu]nauthorized|[Ff]orbidden", pod.message):
             return LaunchError(
-                f"{host} may not pull {image}{said}\n  give the node pool's service account roles/artifactregistry.reader on the repository",
+                f"{host} may not pull {image}{said}\n  give the node pool's service account "
+                "roles/artifactregistry.reader on the repository",
                 exit_code=Exit.PERMISSION,
             )
         return LaunchError(
@@ -140,7 +141,8 @@ def trouble(pod: Pod, image: str) -> LaunchError | None:
         )
     if pod.waiting in ("CreateContainerConfigError", "CreateContainerError"):
         return LaunchError(
-            f"{host} can't make its container: {pod.message or pod.waiting}\n  the Secrets that gke.secrets names must be in the namespace",
+            f"{host} can't make its container: {pod.message or pod.waiting}\n  the Secrets that gke.secrets names "
+            "must be in the namespace",
             exit_code=Exit.BAD_INPUT,
         )
     return None

@@ -214,7 +214,8 @@ def ensure(spec: ImageSpec, on_line: Callable[[str], None]) -> Image:
         if not pulled.ok:
             raise BadInput(
                 f"the base image {base} is not in the engine's store and can't be pulled: {_last(pulled.stderr)}\n"
-                "  let the engine reach a registry, or make the image (tools/base-image.sh of tpu-launch makes debian:bookworm-slim)"
+                "  let the engine reach a registry, or make the image (tools/base-image.sh of tpu-launch makes "
+                "debian:bookworm-slim)"
             )
         todo = plan(spec)
     if not todo.reference:
@@ -229,7 +230,8 @@ def ensure(spec: ImageSpec, on_line: Callable[[str], None]) -> Image:
             todo = _look(todo)
     if not todo.reference:
         raise LaunchError(
-            f"docker reported success, but its store has no {todo.remote or todo.local}: was it removed meanwhile? Try again"
+            f"docker reported success, but its store has no {todo.remote or todo.local}: was it removed meanwhile? "
+            "Try again"
         )
     return Image(todo.reference, todo.reference.rpartition("@")[2])
 

@@ -63,7 +63,8 @@ def _client_on(search_path: str) -> str:
             rejected.append(f"{candidate} (version {version}) has no buildx plug-in")
     if rejected:
         raise CommandMissing(
-            f"no docker client that can build images with BuildKit: {'; '.join(rejected)}. {_GET_ONE[0].upper()}{_GET_ONE[1:]}"
+            f"no docker client that can build images with BuildKit: {'; '.join(rejected)}. "
+            f"{_GET_ONE[0].upper()}{_GET_ONE[1:]}"
         )
     raise CommandMissing(f"docker was not found on PATH: {_GET_ONE}")
 

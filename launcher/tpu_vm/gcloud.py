@@ -200,7 +200,8 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
      "the slice was taken away: `tpu-launch up` deletes it and creates it again"),
     (r"unable to queue the operation", Busy, "another operation on it has not ended yet: try again in a minute"),
     (r"Quota limit|[Qq]uota .*(exceeded|exhausted)|RESOURCE_EXHAUSTED", QuotaExceeded,
-     "quota: ask for more in the Cloud console (IAM & Admin > Quotas), or use what you have elsewhere; waiting does not "
+     "quota: ask for more in the Cloud console (IAM & Admin > Quotas), or use what you have elsewhere; waiting does "
+     "not "
      "help"),
     (r"SERVICE_DISABLED|has not been used in project|API .*is disabled|is not enabled", PermissionDenied,
      "the Cloud TPU API is off in this project: gcloud services enable tpu.googleapis.com"),

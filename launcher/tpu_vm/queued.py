@@ -2,8 +2,8 @@
 when nobody wants it any more.
 
 The request has the slice's name, and so has its one node. Waiting can be resumed: it is Google that waits, and every
-step starts from what the API says. A request that is SUSPENDED or FAILED never comes back by itself and keeps its quota: it
-is deleted, with force, and made again while there is time.
+step starts from what the API says. A request that is SUSPENDED or FAILED never comes back by itself and keeps its
+quota: it is deleted, with force, and made again while there is time.
 """
 
 from __future__ import annotations

@@ -62,7 +62,11 @@ def answer(state: dict[str, Any]) -> str:
 
 def test_zones_are_tried_in_order_and_each_once(config: Config) -> None:
     assert config.zones == ["us-west1-c", "us-central1-a", "us-west4-a"]
-    assert [here.zones for here in placement.in_every_zone(config)] == [["us-west1-c"], ["us-central1-a"], ["us-west4-a"]]
+    assert [here.zones for here in placement.in_every_zone(config)] == [
+        ["us-west1-c"],
+        ["us-central1-a"],
+        ["us-west4-a"],
+    ]
 
 
 def test_every_command_goes_to_the_zone_where_the_slice_is(config: Config) -> None:

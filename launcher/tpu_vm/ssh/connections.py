@@ -1,8 +1,8 @@
 """The connections to the hosts of one slice, shared by all threads: finds the hosts' addresses, runs commands on them
 over connections that stay open, and through gcloud where those can't be made.
 
-Addresses that an earlier command kept are a hint. When hosts do not answer there, gcloud is asked once whether they have
-moved; when the slice turns out to be another one, the hint is dropped. Locks are held for moments, never while
+Addresses that an earlier command kept are a hint. When hosts do not answer there, gcloud is asked once whether they
+have moved; when the slice turns out to be another one, the hint is dropped. Locks are held for moments, never while
 waiting for gcloud or a host.
 """
 

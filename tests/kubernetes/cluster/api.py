@@ -22,7 +22,8 @@ from tests.kubernetes.cluster.store import RESOURCES, AlreadyThere, Object, Reso
 
 _VERBS = ["create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"]
 _PATH = re.compile(
-    r"/(?:api/v1|apis/[^/]+/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<resource>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?"
+    r"/(?:api/v1|"
+    r"apis/[^/]+/[^/]+)(?:/namespaces/(?P<namespace>[^/]+))?/(?P<resource>[a-z]+)(?:/(?P<name>[^/]+))?(?:/(?P<sub>[a-z]+))?"
 )
 
 
@@ -144,7 +145,8 @@ class Api:
             raise Refused(
                 400,
                 "BadRequest",
-                f"{document['kind']} in version {document['apiVersion']!r} cannot be handled: strict decoding error: {mistakes[0]}",
+                f"{document['kind']} in version {document['apiVersion']!r} cannot be handled: strict decoding error: "
+                f"{mistakes[0]}",
             )
         if self.store.get(resource, document["metadata"]["name"]):
             raise Refused(409, "AlreadyExists", f'{resource} "{document["metadata"]["name"]}" already exists')

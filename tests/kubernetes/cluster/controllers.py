@@ -214,7 +214,10 @@ def _judge(spec: Object, pod: Object) -> tuple[str, str]:
         if codes:
             code = ended.get(codes["containerName"])
             if code is not None and code != 0 and (code in codes["values"]) == (codes["operator"] == "In"):
-                text = f"Container {codes['containerName']} for pod {full} failed with exit code {code} matching {rule['action']} rule at index {number}"
+                text = (
+                    f"Container {codes['containerName']} for pod {full} failed with exit code {code} matching "
+                    f"{rule['action']} rule at index {number}"
+                )
                 return rule["action"], text
         for wanted in rule.get("onPodConditions", []):
             if condition(pod, wanted["type"]):
