@@ -20,13 +20,14 @@ from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.store import read_manifest
 from training.config import Model, TrainerConfig
 from training.data import tokenizer as tokenizers
+from training.distributed.agreement import agree
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError
 from training.models.hugging_face import WEIGHTS, read_config, read_labels
 from training.registry import task_of_model
-from training.run_setup import agree, open_backend, open_task
+from training.run_setup import open_backend, open_task
 from training.storage.hub import model_folder
 from training.tasks.task import Task, task_class
 

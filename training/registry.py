@@ -65,9 +65,10 @@ class BackendEntry:
     """How a backend is imported."""
 
     backend: str  # a class with the protocol training.backends.protocol.Backend
-    requires: str  # the module that must be installed
-    # (cluster, environment) -> variables that must be set before the framework is imported on a TPU
-    tpu_environment: str
+    requires: str  # the module that must be installed to train
+    inference_requires: str  # the module that must be installed to use a trained model
+    open_pipeline: str  # (pipeline's name, model folder) -> a transformers.pipeline on the CPU
+    tpu_environment: str  # (cluster, environment) -> variables to set before the import, on a TPU
     tracer: str  # a class with the protocol training.preflight.programs.ProgramTracer
     step_watcher: str  # a class with the protocol training.lint.steps.StepWatcher
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
@@ -109,6 +110,8 @@ BACKENDS: dict[str, BackendEntry] = {
     "torch-xla": BackendEntry(
         backend="training.backends.torch_xla.backend:TorchXla",
         requires="torch_xla",
+        inference_requires="torch",
+        open_pipeline="training.models.torch_pipeline:open_pipeline",
         tpu_environment="training.distributed.cluster:torch_xla_environment",
         tracer="training.backends.torch_xla.tracer:TorchTracer",
         step_watcher="training.backends.torch_xla.lint:TorchStepWatcher",
@@ -116,6 +119,8 @@ BACKENDS: dict[str, BackendEntry] = {
     "tensorflow": BackendEntry(
         backend="training.backends.tensorflow.backend:TensorFlow",
         requires="tensorflow",
+        inference_requires="tensorflow",
+        open_pipeline="training.backends.tensorflow.inference:open_pipeline",
         tpu_environment="training.distributed.cluster:tensorflow_environment",
         tracer="training.backends.tensorflow.lowered:TensorFlowTracer",
         step_watcher="training.lint.counting:CountingWatcher",

@@ -11,11 +11,12 @@ from training import storage
 from training.backends.protocol import Backend
 from training.checkpoint.format import step_folder
 from training.checkpoint.writer import CheckpointWriter
+from training.distributed.cluster import device_kind
 from training.errors import TrainError
 from training.models import export
 from training.models.flops import WorkCounter, mfu, peak_flops
 from training.progress import Evaluations, Progress
-from training.run_setup import Run, device_kind
+from training.run_setup import Run
 from training.telemetry import html
 from training.telemetry.text import format_summary
 

@@ -3,17 +3,13 @@ framework's backend is opened."""
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import importlib.util
 import json
 import os
 import re
-import secrets
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 from training import storage
@@ -22,7 +18,8 @@ from training.checkpoint.admin import has_checkpoint
 from training.checkpoint.retention import Keep
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig, batch_mistake
-from training.distributed.cluster import Cluster
+from training.distributed.agreement import agree, code_hash
+from training.distributed.cluster import Cluster, device_kind
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput
@@ -157,26 +154,6 @@ def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
     return task
 
 
-def code_hash() -> str:
-    """A hash of the trainer's source: what a checkpoint was written by, and what all hosts must have alike."""
-    digest = hashlib.sha256()
-    folder = Path(__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float) -> str:
-    """Meets all hosts, compares what each is about to run, and returns a token that only this group of processes has.
-    Raises BadInput."""
-    reports = rendezvous.meet("start", {"facts": dict(facts), "token": secrets.token_hex(4)}, start_seconds)
-    differences = disagreements([report["facts"] for report in reports])
-    if differences:
-        raise BadInput("the hosts are not about to run the same thing:\n  " + "\n  ".join(differences))
-    token: str = reports[0]["token"]
-    return token
-
-
 def claim(folder: str, cluster: Cluster, rendezvous: Rendezvous, token: str, record: Mapping[str, Any]) -> str:
     """Writes what this attempt is to the run's folder, and makes sure that all hosts have that folder in common: their
     parts go there.
@@ -225,19 +202,6 @@ def fence(folder: str, cluster: Cluster) -> Callable[[], None]:
     return check
 
 
-def disagreements(reports: list[Mapping[str, str]]) -> list[str]:
-    """A line for each fact in which hosts differ from host 0, naming them. `reports`: facts in worker order."""
-    lines = []
-    for name, value in reports[0].items():
-        others = {worker: facts.get(name) for worker, facts in enumerate(reports) if facts.get(name) != value}
-        if others:
-            lines.append(
-                f"{name}: host 0 has {value}, "
-                + ", ".join(f"host {worker} {other}" for worker, other in others.items())
-            )
-    return lines
-
-
 def model_identity(config: TrainerConfig) -> dict[str, Any]:
     """The network, as far as a checkpoint must agree with it."""
     model = config.model
@@ -265,13 +229,6 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
         export_checkpoint(path, start)
     rendezvous.meet("starting model")
     return config.model_copy(update={"model": config.model.model_copy(update={"path": start})})
-
-
-def device_kind() -> str:
-    """TPU or CPU: what PJRT_DEVICE says, or else whether this machine shows TPU chips."""
-    return os.environ.get("PJRT_DEVICE") or (
-        "TPU" if glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*") else "CPU"
-    )
 
 
 def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Task, token: str) -> Backend:

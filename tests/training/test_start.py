@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from training.distributed.agreement import agree, code_hash, disagreements
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput
-from training.run_setup import agree, claim, code_hash, disagreements
+from training.run_setup import claim
 
 
 def test_everyone_who_differs_from_host_0_is_named() -> None:

@@ -27,9 +27,8 @@ from pathlib import Path
 import click
 
 from training.accelerators import ACCELERATORS
-from training.distributed.cluster import Cluster, discover, tpu_environment
+from training.distributed.cluster import Cluster, device_kind, discover, tpu_environment
 from training.errors import BadInput, Exit, TrainError
-from training.run_setup import device_kind
 
 
 def chip_process_environment(cluster: Cluster) -> dict[str, str]:

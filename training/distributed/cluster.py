@@ -16,6 +16,7 @@ it would look up there, and forbids the lookup.
 
 from __future__ import annotations
 
+import glob
 import importlib.metadata
 import importlib.util
 import os
@@ -106,6 +107,13 @@ def discover(environment: Mapping[str, str] | None = None) -> Cluster:
     if cluster is None and environment.get("PJRT_DEVICE") == "TPU" and not environment.get("TPU_SKIP_MDS_QUERY"):
         cluster = from_metadata(_read_metadata, environment)
     return cluster or _cluster(0, ("localhost",), None, environment)
+
+
+def device_kind() -> str:
+    """TPU or CPU: what PJRT_DEVICE says, or else whether this machine shows TPU chips."""
+    return os.environ.get("PJRT_DEVICE") or (
+        "TPU" if glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*") else "CPU"
+    )
 
 
 def tpu_environment(cluster: Cluster) -> dict[str, str]:

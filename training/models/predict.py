@@ -10,7 +10,7 @@ from typing import Any
 from training import storage
 from training.errors import BadInput
 from training.models.hugging_face import WEIGHTS, local_copy, read_config
-from training.registry import TASKS, task_of_model
+from training.registry import BACKENDS, TASKS, load, task_of_model
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,14 @@ def classify(folder: str, text: str, top: int) -> list[Label]:
         return [Label(each["score"], each["label"]) for each in found]
 
 
-def open_pipeline(task: str, folder: str) -> Any:
-    """`transformers.pipeline` for "fill-mask" or "text-classification" over a local model folder, on the CPU."""
-    if importlib.util.find_spec("torch") is None:
-        from training.backends.tensorflow import inference as tensorflow_pipeline
-
-        return tensorflow_pipeline.open_pipeline(task, folder)
-    from transformers import pipeline
-
-    return pipeline(task, model=folder, framework="pt", device="cpu")
+def open_pipeline(name: str, folder: str) -> Any:
+    """`transformers.pipeline(name)` over a local model folder, on the CPU, with the first registered framework that is
+    installed. Raises BadInput."""
+    for entry in BACKENDS.values():
+        if importlib.util.find_spec(entry.inference_requires) is not None:
+            return load(entry.open_pipeline)(name, folder)
+    frameworks = " or ".join(entry.inference_requires for entry in BACKENDS.values())
+    raise BadInput(f"a prediction needs {frameworks}, and neither is installed here: run in the image of a backend")
 
 
 def _require_model(folder: str) -> None:

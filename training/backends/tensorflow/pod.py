@@ -28,11 +28,11 @@ from dataclasses import replace
 from typing import Any
 
 from training.config import TrainerConfig
-from training.distributed.cluster import Cluster, tensorflow_plugin, tpu_environment
+from training.distributed.agreement import agree, code_hash
+from training.distributed.cluster import Cluster, device_kind, tensorflow_plugin, tpu_environment
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import Exit, StopRequested, TrainError
-from training.run_setup import agree, code_hash, device_kind
 
 WORKER_PORT = 8470
 ASKED = "asked to stop"  # the phase of a host that was

@@ -1,0 +1,44 @@
+"""All hosts of a run must be about to run the same thing: they compare facts when they first meet."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from training.distributed.rendezvous import Rendezvous
+from training.errors import BadInput
+
+
+def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float) -> str:
+    """Meets all hosts, compares what each is about to run, and returns a token that only this group of processes has.
+    Raises BadInput."""
+    reports = rendezvous.meet("start", {"facts": dict(facts), "token": secrets.token_hex(4)}, start_seconds)
+    differences = disagreements([report["facts"] for report in reports])
+    if differences:
+        raise BadInput("the hosts are not about to run the same thing:\n  " + "\n  ".join(differences))
+    token: str = reports[0]["token"]
+    return token
+
+
+def disagreements(reports: list[Mapping[str, str]]) -> list[str]:
+    """A line for each fact in which hosts differ from host 0, naming them. `reports`: facts in worker order."""
+    lines = []
+    for name, value in reports[0].items():
+        others = {worker: facts.get(name) for worker, facts in enumerate(reports) if facts.get(name) != value}
+        if others:
+            lines.append(
+                f"{name}: host 0 has {value}, "
+                + ", ".join(f"host {worker} {other}" for worker, other in others.items())
+            )
+    return lines
+
+
+def code_hash() -> str:
+    """A hash of the trainer's source: what a checkpoint was written by, and what all hosts must have alike."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parents[1]
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,12 @@
+"""`transformers.pipeline` over a model folder in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def open_pipeline(name: str, folder: str) -> Any:
+    """`transformers.pipeline(name)` over a local model folder, on the CPU."""
+    from transformers import pipeline
+
+    return pipeline(name, model=folder, framework="pt", device="cpu")
