@@ -4,7 +4,7 @@ them imports a framework. The words of the signatures (batches, signals, results
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from training.batch import Arrays, HostBatch, Pending, Signals
 from training.checkpoint.safetensors_file import TensorSpec
@@ -68,3 +68,5 @@ class Backend(Protocol):
 
 # A backend's class: (configuration, cluster, rendezvous, what the data needs of the model, the run's token) -> backend.
 OpenBackend = Callable[[TrainerConfig, Cluster, Rendezvous, ModelRequirements, str], Backend]
+# The class of a backend -> that backend for the run at hand: for whoever builds one of a kind of its own.
+BuildBackend = Callable[[Any], Any]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from training.backends.protocol import BuildBackend
 from training.batch import Arrays
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
@@ -43,13 +44,10 @@ class TracedProgram:
     seconds: float
 
 
-OpenBackend = Callable[[Any], Any]  # the class of a backend -> the backend of this run
-
-
 class ProgramTracer(Protocol):
     """Traces the programs of one backend for a slice: `tracer` of a backend's entry in the registry."""
 
-    def __init__(self, open_backend: OpenBackend, devices: int) -> None:
+    def __init__(self, open_backend: BuildBackend, devices: int) -> None:
         """Traces for so many devices. Raises CompilerUnavailable."""
 
     def open(self) -> Mapping[str, int]:

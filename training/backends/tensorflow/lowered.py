@@ -12,11 +12,11 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.compiler.tf2xla.ops import gen_xla_ops
 
+from training.backends.protocol import BuildBackend
 from training.backends.tensorflow.backend import TensorFlow
 from training.backends.tensorflow.replicas import Replicas
 from training.batch import Arrays
 from training.preflight.compiler import Program, hash_hlo
-from training.preflight.programs import OpenBackend
 
 
 class SliceReplicas(Replicas):
@@ -81,7 +81,7 @@ class LoweringBackend(TensorFlow):
 class TensorFlowTracer:
     """One program, which each device of a slice runs on its own rows."""
 
-    def __init__(self, open_backend: OpenBackend, devices: int) -> None:
+    def __init__(self, open_backend: BuildBackend, devices: int) -> None:
         self._open_backend, self._devices = open_backend, devices
         self._backend: LoweringBackend | None = None
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import ctypes
 import gc
 
+from training.backends.protocol import BuildBackend
 from training.backends.torch_xla import tracing
 from training.backends.torch_xla.backend import TorchXla
 from training.batch import Arrays, Signals
 from training.preflight.compiler import COMPILER_VERSIONS, TRACING_VERSIONS, Program, require_versions
-from training.preflight.programs import OpenBackend
 
 
 class TorchTracer:
     """One program for all devices of a slice, which the compiler partitions."""
 
-    def __init__(self, open_backend: OpenBackend, devices: int) -> None:
+    def __init__(self, open_backend: BuildBackend, devices: int) -> None:
         require_versions({**COMPILER_VERSIONS, **TRACING_VERSIONS})
         self._open_backend = open_backend
         self._backend: TorchXla | None = None
