@@ -10,25 +10,40 @@ import enum
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of `tpu-launch`, the table of the README. The trainer's own codes are in `training.errors`."""
+    """Exit codes of `tpu-launch`; docs/reference/exit-codes.md is made from the texts below the members. The trainer's
+    own codes are in `training.errors`."""
 
     OK = 0
-    BAD_INPUT = 2  # configuration, arguments, or this machine: nothing was started
-    APPLICATION_FAILED = 10  # the command of a run failed on a host
-    HOST_LOST = 11  # a host of the slice died or can't be reached
-    PREEMPTED = 12  # the slice was taken away
-    STALLED = 13  # no sign of life within the configured time
-    STOPPED = 14  # somebody stopped the run, and it did not save
-    DOES_NOT_FIT = (
-        15  # preflight: the step does not fit on the accelerator, or does not compile for it; nothing was started
-    )
-    STOCKOUT = 20  # no capacity in the zone
+    """Done. Of `run`: the command finished on every host."""
+    BAD_INPUT = 2
+    """The file, an argument or this machine is not as it must be, and nothing was started; or the trainer refused its
+    configuration or data."""
+    APPLICATION_FAILED = 10
+    """The command of a run failed on a host."""
+    HOST_LOST = 11
+    """A host of the slice died or could not be reached."""
+    PREEMPTED = 12
+    """The slice was taken away."""
+    STALLED = 13
+    """No host wrote a line for `run.stall_minutes`; the stacks are in the run's folder."""
+    STOPPED = 14
+    """Somebody stopped the run, and it did not save."""
+    DOES_NOT_FIT = 15
+    """Preflight: the step does not fit on the accelerator, or does not compile for it; nothing was started."""
+    STOCKOUT = 20
+    """No capacity in any of the zones within the time given. The only one of 20, 21 and 22 that is tried again."""
     QUOTA = 21
+    """The project's quota does not suffice."""
     PERMISSION = 22
-    CONFLICT = 23  # the slice, or its hosts, are in use by somebody else
-    CLOUD_ERROR = 24  # Google's API, gcloud or ssh failed, or did not answer in time
-    SAVED = 75  # asked to stop, saved, can be resumed (EX_TEMPFAIL)
-    DETACHED = 130  # Ctrl-C: the run goes on
+    """The account may not do this; the message names the permission."""
+    CONFLICT = 23
+    """The name, the slice, its hosts or the run are in use."""
+    CLOUD_ERROR = 24
+    """Google's API, gcloud, ssh or a host failed, or did not answer in time."""
+    SAVED = 75
+    """Stopped and saved: `run` resumes. (EX_TEMPFAIL of sysexits.h)"""
+    DETACHED = 130
+    """Ctrl-C: detached, and the run goes on; or interrupted before anything ran. The last line says which."""
 
 
 class LaunchError(Exception):

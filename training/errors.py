@@ -10,14 +10,21 @@ import enum
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of `tpu-train`. The launcher decides from these alone."""
+    """Exit codes of `tpu-train`; docs/reference/exit-codes.md is made from the texts below the members. The launcher
+    decides from these alone."""
 
     FINISHED = 0
-    FAILED = 1  # anything else: counts against the failure budget
-    BAD_INPUT = 2  # configuration or data: never retried
-    DOES_NOT_FIT = 3  # of preflight: the step would not compile for the accelerator, or not fit into its memory
-    SAVED = 75  # asked to stop, committed a checkpoint: resume
-    LOST_PEER = 76  # another host stopped answering: a symptom, never the first cause
+    """Finished."""
+    FAILED = 1
+    """A failure, as every code that is not in this table."""
+    BAD_INPUT = 2
+    """Bad configuration or data: trying again changes nothing."""
+    DOES_NOT_FIT = 3
+    """Of `preflight`: a program does not fit into the accelerator's memory, or does not compile for it."""
+    SAVED = 75
+    """Asked to stop, and a checkpoint is committed: resume. (EX_TEMPFAIL of sysexits.h)"""
+    LOST_PEER = 76
+    """Lost another host: a symptom, never the first cause."""
 
 
 class TrainError(Exception):

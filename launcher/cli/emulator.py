@@ -183,7 +183,14 @@ def hang_host(node: str, worker: int, seconds: float | None, as_json: bool) -> N
 @inject.command("outage")
 @click.argument("kind", type=click.Choice(["repair", "maintenance"]))
 @click.argument("node")
-@click.option("--for", "seconds", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True)
+@click.option(
+    "--for",
+    "seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=10.0,
+    show_default=True,
+    help="Seconds until the hosts boot again.",
+)
 @json_option
 def outage(kind: str, node: str, seconds: float, as_json: bool) -> None:
     """Take NODE's hosts down for some seconds, as REPAIRING or as a maintenance event; then they boot again."""
@@ -270,7 +277,9 @@ def disk_full(node: str, worker: int, as_json: bool) -> None:
 
 
 @inject.command()
-@click.option("--status", type=click.IntRange(400, 599), default=503, show_default=True)
+@click.option(
+    "--status", type=click.IntRange(400, 599), default=503, show_default=True, help="The HTTP status of the answers."
+)
 @click.option(
     "--rate",
     type=click.FloatRange(0, 1, min_open=True),
@@ -287,7 +296,9 @@ def errors(status: int, rate: float, service: str, count: int | None, as_json: b
 
 
 @inject.command()
-@click.option("--seconds", type=click.FloatRange(0, min_open=True), required=True)
+@click.option(
+    "--seconds", type=click.FloatRange(0, min_open=True), required=True, help="How long each request waits first."
+)
 @service_option
 @json_option
 def slow(seconds: float, service: str, as_json: bool) -> None:

@@ -31,7 +31,11 @@ _COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "red"}
 @click.option("--zone", help="Where the slice is created.  [default: the first with that accelerator]")
 @click.option("--name", help="Name of the TPU node.  [default: the file's folder]")
 @click.option(
-    "--capacity", type=click.Choice(["on-demand", "spot", "reserved"]), default="on-demand", show_default=True
+    "--capacity",
+    type=click.Choice(["on-demand", "spot", "reserved"]),
+    default="on-demand",
+    show_default=True,
+    help="spot: cheap, and can be taken away at any time.",
 )
 @click.option("--bucket", help="Data and checkpoints: writes the trainer's sections too.")
 @click.option("--repository", help="REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME: where the image is pushed.")

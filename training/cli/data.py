@@ -41,7 +41,13 @@ CORPUS = "builtin:pydoc, a file or folder (.txt .tokens .md .jsonl .ndjson .csv;
 @click.option(
     "--vocabulary", type=click.IntRange(min=10), default=32_000, show_default=True, help="Number of token ids."
 )
-@click.option("--algorithm", type=click.Choice(["unigram", "wordpiece"]), default="unigram", show_default=True)
+@click.option(
+    "--algorithm",
+    type=click.Choice(["unigram", "wordpiece"]),
+    default="unigram",
+    show_default=True,
+    help="unigram: as sentencepiece's; wordpiece: as BERT's.",
+)
 @click.option(
     "--out", required=True, metavar="FOLDER", help="Where the tokenizer goes: a local folder or gs://bucket/folder."
 )
