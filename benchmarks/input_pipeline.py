@@ -1,20 +1,20 @@
-"""How fast, how small and how quick to resume the input pipeline is, beside what TensorFlow users have.
+"""Measures the input pipeline beside TensorFlow's: throughput, memory, size of shards, time to resume.
 
     make benchmark NAME=input_pipeline [ARGS="--json --records 60000 --repeat 3"]
 
-Everything is measured on this machine, on the same generated text: 60,000 rows of 128 ids distributed as words are
-(Zipf). Each measurement is a process of its own; the best of `--repeat` is kept, for ours and theirs alike. Rows that
+Everything is measured on this machine, on the same generated text: 60,000 rows of 128 ids with the frequencies of words
+(Zipf). Each measurement is a process of its own; the best of `--repeat` counts, for ours and theirs alike. Rows that
 compare with TensorFlow need `tensorflow` and `transformers` (the tensorflow image has both); without them those rows
 say so and have no peer.
 
-  ours            read, check every CRC, shuffle globally, decode, mask 80/10/10, batches of 256: MlmBatches behind
-  prefetch recipe          transformers' run_mlm.py for TPUs: TFRecordDataset, map(parse_single_example),
-  shuffle(2**18), batch, collator.tf_mask_tokens batched tf.data TFRecordDataset, batch, map(parse_example): no shuffle,
-  no masks
+  ours            MlmBatches behind prefetch: read, check every CRC, shuffle globally, decode, mask 80/10/10, batches of
+                  256
+  recipe          transformers' run_mlm.py for TPUs: TFRecordDataset, map(parse_single_example), shuffle(2**18), batch,
+                  collator.tf_mask_tokens
+  batched tf.data TFRecordDataset, batch, map(parse_example): no shuffle, no masks
                   all three over four epochs, warm-up included
   resuming        from opening the dataset to the first batch of a step in the millions, in a fresh process; gs:// is a
-  local server that
-                  waits 20 ms before each answer
+                  local server that waits 20 ms before each answer
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def generate(folder: str, records: int) -> None:
         )
 
 
-def batches(url: str) -> MlmBatches:
+def open_batches(url: str) -> MlmBatches:
+    """Our batches of a dataset."""
     return MlmBatches(open_dataset(url), HostSlice(TOKENS, BATCH), Masking(), seed=1)
 
 
 def throughput(url: str) -> float:
-    """Records a second. With a quarter of the usual window, because a dataset that fits into one is read once and kept:
-    here it is read each epoch."""
+    """Records per second, with a quarter of the usual window: a dataset that fits into one window is read only once."""
     order.WINDOW_BLOCKS //= 4
-    source = batches(url)
+    source = open_batches(url)
     steps = EPOCHS * source.dataset.records // BATCH
     began = time.perf_counter()
     for _ in prefetch(source.batch, 0, 4, stop=steps):
@@ -87,13 +87,13 @@ def throughput(url: str) -> float:
 def first_batch(url: str) -> float:
     """Seconds from opening the dataset to batch FAR."""
     began = time.perf_counter()
-    batches(url).batch(FAR)
+    open_batches(url).batch(FAR)
     return time.perf_counter() - began
 
 
 def memory(url: str) -> float:
     """Peak MB of a process that reads two epochs, everything included."""
-    source = batches(url)
+    source = open_batches(url)
     for k in range(2 * source.dataset.records // BATCH):
         source.batch(k)
     status = Path("/proc/self/status").read_text()  # getrusage would count the parent's memory before exec
@@ -152,7 +152,7 @@ def batched(url: str) -> float:
 
 
 MEASUREMENTS: dict[str, Callable[[str], float]] = {
-    each.__name__: each for each in (throughput, first_batch, memory, size, recipe, batched)
+    function.__name__: function for function in (throughput, first_batch, memory, size, recipe, batched)
 }
 
 
@@ -182,21 +182,21 @@ def measure(
     name: str, url: str, repeat: int, *, smallest: bool = False, environment: dict[str, str] | None = None
 ) -> float | None:
     """The best of several runs, each in its own process; None when a package is missing."""
-    found = []
+    values = []
     for _ in range(repeat):
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, __file__, "--measure", name, "--url", url],
             env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", **(environment or {})},
             capture_output=True,
             text=True,
             timeout=600,
         )
-        if done.returncode:
-            if "ModuleNotFoundError" in done.stderr:
+        if process.returncode:
+            if "ModuleNotFoundError" in process.stderr:
                 return None
-            raise SystemExit(f"measuring {name} failed with code {done.returncode}:\n{done.stderr}")
-        found.append(float(done.stdout.split()[-1]))
-    return min(found) if smallest else max(found)
+            raise SystemExit(f"measuring {name} failed with code {process.returncode}:\n{process.stderr}")
+        values.append(float(process.stdout.split()[-1]))
+    return min(values) if smallest else max(values)
 
 
 @contextmanager
@@ -222,6 +222,7 @@ def bucket(folder: str) -> Iterator[dict[str, str]]:
 
 
 def serve(port: int, folder: str) -> None:
+    """Serves buckets in a folder, each answer LATENCY late, until the process is ended."""
     from launcher.emulator.http_server import Acceptor, Request, Response, serve_http
     from launcher.emulator.storage.api import StorageApi
     from launcher.emulator.storage.bucket import Buckets
@@ -245,12 +246,12 @@ def compare(folder: str, records: int, repeat: int) -> list[Row]:
     generate(folder, records)
     rows: list[Row] = []
 
-    def found(name: str, unit: str, ours: float, peer_name: str, peer: float | None, goal: str) -> None:
+    def add(name: str, unit: str, ours: float | None, peer_name: str, peer: float | None, goal: str) -> None:
         rows.append(row(name, unit, ours, peer_name, peer, goal))
 
     compact, packed, public = f"{folder}/compact", f"{folder}/gzip", f"{folder}/recipe"
-    ours = measure("throughput", compact, repeat) or 0.0
-    found(
+    ours = measure("throughput", compact, repeat)
+    add(
         "full path",
         "records/s",
         ours,
@@ -258,7 +259,7 @@ def compare(folder: str, records: int, repeat: int) -> list[Row]:
         measure("recipe", public, repeat),
         "8 times the recipe",
     )
-    found(
+    add(
         "full path",
         "records/s",
         ours,
@@ -266,19 +267,19 @@ def compare(folder: str, records: int, repeat: int) -> list[Row]:
         measure("batched", public, repeat),
         "not below",
     )
-    found("full path", "records/s", ours, "goal", 400_000, "at least 400,000")
-    found(
+    add("full path", "records/s", ours, "goal", 400_000, "at least 400,000")
+    add(
         "full path, gzip shards",
         "records/s",
-        measure("throughput", packed, repeat) or 0.0,
+        measure("throughput", packed, repeat),
         "our uncompressed shards",
         ours,
         "",
     )
-    found(
+    add(
         "first batch after resuming, local",
         "s",
-        measure("first_batch", compact, repeat, smallest=True) or 0.0,
+        measure("first_batch", compact, repeat, smallest=True),
         "goal",
         1.0,
         "at most 1 s",
@@ -286,22 +287,21 @@ def compare(folder: str, records: int, repeat: int) -> list[Row]:
     with bucket(f"{folder}/server") as environment:
         os.environ.update(environment)
         for name in ("compact", "gzip"):
-            for each in storage.listing(f"{folder}/{name}"):
-                storage.upload(Path(each.url), f"gs://bucket/{name}/{storage.name_of(each.url)}")
-            seconds = (
-                measure("first_batch", f"gs://bucket/{name}", repeat, smallest=True, environment=environment) or 0.0
-            )
-            found(f"first batch after resuming, gs:// 20 ms away, {name}", "s", seconds, "goal", 3.0, "at most 3 s")
-        found("peak memory, local", "MB", measure("memory", compact, 1) or 0.0, "goal", 512, "below 512 MB")
-        peak = measure("memory", "gs://bucket/compact", 1, environment=environment) or 0.0
-        found("peak memory, gs://", "MB", peak, "goal", 512, "below 512 MB")
+            for stat in storage.listing(f"{folder}/{name}"):
+                storage.upload(Path(stat.url), f"gs://bucket/{name}/{storage.name_of(stat.url)}")
+            seconds = measure("first_batch", f"gs://bucket/{name}", repeat, smallest=True, environment=environment)
+            add(f"first batch after resuming, gs:// 20 ms away, {name}", "s", seconds, "goal", 3.0, "at most 3 s")
+        add("peak memory, local", "MB", measure("memory", compact, 1), "goal", 512, "below 512 MB")
+        peak = measure("memory", "gs://bucket/compact", 1, environment=environment)
+        add("peak memory, gs://", "MB", peak, "goal", 512, "below 512 MB")
     public_size = measure("size", public, 1)
-    found("size, gzip", "bytes/record", measure("size", packed, 1) or 0.0, "recipe", public_size, "at most half")
-    found("size, uncompressed", "bytes/record", measure("size", compact, 1) or 0.0, "recipe", public_size, "")
+    add("size, gzip", "bytes/record", measure("size", packed, 1), "recipe", public_size, "at most half")
+    add("size, uncompressed", "bytes/record", measure("size", compact, 1), "recipe", public_size, "")
     return rows
 
 
 def main() -> None:
+    """Runs all measurements, or the one that a child process is started for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--records", type=int, default=60_000)
