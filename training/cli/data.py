@@ -8,17 +8,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import click
 
-from training import storage
 from training.data.formats.dataset import Kind
 from training.data.formats.open_dataset import open_dataset
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.make_datasets import SPLITS, DatasetOptions, SplitResult, make_datasets
 from training.data.prepare.pack import Progress
-from training.data.prepare.tokenizer_training import Algorithm, train_tokenizer
+from training.data.prepare.tokenizer_training import Algorithm, train_tokenizer, write_tokenizer
 from training.errors import BadInput
 
 CORPUS = "builtin:pydoc, a file or folder (.txt .tokens .md .jsonl .ndjson .csv; local or gs://), or datasets:NAME[:CONFIG[:SPLIT]]"
@@ -64,20 +63,11 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
         for corpus in corpora:
             yield from Corpus(corpus, field).documents()
 
-    files = made.files(train_tokenizer(documents, vocabulary, cast(Algorithm, algorithm)))
-    state = {name: _stored(storage.join(out, name)) for name in files}
-    if state == files:
+    if not write_tokenizer(
+        out, train_tokenizer(documents, vocabulary, cast(Algorithm, algorithm)), overwrite=overwrite
+    ):
         click.echo(f"{out}: this very tokenizer is already there; nothing to do")
         return
-    different = [name for name, content in state.items() if content not in (None, files[name])]
-    if different and not overwrite:
-        raise BadInput(
-            f"{out} holds another tokenizer ({', '.join(different)} differs): use another --out, or --overwrite to replace it"
-        )
-    for name, content in files.items():
-        if name != made.FILE:
-            storage.write(storage.join(out, name), content)
-    storage.write(storage.join(out, made.FILE), files[made.FILE])  # last: it is what makes the folder a tokenizer
     found = made.read(out)
     fewer = (
         ""
@@ -111,13 +101,13 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 )
 @click.option(
     "--task",
-    type=click.Choice(["mlm", "classification"]),
+    type=click.Choice(get_args(Kind)),
     default="mlm",
     show_default=True,
-    help="classification: one labelled example a row, from .csv, .jsonl or datasets.",
+    help="classification, regression: one text and its label a row, from .csv, .jsonl or datasets.",
 )
 @click.option(
-    "--label", default="label", show_default=True, help="Classification: the column or key that holds the label."
+    "--label", default="label", show_default=True, help="Labelled rows: the column or key that holds the label."
 )
 @click.option(
     "--labels",
@@ -128,7 +118,7 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 @click.option(
     "--lengths",
     metavar="N,N,...",
-    help="Classification: lengths of rows, the last one is --sequence-length (default: halves of it down to 16).",
+    help="Labelled rows: lengths of rows, the last one is --sequence-length (default: halves of it down to 16).",
 )
 @click.option(
     "--split",
@@ -252,13 +242,6 @@ class _Ticker:
             f"{now - self.begin:.0f} s"
         )
         click.echo(f"\r{text}\x1b[K" if self.live else text, err=True, nl=not self.live)
-
-
-def _stored(url: str) -> bytes | None:
-    try:
-        return storage.read(url)
-    except storage.NotFound:
-        return None
 
 
 @click.group()

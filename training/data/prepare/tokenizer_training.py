@@ -4,6 +4,9 @@ Normalisation and special tokens are those of transformers' examples/tensorflow/
 ``quotes'' become ", Metaspace pieces, `[CLS] text [SEP]`. Unigram vocabularies are trained by
 `training.data.prepare.unigram`, WordPiece ones by the `tokenizers` library on one thread, in two passes
 (`_train_wordpiece`). Needs the `tokenizers` library.
+
+What can fail half-way: `write_tokenizer` writes tokenizer.json last. Without it a folder is not a tokenizer, and the same
+command writes the rest again.
 """
 
 from __future__ import annotations
@@ -16,8 +19,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+from training import storage
 from training.data.prepare import unigram
-from training.data.tokenizer import SPECIAL, library
+from training.data.tokenizer import FILE, SPECIAL, library
+from training.data.tokenizer import files as tokenizer_files
 from training.errors import BadInput
 
 QUOTES = (("``", '"'), ("''", '"'))
@@ -48,6 +53,43 @@ def train_tokenizer(documents: Callable[[], Iterable[str]], vocabulary: int, alg
     content = json.loads(trained.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] in SPECIAL]
     return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def write_tokenizer(url: str, content: bytes, *, overwrite: bool = False) -> bool:
+    """Writes a tokenizer folder.
+
+    Args:
+        url: the folder, local or gs://.
+        content: of tokenizer.json.
+        overwrite: replace another tokenizer.
+
+    Returns:
+        False where this very tokenizer was already there.
+
+    Raises:
+        BadInput: the folder holds another tokenizer.
+        StorageError: storage can't be read or written.
+    """
+    files = tokenizer_files(content)
+    existing = {name: _read_if_there(storage.join(url, name)) for name in files}
+    if existing == files:
+        return False
+    different = [name for name, stored in existing.items() if stored not in (None, files[name])]
+    if different and not overwrite:
+        raise BadInput(
+            f"{url} holds another tokenizer ({', '.join(different)} differs): use another --out, or --overwrite to "
+            "replace it"
+        )
+    for name in sorted(files, key=lambda name: name == FILE):
+        storage.write(storage.join(url, name), files[name])
+    return True
+
+
+def _read_if_there(url: str) -> bytes | None:
+    try:
+        return storage.read(url)
+    except storage.NotFound:
+        return None
 
 
 def count_words(documents: Iterable[str]) -> dict[str, int]:
