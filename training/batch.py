@@ -1,9 +1,9 @@
 """The lowest words of training: batches, signals, and what a step gives back. Framework-free; only numpy is below it.
 
 A *host batch* is this host's rows of a global batch, as numpy arrays. *Sums* are totals over the global batch, so that
-every figure is a ratio of totals and exact on any number of hosts. *Signals* are one host's requests (stop, save). They
-are exchanged inside the step: every host reads the same answer from the same step, so all hosts stop after the same step
-without a separate barrier.
+every figure is a ratio of totals and exact on any number of hosts. *Signals* are one host's requests (stop, save).
+They are exchanged inside the step: every host reads the same answer from the same step, so all hosts stop after the
+same step without a separate barrier.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ class Train(ScheduleSettings, AdamWSettings):
     precision: Literal["fp32", "bf16"] = "fp32"
     """What matrix products are computed in. Weights and the optimizer's state are fp32 in either case."""
     remat: Remat | None = None
-    """What is computed a second time in the backward pass instead of being kept: nothing, the attention's probabilities,
-    or whole layers. Unless given: attention on TPUs, none on CPUs. backend: torch-xla only."""
+    """What is computed a second time in the backward pass instead of being kept: nothing, the attention's
+    probabilities, or whole layers. Unless given: attention on TPUs, none on CPUs. backend: torch-xla only."""
     gradient_accumulation: int = Field(default=1, ge=1)
     """Pieces that a batch is computed in, one after the other: less memory, the same update."""
     log_every: int = Field(default=10, ge=1)
@@ -259,7 +259,10 @@ def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None
     ):
         if size % (devices * pieces):
             accumulated = f" x {pieces} gradient accumulation" if pieces > 1 else ""
-            return f"{what} is {size}, which does not divide evenly over {devices} devices on {hosts} hosts{accumulated}; use a multiple of {devices * pieces}"
+            return (
+                f"{what} is {size}, which does not divide evenly over {devices} devices on {hosts} hosts{accumulated}; "
+                f"use a multiple of {devices * pieces}"
+            )
     return None
 
 
@@ -275,7 +278,8 @@ def _hub_without_token(config: TrainerConfig, document: Document) -> list[str]:
     if config.hub is None or not isinstance(sections["slice"], dict) or "HF_TOKEN" in named:
         return []
     return [
-        f"{document.place(('hub',))}: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"
+        f"{document.place(('hub',))}: hub: uploading needs HF_TOKEN on the hosts: "
+        "add it to run.secrets (on GKE: gke.secrets)"
     ]
 
 

@@ -78,8 +78,8 @@ class Checkpoint:
 def evaluate_all(
     task: Task, backend: Backend, rendezvous: Rendezvous, shutdown: ShutdownRequest, phase: str
 ) -> StepResult:
-    """The totals over the evaluation set. When its `signals.stop` is set, all hosts have broken off: the totals are of a
-    part.
+    """Adds up the totals over the evaluation set. When `signals.stop` of the result is set, all hosts have stopped
+    early: the totals are of a part.
 
     Args:
         task: whose evaluation set.
@@ -119,7 +119,7 @@ def evaluate(
 
     Raises:
         BadInput: something does not fit together.
-        TrainError: the evaluation was broken off.
+        TrainError: it was asked to stop, and the evaluation ended early.
     """
     if config.data.evaluation is None:
         raise BadInput("there is nothing to evaluate on: set data.evaluation")

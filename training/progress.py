@@ -1,7 +1,7 @@
 """What the training loop knows of its run, in a few objects: how far it is, its evaluations, and its compilations.
 
-No I/O and no clock: the loop feeds them with results, and asks them what to report and what to save. A step is *started*
-when it was given to the backend, and *finished* when its result was read; a few steps may be in between.
+No I/O and no clock: the loop feeds them with results, and asks them what to report and what to save. A step is
+*started* when it was given to the backend, and *finished* when its result was read; a few steps may be in between.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The one place where tasks, optimizers and backends are registered: name -> what it is made of.
 
-To add one, write its folder or file and add an entry here. Entries name modules as "module:attribute" and `load` imports
-them on first use, so this module imports no framework and no numpy: the launcher reads it with the configuration.
+To add one, write its folder or file and add an entry here. Entries name modules as "module:attribute" and `load`
+imports them on first use, so this module imports no framework and no numpy: the launcher reads it with the
+configuration.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def open_run(
     console: Console,
     wall_time: Callable[[], float],
 ) -> tuple[Run, str]:
-    """Opens the data, and makes sure that all hosts are about to run the same thing. Returns the run and the URL of this
-    attempt's record. Raises BadInput."""
+    """Opens the data, and makes sure that all hosts are about to run the same thing. Returns the run and the URL of
+    this attempt's record. Raises BadInput."""
     with timer.phase("start"):
         rendezvous.set_phase("opening the data")
         task = open_task(config, cluster)

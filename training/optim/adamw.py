@@ -1,7 +1,7 @@
 """AdamW (https://arxiv.org/abs/1711.05101): what every framework's half of it has in common. Framework-free.
 
-The halves, `adamw_torch` and `adamw_tf`, keep two moments for each parameter, in fp32 and of the parameter's shape, under
-the names in `STATE`; checkpoints store them as `adam_m/<parameter>` and `adam_v/<parameter>`.
+The halves, `adamw_torch` and `adamw_tf`, keep two moments for each parameter, in fp32 and of the parameter's shape,
+under the names in `STATE`; checkpoints store them as `adam_m/<parameter>` and `adam_v/<parameter>`.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class AdamWTensorFlow:
         return dict(zip(STATE, self._moments, strict=True))
 
     def step_scalars(self, step: int) -> tuple[float, ...]:
-        """What `update` needs that changes with the step, beside the learning rate: the two bias corrections. They reach
-        the program as data, so that one program serves all steps."""
+        """What `update` needs that changes with the step, beside the learning rate: the two bias corrections. They
+        reach the program as data, so that one program serves all steps."""
         return bias_corrections(self._settings, step)
 
     def update(self, gradients: Sequence[Any], scale: Any, *scalars: Any) -> None:

@@ -31,8 +31,8 @@ class AdamWTorch:
         self._moments = [{name: move(value) for name, value in group.items()} for group in self._moments]
 
     def step_scalars(self, step: int) -> tuple[float, ...]:
-        """What `update` needs that changes with the step, beside the learning rate: the two bias corrections. They reach
-        the device as data, so that one program serves all steps."""
+        """What `update` needs that changes with the step, beside the learning rate: the two bias corrections. They
+        reach the device as data, so that one program serves all steps."""
         return bias_corrections(self._settings, step)
 
     def update(

@@ -19,21 +19,19 @@ from training.registry import TASKS
 _NETWORKS = {entry.head.pipeline: f"TFAutoModel{entry.head.network}" for entry in TASKS.values()}
 
 
-def open_pipeline(task: str, folder: str) -> Any:
-    """What `pipeline(task, model=folder)` is with torch. Raises BadInput.
+def open_pipeline(name: str, folder: str) -> Any:
+    """`transformers.pipeline(name)` over a local model folder, on the CPU. Raises BadInput.
 
     The weights are put in here because transformers 4.57's TFAutoModel.from_pretrained fails on a safetensors file of
     PyTorch's names ("'builtins.safe_open' object is not iterable")."""
-    model = getattr(transformers, _NETWORKS[task]).from_config(AutoConfig.from_pretrained(folder))
+    model = getattr(transformers, _NETWORKS[name]).from_config(AutoConfig.from_pretrained(folder))
     count_positions(model)
     ids = tf.constant([[0, 1]])
     weights = load_file(Path(folder) / WEIGHTS)
-    _, found = load_pytorch_state_dict_in_tf2_model(
+    _, report = load_pytorch_state_dict_in_tf2_model(
         model, weights, tf_inputs={"input_ids": ids}, allow_missing_keys=True, output_loading_info=True
     )
-    if found["missing_keys"]:
-        raise BadInput(
-            f"{folder} lacks {len(found['missing_keys'])} of the model's weights: {', '.join(sorted(found['missing_keys'])[:3])}"
-        )
+    if missing := sorted(report["missing_keys"]):
+        raise BadInput(f"{folder} lacks {len(missing)} of the model's weights: {', '.join(missing[:3])}")
     # dtype: its default is looked up in torch.
-    return pipeline(task, model=model, tokenizer=AutoTokenizer.from_pretrained(folder), framework="tf", dtype=None)
+    return pipeline(name, model=model, tokenizer=AutoTokenizer.from_pretrained(folder), framework="tf", dtype=None)

@@ -82,7 +82,8 @@ def build(
     )
     if values.get("model_type") not in FAMILIES:
         raise BadInput(
-            f"model.path {model.path} is a {values.get('model_type')} model, and backend: tensorflow trains one of: {', '.join(FAMILIES)}"
+            f"model.path {model.path} is a {values.get('model_type')} model, and backend: tensorflow trains one of: "
+            f"{', '.join(FAMILIES)}"
         )
     if model.path is not None:
         values = {

@@ -8,8 +8,8 @@
   76
 
 The rendezvous of all hosts stays open meanwhile: a host that is gone, or whose worker has ended, ends the others too; a
-host that is asked to stop tells host 0 by its phase. No TPU was there to run this on; the workers and the meeting are
-tested on CPUs.
+host that is asked to stop tells host 0 through the name of its phase. This was never run on TPUs; the workers and the
+barriers are tested on CPUs.
 
 Ports: 8470 (TPU_TASK_PORT) the workers, 8476 libtpu's mesh controller on host 0.
 """
@@ -38,7 +38,7 @@ WORKER_PORT = 8470
 ASKED = "asked to stop"  # the phase of a host that was
 _ALWAYS = 10 * 365 * 86400.0  # seconds
 
-# What host 0 runs: (config, cluster, rendezvous, stopping) -> whatever
+# What host 0 runs: (config, cluster, rendezvous, shutdown).
 Program = Callable[[TrainerConfig, Cluster, Rendezvous, ShutdownRequest], Any]
 
 
@@ -48,10 +48,10 @@ def applies(config: TrainerConfig, cluster: Cluster) -> bool:
 
 
 def run(
-    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, stopping: ShutdownRequest, program: Program
+    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest, program: Program
 ) -> None:
-    """This host's part. Raises StopRequested once host 0 has committed, LostPeer, TrainError, and whatever the program
-    raises."""
+    """Starts this host's worker. Then host 0 runs the program, and the others serve until it ends. Raises StopRequested
+    once host 0 has committed, LostPeer, TrainError, and whatever the program raises."""
     agree(rendezvous, {"configuration": config.hash, "code": code_hash()}, config.rendezvous.start_seconds)
     port = int(os.environ.get("TPU_TASK_PORT") or WORKER_PORT)
     with worker(worker_environment(cluster), port, config.rendezvous.start_seconds) as serving:
@@ -60,14 +60,14 @@ def run(
             "workers", f"{cluster.addresses[cluster.worker]}:{port}", config.rendezvous.start_seconds
         )
         if not cluster.is_first:
-            return _serve(rendezvous, stopping, serving)
+            return _serve(rendezvous, shutdown, serving)
         os.environ["TPU_NAME"] = ",".join(f"grpc://{address}" for address in workers)
         try:
             program(
                 config,
                 replace(cluster, addresses=cluster.addresses[:1]),
-                Chief(rendezvous, stopping, serving),
-                stopping,
+                Chief(rendezvous, shutdown, serving),
+                shutdown,
             )
         except StopRequested:
             rendezvous.meet("done", int(Exit.SAVED))
@@ -122,7 +122,8 @@ def _await_serving(process: subprocess.Popen[bytes], port: int, seconds: float) 
                 return
             if not line:
                 raise TrainError(
-                    f"the TPU worker of this host (port {port}) ended with code {process.wait()} before it served; see its lines above"
+                    f"the TPU worker of this host (port {port}) ended with code {process.wait()} before it served; "
+                    "see its lines above"
                 )
     raise TrainError(f"the TPU worker of this host does not serve on port {port} within {seconds:g} s")
 
@@ -134,42 +135,43 @@ def _ended(serving: subprocess.Popen[bytes]) -> TrainError | None:
     )
 
 
-def _serve(rendezvous: Rendezvous, stopping: ShutdownRequest, serving: subprocess.Popen[bytes]) -> None:
-    """Until host 0 is done."""
-    stopping.nothing_to_save = False  # host 0 decides, and saves
-    told: list[Any] = []
+def _serve(rendezvous: Rendezvous, shutdown: ShutdownRequest, serving: subprocess.Popen[bytes]) -> None:
+    """Waits until host 0 is done."""
+    shutdown.nothing_to_save = False  # host 0 decides, and saves
+    end: list[Any] = []  # host 0's exit code, or why it is lost
 
     def wait() -> None:
         try:
-            told.append(rendezvous.meet("done", None, _ALWAYS)[0])
+            end.append(rendezvous.meet("done", None, _ALWAYS)[0])
         except TrainError as error:
-            told.append(error)
+            end.append(error)
 
     waiting = threading.Thread(target=wait, name="served", daemon=True)
     waiting.start()
     while waiting.is_alive():
-        rendezvous.set_phase(ASKED if stopping.requested else "serving")
+        rendezvous.set_phase(ASKED if shutdown.requested else "serving")
         if error := _ended(serving):
             raise error
         waiting.join(0.2)
-    if isinstance(told[0], TrainError):
-        raise told[0]
-    if told[0] == Exit.SAVED:
+    if isinstance(end[0], TrainError):
+        raise end[0]
+    if end[0] == Exit.SAVED:
         raise StopRequested("host 0 has committed and stopped")
 
 
 class Chief:
-    """The rendezvous as the loop on host 0 sees it: it is alone, but the others must be there."""
+    """The rendezvous for the loop on host 0, which has no other hosts to meet; but the others must stay connected, and
+    the worker alive."""
 
-    def __init__(self, outer: Rendezvous, stopping: ShutdownRequest, serving: subprocess.Popen[bytes]) -> None:
-        self._outer, self._stopping, self._serving = outer, stopping, serving
+    def __init__(self, outer: Rendezvous, shutdown: ShutdownRequest, serving: subprocess.Popen[bytes]) -> None:
+        self._outer, self._shutdown, self._serving = outer, shutdown, serving
         threading.Thread(target=self._listen, name="asked", daemon=True).start()
 
     def _listen(self) -> None:
-        """Hosts that are asked to stop."""
-        while not self._stopping.requested:
+        """Passes on that another host is asked to stop."""
+        while not self._shutdown.requested:
             if ASKED in self._outer.phases():
-                self._stopping.note_other_host()
+                self._shutdown.note_other_host()
             time.sleep(0.2)
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:

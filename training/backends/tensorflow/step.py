@@ -1,8 +1,8 @@
 """The whole training step in one view: forward, loss, backward, accumulation, clipping, learning rate, optimizer.
 
-The functions named `..._program` are traced once for each shape of rows. Everything that changes with the step (learning
-rate, the optimizer's scalars, the seed of dropout) reaches them as data. Weights and the optimizer's state are fp32; bf16
-is Keras' mixed_bfloat16 policy.
+The functions named `..._program` are traced once for each shape of rows. Everything that changes with the step
+(learning rate, the optimizer's scalars, the seed of dropout) reaches them as data. Weights and the optimizer's state
+are fp32; bf16 is Keras' mixed_bfloat16 policy.
 """
 
 from __future__ import annotations

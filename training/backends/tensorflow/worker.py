@@ -18,6 +18,7 @@ import tensorflow as tf
 
 
 def main(port: int) -> None:
+    """Serves on `port` until standard input ends."""
     server = tf.distribute.Server(
         {"tpu_worker": [f"localhost:{port}"]}, job_name="tpu_worker", task_index=0, protocol="grpc", start=True
     )

@@ -1,8 +1,8 @@
 """PyTorch/XLA: one process a host, on TPU and on CPU, behind `protocol.Backend`.
 
-On TPU (and with CPU_NUM_DEVICES above 1) the process is a member of an SPMD program (`sharding.py`). On a CPU there is one
-device a process and no collective between processes (two processes would silently train apart), so the gradients of the
-host batch come to the host, are added by gloo, and go back: two programs a step instead of one.
+On TPU (and with CPU_NUM_DEVICES above 1) the process is a member of an SPMD program (`sharding.py`). On a CPU there is
+one device a process and no collective between processes (two processes would silently train apart), so the gradients
+of the host batch come to the host, are added by gloo, and go back: two programs a step instead of one.
 
 The training step itself is in `step.py`, the state in `state.py`, the network in `model.py`.
 """

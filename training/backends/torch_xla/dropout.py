@@ -79,6 +79,7 @@ class Dropout(torch.nn.Module):  # type: ignore[misc]  # torch is not here when 
         self.rate, self.place, self.noise = rate, place, noise
 
     def forward(self, values: Tensor) -> Tensor:
+        """The values that stay, scaled up; in evaluation all of them."""
         if not self.training or not self.rate:
             return values
         kept = self.noise.kept(values.shape, self.rate, self.place)

@@ -1,8 +1,8 @@
 """Sums across hosts over TCP, for CPU hosts: the framework's own collectives end at the process there.
 
 gloo's ring adds in an order that depends only on the number of hosts, so runs on the same number of hosts give the same
-bits, and every host gets the same sum. A peer that dies closes its connections and the sum fails at once; a peer that
-vanishes is the rendezvous' business, which ends the process even while it is stuck in here.
+bits, and every host gets the same sum. A peer that dies closes its connections, and the sum fails at once. A peer that
+vanishes is found by the rendezvous, which ends the process even while it waits here.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.backends.torch_xla.attention import SelfAttention, again
+from training.backends.torch_xla.attention import SelfAttention, recompute
 from training.backends.torch_xla.dropout import Dropout, Noise, noise_for
 from training.config import Model, Remat
 from training.errors import BadInput
@@ -61,7 +61,8 @@ def patch_modules(network: Any, remat: Remat | None, *, otherwise: Remat) -> Noi
         if remat in (None, "none"):
             return None
         raise BadInput(
-            f"train.remat: {remat} is for encoders of BERT and RoBERTa, and model.path is of type {config.model_type}: remove it"
+            f"train.remat: {remat} is for encoders of BERT and RoBERTa, and model.path is of type "
+            f"{config.model_type}: remove it"
         )
     remat = remat or otherwise
     noise = noise_for(network)
@@ -70,18 +71,18 @@ def patch_modules(network: Any, remat: Remat | None, *, otherwise: Remat) -> Noi
         network.set_submodule(name, Dropout(network.get_submodule(name).p, place, noise))
     for layer in network.base_model.encoder.layer:
         layer.attention.self = SelfAttention(
-            layer.attention.self, layer.attention.self.dropout, again=remat == "attention"
+            layer.attention.self, layer.attention.self.dropout, recomputes=remat == "attention"
         )
         if remat == "layers":
             # Hugging Face's own hook for this; it gives the layer's call with its keywords, and its positional
             # arguments.
-            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _layer_again(layer)
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _recompute_layer(layer)
     return noise
 
 
-def _layer_again(layer: Any) -> Callable[..., Any]:
+def _recompute_layer(layer: Any) -> Callable[..., Any]:
     def call(function: Callable[..., Any], hidden: Tensor, mask: Tensor, *others: Any) -> Any:
-        return (again(lambda *parts: function(*parts, *others)[0], (hidden, mask), tuple(layer.parameters())),)
+        return (recompute(lambda *parts: function(*parts, *others)[0], (hidden, mask), tuple(layer.parameters())),)
 
     return call
 

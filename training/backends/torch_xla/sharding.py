@@ -1,8 +1,8 @@
 """Where arrays live: the devices of the slice, and how batches and state are laid out over them.
 
-There is one layout: data parallelism. Under SPMD a mesh of all devices of all hosts has one axis, "data"; rows of a batch
-are sharded over it, everything else is replicated, and the compiler adds the sum of gradients. On one CPU device a process
-there is no mesh. Another layout (a model axis, sharded state) belongs here.
+There is one layout: data parallelism. Under SPMD a mesh of all devices of all hosts has one axis, "data"; rows of a
+batch are sharded over it, everything else is replicated, and the compiler adds the sum of gradients. On one CPU device
+a process there is no mesh. Another layout (a model axis, sharded state) belongs here.
 """
 
 from __future__ import annotations

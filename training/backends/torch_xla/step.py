@@ -1,10 +1,10 @@
 """The whole training step in one view: forward, loss, backward, accumulation, clipping, learning rate, optimizer.
 
-Few programs: everything that changes with the step (learning rate, the optimizer's scalars, the seed of dropout) reaches
-the device as data, never as a constant. Weights and the optimizer's state are fp32; bf16 is autocast.
+Few programs: everything that changes with the step (learning rate, the optimizer's scalars, the seed of dropout)
+reaches the device as data, never as a constant. Weights and the optimizer's state are fp32; bf16 is autocast.
 
-Nothing here runs on a device: torch_xla records the operations, and the next sync runs them as one program. Every tensor
-that is alive at a sync becomes an output of its program. So gradients live in no variable that outlasts a call.
+Nothing here runs on a device: torch_xla records the operations, and the next sync runs them as one program. Every
+tensor that is alive at a sync becomes an output of its program. So gradients live in no variable that outlasts a call.
 """
 
 from __future__ import annotations
