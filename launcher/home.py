@@ -1,4 +1,4 @@
-"""Where the launcher keeps what it must remember: `.tpu-launch` in the current folder, or $TPU_LAUNCH_HOME.
+"""The folder in which the launcher keeps its state: `.tpu-launch` in the current folder, or $TPU_LAUNCH_HOME.
 
 Private to its owner (0700): run folders hold logs and configurations.
 """
@@ -12,16 +12,21 @@ from launcher.errors import BadInput
 
 
 def where() -> Path:
-    """The path of the launcher's folder, which need not be there yet."""
+    """The path of the launcher's folder, which may not exist yet."""
     return Path(os.environ.get("TPU_LAUNCH_HOME") or ".tpu-launch").absolute()
 
 
 def write_private(path: Path, text: str) -> None:
-    """All or nothing, for its owner's eyes (0600); makes the folder when it is missing."""
+    """Writes a text file that only its owner can read (0600), all of it or nothing; makes missing folders."""
+    write_private_bytes(path, text.encode())
+
+
+def write_private_bytes(path: Path, data: bytes) -> None:
+    """As `write_private`, for bytes."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
     os.replace(temporary, path)
 
 

@@ -31,6 +31,9 @@ class Capabilities:
     replaces_hosts: bool
     """A slice that is deleted and created again has other hosts. Otherwise the platform chooses them for each attempt."""
 
+    overlays: bool
+    """Files can be laid over those of an image (`run --overlay`)."""
+
 
 @dataclass(frozen=True)
 class Overlay:
@@ -101,7 +104,12 @@ class Attempt:
     @property
     def container(self) -> str:
         """Name of the attempt's container, the same on every host."""
-        return f"tpu-launch-{self.run_id}-{self.number}"
+        return container_name(self.run_id, self.number)
+
+
+def container_name(run_id: str, attempt: int) -> str:
+    """Name of an attempt's container, the same on every host."""
+    return f"tpu-launch-{run_id}-{attempt}"
 
 
 @dataclass(frozen=True)

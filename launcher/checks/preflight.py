@@ -1,10 +1,11 @@
-"""Will the step fit? `tpu-launch preflight`, what it found before, and what `up` and `run` make of that.
+"""Whether the training step fits on an accelerator: results of `tpu-launch preflight`, and how `up` and `run` use them.
 
-The image's own `tpu-train preflight` compiles the step with the TPU compiler, in a container here. What it says is kept
-below `.tpu-launch/preflight/`, a file for each accelerator and question: its name is a hash of everything that the
-answer depends on (the trainer's sections that shape the step, the manifests of the datasets and the tokenizer, the
-accelerator, and the image's content, which includes the trainer's code and the compiler). A file is written whole or
-not at all.
+The image's own `tpu-train preflight` compiles the step with the TPU compiler, in a container here. Its result is kept
+below `.tpu-launch/preflight/`, one file for each accelerator and question: the name is a hash of everything that the
+result depends on (the trainer's sections that shape the step, the manifests of the datasets and the tokenizer, the
+accelerator, and the image's content, which includes the trainer's code and the compiler).
+
+What can fail half-way: a file is written under a temporary name and renamed; a damaged one counts as none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import build as images
 from launcher.images import local
-from launcher.run.launch import CHECKED
 from training import storage
 from training.accelerators import UnknownAccelerator, accelerator
 from training.data.formats.dataset import MANIFEST
@@ -41,29 +40,45 @@ Say = Callable[[str], None]
 def check(
     config: Config, home: Path, names: Sequence[str], *, max_batch: bool, more: Sequence[str], say: Say
 ) -> list[dict[str, Any]]:
-    """The results for these accelerators (the file's, when none is named), compiled here unless they are known. Raises
-    BadInput, LaunchError."""
+    """Whether the training step fits on these accelerators.
+
+    Args:
+        config: The run. Its trainer's step is compiled, here, unless it was compiled before.
+        home: The launcher's folder, which keeps results.
+        names: Accelerator types; none for the file's.
+        max_batch: Also search for the largest batch.
+        more: More arguments of `tpu-train preflight`. Results with such arguments are not kept.
+        say: Takes lines for a person.
+
+    Returns:
+        One result for each accelerator, as `tpu-train preflight --json` prints it.
+
+    Raises:
+        BadInput: There is no trainer, or an accelerator does not exist.
+        LaunchError: The compiler gave no answer.
+    """
     if config.trainer is None:
         raise BadInput(
-            f"{config.document.name}: has no trainer's sections, and preflight compiles the trainer's step: only the trainer can be checked"
+            f"{config.document.name}: has no trainer's sections, and preflight compiles the trainer's step: "
+            "only the trainer can be checked"
         )
     try:
-        wanted = [accelerator(name).name for name in names] or [config.accelerator.name]
+        accelerators = [accelerator(name).name for name in names] or [config.accelerator.name]
     except UnknownAccelerator as error:
         raise BadInput(str(error)) from None
-    found: dict[str, dict[str, Any]] = {}
-    for name in wanted:
+    results: dict[str, dict[str, Any]] = {}
+    for name in accelerators:
         path = None if more else _path(config, home, name)
-        known = _read(path) if path else None
-        if known and (known["result"]["max_batch"] or not max_batch):
-            found[name] = known["result"]
-    missing = [name for name in wanted if name not in found]
+        document = _read(path) if path else None
+        if document and (document["result"]["max_batch"] or not max_batch):
+            results[name] = document["result"]
+    missing = [name for name in accelerators if name not in results]
     if missing:
         for result in _compile(config, missing, max_batch=max_batch, more=more, say=say):
-            found[result["accelerator"]] = result
+            results[result["accelerator"]] = result
             if not more and (path := _path(config, home, result["accelerator"])):
                 _write(path, result)
-    return [found[name] for name in wanted]
+    return [results[name] for name in accelerators]
 
 
 def known(config: Config, home: Path) -> dict[str, Any] | None:
@@ -71,43 +86,53 @@ def known(config: Config, home: Path) -> dict[str, Any] | None:
     if config.trainer is None:
         return None
     path = _path(config, home, config.accelerator.name)
-    kept = _read(path) if path else None
-    return kept["result"] if kept else None
+    document = _read(path) if path else None
+    return document["result"] if document else None
 
 
-def require(config: Config, home: Path, say: Say) -> Config:
-    """What `up` and `run` do with what is known. Raises LaunchError for a step that does not fit; returns the
-    configuration, whose containers are told which programs were checked."""
+def require(config: Config, home: Path, say: Say) -> tuple[str, ...]:
+    """What `up` and `run` do with a result of before.
+
+    Returns:
+        Hashes of the programs that were compiled, which the containers compare with what they run; none when the step
+        was not compiled before.
+
+    Raises:
+        LaunchError: The step does not fit (Exit.DOES_NOT_FIT).
+    """
     result = known(config, home)
     if result is None:
-        return config
+        return ()
     if not result["fits"]:
-        reasons = "\n".join(f"  {each['graph']}: {each['reason']}" for each in result["graphs"] if not each["fits"])
+        reasons = "\n".join(f"  {graph['graph']}: {graph['reason']}" for graph in result["graphs"] if not graph["fits"])
         raise LaunchError(
             f"{config.document.name} does not fit on {result['accelerator']}, as preflight found:\n{reasons}\n"
-            "  nothing was created or started; lower train.global_batch_size (`tpu-launch preflight --max-batch` says how far), raise "
-            "train.gradient_accumulation, or go on regardless with --no-preflight",
+            "  nothing was created or started; lower train.global_batch_size (`tpu-launch preflight --max-batch` says "
+            "how far), raise train.gradient_accumulation, or go on regardless with --no-preflight",
             exit_code=Exit.DOES_NOT_FIT,
         )
     say(f"preflight: the step was compiled for {result['accelerator']} before, and fits")
-    graphs = ",".join(dict.fromkeys(each["hash"] for each in result["graphs"]))
-    environment = {**config.run.environment, CHECKED: graphs}
-    return replace(config, run=config.run.model_copy(update={"environment": environment}))
+    return tuple(dict.fromkeys(graph["hash"] for graph in result["graphs"]))
 
 
-def _no_answer(code: int) -> LaunchError:
-    """What the container's exit code tells of a preflight that did not end by itself."""
+def _no_answer(exit_code: int) -> LaunchError:
+    """The error for a container that ended without a result."""
     defect = (
         "a defect of libtpu that shows now and then near the end of the memory: run it again, or try another batch size"
     )
-    why = {
-        128
-        + signal.SIGKILL: "it was killed, most likely because this machine's memory ran out: compiling bert-large takes up to 10 GB",
+    reasons = {
+        128 + signal.SIGKILL: (
+            "it was killed, most likely because this machine's memory ran out: compiling bert-large takes up to 10 GB"
+        ),
         128 + signal.SIGSEGV: f"the TPU compiler crashed (SIGSEGV), {defect}",
         128 + signal.SIGABRT: f"the TPU compiler gave up (SIGABRT), {defect}",
-    }.get(code, f"it ended with exit code {code}")
-    exit_code = {int(Exit.BAD_INPUT): Exit.BAD_INPUT, 3: Exit.DOES_NOT_FIT}.get(code, Exit.APPLICATION_FAILED)
-    return LaunchError(f"preflight gave no answer: {why}; its last lines are above", exit_code=exit_code)
+    }
+    reason = reasons.get(exit_code, f"it ended with exit code {exit_code}")
+    exits = {int(Exit.BAD_INPUT): Exit.BAD_INPUT, 3: Exit.DOES_NOT_FIT}
+    return LaunchError(
+        f"preflight gave no answer: {reason}; its last lines are above",
+        exit_code=exits.get(exit_code, Exit.APPLICATION_FAILED),
+    )
 
 
 def _compile(
@@ -143,7 +168,7 @@ def _compile(
     return results
 
 
-# --- what is kept
+# -- results that are kept -----------------------------------------------------------------------------------------
 
 
 def _path(config: Config, home: Path, name: str) -> Path | None:
@@ -166,12 +191,12 @@ def _path(config: Config, home: Path, name: str) -> Path | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found: dict[str, Any] = json.loads(path.read_text())
+        document: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
         return None
     except ValueError:
         return None  # not ours, or from a time before this format
-    return found if found.get("format") == FORMAT else None
+    return document if document.get("format") == FORMAT else None
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:

@@ -3,4 +3,6 @@ cluster in tests."""
 
 from launcher.provider import Capabilities
 
-CAPABILITIES = Capabilities(cloud_tpu_node=False, emulated=False, sends_secrets=False, replaces_hosts=False)
+CAPABILITIES = Capabilities(
+    cloud_tpu_node=False, emulated=False, sends_secrets=False, replaces_hosts=False, overlays=False
+)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 
-from launcher.config import IMAGE_BY_DIGEST, Config
+from launcher.config import CONFIG_FILE, IMAGE_BY_DIGEST, Config
 from launcher.errors import BadInput
 from launcher.gke import checks
 from launcher.gke.manifest import render
 from launcher.gke.workload import Kind, Workload
 from launcher.images import build as images
 from launcher.images import local
-from launcher.run.launch import CONFIG_FILE, TRAINER_COMMAND
 
 HEADING = "A run on {hosts} host(s) of {accelerator} on GKE, as `tpu-launch manifest` renders it from {file}."
 
@@ -33,7 +32,7 @@ def workload(config: Config, name: str, image: str) -> Workload:
         run_id=name,
         attempt=None,
         image=image,
-        command=tuple(config.run.command or TRAINER_COMMAND),
+        command=config.command,
         environment=config.run.environment,
         files={CONFIG_FILE: config.document.dump()},
         shm_size=config.run.shm_size,

@@ -1,36 +1,47 @@
-"""`run --env-file FILE`: lines of NAME=VALUE for the command on every host. They travel as secrets do: no argument, no
-file and no log shows a value.
+"""`run --env-file FILE`: NAME=VALUE lines for the command on every host. Values travel as secrets do.
 
-Empty lines and lines that begin with # are passed over, a leading `export ` too; a value in quotes loses them, and
-nothing is expanded.
+python-dotenv parses the lines: comments, `export `, quotes. Nothing is expanded, and this process's own environment is
+not changed: a file that sets PATH is meant for the command alone.
 """
 
 from __future__ import annotations
 
+import io
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from dotenv.parser import parse_stream
 
 from launcher.errors import BadInput
 
-_LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def read(path: Path) -> dict[str, str]:
-    """The variables of the file. Raises BadInput naming file:line."""
+@dataclass(frozen=True)
+class EnvFile:
+    """Variables of a file."""
+
+    path: Path
+    values: dict[str, str] = field(repr=False)
+
+
+def read(path: Path) -> EnvFile:
+    """The variables of the file.
+
+    Raises:
+        BadInput: It can't be read, or a line is not NAME=VALUE; the message names file:line and shows no value.
+    """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--env-file {path}: can't be read: {error}") from None
     values = {}
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if not text or text.startswith("#"):
-            continue
-        match = _LINE.fullmatch(text)
-        if match is None:
-            raise BadInput(f"{path}:{number}: must be NAME=VALUE")  # the line itself may be a secret
-        value = match[2]
-        if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
-            value = value[1:-1]
-        values[match[1]] = value
-    return values
+    for binding in parse_stream(io.StringIO(text)):
+        if binding.key is None and not binding.error:
+            continue  # a comment, or nothing
+        if binding.error or binding.key is None or binding.value is None or not _NAME.fullmatch(binding.key):
+            text_before = binding.original.string[: -len(binding.original.string.lstrip())]
+            raise BadInput(f"{path}:{binding.original.line + text_before.count(chr(10))}: must be NAME=VALUE")
+        values[binding.key] = binding.value
+    return EnvFile(path, values)

@@ -1,11 +1,13 @@
-"""A run's folder: what was asked for, what happened, what the hosts said.
+"""A run's folder: how the run was started, what happened, and what the hosts wrote.
 
 `.tpu-launch/runs/<run id>/`
-    run.json        how the run was started: written once, atomically
+    run.json        how the run was started: written once, atomically; a folder without it is no run
+    specification.yaml, overlay-<sha256>.tar.gz    what every attempt is made from (launcher.run.specification)
     config.yaml     the resolved document that every host is given
-    events.jsonl    one JSON object a line: time, event, and what belongs to it; appended, never rewritten
+    events.jsonl    one JSON object a line (launcher.run.events); appended, never rewritten
     stacks/attempt-<n>/host-<worker>.txt  where the processes were when a run hung
     logs/attempt-<n>/host-<worker>.log    each line as "<engine's time> <line>", appended by whoever holds the lock
+    post-mortem-<n>.tar.gz                what is kept of an attempt that failed (launcher.run.post_mortem)
     lock            held (flock) by the one process that supervises the run
 
 What can fail half-way: a line of events or logs may be cut by a crash; readers pass over a last line without an end.
@@ -16,23 +18,25 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import secrets
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from launcher.clock import Clock, SystemClock, format_time
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private
+from launcher.run import events
+from launcher.run.events import Entry, Event
+
+_LOCK_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run is: enough to attach to it, or to start its next attempt, from another terminal."""
+    """How a run was started: enough to find it again."""
 
     run_id: str
     name: str
@@ -49,36 +53,51 @@ class RunRecord:
 class Ledger:
     """The folder of one run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, clock: Clock | None = None) -> None:
         self.folder = folder
-        self._read: tuple[int, list[dict[str, Any]]] = (0, [])  # bytes of the events that were read, and what they say
+        self._clock = clock or SystemClock()
+        self._cached: tuple[int, list[Entry]] = (0, [])  # size of the events that were read, and what they say
+
+    @property
+    def run_id(self) -> str:
+        """The run's id, which is the folder's name."""
+        return self.folder.name
 
     @property
     def record(self) -> RunRecord:
+        """How the run was started."""
         return RunRecord(**json.loads((self.folder / "run.json").read_text()))
 
-    def event(self, event: str, **details: Any) -> None:
-        """Appends one event. `details` must not hold secrets: this file is kept."""
-        line = (
-            json.dumps({"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "event": event, **details}) + "\n"
-        )
-        _append(self.folder / "events.jsonl", line)
+    def append(self, event: Event) -> None:
+        """Records an event. It must not hold secrets: the file is kept."""
+        line = json.dumps(events.to_document(format_time(self._clock.time()), event))
+        with open(os.open(self._events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
+            file.write(line + "\n")
 
-    def events(self) -> list[dict[str, Any]]:
-        path = self.folder / "events.jsonl"
-        size = path.stat().st_size if path.exists() else 0
-        if size != self._read[0]:  # it only grows: asked for many times a second
-            events = []
-            for line in path.read_text().splitlines():
+    def entries(self) -> Sequence[Entry]:
+        """Everything that was recorded, oldest first."""
+        size = self._events.stat().st_size if self._events.exists() else 0
+        if size != self._cached[0]:  # it only grows, and is asked for many times a second
+            entries = []
+            for line in self._events.read_text().splitlines():
                 with contextlib.suppress(json.JSONDecodeError):  # cut by a crash
-                    events.append(json.loads(line))
-            self._read = size, events
-        return list(self._read[1])
+                    entries.append(events.from_document(json.loads(line)))
+            self._cached = size, entries
+        return self._cached[1]
+
+    def events(self) -> list[Event]:
+        """The events alone, oldest first."""
+        return [entry.event for entry in self.entries()]
 
     @property
     def attempts(self) -> int:
         """How many attempts were begun."""
-        return 1 + max((event["attempt"] for event in self.events() if event["event"] == "attempt"), default=-1)
+        return 1 + max((event.attempt for event in self.events() if isinstance(event, events.AttemptBegan)), default=-1)
+
+    @property
+    def last_attempt(self) -> events.AttemptBegan | None:
+        """The newest attempt; None before the first."""
+        return next((event for event in reversed(self.events()) if isinstance(event, events.AttemptBegan)), None)
 
     @property
     def under_way(self) -> bool:
@@ -89,55 +108,61 @@ class Ledger:
     def outcome(self) -> str | None:
         """How the last attempt ended ("finished", "host lost", ...); None while it is open, or before the first."""
         for event in reversed(self.events()):
-            if event["event"] == "ended":
-                return str(event["outcome"])
-            if event["event"] == "attempt":
+            if isinstance(event, events.Ended):
+                return event.outcome
+            if isinstance(event, events.AttemptBegan):
                 return None
         return None
 
     def stop_requested(self, attempt: int) -> bool:
         """Whether the run's owner asked this attempt to stop."""
-        return any(event["event"] == "stop" and event.get("attempt") == attempt for event in self.events())
+        return any(isinstance(event, events.StopRequested) and event.attempt == attempt for event in self.events())
 
-    def left_behind(self) -> list[dict[str, Any]]:
-        """The attempts that ended while some of their hosts were out of reach, and whose hosts were not cleared
-        since."""
-        events = self.events()
-        swept = {event["attempt"] for event in events if event["event"] == "swept"}
-        return [event for event in events if event["event"] == "left behind" and event["attempt"] not in swept]
+    def left_behind(self) -> list[events.LeftBehind]:
+        """Containers that ended attempts may have left on hosts, and that were not removed since."""
+        swept = {event.attempt for event in self.events() if isinstance(event, events.Swept)}
+        return [event for event in self.events() if isinstance(event, events.LeftBehind) and event.attempt not in swept]
 
     def log_file(self, attempt: int, worker: int) -> Path:
+        """Where the lines of a host are kept; makes the folder."""
         folder = self.folder / "logs" / f"attempt-{attempt}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder / f"host-{worker}.log"
 
     def stacks_folder(self, attempt: int) -> Path:
+        """Where the stacks of a run that hung are kept."""
         return self.folder / "stacks" / f"attempt-{attempt}"
 
     def write_stack(self, attempt: int, worker: int, text: str) -> None:
+        """Keeps the stacks of one host's processes."""
         folder = self.stacks_folder(attempt)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(folder / f"host-{worker}.txt", text)
 
     @contextlib.contextmanager
     def supervising(self, patience: float = 5.0) -> Iterator[None]:
-        """Holds the run's lock. Raises LaunchError (conflict) when another process supervises the run.
+        """Holds the run's lock.
 
-        `logs` takes it for a moment at a time: so long it is waited for.
+        Args:
+            patience: Seconds to wait for it: `logs` takes it for a moment at a time.
+
+        Raises:
+            LaunchError: Another process supervises the run (Exit.CONFLICT).
         """
-        deadline = time.monotonic() + patience
+        deadline = self._clock.monotonic() + patience
         with open(os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+") as lock:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if time.monotonic() < deadline:
-                        time.sleep(0.05)
+                    if self._clock.monotonic() < deadline:
+                        self._clock.sleep(_LOCK_POLL_SECONDS)
                         continue
                     holder = lock.read().strip() or "unknown"
                     raise LaunchError(
-                        f"run {self.folder.name} is supervised by another tpu-launch (process {holder}): follow it with `tpu-launch logs -f`",
+                        f"run {self.run_id} is supervised by another tpu-launch (process {holder}): "
+                        "follow it with `tpu-launch logs -f`",
                         exit_code=Exit.CONFLICT,
                     ) from None
             lock.seek(0)
@@ -146,11 +171,15 @@ class Ledger:
             lock.flush()
             yield
 
+    @property
+    def _events(self) -> Path:
+        return self.folder / "events.jsonl"
+
 
 def runs(home: Path) -> list[Ledger]:
-    """All runs of this folder, oldest first."""
-    found = [Ledger(path.parent) for path in (home / "runs").glob("*/run.json")]
-    return sorted(found, key=lambda ledger: (ledger.record.created, ledger.folder.name))
+    """All runs of the launcher's folder, oldest first."""
+    ledgers = [Ledger(path.parent) for path in (home / "runs").glob("*/run.json")]
+    return sorted(ledgers, key=lambda ledger: (ledger.record.created, ledger.run_id))
 
 
 def find(home: Path, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None) -> Ledger:
@@ -162,11 +191,9 @@ def find(home: Path, run_id: str | None, *, slice_name: str | None = None, provi
     ]
     if run_id is not None:
         for ledger in known:
-            if ledger.folder.name == run_id:
+            if ledger.run_id == run_id:
                 return ledger
-        raise BadInput(
-            f"there is no run {run_id!r} here; known: {', '.join(ledger.folder.name for ledger in known) or 'none'}"
-        )
+        raise BadInput(f"there is no run {run_id!r} here; known: {', '.join(run.run_id for run in known) or 'none'}")
     if not known:
         raise BadInput(
             f"no run was started from this folder yet (looked in {home / 'runs'}); `tpu-launch run` starts one"
@@ -174,25 +201,25 @@ def find(home: Path, run_id: str | None, *, slice_name: str | None = None, provi
     return known[-1]
 
 
-def begin(home: Path, record_of: Callable[[str], RunRecord], document: str, name: str) -> Ledger:
-    """Makes the folder of a new run. Its id is the name, the UTC time and a few random letters, so that two
-    workstations don't collide."""
-    run_id = f"{name}-{time.strftime('%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
-    folder = home / "runs" / run_id
+def new_run_id(name: str, clock: Clock) -> str:
+    """An id of a run: the name, the UTC time, and random letters, so that two workstations don't collide."""
+    day, time = format_time(clock.time())[5:10], format_time(clock.time())[11:19]
+    return f"{name}-{day.replace('-', '')}-{time.replace(':', '')}-{secrets.token_hex(2)}"
+
+
+def begin(home: Path, record: RunRecord, document: str, keep: Callable[[Path], None] | None = None) -> Ledger:
+    """Makes the folder of a new run.
+
+    Args:
+        home: The launcher's folder.
+        record: How the run is started; its id names the folder.
+        document: The resolved configuration, as YAML.
+        keep: Writes what else belongs into the folder, before it counts as a run.
+    """
+    folder = home / "runs" / record.run_id
     folder.mkdir(mode=0o700, parents=True)
-    ledger = Ledger(folder)
     write_private(folder / "config.yaml", document)
-    write_private(
-        folder / "run.json", json.dumps(asdict(record_of(run_id)), indent=1)
-    )  # last: a folder without it is no run
-    return ledger
-
-
-def config_hash(document: str, command: list[str]) -> str:
-    """Tells whether two starts mean the same run."""
-    return hashlib.sha256(json.dumps([document, command]).encode()).hexdigest()[:16]
-
-
-def _append(path: Path, text: str) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
-        file.write(text)
+    if keep is not None:
+        keep(folder)
+    write_private(folder / "run.json", json.dumps(asdict(record), indent=1))  # last: a folder without it is no run
+    return Ledger(folder)

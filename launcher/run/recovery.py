@@ -1,18 +1,18 @@
-"""What to do when an attempt has ended: pure, so that every case can be read and tested.
+"""What to do when an attempt has ended. Pure.
 
-Two budgets, because two different things go wrong. *Preemptions* (the slice was taken away, a host was lost, the
-trainer was asked to stop by its machine and saved) are the price of cheap capacity: starting again helps. *Failures*
-are the program's own: starting again rarely helps. What its owner stopped, and what was configured wrongly, is never
-started again.
+There are two retry budgets, because two different things go wrong. *Preemptions* (the slice was taken away, a host was
+lost, the trainer was asked to stop by its machine and saved) are the price of cheap capacity: another attempt helps.
+*Failures* are the program's own: another attempt rarely helps. A run that its owner stopped, or that was configured
+wrongly, is never started again.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from launcher.run.events import Ended, Event, Recovering, SliceReplaced
 from launcher.run.verdict import Kind, Verdict
 
 _PREEMPTIONS = frozenset({Kind.PREEMPTED, Kind.HOST_LOST, Kind.SAVED})
@@ -22,6 +22,8 @@ _LONGEST_DELAY = 300.0
 
 
 class Next(enum.Enum):
+    """What follows an attempt."""
+
     END = "end"
     RECOVER = "recover"  # make the slice READY again, as the API demands, and start the next attempt
 
@@ -42,6 +44,7 @@ class Spent:
     failures: int = 0
 
     def plus(self, kind: Kind) -> Spent:
+        """With one more attempt, started because of that end."""
         if kind in _PREEMPTIONS:
             return Spent(self.preemptions + 1, self.failures)
         return Spent(self.preemptions, self.failures + 1)
@@ -49,6 +52,8 @@ class Spent:
 
 @dataclass(frozen=True)
 class Decision:
+    """What follows an attempt, and why."""
+
     next: Next
     reason: str  # for a person
     delay: float = 0.0  # seconds to wait before recovering
@@ -70,27 +75,29 @@ def decide(verdict: Verdict, spent: Spent, budgets: Budgets, *, stop_requested: 
     return _within("failure", spent.failures, budgets.failures, delay)
 
 
-def spent_so_far(events: Sequence[Mapping[str, Any]]) -> Spent:
-    """What a run's event log says was spent: the budgets hold for the run, however often the launcher was started."""
+def spent_so_far(events: Sequence[Event]) -> Spent:
+    """What a run's events say was spent: the budgets hold for the run, however often the launcher was started."""
     spent = Spent()
     for event in events:
-        if event.get("event") == "recover":
-            spent = spent.plus(Kind(event["after"]))
+        if isinstance(event, Recovering):
+            spent = spent.plus(Kind(event.after))
     return spent
 
 
-def bad_host(events: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
-    """The host that was the first cause of the last attempts, and of how many in a row; (-1, 0) when none was. A slice
-    that was made anew starts afresh."""
+def bad_host(events: Sequence[Event]) -> tuple[int, int]:
+    """The host that was the first cause of the last attempts, and of how many in a row; (-1, 0) when none was.
+
+    A slice that was created again starts afresh.
+    """
     worker, count = -1, 0
     for event in reversed(events):
-        if event.get("event") == "replaced":
+        if isinstance(event, SliceReplaced):
             break
-        if event.get("event") == "ended":
-            found = int((event.get("cause") or {}).get("worker", -1))
-            if event.get("outcome") not in _OF_A_HOST or found < 0 or (count and found != worker):
+        if isinstance(event, Ended):
+            blamed = event.cause.worker if event.cause is not None else -1
+            if event.outcome not in _OF_A_HOST or blamed < 0 or (count and blamed != worker):
                 break
-            worker, count = found, count + 1
+            worker, count = blamed, count + 1
     return worker, count
 
 

@@ -1,50 +1,53 @@
-"""Looking at a run without changing it: `status` and `logs`."""
+"""What a run is doing, without changing it: `status`, `logs` and `events`."""
 
 from __future__ import annotations
 
-import re
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from launcher import costs
-from launcher.clock import parse_time
+from launcher.clock import Clock, format_time, parse_time
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
-from launcher.provider import LogLine, Observation, Provider, SliceState
+from launcher.provider import LogLine, Observation, Provider, SliceState, container_name
+from launcher.run import events
 from launcher.run import ledger as ledgers
-from launcher.run.launch import make_attempt
+from launcher.run.events import Entry
+from launcher.run.launch import Context, open_session
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, read_from, tail
+from launcher.run.specification import SecretSource
+from launcher.run.supervise import Output
 from launcher.run.verdict import describe_exit
+from training.telemetry.text import Progress, parse_progress
 
 _FOLLOW_EVERY = 1.0  # seconds
 _LAST_LINE_BYTES = 20_000  # of a host's log, for its last line
+_RECENT_SECONDS = 60.0  # how far back hosts are asked for lines
+_HISTORY_LINES = 8
+# Events that `status` shows.
+_SHOWN = (
+    events.Started,
+    events.Ended,
+    events.StopRequested,
+    events.Recovering,
+    events.Recovered,
+    events.HostOutOfReach,
+    events.HostBack,
+)
 
 
 @dataclass(frozen=True)
 class HostStatus:
+    """What a host is doing."""
+
     worker: int
     address: str
-    container: str
+    container: str  # its state, or why the host could not be asked
     last_line: str
     quiet_seconds: float | None = None  # since its last line, by the clocks of the host and of this machine
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What the trainer's newest progress line says."""
-
-    step: int
-    steps: int
-    loss: float
-    examples_per_second: float
-
-
-_PROGRESS = re.compile(r"step +(\d+)/(\d+)  loss (\S+)  ([\d,.]+) examples/s")  # training.telemetry.text.progress
 
 
 @dataclass(frozen=True)
@@ -61,15 +64,18 @@ class Status:
     progress: Progress | None = None
 
     def as_json(self) -> dict[str, Any]:
+        """Everything, for scripts."""
         return asdict(self)
 
     def lines(self) -> list[str]:
+        """The slice and the run, for a person."""
         if self.slice is None:
             lines = [f"slice {self.slice_name}: does not exist"]
         else:
             detail = f" ({self.slice.detail})" if self.slice.detail else ""
+            hosts = f"{len(self.slice.hosts)} hosts"
             lines = [
-                f"slice {self.slice_name}: {self.slice.state}, {self.slice.accelerator_type}, {len(self.slice.hosts)} hosts{detail}"
+                f"slice {self.slice_name}: {self.slice.state}, {self.slice.accelerator_type}, {hosts}{detail}",
             ]
         if self.run is None:
             return [*lines, "no run was started from this folder yet"]
@@ -82,6 +88,7 @@ class Status:
         return [*lines, *(f"  {line}" for line in self.story)]
 
     def rows(self) -> list[list[str]]:
+        """A row for each host: worker, address, container, age of the last line, the line."""
         return [
             [
                 str(host.worker),
@@ -94,150 +101,153 @@ class Status:
         ]
 
 
-def status(config: Config, provider: Provider, home: Path) -> Status:
+def read_status(config: Config, context: Context, provider: Provider) -> Status:
     """Asks the API and, while an attempt is open, every host once."""
-    found = provider.describe()
+    slice_state = provider.describe()
     try:
-        ledger = ledgers.find(home, None, slice_name=config.slice.name, provider=config.provider)
+        ledger = ledgers.find(context.home, None, slice_name=config.slice.name, provider=config.provider)
     except BadInput:
-        return Status(config.slice.name, found, None, None, None, [], [])
+        return Status(config.slice.name, slice_state, None, None, None, [], [])
     number = ledger.attempts - 1
-    looks: list[Observation] = []
-    if found is not None and found.ready and number >= 0 and ledger.outcome is None:
-        container = make_attempt(config, ledger.folder.name, number, "").container
-        newest = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 60))
-        with ThreadPoolExecutor(max_workers=64) as pool:
-            looks = list(pool.map(lambda worker: provider.observe(worker, container, newest), range(len(found.hosts))))
+    observations: list[Observation] = []
+    addresses: Sequence[str] = ()
+    if slice_state is not None and slice_state.ready and number >= 0 and ledger.outcome is None:
+        addresses = slice_state.hosts
+        observations = _observe_hosts(provider, ledger, number, len(addresses), context.clock)
     hosts = [
-        HostStatus(
-            look.worker,
-            found.hosts[look.worker] if found else "",
-            _container(look),
-            last.text if (last := _newest(ledger, number, look)) else "",
-            _age(last),
-        )
-        for look in looks
+        _host_status(observation, addresses[observation.worker], ledger, number, context.clock)
+        for observation in observations
     ]
-    progress = _progress(ledger, number, looks)
     return Status(
-        config.slice.name, found, ledger.folder.name, max(number, 0), ledger.outcome, _story(ledger), hosts, progress
+        config.slice.name,
+        slice_state,
+        ledger.run_id,
+        max(number, 0),
+        ledger.outcome,
+        recent_history(ledger),
+        hosts,
+        _progress(ledger, number, observations),
     )
 
 
-def logs(
-    config: Config,
-    provider: Provider,
-    home: Path,
-    run_id: str | None,
-    *,
-    follow: bool,
-    host: int | None,
-    emit: Callable[[int, LogLine], None],
-    say: Callable[[str], None],
-) -> None:
-    """Prints every line of the newest attempt once: what is kept first, then what the hosts have that was not fetched
-    yet.
+def print_logs(config: Config, context: Context, run_id: str | None, *, follow: bool, host: int | None) -> None:
+    """Emits every line of the newest attempt once: what is kept first, then what the hosts have besides.
 
     While another process supervises the run, it fetches the lines and this one reads its files.
+
+    Args:
+        config: Finds the run: the newest one of its slice.
+        context: This process.
+        run_id: Finds the run instead.
+        follow: Go on until the attempt has ended.
+        host: Worker index; None for all hosts.
     """
-    ledger = ledgers.find(home, run_id, slice_name=config.slice.name, provider=config.provider)
+    ledger = ledgers.find(context.home, run_id, slice_name=config.slice.name, provider=config.provider)
     number = ledger.attempts - 1
     if number < 0:
-        raise BadInput(f"run {ledger.folder.name} was never started: there are no lines")
-    workers = range(config.accelerator.hosts) if host is None else [host]
-    if host is not None and host not in range(config.accelerator.hosts):
-        raise BadInput(
-            f"--host {host}: a {config.slice.accelerator_type} has hosts 0 to {config.accelerator.hosts - 1}"
-        )
-    container = make_attempt(config, ledger.folder.name, number, "").container
-    read = dict.fromkeys(workers, 0)
-    while True:
-        ended = ledger.outcome is not None
-        if not ended:
-            _fetch(ledger, provider, container, number, list(workers), say)
-        for worker in workers:
-            lines, read[worker] = read_from(ledger.log_file(number, worker), read[worker])
-            for line in lines:
-                emit(worker, line)
-        if ended or not follow:
-            return
-        time.sleep(_FOLLOW_EVERY)
+        raise BadInput(f"run {ledger.run_id} was never started: there are no lines")
+    session = open_session(config, context, ledger, SecretSource({}, {}))
+    own = session.config
+    if host is not None and host not in range(own.accelerator.hosts):
+        raise BadInput(f"--host {host}: a {own.slice.accelerator_type} has hosts 0 to {own.accelerator.hosts - 1}")
+    workers = range(own.accelerator.hosts) if host is None else [host]
+    offsets = dict.fromkeys(workers, 0)
+    try:
+        while True:
+            ended = ledger.outcome is not None
+            if not ended:
+                _fetch(ledger, session.provider, number, list(workers), context.output)
+            for worker in workers:
+                lines, offsets[worker] = read_from(ledger.log_file(number, worker), offsets[worker])
+                for line in lines:
+                    context.output.emit(worker, line)
+            if ended or not follow:
+                return
+            context.clock.sleep(_FOLLOW_EVERY)
+    finally:
+        session.provider.close()
 
 
-def _fetch(
-    ledger: Ledger, provider: Provider, container: str, number: int, workers: list[int], say: Callable[[str], None]
-) -> None:
+def recent_history(ledger: Ledger) -> list[str]:
+    """The last things that happened, one line each: enough for a lost host, what was done about it, and where the run
+    is now."""
+    return [describe_event(entry) for entry in ledger.entries() if isinstance(entry.event, _SHOWN)][-_HISTORY_LINES:]
+
+
+def describe_event(entry: Entry) -> str:
+    """One event of a run's ledger as a line for a person."""
+    event, document = entry.event, entry.document
+    name = str(document.get("event", event.kind))
+    if "host" in document:
+        host = document["host"]
+        name = name.replace("host", f"host {host}", 1) if name.startswith("host") else f"{name} on host {host}"
+    details = _details(entry)
+    cause = event.cause if isinstance(event, events.Ended) else None
+    where = f"host {cause.worker}: {cause.what}" if cause is not None and cause.worker >= 0 else None
+    attempt = document.get("attempt", "?")
+    return f"{entry.time} attempt {attempt}: " + ": ".join(part for part in (name, details, where) if part)
+
+
+def _details(entry: Entry) -> str:
+    if isinstance(entry.event, events.Recovered):
+        seconds = entry.event.seconds
+        parts = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
+        return f"in {sum(seconds.values()):.1f} s: {parts}"
+    document = entry.document
+    return str(document.get("outcome") or document.get("problem") or document.get("reason") or document.get("path", ""))
+
+
+def _observe_hosts(provider: Provider, ledger: Ledger, number: int, hosts: int, clock: Clock) -> list[Observation]:
+    container = container_name(ledger.run_id, number)
+    since = format_time(clock.time() - _RECENT_SECONDS)
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        return list(pool.map(lambda worker: provider.observe(worker, container, since), range(hosts)))
+
+
+def _host_status(observation: Observation, address: str, ledger: Ledger, number: int, clock: Clock) -> HostStatus:
+    """A host's newest line is of the last minute, or from what is kept."""
+    lines = list(observation.lines) or _kept_lines(ledger, number, observation.worker)
+    if not lines:
+        return HostStatus(observation.worker, address, _describe_container(observation), "")
+    last = lines[-1]
+    written = parse_time(last.timestamp)
+    quiet = None if written is None else max(0.0, round(clock.time() - written, 1))
+    return HostStatus(observation.worker, address, _describe_container(observation), last.text, quiet)
+
+
+def _fetch(ledger: Ledger, provider: Provider, number: int, workers: Sequence[int], output: Output) -> None:
     """Brings the hosts' new lines into the run's files, unless a supervisor does."""
+    container = container_name(ledger.run_id, number)
     try:
         with ledger.supervising(patience=0.0):
             for worker in workers:
                 log = HostLog(ledger.log_file(number, worker))
-                look = provider.observe(worker, container, log.cursor.since)
-                if look.problem:
-                    say(f"host {worker} does not answer: {look.problem}")
-                log.take(look.lines)
+                observation = provider.observe(worker, container, log.cursor.since)
+                if observation.problem:
+                    output.say(f"host {worker} does not answer: {observation.problem}")
+                log.take(observation.lines)
     except LaunchError:
         return  # supervised by another process: its files are read
 
 
-def _container(look: Observation) -> str:
-    if look.container is None:
-        return f"not reachable: {look.problem}"
-    return describe_exit(look.container) if look.container.ended else look.container.status
+def _describe_container(observation: Observation) -> str:
+    if observation.container is None:
+        return f"not reachable: {observation.problem}"
+    return describe_exit(observation.container) if observation.container.ended else observation.container.status
 
 
-def _newest(ledger: Ledger, number: int, look: Observation) -> LogLine | None:
-    """A host's newest line, of the last minute or from what is kept."""
-    lines = list(look.lines) or _kept(ledger, number, look.worker)
-    return lines[-1] if lines else None
-
-
-def _kept(ledger: Ledger, number: int, worker: int) -> list[LogLine]:
+def _kept_lines(ledger: Ledger, number: int, worker: int) -> list[LogLine]:
     path = ledger.log_file(number, worker)
     return tail(path, _LAST_LINE_BYTES) if path.exists() else []
 
 
-def _age(line: LogLine | None) -> float | None:
-    """Seconds since a line was written."""
-    written = parse_time(line.timestamp) if line is not None else None
-    return None if written is None else max(0.0, round(time.time() - written, 1))
-
-
-def _progress(ledger: Ledger, number: int, looks: Sequence[Observation]) -> Progress | None:
+def _progress(ledger: Ledger, number: int, observations: Sequence[Observation]) -> Progress | None:
     """The newest progress line of host 0, which writes for all; None when the command is not our trainer, or has not
     begun."""
     if number < 0:
         return None
-    lines = [line for look in looks if look.worker == 0 for line in look.lines]
-    for line in reversed([*_kept(ledger, number, 0), *lines]):
-        if match := _PROGRESS.search(line.text):
-            return Progress(int(match[1]), int(match[2]), float(match[3]), float(match[4].replace(",", "")))
+    lines = [line for observation in observations if observation.worker == 0 for line in observation.lines]
+    for line in reversed([*_kept_lines(ledger, number, 0), *lines]):
+        if progress := parse_progress(line.text):
+            return progress
     return None
-
-
-def _story(ledger: Ledger) -> list[str]:
-    """The last things that happened, one line each: enough for a lost host, what was done about it, and where the run
-    is now."""
-    shown = {"started", "ended", "stop", "recover", "recovered", "host out of reach", "host back"}
-    return [told(event) for event in ledger.events() if event["event"] in shown][-8:]
-
-
-def told(event: Mapping[str, Any]) -> str:
-    """One event of a run's ledger as a line for a person."""
-    name = str(event["event"])
-    if "host" in event:
-        name = (
-            name.replace("host", f"host {event['host']}", 1)
-            if name.startswith("host")
-            else f"{name} on host {event['host']}"
-        )
-    details = event.get("outcome") or event.get("problem") or event.get("reason") or event.get("path")
-    if name == "recovered":
-        details = f"in {sum(event['seconds'].values()):.1f} s: " + ", ".join(
-            f"{part} {value:.1f} s" for part, value in event["seconds"].items()
-        )
-    cause = event.get("cause") or {}
-    where = f"host {cause['worker']}: {cause.get('what', '')}" if cause.get("worker", -1) >= 0 else None
-    return f"{event['time']} attempt {event.get('attempt', '?')}: " + ": ".join(
-        each for each in (name, details, where) if each
-    )

@@ -1,6 +1,6 @@
-"""The loop that watches an attempt: observe all hosts, judge, act.
+"""The supervision of one attempt: observe all hosts, judge, act.
 
-One thread a host looks at it again and again; the main thread delivers log lines, judges, and when the attempt has
+One thread a host observes it again and again; the main thread delivers log lines, judges, and when the attempt has
 ended stops what still runs, fetches the last lines and removes the containers. It holds no state that matters: killed
 at any moment, the run goes on, and another process attaches to it.
 """
@@ -10,104 +10,102 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+from launcher.clock import Clock
 from launcher.errors import LaunchError
-from launcher.provider import LogLine, Observation, Provider
-from launcher.run import post_mortem
+from launcher.provider import LogLine, Observation, Provider, container_name
+from launcher.run import events, post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, tail
 from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
 
-LOOK_EVERY = 1.0  # seconds between two looks at a host
-_LOOKS_A_SECOND = (
-    16  # at all hosts together: what a watch costs does not grow with the slice. Ends are told at once nevertheless
-)
-_WAITING_LOOKS = 64  # a look may hold 4 MB: who writes faster than this machine takes in must wait
-_SLICE_EVERY = 15.0  # seconds between two questions to the API while a host is out of reach
-_COMPLAIN_EVERY = 30.0  # seconds between two complaints that nobody answers
+OBSERVE_EVERY = 1.0  # seconds between two observations of a host
+_OBSERVATIONS_A_SECOND = 16  # of all hosts together, so that the cost does not grow with the slice
+_INBOX_SIZE = 64  # an observation may hold 4 MB: producers that are faster than this machine must wait
+_INBOX_SECONDS = 0.25  # how long the main thread waits for news before it judges again
+_ASK_SLICE_EVERY = 15.0  # seconds between two questions to the API while a host is out of reach
+_COMPLAIN_EVERY = 30.0  # seconds between two complaints that no host answers
 _WORTH_A_POST_MORTEM = frozenset((Kind.FAILED, Kind.HOST_LOST, Kind.PREEMPTED, Kind.STALLED))
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
 _LAST_LINES, _LAST_BYTES = 8, 20_000  # of the host that is the cause, in the report
-_LAST_LOOKS = 50  # looks of 4 MB: bounds the fetching of a huge rest of a log
+_LAST_OBSERVATIONS = 50  # of 4 MB: bounds the fetching of a huge rest of a log
+_THREADS = 64  # for work on all hosts at once
+
+Say = Callable[[str], None]
+Emit = Callable[[int, LogLine], None]
 
 
 @dataclass(frozen=True)
-class Watched:
-    """The attempt to watch."""
+class Output:
+    """Where a person sees what happens."""
+
+    say: Say
+    """Takes one line about the launcher's own work."""
+
+    emit: Emit
+    """Takes one line of a host: its worker index, the line."""
+
+
+@dataclass(frozen=True)
+class AttemptRef:
+    """An attempt that was begun, as far as it must be known to watch or stop it."""
 
     run_id: str
     number: int
-    container: str
     workers: Sequence[int]
-    secrets: Sequence[str] = field(default=(), repr=False)  # values that nothing which is kept may show
+    secrets: Sequence[str] = field(default=(), repr=False)
+    """Values that nothing which is kept may show."""
+
+    @property
+    def container(self) -> str:
+        """Name of its container, the same on every host."""
+        return container_name(self.run_id, self.number)
 
 
 @dataclass(frozen=True)
 class SliceNews:
-    """What the API says of the slice; None: it doesn't exist."""
+    """What the API says of the slice."""
 
     state: str | None
-    detail: str = ""  # what the API says is wrong with it
+    """None: it does not exist."""
+
+    trouble: str = ""
+    """What the API says is wrong with it."""
 
 
 def supervise(
-    provider: Provider,
-    ledger: Ledger,
-    watched: Watched,
-    *,
-    limits: Limits,
-    emit: Callable[[int, LogLine], None],
-    say: Callable[[str], None],
+    provider: Provider, ledger: Ledger, attempt: AttemptRef, *, limits: Limits, output: Output, clock: Clock
 ) -> Verdict:
-    """Watches an attempt to its end, ends it on every host, and records how it ended. KeyboardInterrupt leaves
-    everything running."""
-    logs = {worker: HostLog(ledger.log_file(watched.number, worker)) for worker in watched.workers}
+    """Watches an attempt to its end, ends it on every host, and records how it ended.
 
-    def deliver(observation: Observation) -> bool:
-        fresh = logs[observation.worker].take(observation.lines)
-        for line in fresh:
-            emit(observation.worker, line)
-        return bool(fresh)
-
-    verdict, reachable = _watch(provider, ledger, watched, limits, logs, deliver, say)
+    KeyboardInterrupt leaves everything running.
+    """
+    supervision = _Supervision(provider, ledger, attempt, limits, output, clock)
+    verdict, reachable = supervision.watch()
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
-        say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
-        if verdict.kind is Kind.STALLED:
-            _save_stacks(provider, ledger, watched, say)
-        # A host that does not answer is not waited for: what it still has or does is ended before the next start.
-        reports = provider.stop(watched.container, grace=_FAILURE_GRACE, remove=False, workers=reachable)
-        for report in reports:
-            ledger.event("stopped", attempt=watched.number, host=report.worker, ok=report.ok, detail=report.detail)
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        rests = [pool.submit(_fetch_rest, provider, watched.container, worker, logs[worker]) for worker in reachable]
-        for rest in rests:
-            for observation in rest.result():
-                deliver(observation)
-    ledger.event(
-        "ended",
-        attempt=watched.number,
-        outcome=verdict.kind.value,
-        cause=None if verdict.cause is None else vars(verdict.cause),
-        symptoms=list(verdict.symptoms),
-        last_lines=last_lines(ledger, watched.number, verdict),
+        _end_on_hosts(provider, ledger, attempt, verdict, reachable, output.say)
+    supervision.fetch_rest(reachable)
+    ledger.append(
+        events.Ended(
+            attempt.number,
+            outcome=verdict.kind.value,
+            cause=verdict.cause,
+            symptoms=verdict.symptoms,
+            last_lines=tuple(last_lines(ledger, attempt.number, verdict)),
+        )
     )
     if verdict.kind in _WORTH_A_POST_MORTEM:
-        path = post_mortem.write(
-            ledger, watched.number, provider.evidence(watched.container, reachable), watched.secrets
-        )
-        ledger.event("post-mortem", attempt=watched.number, path=str(path))
-        say(f"logs, inspection, TPU logs and the slice's state are kept in {path}")
-    cleared = {
-        report.worker
-        for report in provider.stop(watched.container, grace=1, remove=True, workers=reachable)
-        if report.ok
-    }
-    if left := [worker for worker in watched.workers if worker not in cleared]:
-        ledger.event("left behind", attempt=watched.number, container=watched.container, hosts=left)
+        evidence = provider.evidence(attempt.container, reachable)
+        path = post_mortem.write(ledger, attempt.number, evidence, attempt.secrets)
+        ledger.append(events.PostMortemWritten(attempt.number, str(path)))
+        output.say(f"logs, inspection, TPU logs and the slice's state are kept in {path}")
+    reports = provider.stop(attempt.container, grace=1, remove=True, workers=reachable)
+    cleared = {report.worker for report in reports if report.ok}
+    if left := tuple(worker for worker in attempt.workers if worker not in cleared):
+        ledger.append(events.LeftBehind(attempt.number, attempt.container, left))
     return verdict
 
 
@@ -129,186 +127,208 @@ def explain(verdict: Verdict) -> list[str]:
     return lines + [f"because of it: {symptom}" for symptom in verdict.symptoms]
 
 
-def _watch(
-    provider: Provider,
-    ledger: Ledger,
-    watched: Watched,
-    limits: Limits,
-    logs: dict[int, HostLog],
-    deliver: Callable[[Observation], bool],
-    say: Callable[[str], None],
-) -> tuple[Verdict, list[int]]:
-    """The verdict that ends the attempt, and the hosts that answer."""
-    begun = time.monotonic()
-    views = {worker: HostView(worker, None, seen=begun) for worker in watched.workers}
-    inbox: queue.Queue[Observation | SliceNews] = queue.Queue(maxsize=_WAITING_LOOKS)
-    over = threading.Event()
-    interval = max(LOOK_EVERY, len(watched.workers) / _LOOKS_A_SECOND)
-    lookers = [
-        threading.Thread(
-            target=_look,
-            args=(provider, watched.container, logs[worker], worker, inbox, over, interval),
-            daemon=True,
-            name=f"look-{worker}",
-        )
-        for worker in watched.workers
-    ]
-    for looker in lookers:
-        looker.start()
-    hurried = False
-    slice_state: str | None = "READY"
-    slice_detail = ""
-    complained = last_line = begun
-    slice_asked = begun - _SLICE_EVERY
-    try:
-        while True:
-            try:
-                news = inbox.get(timeout=0.25)
-            except queue.Empty:
-                pass
-            else:
-                if isinstance(news, SliceNews):
-                    slice_state = news.state
-                    if news.detail and news.detail != slice_detail:
-                        say(f"the slice: {news.detail}")
-                    slice_detail = news.detail or slice_detail
-                else:
-                    if deliver(news) or news.problem:  # what an unreachable host does is not known
-                        last_line = time.monotonic()
-                    views[news.worker] = _update(views[news.worker], news, ledger, watched.number, say)
-            now = time.monotonic()
-            if any(not view.reachable for view in views.values()) and now - slice_asked > _SLICE_EVERY:
-                slice_asked = now
-                threading.Thread(target=_ask_slice, args=(provider, inbox), daemon=True).start()
-            if not any(view.reachable for view in views.values()) and now - complained > _COMPLAIN_EVERY:
-                complained = now
-                say(
-                    f"no host answers ({views[watched.workers[0]].problem}); still trying. The run goes on without us: Ctrl-C detaches"
-                )
-            requested = ledger.stop_requested(watched.number)
-            verdict = judge(
-                list(views.values()),
-                now,
-                limits,
-                slice_state=slice_state,
-                stop_requested=requested,
-                quiet=now - last_line,
-            )
-            if verdict.kind is Kind.SETTLING and not hurried:
-                # The other looks wait on their hosts: nobody who is well may seem silent.
-                hurried = True
-                for view in views.values():
-                    if view.ended_seen is None:
-                        args = (provider, watched.container, logs[view.worker], view.worker, inbox)
-                        threading.Thread(target=_look_once, args=args, daemon=True).start()
-            if verdict.kind.ended:
-                silent = {verdict.cause.worker} if verdict.kind is Kind.HOST_LOST and verdict.cause else set()
-                if verdict.kind is Kind.HOST_LOST and verdict.cause and slice_detail:
-                    verdict = replace(
-                        verdict, cause=replace(verdict.cause, what=f"{verdict.cause.what} (the slice: {slice_detail})")
-                    )
-                return verdict, [view.worker for view in views.values() if view.reachable and view.worker not in silent]
-    finally:
-        over.set()  # not joined: one may be waiting for a host that is gone
-        with contextlib.suppress(queue.Empty):  # nor may one wait for a place in the inbox
-            while True:
-                inbox.get_nowait()
-
-
-def _look(
-    provider: Provider,
-    container: str,
-    log: HostLog,
-    worker: int,
-    inbox: queue.Queue[Observation | SliceNews],
-    over: threading.Event,
-    interval: float,
+def _end_on_hosts(
+    provider: Provider, ledger: Ledger, attempt: AttemptRef, verdict: Verdict, reachable: Sequence[int], say: Say
 ) -> None:
-    """Looks at one host until told to stop. Every look is answered into `inbox`, whatever happened. It waits on the
-    host, where an end is seen at once."""
-    patience, asked_from = 0.0, log.cursor.since
-    while not over.is_set():
-        begun = time.monotonic()
-        observation = _one_look(provider, container, worker, asked_from, patience)
-        if over.is_set():
-            return
-        inbox.put(observation)
-        asked_from = log.cursor.since or asked_from
-        if observation.more:
-            # From its last line on, without the overlap: that may hold more than a look does.
-            patience, asked_from = 0.0, max(asked_from or "", observation.lines[-1].timestamp)
-            continue
-        ended = observation.container is not None and observation.container.ended
-        patience = 0.0 if observation.container is None or ended else interval
-        over.wait(
-            interval * 5 if ended else max(0.0, interval - (time.monotonic() - begun))
-        )  # from one that has ended nothing new will come
+    """Stops an attempt that has failed on all hosts that answer.
+
+    A host that does not answer is not waited for: what it still runs is ended before the next start.
+    """
+    say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
+    if verdict.kind is Kind.STALLED:
+        for worker, text in provider.stacks(attempt.container).items():
+            ledger.write_stack(attempt.number, worker, text)
+        say(f"the stacks of all hosts' processes are in {ledger.stacks_folder(attempt.number)}")
+    for report in provider.stop(attempt.container, grace=_FAILURE_GRACE, remove=False, workers=reachable):
+        ledger.append(events.HostStopped(attempt.number, report.worker, report.ok, report.detail))
 
 
-def _look_once(
-    provider: Provider, container: str, log: HostLog, worker: int, inbox: queue.Queue[Observation | SliceNews]
-) -> None:
-    inbox.put(_one_look(provider, container, worker, log.cursor.since, 0.0))
+class _Supervision:
+    """The state of watching one attempt. The inbox is the only thing that its threads share."""
 
+    def __init__(
+        self, provider: Provider, ledger: Ledger, attempt: AttemptRef, limits: Limits, output: Output, clock: Clock
+    ) -> None:
+        self.provider, self.ledger, self.attempt = provider, ledger, attempt
+        self.limits, self.output, self.clock = limits, output, clock
+        self.logs = {worker: HostLog(ledger.log_file(attempt.number, worker)) for worker in attempt.workers}
+        self.inbox: queue.Queue[Observation | SliceNews] = queue.Queue(maxsize=_INBOX_SIZE)
+        self.over = threading.Event()
+        self.interval = max(OBSERVE_EVERY, len(attempt.workers) / _OBSERVATIONS_A_SECOND)
+        begun = clock.monotonic()
+        self.views = {worker: HostView(worker, None, seen=begun) for worker in attempt.workers}
+        self.slice = SliceNews("READY")
+        self.slice_asked = begun - _ASK_SLICE_EVERY
+        self.complained = begun
+        self.last_line = begun  # when a host last wrote a line, or could not be asked whether it did
+        self.hurried = False
 
-def _one_look(provider: Provider, container: str, worker: int, since: str | None, patience: float) -> Observation:
-    try:
-        return provider.observe(worker, container, since, patience=patience)
-    except LaunchError as error:
-        return Observation(worker, None, problem=str(error).splitlines()[0])
-
-
-def _ask_slice(provider: Provider, inbox: queue.Queue[Observation | SliceNews]) -> None:
-    try:
-        found = provider.describe()
-    except LaunchError:
-        return  # the API does not answer either: nothing is known
-    inbox.put(SliceNews(None) if found is None else SliceNews(found.state, found.trouble))
-
-
-def _update(view: HostView, news: Observation, ledger: Ledger, attempt: int, say: Callable[[str], None]) -> HostView:
-    now = time.monotonic()
-    if news.container is None:
-        if view.reachable:
-            ledger.event("host out of reach", attempt=attempt, host=view.worker, problem=news.problem)
-            say(f"host {view.worker} does not answer: {news.problem}")
-        return replace(view, problem=news.problem or "no answer")
-    if not view.reachable:
-        ledger.event("host back", attempt=attempt, host=view.worker)
-        say(f"host {view.worker} answers again")
-    ended_seen, ended_away = view.ended_seen, view.ended_away
-    if (news.container.ended or news.container.status == "absent") and ended_seen is None:
-        ended_seen, ended_away = now, not view.reachable
-        what = describe_exit(news.container) if news.container.ended else "its container is gone"
-        ledger.event(
-            "host ended",
-            attempt=attempt,
-            host=view.worker,
-            exit_code=news.container.exit_code,
-            oom=news.container.oom_killed,
-            what=what,
-        )
-    return replace(view, container=news.container, seen=now, problem="", ended_seen=ended_seen, ended_away=ended_away)
-
-
-def _save_stacks(provider: Provider, ledger: Ledger, watched: Watched, say: Callable[[str], None]) -> None:
-    """Where every host's processes are: the one thing that tells why a run hangs, gone once they are stopped."""
-    for worker, text in provider.stacks(watched.container).items():
-        ledger.write_stack(watched.number, worker, text)
-    say(f"the stacks of all hosts' processes are in {ledger.stacks_folder(watched.number)}")
-
-
-def _fetch_rest(provider: Provider, container: str, worker: int, log: HostLog) -> list[Observation]:
-    """The looks that bring a host's last lines, in order."""
-    looks: list[Observation] = []
-    since = log.cursor.since
-    for _ in range(_LAST_LOOKS):
+    def watch(self) -> tuple[Verdict, list[int]]:
+        """The verdict that ends the attempt, and the hosts that answer."""
+        for worker in self.attempt.workers:
+            self._start_thread(self._observe_repeatedly, worker)
         try:
-            look = provider.observe(worker, container, since)
-        except LaunchError:
-            break
-        looks.append(look)
-        if not look.more:
-            break
-        since = look.lines[-1].timestamp
-    return looks
+            while True:
+                self._take_news()
+                self._ask_about_slice()
+                self._complain()
+                verdict = judge(
+                    list(self.views.values()),
+                    self.clock.monotonic(),
+                    self.limits,
+                    slice_state=self.slice.state,
+                    stop_requested=self.ledger.stop_requested(self.attempt.number),
+                    quiet=self.clock.monotonic() - self.last_line,
+                )
+                if verdict.kind is Kind.SETTLING:
+                    self._hurry()
+                if verdict.kind.ended:
+                    return self._with_trouble_of_slice(verdict), self._answering(verdict)
+        finally:
+            self.over.set()  # threads are not joined: one may be waiting for a host that is gone
+            with contextlib.suppress(queue.Empty):  # nor may one wait for a place in the inbox
+                while True:
+                    self.inbox.get_nowait()
+
+    def fetch_rest(self, workers: Sequence[int]) -> None:
+        """Delivers the last lines of these hosts."""
+        with ThreadPoolExecutor(max_workers=_THREADS) as pool:
+            for observations in pool.map(self._observe_rest, workers):
+                for observation in observations:
+                    self._deliver(observation)
+
+    # -- the main thread ----------------------------------------------------------------------------------------------
+
+    def _take_news(self) -> None:
+        try:
+            news = self.inbox.get(timeout=_INBOX_SECONDS)
+        except queue.Empty:
+            return
+        if isinstance(news, SliceNews):
+            if news.trouble and news.trouble != self.slice.trouble:
+                self.output.say(f"the slice: {news.trouble}")
+            self.slice = SliceNews(news.state, news.trouble or self.slice.trouble)
+            return
+        if self._deliver(news) or news.problem:  # what an unreachable host does is not known
+            self.last_line = self.clock.monotonic()
+        self._update_view(news)
+
+    def _deliver(self, observation: Observation) -> bool:
+        """Hands on the lines that are new. Whether there were any."""
+        fresh = self.logs[observation.worker].take(observation.lines)
+        for line in fresh:
+            self.output.emit(observation.worker, line)
+        return bool(fresh)
+
+    def _update_view(self, news: Observation) -> None:
+        number, worker, now = self.attempt.number, news.worker, self.clock.monotonic()
+        view = self.views[worker]
+        if news.container is None:
+            if view.reachable:
+                self.ledger.append(events.HostOutOfReach(number, worker, news.problem))
+                self.output.say(f"host {worker} does not answer: {news.problem}")
+            self.views[worker] = replace(view, problem=news.problem or "no answer")
+            return
+        if not view.reachable:
+            self.ledger.append(events.HostBack(number, worker))
+            self.output.say(f"host {worker} answers again")
+        container, ended_seen, ended_away = news.container, view.ended_seen, view.ended_away
+        if (container.ended or container.status == "absent") and ended_seen is None:
+            ended_seen, ended_away = now, not view.reachable
+            what = describe_exit(container) if container.ended else "its container is gone"
+            self.ledger.append(events.HostEnded(number, worker, container.exit_code, container.oom_killed, what))
+        self.views[worker] = replace(
+            view, container=container, seen=now, problem="", ended_seen=ended_seen, ended_away=ended_away
+        )
+
+    def _ask_about_slice(self) -> None:
+        """Asks the API in the background while a host is out of reach."""
+        now = self.clock.monotonic()
+        if any(not view.reachable for view in self.views.values()) and now - self.slice_asked > _ASK_SLICE_EVERY:
+            self.slice_asked = now
+            self._start_thread(self._describe_slice)
+
+    def _complain(self) -> None:
+        now = self.clock.monotonic()
+        if not any(view.reachable for view in self.views.values()) and now - self.complained > _COMPLAIN_EVERY:
+            self.complained = now
+            problem = self.views[self.attempt.workers[0]].problem
+            self.output.say(f"no host answers ({problem}); still trying. The run goes on without us: Ctrl-C detaches")
+
+    def _hurry(self) -> None:
+        """Observes every other host once at once: the regular observations wait on their hosts, and nobody who is well
+        may seem silent."""
+        if self.hurried:
+            return
+        self.hurried = True
+        for view in self.views.values():
+            if view.ended_seen is None:
+                self._start_thread(self._observe_once, view.worker)
+
+    def _answering(self, verdict: Verdict) -> list[int]:
+        lost = {verdict.cause.worker} if verdict.kind is Kind.HOST_LOST and verdict.cause else set()
+        return [view.worker for view in self.views.values() if view.reachable and view.worker not in lost]
+
+    def _with_trouble_of_slice(self, verdict: Verdict) -> Verdict:
+        if verdict.kind is not Kind.HOST_LOST or verdict.cause is None or not self.slice.trouble:
+            return verdict
+        what = f"{verdict.cause.what} (the slice: {self.slice.trouble})"
+        return replace(verdict, cause=replace(verdict.cause, what=what))
+
+    # -- threads ------------------------------------------------------------------------------------------------------
+
+    def _start_thread(self, function: Callable[..., None], *arguments: int) -> None:
+        threading.Thread(target=function, args=arguments, daemon=True).start()
+
+    def _observe_repeatedly(self, worker: int) -> None:
+        """Observes one host until the supervision is over. Every observation goes to the inbox, whatever happened.
+
+        An observation waits on the host, where the end of the container is seen at once.
+        """
+        cursor = self.logs[worker].cursor
+        patience, since = 0.0, cursor.since
+        while not self.over.is_set():
+            begun = self.clock.monotonic()
+            observation = self._observe(worker, since, patience)
+            if self.over.is_set():
+                return
+            self.inbox.put(observation)
+            since = cursor.since or since
+            if observation.more:
+                # From its last line on, without the overlap: that may hold more than an observation does.
+                patience, since = 0.0, max(since or "", observation.lines[-1].timestamp)
+                continue
+            ended = observation.container is not None and observation.container.ended
+            patience = 0.0 if observation.container is None or ended else self.interval
+            elapsed = self.clock.monotonic() - begun
+            self.over.wait(self.interval * 5 if ended else max(0.0, self.interval - elapsed))
+
+    def _observe_once(self, worker: int) -> None:
+        self.inbox.put(self._observe(worker, self.logs[worker].cursor.since, 0.0))
+
+    def _observe(self, worker: int, since: str | None, patience: float) -> Observation:
+        try:
+            return self.provider.observe(worker, self.attempt.container, since, patience=patience)
+        except LaunchError as error:
+            return Observation(worker, None, problem=str(error).splitlines()[0])
+
+    def _describe_slice(self) -> None:
+        with contextlib.suppress(LaunchError):  # the API does not answer either: nothing is known
+            slice_state = self.provider.describe()
+            news = SliceNews(None) if slice_state is None else SliceNews(slice_state.state, slice_state.trouble)
+            self.inbox.put(news)
+
+    def _observe_rest(self, worker: int) -> list[Observation]:
+        """The observations that bring a host's last lines, in order."""
+        observations: list[Observation] = []
+        since = self.logs[worker].cursor.since
+        for _ in range(_LAST_OBSERVATIONS):
+            try:
+                observation = self.provider.observe(worker, self.attempt.container, since)
+            except LaunchError:
+                break
+            observations.append(observation)
+            if not observation.more:
+                break
+            since = observation.lines[-1].timestamp
+        return observations

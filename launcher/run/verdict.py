@@ -1,12 +1,11 @@
-"""What the observations of all hosts mean together. Pure: no clock, no network.
+"""The verdict on an attempt: what the observations of all hosts mean together. Pure: no clock, no network.
 
 The first host that fails ends an attempt, and it, not the hosts that failed because of it, is the *first cause*. In
 data-parallel training the death of one host breaks the others within milliseconds, so order of arrival proves little.
 The rules, most certain first:
 
 1. A host that can't be reached, while others answer, is the cause of failures seen at the same time; so is one that was
-  away and
-   whose container was killed meanwhile.
+   away and whose container was killed meanwhile.
 2. An exit that says "I lost a peer" (76) is a symptom as long as anything else explains it.
 3. Of other failures, the one that its engine recorded first.
 
@@ -26,6 +25,8 @@ from training.errors import Exit as TrainerExit
 
 
 class Kind(enum.Enum):
+    """The state of an attempt. All but the first two are ends of it."""
+
     RUNNING = "running"
     SETTLING = "settling"  # something failed; the other hosts are being asked before it is judged
     FINISHED = "finished"
@@ -39,10 +40,12 @@ class Kind(enum.Enum):
 
     @property
     def ended(self) -> bool:
+        """Whether the attempt is over."""
         return self not in (Kind.RUNNING, Kind.SETTLING)
 
     @property
     def exit_code(self) -> Exit:
+        """Exit code of `tpu-launch run` when the run ends so."""
         return _EXIT_CODES[self]
 
 
@@ -71,12 +74,33 @@ class HostView:
 
     @property
     def reachable(self) -> bool:
+        """Whether it answered when it was last asked."""
         return not self.problem
+
+    @property
+    def ended(self) -> bool:
+        """Whether its container was seen to have ended."""
+        return self.container is not None and self.container.ended
+
+    @property
+    def removed(self) -> bool:
+        """Whether it answers that it has no such container."""
+        return self.reachable and self.container is not None and self.container.status == "absent"
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of its container; None while that runs."""
+        return self.container.exit_code if self.container else None
+
+    @property
+    def finished_at(self) -> str:
+        """When its container ended, by the host's clock (RFC 3339); empty while it runs."""
+        return self.container.finished_at if self.container else ""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds."""
+    """How long things are waited for, in seconds."""
 
     settle: float = 4.0  # for asking all hosts once more after a failure
     blip: float = 2.5  # a host out of reach for less may just have had a hiccup
@@ -97,6 +121,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class Verdict:
+    """The state of an attempt, and the first cause of its end."""
+
     kind: Kind
     cause: Cause | None = None
     symptoms: tuple[str, ...] = ()
@@ -120,67 +146,71 @@ def judge(
         return Verdict(Kind.PREEMPTED, Cause(-1, "the slice does not exist any more"))
     if slice_state in ("PREEMPTED", "TERMINATED", "STOPPED"):
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {slice_state}"))
-    ended = [view for view in views if view.container is not None and view.container.ended]
-    vanished = [
-        view for view in views if view.reachable and view.container is not None and view.container.status == "absent"
-    ]
-    failed = [view for view in ended if _code(view) not in (TrainerExit.FINISHED, TrainerExit.SAVED)]
+    failed = [view for view in views if view.ended and view.exit_code not in (TrainerExit.FINISHED, TrainerExit.SAVED)]
+    removed = [view for view in views if view.removed]
+    if failed or removed:
+        return _judge_failure(views, failed, removed, now, limits, stop_requested=stop_requested)
+    if all(view.ended for view in views):
+        saved = any(view.exit_code == TrainerExit.SAVED for view in views)
+        return Verdict(Kind.SAVED if saved else Kind.FINISHED)
+    return _judge_running(views, now, limits, stop_requested=stop_requested, quiet=quiet)
+
+
+def _judge_running(
+    views: Sequence[HostView], now: float, limits: Limits, *, stop_requested: bool, quiet: float
+) -> Verdict:
+    """The verdict while no host has failed: one may be lost, or all may be stalled."""
     unreachable = [view for view in views if not view.reachable]
+    overdue = [view for view in unreachable if now - view.seen > limits.lost and not view.ended]
+    # When nobody answers it may be our own network: a host is lost when others were heard long after it.
+    if overdue and max(view.seen for view in views) - min(view.seen for view in overdue) > limits.lost / 2:
+        return Verdict(Kind.HOST_LOST, _lost(min(overdue, key=lambda view: view.seen), now))
+    if limits.stall is not None and quiet > limits.stall and not unreachable and not stop_requested:
+        return Verdict(Kind.STALLED, Cause(-1, f"no host has written a line for {quiet / 60:.1f} minutes"))
+    return Verdict(Kind.RUNNING)
 
-    if not failed and not vanished:
-        if len(ended) == len(views):
-            saved = any(_code(view) == TrainerExit.SAVED for view in ended)
-            return Verdict(Kind.SAVED if saved else Kind.FINISHED)
-        overdue = [
-            view
-            for view in unreachable
-            if now - view.seen > limits.lost and not (view.container and view.container.ended)
-        ]
-        # When nobody answers it may be our own network: a host is lost when others were heard long after it.
-        if overdue and max(view.seen for view in views) - min(view.seen for view in overdue) > limits.lost / 2:
-            return Verdict(Kind.HOST_LOST, _lost(min(overdue, key=lambda view: view.seen), now))
-        if limits.stall is not None and quiet > limits.stall and not unreachable and not stop_requested:
-            return Verdict(Kind.STALLED, Cause(-1, f"no host has written a line for {quiet / 60:.1f} minutes"))
-        return Verdict(Kind.RUNNING)
 
-    first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *vanished))
-    others = [view for view in views if view not in failed and view not in vanished]
-    heard = [view for view in others if view.reachable and view.seen > first_seen]
-    silent = [view for view in others if view not in heard]
+def _judge_failure(
+    views: Sequence[HostView],
+    failed: Sequence[HostView],
+    removed: Sequence[HostView],
+    now: float,
+    limits: Limits,
+    *,
+    stop_requested: bool,
+) -> Verdict:
+    """The verdict once a host has failed, or its container is gone: settling, then the first cause."""
+    first_seen = min(view.ended_seen if view.ended_seen is not None else now for view in (*failed, *removed))
+    others = [view for view in views if view not in failed and view not in removed]
+    silent = [view for view in others if not (view.reachable and view.seen > first_seen)]
     settled = all(not view.reachable and now - view.seen > limits.blip for view in silent)
-    explained = bool(silent) or any(_code(view) != TrainerExit.LOST_PEER for view in failed)
+    explained = bool(silent) or any(view.exit_code != TrainerExit.LOST_PEER for view in failed)
     if not (settled and explained) and now - first_seen < limits.settle:
         return Verdict(Kind.SETTLING)
-
     if stop_requested:
         # SIGTERM and SIGKILL of our own are no failures; that nothing was saved is what its owner must know.
         return Verdict(Kind.STOPPED, _exit(failed[0]) if failed else None)
-    dead = [view for view in silent if not (view.container and view.container.ended)]
-    if dead:
-        cause = min(dead, key=lambda view: view.seen)
-        return Verdict(Kind.HOST_LOST, _lost(cause, now), _symptoms([view for view in failed if view is not cause]))
-    restarted = [view for view in failed if view.ended_away and _code(view) in _KILLED]
-    if restarted:
-        cause = min(restarted, key=lambda view: view.container.finished_at if view.container else "")
+
+    def symptoms(cause: HostView) -> tuple[str, ...]:
+        return _symptoms([view for view in failed if view is not cause])
+
+    if lost := [view for view in silent if not view.ended]:
+        cause = min(lost, key=lambda view: view.seen)
+        return Verdict(Kind.HOST_LOST, _lost(cause, now), symptoms(cause))
+    if restarted := [view for view in failed if view.ended_away and view.exit_code in _KILLED]:
+        cause = min(restarted, key=lambda view: view.finished_at)
         what = "the host went away and came back; its container was killed with it"
-        return Verdict(
-            Kind.HOST_LOST, replace(_exit(cause), what=what), _symptoms([view for view in failed if view is not cause])
-        )
-    causes = [view for view in failed if _code(view) != TrainerExit.LOST_PEER]
-    if not causes and vanished:
-        return Verdict(
-            Kind.FAILED, Cause(vanished[0].worker, "its container was removed by somebody else"), _symptoms(failed)
-        )
-    first = min(causes or failed, key=lambda view: view.container.finished_at if view.container else "")
-    kind = Kind.BAD_INPUT if _code(first) == TrainerExit.BAD_INPUT else Kind.FAILED
-    return Verdict(kind, _exit(first), _symptoms([view for view in failed if view is not first]))
+        return Verdict(Kind.HOST_LOST, replace(_exit(cause), what=what), symptoms(cause))
+    causes = [view for view in failed if view.exit_code != TrainerExit.LOST_PEER]
+    if not causes and removed:
+        cause = removed[0]
+        return Verdict(Kind.FAILED, Cause(cause.worker, "its container was removed by somebody else"), symptoms(cause))
+    cause = min(causes or failed, key=lambda view: view.finished_at)
+    kind = Kind.BAD_INPUT if cause.exit_code == TrainerExit.BAD_INPUT else Kind.FAILED
+    return Verdict(kind, _exit(cause), symptoms(cause))
 
 
 _KILLED = (137, 143)  # how a container ends when its machine goes down
-
-
-def _code(view: HostView) -> int | None:
-    return view.container.exit_code if view.container else None
 
 
 def _lost(view: HostView, now: float) -> Cause:

@@ -2,4 +2,4 @@
 
 from launcher.provider import Capabilities
 
-CAPABILITIES = Capabilities(cloud_tpu_node=True, emulated=True, sends_secrets=True, replaces_hosts=True)
+CAPABILITIES = Capabilities(cloud_tpu_node=True, emulated=True, sends_secrets=True, replaces_hosts=True, overlays=True)

@@ -1,0 +1,216 @@
+"""The specification of a run: what every attempt of it is made from.
+
+`.tpu-launch/runs/<run id>/specification.yaml` (0600) holds the resolved configuration (the file with everything that
+the command line changed), the command, the image, the names of secrets, and the overlay's hash. `tpu-launch run` writes
+it when it creates a run, adds the image once it is known, and writes it anew when it resumes the run. Whatever watches
+a run (`run --attach`, recovery, `stop`) reads it and can't change it. It holds no value of a secret.
+
+`overlay-<sha256>.tar.gz` beside it holds the overlay's files.
+
+What can fail half-way: each file is written under a temporary name and renamed; the archive is there before the
+specification that names it. A run folder of an older version has no specification: its attempt can be watched and
+stopped, but nothing says what another attempt would be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from launcher.config import TRAINER_SECTIONS, Config, restore
+from launcher.errors import BadInput
+from launcher.home import write_private, write_private_bytes
+from launcher.provider import Overlay
+from launcher.run import env_file
+from training.yaml_file import ConfigError, Document, Section, load, refuse_unknown, validate
+
+FORMAT = 1
+FILE = "specification.yaml"
+
+
+class OverlaySection(Section):
+    """Which files are laid over the image's own."""
+
+    digest: str
+    """SHA-256 of the archive, in hexadecimal; part of its file's name."""
+
+    target: str
+    """The folder of the container over which they are laid."""
+
+
+class Specification(Section):
+    """What a run is, as its folder keeps it."""
+
+    format: Literal[1] = FORMAT
+
+    run: str
+    """The run's id."""
+
+    provider: str
+    """Name of the provider."""
+
+    file: str
+    """Absolute path of the YAML file that the configuration came from: relative paths in it start there."""
+
+    configuration: dict[str, Any]
+    """The resolved document: the file, and every `--set`."""
+
+    command: list[str] | None = None
+    """What runs in the containers; None for the trainer."""
+
+    image: str | None = None
+    """What hosts run: REPOSITORY@sha256:... or an image id; None until the first attempt begins."""
+
+    secrets: list[str] = []
+    """Names of environment variables whose values only the command may see: `run.secrets`, and those of `env_file`."""
+
+    env_file: str | None = None
+    """Absolute path of the `--env-file`, where later attempts look for values first."""
+
+    overlay: OverlaySection | None = None
+
+    preflight: list[str] = []
+    """Hashes of the programs that preflight compiled for this configuration."""
+
+    def config(self) -> Config:
+        """The configuration of every attempt. Raises BadInput when this version can't read it."""
+        return restore(self.configuration, name=self.file, command=self.command, provider=self.provider)
+
+
+def describe(
+    config: Config,
+    run_id: str,
+    *,
+    variables: env_file.EnvFile | None = None,
+    overlay: Overlay | None = None,
+    preflight: Sequence[str] = (),
+) -> Specification:
+    """The specification of a run of this configuration, whose image is not known yet."""
+    names = [*config.run.secrets, *(variables.values if variables else ())]
+    return Specification(
+        run=run_id,
+        provider=config.provider,
+        file=str(Path(config.document.name).absolute()),
+        configuration=dict(config.document.value),
+        command=config.run.command,
+        secrets=list(dict.fromkeys(names)),
+        env_file=str(variables.path.absolute()) if variables else None,
+        overlay=OverlaySection(digest=overlay.digest, target=overlay.target) if overlay else None,
+        preflight=list(preflight),
+    )
+
+
+def resume(before: Specification, now: Specification) -> Specification:
+    """The specification of a run that `tpu-launch run` resumes.
+
+    What the command line says counts; the secrets and the overlay that it does not repeat are kept, so that the run
+    goes on as the same program.
+    """
+    return now.model_copy(
+        update={
+            "secrets": list(dict.fromkeys([*now.secrets, *before.secrets])),
+            "env_file": now.env_file or before.env_file,
+            "overlay": now.overlay or before.overlay,
+        }
+    )
+
+
+def meaning(config: Config) -> str:
+    """A hash of what makes two starts the same run: the trainer's sections and the command; not where the run is, nor
+    which backend computes."""
+    trainer = {
+        key: value for key, value in config.document.value.items() if key in TRAINER_SECTIONS and key != "backend"
+    }
+    document = json.dumps(trainer, sort_keys=True, default=str)
+    return hashlib.sha256(json.dumps([document, config.run.command or []]).encode()).hexdigest()[:16]
+
+
+def write(folder: Path, specification: Specification) -> None:
+    """Writes the specification into a run's folder: all of it or nothing."""
+    document = Document(FILE, specification.model_dump(), {})
+    write_private(folder / FILE, document.dump())
+
+
+def read(folder: Path) -> Specification | None:
+    """The specification of a run's folder; None when an older version wrote the folder.
+
+    Raises:
+        BadInput: It is damaged, or of a newer version.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        document = load(path)
+        refuse_unknown(document, Specification.model_fields)
+        return validate(Specification, document)
+    except ConfigError as error:
+        raise BadInput(
+            f"{path} can't be used: {error}\n  it was damaged, or written by a newer version of tpu-launch"
+        ) from None
+
+
+def write_overlay(folder: Path, overlay: Overlay) -> None:
+    """Keeps the overlay's files in a run's folder, for later attempts."""
+    path = _overlay_path(folder, overlay.digest)
+    if not path.exists():
+        write_private_bytes(path, overlay.archive)
+
+
+def read_overlay(folder: Path, specification: Specification) -> Overlay | None:
+    """The run's overlay as it was first packed; None without one.
+
+    Raises:
+        BadInput: Its archive is not in the run's folder any more, or was changed.
+    """
+    section = specification.overlay
+    if section is None:
+        return None
+    path = _overlay_path(folder, section.digest)
+    try:
+        overlay = Overlay(section.target, path.read_bytes())
+    except OSError as error:
+        raise BadInput(f"{path}: the run's overlay can't be read: {error.strerror}") from None
+    if overlay.digest != section.digest:
+        raise BadInput(f"{path}: the run's overlay was changed: its SHA-256 is {overlay.digest}")
+    return overlay
+
+
+def _overlay_path(folder: Path, digest: str) -> Path:
+    return folder / f"overlay-{digest}.tar.gz"
+
+
+@dataclass(frozen=True)
+class SecretSource:
+    """Where this process finds values of secrets. Holds them in memory only."""
+
+    environment: Mapping[str, str]
+    """This process's environment."""
+
+    given: Mapping[str, str]
+    """Values of an `--env-file` on this command line; they win."""
+
+    def values(self, specification: Specification) -> dict[str, str]:
+        """The values that are known here; names without a value are left out."""
+        recorded: dict[str, str] = {}
+        if specification.env_file is not None and not self.given and Path(specification.env_file).exists():
+            recorded = env_file.read(Path(specification.env_file)).values
+        known = {**self.environment, **recorded, **self.given}
+        return {name: known[name] for name in specification.secrets if name in known}
+
+    def missing(self, specification: Specification) -> list[str]:
+        """Names of the run's secrets whose values are not known here."""
+        known = self.values(specification)
+        return [name for name in specification.secrets if name not in known]
+
+
+def name_missing(specification: Specification, missing: Iterable[str]) -> str:
+    """A sentence that says which secrets are missing, and where they were looked for."""
+    places = "the environment"
+    if specification.env_file is not None:
+        places += f" and {specification.env_file}"
+    return f"values of secrets are missing (looked in {places}): {', '.join(missing)}"
