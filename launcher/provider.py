@@ -29,7 +29,8 @@ class Capabilities:
     """Values of `run.secrets` travel from this machine to the hosts. Otherwise the platform has secrets of its own."""
 
     replaces_hosts: bool
-    """A slice that is deleted and created again has other hosts. Otherwise the platform chooses them for each attempt."""
+    """A slice that is deleted and created again has other hosts. Otherwise the platform chooses hosts for each
+    attempt."""
 
     overlays: bool
     """Files can be laid over those of an image (`run --overlay`)."""

@@ -1,4 +1,4 @@
-"""All providers, by the name that `--provider` takes. The one place that names them; a provider is imported when used."""
+"""All providers, by the name that `--provider` takes. A provider is imported when it is used."""
 
 from __future__ import annotations
 

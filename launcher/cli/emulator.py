@@ -1,4 +1,4 @@
-"""`tpu-launch emulator start|stop|status|inject`: parse, call, print; no logic."""
+"""Commands that need no Google Cloud: `emulator start|stop|status|inject`, and `rehearsal`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 
 import click
 
+from launcher import installation
+from launcher import rehearsal as rehearsals
+from launcher.cli import terminal
 from launcher.emulator import control
 from launcher.errors import LaunchError
 
@@ -311,6 +314,34 @@ def slow(seconds: float, service: str, as_json: bool) -> None:
 def clear(as_json: bool) -> None:
     """End all faults: hosts that were killed or cut off come back; a preempted node stays preempted."""
     _inject("clear", as_json)
+
+
+@click.command()
+@click.option(
+    "-f",
+    "--file",
+    "path",
+    type=click.Path(path_type=Path),
+    help="The run's YAML file.  [default: examples/rehearsal.yaml, which is installed with tpu-launch]",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a key of the file: --set slice.accelerator_type=v4-32.",
+)
+def rehearsal(path: Path | None, overrides: tuple[str, ...]) -> None:
+    """Rehearse a whole run on an emulated slice of this machine: up, prepare data, train, down."""
+    screen = rehearsals.Screen(
+        terminal.say,
+        lambda command: terminal.say(click.style(f"$ {command}", bold=True)),
+        lambda line: click.echo(f"         {line}", err=True),
+    )
+    summary = rehearsals.rehearse(path or installation.example("rehearsal.yaml"), overrides, screen)
+    click.echo("")
+    for line in rehearsals.lines(summary):
+        click.echo(line)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,42 @@
-"""The options that every verb of `tpu-launch` has, and what comes of them: the file as `config`, and the emulator's
-endpoints with `--emulated`."""
+"""Options that every command of `tpu-launch` has, and what commands make of them: the configuration, the provider, and
+the emulator's endpoints with `--emulated`."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from launcher.cli import terminal
+from launcher.clock import SystemClock
 from launcher.errors import BadInput
+from launcher.home import home
+
+if TYPE_CHECKING:
+    from launcher.config import Config
+    from launcher.provider import Provider
+    from launcher.run.launch import Context
 
 DEFAULT_FILE = Path("tpu-launch.yaml")
-_GKE_VERBS = ("up", "run", "status", "logs", "stop", "down", "manifest")
+PROVIDERS = ("tpu-vm", "gke")  # names in launcher.providers, which takes longer to import than help may
+# Commands that work with any provider; the others are for slices that are Cloud TPU nodes.
+_ANY_PROVIDER = ("up", "run", "status", "logs", "stop", "down", "manifest")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--file")) -> Function:
-    """Adds the options that every verb has, loads the file, and hands it over as `config`."""
+    """Adds the options that every command has, loads the file, and hands it over as `config`.
+
+    Args:
+        function: The command; its first argument is the configuration.
+        file_flags: Flags that name the file.
+    """
 
     def wrapped(
         context: click.Context, /, path: Path, overrides: tuple[str, ...], provider: str, emulated: bool, **options: Any
@@ -31,15 +46,11 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
         path = options.pop("named", None) or path
         if not path.exists():
             raise BadInput(
-                f"{path}: no such file: name the run's YAML file with {file_flags[0]}, or write a first one with `tpu-launch init`"
+                f"{path}: no such file: name the run's YAML file with {file_flags[0]}, "
+                "or write a first one with `tpu-launch init`"
             )
         emulated = emulated or bool(context.find_root().obj)
-        if provider == "gke" and function.__name__ not in _GKE_VERBS:
-            raise BadInput(
-                f"tpu-launch {function.__name__} is for TPU VMs; with --provider gke there are {', '.join(_GKE_VERBS)}"
-            )
-        if provider == "gke" and emulated:
-            raise BadInput("--emulated is a slice of TPU VMs; a cluster is not emulated")
+        _require_support(function.__name__, provider, emulated)
         config = replace(load(path, overrides, command=options.get("command", ())), provider=provider)
         if not emulated:
             return function(config, **options)
@@ -50,14 +61,20 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
 
     functools.update_wrapper(wrapped, function)
     decorated: Any = click.pass_context(wrapped)
-    for option in (
+    for option in _options(file_flags):
+        decorated = option(decorated)
+    return cast(Function, decorated)
+
+
+def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
+    return [
         click.option(
             "--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud."
         ),
         click.option(
             "--provider",
-            type=click.Choice(["tpu-vm", "gke"]),
-            default="tpu-vm",
+            type=click.Choice(PROVIDERS),
+            default=PROVIDERS[0],
             show_default=True,
             help="Where the hosts are.",
         ),
@@ -76,6 +93,46 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
             show_default=True,
             help="The run's YAML file.",
         ),
-    ):
-        decorated = option(decorated)
-    return cast(Function, decorated)
+    ]
+
+
+def _require_support(command: str, provider: str, emulated: bool) -> None:
+    """Raises BadInput for a command, or `--emulated`, that the provider does not have."""
+    if provider == PROVIDERS[0]:
+        return
+    from launcher.providers import capabilities
+
+    if not capabilities(provider).cloud_tpu_node and command not in _ANY_PROVIDER:
+        raise BadInput(
+            f"tpu-launch {command} is for TPU VMs; with --provider {provider} there are {', '.join(_ANY_PROVIDER)}"
+        )
+    if emulated and not capabilities(provider).emulated:
+        raise BadInput("--emulated is a slice of TPU VMs; a cluster is not emulated")
+
+
+def open_provider(config: Config) -> Provider:
+    """The provider of a command; the caller closes it."""
+    from launcher.providers import make_provider
+
+    return make_provider(config, terminal.say)
+
+
+def run_context() -> Context:
+    """This process, for the commands on a run."""
+    from launcher.run.launch import Context
+    from launcher.run.supervise import Output
+
+    return Context(home(), os.environ, open_provider, Output(terminal.say, terminal.host_line), SystemClock())
+
+
+def show_plan(config: Config, command: str) -> None:
+    """`--dry-run`: prints what a command would do, as `plan` does."""
+    from launcher.plan import steps
+
+    for step in steps(config):
+        if step.verb == command:
+            click.echo(step.text())
+
+
+dry_run_option = click.option("--dry-run", is_flag=True, help="Print the commands, as `plan` does, and do nothing.")
+run_option = click.option("--run", "run_id", metavar="RUN", help="This run instead of the newest of the slice.")

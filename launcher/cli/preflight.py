@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 import click
 
+from launcher.checks import preflight as checks
 from launcher.cli import terminal
 from launcher.cli.options import configured
+from launcher.config import Config
 from launcher.errors import Exit
 from launcher.home import home
-
-if TYPE_CHECKING:
-    from launcher.config import Config
 
 
 @click.command()
@@ -48,15 +46,13 @@ def preflight(
     tpu-launch preflight -f run.yaml
     tpu-launch preflight -f run.yaml --accelerator v3-8,v4-32 --max-batch
     """
-    from launcher.checks import preflight as preflight_check
-
     stand_ins = {"--vocabulary": vocabulary, "--sequence-length": sequence_length, "--labels": labels}
     more = [part for flag, value in stand_ins.items() if value is not None for part in (flag, str(value))]
-    names = [each.strip() for each in accelerators.split(",") if each.strip()]
-    results = preflight_check.check(config, home(), names, max_batch=max_batch, more=more, say=terminal.say)
+    names = [name.strip() for name in accelerators.split(",") if name.strip()]
+    results = checks.check(config, home(), names, max_batch=max_batch, more=more, say=terminal.say)
     if as_json:
-        terminal.dump({"fits": all(each["fits"] for each in results), "accelerators": results})
+        terminal.dump({"fits": all(result["fits"] for result in results), "accelerators": results})
     else:
-        for line in (line for each in results for line in each["lines"]):
+        for line in (line for result in results for line in result["lines"]):
             click.echo(line)
-    sys.exit(Exit.OK if all(each["fits"] for each in results) else Exit.DOES_NOT_FIT)
+    sys.exit(Exit.OK if all(result["fits"] for result in results) else Exit.DOES_NOT_FIT)

@@ -1,21 +1,78 @@
-"""Verbs that look over all slices of a project: `tpu-launch list` and `tpu-launch gc`."""
+"""Commands on slices: `up`, `down`, and over all slices of a project `list` and `gc`."""
 
 from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from dataclasses import replace
 
 import click
 
 from launcher import costs, shell
+from launcher.checks import inputs, preflight
 from launcher.cli import terminal
-from launcher.cli.options import configured
+from launcher.cli.options import configured, dry_run_option, open_provider, show_plan
+from launcher.config import Config
+from launcher.errors import LaunchError
+from launcher.home import home
+from launcher.tpu_vm import gcloud, inventory, slices
 
 _DELETE_SECONDS = 900.0
 
 
-def _zones(config: Any, everywhere: bool) -> list[str]:
+@click.command()
+@click.option(
+    "--max-cost",
+    type=click.FloatRange(0, min_open=True),
+    metavar="DOLLARS",
+    help="Refuse a slice that costs more an hour.",
+)
+@click.option("--no-preflight", is_flag=True, help="Go on although preflight found before that the step does not fit.")
+@dry_run_option
+@configured
+def up(config: Config, max_cost: float | None, dry_run: bool, no_preflight: bool) -> None:
+    """Create the slice and wait until every host answers. Idempotent: goes on waiting for a slice that is on its
+    way."""
+    if max_cost is not None:
+        config = replace(config, slice=config.slice.model_copy(update={"max_cost_per_hour": max_cost}))
+    if dry_run:
+        show_plan(config, "up")
+        return
+    inputs.buckets(config)
+    if not no_preflight:
+        preflight.require(config, home(), terminal.say)
+    provider = open_provider(config)
+    try:
+        provider.create()
+    except KeyboardInterrupt:
+        if config.slice.queued is None:  # the queue has messages of its own
+            terminal.say(
+                "interrupted: Google may go on creating it. `tpu-launch up` goes on waiting, "
+                "`tpu-launch down` deletes it"
+            )
+        raise
+    hosts, devices = config.accelerator.hosts, config.accelerator.devices
+    terminal.say(f"slice {config.slice.name} is READY: {hosts} hosts, {devices} devices")
+
+
+@click.command()
+@dry_run_option
+@configured
+def down(config: Config, dry_run: bool) -> None:
+    """Delete the slice and wait until it is gone. The runs' folders and what they saved stay."""
+    if dry_run:
+        show_plan(config, "down")
+        return
+    provider = open_provider(config)
+    try:
+        provider.delete()
+    except KeyboardInterrupt:
+        terminal.say("interrupted: a deletion that Google was asked for goes on; `tpu-launch down` again waits for it")
+        raise
+    terminal.say(f"slice {config.slice.name} is gone")
+
+
+def _zones(config: Config, everywhere: bool) -> list[str]:
     return ["-"] if everywhere else config.zones
 
 
@@ -28,21 +85,18 @@ everywhere_option = click.option(
 @everywhere_option
 @click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
 @configured
-def list_(config: Any, everywhere: bool, as_json: bool) -> None:
+def list_(config: Config, everywhere: bool, as_json: bool) -> None:
     """List the project's slices that tpu-launch made: state, owner, run, age, cost so far, expiry."""
-    from launcher.tpu_vm import inventory
-
-    found = inventory.list_owned(config.project, _zones(config, everywhere))
+    listed = inventory.list_owned(config.project, _zones(config, everywhere))
     now = time.time()
     if as_json:
-        terminal.dump([each.as_json(now) for each in found])
-    elif found:
-        terminal.table(inventory.COLUMNS, [each.row(now) for each in found])
+        terminal.dump([item.as_json(now) for item in listed])
+    elif listed:
+        terminal.table(inventory.COLUMNS, [item.row(now) for item in listed])
         terminal.say(f"costs: list prices of {costs.AS_OF}, counted since creation")
     else:
-        terminal.say(
-            f"no slices of tpu-launch in project {config.project}, {'any zone' if everywhere else ', '.join(config.zones)}"
-        )
+        zones = "any zone" if everywhere else ", ".join(config.zones)
+        terminal.say(f"no slices of tpu-launch in project {config.project}, {zones}")
 
 
 @click.command()
@@ -51,7 +105,7 @@ def list_(config: Any, everywhere: bool, as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Delete them; without it they are only listed.")
 @click.option("--json", "as_json", is_flag=True, help="What was found, for scripts.")
 @configured
-def gc(config: Any, everywhere: bool, all_owners: bool, yes: bool, as_json: bool) -> None:
+def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: bool) -> None:
     """Delete leftovers of tpu-launch: slices past their expiry, preempted, suspended or failed ones. Never touches
     anything else.
 
@@ -60,34 +114,32 @@ def gc(config: Any, everywhere: bool, all_owners: bool, yes: bool, as_json: bool
     tpu-launch gc --yes             delete them
     tpu-launch gc --all-owners --all-zones --yes    as a nightly job
     """
-    from launcher.errors import LaunchError
-    from launcher.tpu_vm import gcloud, inventory, slices
-
     now = time.time()
     owner = None if all_owners else slices.owner()
-    found = inventory.find_leftovers(inventory.list_owned(config.project, _zones(config, everywhere)), now, owner=owner)
+    leftovers = inventory.find_leftovers(
+        inventory.list_owned(config.project, _zones(config, everywhere)), now, owner=owner
+    )
     if as_json:
-        terminal.dump([each.as_json(now) for each in found])
-    if not found:
+        terminal.dump([item.as_json(now) for item in leftovers])
+    if not leftovers:
         terminal.say("nothing to remove")
-    failed: LaunchError | None = None
-    for each in found:
-        terminal.say(
-            f"{each.kind} {each.name} in {each.zone} ({each.accelerator_type}, owner {each.owner}) {each.why_leftover(now)}"
-        )
-        command = inventory.delete_command(config.project, each)
+    failure: LaunchError | None = None
+    for item in leftovers:
+        kind = f"{item.kind} {item.name} in {item.zone} ({item.accelerator_type}, owner {item.owner})"
+        terminal.say(f"{kind} {item.why_leftover(now)}")
+        command = inventory.delete_command(config.project, item)
         if not yes:
             terminal.say(f"  {shell.quote(command)}")
             continue
         try:
             gcloud.call(command, timeout=_DELETE_SECONDS)
-            terminal.say(f"  deleted {each.name}")
+            terminal.say(f"  deleted {item.name}")
         except gcloud.NotFound:
-            terminal.say(f"  {each.name} is gone already")
+            terminal.say(f"  {item.name} is gone already")
         except LaunchError as error:  # the others are still deleted
-            terminal.error(f"{each.name}: {error}")
-            failed = error
-    if failed is not None:
-        sys.exit(failed.exit_code)
-    if found and not yes:
+            terminal.error(f"{item.name}: {error}")
+            failure = error
+    if failure is not None:
+        sys.exit(failure.exit_code)
+    if leftovers and not yes:
         terminal.say("nothing was deleted: `tpu-launch gc --yes` deletes what is listed")

@@ -1,5 +1,4 @@
-"""Verbs that take a person to a host: `tpu-launch ssh` and `tpu-launch tunnel`. Both are one gcloud session that
-belongs to the terminal."""
+"""`tpu-launch ssh` and `tpu-launch tunnel`: one gcloud session that belongs to the terminal."""
 
 from __future__ import annotations
 
@@ -9,14 +8,15 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
 
 import click
 
 from launcher import shell
 from launcher.cli import terminal
 from launcher.cli.options import configured
+from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
+from launcher.tpu_vm import gcloud
 
 _DAYS = 7 * 24 * 3600.0
 _TUNNEL_SECONDS = 120.0
@@ -26,7 +26,7 @@ host_option = click.option(
 )
 
 
-def _check_host(config: Any, host: int) -> None:
+def _check_host(config: Config, host: int) -> None:
     if host >= config.accelerator.hosts:
         raise BadInput(
             f"--host {host}: a {config.slice.accelerator_type} has hosts 0 to {config.accelerator.hosts - 1}"
@@ -37,15 +37,13 @@ def _check_host(config: Any, host: int) -> None:
 @host_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @configured
-def ssh(config: Any, host: int, command: tuple[str, ...]) -> None:
+def ssh(config: Config, host: int, command: tuple[str, ...]) -> None:
     """Open a shell on a host, or run a command there; its exit code is ours.
 
     \b
     tpu-launch ssh -f run.yaml --host 1
     tpu-launch ssh -f run.yaml --host 1 -- sudo docker ps
     """
-    from launcher.tpu_vm import gcloud
-
     _check_host(config, host)
     if command:
         sys.exit(shell.attached(gcloud.ssh_command(config, remote_script(command), worker=str(host))))
@@ -53,7 +51,7 @@ def ssh(config: Any, host: int, command: tuple[str, ...]) -> None:
 
 
 def remote_script(command: tuple[str, ...]) -> str:
-    """The command's words, each as it is. An exit code of 255 is told as 254: gcloud would take it for ssh's and run
+    """The command's words, each as it is. An exit code of 255 becomes 254: gcloud would take it for ssh's and run
     the command again."""
     return f"{shlex.join(command)}; code=$?; [ $code = 255 ] && code=254; exit $code"
 
@@ -67,19 +65,17 @@ def remote_script(command: tuple[str, ...]) -> str:
     "--local-port", type=click.IntRange(1, 65535), help="Here, on 127.0.0.1.  [default: the same, or a free one]"
 )
 @configured
-def tunnel(config: Any, host: int, port: int, local_port: int | None) -> None:
+def tunnel(config: Config, host: int, port: int, local_port: int | None) -> None:
     """Make a port of a host reachable on 127.0.0.1 of this machine until Ctrl-C; prints the address."""
-    from launcher.tpu_vm import gcloud
-
     _check_host(config, host)
-    here = _free(local_port, port)
-    forward = ["-N", "-oExitOnForwardFailure=yes", f"-L127.0.0.1:{here}:localhost:{port}"]
-    said: list[str] = []
+    local = _free(local_port, port)
+    forward = ["-N", "-oExitOnForwardFailure=yes", f"-L127.0.0.1:{local}:localhost:{port}"]
+    output: list[str] = []
     over = threading.Event()
-    announcer = threading.Thread(target=_announce, args=(here, port, host, over), daemon=True)
+    announcer = threading.Thread(target=_announce, args=(local, port, host, over), daemon=True)
     announcer.start()
     try:
-        result = shell.stream(gcloud.shell_command(config, host, forward), said.append, timeout=_DAYS)
+        result = shell.stream(gcloud.shell_command(config, host, forward), output.append, timeout=_DAYS)
     except KeyboardInterrupt:
         terminal.say("the tunnel is closed")
         return
@@ -98,11 +94,11 @@ def _free(wanted: int | None, preferred: int) -> int:
     raise BadInput(f"port {wanted} of 127.0.0.1 is taken: choose another --local-port, or leave it out")
 
 
-def _announce(here: int, port: int, host: int, over: threading.Event) -> None:
+def _announce(local: int, port: int, host: int, over: threading.Event) -> None:
     """Says the address once something listens there."""
     deadline = time.monotonic() + _TUNNEL_SECONDS
     while not over.is_set() and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", here), 1):
-            terminal.say(f"http://127.0.0.1:{here} leads to port {port} of host {host}; Ctrl-C closes it")
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", local), 1):
+            terminal.say(f"http://127.0.0.1:{local} leads to port {port} of host {host}; Ctrl-C closes it")
             return
         over.wait(0.2)

@@ -117,22 +117,23 @@ def run(request: Request, context: Context) -> Outcome:
             return _start_or_resume(request, context, ledger, provider, wanted, extras)
 
 
-def attach(config: Config, context: Context, run_id: str | None, variables: Path | None = None) -> Outcome:
+def attach(request: Request, context: Context) -> Outcome:
     """Goes on watching a run that was started before, from this terminal or another.
 
     Attempts that follow are made from the run's specification; the file on this command line only finds the run.
 
     Args:
-        config: Finds the run: the newest one of its slice.
+        request: Finds the run: its id, or the newest one of the slice. An env file gives values of the run's secrets.
         context: This process.
-        run_id: Finds the run instead.
-        variables: An env file with values of the run's secrets.
 
     Raises:
         BadInput: There is no such run, it is not running, or another attempt would follow and secrets are missing.
     """
-    ledger = ledgers.find(context.home, run_id, slice_name=config.slice.name, provider=config.provider)
-    given = env_file.read(variables).values if variables is not None else {}
+    config = request.config
+    if request.overlay is not None:
+        raise BadInput("--overlay: a run that is there keeps the overlay that it was started with: leave out --attach")
+    ledger = ledgers.find(context.home, request.run_id, slice_name=config.slice.name, provider=config.provider)
+    given = env_file.read(request.env_file).values if request.env_file is not None else {}
     with ledger.supervising():
         if ledger.attempts == 0:
             raise BadInput(f"run {ledger.run_id} was never started")
@@ -337,7 +338,7 @@ def _status(observation: Observation) -> str:
     return observation.container.status if observation.container is not None else ""
 
 
-def interrupted(config: Config, home: Path, say: Say) -> None:
+def explain_interrupt(config: Config, home: Path, say: Say) -> None:
     """Says what Ctrl-C means for the run of this slice."""
     if under_way(config, home):
         say(

@@ -28,8 +28,17 @@ from pathlib import Path
 from launcher.clock import Clock, SystemClock, format_time
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private
-from launcher.run import events
-from launcher.run.events import Entry, Event
+from launcher.run.events import (
+    AttemptBegan,
+    Ended,
+    Entry,
+    Event,
+    LeftBehind,
+    StopRequested,
+    Swept,
+    from_document,
+    to_document,
+)
 
 _LOCK_POLL_SECONDS = 0.05
 
@@ -70,7 +79,7 @@ class Ledger:
 
     def append(self, event: Event) -> None:
         """Records an event. It must not hold secrets: the file is kept."""
-        line = json.dumps(events.to_document(format_time(self._clock.time()), event))
+        line = json.dumps(to_document(format_time(self._clock.time()), event))
         with open(os.open(self._events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
             file.write(line + "\n")
 
@@ -81,7 +90,7 @@ class Ledger:
             entries = []
             for line in self._events.read_text().splitlines():
                 with contextlib.suppress(json.JSONDecodeError):  # cut by a crash
-                    entries.append(events.from_document(json.loads(line)))
+                    entries.append(from_document(json.loads(line)))
             self._cached = size, entries
         return self._cached[1]
 
@@ -92,12 +101,12 @@ class Ledger:
     @property
     def attempts(self) -> int:
         """How many attempts were begun."""
-        return 1 + max((event.attempt for event in self.events() if isinstance(event, events.AttemptBegan)), default=-1)
+        return 1 + max((event.attempt for event in self.events() if isinstance(event, AttemptBegan)), default=-1)
 
     @property
-    def last_attempt(self) -> events.AttemptBegan | None:
+    def last_attempt(self) -> AttemptBegan | None:
         """The newest attempt; None before the first."""
-        return next((event for event in reversed(self.events()) if isinstance(event, events.AttemptBegan)), None)
+        return next((event for event in reversed(self.events()) if isinstance(event, AttemptBegan)), None)
 
     @property
     def under_way(self) -> bool:
@@ -108,20 +117,20 @@ class Ledger:
     def outcome(self) -> str | None:
         """How the last attempt ended ("finished", "host lost", ...); None while it is open, or before the first."""
         for event in reversed(self.events()):
-            if isinstance(event, events.Ended):
+            if isinstance(event, Ended):
                 return event.outcome
-            if isinstance(event, events.AttemptBegan):
+            if isinstance(event, AttemptBegan):
                 return None
         return None
 
     def stop_requested(self, attempt: int) -> bool:
         """Whether the run's owner asked this attempt to stop."""
-        return any(isinstance(event, events.StopRequested) and event.attempt == attempt for event in self.events())
+        return any(isinstance(event, StopRequested) and event.attempt == attempt for event in self.events())
 
-    def left_behind(self) -> list[events.LeftBehind]:
+    def left_behind(self) -> list[LeftBehind]:
         """Containers that ended attempts may have left on hosts, and that were not removed since."""
-        swept = {event.attempt for event in self.events() if isinstance(event, events.Swept)}
-        return [event for event in self.events() if isinstance(event, events.LeftBehind) and event.attempt not in swept]
+        swept = {event.attempt for event in self.events() if isinstance(event, Swept)}
+        return [event for event in self.events() if isinstance(event, LeftBehind) and event.attempt not in swept]
 
     def log_file(self, attempt: int, worker: int) -> Path:
         """Where the lines of a host are kept; makes the folder."""

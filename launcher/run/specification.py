@@ -28,7 +28,6 @@ from launcher.provider import Overlay
 from launcher.run import env_file
 from training.yaml_file import ConfigError, Document, Section, load, refuse_unknown, validate
 
-FORMAT = 1
 FILE = "specification.yaml"
 
 
@@ -45,7 +44,7 @@ class OverlaySection(Section):
 class Specification(Section):
     """What a run is, as its folder keeps it."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[1] = 1
 
     run: str
     """The run's id."""

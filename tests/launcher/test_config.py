@@ -6,7 +6,7 @@ import pytest
 
 from launcher.config import load
 from launcher.errors import BadInput, Exit
-from launcher.run.launch import meaning
+from launcher.run.specification import meaning
 
 GOOD = """\
 project: my-project

@@ -14,7 +14,8 @@ from launcher.checks.doctor import Verdict, quota_row
 from launcher.cli.main import cli
 from launcher.config import Config, load
 from launcher.errors import BadInput
-from launcher.run import env_file, overlay
+from launcher.images import overlay
+from launcher.run import env_file
 from launcher.tpu_vm import gcloud, idle_shutdown
 
 FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, EXTRA}\n"
@@ -32,11 +33,10 @@ def test_the_same_files_are_the_same_overlay_and_others_another(tmp_path: Path) 
         (folder / "__pycache__").mkdir(parents=True)
         (folder / "loop.py").write_text("x = 1\n")
         (folder / "__pycache__" / "loop.pyc").write_text(name)
-    one, two = (overlay.read(f"{tmp_path / name / 'training'}=/opt/tpu-launch/training") for name in ("a", "b"))
+    one, two = (overlay.pack(f"{tmp_path / name / 'training'}=/opt/tpu-launch/training") for name in ("a", "b"))
     assert one.digest == two.digest
     (tmp_path / "b" / "training" / "loop.py").write_text("x = 2\n")
-    overlay.read.cache_clear()
-    assert overlay.read(f"{tmp_path / 'b' / 'training'}=/opt/tpu-launch/training").digest != one.digest
+    assert overlay.pack(f"{tmp_path / 'b' / 'training'}=/opt/tpu-launch/training").digest != one.digest
 
 
 @pytest.mark.parametrize(
@@ -44,13 +44,13 @@ def test_the_same_files_are_the_same_overlay_and_others_another(tmp_path: Path) 
 )
 def test_a_wrong_overlay_is_refused(wanted: str, words: str) -> None:
     with pytest.raises(BadInput, match=words):
-        overlay.read(wanted)
+        overlay.pack(wanted)
 
 
 def test_an_env_file_is_read_as_people_write_it(tmp_path: Path) -> None:
     path = tmp_path / ".env"
     path.write_text("# comment\n\nA=1\nexport B='two words'\nC=\"$HOME\"\nD=a=b\nE=\n")
-    assert env_file.read(path) == {"A": "1", "B": "two words", "C": "$HOME", "D": "a=b", "E": ""}
+    assert env_file.read(path).values == {"A": "1", "B": "two words", "C": "$HOME", "D": "a=b", "E": ""}
     path.write_text("A=1\nnot a variable: secret-value\n")
     with pytest.raises(BadInput, match=r"\.env:2: must be NAME=VALUE") as refused:
         env_file.read(path)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher import scaffold as init
-from launcher.cli.setup import init as command
+from launcher.cli.init import init as command
 from launcher.cli.ssh import remote_script
 from launcher.config import load
 from launcher.errors import BadInput

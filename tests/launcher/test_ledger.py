@@ -9,13 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from launcher.clock import SystemClock
 from launcher.errors import Exit, LaunchError
-from launcher.run.ledger import Ledger, RunRecord, begin
+from launcher.run.events import AttemptBegan, Ended
+from launcher.run.ledger import Ledger, RunRecord, begin, new_run_id
 
 HOUSE = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys
 from pathlib import Path
+from launcher.run.events import AttemptBegan, Ended
 from launcher.run.ledger import Ledger
 with Ledger(Path(sys.argv[1])).supervising():
     print("held", flush=True)
@@ -24,10 +27,8 @@ with Ledger(Path(sys.argv[1])).supervising():
 
 
 def new_run(home: Path) -> Ledger:
-    def record(run_id: str) -> RunRecord:
-        return RunRecord(run_id, "r", "p", "z", "s", "f.yaml", ["true"], "hash", 0.0)
-
-    return begin(home, record, "", "r")
+    run_id = new_run_id("r", SystemClock())
+    return begin(home, RunRecord(run_id, "r", "p", "z", "s", "f.yaml", ["true"], "hash", 0.0), "")
 
 
 def test_a_second_launcher_on_a_run_is_told_who_the_first_is_and_takes_over_when_it_is_gone(tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_a_run_is_under_way_from_the_beginning_of_an_attempt_to_its_end(tmp_path
     run = new_run(tmp_path)
     assert not run.under_way
     for number in range(2):
-        run.event("attempt", attempt=number)
+        run.append(AttemptBegan(number))
         assert run.under_way
-        run.event("ended", attempt=number, outcome="failed")
+        run.append(Ended(number, outcome="failed"))
         assert not run.under_way

@@ -15,7 +15,8 @@ import pytest
 from launcher.checks import preflight
 from launcher.config import load
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.run import launch as launching
+from launcher.run import specification
+from launcher.run.attempts import make_attempt
 
 HOUSE = Path(__file__).resolve().parents[2]
 
@@ -105,14 +106,16 @@ def test_other_data_is_another_question(folder: Path) -> None:
 
 
 def test_containers_are_told_what_was_checked(folder: Path) -> None:
-    said: list[str] = []
-    assert preflight.require(load("run.yaml"), folder / "home", said.append).run.environment == {}
+    messages: list[str] = []
+    config = load("run.yaml")
+    assert preflight.require(config, folder / "home", messages.append) == ()
     keep(folder, result(fits=True))
-    told = preflight.require(load("run.yaml"), folder / "home", said.append)
-    assert told.run.environment == {"TPU_LAUNCH_PREFLIGHT": "0123456789abcdef"}
-    attempt = launching.make_attempt(told, "demo-1", 0, "image")
-    assert launching._checked(attempt) == {"preflight": "0123456789abcdef"}, "what the run's events keep"
-    assert said == ["preflight: the step was compiled for v4-16 before, and fits"]
+    hashes = preflight.require(config, folder / "home", messages.append)
+    spec = specification.describe(config, "demo-1", preflight=hashes)
+    assert spec.preflight == ["0123456789abcdef"], "what the run's folder keeps"
+    attempt = make_attempt(spec, config, 0, "image")
+    assert attempt.environment == {"TPU_LAUNCH_PREFLIGHT": "0123456789abcdef"}
+    assert messages == ["preflight: the step was compiled for v4-16 before, and fits"]
 
 
 def test_a_file_that_was_cut_is_no_answer(folder: Path) -> None:

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.run.events import Ended, Event, Recovering, SliceReplaced
 from launcher.run.recovery import Budgets, Next, Spent, bad_host, decide, spent_so_far
-from launcher.run.verdict import Kind, Verdict
+from launcher.run.verdict import Cause, Kind, Verdict
 
 ENDED = [kind for kind in Kind if kind.ended]
 PREEMPTIONS = [Kind.PREEMPTED, Kind.HOST_LOST, Kind.SAVED]
@@ -49,19 +50,20 @@ def test_failures_wait_longer_each_time_and_preemptions_do_not_wait() -> None:
 def test_no_history_starts_more_attempts_than_the_budgets_allow(
     kinds: list[Kind], preemptions: int, failures: int
 ) -> None:
-    events: list[dict[str, str]] = []
+    events: list[Event] = []
     for kind in kinds:
         if (
             decide(Verdict(kind), spent_so_far(events), Budgets(preemptions, failures), stop_requested=False).next
             is Next.RECOVER
         ):
-            events.append({"event": "recover", "after": kind.value})
-    assert sum(event["after"] in {kind.value for kind in PREEMPTIONS} for event in events) <= preemptions
-    assert sum(event["after"] == Kind.FAILED.value for event in events) <= failures
+            events.append(Recovering(0, after=kind.value))
+    reasons = [event.after for event in events if isinstance(event, Recovering)]
+    assert sum(reason in {kind.value for kind in PREEMPTIONS} for reason in reasons) <= preemptions
+    assert sum(reason == Kind.FAILED.value for reason in reasons) <= failures
 
 
-def ended(worker: int, kind: Kind = Kind.FAILED) -> dict[str, object]:
-    return {"event": "ended", "outcome": kind.value, "cause": {"worker": worker}}
+def ended(worker: int, kind: Kind = Kind.FAILED) -> Event:
+    return Ended(0, kind.value, Cause(worker, ""))
 
 
 @pytest.mark.parametrize(
@@ -70,13 +72,13 @@ def ended(worker: int, kind: Kind = Kind.FAILED) -> dict[str, object]:
         ([], (-1, 0)),
         ([ended(1), ended(1)], (1, 2)),
         ([ended(1), ended(0)], (0, 1)),
-        ([ended(1), {"event": "recover"}, ended(1, Kind.HOST_LOST)], (1, 2)),
+        ([ended(1), Recovering(0, "failed"), ended(1, Kind.HOST_LOST)], (1, 2)),
         ([ended(1), ended(-1, Kind.PREEMPTED)], (-1, 0)),
-        ([ended(1), {"event": "ended", "outcome": "preempted", "cause": None}, ended(1)], (1, 1)),
-        ([ended(1), ended(1), {"event": "replaced"}, ended(1)], (1, 1)),
+        ([ended(1), Ended(0, "preempted"), ended(1)], (1, 1)),
+        ([ended(1), ended(1), SliceReplaced(0), ended(1)], (1, 1)),
     ],
 )
 def test_a_host_is_bad_that_is_the_first_cause_again_and_again_on_one_slice(
-    events: list[dict[str, object]], found: tuple[int, int]
+    events: list[Event], found: tuple[int, int]
 ) -> None:
     assert bad_host(events) == found

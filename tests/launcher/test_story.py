@@ -3,11 +3,12 @@ understands."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
-from launcher.run import status as look
 from launcher.run.ledger import Ledger
+from launcher.run.status import recent_history
 
 LOST = {"worker": 1, "what": "the host went away and came back; its container was killed with it"}
 EVENTS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -25,10 +26,9 @@ EVENTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def test_the_story_of_a_recovery_is_a_few_lines(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path)
-    for name, details in EVENTS:
-        ledger.event(name, **details)
-    assert [line.partition(" ")[2] for line in look._story(ledger)] == [
+    lines = [json.dumps({"time": "2026-11-21T22:00:00Z", "event": name, **details}) for name, details in EVENTS]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    assert [line.partition(" ")[2] for line in recent_history(Ledger(tmp_path))] == [
         "attempt 0: started",
         "attempt 0: host 1 out of reach: timed out",
         "attempt 0: host 1 back",

@@ -1,19 +1,16 @@
-"""Verbs before a first run: `tpu-launch init` and `tpu-launch doctor`."""
+"""`tpu-launch init`: writes a first file."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
-from launcher import shell
+from launcher import scaffold, shell
 from launcher.cli import terminal
-from launcher.cli.options import DEFAULT_FILE, configured
-from launcher.errors import BadInput, Exit
-
-_COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "red"}
+from launcher.cli.options import DEFAULT_FILE
+from launcher.errors import BadInput
 
 
 @click.command()
@@ -55,18 +52,16 @@ def init(
     tpu-launch init
     tpu-launch init -f bert.yaml --project my-project --accelerator-type v4-16 --bucket my-bucket
     """
-    from launcher import scaffold as writer
-
     if path.exists():
         raise BadInput(f"{path} exists and is not overwritten: choose another name with --file, or remove it")
     project = project or _ask("--project", "Google Cloud project")
-    wanted = writer.known(accelerator_type or _ask("--accelerator-type", "Accelerator type", "v4-8"))
-    zone = zone or _ask("--zone", "Zone", wanted.generation.zones[0], optional=True)
+    accelerator = scaffold.known(accelerator_type or _ask("--accelerator-type", "Accelerator type", "v4-8"))
+    zone = zone or _ask("--zone", "Zone", accelerator.generation.zones[0], optional=True)
     name = name or _ask("--name", "Name of the slice", _slice_name(path), optional=True)
     if bucket is None:
         bucket = _ask("--bucket", "Bucket for data and checkpoints (empty: none)", "", optional=True)
     bucket = bucket.removeprefix("gs://").rstrip("/")
-    writer.write(path, writer.Answers(project, wanted.name, zone, name, capacity, bucket or None, repository))
+    scaffold.write(path, scaffold.Answers(project, accelerator.name, zone, name, capacity, bucket or None, repository))
     terminal.say(f"wrote {path}; next: {shell.quote(['tpu-launch', 'doctor', '-f', str(path)])}")
 
 
@@ -85,23 +80,3 @@ def _slice_name(path: Path) -> str:
         letter if letter.isascii() and letter.isalnum() else "-" for letter in path.absolute().parent.name.lower()
     )
     return letters.strip("-0123456789")[:40].rstrip("-") or "slice"
-
-
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="The rows as JSON.")
-@configured
-def doctor(config: Any, as_json: bool) -> None:
-    """Look at everything that a run needs, and print the command that mends what is missing. Changes nothing; 0 or
-    2."""
-    from launcher.checks import doctor as examiner
-
-    rows = examiner.examine(config)
-    if as_json:
-        terminal.dump([row.as_json() for row in rows])
-    else:
-        for row in rows:
-            click.echo(f"{click.style(row.verdict.value, fg=_COLOURS[row.verdict.value])}  {row.check}: {row.detail}")
-            if row.fix:
-                click.echo(f"      to mend it: {row.fix}")
-    if examiner.failed(rows):
-        sys.exit(Exit.BAD_INPUT)

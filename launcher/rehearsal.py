@@ -16,13 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
-
-from launcher import installation, shell
-from launcher.cli import terminal
+from launcher import shell
 from launcher.config import Config, load
 from launcher.emulator import control
-from launcher.errors import BadInput, LaunchError
+from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home
 from launcher.run import ledger as ledgers
 from training import storage
@@ -43,6 +40,20 @@ _TRAINER_KEYS = (
 
 
 @dataclass(frozen=True)
+class Screen:
+    """Where a person sees the rehearsal."""
+
+    say: Callable[[str], None]
+    """Takes a line about the rehearsal itself."""
+
+    command: Callable[[str], None]
+    """Takes a command line that is about to run."""
+
+    line: Callable[[str], None]
+    """Takes a line that a command printed."""
+
+
+@dataclass(frozen=True)
 class Step:
     """One command of the rehearsal, and the phase its seconds count for."""
 
@@ -59,18 +70,21 @@ def steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
         )
     if config.trainer.task != "mlm":
         raise BadInput(
-            f"{config.document.place(('task',))}: task: a rehearsal trains mlm, because that is what it has data for, not {config.trainer.task!r}"
+            f"{config.document.place(('task',))}: task: a rehearsal trains mlm, because that is what it has data for, "
+            f"not {config.trainer.task!r}"
         )
     buckets = {storage.split_remote(url)[0] for url in _urls(config) if storage.is_remote(url)}
     if len(buckets) != 1:
         raise BadInput(
-            f"{path}: a rehearsal streams from one bucket: data.train, data.evaluation, data.tokenizer and output must be in the same gs:// bucket"
+            f"{path}: a rehearsal streams from one bucket: data.train, data.evaluation, data.tokenizer and output "
+            "must be in the same gs:// bucket"
         )
     data = config.trainer.data
     corpus = data.train.removesuffix("/train")
     if not data.train.endswith("/train") or data.evaluation not in (None, f"{corpus}/evaluation"):
         raise BadInput(
-            f"{path}: a rehearsal writes its data to FOLDER/train and FOLDER/evaluation: data.train and data.evaluation must be named so"
+            f"{path}: a rehearsal writes its data to FOLDER/train and FOLDER/evaluation: "
+            "data.train and data.evaluation must be named so"
         )
     file = _file(path, overrides)
     here = ["--emulated", "local", *file, "--", "tpu-train"]
@@ -98,9 +112,12 @@ def _file(path: Path, overrides: Sequence[str]) -> list[str]:
     return ["-f", str(path), *(word for override in overrides for word in ("--set", override))]
 
 
-def rehearse(path: Path, overrides: Sequence[str], say: Callable[[str], None]) -> dict[str, Any]:
-    """Runs all steps and returns the summary. Raises LaunchError with the failing step's exit code; nothing is left
-    running."""
+def rehearse(path: Path, overrides: Sequence[str], screen: Screen) -> dict[str, Any]:
+    """Runs all steps and returns the summary.
+
+    Raises:
+        LaunchError: A step failed; it has the step's exit code. Nothing is left running.
+    """
     config = load(path, overrides)
     planned = steps(config, path, overrides)
     assert config.trainer is not None
@@ -111,17 +128,17 @@ def rehearse(path: Path, overrides: Sequence[str], say: Callable[[str], None]) -
     seconds: dict[str, float] = {}
     begun = time.monotonic()
     try:
-        _timed("emulator", ["emulator", "start", "--bucket", bucket], environment, seconds, say)
+        _timed("emulator", ["emulator", "start", "--bucket", bucket], environment, seconds, screen)
         for step in planned:
-            _timed(step.phase, step.arguments, environment, seconds, say)
+            _timed(step.phase, step.arguments, environment, seconds, screen)
         result = _trainer_summary(config, folder)
     except BaseException:
-        _take_down(environment, say)
+        _take_down(environment, screen)
         raise
     try:
-        _timed("down", ["--emulated", "down", *_file(path, overrides)], environment, seconds, say)
+        _timed("down", ["--emulated", "down", *_file(path, overrides)], environment, seconds, screen)
     finally:
-        _take_down(environment, say)
+        _take_down(environment, screen)
     seconds["total"] = time.monotonic() - begun
     missing = [key for key in _TRAINER_KEYS if key not in result]
     assert not missing, f"the trainer's summary lacks {missing}"
@@ -154,42 +171,19 @@ def lines(summary: dict[str, Any]) -> list[str]:
     ]
 
 
-@click.command()
-@click.option(
-    "-f",
-    "--file",
-    "path",
-    type=click.Path(path_type=Path),
-    help="The run's YAML file.  [default: examples/rehearsal.yaml, which is installed with tpu-launch]",
-)
-@click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
-    help="Change a key of the file: --set slice.accelerator_type=v4-32.",
-)
-def rehearsal(path: Path | None, overrides: tuple[str, ...]) -> None:
-    """Rehearse a whole run on an emulated slice of this machine: up, prepare data, train, down."""
-    summary = rehearse(path or installation.example("rehearsal.yaml"), overrides, terminal.say)
-    click.echo("")
-    for line in lines(summary):
-        click.echo(line)
-
-
 def _timed(
     phase: str,
     arguments: Sequence[str],
     environment: dict[str, str],
     seconds: dict[str, float],
-    say: Callable[[str], None],
+    screen: Screen,
 ) -> None:
     """Runs one command of ours as a user would, its output passed through."""
-    say(click.style(f"$ {shell.quote(['tpu-launch', *arguments])}", bold=True))
+    screen.command(shell.quote(["tpu-launch", *arguments]))
     begun = time.monotonic()
     result = shell.stream(
         [sys.executable, "-m", "launcher.cli", *arguments],
-        lambda line: click.echo(f"         {line}", err=True),
+        screen.line,
         timeout=_STEP_SECONDS,
         env=environment,
     )
@@ -202,23 +196,24 @@ def _timed(
         )
 
 
-def _take_down(environment: dict[str, str], say: Callable[[str], None]) -> None:
+def _take_down(environment: dict[str, str], screen: Screen) -> None:
     control.stop(Path(environment["TPU_LAUNCH_HOME"]) / "emulator")
-    say("the emulator and everything it started are gone")
+    screen.say("the emulator and everything it started are gone")
 
 
 def _trainer_summary(config: Config, folder: Path) -> dict[str, Any]:
     """What the trainer wrote into the run's folder in the bucket."""
     assert config.trainer is not None
-    run_id = ledgers.find(folder, None).folder.name
+    run_id = ledgers.find(folder, None).run_id
     before = dict(os.environ)
     os.environ.update(control.environment(folder / "emulator"))
     try:
-        found: dict[str, Any] = json.loads(storage.read(storage.join(config.trainer.output, run_id, "summary.json")))
+        url = storage.join(config.trainer.output, run_id, "summary.json")
+        summary: dict[str, Any] = json.loads(storage.read(url))
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return found
+    return summary
 
 
 def _urls(config: Config) -> list[str]:
@@ -227,7 +222,5 @@ def _urls(config: Config) -> list[str]:
     return [config.trainer.output, data.train, data.tokenizer, *([data.evaluation] if data.evaluation else [])]
 
 
-def _exit(code: int) -> Any:
-    from launcher.errors import Exit
-
+def _exit(code: int) -> Exit:
     return Exit(code) if code in set(Exit) else Exit.CLOUD_ERROR

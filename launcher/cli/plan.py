@@ -1,0 +1,58 @@
+"""Commands that print or try what a run would do, and start nothing on hosts: `plan`, `manifest`, `local`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+
+import click
+
+from launcher import costs
+from launcher import plan as plans
+from launcher.cli import terminal
+from launcher.cli.options import configured
+from launcher.config import Config
+from launcher.gke import standalone
+from launcher.images import local as images
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="The commands as JSON.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@configured
+def plan(config: Config, as_json: bool, command: tuple[str, ...]) -> None:
+    """Print every gcloud and docker command that up, run and down would use. Touches nothing."""
+    config.require_something_to_run()
+    steps = plans.steps(config)
+    if as_json:
+        terminal.dump([asdict(step) for step in steps])
+        return
+    click.echo(f"# {costs.line(config)}\n")
+    for step in steps:
+        click.echo(step.text())
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option(
+    "--kind",
+    type=click.Choice(["jobset", "job"]),
+    default="jobset",
+    show_default=True,
+    help="job: a cluster without JobSet.",
+)
+@click.option("--name", metavar="NAME", help="Of the objects and of the run.  [default: run.name]")
+@click.option("--image", metavar="IMAGE", help="REPOSITORY@sha256:...  [default: the file's, built and pushed before]")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@configured
+def manifest(config: Config, kind: str, name: str | None, image: str | None, command: tuple[str, ...]) -> None:
+    """Print the run as Kubernetes objects for GKE, to be read and given to `kubectl apply -f -`. Touches nothing."""
+    config.require_something_to_run()
+    click.echo(standalone.manifest(config, kind=kind, name=name, image=image), nl=False)
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True)
+@configured
+def local(config: Config, command: tuple[str, ...]) -> None:
+    """Run a command in the run's image on this machine, on its CPU: prepare data, try things out."""
+    sys.exit(images.run(config, command, terminal.say))

@@ -1,0 +1,159 @@
+"""Commands on a run: `run`, `stop`, `status`, `logs`, `events`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from launcher import costs
+from launcher.cli import terminal
+from launcher.cli.options import configured, dry_run_option, open_provider, run_context, run_option, show_plan
+from launcher.config import Config
+from launcher.errors import Exit
+from launcher.home import home
+from launcher.run import launch
+from launcher.run import ledger as ledgers
+from launcher.run import status as statuses
+from launcher.run.attempts import Outcome
+from launcher.run.supervise import explain
+from launcher.tpu_vm import placement
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--run", "run_id", metavar="RUN", help="Resume this run instead of the newest unfinished one.")
+@click.option("--new", is_flag=True, help="Start a new run even if an unfinished one could be resumed.")
+@click.option("--attach", is_flag=True, help="Go on watching a run that is already there; start nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print how the run ended as JSON on standard output, last.")
+@click.option("--no-preflight", is_flag=True, help="Go on although preflight found before that the step does not fit.")
+@click.option(
+    "--env-file", type=click.Path(path_type=Path), help="NAME=VALUE lines for the command; they travel as secrets do."
+)
+@click.option(
+    "--overlay", metavar="FOLDER=TARGET", help="Files over those of the image that ran last, without a build."
+)
+@dry_run_option
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@configured
+def run(
+    config: Config,
+    run_id: str | None,
+    new: bool,
+    attach: bool,
+    as_json: bool,
+    env_file: Path | None,
+    overlay: str | None,
+    dry_run: bool,
+    no_preflight: bool,
+    command: tuple[str, ...],
+) -> None:
+    """Start the container on every host and watch it to its end; resumes an unfinished run.
+
+    \b
+    tpu-launch run -f run.yaml                      the trainer, as the file says
+    tpu-launch run -f run.yaml -- python train.py   any command of the image
+    """
+    request = launch.Request(
+        config, run_id=run_id, new=new, env_file=env_file, overlay=overlay, preflight=not no_preflight
+    )
+    if dry_run:
+        launch.read_extras(request)
+        show_plan(config, "run")
+        return
+    try:
+        outcome = (launch.attach if attach else launch.run)(request, run_context())
+    except KeyboardInterrupt:
+        launch.explain_interrupt(config, home(), terminal.say)
+        raise
+    _show_outcome(outcome, as_json)
+    sys.exit(outcome.verdict.kind.exit_code)
+
+
+def _show_outcome(outcome: Outcome, as_json: bool) -> None:
+    verdict = outcome.verdict
+    for line in explain(verdict):
+        terminal.say(f"run {outcome.run_id}, attempt {outcome.attempt}: {line}")
+    if outcome.last_lines and verdict.cause is not None:
+        terminal.say(f"the last lines of host {verdict.cause.worker}:")
+        for line in outcome.last_lines:
+            terminal.say(f"  {line}")
+    if as_json:
+        terminal.dump(
+            {
+                "run": outcome.run_id,
+                "attempt": outcome.attempt,
+                "outcome": verdict.kind.value,
+                "cause": None if verdict.cause is None else asdict(verdict.cause),
+                "symptoms": list(verdict.symptoms),
+                "last_lines": outcome.last_lines,
+            }
+        )
+
+
+@click.command()
+@run_option
+@click.option(
+    "--grace", type=click.IntRange(1, 600), help="Seconds between SIGTERM and SIGKILL.  [default: run.stop_seconds]"
+)
+@configured
+def stop(config: Config, run_id: str | None, grace: int | None) -> None:
+    """Stop the run's containers on every host: the trainer saves and can be resumed."""
+    reports = launch.stop(config, run_context(), run_id, grace=grace)
+    failed = [report for report in reports if not report.ok]
+    for report in failed:
+        terminal.error(f"host {report.worker}: {report.detail}")
+    if failed:
+        sys.exit(Exit.CLOUD_ERROR)
+    terminal.say("stopped on all hosts")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Everything, for scripts.")
+@configured
+def status(config: Config, as_json: bool) -> None:
+    """Show the slice, its newest run, and what each host is doing."""
+    provider = open_provider(config)
+    try:
+        shown = statuses.read_status(config, run_context(), provider)
+    finally:
+        provider.close()
+    created = shown.slice.created if shown.slice is not None else ""
+    placed = placement.in_current_zone(config)
+    if as_json:
+        terminal.dump({**shown.as_json(), "cost": costs.of_slice(placed, created, time.time())})
+        return
+    for line in shown.lines():
+        click.echo(line)
+    if cost := costs.since(placed, created, time.time()):
+        click.echo(cost)
+    if shown.hosts:
+        terminal.table(["host", "address", "container", "last line", ""], shown.rows())
+
+
+@click.command()
+@run_option
+@click.option("-f", "--follow", "follow", is_flag=True, help="Go on until the run has ended.")
+@click.option("--host", "host", type=int, help="Only this host.")
+@click.argument("named", metavar="[FILE]", type=click.Path(path_type=Path), required=False)
+@functools.partial(configured, file_flags=("--file",))
+def logs(config: Config, run_id: str | None, follow: bool, host: int | None) -> None:
+    """Print the lines of all hosts, each once. `-f` follows here: the YAML file is FILE, or --file FILE."""
+    statuses.print_logs(config, run_context(), run_id, follow=follow, host=host)
+
+
+@click.command()
+@run_option
+@click.option("--json", "as_json", is_flag=True, help="One list, every detail.")
+@configured
+def events(config: Config, run_id: str | None, as_json: bool) -> None:
+    """Tell what happened to a run, oldest first: attempts, hosts lost and back, stops, recoveries, ends."""
+    ledger = ledgers.find(home(), run_id, slice_name=config.slice.name, provider=config.provider)
+    if as_json:
+        terminal.dump([entry.document for entry in ledger.entries()])
+        return
+    for entry in ledger.entries():
+        click.echo(statuses.describe_event(entry))
