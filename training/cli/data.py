@@ -1,7 +1,4 @@
-"""The data commands of `tpu-train`: tokenizer, shards, dataset. They parse, call, and print.
-
-`training.cli` attaches them, and turns errors into messages and exit codes.
-"""
+"""The commands of `tpu-train` that make data: tokenizer and shards."""
 
 from __future__ import annotations
 
@@ -12,15 +9,23 @@ from typing import Any, cast, get_args
 
 import click
 
+from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import Kind
-from training.data.formats.open_dataset import open_dataset
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.make_datasets import SPLITS, DatasetOptions, SplitResult, make_datasets
 from training.data.prepare.pack import Progress
 from training.data.prepare.tokenizer_training import Algorithm, train_tokenizer, write_tokenizer
-from training.errors import BadInput
 
-CORPUS = "builtin:pydoc, a file or folder (.txt .tokens .md .jsonl .ndjson .csv; local or gs://), or datasets:NAME[:CONFIG[:SPLIT]]"
+CORPUS = (
+    "builtin:pydoc, a file or folder (.txt .tokens .md .jsonl .ndjson .csv; local or gs://), or "
+    "datasets:NAME[:CONFIG[:SPLIT]]"
+)
+_field_option = click.option(
+    "--field",
+    default="text",
+    show_default=True,
+    help="The column or key that holds the text, for .jsonl, .csv and datasets.",
+)
 
 
 @click.command()
@@ -31,12 +36,7 @@ CORPUS = "builtin:pydoc, a file or folder (.txt .tokens .md .jsonl .ndjson .csv;
     multiple=True,
     help=f"Text to learn from: {CORPUS}. May be given several times.",
 )
-@click.option(
-    "--field",
-    default="text",
-    show_default=True,
-    help="The column or key that holds the text, for .jsonl, .csv and datasets.",
-)
+@_field_option
 @click.option(
     "--vocabulary", type=click.IntRange(min=10), default=32_000, show_default=True, help="Number of token ids."
 )
@@ -57,24 +57,19 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     \b
     tpu-train tokenizer --corpus builtin:pydoc --vocabulary 2000 --out gs://my-bucket/tokenizer
     """
-    from training.data import tokenizer as made
 
     def documents() -> Iterator[str]:
         for corpus in corpora:
             yield from Corpus(corpus, field).documents()
 
-    if not write_tokenizer(
-        out, train_tokenizer(documents, vocabulary, cast(Algorithm, algorithm)), overwrite=overwrite
-    ):
+    content = train_tokenizer(documents, vocabulary, cast(Algorithm, algorithm))
+    if not write_tokenizer(out, content, overwrite=overwrite):
         click.echo(f"{out}: this very tokenizer is already there; nothing to do")
         return
-    found = made.read(out)
-    fewer = (
-        ""
-        if found.special.vocabulary == vocabulary
-        else f" (the text gives no more than that, of --vocabulary {vocabulary})"
-    )
-    click.echo(f"{out}: {algorithm} tokenizer of {found.special.vocabulary} ids{fewer}, hash {found.hash[:12]}")
+    written = tokenizers.read(out)
+    ids = written.special.vocabulary
+    fewer = "" if ids == vocabulary else f" (the text gives no more than that, of --vocabulary {vocabulary})"
+    click.echo(f"{out}: {algorithm} tokenizer of {ids} ids{fewer}, hash {written.hash[:12]}")
 
 
 @click.command()
@@ -87,15 +82,8 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     show_default=True,
     help="Without it: this part of the documents.",
 )
-@click.option(
-    "--field",
-    default="text",
-    show_default=True,
-    help="The column or key that holds the text, for .jsonl, .csv and datasets.",
-)
-@click.option(
-    "--tokenizer", "tokenizer_url", required=True, metavar="FOLDER", help="A tokenizer folder, local or gs://."
-)
+@_field_option
+@click.option("--tokenizer", required=True, metavar="FOLDER", help="A tokenizer folder, local or gs://.")
 @click.option(
     "--sequence-length", type=click.IntRange(8, 1 << 16), default=128, show_default=True, help="Tokens a row."
 )
@@ -111,7 +99,6 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
 )
 @click.option(
     "--labels",
-    "labels_url",
     metavar="FILE",
     help="Classification: a JSON list of all labels in their order (default: those of --corpus, sorted).",
 )
@@ -133,14 +120,20 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     type=click.Choice(["none", "gzip"]),
     default="none",
     show_default=True,
-    help="gzip: about half the size, and half the speed of reading. Other programs must be told (TensorFlow: compression_type='GZIP').",
+    help=(
+        "gzip: about half the size, and half the speed of reading. Other programs need the setting "
+        "(TensorFlow: compression_type='GZIP')."
+    ),
 )
 @click.option(
     "--layout",
     type=click.Choice(["compact", "recipe"]),
     default="compact",
     show_default=True,
-    help="recipe: int64 input_ids and attention_mask in <split>-<i>-<count>.tfrecord, for other programs; larger and slower.",
+    help=(
+        "recipe: int64 input_ids and attention_mask in <split>-<i>-<count>.tfrecord, for other programs; larger and "
+        "slower."
+    ),
 )
 @click.option(
     "--runner", metavar="NAME", help="Run as an Apache Beam pipeline: DirectRunner, DataflowRunner, ... (extra `beam`)."
@@ -159,26 +152,7 @@ def tokenizer(corpora: tuple[str, ...], field: str, vocabulary: int, algorithm: 
     help="Splits go to FOLDER/train and FOLDER/evaluation; local or gs://bucket/folder.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace another dataset that is there.")
-def shards(
-    corpus: str,
-    evaluation_corpus: str | None,
-    evaluation_percent: float,
-    field: str,
-    tokenizer_url: str,
-    sequence_length: int,
-    task: str,
-    label: str,
-    labels_url: str | None,
-    lengths: str | None,
-    splits: tuple[str, ...],
-    records_per_shard: int | None,
-    compression: str,
-    layout: str,
-    runner: str | None,
-    runner_options: tuple[str, ...],
-    out: str,
-    overwrite: bool,
-) -> None:
+def shards(splits: tuple[str, ...], **options: Any) -> None:
     """Tokenize a corpus and write TFRecord datasets, for masked language modelling or for classification.
 
     Run again after an interruption, it goes on where it stopped; over the finished dataset it does nothing.
@@ -188,31 +162,11 @@ def shards(
     tpu-train shards --task classification --corpus train.csv --evaluation-corpus test.csv --label category \\
         --tokenizer gs://b/tokenizer --sequence-length 64 --out gs://b/data
     """
-    options = DatasetOptions(
-        corpus=corpus,
-        tokenizer=tokenizer_url,
-        out=out,
-        task=cast(Kind, task),
-        evaluation_corpus=evaluation_corpus,
-        evaluation_percent=evaluation_percent,
-        field=field,
-        sequence_length=sequence_length,
-        label=label,
-        labels=labels_url,
-        lengths=lengths,
-        splits=splits or SPLITS,
-        records_per_shard=records_per_shard,
-        layout=cast(Any, layout),
-        compression=cast(Any, compression),
-        runner=runner,
-        runner_options=runner_options,
-        overwrite=overwrite,
-    )
-    for result in make_datasets(options, _Ticker()):
-        click.echo(_split_line(result))
+    for result in make_datasets(DatasetOptions(splits=splits or SPLITS, **options), _ProgressLine()):
+        click.echo(_format_result(result))
 
 
-def _split_line(result: SplitResult) -> str:
+def _format_result(result: SplitResult) -> str:
     dataset = result.dataset
     if result.reused:
         return f"{result.url}: this very dataset is already there ({dataset.records} records); nothing to do"
@@ -225,117 +179,20 @@ def _split_line(result: SplitResult) -> str:
     )
 
 
-class _Ticker:
-    """Prints progress: a line that changes on a terminal, a line each 10 s elsewhere."""
+class _ProgressLine:
+    """Prints progress on standard error: on a terminal a line that changes in place, elsewhere a line each 10 s."""
 
     def __init__(self) -> None:
-        self.begin = self.shown = time.monotonic()
-        self.live = sys.stderr.isatty()
+        self._began = self._printed = time.monotonic()
+        self._in_place = sys.stderr.isatty()
 
     def __call__(self, url: str, progress: Progress) -> None:
         now = time.monotonic()
-        if now - self.shown < (0.2 if self.live else 10):
+        if now - self._printed < (0.2 if self._in_place else 10):
             return
-        self.shown = now
+        self._printed = now
         text = (
             f"{url}: {progress.documents} documents, {progress.records} records, {progress.shards} shards, "
-            f"{now - self.begin:.0f} s"
+            f"{now - self._began:.0f} s"
         )
-        click.echo(f"\r{text}\x1b[K" if self.live else text, err=True, nl=not self.live)
-
-
-@click.group()
-def dataset() -> None:
-    """Look at datasets."""
-
-
-@dataset.command()
-@click.argument("url", metavar="PATH")
-def show(url: str) -> None:
-    """Print what a dataset's manifest says."""
-    found = open_dataset(url)
-    manifest = found.manifest
-    size = sum(shard.bytes for shard in found.shards)
-    click.echo(f"{url}: {manifest.kind}, {manifest.split} split, hash {found.hash[:12]}")
-    click.echo(
-        f"  {found.records} records of up to {found.sequence_length} tokens in {len(found.shards)} shards, {size / 1e6:.1f} MB"
-    )
-    click.echo(f"  features   {', '.join(f'{name} {each.dtype}' for name, each in manifest.features.items())}")
-    if manifest.labels:
-        shown = ", ".join(manifest.labels[:8]) + (", ..." if len(manifest.labels) > 8 else "")
-        click.echo(f"  labels     {len(manifest.labels)}: {shown}")
-    click.echo(f"  tokenizer  hash {found.tokenizer_hash[:12]}, {manifest.vocabulary} ids")
-    for shard in found.shards:
-        click.echo(f"  {shard.name}  {shard.records} records  {shard.bytes} bytes  crc32c {shard.crc32c:08x}")
-
-
-@dataset.command()
-@click.argument("url", metavar="PATH")
-@click.option("--tokenizer", "tokenizer_url", metavar="FOLDER", help="Also check that this tokenizer wrote it.")
-def verify(url: str, tokenizer_url: str | None) -> None:
-    """Read every record of a dataset and say everything that is wrong; exit code 2 if anything is."""
-    from training.data import tokenizer as made
-    from training.data.formats.verify import problems
-
-    found = open_dataset(url)
-    wrong, vocabulary = 0, None
-    if tokenizer_url is not None:
-        given = made.read(tokenizer_url)
-        vocabulary = given.special.vocabulary
-        found.require(tokenizer_hash=given.hash)
-    for problem in problems(found, vocabulary):
-        wrong += 1
-        click.echo(problem)
-    if wrong:
-        raise BadInput(f"{url}: {wrong} problem{'s' if wrong > 1 else ''}")
-    click.echo(f"{url}: {found.records} records in {len(found.shards)} shards are as they were written")
-
-
-@dataset.command()
-@click.argument("url", metavar="PATH")
-@click.option("--tokenizer", "tokenizer_url", required=True, metavar="FOLDER", help="The tokenizer that wrote it.")
-@click.option(
-    "--rows", "count", type=click.IntRange(min=1), default=3, show_default=True, help="How many rows of the batch."
-)
-@click.option("--step", type=click.IntRange(min=0), default=0, show_default=True, help="Which batch.")
-@click.option("--global-batch-size", type=click.IntRange(min=1), default=256, show_default=True, help="As in the run.")
-@click.option("--seed", type=int, default=0, show_default=True, help="As in the run.")
-@click.option(
-    "--percent", type=click.IntRange(1, 100), default=15, show_default=True, help="How many tokens are to be predicted."
-)
-def preview(
-    url: str, tokenizer_url: str, count: int, step: int, global_batch_size: int, seed: int, percent: int
-) -> None:
-    """Show rows of a training batch as text, with their masks or labels: the very ones that a run with this seed
-    sees."""
-    from dataclasses import fields
-
-    from training.data import tokenizer as made
-    from training.data.loading import preview as view
-    from training.data.loading.host_slice import HostSlice
-    from training.data.loading.labelled_batches import LabelledBatches
-    from training.data.loading.mlm_batches import MlmBatch, MlmBatches
-    from training.data.sampling.masking import Masking
-
-    given, found = made.read(tokenizer_url), open_dataset(url)
-    found.require(tokenizer_hash=given.hash)
-    how = HostSlice(given.special, global_batch_size)
-    if found.manifest.kind != "mlm":
-        labelled = LabelledBatches(found, how, seed)
-        rows = labelled.batch(step)
-        labelled.close()
-        click.echo(
-            f"batch {step} of seed {seed}, {min(count, len(rows.records))} of {global_batch_size} rows of {rows.input_ids.shape[1]} tokens"
-        )
-        for line in view.render_labelled(rows, count, given.special, view.pieces(given.content), found.manifest.labels):
-            click.echo(line)
-        return
-    batches = MlmBatches(found, how, Masking(percent), seed)
-    batch = batches.batch(step)
-    batches.close()
-    shown = MlmBatch(*(getattr(batch, each.name)[:count] for each in fields(batch)))
-    click.echo(
-        f"batch {step} of seed {seed}, the first {len(shown.records)} of {global_batch_size} rows; {view.LEGEND}"
-    )
-    for line in view.render(shown, given.special, view.pieces(given.content)):
-        click.echo(line)
+        click.echo(f"\r{text}\x1b[K" if self._in_place else text, err=True, nl=not self._in_place)

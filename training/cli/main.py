@@ -2,7 +2,7 @@
 
     tpu-train tokenizer ...                 make a tokenizer            (training/cli/data.py)
     tpu-train shards ...                    make a dataset
-    tpu-train dataset show|verify|preview   look at a dataset
+    tpu-train dataset show|verify|preview   look at a dataset           (training/cli/dataset.py)
     tpu-train preflight CONFIG              compile for a TPU that is not there (training/cli/preflight.py)
     tpu-train train CONFIG                  train, on every host of the slice   (training/cli/train.py)
     tpu-train evaluate MODEL -c CONFIG      figures of a checkpoint or a model folder over the evaluation set
@@ -11,8 +11,8 @@
     tpu-train predict FOLDER TEXT           fill the mask in a text, or name its class
     tpu-train exec SCRIPT ...               start a PyTorch program of the user's own (training/cli/script.py)
     tpu-train check CONFIG                  what in a step will be slow on a TPU (training/cli/lint.py)
-    tpu-train report RUN                    write report.html of a run  (training/cli/report.py)
-    tpu-train checkpoint list|show|verify   look at a run's checkpoints (training/cli/checkpoint.py)
+    tpu-train report RUN                    write report.html of a run  (training/cli/run_folder.py)
+    tpu-train checkpoint list|show|verify   look at a run's checkpoints
     tpu-train checkpoint restore RUN NEW    begin another run with one
 
 Commands parse, call and print; they hold no logic. A command is imported when it is used, and imports what it needs
@@ -34,9 +34,9 @@ _BEGAN = time.monotonic()  # of the process, as nearly as can be known
 _COMMANDS = {
     "check": LazyCommand("training.cli.lint:check", "Run a few steps on the CPU and report what XLA is slow at."),
     "checkpoint": LazyCommand(
-        "training.cli.checkpoint:checkpoint", "Look at the checkpoints of a run, and verify them."
+        "training.cli.run_folder:checkpoint", "Look at the checkpoints of a run, and verify them."
     ),
-    "dataset": LazyCommand("training.cli.data:dataset", "Look at a dataset, and check it."),
+    "dataset": LazyCommand("training.cli.dataset:dataset", "Look at a dataset, and check it."),
     "evaluate": LazyCommand("training.cli.train:evaluate", "Evaluate a checkpoint or a model folder."),
     "exec": LazyCommand("training.cli.script:exec_script", "Run a PyTorch program of your own on every host."),
     "export": LazyCommand("training.cli.models:export", "Write a run's model in Hugging Face's layout."),
@@ -45,7 +45,7 @@ _COMMANDS = {
         "training.cli.preflight:preflight", "Compile the step for a TPU that is not there: does it fit?"
     ),
     "push": LazyCommand("training.cli.models:push", "Push a run's model to the Hugging Face Hub."),
-    "report": LazyCommand("training.cli.report:report", "Write report.html of a run."),
+    "report": LazyCommand("training.cli.run_folder:report", "Write report.html of a run."),
     "shards": LazyCommand("training.cli.data:shards", "Make a dataset of TFRecord shards."),
     "tokenizer": LazyCommand("training.cli.data:tokenizer", "Make a tokenizer from text."),
     "train": LazyCommand("training.cli.train:train", "Train, going on from the run's newest checkpoint."),

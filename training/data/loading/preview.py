@@ -1,20 +1,65 @@
-"""Renders rows of a batch as text, with their masks or labels, for `tpu-train dataset preview`. Pure functions."""
+"""Rows of a training batch as text, with their masks or labels, for `tpu-train dataset preview`. Rendering is pure."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 
 import click
 
-from training.data.loading.labelled_batches import LabelledBatch
-from training.data.loading.mlm_batches import MlmBatch
-from training.data.sampling.masking import SpecialTokens
+from training.data.formats.dataset import Dataset
+from training.data.loading.host_slice import HostSlice
+from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches
+from training.data.loading.mlm_batches import MlmBatch, MlmBatches
+from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.tokenizer import Tokenizer
 
 LEGEND = (
     "[word] hidden behind the mask   [word~other] replaced by another   [word=] left as it is; all three are to be "
     "predicted"
 )
+
+
+def preview_batch(
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    step: int,
+    rows: int,
+    global_batch_size: int,
+    *,
+    seed: int,
+    percent: int,
+) -> Iterator[str]:
+    """Reads the batch of one step and renders its first rows.
+
+    Args:
+        dataset: whose batches to read.
+        tokenizer: that wrote it.
+        step: which batch.
+        rows: how many at most.
+        global_batch_size: of the run.
+        seed: of the run.
+        percent: of the tokens that are to be predicted, for masked language modelling.
+
+    Yields:
+        A heading, and the lines of `render` or `render_labelled`.
+    """
+    host_slice = HostSlice(tokenizer.special, global_batch_size)
+    if dataset.manifest.kind != "mlm":
+        with contextlib.closing(LabelledBatches(dataset, host_slice, seed)) as batches:
+            labelled = batches.batch(step)
+        shown, length = min(rows, len(labelled.records)), labelled.input_ids.shape[1]
+        yield f"batch {step} of seed {seed}, {shown} of {global_batch_size} rows of {length} tokens"
+        piece = pieces(tokenizer.content)
+        yield from render_labelled(labelled, rows, tokenizer.special, piece, dataset.manifest.labels)
+        return
+    with contextlib.closing(MlmBatches(dataset, host_slice, Masking(percent), seed)) as mlm_batches:
+        whole = mlm_batches.batch(step)
+    batch = MlmBatch(*(getattr(whole, field.name)[:rows] for field in fields(whole)))
+    yield f"batch {step} of seed {seed}, the first {len(batch.records)} of {global_batch_size} rows; {LEGEND}"
+    yield from render(batch, tokenizer.special, pieces(tokenizer.content))
 
 
 def render(batch: MlmBatch, tokens: SpecialTokens, piece: Callable[[int], tuple[str, str]]) -> Iterator[str]:

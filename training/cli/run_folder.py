@@ -1,4 +1,4 @@
-"""`tpu-train checkpoint ...`."""
+"""The commands of `tpu-train` for what a run left in its folder: report, and checkpoint list, show, restore, verify."""
 
 from __future__ import annotations
 
@@ -9,6 +9,16 @@ import click
 from training.errors import Exit
 
 _newest = click.option("--step", type=int, help="The newest, unless given.")
+
+
+@click.command()
+@click.argument("run")
+@click.option("--out", help="Another file than report.html in the run's folder.")
+def report(run: str, out: str | None) -> None:
+    """Write report.html from what is in RUN, a run's folder: finished, stopped or failed."""
+    from training.telemetry.html import write_report
+
+    click.echo(write_report(run, out))
 
 
 @click.group()
