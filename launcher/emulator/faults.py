@@ -1,7 +1,7 @@
-"""Faults: what goes wrong on purpose. Entered by `tpu-launch emulator inject ...`, kept in the state, consumed
-atomically with what they spoil.
+"""Injected faults: entered by `tpu-launch emulator inject ...`, kept in the state, consumed in the same change of the
+state as the call that they fail.
 
-Pure functions over the state; the ones that kill or cut off hosts only mark them here, and host_containers.py does it.
+Pure functions over the state. Faults that kill or disconnect hosts only mark them; host_containers.py does it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ SERVICES = ("tpu", "storage", "metadata")
 
 
 class NoSuchTarget(ValueError):
-    """A fault names a node or a worker that isn't there; the message lists what is."""
+    """A fault names a node or a worker that does not exist; the message lists those that do."""
 
 
 def take(state: State, kind: str, service: str = "tpu") -> Fault | None:
-    """The first such fault, with one use of it gone."""
+    """Uses up one occurrence of the first such fault; None when there is none."""
     for fault in state.faults:
         if fault.kind == kind and fault.service == service:
             if fault.left is not None:
@@ -45,14 +45,19 @@ def refuse_create(state: State, wanted: Accelerator, zone: str) -> None:
 
 
 def refuse_change(state: State) -> None:
-    """Raises what Google answers while another operation is on its way."""
+    """Raises the error that Google answers while another operation is pending, when a fault asks for it."""
     if take(state, "busy"):
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
 
 
 def engine_trouble(state: State, hostname: str, *, registry: bool) -> str | None:
-    """Why an engine (a host's; the workstation's has no name) can't do what it is asked for now: its registry is down,
-    or its disk is full."""
+    """The error of an engine whose registry is down or whose disk is full; None when neither is.
+
+    Args:
+        state: the emulator's.
+        hostname: of the engine's host; "" for the workstation.
+        registry: whether the request needs the registry.
+    """
     for fault in state.faults:
         if fault.host in ("", hostname):
             if fault.kind == "registry" and registry:
@@ -62,7 +67,7 @@ def engine_trouble(state: State, hostname: str, *, registry: bool) -> str | None
     return None
 
 
-# What an outage shows of a node: Google's words for its state and health.
+# What the API shows of a node during an outage.
 OUTAGES: dict[str, dict[str, Any]] = {
     "repair": {"state": "REPAIRING", "health": "TIMEOUT", "healthDescription": "The TPU is being repaired."},
     "maintenance": {
@@ -74,12 +79,13 @@ OUTAGES: dict[str, dict[str, Any]] = {
 
 
 def begin_outage(node: Node, kind: str, until: float) -> None:
-    """The node shows that it is being worked on. Its hosts are the caller's business."""
+    """Marks the node as under repair or maintenance. The caller stops its hosts."""
     node.resource |= OUTAGES[kind]
     node.outage_until = until
 
 
 def end_outage(node: Node) -> None:
+    """Undoes `begin_outage`."""
     node.outage_until = None
     for key in ("upcomingMaintenance", "healthDescription"):
         node.resource.pop(key, None)
@@ -92,15 +98,20 @@ def stockout(state: State, zone: str) -> dict[str, Any] | None:
     if not take(state, "stockout"):
         return None
     text = (
-        f'There is no more capacity in the zone "{zone}"; you can try in another zone where Cloud TPU Nodes are offered '
-        "(see https://cloud.google.com/tpu/docs/regions)"
+        f'There is no more capacity in the zone "{zone}"; you can try in another zone where Cloud TPU Nodes are '
+        "offered (see https://cloud.google.com/tpu/docs/regions)"
     )
     return {"code": catalogue.RESOURCE_EXHAUSTED, "message": f"{text} {event_id(text)}"}
 
 
 def error_status(state: State, service: str, chance: float | None = None) -> int | None:
-    """The HTTP status to answer the next request to `service` with instead of doing it, if any. `chance` is drawn from
-    [0, 1)."""
+    """The HTTP status with which the next request to `service` fails; None when it does not.
+
+    Args:
+        state: the emulator's.
+        service: one of SERVICES.
+        chance: a number from [0, 1); drawn when absent.
+    """
     for fault in state.faults:
         if fault.kind == "errors" and fault.service == service:
             drawn = random.random() if chance is None else chance
@@ -117,11 +128,11 @@ def delay(state: State, service: str) -> float:
 
 def find_node(state: State, name: str) -> Node:
     """The node of that name, short or full. Raises NoSuchTarget."""
-    found = [node for node in state.nodes.values() if name in (node.name, node.short_name)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise NoSuchTarget(f"several nodes are called {name}: give one of {', '.join(node.name for node in found)}")
+    nodes = [node for node in state.nodes.values() if name in (node.name, node.short_name)]
+    if len(nodes) == 1:
+        return nodes[0]
+    if nodes:
+        raise NoSuchTarget(f"several nodes are called {name}: give one of {', '.join(node.name for node in nodes)}")
     known = ", ".join(sorted(node.short_name for node in state.nodes.values())) or "none"
     raise NoSuchTarget(f"there is no node {name!r} on this emulator; nodes: {known}")
 

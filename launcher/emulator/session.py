@@ -1,9 +1,8 @@
-"""What `--emulated` does to a command: the emulator's endpoints go into this process's environment, and nothing else is
-different.
+"""`--emulated`: puts the emulator's endpoints into this process's environment for the time of one command.
 
-A command starts an emulator when none runs, and the command after which no slice is left stops the one that was started
-so: after `down` nothing of it runs. What buckets hold stays, so a run can be resumed. An emulator that was started with
-`tpu-launch emulator start` is left running.
+A command starts an emulator when none runs. The command after which no slice is left stops an emulator that was started
+so, and keeps what its buckets hold, so that a run can be resumed. An emulator that was started with `tpu-launch emulator
+start` is left running.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _STARTED_BY_COMMAND = "started-by-a-command"
 
 @contextlib.contextmanager
 def emulated(say: Callable[[str], None]) -> Iterator[None]:
-    """For the time of one command."""
+    """Commands inside the block reach the emulator instead of Google. `say` gets a line for each start and stop."""
     folder = control.default_home()
     mark = folder / _STARTED_BY_COMMAND
     if not control.status(folder)["running"]:
@@ -33,7 +32,7 @@ def emulated(say: Callable[[str], None]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-        found = control.status(folder) if mark.exists() else {}
-        if found and not found.get("nodes") and not found.get("queued_resources"):
+        status = control.status(folder) if mark.exists() else {}
+        if status and not status.get("nodes") and not status.get("queued_resources"):
             control.stop(folder, keep_data=True)
             say("stopped the emulator: it has no slices left")

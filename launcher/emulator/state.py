@@ -1,10 +1,11 @@
-"""What the emulator knows, and how it is kept: one JSON file.
+"""The emulator's state, kept in one JSON file.
 
 Everything that must survive the server is in `State`: nodes and their hosts, operations, pushed images, faults. It is
-changed only inside `Store.change()`, which holds the lock and writes the file before anyone sees the change: to a
-temporary name, synced, then renamed. A server that is killed at any moment therefore finds either the old or the new
-state, never a torn one; what it then does for pending operations is idempotent (operations.py). Objects of the bucket
-are not here but in files of their own (bucket.py).
+changed only inside `Store.change()`, which holds the lock and writes the file before another thread sees the change.
+Objects of buckets are in files of their own (storage/bucket.py).
+
+What can fail half-way: the file is written under a temporary name, synced, then renamed, so a server that was killed at
+any moment finds either the old or the new state. Pending operations are idempotent (api/operations.py).
 """
 
 from __future__ import annotations
@@ -51,24 +52,28 @@ class Node:
 
     @property
     def project(self) -> str:
+        """The project's id."""
         return self.name.split("/")[1]
 
     @property
     def zone(self) -> str:
+        """The zone's name."""
         return self.name.split("/")[3]
 
     @property
     def short_name(self) -> str:
+        """The last part of the name."""
         return self.name.split("/")[5]
 
     @property
     def state(self) -> str:
+        """CREATING, READY, PREEMPTED, ..."""
         return str(self.resource["state"])
 
 
 @dataclass
 class Operation:
-    """A long-running operation. While it isn't done, the server works on it (again, after a restart)."""
+    """A long-running operation. The server works on it until it is done, also after a restart."""
 
     name: str  # projects/P/locations/Z/operations/...
     verb: str  # create | update | delete | stop | start
@@ -101,7 +106,7 @@ class QueuedResource:
 
 @dataclass
 class Fault:
-    """Something that will go wrong `left` more times (None: until cleared). See faults.py."""
+    """A fault that will occur `left` more times (None: until cleared). See faults.py."""
 
     kind: str  # stockout | quota | permission | busy | stuck | errors | slow | registry | repository | disk-full
     service: str  # tpu | storage | metadata
@@ -114,6 +119,8 @@ class Fault:
 
 @dataclass
 class State:
+    """Everything that survives the server."""
+
     id: str  # from the home directory: the label of every container and network
     port: int
     sockets: str  # the folder of the unix sockets
@@ -134,11 +141,12 @@ class State:
 
 
 def emulator_id(home: Path) -> str:
-    """Names what belongs to the emulator of `home`: 8 hexadecimal digits."""
+    """The id of the emulator of `home`, in labels and names of what it makes: 8 hexadecimal digits."""
     return hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:8]
 
 
 def to_json(state: State) -> str:
+    """The content of the state file."""
     return json.dumps(dataclasses.asdict(state), indent=1)
 
 

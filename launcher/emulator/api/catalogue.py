@@ -1,6 +1,6 @@
-"""What Google offers where, and what it refuses: zones, accelerator types, runtime versions, names, labels.
+"""What Cloud TPU offers in which zone, and what it refuses: accelerator types, runtime versions, names, labels.
 
-Pure. The tables come from `training.accelerators`. Messages and codes are those of the Cloud TPU API as its users quote
+Pure functions. The tables come from `training.accelerators`. Messages and codes are those of the Cloud TPU API as its users quote
 them (terraform-provider-google issues 21243 and 10222, marin 87 and 1612, skypilot 4579); where no report was found,
 the words are ours and the code is Google's.
 """
@@ -31,7 +31,7 @@ CODES = {
 INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, RESOURCE_EXHAUSTED = 3, 5, 6, 7, 8
 FAILED_PRECONDITION, ABORTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 9, 10, 12, 13, 14
 
-# Zones that exist without a generation of the table: asking there is a wrong zone, not a forbidden one.
+# Zones without TPUs of the table: Cloud TPU refuses the accelerator type there, not the zone.
 _OTHER_ZONES = (
     "us-east1-b",
     "us-east1-c",
@@ -67,6 +67,7 @@ class ApiError(Exception):
     details: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
+        """The response's body."""
         status, name = CODES[self.code]
         return {
             "error": {
@@ -84,14 +85,17 @@ def event_id(text: str) -> str:
 
 
 def bad_request(text: str) -> ApiError:
+    """INVALID_ARGUMENT with Cloud TPU's phrase before `text`."""
     return ApiError(INVALID_ARGUMENT, f"Cloud TPU received a bad request. {text} {event_id(text)}")
 
 
 def accelerators_in(zone: str) -> list[str]:
-    return [name for name, each in ACCELERATORS.items() if zone in each.generation.zones]
+    """The accelerator types that the zone has."""
+    return [name for name, accelerator in ACCELERATORS.items() if zone in accelerator.generation.zones]
 
 
 def runtime_versions() -> list[str]:
+    """The versions that the API lists, sorted."""
     tensorflow = [
         f"tpu-vm-tf-{version}{pod}-{api}"
         for version in ("2.16.1", "2.17.1", "2.18.0", "2.19.0")
@@ -102,25 +106,32 @@ def runtime_versions() -> list[str]:
 
 
 def check_zone(zone: str) -> None:
+    """Raises ApiError for a zone that does not exist."""
     if zone not in ZONES:
-        raise ApiError(PERMISSION_DENIED, f"Permission denied on 'locations/{zone}' (or it may not exist).", [
-            {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": "LOCATION_POLICY_VIOLATED", "domain": "googleapis.com"}])  # fmt: skip
+        detail = {
+            "@type": "type.googleapis.com/google.rpc.ErrorInfo",
+            "reason": "LOCATION_POLICY_VIOLATED",
+            "domain": "googleapis.com",
+        }
+        raise ApiError(PERMISSION_DENIED, f"Permission denied on 'locations/{zone}' (or it may not exist).", [detail])
 
 
 def check_node_name(name: str) -> None:
+    """Raises ApiError for a name that no node can have."""
     if not _NODE_NAME.match(name):
-        text = f'invalid TPU name "{name}": it must match {_NODE_NAME.pattern}'
-        raise ApiError(INVALID_ARGUMENT, f"Cloud TPU received a bad request. {text} {event_id(text)}")
+        raise bad_request(f'invalid TPU name "{name}": it must match {_NODE_NAME.pattern}')
 
 
 def check_labels(labels: Any) -> None:
+    """Raises ApiError for labels that Google Cloud does not accept."""
     if not isinstance(labels, dict) or len(labels) > 64:
         raise bad_request("labels must be an object of at most 64 entries")
     for key, value in labels.items():
         text = str(value)
         if not (_LABEL_KEY.match(key) and key == key.lower() and not key[0].isdigit()):
             raise bad_request(
-                f'label key "{key}" must start with a lowercase letter and hold only lowercase letters, digits, "_" and "-"'
+                f'label key "{key}" must start with a lowercase letter and hold only lowercase letters, digits, '
+                '"_" and "-"'
             )
         if not (_LABEL_VALUE.match(text) and text == text.lower()):
             raise bad_request(
@@ -129,6 +140,7 @@ def check_labels(labels: Any) -> None:
 
 
 def check_metadata(metadata: Any) -> None:
+    """Raises ApiError for metadata that Compute Engine does not accept."""
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise bad_request("metadata must be an object of strings")
     for key, value in metadata.items():
@@ -139,6 +151,7 @@ def check_metadata(metadata: Any) -> None:
 
 
 def check_description(description: Any) -> None:
+    """Raises ApiError for what is not a description."""
     if not isinstance(description, str) or len(description) > 512:
         raise bad_request("description must be a string of at most 512 characters")
 
@@ -150,26 +163,32 @@ def wanted_accelerator(body: dict[str, Any], zone: str) -> Accelerator:
     if config is not None:
         if name:
             raise bad_request("only one of acceleratorType and acceleratorConfig may be set")
-        fits = [
-            each
-            for each in ACCELERATORS.values()
-            if each.topology_name == config.get("topology")
-            and each.generation.prefix.upper().replace("LITEPOD", "LITE_POD") == config.get("type")
+        matches = [
+            candidate
+            for candidate in ACCELERATORS.values()
+            if candidate.topology_name == config.get("topology") and api_type(candidate) == config.get("type")
         ]
-        if not fits:
+        if not matches:
             raise bad_request(f"no accelerator of type {config.get('type')} has topology {config.get('topology')}")
-        name = fits[0].name
+        name = matches[0].name
     try:
-        found = accelerator(name or "v2-8")
+        wanted = accelerator(name or "v2-8")
     except UnknownAccelerator:
-        found = None
-    if found is None or zone not in found.generation.zones:
-        text = f'CloudTpu received an invalid AcceleratorType, "{name}" for zone "{zone}". Valid values are "{", ".join(accelerators_in(zone))}".'
+        wanted = None
+    if wanted is None or zone not in wanted.generation.zones:
+        valid = ", ".join(accelerators_in(zone))
+        text = f'CloudTpu received an invalid AcceleratorType, "{name}" for zone "{zone}". Valid values are "{valid}".'
         raise ApiError(INVALID_ARGUMENT, f"{text} {event_id(text)}")
-    return found
+    return wanted
+
+
+def api_type(accelerator: Accelerator) -> str:
+    """The generation as acceleratorConfig.type has it, for example V5LITE_POD."""
+    return accelerator.generation.prefix.upper().replace("LITEPOD", "LITE_POD")
 
 
 def check_runtime_version(version: Any, wanted: Accelerator) -> None:
+    """Raises ApiError for a runtime version that does not exist, or is another generation's."""
     if not version:
         raise bad_request("runtimeVersion is required")
     if version not in runtime_versions() and not _TENSORFLOW.match(str(version)):
@@ -180,7 +199,7 @@ def check_runtime_version(version: Any, wanted: Accelerator) -> None:
 
 
 def check_node(body: dict[str, Any], zone: str) -> Accelerator:
-    """Everything a node's creation is refused for; returns its accelerator. Raises ApiError."""
+    """Checks the body of a node's creation; returns its accelerator. Raises ApiError."""
     unknown = sorted(set(body) - _FIELDS)
     if unknown:
         text = f"Invalid JSON payload received. Unknown name \"{unknown[0]}\" at 'node': Cannot find field."

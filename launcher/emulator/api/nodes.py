@@ -48,6 +48,7 @@ def parse(method: str, segments: list[str], query: dict[str, str], body: dict[st
 
 
 def timestamp(seconds: float) -> str:
+    """Seconds since 1970 in RFC 3339, as the API writes times."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
@@ -93,7 +94,11 @@ def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str,
             prefix = f"{parent}/operations/"
             return page(
                 "operations",
-                [operation_json(each) for name, each in sorted(state.operations.items()) if name.startswith(prefix)],
+                [
+                    operation_json(operation)
+                    for name, operation in sorted(state.operations.items())
+                    if name.startswith(prefix)
+                ],
                 call,
             )
         case ("GET", ("operations", name), ""):
@@ -115,8 +120,8 @@ def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str,
             return page(
                 "runtimeVersions",
                 [
-                    {"name": f"{parent}/runtimeVersions/{each}", "version": each}
-                    for each in catalogue.runtime_versions()
+                    {"name": f"{parent}/runtimeVersions/{version}", "version": version}
+                    for version in catalogue.runtime_versions()
                 ],
                 call,
             )
@@ -139,11 +144,11 @@ def compute_project(project: str) -> dict[str, Any]:
 
 
 def service_account() -> str:
+    """The default service account's address."""
     return f"{PROJECT_NUMBER}-compute@developer.gserviceaccount.com"
 
 
-# -- what a call does
-# ---------------------------------------------------------------------------------------------------------------------
+# -- calls
 
 
 def _create(state: State, call: Call, parent: str, now: float) -> Operation:
@@ -182,10 +187,7 @@ def _new_resource(
         "id": str(_number(name, now)),
         "apiVersion": "V2",
         "acceleratorType": wanted.name,
-        "acceleratorConfig": {
-            "type": wanted.generation.prefix.upper().replace("LITEPOD", "LITE_POD"),
-            "topology": wanted.topology_name,
-        },
+        "acceleratorConfig": {"type": catalogue.api_type(wanted), "topology": wanted.topology_name},
         "createTime": timestamp(now),
         "networkConfig": network,
         "schedulingConfig": {key: value for key, value in body.get("schedulingConfig", {}).items() if value},
@@ -246,7 +248,7 @@ def _update(state: State, node: Node, call: Call, now: float) -> Operation:
             raise bad_request(f'update mask "{part}" is not supported; it may hold {", ".join(_UPDATABLE)}')
     if node.state not in ("READY", "STOPPED"):
         raise bad_request(f"update is not supported while in state {node.state}")
-    if any(each.target == node.name and not each.done for each in state.operations.values()):
+    if any(operation.target == node.name and not operation.done for operation in state.operations.values()):
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     faults.refuse_change(state)
     empty: dict[str, Any] = {"metadata": {}, "labels": {}, "description": "", "tags": []}
@@ -262,7 +264,8 @@ def _stop_or_start(state: State, node: Node, verb: str, now: float) -> Operation
     before, during = ("READY", "STOPPING") if verb == "stop" else ("STOPPED", "STARTING")
     if len(node.hosts) > 1:
         raise bad_request(
-            f"{verb} is not supported for TPU pods: {node.short_name} has {len(node.hosts)} hosts; delete it and create it again"
+            f"{verb} is not supported for TPU pods: {node.short_name} has {len(node.hosts)} hosts; "
+            "delete it and create it again"
         )
     if node.state != before:
         raise ApiError(
@@ -291,8 +294,7 @@ def _guest_attributes(node: Node, body: dict[str, Any]) -> dict[str, Any]:
     return {"guestAttributes": entries}
 
 
-# -- how things look
-# ----------------------------------------------------------------------------------------------------------------------
+# -- resources as the API shows them
 
 
 def node_json(node: Node) -> dict[str, Any]:
@@ -308,6 +310,7 @@ def node_json(node: Node) -> dict[str, Any]:
 
 
 def operation_json(operation: Operation) -> dict[str, Any]:
+    """The operation as GET shows it."""
     metadata = {
         "@type": "type.googleapis.com/google.cloud.tpu.v2.OperationMetadata",
         "createTime": timestamp(operation.created),
@@ -327,8 +330,8 @@ def operation_json(operation: Operation) -> dict[str, Any]:
 
 
 def _accelerator_json(parent: str, name: str) -> dict[str, Any]:
-    each = ACCELERATORS[name]
-    config = {"type": each.generation.prefix.upper().replace("LITEPOD", "LITE_POD"), "topology": each.topology_name}
+    accelerator = ACCELERATORS[name]
+    config = {"type": catalogue.api_type(accelerator), "topology": accelerator.topology_name}
     return {"name": f"{parent}/acceleratorTypes/{name}", "type": name, "acceleratorConfigs": [config]}
 
 
@@ -344,6 +347,7 @@ def page(key: str, items: list[dict[str, Any]], call: Call) -> dict[str, Any]:
 
 
 def start_operation(state: State, verb: str, target: str, now: float, seconds: float) -> Operation:
+    """Enters a pending operation that ends after `seconds` at the earliest."""
     parent = target.rsplit("/", 2)[0]
     number = _number(f"{verb} {target} {len(state.operations)}", now)
     name = f"{parent}/operations/operation-{int(now * 1000)}-{number:013x}"
@@ -364,6 +368,7 @@ def _operation(state: State, name: str) -> Operation:
 
 
 def no_method(call: Call) -> ApiError:
+    """The error for a call that the API does not have."""
     return ApiError(catalogue.NOT_FOUND, f"The requested URL was not found: {call.method} /v2/{'/'.join(call.path)}")
 
 

@@ -1,8 +1,9 @@
-"""Works on long-running operations: the effects of the Cloud TPU API.
+"""Runs the long-running operations of the Cloud TPU API: makes, stops and removes the hosts of nodes.
 
-The state says what is pending; a thread for each pending operation does it. Every step is idempotent, so that a server
-which was killed in the middle simply works on the same operations again. An operation's end and the node's new state
-are one change of the state.
+The state lists what is pending; each pending operation gets a thread.
+
+What can fail half-way: every step is idempotent, so a server that was killed runs the same operations again. An
+operation's end and the node's new state are one change of the state.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ KEPT_OPERATIONS = 200
 
 
 class OperationRunner:
-    """Runs operations of one store against one set of containers."""
+    """Runs the pending operations of a store on the containers of its hosts."""
 
     def __init__(self, store: Store, containers: HostContainers, *, prepare: Callable[[Node, Host], None]) -> None:
         self._store = store
@@ -39,7 +40,7 @@ class OperationRunner:
         self._boots = 0
 
     def close(self) -> None:
-        """No host is made any more when this returns: what the engine was asked for before has been done."""
+        """Makes no host from now on, and waits for those that are being made."""
         with self._booting:
             self._closing = True
             self._booting.wait_for(lambda: self._boots == 0, timeout=10)
@@ -102,7 +103,10 @@ class OperationRunner:
                 del state.nodes[node.name]
                 _finish(state, operation.name, error=operation.failure)
             elif missing:
-                message = f"workers {missing} of {node.short_name} did not boot within {BOOT_TIMEOUT:.0f} s; see docker logs {node.hosts[missing[0]].hostname}"
+                message = (
+                    f"workers {missing} of {node.short_name} did not boot within {BOOT_TIMEOUT:.0f} s; "
+                    f"see docker logs {node.hosts[missing[0]].hostname}"
+                )
                 node.resource["state"] = "UNKNOWN"
                 _finish(state, operation.name, error={"code": catalogue.INTERNAL, "message": message})
             else:
@@ -123,12 +127,11 @@ class OperationRunner:
                 self._booting.notify_all()
 
     def _delete(self, operation: Operation, node: Node) -> None:
+        def is_creation(other: Operation) -> bool:
+            return other.verb == "create" and other.target == node.name and not other.done
+
         # A creation that was cancelled may still be making hosts.
-
-        def creating(each: Operation) -> bool:
-            return each.verb == "create" and each.target == node.name and not each.done
-
-        self._store.wait(lambda state: not any(map(creating, state.operations.values())), BOOT_TIMEOUT)
+        self._store.wait(lambda state: not any(map(is_creation, state.operations.values())), BOOT_TIMEOUT)
         with ThreadPoolExecutor(max(1, min(16, len(node.hosts)))) as pool:
             list(pool.map(self._containers.remove, node.hosts))
         self._until_due(operation)
@@ -175,9 +178,8 @@ def _typed(node: Node) -> dict[str, Any]:
 
 
 def finish_pending_operations(state: State) -> None:
-    """Ends every pending operation at once, for a state without containers behind it: its node is as it was asked to
-    become."""
-    for operation in [each for each in state.operations.values() if not each.done]:
+    """Ends every pending operation at once with its node as requested, for a state without containers."""
+    for operation in [operation for operation in state.operations.values() if not operation.done]:
         _change(state, operation, state.nodes[operation.target])
 
 
@@ -191,6 +193,6 @@ def _finish(
 ) -> None:
     operation = state.operations[name]
     operation.done, operation.ended, operation.error, operation.response = True, time.time(), error, response
-    old = [each for each in state.operations.values() if each.done]
-    for each in old[:-KEPT_OPERATIONS]:
-        del state.operations[each.name]
+    done = [operation for operation in state.operations.values() if operation.done]
+    for operation in done[:-KEPT_OPERATIONS]:
+        del state.operations[operation.name]

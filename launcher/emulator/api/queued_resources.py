@@ -1,9 +1,8 @@
 """Queued resources of the Cloud TPU API v2: requests that wait for capacity, become a node, and outlive it.
 
-`answer` is request -> response over the state, as tpu_api.answer; `advance` moves every request along and is called
-again and again by the server, so that one is granted, expires, or notices a preempted node whether anybody looks or
-not. Nodes are made and deleted through tpu_api, so that they are nodes like any other. Requests for several nodes
-(multi-slice) are refused.
+`answer` maps a call to a response over the state, as nodes.answer does. The server calls `advance` periodically: it
+grants and expires requests and notices preempted nodes. Nodes are made and deleted through nodes.py. Requests for
+several nodes (multi-slice) are refused.
 
     ACCEPTED -> PROVISIONING | WAITING_FOR_RESOURCES (a stock-out is due; one of them is used up at each try) ->
     PROVISIONING -> ACTIVE past its valid-until without a node: FAILED · node preempted or deleted: SUSPENDING ->
@@ -31,7 +30,7 @@ _NO_NODE = frozenset(("ACCEPTED", "WAITING_FOR_RESOURCES", "FAILED", "SUSPENDED"
 
 
 def concerns(call: Call) -> bool:
-    """Whether a call is one of ours."""
+    """Whether a call is about queued resources."""
     return call.path[4:5] == ("queuedResources",)
 
 
@@ -46,7 +45,7 @@ def answer(state: State, call: Call, now: float) -> dict[str, Any]:
             prefix = f"projects/{project}/locations/" + ("" if zone == "-" else f"{zone}/")
             return tpu_api.page(
                 "queuedResources",
-                [to_json(each) for name, each in sorted(state.queued.items()) if name.startswith(prefix)],
+                [to_json(queued) for name, queued in sorted(state.queued.items()) if name.startswith(prefix)],
                 call,
             )
         case ("POST", [], ""):
@@ -62,6 +61,7 @@ def answer(state: State, call: Call, now: float) -> dict[str, Any]:
 
 
 def to_json(queued: QueuedResource) -> dict[str, Any]:
+    """The queued resource as GET shows it."""
     shown: dict[str, Any] = {"state": queued.state, "stateInitiator": queued.initiator}
     # "WAITING_FOR_RESOURCES" has no data of its own; the others have, and only a failure says something in it.
     if queued.state == "FAILED":
@@ -72,7 +72,7 @@ def to_json(queued: QueuedResource) -> dict[str, Any]:
 
 
 def advance(state: State, now: float) -> None:
-    """Moves every request along as far as it goes at this moment."""
+    """Moves every request to the state that it can have at `now`."""
     for queued in list(state.queued.values()):
         node = state.nodes.get(queued.node)
         match queued.state:
@@ -97,7 +97,7 @@ def advance(state: State, now: float) -> None:
 
 
 def _try(state: State, queued: QueuedResource, now: float) -> None:
-    """Looks for capacity, unless it is too late or too early."""
+    """Tries to create the node; fails the request when its time is over."""
     if queued.until is not None and now > queued.until:
         text = f"Resource {queued.name} could not be provisioned before its valid-until time"
         queued.state, queued.error = (

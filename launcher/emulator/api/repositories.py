@@ -1,5 +1,5 @@
-"""Artifact Registry's API, as far as `gcloud artifacts repositories describe|create` asks it: pure request -> response
-over the state."""
+"""The calls of Artifact Registry's API that `gcloud artifacts repositories describe|create` makes: pure functions of the
+state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launcher.emulator.state import State
 
 
 def concerns(segments: list[str]) -> bool:
-    """v1/projects/P/locations/L/repositories[/R]"""
+    """Whether a path is v1/projects/P/locations/L/repositories[/R]."""
     return (
         segments[0] == "v1"
         and segments[3:4] == ["locations"]
@@ -27,10 +27,10 @@ def answer(
     parent = "/".join(segments[1:6])
     match (method, segments[6:]):
         case ("GET", [name]):
-            found = state.repositories.get(f"{parent}/{name}")
-            if found is None:
+            repository = state.repositories.get(f"{parent}/{name}")
+            if repository is None:
                 raise ApiError(catalogue.NOT_FOUND, "Requested entity was not found.")
-            return found
+            return repository
         case ("POST", []):
             name = f"{parent}/{query.get('repositoryId', '')}"
             if body.get("format") != "DOCKER":
