@@ -1,9 +1,9 @@
-"""Starts, stops and describes the emulator of a home directory, and says what to put into the environment so that the
-real tools talk to it.
+"""Starts, stops and describes the emulator of a home directory, and gives the environment in which Google's tools reach
+it.
 
-`start` is idempotent and heals what a crash left; `stop` removes everything, also when no server and no state is left
-to ask: every container, volume and network carries the emulator's id as a label, and the id comes from the home
-directory.
+What can fail half-way: a start or a server may be killed. `start` is idempotent and goes on from the state file. `stop`
+removes everything without a server and without a state file, too: every container, volume and network has the emulator's
+id as a label, and the id is computed from the home directory.
 """
 
 from __future__ import annotations
@@ -53,11 +53,18 @@ def start(
     create_seconds: float | None = None,
     plain_endpoints: bool | None = None,
 ) -> None:
-    """The emulator of `home` runs; `bucket` exists in it.
+    """Starts the emulator of `home` unless it runs.
 
-    `port` fixes the port on 127.0.0.1 (else the one of before, or a free one); the other settings keep their values
-    across starts unless given. Raises BadInput when the engine isn't running, the port is taken, or the home can't be
-    used.
+    Args:
+        home: its folder.
+        bucket: created in it unless it exists.
+        port: of 127.0.0.1; when absent, the one of before, or a free one.
+        create_seconds: how long a node's creation takes at least; when absent, as before.
+        plain_endpoints: whether worker-network-endpoints has the newer format; when absent, as before.
+
+    Raises:
+        BadInput: no engine runs, the port is taken, or the home can't be used.
+        LaunchError: the image can't be built, or the server does not start.
     """
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     state = _read(home)
@@ -66,7 +73,7 @@ def start(
         image = _host_image(engine)
         with _starting(home):
             state = _read(home)
-            if state is None or not _answers(state):  # nobody else was faster
+            if state is None or not _answers(state):  # another process may have started it meanwhile
                 state = _launch(home, state, engine, image, port, create_seconds, plain_endpoints)
     if port is not None and state.port != port:
         raise BadInput(
@@ -77,11 +84,16 @@ def start(
 
 
 def stop(home: Path, *, keep_data: bool = False) -> None:
-    """Nothing of the emulator is left: server, containers, networks, volumes, sockets, state; `keep_data` keeps the
-    buckets' objects.
+    """Removes the server, containers, networks, volumes, sockets and state of the emulator.
 
-    Works after a crash of the server, with a broken state file, and when nothing was running. Raises LaunchError when
-    the engine isn't there to remove what it may hold.
+    Works after a crash of the server, with a broken state file, and when nothing was running.
+
+    Args:
+        home: the emulator's folder.
+        keep_data: keep the objects of its buckets.
+
+    Raises:
+        LaunchError: the engine does not answer, and may hold hosts.
     """
     with _starting(home):
         _stop(home, keep_data)
@@ -102,22 +114,22 @@ def _stop(home: Path, keep_data: bool) -> None:
     except OSError as error:
         if state is not None and state.nodes:
             raise LaunchError(
-                f"the container engine at {engine.path} does not answer ({error}), so emulated hosts may be left: start it and stop the emulator again"
+                f"the container engine at {engine.path} does not answer ({error}), so emulated hosts may be left: "
+                "start it and stop the emulator again"
             ) from None
     except EngineError as error:
         raise LaunchError(f"removing the emulated hosts: {error}") from None
     shutil.rmtree(sockets, ignore_errors=True)
     with contextlib.suppress(OSError):
         sockets.parent.rmdir()  # when no other emulator uses it
-    for each in home.iterdir():
-        if keep_data and each.name == "buckets":
+    for path in home.iterdir():
+        if keep_data and path.name == "buckets":
             continue
-        shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def status(home: Path) -> dict[str, Any]:
-    """What runs: {"running": false} or the server's account (nodes, hosts, containers, pushed images, buckets,
-    faults)."""
+    """{"running": false}, or nodes, hosts, containers, pushed images, buckets and faults of the server."""
     state = _read(home)
     if state is None or not _answers(state):
         return {"running": False, "home": str(home), "crashed": state is not None}
@@ -125,14 +137,14 @@ def status(home: Path) -> dict[str, Any]:
 
 
 def inject(home: Path, fault: dict[str, Any]) -> dict[str, Any]:
-    """Injects a fault (commands.py has the list). Raises BadInput when the emulator isn't running or the target doesn't
-    exist."""
+    """Injects a fault, as launcher/cli/emulator.py describes it. Raises BadInput when the emulator does not run or the
+    target does not exist."""
     return _ask(_running(home), "POST", "/inject", fault)
 
 
 def environment(home: Path) -> dict[str, str]:
-    """What makes gcloud, docker and the storage clients talk to the emulator instead of Google. Raises BadInput when it
-    isn't running."""
+    """The variables with which gcloud, docker and the storage clients reach the emulator instead of Google. Raises
+    BadInput when it does not run."""
     state = _running(home)
     endpoint = f"http://127.0.0.1:{state.port}"
     user = home / "user"
@@ -143,7 +155,7 @@ def environment(home: Path) -> dict[str, str]:
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": f"{endpoint}/storage/v1/",
         "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
         "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
-        # No look for a metadata server on the workstation, no telemetry, no update check: each would go to Google.
+        # No search for a metadata server, no telemetry, no update check: each would send requests to Google.
         "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
         "CLOUDSDK_CORE_DISABLE_USAGE_REPORTING": "true",
         "CLOUDSDK_COMPONENT_MANAGER_DISABLE_UPDATE_CHECK": "true",
@@ -159,7 +171,6 @@ def environment(home: Path) -> dict[str, str]:
 
 
 # -- starting
-# -----------------------------------------------------------------------------------------------------------------------------
 
 
 def _launch(
@@ -190,9 +201,7 @@ def _launch(
     )
     try:
         _wait_for_server(state, pid, log)
-    except (
-        BaseException
-    ):  # also Ctrl-C: a server that nobody waits for would come up behind the back of the next command
+    except BaseException:  # also Ctrl-C: else the server would come up during a later command
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         raise
@@ -206,9 +215,10 @@ def _wait_for_server(state: State, pid: int, log: Path) -> None:
         ended = _has_ended(pid)
         if ended or time.monotonic() > deadline:
             last = log.read_text(errors="replace").strip().splitlines()[-1:] if log.exists() else []
-            what = "ended at once" if ended else f"did not answer within {START_TIMEOUT:.0f} s"
+            failure = "ended at once" if ended else f"did not answer within {START_TIMEOUT:.0f} s"
             raise LaunchError(
-                f"the emulator's server {what}: {''.join(last)} (all of it in {log}); `tpu-launch emulator stop` clears everything"
+                f"the emulator's server {failure}: {''.join(last)} (all of it in {log}); "
+                "`tpu-launch emulator stop` clears everything"
             )
         time.sleep(0.03)
 
@@ -222,14 +232,14 @@ def _has_ended(pid: int) -> bool:
 
 
 def _python_path() -> str:
-    """So that the server finds the same packages as this process, wherever it was started."""
+    """PYTHONPATH of the server: it imports this same source tree, whatever its working directory."""
     root = str(Path(__file__).resolve().parents[2])
     return os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @contextlib.contextmanager
 def _starting(home: Path) -> Iterator[None]:
-    """Starts and stops come one after the other: a second start waits, and then finds the server."""
+    """Serializes starts and stops of one home: a second start waits, and then finds the server."""
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(home / "starting", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -246,7 +256,8 @@ def _free_port(wanted: int | None, before: int) -> int:
             if wanted is not None:
                 reason = getattr(error, "strerror", None) or error
                 raise BadInput(
-                    f"port {wanted} of 127.0.0.1 can't be used for the emulator ({reason}): choose another --port, or leave it out"
+                    f"port {wanted} of 127.0.0.1 can't be used for the emulator ({reason}): "
+                    "choose another --port, or leave it out"
                 ) from None
     raise LaunchError("no free port on 127.0.0.1")
 
@@ -258,15 +269,15 @@ def _find_engine(state: State | None) -> Engine:
         engine.call("GET", "/version", timeout=10)
     except (OSError, EngineError) as error:
         raise BadInput(
-            f"no container engine answers at {engine.path} ({error}): start it (for example `sudo systemctl start docker`, or `sudo dockerd &`), "
-            "or install one (Debian: apt-get install docker.io)"
+            f"no container engine answers at {engine.path} ({error}): start it (for example "
+            "`sudo systemctl start docker`, or `sudo dockerd &`), or install one (Debian: apt-get install docker.io)"
         ) from None
     return engine
 
 
 def _engine_path(state: State | None) -> str:
-    """The engine's unix socket: DOCKER_HOST, unless that is an emulator's own view; else that of the state; else the
-    default one."""
+    """The engine's unix socket: DOCKER_HOST, unless that is an emulator's own socket; else the state's; else the
+    default."""
     host = os.environ.get("DOCKER_HOST", "")
     if host.startswith("unix://") and not host.endswith("/" + ENGINE):
         return host.removeprefix("unix://")
@@ -281,15 +292,16 @@ def _socket_folder(home: Path) -> Path:
 
 
 def _make_socket_folder(home: Path) -> Path:
-    """A private folder with a short name (a unix socket's path has at most 107 bytes). Raises BadInput when somebody
-    else made it."""
+    """Makes a private folder with a short name (a unix socket's path has at most 107 bytes). Raises BadInput when
+    another user owns it."""
     folder = _socket_folder(home)
-    for each in (folder.parent, folder):
-        each.mkdir(mode=0o700, exist_ok=True)
-        found = each.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    for path in (folder.parent, folder):
+        path.mkdir(mode=0o700, exist_ok=True)
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise BadInput(
-                f"{each} must be a folder that only you can enter; remove it, or set XDG_RUNTIME_DIR to a private folder"
+                f"{path} must be a folder that only you can enter; remove it, or set XDG_RUNTIME_DIR to a private "
+                "folder"
             )
     return folder
 
@@ -318,8 +330,7 @@ def _docker_host(value: str) -> Iterator[None]:
             os.environ["DOCKER_HOST"] = before
 
 
-# -- talking to the server
-# ----------------------------------------------------------------------------------------------------------------
+# -- requests to the server
 
 
 def _read(home: Path) -> State | None:
@@ -330,7 +341,8 @@ def _read(home: Path) -> State | None:
         return None
     except ValueError as error:
         raise BadInput(
-            f"{home / 'state.json'}: {error}; `tpu-launch emulator stop` removes it with everything else of this emulator"
+            f"{home / 'state.json'}: {error}; "
+            "`tpu-launch emulator stop` removes it with everything else of this emulator"
         ) from None
 
 
@@ -380,8 +392,10 @@ def _raw(path: Path, method: str, target: str, body: dict[str, Any] | None, time
 
 
 def _end_server(home: Path, sockets: Path) -> None:
-    """The server is gone: asked first, killed when it doesn't go. It holds a lock on the file that has its process id,
-    so no other is ever hit."""
+    """Stops the server, and kills it when it does not end in time.
+
+    The server holds a lock on the file with its process id, so no other process is ever killed.
+    """
     if _unlocked(home):
         return
     with contextlib.suppress(OSError, http.client.HTTPException):

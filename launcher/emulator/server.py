@@ -1,8 +1,8 @@
-"""The emulator's process: opens the sockets, wires the services together, and keeps hosts as the state says.
+"""The emulator's process: opens the sockets, connects the services, and keeps hosts as the state has them.
 
 Started by control.start as `python -m launcher.emulator.server HOME IMAGE`. It listens on 127.0.0.1 (Cloud TPU,
-Compute, Cloud Storage), on unix sockets in a private folder (control, the workstation's engine, one a host for its
-agent), and on the listeners that hosts hand over. It holds a lock on HOME/lock for its life, and can be killed at any
+Compute, Cloud Storage), on unix sockets in a private folder (control, the workstation's engine, one for each host's
+agent), and on the listeners that hosts hand over. It holds a lock on HOME/lock while it runs, and can be killed at any
 moment.
 """
 
@@ -49,7 +49,7 @@ _SHOWN = {
     "cut": "cut",
     "hung": "hung",
 }
-QUEUE_SECONDS = 0.3  # between looks at the queued resources
+QUEUE_SECONDS = 0.3  # between passes over the queued resources
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -80,7 +80,7 @@ class Server:
         self.stopping = threading.Event()
 
     def run(self, listener: socket.socket) -> None:
-        """Serves until told to stop."""
+        """Serves until `stopping` is set."""
         with self.store.change() as state:
             state.subnet = self.containers.ensure_network(state.subnet)
             state.pid = os.getpid()
@@ -106,7 +106,7 @@ class Server:
         self.operations.close()
 
     def _advance_queue(self) -> None:
-        """Queued resources wait, are granted and expire whether anybody looks or not."""
+        """Grants and expires queued resources until the server stops."""
         while not self.stopping.wait(QUEUE_SECONDS):
             with self.store.read() as state:
                 idle = not state.queued
@@ -119,7 +119,6 @@ class Server:
                 log.exception("queued resources")
 
     # -- Google's services
-    # ----------------------------------------------------------------------------------------------------------------
 
     def google(self, request: Request) -> Response:
         """One request on 127.0.0.1."""
@@ -173,36 +172,23 @@ class Server:
         )
 
     def _faulty(self, service: str, answer: Callable[[], Response]) -> Response:
-        """Answers, unless a fault says otherwise."""
+        """Answers after the service's injected delay, or with an injected error instead."""
         with self.store.read() as state:
-            waiting, broken = faults.delay(state, service), any(each.kind == "errors" for each in state.faults)
-        time.sleep(waiting)
-        if broken:
+            delay = faults.delay(state, service)
+            may_fail = any(fault.kind == "errors" for fault in state.faults)
+        time.sleep(delay)
+        if may_fail:
             with self.store.change() as state:
                 status = faults.error_status(state, service)
             if status is not None:
-                text = "The service is currently unavailable." if status == 503 else f"injected fault: status {status}"
-                name = {429: "RESOURCE_EXHAUSTED", 500: "INTERNAL", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}.get(
-                    status, "UNKNOWN"
-                )
-                return json_response(
-                    {
-                        "error": {
-                            "code": status,
-                            "message": text,
-                            "status": name,
-                            "errors": [{"message": text, "reason": "backendError"}],
-                        }
-                    },
-                    status,
-                )
+                return _injected_error(status)
         return answer()
 
     def _api_for_host(self, hostname: str, request: Request) -> Response:
-        """The Cloud TPU API, as a host reaches it: with the token of its service account and no other."""
+        """The Cloud TPU API for a host, which must send the token of its own service account."""
         with self.store.read() as state:
-            found = find_host(state, hostname)
-            token = None if found is None else metadata.token(state, found[1])
+            entry = find_host(state, hostname)
+            token = None if entry is None else metadata.token(state, entry[1])
         if token is None or request.headers.get("Authorization") != f"Bearer {token}":
             return json_response(
                 {"error": {"code": 401, "message": "invalid authentication credentials", "status": "UNAUTHENTICATED"}},
@@ -211,7 +197,6 @@ class Server:
         return self._api(request)
 
     # -- control
-    # --------------------------------------------------------------------------------------------------------------------------
 
     def control(self, request: Request) -> Response:
         """Requests of control.py, over the private socket."""
@@ -234,7 +219,7 @@ class Server:
             return json_response({"error": f"the engine failed: {error}"}, 500)
 
     def status(self) -> dict[str, Any]:
-        """Everything there is, for people and scripts."""
+        """Nodes, hosts, operations, images, buckets and faults, for `tpu-launch emulator status`."""
         with self.store.read() as state:
             emulator = state.id
             listed: dict[str, Any] = {
@@ -245,21 +230,24 @@ class Server:
                 "docker_host": f"unix://{self.sockets / ENGINE}",
                 "subnet": state.subnet,
                 "nodes": [self._status_of(node) for node in state.nodes.values()],
-                "queued_resources": [queued_resources.to_json(each) for each in state.queued.values()],
-                "operations": [tpu_api.operation_json(each) for each in state.operations.values() if not each.done],
+                "queued_resources": [queued_resources.to_json(queued) for queued in state.queued.values()],
+                "operations": [
+                    tpu_api.operation_json(operation) for operation in state.operations.values() if not operation.done
+                ],
                 "pushed": {repository: dict(versions) for repository, versions in state.pushed.items()},
                 "faults": [vars(fault) for fault in state.faults],
             }
         containers = {
-            each["Names"][0].removeprefix("/"): each for each in self.engine.containers(f"{LABEL}={emulator}")
+            container["Names"][0].removeprefix("/"): container
+            for container in self.engine.containers(f"{LABEL}={emulator}")
         }
         for node in listed["nodes"]:
             for host in node["hosts"]:
                 host["state"] = containers[host["hostname"]]["State"] if host["hostname"] in containers else "none"
                 prefix = host["hostname"] + "."
                 host["containers"] = {
-                    name.removeprefix(prefix): each["State"]
-                    for name, each in containers.items()
+                    name.removeprefix(prefix): container["State"]
+                    for name, container in containers.items()
                     if name.startswith(prefix)
                 }
         return {**listed, "buckets": self.buckets.summary()}
@@ -275,7 +263,7 @@ class Server:
         }
 
     def inject(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """A fault, as commands.py describes it: {"fault": ..., and its arguments}."""
+        """Enters or executes a fault: {"fault": KIND, and its arguments}, as launcher/cli/emulator.py describes them."""
         kind = wanted.pop("fault")
         if kind in ("preempt", "kill-host", "cut-host", "hang-host", "restore-host", *faults.OUTAGES):
             return self._inject_host(kind, wanted)
@@ -327,7 +315,21 @@ class Server:
         return {"fault": kind, "node": node.name, "hosts": [host.hostname for host in hosts]}
 
 
+def _injected_error(status: int) -> Response:
+    """An error in the shape of Google's services."""
+    text = "The service is currently unavailable." if status == 503 else f"injected fault: status {status}"
+    names = {429: "RESOURCE_EXHAUSTED", 500: "INTERNAL", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}
+    error = {
+        "code": status,
+        "message": text,
+        "status": names.get(status, "UNKNOWN"),
+        "errors": [{"message": text, "reason": "backendError"}],
+    }
+    return json_response({"error": error}, status)
+
+
 def main() -> None:
+    """Runs the server of `sys.argv`: HOME IMAGE."""
     home, image = Path(sys.argv[1]), sys.argv[2]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
     lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -336,7 +338,7 @@ def main() -> None:
     except BlockingIOError:
         sys.exit("another server of this emulator is running")
     os.ftruncate(lock, 0)
-    os.write(lock, str(os.getpid()).encode())  # for control.py, which may have to kill us
+    os.write(lock, str(os.getpid()).encode())  # control.py may have to kill this process
     port = from_json((home / "state.json").read_text()).port
     try:
         listener = socket.create_server(("127.0.0.1", port), backlog=512)

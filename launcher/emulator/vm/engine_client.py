@@ -1,5 +1,5 @@
-"""The workstation's container engine, spoken to over its unix socket. Only what the emulator itself needs of the Docker
-Engine API."""
+"""A client of the workstation's container engine, over its unix socket: the part of the Docker Engine API that the
+emulator uses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Engine:
     def call(
         self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None, *, timeout: float = 120
     ) -> Any:
-        """The answer's JSON (None when it has none). Raises EngineError, or OSError when the engine isn't there."""
+        """The response's JSON; None when it has none. Raises EngineError, or OSError when the engine does not run."""
         status, data = self.raw(method, path, query, body, timeout=timeout)
         if status >= 400:
             raise EngineError(status, f"{method} {path}: {message(data)}")
@@ -55,7 +55,7 @@ class Engine:
     def raw(
         self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None, *, timeout: float = 120
     ) -> tuple[int, bytes]:
-        """Status and body, whatever they are."""
+        """Status and body, errors included. Raises OSError when the engine does not run."""
         connection = UnixConnection(self.path, timeout)
         try:
             data = None if body is None else json.dumps(body).encode()
@@ -70,16 +70,18 @@ class Engine:
 
     def containers(self, *labels: str) -> list[dict[str, Any]]:
         """All containers, running or not, that have all `labels` ("key" or "key=value")."""
-        found = self.call("GET", "/containers/json", {"all": "1", "filters": filters(label=list(labels))})
-        assert isinstance(found, list)
-        return found
+        containers = self.call("GET", "/containers/json", {"all": "1", "filters": filters(label=list(labels))})
+        assert isinstance(containers, list)
+        return containers
 
 
-def filters(**wanted: list[str]) -> str:
-    return json.dumps(wanted)
+def filters(**values: list[str]) -> str:
+    """The `filters` parameter of a listing."""
+    return json.dumps(values)
 
 
 def url(path: str, query: dict[str, Any] | None) -> str:
+    """The path with its query."""
     return path + ("?" + urlencode(query) if query else "")
 
 

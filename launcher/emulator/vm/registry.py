@@ -1,7 +1,7 @@
-"""Artifact Registry without bytes: which images were pushed under which names. Pure, over the state's `pushed`.
+"""Artifact Registry without bytes: which images were pushed under which names. Pure functions over the state's `pushed`.
 
-Names under *-docker.pkg.dev and gcr.io are a registry's; every other name is the engine's own business. A pushed image
-stays in the workstation's store, and its "digest" is its image id. Hosts can pull what was pushed and nothing else.
+Names under *-docker.pkg.dev and gcr.io are a registry's; all others belong to the engine. A pushed image stays in the
+workstation's store, and its "digest" is its image id. Hosts can pull what was pushed and nothing else.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ class Reference:
 
 
 def is_registry(name: str) -> bool:
+    """Whether an image's name is one of an emulated registry."""
     return _REGISTRY.match(name) is not None
 
 
 def parse(name: str) -> Reference:
+    """The parts of an image's name."""
     rest, _, digest = name.partition("@")
     head, separator, tag = rest.rpartition(":")
     if separator and "/" not in tag:
@@ -48,25 +50,26 @@ def resolve(pushed: dict[str, dict[str, str]], name: str) -> str | None:
 
 
 def password(header: str) -> str | None:
-    """What a client shows in X-Registry-Auth; None when it shows nothing that can be read."""
+    """The password in an X-Registry-Auth header; None when there is none that can be read."""
     try:
-        shown = json.loads(base64.urlsafe_b64decode(header + "=" * (-len(header) % 4)))
-        return str(shown["password"])
+        credentials = json.loads(base64.urlsafe_b64decode(header + "=" * (-len(header) % 4)))
+        return str(credentials["password"])
     except (ValueError, KeyError, TypeError):
         return None
 
 
 def unauthenticated(reference: Reference) -> str:
-    """What Artifact Registry answers to who shows no token of a service account."""
+    """Artifact Registry's answer to a request without a service account's token."""
     host, _, path = reference.repository.partition("/")
     return (
-        f'Head "https://{host}/v2/{path}/manifests/{reference.version}": denied: Unauthenticated request. Unauthenticated requests do not have '
-        f'permission "artifactregistry.repositories.downloadArtifacts" on resource "{path}" (or it may not exist)'
+        f'Head "https://{host}/v2/{path}/manifests/{reference.version}": denied: Unauthenticated request. '
+        'Unauthenticated requests do not have permission "artifactregistry.repositories.downloadArtifacts" on '
+        f'resource "{path}" (or it may not exist)'
     )
 
 
 def push(pushed: dict[str, dict[str, str]], repository: str, tag: str, image: str) -> None:
-    """Enters an image under its tag and its digest."""
+    """Enters an image under its tag and its digest in `pushed` (repository -> tag or digest -> image id)."""
     pushed.setdefault(repository, {}).update({tag: image, image: image})
 
 
@@ -108,5 +111,5 @@ def unknown(reference: Reference) -> str:
 def with_digests(image: dict[str, Any], pushed: dict[str, dict[str, str]]) -> dict[str, Any]:
     """An image's inspect answer, with the digests under which it was pushed."""
     own = [f"{repository}@{image['Id']}" for repository, versions in sorted(pushed.items()) if image["Id"] in versions]
-    digests = [each for each in image.get("RepoDigests") or [] if each not in own]
+    digests = [digest for digest in image.get("RepoDigests") or [] if digest not in own]
     return {**image, "RepoDigests": digests + own}
