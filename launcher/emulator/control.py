@@ -309,13 +309,13 @@ def _make_socket_folder(home: Path) -> Path:
 def _host_image(engine: Engine) -> str:
     """The name of the hosts' image, built when it is missing or its sources changed. Raises LaunchError when it can't
     be built."""
-    with _docker_host(f"unix://{engine.path}"):  # not an emulator's own view, which may be gone
+    with _docker_host(f"unix://{engine.path}"):  # not an emulator's own socket, whose server may be gone
         spec = images.folder_spec(IMAGE, shared_folder("images") / "host")
-        found = images.plan(spec)
-        if found.image_id is None:
+        plan = images.plan(spec)
+        if plan.image_id is None:
             images.ensure(spec, lambda line: print(line, file=sys.stderr))
-            found = images.plan(spec)
-    return found.local
+            plan = images.plan(spec)
+    return plan.local
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""What a host of a slice sees of the workstation's engine: pure rewriting of Docker Engine API requests and answers.
+"""What a host of a slice sees of the workstation's engine: pure functions that rewrite Docker Engine API requests and
+responses.
 
-A host's containers are the workstation's, with the host's name as a prefix, labels that say whose they are, and
-`--network host` turned into "the network of the host's container". What can't be given honestly is refused with a
-message that says so. The sockets are in engine_proxy.py, image names in registry.py.
+A host's containers are the workstation's, with the host's name as a prefix of theirs, labels that name their host, and
+the network of the host's container for `--network host`. What can't be emulated is refused with a message that says so.
+Requests are received in engine_proxy.py, image names resolved in registry.py.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from typing import Any
 
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL
 
-# What a container was asked to be, kept on it so that inspect can say so.
+# The settings that a container was created with, kept as a label so that inspect shows them.
 REQUESTED_LABEL = "tpu-launch.emulator.asked"
-# The bucket, as a host reaches it.
+# The emulated Cloud Storage, as a host reaches it.
 HOST_STORAGE = "http://127.0.0.1:4443"
 CONTAINER_CA = "/etc/tpu-launch-emulator-ca.pem"
 _OURS = (LABEL, HOST_LABEL, MACHINE_LABEL, REQUESTED_LABEL)
 
 # The networks that a host's containers can have.
 NETWORKS = ("bridge", "host", "none")
-# What a host may ask about one container, beyond the containers' own calls below.
+# Calls on one container that are passed through.
 CONTAINER_ACTIONS = frozenset((
-    "logs", "start", "stop", "kill", "restart", "wait", "attach", "exec", "top", "stats", "archive", "pause", "unpause", "resize", "changes",
-    "export", "update",
+    "logs", "start", "stop", "kill", "restart", "wait", "attach", "exec", "top", "stats", "archive", "pause", "unpause",
+    "resize", "changes", "export", "update",
 ))  # fmt: skip
 
 
 class Refused(Exception):
-    """The emulated engine says no, in the engine's shape."""
+    """The emulated engine refuses a request; `status` is the HTTP status of its answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -42,24 +43,26 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class HostView:
-    """Whose eyes: one host of one emulator."""
+    """One host of one emulator, for which requests and responses are rewritten."""
 
     emulator: str
     hostname: str
 
     @property
     def prefix(self) -> str:
+        """Begins the names of the host's containers and volumes at the workstation's engine."""
         return f"{self.hostname}."
 
     @property
     def labels(self) -> list[str]:
+        """The labels of the host's containers and volumes, as "key=value"."""
         return [f"{LABEL}={self.emulator}", f"{HOST_LABEL}={self.hostname}"]
 
 
 def split_version(path: str) -> tuple[str, str]:
     """ "/v1.41/containers/json" -> ("/v1.41", "/containers/json")."""
-    found = re.match(r"^(/v\d+\.\d+)?(/.*)$", path)
-    return (found[1] or "", found[2]) if found else ("", path)
+    match = re.match(r"^(/v\d+\.\d+)?(/.*)$", path)
+    return (match[1] or "", match[2]) if match else ("", path)
 
 
 def create_on_host(
@@ -71,16 +74,23 @@ def create_on_host(
     image: str,
     ca: str,
 ) -> dict[str, Any]:
-    """The body of containers/create as the workstation's engine gets it.
+    """The body of containers/create for the workstation's engine.
 
-    `bind` turns a folder of the host into one of the workstation, `volume` makes a volume of the host's and returns its
-    name; both may raise Refused. `image` is what to run (an image id when the name is a registry's). `ca` is a file of
-    the workstation: whom to believe over TLS.
+    Args:
+        body: what the host sent.
+        view: the host.
+        bind: a folder of the host -> that folder on the workstation; may raise Refused.
+        volume: the host's name of a volume -> its name at the workstation's engine; may raise Refused.
+        image: what to run, an image id when the name is a registry's.
+        ca: a file of the workstation with the certificates that the container trusts.
+
+    Raises:
+        Refused: a setting is not emulated.
     """
     new = copy.deepcopy(body)
     host = new.setdefault("HostConfig", {}) or {}
     new["HostConfig"] = host
-    asked = {
+    requested = {
         "Image": body.get("Image", ""),
         "NetworkMode": host.get("NetworkMode", "default"),
         "Privileged": bool(host.get("Privileged")),
@@ -94,9 +104,9 @@ def create_on_host(
     for key in ("VolumesFrom", "Links", "CgroupParent"):
         if host.get(key):
             raise Refused(400, f"HostConfig.{key} is not supported on an emulated TPU VM")
-    host["Binds"] = [*(host.get("Binds_") or []), *(_bind(each, bind, volume) for each in host.get("Binds") or [])]
+    host["Binds"] = [*(host.get("Binds_") or []), *(_bind(text, bind, volume) for text in host.get("Binds") or [])]
     host.pop("Binds_", None)
-    if not any(each.split("=")[0] == "CURL_CA_BUNDLE" for each in new["Env"]):
+    if not any(variable.split("=")[0] == "CURL_CA_BUNDLE" for variable in new["Env"]):
         host["Binds"].append(f"{ca}:{CONTAINER_CA}:ro")
         new["Env"].append(f"CURL_CA_BUNDLE={CONTAINER_CA}")
     for mount in host.get("Mounts") or []:
@@ -104,14 +114,14 @@ def create_on_host(
             mount["Source"] = bind(mount.get("Source", ""))
         elif mount.get("Type") == "volume" and mount.get("Source"):
             mount["Source"] = volume(mount["Source"])
-    own = {LABEL: view.emulator, HOST_LABEL: view.hostname, REQUESTED_LABEL: json.dumps(asked)}
+    own = {LABEL: view.emulator, HOST_LABEL: view.hostname, REQUESTED_LABEL: json.dumps(requested)}
     new["Labels"] = {**{key: value for key, value in (body.get("Labels") or {}).items() if key not in _OURS}, **own}
     return new
 
 
 def create_on_workstation(body: dict[str, Any], emulator: str, storage: str, *, image: str) -> dict[str, Any]:
-    """The same for a container that the user starts on the workstation while an emulated slice stands in for
-    Google's."""
+    """The body of containers/create for a container that the user starts on the workstation with the emulator's
+    environment."""
     new = copy.deepcopy(body)
     new["Image"] = image
     new["Labels"] = {**(body.get("Labels") or {}), LABEL: emulator}
@@ -121,9 +131,9 @@ def create_on_workstation(body: dict[str, Any], emulator: str, storage: str, *, 
 
 
 def container_environment(environment: list[str], storage: str) -> list[str]:
-    """There are no TPU chips, and the bucket is the emulator's; what the user set otherwise stays."""
-    new = ["PJRT_DEVICE=CPU" if each == "PJRT_DEVICE=TPU" else each for each in environment]
-    if not any(each.split("=")[0] == "STORAGE_EMULATOR_HOST" for each in new):
+    """The variables ("NAME=value") with the CPU for the TPU and the emulator's storage; others stay as they are."""
+    new = ["PJRT_DEVICE=CPU" if variable == "PJRT_DEVICE=TPU" else variable for variable in environment]
+    if not any(variable.split("=")[0] == "STORAGE_EMULATOR_HOST" for variable in new):
         new.append(f"STORAGE_EMULATOR_HOST={storage}")
     return new
 
@@ -165,20 +175,20 @@ def _namespaces(host: dict[str, Any], view: HostView, bind: Callable[[str], str]
 
 
 def _privileges(host: dict[str, Any]) -> None:
-    """Privileged containers get every capability but one, and no devices: there are none, and the workstation's are
-    nobody's business here."""
+    """Privileged containers get every capability but one, and no devices: an emulated host has none."""
     for device in host.get("Devices") or []:
         path = device.get("PathOnHost", "")
         raise Refused(
             400,
-            f'error gathering device information while adding custom device "{path}": an emulated TPU VM has no devices',
+            f'error gathering device information while adding custom device "{path}": '
+            "an emulated TPU VM has no devices",
         )
     if host.pop("Privileged", False):
         host["CapAdd"] = ["ALL"]
         # Many sandboxes and rootless engines lack this one, and asking for it would fail there.
         host["CapDrop"] = ["SYS_RESOURCE"]
         host["SecurityOpt"] = ["seccomp=unconfined", "apparmor=unconfined"]
-    host["Ulimits"] = [each for each in host.get("Ulimits") or [] if each.get("Name") != "memlock"]
+    host["Ulimits"] = [limit for limit in host.get("Ulimits") or [] if limit.get("Name") != "memlock"]
 
 
 def _bind(text: str, bind: Callable[[str], str], volume: Callable[[str], str]) -> str:
@@ -188,49 +198,54 @@ def _bind(text: str, bind: Callable[[str], str], volume: Callable[[str], str]) -
     return f"{bind(source) if source.startswith('/') else volume(source)}:{rest}"
 
 
-# -- answers
-# ------------------------------------------------------------------------------------------------------------------------------
+# -- responses
 
 
 def present_container(value: dict[str, Any], view: HostView) -> dict[str, Any]:
     """GET containers/{id}/json as the host sees it."""
     new = copy.deepcopy(value)
-    asked = _requested(new["Config"].get("Labels"))
+    requested = _requested(new["Config"].get("Labels"))
     new["Name"] = _strip(new["Name"], view)
     new["Config"]["Labels"] = _user_labels(new["Config"].get("Labels"))
-    new["Config"]["Image"] = asked.get("Image", new["Config"]["Image"])
+    new["Config"]["Image"] = requested.get("Image", new["Config"]["Image"])
     for key in ("NetworkMode", "Privileged", "Binds"):
-        if key in asked:
-            new["HostConfig"][key] = asked[key]
+        if key in requested:
+            new["HostConfig"][key] = requested[key]
     return new
 
 
 def present_listing(
     values: list[dict[str, Any]], view: HostView, names: list[str], limit: int | None
 ) -> list[dict[str, Any]]:
-    """GET containers/json as the host sees it. `names` are the name filters, which the engine could not apply: it knows
-    longer names."""
+    """GET containers/json as the host sees it.
+
+    Args:
+        values: the engine's listing of the host's containers.
+        view: the host.
+        names: name filters, which the engine could not apply because its names are longer.
+        limit: at most so many; None for all.
+    """
     shown = []
     for value in values:
         new = copy.deepcopy(value)
-        asked = _requested(new.get("Labels"))
+        requested = _requested(new.get("Labels"))
         new["Names"] = [_strip(name, view) for name in new["Names"]]
         if names and not any(_matches(pattern, name) for pattern in names for name in new["Names"]):
             continue
         new["Labels"] = _user_labels(new.get("Labels"))
-        new["Image"] = asked.get("Image", new["Image"])
-        if "NetworkMode" in asked:
-            new["HostConfig"] = {**new.get("HostConfig", {}), "NetworkMode": asked["NetworkMode"]}
+        new["Image"] = requested.get("Image", new["Image"])
+        if "NetworkMode" in requested:
+            new["HostConfig"] = {**new.get("HostConfig", {}), "NetworkMode": requested["NetworkMode"]}
         shown.append(new)
     return shown[:limit] if limit else shown
 
 
 def listing_query(query: dict[str, str], view: HostView) -> tuple[dict[str, str], list[str], int | None]:
-    """The query for the engine, the name filters and the limit that are left for `present_listing`. Raises Refused."""
-    wanted = parse_filters(query.get("filters", ""))
-    names = wanted.pop("name", [])
-    wanted["label"] = [*wanted.get("label", []), *view.labels]
-    new = {**query, "filters": json.dumps(wanted)}
+    """The query for the engine, and the name filters and the limit for `present_listing`. Raises Refused."""
+    filters = parse_filters(query.get("filters", ""))
+    names = filters.pop("name", [])
+    filters["label"] = [*filters.get("label", []), *view.labels]
+    new = {**query, "filters": json.dumps(filters)}
     limit = None
     if names and query.get("limit", "").isdigit():
         limit = int(new.pop("limit"))
@@ -244,10 +259,10 @@ def own_query(query: dict[str, str], view: HostView) -> dict[str, str]:
 
 
 def parse_filters(text: str) -> dict[str, list[str]]:
-    """Filters in either of the forms that clients send: lists, or objects whose keys count. Raises Refused."""
+    """Filters in either of the forms that clients send: lists, or objects whose keys are the values. Raises Refused."""
     try:
         value = json.loads(text or "{}")
-        return {str(key): [str(item) for item in each] for key, each in value.items()}
+        return {str(key): [str(item) for item in items] for key, items in value.items()}
     except (ValueError, TypeError, AttributeError):
         raise Refused(400, f"invalid filters: {text[:100]}") from None
 
@@ -256,11 +271,11 @@ def present_event(value: dict[str, Any], view: HostView) -> dict[str, Any]:
     """One event as the host sees it."""
     new = copy.deepcopy(value)
     attributes = (new.get("Actor") or {}).get("Attributes") or {}
-    asked = _requested(attributes)
+    requested = _requested(attributes)
     if "name" in attributes:
         attributes["name"] = _strip(attributes["name"], view)
-    if asked.get("Image"):
-        attributes["image"] = new["from"] = asked["Image"]
+    if requested.get("Image"):
+        attributes["image"] = new["from"] = requested["Image"]
     for key in _OURS:
         attributes.pop(key, None)
     return new
@@ -277,25 +292,32 @@ def present_volume(value: dict[str, Any], view: HostView) -> dict[str, Any]:
 
 
 def present_volumes(value: dict[str, Any], view: HostView) -> dict[str, Any]:
-    """GET volumes as the host sees it: those that its containers made, and not the ones that are the host's own
-    folders."""
-    own = [each for each in value.get("Volumes") or [] if each["Name"].startswith(view.prefix)]
-    return {**value, "Volumes": [present_volume(each, view) for each in own]}
+    """GET volumes as the host sees it: those of its containers, without those that are the host's own folders."""
+    own = [volume for volume in value.get("Volumes") or [] if volume["Name"].startswith(view.prefix)]
+    return {**value, "Volumes": [present_volume(volume, view) for volume in own]}
 
 
 def resolve_container(name: str, own: list[dict[str, Any]], view: HostView) -> str:
-    """The id of one of the host's own containers by id, name or start of an id. `own` is a listing. Raises Refused, as
-    the engine says it."""
-    ids = [each["Id"] for each in own]
+    """The id of one of the host's containers.
+
+    Args:
+        name: its id, its name, or the start of its id.
+        own: the engine's listing of the host's containers.
+        view: the host.
+
+    Raises:
+        Refused: there is none, or several; with the engine's own message.
+    """
+    ids = [str(container["Id"]) for container in own]
     if name in ids:
         return name
-    for each in own:
-        if any(_strip(known, view) == f"/{name.removeprefix('/')}" for known in each["Names"]):
-            return str(each["Id"])
-    starts = [each for each in ids if name and each.startswith(name)]
-    if len(starts) == 1:
-        return str(starts[0])
-    if starts:
+    for container in own:
+        if any(_strip(known, view) == f"/{name.removeprefix('/')}" for known in container["Names"]):
+            return str(container["Id"])
+    matches = [identifier for identifier in ids if name and identifier.startswith(name)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
         raise Refused(400, f"Multiple IDs found with provided prefix: {name}")
     raise Refused(404, f"No such container: {name}")
 

@@ -1,5 +1,6 @@
-"""TPU VMs as containers: made, started, killed, cut off and removed through the workstation's engine. Every function is
-idempotent.
+"""TPU VMs as containers of the workstation's engine: creates, starts, kills, disconnects and removes them.
+
+Every function is idempotent.
 
 A host is one container of images/host on the emulator's own network, with a fixed address. Its /home, /tmp, /run and
 /dev/shm are volumes, so that containers which run on the host can bind-mount from them (engine.py); a kill loses /run
@@ -13,6 +14,7 @@ import contextlib
 import ipaddress
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ SHARED = {
 
 
 class HostContainers:
-    """The hosts of one emulator."""
+    """The containers, volumes and the network of one emulator's hosts."""
 
     def __init__(self, engine: Engine, emulator: str, image: str, sockets: Path) -> None:
         self.engine = engine
@@ -43,14 +45,21 @@ class HostContainers:
 
     @property
     def network(self) -> str:
+        """The name of the hosts' network."""
         return f"tpu-launch-{self.emulator}"
 
     def ensure_network(self, subnet: str) -> str:
-        """Makes the network with `subnet`, or with a free one when "" is given or it is taken; returns the subnet in
-        use."""
+        """Makes the network unless it exists; returns its subnet.
+
+        Args:
+            subnet: what to use if it is free; "" for any.
+
+        Raises:
+            EngineError: no free subnet.
+        """
         with contextlib.suppress(EngineError):
-            found = self.engine.call("GET", f"/networks/{self.network}")
-            return str(found["IPAM"]["Config"][0]["Subnet"])
+            network = self.engine.call("GET", f"/networks/{self.network}")
+            return str(network["IPAM"]["Config"][0]["Subnet"])
         error: EngineError | None = None
         for candidate in ([subnet] if subnet else []) + list(free_subnets(self.emulator, self._taken_subnets())):
             try:
@@ -82,14 +91,14 @@ class HostContainers:
         return taken
 
     def folder(self, host: Host) -> Path:
-        """Where the host's control socket is, on the workstation."""
+        """The folder of the host's control socket, on the workstation."""
         return self.sockets / host.hostname
 
     def ensure(self, node: Node, host: Host) -> None:
-        """The host exists and runs."""
+        """Creates the host unless it exists, and starts it unless it runs."""
         with contextlib.suppress(EngineError):
-            found = self.engine.call("GET", f"/containers/{host.hostname}/json")
-            if not found["State"]["Running"]:
+            container = self.engine.call("GET", f"/containers/{host.hostname}/json")
+            if not container["State"]["Running"]:
                 self.engine.call("POST", f"/containers/{host.hostname}/start")
             return
         volumes = {path: f"{host.hostname}{path.replace('/', '-')}" for path in SHARED}
@@ -124,33 +133,34 @@ class HostContainers:
         try:
             self.engine.call("POST", "/containers/create", {"name": host.hostname}, body)
         except EngineError as error:
-            if error.status != 409:  # made by a server before this one
+            if error.status != 409:  # an earlier server created it
                 raise
         self.engine.call("POST", f"/containers/{host.hostname}/start")
 
     def volume_folder(self, host: Host, path: str) -> Path:
-        """Where a shared folder of the host is on the workstation, for the engine's eyes."""
-        found = self.engine.call("GET", f"/volumes/{host.hostname}{path.replace('/', '-')}")
-        return Path(found["Mountpoint"])
+        """The path, as the workstation's engine knows it, of a folder that the host shares with its containers."""
+        volume = self.engine.call("GET", f"/volumes/{host.hostname}{path.replace('/', '-')}")
+        return Path(volume["Mountpoint"])
 
     def own(self, hostname: str) -> list[dict[str, Any]]:
-        """The containers that run on a host, or did."""
+        """The containers of a host, running or not."""
         return self.engine.containers(f"{LABEL}={self.emulator}", f"{HOST_LABEL}={hostname}")
 
     def kill(self, host: Host) -> None:
-        """The host and what runs on it die at once, without a signal that could be caught."""
+        """Kills the host and its containers, without a signal that could be caught."""
         self._try("POST", f"/containers/{host.hostname}/kill")
         self.kill_own(host.hostname)
 
     def kill_own(self, hostname: str) -> None:
-        """Kills what runs on a host that has died."""
-        running = [each["Id"] for each in self.own(hostname) if each["State"] in ("running", "restarting", "paused")]
-        self._each(running, lambda each: self._try("POST", f"/containers/{each}/kill"))
+        """Kills the containers of a host that has died."""
+        alive = ("running", "restarting", "paused")
+        running = [container["Id"] for container in self.own(hostname) if container["State"] in alive]
+        self._in_parallel(running, lambda container: self._try("POST", f"/containers/{container}/kill"))
 
     def power_off(self, host: Host) -> None:
-        """An orderly stop: containers get SIGTERM first."""
-        running = [each["Id"] for each in self.own(host.hostname) if each["State"] == "running"]
-        self._each(running, lambda each: self._try("POST", f"/containers/{each}/stop", {"t": "10"}))
+        """Stops the host as a shutdown does: containers get SIGTERM first."""
+        running = self._own_in_state(host, "running")
+        self._in_parallel(running, lambda container: self._try("POST", f"/containers/{container}/stop", {"t": "10"}))
         self._try("POST", f"/containers/{host.hostname}/stop", {"t": "5"})
 
     def start(self, host: Host) -> None:
@@ -160,49 +170,50 @@ class HostContainers:
         if before["Running"]:
             return
         self._try("POST", f"/containers/{host.hostname}/start")
-        for each in self.own(host.hostname):
-            found = self.engine.call("GET", f"/containers/{each['Id']}/json")
-            policy, ended = found["HostConfig"]["RestartPolicy"]["Name"], found["State"]["FinishedAt"]
+        for listed in self.own(host.hostname):
+            container = self.engine.call("GET", f"/containers/{listed['Id']}/json")
+            policy, ended = container["HostConfig"]["RestartPolicy"]["Name"], container["State"]["FinishedAt"]
             # Times are RFC 3339 in UTC, so they compare as text. "unless-stopped": not when it had ended before the
             # host went down.
             if policy == "always" or (policy == "unless-stopped" and ended >= before["FinishedAt"]):
-                self._try("POST", f"/containers/{each['Id']}/start")
+                self._try("POST", f"/containers/{listed['Id']}/start")
 
     def hang(self, host: Host) -> None:
-        """Nothing on the host runs any more, and nothing is closed: connections stay open and nobody answers."""
-        for name in (*(each["Id"] for each in self.own(host.hostname) if each["State"] == "running"), host.hostname):
+        """Pauses all processes of the host: connections stay open and nothing answers."""
+        for name in (*self._own_in_state(host, "running"), host.hostname):
             self._try("POST", f"/containers/{name}/pause")
 
     def wake(self, host: Host) -> None:
         """Undoes `hang`."""
-        for name in (host.hostname, *(each["Id"] for each in self.own(host.hostname) if each["State"] == "paused")):
+        for name in (host.hostname, *self._own_in_state(host, "paused")):
             self._try("POST", f"/containers/{name}/unpause")
 
     def cut(self, host: Host) -> None:
-        """The cable is pulled: no ssh, no peers, nothing outside. What runs goes on."""
+        """Disconnects the host from the network: no ssh, no peers. Its processes go on."""
         self._try("POST", f"/networks/{self.network}/disconnect", body={"Container": host.hostname, "Force": True})
 
     def join(self, host: Host) -> None:
-        """The cable is back, with the same address."""
+        """Connects the host again, with the same address."""
         endpoint = {"IPAMConfig": {"IPv4Address": host.address}}
         self._try(
             "POST", f"/networks/{self.network}/connect", body={"Container": host.hostname, "EndpointConfig": endpoint}
         )
 
     def remove(self, host: Host) -> None:
-        """The host, what ran on it, and its disk are gone."""
+        """Removes the host, its containers and its volumes."""
         self._try("POST", f"/containers/{host.hostname}/kill")
-        gone = [each["Id"] for each in self.own(host.hostname)]
-        self._each(
-            [*gone, host.hostname], lambda each: self._try("DELETE", f"/containers/{each}", {"force": "1", "v": "1"})
-        )
-        wanted = filters(label=[f"{LABEL}={self.emulator}", f"{HOST_LABEL}={host.hostname}"])
-        for volume in self.engine.call("GET", "/volumes", {"filters": wanted})["Volumes"] or []:
+        names = [*(container["Id"] for container in self.own(host.hostname)), host.hostname]
+        self._in_parallel(names, lambda name: self._try("DELETE", f"/containers/{name}", {"force": "1", "v": "1"}))
+        own_volumes = filters(label=[f"{LABEL}={self.emulator}", f"{HOST_LABEL}={host.hostname}"])
+        for volume in self.engine.call("GET", "/volumes", {"filters": own_volumes})["Volumes"] or []:
             self._try("DELETE", f"/volumes/{volume['Name']}", {"force": "1"})
 
+    def _own_in_state(self, host: Host, state: str) -> list[str]:
+        """Ids of the host's containers in one of the engine's states."""
+        return [container["Id"] for container in self.own(host.hostname) if container["State"] == state]
+
     def _try(self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None) -> None:
-        """A call whose refusal means that it is already so (gone, stopped, not connected); anything else is in the
-        log."""
+        """Makes a call. An error that means "already so" (gone, stopped, not connected) is ignored, others are logged."""
         try:
             self.engine.call(method, path, query, body)
         except EngineError as error:
@@ -210,16 +221,20 @@ class HostContainers:
                 log.warning("%s", error)
 
     @staticmethod
-    def _each(names: list[str], act: Any) -> None:
+    def _in_parallel(names: list[str], action: Callable[[str], None]) -> None:
         if names:
             with ThreadPoolExecutor(min(16, len(names))) as pool:
-                list(pool.map(act, names))
+                list(pool.map(action, names))
 
 
 def free_subnets(emulator: str, taken: list[str]) -> list[str]:
-    """Networks of 10.128.0.0/9, where Google's default network lives, that overlap with nothing in `taken`; the first
-    depends on the emulator."""
-    used = [ipaddress.ip_network(each, strict=False) for each in taken]
+    """Networks of 10.128.0.0/9 (Google's default network) that overlap with nothing in `taken`.
+
+    Args:
+        emulator: its id, which decides where the search begins, so that two emulators seldom try the same.
+        taken: networks in use, in CIDR notation.
+    """
+    used = [ipaddress.ip_network(network, strict=False) for network in taken]
     start = int(emulator, 16) % (128 * 64)
     candidates = []
     for offset in range(64):
@@ -231,19 +246,22 @@ def free_subnets(emulator: str, taken: list[str]) -> list[str]:
 
 
 def remove_everything(engine: Engine, emulator: str) -> None:
-    """Removes every container, volume and network of an emulator, whether or not its server or its state are still
-    there.
+    """Removes every container, volume and network of an emulator, also without its server and its state.
 
-    Looks again after it removed something: the engine may still have been making a container for a server that is gone.
+    Lists them again after a removal: the engine may still have been creating a container for a server that is gone.
+
+    Raises:
+        EngineError: something can't be removed.
     """
     label = f"{LABEL}={emulator}"
     containers = HostContainers(engine, emulator, "", Path())
     for _ in range(20):
-        names = [f"/containers/{each['Id']}" for each in engine.containers(label)]
-        containers._each(names, lambda path: containers._try("DELETE", path, {"force": "1", "v": "1"}))
+        names = [f"/containers/{container['Id']}" for container in engine.containers(label)]
+        containers._in_parallel(names, lambda path: containers._try("DELETE", path, {"force": "1", "v": "1"}))
         volumes = engine.call("GET", "/volumes", {"filters": filters(label=[label])})["Volumes"] or []
         networks = engine.call("GET", "/networks", {"filters": filters(label=[label])})
-        rest = [f"/volumes/{each['Name']}" for each in volumes] + [f"/networks/{each['Id']}" for each in networks]
+        rest = [f"/volumes/{volume['Name']}" for volume in volumes]
+        rest += [f"/networks/{network['Id']}" for network in networks]
         for path in rest:
             containers._try("DELETE", path)
         if not names and not rest:

@@ -1,7 +1,6 @@
-"""Hosts at run time: the sockets that their agents hand over, what they may ask of Google, their deaths, cuts and
-returns.
+"""Hosts at run time: the sockets that their agents hand over, the services on them, and injected failures of hosts.
 
-The state says which hosts there are and whether they are killed or cut off; host_containers.py moves their containers.
+The state lists the hosts and whether they are killed or disconnected; host_containers.py acts on their containers.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from launcher.emulator.vm.host_containers import SHARED, HostContainers
 
 log = logging.getLogger(__name__)
 
+_DISCONNECTED_SECONDS = 3600.0  # for which a disconnected host's request waits
 # (hostname, request) -> response
 HostService = Callable[[str, Request], Response]
 
@@ -47,6 +47,17 @@ class Hosts:
         context: ssl.SSLContext,
         engine: Callable[[str, socket.socket], None],
     ) -> None:
+        """Makes the hosts' services.
+
+        Args:
+            store: the emulator's state.
+            containers: of the hosts.
+            acceptor: accepts on what hosts hand over.
+            metadata: answers requests to a host's metadata server.
+            storage: answers requests for Cloud Storage.
+            context: the server's side of TLS under the names of Cloud Storage.
+            engine: (hostname, connection) -> answers a request to a host's container engine.
+        """
         self.store = store
         self.containers = containers
         self.acceptor = acceptor
@@ -56,12 +67,12 @@ class Hosts:
         self.lock = threading.RLock()  # taken before the store's, never after
 
     def watch(self) -> None:
-        """Starts what goes on for the server's life: bringing hosts back in time, and noticing deaths."""
+        """Starts the threads that restore hosts in time and watch for hosts that died."""
         threading.Thread(target=self._watch_deaths, name="deaths", daemon=True).start()
         threading.Thread(target=self._tick, name="tick", daemon=True).start()
 
     def prepare(self, node: Node, host: Host) -> None:
-        """Opens the socket on which the host's agent will hand its listeners over."""
+        """Opens the socket on which the host's agent hands over its listeners."""
         with self.lock:
             if host.hostname in self.control_sockets:
                 return
@@ -72,7 +83,7 @@ class Hosts:
             self.acceptor.add(listener, lambda connection: self._agent(host.hostname, connection))
 
     def _agent(self, hostname: str, connection: socket.socket) -> None:
-        """Takes a host's listeners and serves on them until the agent goes away."""
+        """Receives a host's listeners and serves on them until the agent disconnects."""
         connection.setblocking(True)
         _, descriptors, _, _ = socket.recv_fds(connection, 64, 4)
         if len(descriptors) != 4:
@@ -81,9 +92,9 @@ class Hosts:
         with self.lock:
             self.handed_over[hostname] = listeners
             with self.store.read() as state:
-                found = find_host(state, hostname)
-                cut = found is None or found[1].cut
-            self.acceptor.add(listeners[3], lambda each: self._engine(hostname, each))
+                entry = find_host(state, hostname)
+                cut = entry is None or entry[1].cut
+            self.acceptor.add(listeners[3], lambda accepted: self._engine(hostname, accepted))
             if not cut:
                 self._serve_google(hostname)
         with contextlib.suppress(OSError):
@@ -96,39 +107,47 @@ class Hosts:
             self.acceptor.remove(listener, close=True)
 
     def _serve_google(self, hostname: str) -> None:
-        """Metadata and storage, for a host that has its network."""
+        """Accepts requests for metadata and storage from a host that is connected."""
+
+        def metadata(request: Request) -> Response:
+            return self._answer(hostname, request, self._metadata)
+
+        def storage(request: Request) -> Response:
+            return self._answer(hostname, request, self._storage)
+
         listeners = self.handed_over.get(hostname)
         if listeners:
-            self.acceptor.add(
-                listeners[0],
-                lambda each: serve_http(each, lambda request: self._for_host(hostname, request, self._metadata)),
-            )
+            self.acceptor.add(listeners[0], lambda connection: serve_http(connection, metadata))
+            self.acceptor.add(listeners[1], lambda connection: serve_http(connection, storage))
+            self.acceptor.add(listeners[2], lambda connection: serve_tls(connection, self._context, storage))
 
-            def storage(request: Request) -> Response:
-                return self._for_host(hostname, request, self._storage)
+    def _answer(self, hostname: str, request: Request, service: HostService) -> Response:
+        """A response of `service`; a disconnected host gets it when its network is back."""
 
-            self.acceptor.add(listeners[1], lambda each: serve_http(each, storage))
-            self.acceptor.add(listeners[2], lambda each: serve_tls(each, self._context, storage))
+        def is_connected(state: State) -> bool:
+            entry = find_host(state, hostname)
+            return entry is None or not entry[1].cut
 
-    def _for_host(self, hostname: str, request: Request, answer: HostService) -> Response:
-        """A cut-off host gets no answer at all until its network is back."""
-        self.store.wait(lambda state: (found := find_host(state, hostname)) is None or not found[1].cut, timeout=3600)
-        return answer(hostname, request)
+        self.store.wait(is_connected, timeout=_DISCONNECTED_SECONDS)
+        return service(hostname, request)
 
     def kill(self, host: Host) -> None:
+        """Kills the host and everything that runs on it."""
         self.containers.kill(host)
 
     def cut(self, host: Host) -> None:
+        """Disconnects the host from its network and from Google's services."""
         with self.lock:
             for listener in self.handed_over.get(host.hostname, [])[:3]:
                 self.acceptor.remove(listener, close=False)
         self.containers.cut(host)
 
     def hang(self, host: Host) -> None:
+        """Pauses all processes of the host."""
         self.containers.hang(host)
 
     def restore(self, host: Host) -> None:
-        """Undoes kill, cut and hang, and starts a host that somebody else killed."""
+        """Undoes kill, cut and hang; starts a host that is down for another reason, too."""
         with self.store.change():
             cut, hung = host.cut, host.hung
             host.killed, host.cut, host.hung, host.restore_at = False, False, False, None
@@ -141,7 +160,7 @@ class Hosts:
         self.containers.start(host)
 
     def return_from_reboot(self, nodes: list[Node]) -> None:
-        """Starts hosts that went down with the workstation, which nobody meant as a fault."""
+        """Starts hosts that went down with the workstation and not by a fault."""
         for node in nodes:
             for host in node.hosts if node.state == "READY" else []:
                 if not host.killed:
@@ -151,28 +170,28 @@ class Hosts:
                         log.exception("starting %s after a reboot", host.hostname)
 
     def bind(self, hostname: str, path: str) -> str:
-        """A folder of a host, as the workstation's engine knows it. Raises Refused."""
+        """The path, as the workstation's engine knows it, of a folder of a host. Raises Refused."""
         with self.store.read() as state:
-            found = find_host(state, hostname)
-        if found is None:
+            entry = find_host(state, hostname)
+        if entry is None:
             raise Refused(409, f"host {hostname} is gone")
         real = self._real_path(hostname, path)
         for shared in SHARED:
             if real == shared or real.startswith(shared + "/"):
-                return str(self.containers.volume_folder(found[1], shared)) + real.removeprefix(shared)
+                return str(self.containers.volume_folder(entry[1], shared)) + real.removeprefix(shared)
         raise Refused(
             400, f"invalid bind source {path}: an emulated TPU VM shares only {', '.join(SHARED)} with its containers"
         )
 
     def _real_path(self, hostname: str, path: str) -> str:
-        """The path without symbolic links, as the host sees it: a link must not lead out of what is shared."""
+        """The path without symbolic links, as the host sees it: a link must not lead out of the shared folders."""
         body = {"AttachStdout": True, "Tty": True, "Cmd": ["realpath", "-m", "--", path]}
         identifier = self.containers.engine.call("POST", f"/containers/{hostname}/exec", body=body)["Id"]
         _, data = self.containers.engine.raw("POST", f"/exec/{identifier}/start", body={"Tty": True})
         return data.decode(errors="replace").strip()
 
     def _tick(self) -> None:
-        """Brings hosts back whose time has come, and forgets sockets of hosts that are gone."""
+        """Restores hosts and ends outages that are due, and closes sockets of hosts that are gone."""
         while True:
             time.sleep(0.25)
             try:
@@ -200,7 +219,7 @@ class Hosts:
                 log.exception("tick")
 
     def _watch_deaths(self) -> None:
-        """What runs on a host dies with it, whoever killed it; also what died while no server was there."""
+        """Kills the containers of hosts that died by any cause, also of those that died while no server ran."""
         with self.store.read() as state:
             emulator = state.id
         query = {"filters": filters(label=[f"{LABEL}={emulator}", MACHINE_LABEL], event=["die"], type=["container"])}
@@ -209,9 +228,9 @@ class Hosts:
                 connection = UnixConnection(self.containers.engine.path, timeout=None)
                 connection.request("GET", "/events?" + urlencode(query))
                 response = connection.getresponse()
-                for each in self.containers.engine.containers(f"{LABEL}={emulator}", MACHINE_LABEL):
-                    if each["State"] != "running":
-                        self.containers.kill_own(each["Names"][0].removeprefix("/"))
+                for container in self.containers.engine.containers(f"{LABEL}={emulator}", MACHINE_LABEL):
+                    if container["State"] != "running":
+                        self.containers.kill_own(container["Names"][0].removeprefix("/"))
                 while line := response.readline():
                     name = json.loads(line)["Actor"]["Attributes"]["name"]
                     threading.Thread(target=self.containers.kill_own, args=(name,), daemon=True).start()
@@ -221,10 +240,12 @@ class Hosts:
 
 
 def all_hosts(state: State) -> list[Host]:
+    """The hosts of all nodes."""
     return [host for node in state.nodes.values() for host in node.hosts]
 
 
 def find_host(state: State, hostname: str) -> tuple[Node, Host] | None:
+    """The host of this name with its node; None when there is none."""
     for node in state.nodes.values():
         for host in node.hosts:
             if host.hostname == hostname:
@@ -233,7 +254,7 @@ def find_host(state: State, hostname: str) -> tuple[Node, Host] | None:
 
 
 def unix_listener(path: Path, mode: int) -> socket.socket:
-    """A listening unix socket; one that a killed server left behind is replaced."""
+    """Listens on a unix socket, replacing one that a killed server left behind."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,5 +1,5 @@
-"""The metadata server that a host sees at 169.254.169.254: pure answers over the state; the long poll waits on the
-store.
+"""The metadata server that a host sees at 169.254.169.254. Its values are pure functions of the state; a long poll waits
+on the store.
 
 Shapes from Google's documentation of the Compute Engine metadata server, and from what torch_xla, TensorFlow and JAX
 read on a TPU VM.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 from launcher.emulator.api.nodes import PROJECT_NUMBER, service_account
@@ -16,6 +17,7 @@ from launcher.emulator.http_server import Request, Response
 from launcher.emulator.state import Host, Node, State, Store
 from training.accelerators import ACCELERATORS
 
+FindHost = Callable[[State], tuple[Node, Host] | None]
 _HEADERS = {"Metadata-Flavor": "Google", "Server": "Metadata Server for VM"}
 _ROOT = "computeMetadata/v1/"
 _SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
@@ -41,9 +43,9 @@ def worker_network_endpoints(node: Node, *, plain: bool) -> str:
 
 def tpu_env(node: Node, host: Host) -> str:
     """YAML lines, as on a real v4 slice; v2 and v3 have no bounds there."""
-    each = ACCELERATORS[node.resource["acceleratorType"]]
+    accelerator = ACCELERATORS[node.resource["acceleratorType"]]
     values: dict[str, object] = {
-        "ACCELERATOR_TYPE": each.name,
+        "ACCELERATOR_TYPE": accelerator.name,
         "CONSUMER_PROJECT_ID": node.project,
         "CONSUMER_PROJECT_NUMBER": PROJECT_NUMBER,
         "NODE_ID": node.short_name,
@@ -53,8 +55,9 @@ def tpu_env(node: Node, host: Host) -> str:
         "WORKER_ID": host.index,
         "ZONE": node.zone,
     }
-    if each.generation.name not in ("v2", "v3"):
-        chips, hosts = (",".join(map(str, bounds)) for bounds in (each.chips_per_host_bounds, each.host_bounds))
+    if accelerator.generation.name not in ("v2", "v3"):
+        chips = ",".join(map(str, accelerator.chips_per_host_bounds))
+        hosts = ",".join(map(str, accelerator.host_bounds))
         values |= {
             "CHIPS_PER_HOST_BOUNDS": chips,
             "HOST_BOUNDS": hosts,
@@ -62,15 +65,14 @@ def tpu_env(node: Node, host: Host) -> str:
             "TPU_PROCESS_BOUNDS": hosts,
         }
         values |= {
-            "TOPOLOGY": each.topology_name,
-            "TPU_RUNTIME_METRICS_PORTS": ",".join(str(8431 + i) for i in range(each.chips_per_host)),
+            "TOPOLOGY": accelerator.topology_name,
+            "TPU_RUNTIME_METRICS_PORTS": ",".join(str(8431 + chip) for chip in range(accelerator.chips_per_host)),
         }
     return "".join(f"{key}: '{value}'\n" for key, value in sorted(values.items()))
 
 
 def tree(state: State, node: Node, host: Host) -> dict[str, Any]:
-    """Everything under computeMetadata/v1/, with the names that the recursive JSON has in camel case left as the paths
-    are."""
+    """Everything under computeMetadata/v1/. Names are those of the paths, where Google's recursive JSON has camel case."""
     account = {
         "aliases": ["default"],
         "email": service_account(),
@@ -102,12 +104,17 @@ def tree(state: State, node: Node, host: Host) -> dict[str, Any]:
 
 
 def token(state: State, host: Host) -> str:
-    """What a host shows to Google's services."""
+    """The access token of a host's service account."""
     return f"emulated-{state.id}-{host.instance_id}"
 
 
-def answer(store: Store, find: Any, request: Request) -> Response:
-    """One request of a host. `find(state)` returns (node, host), or None when the host is gone.
+def answer(store: Store, find: FindHost, request: Request) -> Response:
+    """Answers one request of a host.
+
+    Args:
+        store: the emulator's state.
+        find: state -> (node, host); None when the host is gone.
+        request: the host's.
 
     A GET with wait_for_change waits until the value's ETag differs from last_etag (or from the present one), at most
     timeout_sec.
@@ -126,8 +133,8 @@ def answer(store: Store, find: Any, request: Request) -> Response:
         return _text(405, "method not allowed\n")
 
     def value(state: State) -> Any:
-        found = find(state)
-        return None if found is None else _descend(tree(state, *found), path)
+        entry = find(state)
+        return None if entry is None else _descend(tree(state, *entry), path)
 
     with store.read() as state:
         now = value(state)
@@ -143,35 +150,32 @@ def answer(store: Store, find: Any, request: Request) -> Response:
 
 def _render(value: Any, request: Request) -> Response:
     recursive = request.query.get("recursive", "").lower() == "true"
-    wanted = request.query.get("alt", "json" if recursive else "text")
+    form = request.query.get("alt", "json" if recursive else "text")
     headers = {"ETag": _etag(value)}
     if isinstance(value, dict) and "access_token" not in value:
         if not request.path.endswith("/") and not recursive:
             return Response(301, b"", {**_HEADERS, "Location": request.path + "/"})
         if not recursive:
-            return _text(
-                200,
-                "".join(f"{key}/\n" if isinstance(each, dict) else f"{key}\n" for key, each in value.items()),
-                headers,
-            )
-        if wanted == "text":
+            names = (f"{key}/\n" if isinstance(entry, dict) else f"{key}\n" for key, entry in value.items())
+            return _text(200, "".join(names), headers)
+        if form == "text":
             return _text(200, "".join(f"{key} {text}\n" for key, text in _flat(value)), headers)
-    if wanted == "json" or isinstance(value, dict):
+    if form == "json" or isinstance(value, dict):
         return Response(200, json.dumps(value).encode(), {**_HEADERS, **headers, "Content-Type": "application/json"})
     return _text(200, "\n".join(value) + "\n" if isinstance(value, list) else str(value), headers)
 
 
-def _put(store: Store, find: Any, path: str, request: Request) -> Response:
+def _put(store: Store, find: FindHost, path: str, request: Request) -> Response:
     """A guest attribute: instance/guest-attributes/NAMESPACE/KEY."""
     parts = path.split("/")
     if parts[:2] != ["instance", "guest-attributes"] or len(parts) != 4:
         return _text(405, "only instance/guest-attributes/NAMESPACE/KEY can be written\n")
     value = request.body.read_all(limit=1 << 20).decode(errors="replace")
     with store.change() as state:
-        found = find(state)
-        if found is not None:
-            found[1].guest_attributes[f"{parts[2]}/{parts[3]}"] = value
-    return _text(200 if found else 404, "")
+        entry = find(state)
+        if entry is not None:
+            entry[1].guest_attributes[f"{parts[2]}/{parts[3]}"] = value
+    return _text(200 if entry else 404, "")
 
 
 def _descend(value: Any, path: str) -> Any:
@@ -193,7 +197,7 @@ def _nested(values: dict[str, str]) -> dict[str, dict[str, str]]:
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
     if not isinstance(value, dict):
         return [(prefix, str(value))]
-    return [pair for key, each in value.items() for pair in _flat(each, f"{prefix}/{key}" if prefix else key)]
+    return [pair for key, entry in value.items() for pair in _flat(entry, f"{prefix}/{key}" if prefix else key)]
 
 
 def _etag(value: Any) -> str:
