@@ -1,5 +1,4 @@
-"""The emulator's Cloud Storage for tests that need no emulated slice: unmodified clients, one bucket, and faults on
-demand."""
+"""The emulator's Cloud Storage for tests that need no emulated slice: one bucket, and faults on demand."""
 
 from __future__ import annotations
 
@@ -10,10 +9,14 @@ from typing import Any
 
 
 class BucketServer:
-    """The emulator's Cloud Storage on a loopback port, with faults: `fault(request)` answers instead, or returns
-    None."""
+    """A server of Cloud Storage on a loopback port.
+
+    `fault(request)` may return a response, which is sent instead of the service's; by default it returns None.
+    `requests` has the method, the path and the Range header of each request.
+    """
 
     def __init__(self, folder: Path) -> None:
+        """Starts a server with a bucket named "bucket" whose objects are below `folder`."""
         from launcher.emulator.http_server import Acceptor, serve_http
         from launcher.emulator.storage.api import StorageApi
         from launcher.emulator.storage.bucket import Buckets
@@ -30,8 +33,10 @@ class BucketServer:
         self._acceptor.add(self._listener, lambda connection: serve_http(connection, self.answer))
 
     def answer(self, request: Any) -> Any:
+        """Answers one request."""
         self.requests.append((request.method, request.path, request.headers.get("Range", "")))
         return self.fault(request) or self.api.answer(request)
 
     def close(self) -> None:
+        """Stops accepting connections."""
         self._acceptor.remove(self._listener, close=True)

@@ -1,16 +1,17 @@
 #!/usr/bin/python3
-"""The guest agent of an emulated TPU VM: the container's entry point, and the host's side of everything that Google
-does inside a VM.
+"""The guest agent of an emulated TPU VM: the container's entry point. It does what Google's agents do inside a VM.
 
 At boot it adds the metadata server's address to the loopback interface and opens listening sockets in this host's own
 network and file system: 169.254.169.254:80 (metadata), 127.0.0.1:4443 and :443 (Cloud Storage, plain and under Google's
-names) and /var/run/docker.sock. It hands them to the emulator over a unix socket (SCM_RIGHTS): the emulator accepts on
-them directly, so it knows which host asks, no byte is relayed, and nothing listens on an outside network. When the
-emulator restarts, the sockets are handed over again; connections made meanwhile wait in the backlog.
+names) and /var/run/docker.sock. It passes them to the emulator over a unix socket (SCM_RIGHTS). The emulator accepts on
+them directly: it knows which host a request comes from, no byte is relayed, and nothing listens on an outside network.
+When the emulator restarts, the sockets are passed again; connections made meanwhile wait in the backlog.
 
-Then, like Google's agent: ssh host keys are made at the first boot and published as guest attributes, sshd starts,
-`startup-script` runs, and the ssh keys of the metadata become users with sudo and membership of the docker group, for
-as long as the host lives (long poll).
+Then, like Google's agent, it makes ssh host keys at the first boot and publishes them as guest attributes, starts sshd,
+runs `startup-script`, and keeps a user with sudo and docker for each ssh key of the metadata (by a long poll).
+
+What can fail half-way: a host may be killed at any moment and started again. Each step of the boot is idempotent, and
+authorized_keys is replaced by a rename.
 """
 
 import contextlib
@@ -37,12 +38,12 @@ MARK = "# Added by Google"
 
 
 def log(message):
+    """Writes a line to the container's log."""
     print(f"guest-agent: {message}", file=sys.stderr, flush=True)
 
 
 def open_listeners():
-    """The sockets that the emulator will accept on, in the order that it expects: metadata, storage, storage over TLS,
-    engine."""
+    """Opens the sockets for the emulator, in the order that it expects: metadata, storage, storage over TLS, engine."""
     subprocess.run(["ip", "address", "replace", "169.254.169.254/32", "dev", "lo"], check=True)
     metadata = socket.create_server(("169.254.169.254", 80), backlog=512)
     storage = socket.create_server(("127.0.0.1", 4443), backlog=512)
@@ -58,20 +59,21 @@ def open_listeners():
 
 
 def hand_over(listeners):
-    """Gives the listeners to the emulator, and again to each emulator that comes after it."""
+    """Passes the listeners to the emulator, and again to each server that replaces it."""
     while True:
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
                 control.connect(EMULATOR)
                 socket.send_fds(control, [b"listeners"], [listener.fileno() for listener in listeners])
-                while control.recv(1):  # until the emulator goes away
+                while control.recv(1):  # until the emulator disconnects
                     pass
         except OSError:
             pass
         time.sleep(0.1)
 
 
-def metadata(path, data=None, timeout=30):
+def request_metadata(path, data=None, timeout=30):
+    """Reads a value of the metadata server, or writes `data` to it. Returns (text, ETag)."""
     request = urllib.request.Request(
         METADATA + path, data=data, method="GET" if data is None else "PUT", headers={"Metadata-Flavor": "Google"}
     )
@@ -79,17 +81,19 @@ def metadata(path, data=None, timeout=30):
         return response.read().decode(), response.headers.get("ETag", "0")
 
 
-def patiently(path, data=None):
-    """The metadata server's answer, however long it takes to get one."""
+def put_metadata(path, data):
+    """Writes a value, and tries again until the metadata server accepts it."""
     while True:
         try:
-            return metadata(path, data)[0]
+            request_metadata(path, data)
+            return
         except (OSError, ValueError) as error:
             log(f"{path}: {error}")
             time.sleep(0.3)
 
 
 def make_host_keys():
+    """Makes the ssh host keys unless they exist."""
     for kind in ("ed25519", "ecdsa"):
         path = f"/etc/ssh/ssh_host_{kind}_key"
         if not os.path.exists(path):
@@ -97,7 +101,7 @@ def make_host_keys():
 
 
 def start_sshd():
-    """Runs sshd; returns when it accepts connections."""
+    """Starts sshd and returns its process when it accepts connections."""
     os.makedirs("/run/sshd", mode=0o755, exist_ok=True)
     process = subprocess.Popen(["/usr/sbin/sshd", "-D", "-e"])
     while process.poll() is None:
@@ -110,17 +114,17 @@ def start_sshd():
 
 
 def publish_host_keys():
-    # gcloud's way through IAP asks for it
-    patiently("instance/guest-attributes/tpu/hostname", socket.gethostname().encode())
+    """Writes the ssh host keys and the host's name into the guest attributes."""
+    # gcloud reads the name when it connects through IAP.
+    put_metadata("instance/guest-attributes/tpu/hostname", socket.gethostname().encode())
     for kind in ("ecdsa", "ed25519"):
         with open(f"/etc/ssh/ssh_host_{kind}_key.pub") as file:
             name, value = file.read().split()[:2]
-        patiently(f"instance/guest-attributes/hostkeys/{name}", value.encode())
+        put_metadata(f"instance/guest-attributes/hostkeys/{name}", value.encode())
 
 
-def wanted_keys(attributes):
-    """User name -> authorized keys, from the metadata's `ssh-keys` ("user:key" a line), leaving out those that have
-    expired."""
+def parse_keys(attributes):
+    """User name -> authorized keys that have not expired, from values of `ssh-keys` ("user:key" a line)."""
     users = {}
     for line in "\n".join(attributes).splitlines():
         user, separator, key = line.strip().partition(":")
@@ -136,12 +140,14 @@ def wanted_keys(attributes):
 
 
 def apply_keys(users, before):
+    """Makes the users exist with exactly these keys; users of `before` that are gone lose theirs."""
     for user, keys in users.items():
         try:
             account = pwd.getpwnam(user)
         except KeyError:
-            # A password nobody knows: with "!" sshd would call the account locked.
-            command = ["useradd", "--create-home", "--shell", "/bin/bash", "--password", "*", "--groups", "docker,google-sudoers", user]
+            # No password matches "*"; with "!" sshd would take the account for a locked one.
+            command = ["useradd", "--create-home", "--shell", "/bin/bash", "--password", "*"]
+            command += ["--groups", "docker,google-sudoers", user]
             subprocess.run(command, check=True)
             account = pwd.getpwnam(user)
         write_keys(account, keys)
@@ -151,7 +157,7 @@ def apply_keys(users, before):
 
 
 def write_keys(account, keys):
-    """Replaces the keys that came from the metadata and keeps those that a user has added; all or nothing."""
+    """Replaces the keys that came from the metadata and keeps those that a user has added, in one rename."""
     folder = os.path.join(account.pw_dir, ".ssh")
     path = os.path.join(folder, "authorized_keys")
     os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -168,16 +174,18 @@ def write_keys(account, keys):
 
 
 def follow_metadata():
-    """Keeps the users as the metadata says; ends never. Expired keys go at the next change or after a minute."""
+    """Keeps the users' keys equal to the metadata's, for ever. Expired keys go at the next change or after a minute."""
     etag, before = "0", {}
     while True:
         try:
-            text, etag = metadata(f"?recursive=true&wait_for_change=true&timeout_sec=60&last_etag={etag}", timeout=90)
+            text, etag = request_metadata(
+                f"?recursive=true&wait_for_change=true&timeout_sec=60&last_etag={etag}", timeout=90
+            )
             value = json.loads(text)
             sources = [value["instance"]["attributes"]]
             if sources[0].get("block-project-ssh-keys", "").lower() != "true":
                 sources.append(value["project"]["attributes"])
-            users = wanted_keys([source.get("ssh-keys", "") for source in sources])
+            users = parse_keys([source.get("ssh-keys", "") for source in sources])
             apply_keys(users, before)
             before = users
         except (OSError, ValueError, KeyError, subprocess.CalledProcessError) as error:
@@ -186,15 +194,16 @@ def follow_metadata():
 
 
 def run_startup_script():
+    """Runs the metadata's startup-script, if there is one, with its output in /var/log/startup-script.log."""
     try:
-        script, _ = metadata("instance/attributes/startup-script")
+        script, _ = request_metadata("instance/attributes/startup-script")
     except urllib.error.HTTPError:
         return
     path = "/root/.startup-script"
     with open(path, "w") as file:
         file.write(script if script.startswith("#!") else "#!/bin/bash\n" + script)
     os.chmod(path, 0o700)
-    # Where the Cloud TPU API is, said with gcloud's own variable. (On Google's network everybody knows.)
+    # gcloud's own variable for the address of the Cloud TPU API, which has a public name on Google's network.
     environment = {**os.environ, "CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU": "http://169.254.169.254/"}
     with open("/var/log/startup-script.log", "ab") as sink:
         ended = subprocess.run([path], stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, cwd="/", env=environment)
@@ -202,6 +211,7 @@ def run_startup_script():
 
 
 def main():
+    """Boots the host and runs until sshd ends or SIGTERM arrives."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     listeners = open_listeners()
     threading.Thread(target=hand_over, args=(listeners,), daemon=True).start()

@@ -2,8 +2,8 @@
 it.
 
 What can fail half-way: a start or a server may be killed. `start` is idempotent and goes on from the state file. `stop`
-removes everything without a server and without a state file, too: every container, volume and network has the emulator's
-id as a label, and the id is computed from the home directory.
+removes everything without a server and without a state file, too: every container, volume and network has the
+emulator's id as a label, and the id is computed from the home directory.
 """
 
 from __future__ import annotations

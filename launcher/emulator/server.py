@@ -263,7 +263,7 @@ class Server:
         }
 
     def inject(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Enters or executes a fault: {"fault": KIND, and its arguments}, as launcher/cli/emulator.py describes them."""
+        """Enters or executes a fault: {"fault": KIND, and its arguments}. launcher/cli/emulator.py describes them."""
         kind = wanted.pop("fault")
         if kind in ("preempt", "kill-host", "cut-host", "hang-host", "restore-host", *faults.OUTAGES):
             return self._inject_host(kind, wanted)

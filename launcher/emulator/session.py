@@ -1,8 +1,8 @@
 """`--emulated`: puts the emulator's endpoints into this process's environment for the time of one command.
 
 A command starts an emulator when none runs. The command after which no slice is left stops an emulator that was started
-so, and keeps what its buckets hold, so that a run can be resumed. An emulator that was started with `tpu-launch emulator
-start` is left running.
+so, and keeps what its buckets hold, so that a run can be resumed. An emulator that was started with
+`tpu-launch emulator start` is left running.
 """
 
 from __future__ import annotations

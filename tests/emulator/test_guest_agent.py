@@ -23,7 +23,7 @@ def agent() -> ModuleType:
 def test_keys_of_all_sources_are_gathered_by_user(agent: ModuleType) -> None:
     node = "\nme:ssh-rsa AAAA me\nyou:ssh-ed25519 BBBB you"
     project = "me:ssh-rsa CCCC me\n\n"
-    assert agent.wanted_keys([node, project]) == {
+    assert agent.parse_keys([node, project]) == {
         "me": ["ssh-rsa AAAA me", "ssh-rsa CCCC me"],
         "you": ["ssh-ed25519 BBBB you"],
     }
@@ -33,13 +33,13 @@ def test_keys_of_all_sources_are_gathered_by_user(agent: ModuleType) -> None:
     "line", ["", "no separator", "Bad Name:ssh-rsa A", "../x:ssh-rsa A", "-x:ssh-rsa A", "a" * 33 + ":ssh-rsa A"]
 )
 def test_lines_that_name_no_user_are_left_out(agent: ModuleType, line: str) -> None:
-    assert agent.wanted_keys([line]) == {}
+    assert agent.parse_keys([line]) == {}
 
 
 def test_expired_keys_are_left_out(agent: ModuleType) -> None:
     def key(year: int) -> str:
         return f'me:ssh-rsa AAAA google-ssh {{"userName":"me","expireOn":"{year}-01-01T00:00:00+0000"}}'
 
-    assert agent.wanted_keys([key(2020)]) == {}
-    assert list(agent.wanted_keys([key(2999)])) == ["me"]
-    assert list(agent.wanted_keys(["me:ssh-rsa AAAA google-ssh {not json"])) == ["me"]
+    assert agent.parse_keys([key(2020)]) == {}
+    assert list(agent.parse_keys([key(2999)])) == ["me"]
+    assert list(agent.parse_keys(["me:ssh-rsa AAAA google-ssh {not json"])) == ["me"]

@@ -1,7 +1,7 @@
 """What Cloud TPU offers in which zone, and what it refuses: accelerator types, runtime versions, names, labels.
 
-Pure functions. The tables come from `training.accelerators`. Messages and codes are those of the Cloud TPU API as its users quote
-them (terraform-provider-google issues 21243 and 10222, marin 87 and 1612, skypilot 4579); where no report was found,
+Pure functions. The tables come from `training.accelerators`. Messages and codes are those of the Cloud TPU API as its
+users quote them (terraform-provider-google issues 21243 and 10222, marin 87 and 1612, skypilot 4579); where no report was found,
 the words are ours and the code is Google's.
 """
 
@@ -53,8 +53,9 @@ _LABEL_VALUE = re.compile(r"^[\w-]{0,63}$")
 _TENSORFLOW = re.compile(r"^tpu-vm-tf-2\.\d+\.\d+(-pod)?(-(pjrt|se|pjrt-v5e-and-v6|pjrt-v5p))?$")
 # What a node's creation may set.
 _FIELDS = frozenset((
-    "acceleratorConfig", "acceleratorType", "bootDiskConfig", "cidrBlock", "dataDisks", "description", "labels", "metadata", "networkConfig",
-    "networkConfigs", "runtimeVersion", "schedulingConfig", "serviceAccount", "shieldedInstanceConfig", "tags",
+    "acceleratorConfig", "acceleratorType", "bootDiskConfig", "cidrBlock", "dataDisks", "description", "labels",
+    "metadata", "networkConfig", "networkConfigs", "runtimeVersion", "schedulingConfig", "serviceAccount",
+    "shieldedInstanceConfig", "tags",
 ))  # fmt: skip
 
 

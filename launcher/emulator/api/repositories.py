@@ -1,4 +1,4 @@
-"""The calls of Artifact Registry's API that `gcloud artifacts repositories describe|create` makes: pure functions of the
+"""The calls of Artifact Registry's API that `gcloud artifacts repositories describe|create` makes: functions of the
 state."""
 
 from __future__ import annotations

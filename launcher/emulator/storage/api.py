@@ -1,4 +1,4 @@
-"""The JSON API of Cloud Storage over bucket.py: what google-cloud-storage and `gcloud storage` send, unmodified.
+"""The JSON API of Cloud Storage over bucket.py, as google-cloud-storage and `gcloud storage` use it.
 
 Uploads of all three kinds are in uploads.py. Not emulated: versioning, ACLs, notifications, customer-supplied keys, the
 XML API.
@@ -24,14 +24,14 @@ _PREFIXES = {"storage": 2, "upload": 3, "download": 3, "resumable": 4}  # parts 
 
 
 class StorageApi:
-    """Request -> response."""
+    """Answers requests to the API."""
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
         self._uploads = Uploads(buckets)
 
     def answer(self, request: Request) -> Response:
-        """One request; errors become responses in Google's shape."""
+        """Answers one request; errors become responses in Google's shape."""
         try:
             return self._answer(request)
         except StorageError as error:
@@ -62,9 +62,9 @@ class StorageApi:
             case ("GET", ["b", bucket]):
                 return json_response(bucket_json(self._buckets.get(bucket), base))
             case ("PATCH" | "PUT", ["b", bucket]):
-                found = self._buckets.get(bucket)
-                found.settings.update({key: value for key, value in request.json().items() if key != "name"})
-                return json_response(bucket_json(found, base))
+                changed = self._buckets.get(bucket)
+                changed.settings.update({key: value for key, value in request.json().items() if key != "name"})
+                return json_response(bucket_json(changed, base))
             case ("DELETE", ["b", bucket]):
                 self._buckets.delete(bucket)
                 return Response(204)
@@ -100,9 +100,9 @@ class StorageApi:
             case ("GET" | "HEAD", []) if request.query.get("alt") == "media":
                 return self._download(request, bucket, name, generation, conditions)
             case ("GET" | "HEAD", []):
-                found = bucket.get(name, generation)
-                conditions.check(found, reading=True)
-                return json_response(object_json(bucket, found, base), headers={"ETag": etag(found)})
+                stored = bucket.get(name, generation)
+                conditions.check(stored, reading=True)
+                return json_response(object_json(bucket, stored, base), headers={"ETag": etag(stored)})
             case ("DELETE", []):
                 bucket.delete(name, generation, conditions)
                 return Response(204)
@@ -113,15 +113,14 @@ class StorageApi:
                 body = request.json()
                 sources = [
                     (
-                        str(each["name"]),
-                        _integer(each, "generation"),
-                        preconditions(each.get("objectPreconditions", {})),
+                        str(source["name"]),
+                        _integer(source, "generation"),
+                        preconditions(source.get("objectPreconditions", {})),
                     )
-                    for each in body["sourceObjects"]
+                    for source in body["sourceObjects"]
                 ]
-                return json_response(
-                    object_json(bucket, bucket.compose(name, sources, body.get("destination", {}), conditions), base)
-                )
+                composed = bucket.compose(name, sources, body.get("destination", {}), conditions)
+                return json_response(object_json(bucket, composed, base))
             case ("POST", ["rewriteTo" | "copyTo", "b", target, "o", new_name]):
                 return self._copy(request, bucket, name, self._buckets.get(target), new_name, base)
             case ("GET", ["acl"]):
@@ -131,34 +130,34 @@ class StorageApi:
     def _download(
         self, request: Request, bucket: Bucket, name: str, generation: int | None, conditions: Preconditions
     ) -> Response:
-        found, file = bucket.open(name, generation, conditions)
+        stored, file = bucket.open(name, generation, conditions)
         headers = {
-            "Content-Type": str(found.settings.get("contentType", "application/octet-stream")),
+            "Content-Type": str(stored.settings.get("contentType", "application/octet-stream")),
             "Accept-Ranges": "bytes",
-            "ETag": etag(found),
-            "X-Goog-Generation": str(found.generation),
-            "X-Goog-Metageneration": str(found.metageneration),
-            "X-Goog-Hash": f"crc32c={found.crc32c}" + (f",md5={found.md5}" if found.md5 else ""),
-            "X-Goog-Stored-Content-Length": str(found.size),
-            "X-Goog-Stored-Content-Encoding": str(found.settings.get("contentEncoding", "identity")),
-            "X-Goog-Storage-Class": str(found.settings.get("storageClass", "STANDARD")),
+            "ETag": etag(stored),
+            "X-Goog-Generation": str(stored.generation),
+            "X-Goog-Metageneration": str(stored.metageneration),
+            "X-Goog-Hash": f"crc32c={stored.crc32c}" + (f",md5={stored.md5}" if stored.md5 else ""),
+            "X-Goog-Stored-Content-Length": str(stored.size),
+            "X-Goog-Stored-Content-Encoding": str(stored.settings.get("contentEncoding", "identity")),
+            "X-Goog-Storage-Class": str(stored.settings.get("storageClass", "STANDARD")),
         }
-        if "contentEncoding" in found.settings:
-            headers["Content-Encoding"] = str(found.settings["contentEncoding"])
-        wanted = byte_range(request.headers.get("Range", ""), found.size)
-        if wanted is None:
-            return Response(200, FileRegion(file, 0, found.size), headers)
-        start, end = wanted
-        if start >= found.size:
+        if "contentEncoding" in stored.settings:
+            headers["Content-Encoding"] = str(stored.settings["contentEncoding"])
+        requested = byte_range(request.headers.get("Range", ""), stored.size)
+        if requested is None:
+            return Response(200, FileRegion(file, 0, stored.size), headers)
+        start, end = requested
+        if start >= stored.size:
             file.close()
-            headers = {"Content-Type": "text/html; charset=UTF-8", "Content-Range": f"bytes */{found.size}"}
+            headers = {"Content-Type": "text/html; charset=UTF-8", "Content-Range": f"bytes */{stored.size}"}
             return Response(416, b"Requested range not satisfiable", headers)
-        headers["Content-Range"] = f"bytes {start}-{end - 1}/{found.size}"
+        headers["Content-Range"] = f"bytes {start}-{end - 1}/{stored.size}"
         return Response(206, FileRegion(file, start, end - start), headers)
 
     def _list(self, request: Request, bucket: Bucket, base: str) -> Response:
         query = request.query
-        wanted = Listing(
+        listing = Listing(
             prefix=query.get("prefix", ""),
             delimiter=query.get("delimiter", ""),
             after=base64.urlsafe_b64decode(query.get("pageToken", "").encode()).decode(),
@@ -168,10 +167,10 @@ class StorageApi:
             glob=query.get("matchGlob", ""),
             trailing=query.get("includeTrailingDelimiter") == "true",
         )
-        items, prefixes, token = bucket.listing(wanted)
+        items, prefixes, token = bucket.listing(listing)
         value: dict[str, Any] = {"kind": "storage#objects"}
         if items:
-            value["items"] = [object_json(bucket, each, base) for each in items]
+            value["items"] = [object_json(bucket, item, base) for item in items]
         if prefixes:
             value["prefixes"] = prefixes
         if token:
@@ -179,7 +178,7 @@ class StorageApi:
         return json_response(value)
 
     def _copy(self, request: Request, bucket: Bucket, name: str, target: Bucket, new_name: str, base: str) -> Response:
-        """rewriteTo and copyTo: always whole, in one call."""
+        """rewriteTo and copyTo: copies the whole object in one call."""
         source, file = bucket.open(
             name, _integer(request.query, "sourceGeneration"), preconditions(request.query, "ifSource")
         )
@@ -188,9 +187,9 @@ class StorageApi:
             while data := file.read(1 << 20):
                 new.write(data)
         settings = {**source.settings, **request.json()}
-        made = object_json(target, target.commit(new_name, new, settings, preconditions(request.query)), base)
+        copied = object_json(target, target.commit(new_name, new, settings, preconditions(request.query)), base)
         if "copyTo" in request.segments[-5:]:
-            return json_response(made)
+            return json_response(copied)
         size = str(source.size)
         return json_response(
             {
@@ -198,12 +197,12 @@ class StorageApi:
                 "totalBytesRewritten": size,
                 "objectSize": size,
                 "done": True,
-                "resource": made,
+                "resource": copied,
             }
         )
 
     def _batch(self, request: Request) -> Response:
-        """Up to 100 calls in one multipart/mixed body, each answered for itself."""
+        """Answers the calls of one multipart/mixed body, one by one."""
         head = f"Content-Type: {request.headers['Content-Type']}\r\n\r\n".encode()
         message = BytesParser().parsebytes(head + request.body.read_all())
         if not message.is_multipart():
@@ -244,23 +243,25 @@ def _inner(raw: bytes) -> Request:
     method, target, *_ = line.decode().split(" ")
     path, _, query = re.sub(r"^https?://[^/]+", "", target).partition("?")
     headers: HTTPMessage = BytesParser(_class=HTTPMessage).parsebytes(fields + b"\n\n")
-    values = {key: each[-1] for key, each in parse_qs(query, keep_blank_values=True).items()}
-    return Request(method, path, values, headers, Body(BytesIO(body), len(body), False))
+    parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
+    return Request(method, path, parameters, headers, Body(BytesIO(body), len(body), False))
 
 
 def preconditions(query: Mapping[str, Any], prefix: str = "if") -> Preconditions:
-    """Those of a query, or of a compose source. Raises StorageError when one is not a number."""
+    """The preconditions of a query, or of a source of compose. Raises StorageError when one is not a number."""
     names = ("GenerationMatch", "GenerationNotMatch", "MetagenerationMatch", "MetagenerationNotMatch")
     return Preconditions(*(_integer(query, prefix + name) for name in names))
 
 
 def byte_range(text: str, size: int) -> tuple[int, int] | None:
-    """[start, end) of a Range header; None when there is none, or none that can be understood (then the whole is sent,
-    as by Google)."""
-    found = re.fullmatch(r"bytes=(\d*)-(\d*)", text.strip())
-    if not found or found.groups() == ("", ""):
+    """[start, end) of a Range header for an object of `size` bytes.
+
+    None when there is no header, or one that can't be parsed: then the whole object is sent, as by Google.
+    """
+    match = re.fullmatch(r"bytes=(\d*)-(\d*)", text.strip())
+    if not match or match.groups() == ("", ""):
         return None
-    first, last = found.groups()
+    first, last = match.groups()
     if not first:
         return max(0, size - int(last)), size
     if last and int(last) < int(first):
@@ -268,36 +269,36 @@ def byte_range(text: str, size: int) -> tuple[int, int] | None:
     return int(first), min(int(last) + 1, size) if last else size
 
 
-def object_json(bucket: Bucket, each: StoredObject, base: str) -> dict[str, Any]:
-    """An object's resource."""
-    path = f"b/{quote(bucket.name, safe='')}/o/{quote(each.name, safe='')}"
+def object_json(bucket: Bucket, stored: StoredObject, base: str) -> dict[str, Any]:
+    """An object's resource. `base` is the server's URL."""
+    path = f"b/{quote(bucket.name, safe='')}/o/{quote(stored.name, safe='')}"
     value: dict[str, Any] = {
         "kind": "storage#object",
-        "id": f"{bucket.name}/{each.name}/{each.generation}",
+        "id": f"{bucket.name}/{stored.name}/{stored.generation}",
         "selfLink": f"{base}/storage/v1/{path}",
-        "mediaLink": f"{base}/download/storage/v1/{path}?generation={each.generation}&alt=media",
-        "name": each.name,
+        "mediaLink": f"{base}/download/storage/v1/{path}?generation={stored.generation}&alt=media",
+        "name": stored.name,
         "bucket": bucket.name,
-        "generation": str(each.generation),
-        "metageneration": str(each.metageneration),
+        "generation": str(stored.generation),
+        "metageneration": str(stored.metageneration),
         "storageClass": "STANDARD",
-        "size": str(each.size),
-        "crc32c": each.crc32c,
-        "etag": etag(each),
-        "timeCreated": _time(each.created),
-        "updated": _time(each.updated),
-        "timeStorageClassUpdated": _time(each.created),
-        **each.settings,
+        "size": str(stored.size),
+        "crc32c": stored.crc32c,
+        "etag": etag(stored),
+        "timeCreated": _time(stored.created),
+        "updated": _time(stored.updated),
+        "timeStorageClassUpdated": _time(stored.created),
+        **stored.settings,
     }
-    if each.md5:
-        value["md5Hash"] = each.md5
-    if each.components:
-        value["componentCount"] = each.components
+    if stored.md5:
+        value["md5Hash"] = stored.md5
+    if stored.components:
+        value["componentCount"] = stored.components
     return value
 
 
 def bucket_json(bucket: Bucket, base: str) -> dict[str, Any]:
-    """A bucket's resource."""
+    """A bucket's resource. `base` is the server's URL."""
     created = _time(float(bucket.settings["timeCreated"]))
     fixed = {
         "kind": "storage#bucket",
@@ -316,8 +317,9 @@ def bucket_json(bucket: Bucket, base: str) -> dict[str, Any]:
     return {**shown, **bucket.settings, **fixed, "selfLink": f"{base}/storage/v1/b/{bucket.name}"}
 
 
-def etag(each: StoredObject) -> str:
-    return base64.b64encode(f"{each.generation}/{each.metageneration}".encode()).decode()
+def etag(stored: StoredObject) -> str:
+    """Changes with every change of the object."""
+    return base64.b64encode(f"{stored.generation}/{stored.metageneration}".encode()).decode()
 
 
 def error_response(error: StorageError, *, plain: bool = False) -> Response:

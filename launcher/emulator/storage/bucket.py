@@ -96,7 +96,7 @@ class Preconditions:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a listing asks for: names with `prefix` in [start, end) that match `glob`, those with `delimiter` after the
+    """A request for a listing: names with `prefix` in [start, end) that match `glob`, those with `delimiter` after the
     prefix rolled up."""
 
     prefix: str = ""
@@ -110,10 +110,10 @@ class Listing:
 
 
 class Incoming:
-    """Bytes on their way into an object: a temporary file, and checksums that follow it."""
+    """Bytes of an object that is being uploaded: a temporary file, and their checksums."""
 
     def __init__(self, path: Path) -> None:
-        """Continues with what the file holds already."""
+        """Opens the file, and goes on after the bytes that it holds."""
         self.path = path
         self.size = 0
         self._crc, self._md5 = google_crc32c.Checksum(), hashlib.md5()
@@ -123,6 +123,7 @@ class Incoming:
             self._count(data)
 
     def write(self, data: bytes) -> None:
+        """Appends bytes."""
         self._file.write(data)
         self._count(data)
 
@@ -133,24 +134,27 @@ class Incoming:
 
     @property
     def crc32c(self) -> str:
+        """Of the bytes so far, as the API writes it (base64)."""
         return base64.b64encode(self._crc.digest()).decode()
 
     @property
     def md5(self) -> str:
+        """Of the bytes so far, as the API writes it (base64)."""
         return base64.b64encode(self._md5.digest()).decode()
 
     def verify(self, crc32c: str | None, md5: str | None) -> None:
         """Raises StorageError when a checksum that the client sent is not that of the bytes."""
-        for name, sent, found in (("CRC32C", crc32c, self.crc32c), ("MD5 hash", md5, self.md5)):
-            if sent and sent != found:
-                raise StorageError(
-                    400, "invalid", f'Provided {name} "{sent}" doesn\'t match calculated {name} "{found}".'
-                )
+        for name, sent, computed in (("CRC32C", crc32c, self.crc32c), ("MD5 hash", md5, self.md5)):
+            if sent and sent != computed:
+                message = f'Provided {name} "{sent}" doesn\'t match calculated {name} "{computed}".'
+                raise StorageError(400, "invalid", message)
 
     def close(self) -> None:
+        """Closes the file, which stays."""
         self._file.close()
 
     def discard(self) -> None:
+        """Closes and removes the file."""
         self.close()
         self.path.unlink(missing_ok=True)
 
@@ -174,11 +178,11 @@ class Bucket:
         shutil.rmtree(self.folder / "incoming")
         (self.folder / "incoming").mkdir(mode=0o700)
         for path in (self.folder / "objects").glob("*.json"):
-            each = StoredObject(**json.loads(path.read_text()))
-            known = self._objects.get(each.name)
-            if known is None or known.generation < each.generation:
-                self._objects[each.name] = each
-        live = {str(each.generation) for each in self._objects.values()}
+            stored = StoredObject(**json.loads(path.read_text()))
+            known = self._objects.get(stored.name)
+            if known is None or known.generation < stored.generation:
+                self._objects[stored.name] = stored
+        live = {str(stored.generation) for stored in self._objects.values()}
         for folder in ("objects", "data"):
             for path in (self.folder / folder).iterdir():
                 if path.name.removesuffix(".json") not in live:
@@ -187,29 +191,28 @@ class Bucket:
         self._last = max(map(int, live), default=0)
 
     def get(self, name: str, generation: int | None = None) -> StoredObject:
-        """Raises StorageError 404 when there is none, or when that generation was replaced."""
+        """The object. Raises StorageError 404 when there is none, or when that generation was replaced."""
         with self._lock:
-            found = self._objects.get(name)
-        if found is None or (generation is not None and generation != found.generation):
-            raise StorageError(
-                404,
-                "notFound",
-                f"No such object: {self.name}/{name}" + (f"#{generation}" if generation is not None and found else ""),
-            )
-        return found
+            stored = self._objects.get(name)
+        if stored is None or (generation is not None and generation != stored.generation):
+            version = f"#{generation}" if generation is not None and stored else ""
+            raise StorageError(404, "notFound", f"No such object: {self.name}/{name}{version}")
+        return stored
 
     def find(self, name: str) -> StoredObject | None:
+        """The object; None when there is none."""
         with self._lock:
             return self._objects.get(name)
 
     def open(self, name: str, generation: int | None, preconditions: Preconditions) -> tuple[StoredObject, BinaryIO]:
         """The object and its bytes, which stay readable while they are open, also when the object is replaced."""
         with self._lock:
-            found = self.get(name, generation)
-            preconditions.check(found, reading=True)
-            return found, open(self._data(found.generation), "rb")
+            stored = self.get(name, generation)
+            preconditions.check(stored, reading=True)
+            return stored, open(self._data(stored.generation), "rb")
 
     def incoming(self) -> Incoming:
+        """A new temporary file for an upload."""
         return Incoming(self.folder / "incoming" / os.urandom(8).hex())
 
     def commit(
@@ -258,7 +261,7 @@ class Bucket:
                 if key == "metadata" and isinstance(value, dict) and not replace_all:
                     value = {**settings.get("metadata", {}), **value}
                 if key == "metadata" and isinstance(value, dict):
-                    value = {each: text for each, text in value.items() if text is not None}
+                    value = {name: text for name, text in value.items() if text is not None}
                 settings[key] = value
             settings = {key: value for key, value in settings.items() if value is not None}
             new = replace(current, settings=settings, metageneration=current.metageneration + 1, updated=time.time())
@@ -266,6 +269,7 @@ class Bucket:
             return new
 
     def delete(self, name: str, generation: int | None, preconditions: Preconditions) -> None:
+        """Removes the object. Raises StorageError 404 or 412."""
         with self._lock:
             current = self.get(name, generation)
             preconditions.check(current)
@@ -280,29 +284,29 @@ class Bucket:
         settings: Mapping[str, Any],
         preconditions: Preconditions,
     ) -> StoredObject:
-        """One object from the bytes of up to 32, in order."""
+        """Makes one object from the bytes of up to 32, in order. Raises StorageError."""
         if not 1 <= len(sources) <= 32:
             raise StorageError(400, "invalid", "The number of source components provided must be between 1 and 32.")
         new = self.incoming()
         components = 0
         for source, generation, conditions in sources:
-            found, file = self.open(source, generation, replace(conditions))
-            components += max(1, found.components)
+            stored, file = self.open(source, generation, replace(conditions))
+            components += max(1, stored.components)
             with file:
                 while data := file.read(_BLOCK):
                     new.write(data)
         return self.commit(name, new, settings, preconditions, components)
 
-    def listing(self, wanted: Listing) -> tuple[list[StoredObject], list[str], str]:
+    def listing(self, request: Listing) -> tuple[list[StoredObject], list[str], str]:
         """Objects, common prefixes and the token of the next page ("" when this is the last)."""
-        prefix, delimiter, after, trailing = wanted.prefix, wanted.delimiter, wanted.after, wanted.trailing
+        prefix, delimiter, after, trailing = request.prefix, request.delimiter, request.after, request.trailing
         items: list[StoredObject] = []
         prefixes: list[str] = []
-        pattern = glob_pattern(wanted.glob) if wanted.glob else None
+        pattern = glob_pattern(request.glob) if request.glob else None
         with self._lock:
             last = ""
-            for name in self._names[bisect.bisect_left(self._names, max(prefix, wanted.start, after)) :]:
-                if not name.startswith(prefix) or (wanted.end and name >= wanted.end):
+            for name in self._names[bisect.bisect_left(self._names, max(prefix, request.start, after)) :]:
+                if not name.startswith(prefix) or (request.end and name >= request.end):
                     break
                 cut = name.find(delimiter, len(prefix)) if delimiter else -1
                 common = name[: cut + len(delimiter)] if cut >= 0 else ""
@@ -313,7 +317,7 @@ class Bucket:
                     continue
                 if pattern is not None and not pattern.match(name):
                     continue
-                if len(items) + len(prefixes) >= wanted.limit:
+                if len(items) + len(prefixes) >= request.limit:
                     return items, prefixes, last
                 if common and not (prefixes and prefixes[-1] == common):
                     prefixes.append(common)
@@ -324,12 +328,14 @@ class Bucket:
 
     @property
     def empty(self) -> bool:
+        """Whether the bucket has no object."""
         with self._lock:
             return not self._objects
 
     def totals(self) -> dict[str, int]:
+        """Number of objects, and their bytes."""
         with self._lock:
-            return {"objects": len(self._objects), "bytes": sum(each.size for each in self._objects.values())}
+            return {"objects": len(self._objects), "bytes": sum(stored.size for stored in self._objects.values())}
 
     def _data(self, generation: int) -> Path:
         return self.folder / "data" / str(generation)
@@ -355,6 +361,7 @@ class Buckets:
         self._buckets = {path.name: Bucket(path) for path in folder.iterdir() if (path / "bucket.json").is_file()}
 
     def get(self, name: str) -> Bucket:
+        """The bucket. Raises StorageError 404."""
         with self._lock:
             if name not in self._buckets:
                 raise StorageError(404, "notFound", "The specified bucket does not exist.")
@@ -383,6 +390,7 @@ class Buckets:
                 raise ValueError(str(error)) from None
 
     def delete(self, name: str) -> None:
+        """Removes an empty bucket. Raises StorageError 404 or 409."""
         bucket = self.get(name)
         with self._lock:
             if not bucket.empty:
@@ -393,14 +401,17 @@ class Buckets:
         shutil.rmtree(bucket.folder, ignore_errors=True)
 
     def all(self) -> list[Bucket]:
+        """The buckets, sorted by name."""
         with self._lock:
             return [self._buckets[name] for name in sorted(self._buckets)]
 
     def summary(self) -> dict[str, dict[str, int]]:
+        """Name -> totals, of all buckets."""
         return {bucket.name: bucket.totals() for bucket in self.all()}
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Writes a file so that readers see the old or the new content, never a part."""
     temporary = path.with_name(f".{path.name}.{threading.get_ident()}")
     temporary.write_text(json.dumps(value))
     os.rename(temporary, path)

@@ -33,7 +33,7 @@ _DAYS = 365
 
 
 def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
-    """A server's side for these names; writes `folder`/ca.pem, with which a client believes it."""
+    """The server's side of TLS for these names; writes `folder`/ca.pem, with which clients verify it."""
     now, ca_key, key = (
         datetime.now(UTC),
         ec.generate_private_key(ec.SECP256R1()),
@@ -43,7 +43,7 @@ def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
 
     def certificate(name: x509.Name, public_key: ec.EllipticCurvePublicKey, *, ca: bool) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder().issuer_name(ca_name).subject_name(name).public_key(public_key)
-        # A day back: clocks of containers are the machine's, but it may have been set since.
+        # A day back: the machine's clock may be set while the emulator runs.
         builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - timedelta(days=1))
         builder = builder.not_valid_after(now + timedelta(days=_DAYS))
         return builder.add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
@@ -70,24 +70,24 @@ def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
     context.load_cert_chain(pair)
     pair.unlink()
     others = next((path.read_bytes() for path in _system_cas() if path.is_file()), b"")
-    # Written in place: containers that run already have this very file mounted.
+    # Written in place: running containers have this file mounted.
     (folder / CA_FILE).write_bytes(ca + others)
     (folder / CA_FILE).chmod(0o644)
     return context
 
 
 def _system_cas() -> list[Path]:
-    """Where this machine's own CAs may be."""
-    found = ssl.get_default_verify_paths().cafile
+    """Files in which this machine's own CAs may be."""
+    default = ssl.get_default_verify_paths().cafile
     return [
-        *([Path(found)] if found else []),
+        *([Path(default)] if default else []),
         Path("/etc/ssl/certs/ca-certificates.crt"),
         Path("/etc/pki/tls/certs/ca-bundle.crt"),
     ]
 
 
 def serve_tls(connection: socket.socket, context: ssl.SSLContext, handler: Handler) -> None:
-    """Answers the requests of one connection; one that does not believe the certificate is dropped."""
+    """Answers the requests of one connection; drops it when the TLS handshake fails."""
     connection.setblocking(True)
     connection.settimeout(30)
     try:
@@ -100,7 +100,7 @@ def serve_tls(connection: socket.socket, context: ssl.SSLContext, handler: Handl
 
 
 def answer(request: Request, handler: Handler) -> Response:
-    """One request under Google's names. The address of a resumable upload leads back here."""
+    """Answers one request under Google's names. The URL of a resumable upload gets https, too."""
     response = handler(as_json_api(request))
     location = response.headers.get("Location", "")
     if location.startswith("http://"):
@@ -109,7 +109,7 @@ def answer(request: Request, handler: Handler) -> Response:
 
 
 def as_json_api(request: Request) -> Request:
-    """`/bucket/object` as a download by the JSON API; its own requests as they are."""
+    """Turns a GET of `/bucket/object` into a download by the JSON API; leaves requests of that API as they are."""
     parts = request.path.strip("/").split("/")
     if parts[0] in _JSON or len(parts) < 2:
         return request

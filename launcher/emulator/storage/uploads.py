@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
 
-from launcher.emulator.http_server import Disconnected, Request, Response
+from launcher.emulator.http_server import Request, Response
 from launcher.emulator.storage.bucket import (
     Bucket,
     Buckets,
@@ -32,7 +32,7 @@ Made = tuple[Bucket, StoredObject]
 
 
 class Uploads:
-    """Each method returns what was made, or a response that says how far it is."""
+    """Answers requests below /upload/ with the object that was made, or with a response that tells what has arrived."""
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
@@ -41,7 +41,7 @@ class Uploads:
         self._lock = threading.Lock()
 
     def answer(self, request: Request, bucket_name: str, base: str) -> Made | Response:
-        """One request below /upload/. Raises StorageError."""
+        """Answers one request. `base` is the server's URL. Raises StorageError."""
         bucket = self._buckets.get(bucket_name)
         if "upload_id" in request.query:
             return self._continue(request, bucket, request.query["upload_id"])
@@ -61,10 +61,10 @@ class Uploads:
     def _multipart(self, request: Request, bucket: Bucket) -> Made:
         """multipart/related: JSON, then the bytes. The bytes are streamed; only the boundary at their end needs
         care."""
-        found = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
-        if not found:
+        match = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
+        if not match:
             raise StorageError(400, "badContent", "Multipart body without a boundary.")
-        boundary = b"--" + found[1].strip().strip("'").encode()
+        boundary = b"--" + match[1].strip().strip("'").encode()
         blocks = request.body.blocks()
         data = b""
         while (start := _second_part(data, boundary)) is None:
@@ -107,7 +107,6 @@ class Uploads:
             raise
 
     # -- resumable
-    # ------------------------------------------------------------------------------------------------------------------------
 
     def _begin(self, request: Request, bucket: Bucket, base: str) -> Response:
         settings = request.json()
@@ -119,7 +118,8 @@ class Uploads:
         identifier = os.urandom(16).hex()
         session = {"name": name, "settings": settings, "preconditions": asdict(conditions), "made": None}
         write_json(bucket.folder / "uploads" / f"{identifier}.json", session)
-        location = f"{base}/upload/storage/v1/b/{bucket.name}/o?uploadType=resumable&name={quote(name, safe='')}&upload_id={identifier}"
+        query = f"uploadType=resumable&name={quote(name, safe='')}&upload_id={identifier}"
+        location = f"{base}/upload/storage/v1/b/{bucket.name}/o?{query}"
         return Response(200, b"", {"Location": location, "X-GUploader-UploadID": identifier})
 
     def _continue(self, request: Request, bucket: Bucket, identifier: str) -> Made | Response:
@@ -144,28 +144,26 @@ class Uploads:
             return self._finish(request, bucket, identifier, session, incoming)
 
     def _receive(self, request: Request, incoming: Incoming) -> int | None:
-        """Appends what the request brings and was not here yet; returns the whole size, where it is known."""
+        """Appends the request's bytes that had not arrived yet; returns the object's size, or None if it is unknown."""
         text = request.headers.get("Content-Range", "")
-        found = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", text.strip())
-        if text and not found:
+        match = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", text.strip())
+        if text and not match:
             raise StorageError(400, "invalid", f"Invalid Content-Range: {text}")
-        first = int(found[1]) if found and found[1] is not None else None if found else incoming.size
-        total = int(found[3]) if found and found[3] != "*" else None
+        first = int(match[1]) if match and match[1] is not None else None if match else incoming.size
+        total = int(match[3]) if match and match[3] != "*" else None
         if first is None:  # a status query
             return total
         if first > incoming.size:
             raise StorageError(503, "backendError", f"Bytes {incoming.size}-{first - 1} are missing.")
         skip = incoming.size - first
-        try:
-            for block in request.body.blocks():
-                if skip < len(block):
-                    incoming.write(block[skip:])
-                skip = max(0, skip - len(block))
-        except Disconnected:
-            raise  # what came is kept: the client asks how far it is
-        if not found:
+        # When the client disconnects, what has arrived is kept: it will query the status.
+        for block in request.body.blocks():
+            if skip < len(block):
+                incoming.write(block[skip:])
+            skip = max(0, skip - len(block))
+        if not match:
             return incoming.size
-        if total is None and (int(found[2]) + 1 - first) % _CHUNK:
+        if total is None and (int(match[2]) + 1 - first) % _CHUNK:
             raise StorageError(400, "invalid", f"Chunks but the last must be multiples of {_CHUNK} bytes.")
         if total is not None and incoming.size > total:
             raise StorageError(400, "invalid", f"More bytes than the {total} announced.")
@@ -193,8 +191,8 @@ class Uploads:
 
 
 def _second_part(data: bytes, boundary: bytes) -> tuple[bytes, str, bytes, bytes] | None:
-    """(first part's body, second part's content type, the line ending in use, the second part's bytes so far), when
-    enough is here.
+    """(first part's body, second part's content type, the line ending in use, the second part's bytes so far); None
+    when more bytes are needed.
 
     gcloud ends lines with a bare newline, the client libraries with CRLF.
     """

@@ -213,7 +213,7 @@ class HostContainers:
         return [container["Id"] for container in self.own(host.hostname) if container["State"] == state]
 
     def _try(self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None) -> None:
-        """Makes a call. An error that means "already so" (gone, stopped, not connected) is ignored, others are logged."""
+        """Makes a call. Errors that mean "already so" (gone, stopped, not connected) are ignored, others are logged."""
         try:
             self.engine.call(method, path, query, body)
         except EngineError as error:

@@ -1,5 +1,5 @@
-"""The metadata server that a host sees at 169.254.169.254. Its values are pure functions of the state; a long poll waits
-on the store.
+"""The metadata server that a host sees at 169.254.169.254: values are pure functions of the state, a long poll waits on
+the store.
 
 Shapes from Google's documentation of the Compute Engine metadata server, and from what torch_xla, TensorFlow and JAX
 read on a TPU VM.
@@ -72,7 +72,10 @@ def tpu_env(node: Node, host: Host) -> str:
 
 
 def tree(state: State, node: Node, host: Host) -> dict[str, Any]:
-    """Everything under computeMetadata/v1/. Names are those of the paths, where Google's recursive JSON has camel case."""
+    """Everything under computeMetadata/v1/.
+
+    Names are those of the paths, also in recursive JSON, where Google has camel case.
+    """
     account = {
         "aliases": ["default"],
         "email": service_account(),

@@ -1,4 +1,4 @@
-"""Artifact Registry without bytes: which images were pushed under which names. Pure functions over the state's `pushed`.
+"""Artifact Registry without bytes: which images were pushed under which names. Pure functions of the state's `pushed`.
 
 Names under *-docker.pkg.dev and gcr.io are a registry's; all others belong to the engine. A pushed image stays in the
 workstation's store, and its "digest" is its image id. Hosts can pull what was pushed and nothing else.
