@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,7 @@ from training.yaml_file import ConfigError, Document, Section, refuse_unknown, v
 from training.yaml_file import load as load_document
 
 Remat = Literal["none", "attention", "layers"]
+Mistake = tuple[tuple[str, ...], str]  # the path of the key to change, and what is wrong
 
 LAUNCHER_SECTIONS = frozenset({"project", "zone", "slice", "image", "run", "gke"})
 
@@ -44,8 +46,7 @@ ModelName = Literal["bert-tiny", "bert-mini", "bert-small", "bert-medium", "bert
 
 
 class Model(Section):
-    """Which network. Either a known name, some of its sizes changed, or a folder in Hugging Face's layout, or a name on
-    its Hub, to start from."""
+    """Which network: a published one by its name, with some of its sizes changed, or existing weights to start from."""
 
     name: ModelName | None = None
     """A model of the published BERT family or RoBERTa-base, trained from random weights. Either this or `path`."""
@@ -94,31 +95,41 @@ class Model(Section):
 
 
 class Train(ScheduleSettings, AdamWSettings):
-    """How to train: the sections of the schedule and of the optimizer, and what belongs to the training step itself."""
+    """How to train: the schedule's keys, the optimizer's, and those of the training step itself."""
 
-    global_batch_size: int = Field(ge=1)
-    """Rows of a batch over all devices of all hosts."""
+    global_batch_size: int = Field(ge=1, json_schema_extra={"unit": "examples"})
+    """Examples of a batch over all devices of all hosts. The batches do not depend on the number of hosts."""
+
     optimizer: OptimizerName = "adamw"
-    """What changes the weights, of training.registry.OPTIMIZERS."""
+    """The optimizer."""
+
     clip_norm: float | None = Field(default=1.0, gt=0)
-    """The gradient is scaled down to this norm where it is larger; null: never."""
+    """A gradient with a larger norm is scaled down to this one. `null`: never."""
+
     dropout: float = Field(default=0.1, ge=0, lt=1)
     """The share of activations that is dropped in training."""
+
     precision: Literal["fp32", "bf16"] = "fp32"
-    """What matrix products are computed in. Weights and the optimizer's state are fp32 in either case."""
+    """The precision of matrix products. Weights and the optimizer's state are fp32 in either case."""
+
     remat: Remat | None = None
-    """What is computed a second time in the backward pass instead of being kept: nothing, the attention's
-    probabilities, or whole layers. Unless given: attention on TPUs, none on CPUs. backend: torch-xla only."""
+    """What is computed again in the backward pass instead of being kept, which saves memory: `none`, the `attention`'s
+    probabilities, or whole `layers`. Default: `attention` on TPUs, `none` on CPUs. Only for `backend: torch-xla`."""
+
     gradient_accumulation: int = Field(default=1, ge=1)
-    """Pieces that a batch is computed in, one after the other: less memory, the same update."""
-    log_every: int = Field(default=10, ge=1)
-    """Steps between two lines of progress."""
+    """A batch is computed in so many pieces, one after the other: less memory, the same update."""
+
+    log_every: int = Field(default=10, ge=1, json_schema_extra={"unit": "steps"})
+    """Steps between two progress lines, which are also the points of the charts."""
+
     strict: bool = False
     """A program that is compiled after warm-up ends the run, instead of a warning."""
-    prefetch: int = Field(default=2, ge=1)
-    """Batches that are read ahead in the background."""
+
+    prefetch: int = Field(default=2, ge=1, json_schema_extra={"unit": "batches"})
+    """How many batches are read ahead in the background. Raise it when the step waits for data."""
+
     jit_compile: bool = False
-    """On a CPU too, the step is one program of XLA. backend: tensorflow only."""
+    """Compile the step with XLA on CPUs too, as on TPUs. Only for `backend: tensorflow`."""
 
     @model_serializer(mode="wrap")
     def _without_default_optimizer(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -231,7 +242,7 @@ class TrainerConfig(Section):
 
 
 def load(path: str | Path, overrides: tuple[str, ...] = ()) -> TrainerConfig:
-    """Reads and checks a YAML file. Raises ConfigError, which has a line with file:line for every mistake."""
+    """Reads and checks a YAML file, with the changes of `--set`. Raises ConfigError, with file:line of each mistake."""
     return from_document(load_document(path, overrides))
 
 
@@ -251,35 +262,35 @@ def from_document(document: Document) -> TrainerConfig:
 
 
 def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None:
-    """Why the global batch can't be divided evenly over `devices` on `hosts`; None when it can. Called again when
-    devices are known."""
-    for what, size, pieces in (
+    """Explains why the global batches can't be divided evenly over `devices` on `hosts`; None when they can. Called
+    again when the real devices are known."""
+    for name, size, pieces in (
         ("train.global_batch_size", config.train.global_batch_size, config.train.gradient_accumulation),
         ("the evaluation batch", config.evaluation_batch_size, 1),
     ):
         if size % (devices * pieces):
             accumulated = f" x {pieces} gradient accumulation" if pieces > 1 else ""
             return (
-                f"{what} is {size}, which does not divide evenly over {devices} devices on {hosts} hosts{accumulated}; "
+                f"{name} is {size}, which does not divide evenly over {devices} devices on {hosts} hosts{accumulated}; "
                 f"use a multiple of {devices * pieces}"
             )
     return None
 
 
 def _hub_without_token(config: TrainerConfig, document: Document) -> list[str]:
-    """A file for a slice must say that the hosts are given the token."""
+    """A file for a slice that uploads to the Hub must also give the hosts the token."""
     sections = {name: document.value.get(name) for name in ("slice", "run", "gke")}
-    named = [
+    secrets = [
         name
         for section in (sections["run"], sections["gke"])
         if isinstance(section, dict)
         for name in section.get("secrets") or ()
     ]
-    if config.hub is None or not isinstance(sections["slice"], dict) or "HF_TOKEN" in named:
+    if config.hub is None or not isinstance(sections["slice"], dict) or "HF_TOKEN" in secrets:
         return []
     return [
-        f"{document.place(('hub',))}: hub: uploading needs HF_TOKEN on the hosts: "
-        "add it to run.secrets (on GKE: gke.secrets)"
+        f"{document.place(('hub',))}: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: "
+        "gke.secrets)"
     ]
 
 
@@ -290,60 +301,66 @@ def _accelerator_name(document: Document) -> str | None:
 
 
 def _is_set(config: TrainerConfig, path: tuple[str, ...]) -> bool:
-    """Whether the file says something else than "not set" (null) for this key."""
+    """Whether the file gives this key a value other than null."""
     section: Any = config
     for key in path[:-1]:
         section = getattr(section, key)
     return path[-1] in section.model_fields_set and bool(getattr(section, path[-1]) is not None)
 
 
-def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list[tuple[tuple[str, ...], str]]:
-    """What is wrong between keys that are each right: (path of the key to change, message)."""
-    found: list[tuple[tuple[str, ...], str]] = []
-    model, train = config.model, config.train
+def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list[Mistake]:
+    """What is wrong between keys that are each right."""
+    return [
+        *_model_mistakes(config.model),
+        *((path, message) for path, message in TASKS[config.task].unused_keys.items() if _is_set(config, path)),
+        *_evaluation_mistakes(config),
+        *_training_mistakes(config),
+        *_slice_mistakes(config, accelerator_name),
+    ]
+
+
+def _model_mistakes(model: Model) -> Iterator[Mistake]:
     if (model.name is None) == (model.path is None):
-        found.append(
-            (("model",), "give either model.name (for example bert-base) or model.path, a folder to start from")
-        )
+        yield ("model",), "give either model.name (for example bert-base) or model.path, a folder to start from"
     elif model.name is not None:
         hidden, _, heads, _, _ = model.shape
         if hidden % heads:
-            found.append((("model",), f"hidden_size {hidden} does not divide evenly over {heads} attention heads"))
+            yield ("model",), f"hidden_size {hidden} does not divide evenly over {heads} attention heads"
     else:
-        sizes = [
-            name
-            for name in ("hidden_size", "layers", "heads", "intermediate_size", "max_positions", "vocabulary_size")
-            if getattr(model, name) is not None
-        ]
-        if sizes:
-            found.append((("model", sizes[0]), f"model.path brings its own sizes; remove {', '.join(sizes)}"))
-    found += [(path, message) for path, message in TASKS[config.task].unused_keys.items() if _is_set(config, path)]
+        sizes = ("hidden_size", "layers", "heads", "intermediate_size", "max_positions", "vocabulary_size")
+        given = [name for name in sizes if getattr(model, name) is not None]
+        if given:
+            yield ("model", given[0]), f"model.path brings its own sizes; remove {', '.join(given)}"
+
+
+def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
     if config.evaluation.every is not None and config.data.evaluation is None:
-        found.append(
-            (("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every")
-        )
+        yield ("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every"
     if config.checkpoint.best is not None and config.evaluation.every is None:
-        found.append((("checkpoint", "best"), "the best checkpoint is known by its evaluations: set evaluation.every"))
+        yield ("checkpoint", "best"), "the best checkpoint is known by its evaluations: set evaluation.every"
+
+
+def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
+    train = config.train
     if config.backend == "tensorflow" and train.remat not in (None, "none"):
-        found.append(
-            (
-                ("train", "remat"),
-                "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla",
-            )
+        yield (
+            ("train", "remat"),
+            "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla",
         )
     if train.warmup_steps > train.steps:
-        found.append(
-            (
-                ("train", "warmup_steps"),
-                f"{train.warmup_steps} steps of warm-up are more than train.steps ({train.steps})",
-            )
+        yield (
+            ("train", "warmup_steps"),
+            f"{train.warmup_steps} steps of warm-up are more than train.steps ({train.steps})",
         )
-    if accelerator_name is not None:
-        try:
-            slice_ = accelerator(accelerator_name)
-        except UnknownAccelerator:
-            return found  # the launcher's own section says so, with its place
-        mistake = batch_mistake(config, slice_.hosts, slice_.devices)
-        if mistake:
-            found.append((("train", "global_batch_size"), f"{mistake} (slice.accelerator_type is {accelerator_name})"))
-    return found
+
+
+def _slice_mistakes(config: TrainerConfig, accelerator_name: str | None) -> Iterator[Mistake]:
+    if accelerator_name is None:
+        return
+    try:
+        slice_ = accelerator(accelerator_name)
+    except UnknownAccelerator:
+        return  # the launcher reports it, with the line of its own section
+    mistake = batch_mistake(config, slice_.hosts, slice_.devices)
+    if mistake:
+        yield ("train", "global_batch_size"), f"{mistake} (slice.accelerator_type is {accelerator_name})"

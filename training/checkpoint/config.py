@@ -33,7 +33,7 @@ class Checkpoint(Section):
     """How many of the newest checkpoints are kept. With one, a checkpoint that turns out to be damaged has none before
     it to fall back to."""
 
-    keep_every: int | None = Field(default=None, ge=1)
+    keep_every: int | None = Field(default=None, ge=1, json_schema_extra={"unit": "steps"})
     """Checkpoints whose step is a multiple of this are never deleted."""
 
     best: BestSection | None = None
