@@ -41,12 +41,12 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 
 
 def plan(tokenizer: str, **changes: Any) -> DatasetPlan:
-    found = tokenizers.read(tokenizer)
+    loaded = tokenizers.read(tokenizer)
     return DatasetPlan(
         **{
             "split": "train",
             "length": 64,
-            "tokenizer_hash": found.hash,
+            "tokenizer_hash": loaded.hash,
             "vocabulary": 600,
             "records_per_shard": 300,
             **changes,
@@ -55,7 +55,7 @@ def plan(tokenizer: str, **changes: Any) -> DatasetPlan:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {each.url.removeprefix(str(folder)): storage.read(each.url) for each in storage.listing(str(folder))}
+    return {stat.url.removeprefix(str(folder)): storage.read(stat.url) for stat in storage.listing(str(folder))}
 
 
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip"}, {"layout": "recipe"}])

@@ -26,7 +26,7 @@ ROWS = np.random.default_rng(0).integers(5, 30_000, (1000, 128)).astype(np.int32
 def make(folder: Path, **options: str) -> Dataset:
     plan = DatasetPlan("train", 128, "t", 30_000, 400, **options)
     return pack_documents(
-        str(folder), plan, lambda: map(str, range(1000)), lambda batch: [ROWS[int(each)] for each in batch]
+        str(folder), plan, lambda: map(str, range(1000)), lambda batch: [ROWS[int(text)] for text in batch]
     ).dataset
 
 
@@ -37,23 +37,23 @@ def files(dataset: Dataset) -> list[str]:
 @pytest.mark.parametrize("compression", ["none", "gzip"])
 def test_tensorflow_reads_our_shards(tmp_path: Path, compression: str) -> None:
     dataset = make(tmp_path, compression=compression)
-    found = []
+    ids = []
     for batch in tf.data.TFRecordDataset(
         files(dataset), compression_type="GZIP" if compression == "gzip" else None
     ).batch(100):
         parsed = tf.io.parse_example(batch, {"input_ids": tf.io.FixedLenFeature([], tf.string)})
-        found.append(tf.cast(tf.io.decode_raw(parsed["input_ids"], tf.uint16), tf.int32).numpy())
-    assert np.array_equal(np.concatenate(found), ROWS)
+        ids.append(tf.cast(tf.io.decode_raw(parsed["input_ids"], tf.uint16), tf.int32).numpy())
+    assert np.array_equal(np.concatenate(ids), ROWS)
 
 
 def test_tensorflow_reads_our_shards_in_the_public_layout(tmp_path: Path) -> None:
     spec = {name: tf.io.FixedLenFeature([128], tf.int64) for name in ("input_ids", "attention_mask")}
-    found = [
+    batches = [
         tf.io.parse_example(batch, spec)
         for batch in tf.data.TFRecordDataset(files(make(tmp_path, layout="recipe"))).batch(100)
     ]
-    assert np.array_equal(np.concatenate([each["input_ids"].numpy() for each in found]), ROWS)
-    assert all((each["attention_mask"].numpy() == 1).all() for each in found)
+    assert np.array_equal(np.concatenate([batch["input_ids"].numpy() for batch in batches]), ROWS)
+    assert all((batch["attention_mask"].numpy() == 1).all() for batch in batches)
 
 
 def test_we_read_shards_that_tensorflow_wrote(tmp_path: Path) -> None:
@@ -62,7 +62,8 @@ def test_we_read_shards_that_tensorflow_wrote(tmp_path: Path) -> None:
             for row in ROWS[start:stop]:
                 values = {"attention_mask": [1] * 128, "input_ids": row}
                 feature = {
-                    name: tf.train.Feature(int64_list=tf.train.Int64List(value=each)) for name, each in values.items()
+                    name: tf.train.Feature(int64_list=tf.train.Int64List(value=numbers))
+                    for name, numbers in values.items()
                 }
                 writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
     assert np.array_equal(

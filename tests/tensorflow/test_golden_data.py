@@ -33,19 +33,19 @@ def fields(batches: Any) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masked_batches_are_the_golden_ones(layout: str, tmp_path: Path) -> None:
     dataset = make_masked(tmp_path, layout)
-    found = checksum_files(tmp_path, layout)
+    checksums = checksum_files(tmp_path, layout)
     for name, how in SLICES.items():
-        found[f"batches, {name}"] = first_batches(fields(mlm_batches(dataset, how, MASKING, SEED)))
-        found[f"far batches, {name}"] = first_batches(fields(mlm_batches(dataset, how, MASKING, SEED, 10**6)))
-        found[f"evaluation, {name}"] = checksum(fields(mlm_evaluation(dataset, how, MASKING)))
-    assert found == GOLDEN[f"masked, {layout}"]
+        checksums[f"batches, {name}"] = first_batches(fields(mlm_batches(dataset, how, MASKING, SEED)))
+        checksums[f"far batches, {name}"] = first_batches(fields(mlm_batches(dataset, how, MASKING, SEED, 10**6)))
+        checksums[f"evaluation, {name}"] = checksum(fields(mlm_evaluation(dataset, how, MASKING)))
+    assert checksums == GOLDEN[f"masked, {layout}"]
 
 
 def test_labelled_batches_are_the_golden_ones(tmp_path: Path) -> None:
     dataset = make_labelled(tmp_path)
-    found = checksum_files(tmp_path, "compact")
+    checksums = checksum_files(tmp_path, "compact")
     for name, how in SLICES.items():
-        found[f"batches, {name}"] = first_batches(fields(labelled_batches(dataset, how, SEED)))
-        found[f"far batches, {name}"] = first_batches(fields(labelled_batches(dataset, how, SEED, 10**6)))
-        found[f"evaluation, {name}"] = checksum(fields(labelled_evaluation(dataset, how)))
-    assert found == GOLDEN["labelled"]
+        checksums[f"batches, {name}"] = first_batches(fields(labelled_batches(dataset, how, SEED)))
+        checksums[f"far batches, {name}"] = first_batches(fields(labelled_batches(dataset, how, SEED, 10**6)))
+        checksums[f"evaluation, {name}"] = checksum(fields(labelled_evaluation(dataset, how)))
+    assert checksums == GOLDEN["labelled"]

@@ -21,7 +21,7 @@ from training.data.loading import labelled_batches, mlm_batches
 from training.data.loading.host_slice import HostSlice
 from training.data.prepare import dataset_writer
 from training.data.prepare.dataset_writer import DatasetPlan
-from training.data.prepare.labelled_rows import ClassLabels, LengthBuckets, write_labelled_rows
+from training.data.prepare.labelled_rows import ClassLabels, FloatLabels, LabelKind, LengthBuckets, write_labelled_rows
 from training.data.prepare.pack import pack_documents
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
@@ -33,6 +33,7 @@ from training.data.tf.record_source import translate_errors
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=40_000)
+CLASSES = ClassLabels(("0", "1", "2"))
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # an example builds a pipeline: shrinking would take minutes
 LAYOUTS: dict[str, dict[str, Any]] = {"compact": {}, "gzip": {"compression": "gzip"}, "recipe": {"layout": "recipe"}}
 
@@ -59,8 +60,8 @@ def kept(count: int, layout: str) -> Dataset:
 
 
 @functools.cache
-def labelled(counts: tuple[int, ...]) -> Dataset:
-    """Rows of the lengths 4, 8 and 16, so many of each."""
+def labelled(counts: tuple[int, ...], labels: LabelKind = CLASSES) -> Dataset:
+    """Rows of the lengths 4, 8 and 16, so many of each. Their labels are 0, 1 or 2, as class numbers or as floats."""
     rng = np.random.default_rng(1)
     texts = [
         (rng.integers(5, 90, length).tolist(), str(rng.integers(3)))
@@ -69,10 +70,14 @@ def labelled(counts: tuple[int, ...]) -> Dataset:
     ]
     plan = DatasetPlan("train", 16, "t", TOKENS.vocabulary, 40)
     return write_labelled_rows(
-        tempfile.mkdtemp(), plan, LengthBuckets((4, 8, 16)), ClassLabels(("0", "1", "2")),
+        tempfile.mkdtemp(),
+        plan,
+        LengthBuckets((4, 8, 16)),
+        labels,
         lambda: ((str(number), label) for number, (_, label) in enumerate(texts)),
-        lambda numbers: [np.array(texts[int(number)][0], np.int32) for number in numbers], TOKENS.pad,
-    ).dataset  # fmt: skip
+        lambda numbers: [np.array(texts[int(number)][0], np.int32) for number in numbers],
+        TOKENS.pad,
+    ).dataset
 
 
 def assert_same(ours: Any, theirs: dict[str, Any]) -> None:
@@ -120,8 +125,8 @@ def test_batches_are_those_of_numpy(
         dataset = kept(records, layout)
         ours = mlm_batches.MlmBatches(dataset, how, masking, seed)
         theirs = tf_mlm.mlm_batches(dataset, how, masking, seed, start).take(8).as_numpy_iterator()
-        for k, found in enumerate(theirs, start):
-            assert_same(ours.batch(k), found)
+        for k, tf_batch in enumerate(theirs, start):
+            assert_same(ours.batch(k), tf_batch)
         ours.close()
 
 
@@ -131,31 +136,34 @@ def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows
     for host in range(hosts):
         how = HostSlice(TOKENS, rows * hosts, host, hosts)
         theirs = list(tf_mlm.mlm_evaluation(kept(records, layout), how, Masking()).as_numpy_iterator())
-        for ours, found in zip(mlm_batches.mlm_evaluation(kept(records, layout), how, Masking()), theirs, strict=True):
-            assert_same(ours, found)
+        for ours, tf_batch in zip(
+            mlm_batches.mlm_evaluation(kept(records, layout), how, Masking()), theirs, strict=True
+        ):
+            assert_same(ours, tf_batch)
 
 
-@settings(max_examples=5, deadline=None, phases=PHASES)
+@settings(max_examples=8, deadline=None, phases=PHASES)
 @given(
     st.sampled_from([(50, 90, 30), (2, 60, 0), (3, 4, 5)]),
     st.sampled_from([1, 2]),
     st.integers(1, 10),
     st.integers(0, 60),
     st.integers(0, 2**31 - 1),
+    st.sampled_from([CLASSES, FloatLabels()]),
 )
-def test_classification_batches_are_those_of_numpy(
-    counts: tuple[int, ...], hosts: int, rows: int, start: int, seed: int
+def test_labelled_batches_are_those_of_numpy(
+    counts: tuple[int, ...], hosts: int, rows: int, start: int, seed: int, labels: LabelKind
 ) -> None:
-    dataset = labelled(counts)
+    dataset = labelled(counts, labels)
     how = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
     ours = labelled_batches.LabelledBatches(dataset, how, seed)
     theirs = tf_labelled.labelled_batches(dataset, how, seed, start).take(8).as_numpy_iterator()
-    for k, found in enumerate(theirs, start):
-        assert_same(ours.batch(k), found)
+    for k, tf_batch in enumerate(theirs, start):
+        assert_same(ours.batch(k), tf_batch)
     ours.close()
     theirs = list(tf_labelled.labelled_evaluation(dataset, how).as_numpy_iterator())
-    for batch, found in zip(labelled_batches.labelled_evaluation(dataset, how), theirs, strict=True):
-        assert_same(batch, found)
+    for batch, tf_batch in zip(labelled_batches.labelled_evaluation(dataset, how), theirs, strict=True):
+        assert_same(batch, tf_batch)
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
@@ -180,9 +188,9 @@ def test_damage_stops_the_run_with_its_place_or_is_replaced_as_by_numpy(tmp_path
 
     how = HostSlice(TOKENS, 130, on_corrupt="skip")
     numpy = mlm_batches.MlmBatches(dataset, how, Masking(), 0)
-    found = next(tf_mlm.mlm_batches(dataset, how, Masking(), 0).as_numpy_iterator())
-    assert_same(numpy.batch(0), found)
-    assert numpy.skipped == found["replaced"].sum() > 0
+    tf_batch = next(tf_mlm.mlm_batches(dataset, how, Masking(), 0).as_numpy_iterator())
+    assert_same(numpy.batch(0), tf_batch)
+    assert numpy.skipped == tf_batch["replaced"].sum() > 0
 
 
 def test_every_bit_of_a_record_is_checked(tmp_path: Path) -> None:
@@ -200,10 +208,10 @@ def test_every_bit_of_a_record_is_checked(tmp_path: Path) -> None:
 
 def test_a_shard_that_is_gone_or_cut_is_a_clear_message(tmp_path: Path) -> None:
     dataset = make(tmp_path, 20)
-    found = tf_mlm.mlm_batches(dataset, HostSlice(TOKENS, 4), Masking(), 0)
+    batches = tf_mlm.mlm_batches(dataset, HostSlice(TOKENS, 4), Masking(), 0)
     (tmp_path / dataset.shards[0].name).unlink()
     with pytest.raises(BadInput, match=dataset.shards[0].name), translate_errors():
-        next(iter(found))
+        next(iter(batches))
 
 
 def test_ids_that_the_tokenizer_lacks_are_refused(tmp_path: Path) -> None:
@@ -218,7 +226,7 @@ def test_the_public_layout_without_a_manifest_is_read(tmp_path: Path) -> None:
         for row in ids(60):
             values = {"attention_mask": [1] * 12, "input_ids": row}
             feature = {
-                name: tf.train.Feature(int64_list=tf.train.Int64List(value=each)) for name, each in values.items()
+                name: tf.train.Feature(int64_list=tf.train.Int64List(value=numbers)) for name, numbers in values.items()
             }
             writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
     dataset = open_dataset(str(tmp_path))

@@ -21,10 +21,10 @@ def documents(path: Path | str, field: str = "text") -> list[str]:
 
 
 def test_the_built_in_corpus_is_pythons_help() -> None:
-    found = documents("builtin:pydoc")
-    assert len(found) > 50
-    assert sum(map(len, found)) > 300_000
-    assert found == documents("builtin:pydoc")
+    help_topics = documents("builtin:pydoc")
+    assert len(help_topics) > 50
+    assert sum(map(len, help_topics)) > 300_000
+    assert help_topics == documents("builtin:pydoc")
 
 
 def test_paragraphs_of_a_text_file_are_documents(tmp_path: Path) -> None:
@@ -54,9 +54,9 @@ def test_lines_do_not_depend_on_where_pieces_are_cut(
     path.write_bytes(text.encode())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "_PIECE_BYTES", piece)
-        found = list(corpus.lines(str(path)))
+        read_lines = list(corpus.lines(str(path)))
     expected = text.split("\n")
-    assert found == [line.removesuffix("\r") for line in (expected if expected[-1] else expected[:-1])]
+    assert read_lines == [line.removesuffix("\r") for line in (expected if expected[-1] else expected[:-1])]
 
 
 @pytest.mark.parametrize(

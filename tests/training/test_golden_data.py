@@ -25,23 +25,23 @@ from training.data.loading.mlm_batches import MlmBatches, mlm_evaluation
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_masked_datasets_and_batches_are_the_golden_ones(layout: str, tmp_path: Path) -> None:
     dataset = make_masked(tmp_path, layout)
-    found = checksum_files(tmp_path, layout)
+    checksums = checksum_files(tmp_path, layout)
     for name, how in SLICES.items():
         batches = MlmBatches(dataset, how, MASKING, SEED)
-        found[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))
-        found[f"far batches, {name}"] = checksum(vars(batches.batch(10**6 + step)) for step in range(STEPS))
-        found[f"evaluation, {name}"] = checksum(map(vars, mlm_evaluation(dataset, how, MASKING)))
+        checksums[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))
+        checksums[f"far batches, {name}"] = checksum(vars(batches.batch(10**6 + step)) for step in range(STEPS))
+        checksums[f"evaluation, {name}"] = checksum(map(vars, mlm_evaluation(dataset, how, MASKING)))
         batches.close()
-    assert found == GOLDEN[f"masked, {layout}"]
+    assert checksums == GOLDEN[f"masked, {layout}"]
 
 
 def test_labelled_datasets_and_batches_are_the_golden_ones(tmp_path: Path) -> None:
     dataset = make_labelled(tmp_path)
-    found = checksum_files(tmp_path, "compact")
+    checksums = checksum_files(tmp_path, "compact")
     for name, how in SLICES.items():
         batches = LabelledBatches(dataset, how, SEED)
-        found[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))
-        found[f"far batches, {name}"] = checksum(vars(batches.batch(10**6 + step)) for step in range(STEPS))
-        found[f"evaluation, {name}"] = checksum(map(vars, labelled_evaluation(dataset, how)))
+        checksums[f"batches, {name}"] = checksum(vars(batches.batch(step)) for step in range(STEPS))
+        checksums[f"far batches, {name}"] = checksum(vars(batches.batch(10**6 + step)) for step in range(STEPS))
+        checksums[f"evaluation, {name}"] = checksum(map(vars, labelled_evaluation(dataset, how)))
         batches.close()
-    assert found == GOLDEN["labelled"]
+    assert checksums == GOLDEN["labelled"]

@@ -39,13 +39,13 @@ BUCKETS = LengthBuckets((8, 16, 32))
 def rows(count: int, seed: int = 0) -> list[LabelledText]:
     """Texts of 3 to 40 tokens, [CLS] number ... [SEP], which are all different; most are short."""
     chance = random.Random(seed)
-    found = []
+    texts = []
     for number in range(count):
         size = chance.choice((3, 5, 8, 8, 8, 12, 16, 20, 40))
-        found.append(
+        texts.append(
             (" ".join(map(str, [0, 5 + number % 90, *([5 + number // 90] * (size - 3)), 1])), LABELS[number % 3])
         )
-    return found
+    return texts
 
 
 def encode(texts: list[str]) -> list[Any]:
@@ -63,22 +63,22 @@ def batches(dataset: Dataset, *, seed: int = 1, **how: Any) -> LabelledBatches:
 
 def contents(parts: list[LabelledBatch]) -> Counter[tuple[tuple[int, ...], int]]:
     """What rows hold, without padding."""
-    found: Counter[tuple[tuple[int, ...], int]] = Counter()
+    counts: Counter[tuple[tuple[int, ...], int]] = Counter()
     for batch in parts:
         for ids, mask, label, weight in zip(
             batch.input_ids, batch.attention_mask, batch.labels, batch.weights, strict=True
         ):
             if weight:
-                found[tuple(ids[mask > 0].tolist()), int(label)] += 1
-    return found
+                counts[tuple(ids[mask > 0].tolist()), int(label)] += 1
+    return counts
 
 
 def expected(count: int) -> Counter[tuple[tuple[int, ...], int]]:
-    found: Counter[tuple[tuple[int, ...], int]] = Counter()
+    counts: Counter[tuple[tuple[int, ...], int]] = Counter()
     for text, label in rows(count):
         ids = [int(word) for word in text.split()]
-        found[tuple(ids if len(ids) <= 32 else [*ids[:31], ids[-1]]), LABELS.index(label)] += 1
-    return found
+        counts[tuple(ids if len(ids) <= 32 else [*ids[:31], ids[-1]]), LABELS.index(label)] += 1
+    return counts
 
 
 def test_rows_are_padded_to_their_bucket_and_cut_at_the_longest(tmp_path: Path) -> None:
@@ -97,21 +97,21 @@ def test_rows_are_padded_to_their_bucket_and_cut_at_the_longest(tmp_path: Path) 
 def test_evaluation_covers_each_row_once(tmp_path: Path, count: int, batch: int, hosts: int) -> None:
     dataset = make(tmp_path, count)
     parts = [list(labelled_evaluation(dataset, HostSlice(TOKENS, batch, host, hosts))) for host in range(hosts)]
-    assert len({len(each) for each in parts}) == 1
-    together = [each for host in parts for each in host]
+    assert len({len(host_batches) for host_batches in parts}) == 1
+    together = [part for host_batches in parts for part in host_batches]
     assert contents(together) == expected(count)
-    records = sorted(int(record) for each in together for record in each.records if record >= 0)
+    records = sorted(int(record) for part in together for record in part.records if record >= 0)
     assert records == list(range(count))
-    assert {len(each.records) for each in together} == {batch // hosts}
-    assert all((each.attention_mask.sum(axis=1) > 0).all() for each in together)
+    assert {len(part.records) for part in together} == {batch // hosts}
+    assert all((part.attention_mask.sum(axis=1) > 0).all() for part in together)
 
 
 def test_training_batches_are_full_and_of_few_shapes(tmp_path: Path) -> None:
-    found = batches(make(tmp_path, 300))
-    seen = [found.batch(k) for k in range(60)]
-    assert found.lengths == (8, 16, 32)
-    assert {each.input_ids.shape for each in seen} == {(12, 8), (12, 16), (12, 32)}
-    assert all(each.weights.all() for each in seen)
+    training_batches = batches(make(tmp_path, 300))
+    seen = [training_batches.batch(k) for k in range(60)]
+    assert training_batches.lengths == (8, 16, 32)
+    assert {part.input_ids.shape for part in seen} == {(12, 8), (12, 16), (12, 32)}
+    assert all(part.weights.all() for part in seen)
 
 
 def test_a_small_bucket_is_joined_to_the_next_longer_one(tmp_path: Path) -> None:
@@ -124,11 +124,11 @@ def test_a_small_bucket_is_joined_to_the_next_longer_one(tmp_path: Path) -> None
 @pytest.mark.parametrize("batch", [12, 40, 100])
 def test_every_row_is_seen_equally_often(tmp_path: Path, batch: int) -> None:
     """After some epochs each row was seen once an epoch, give or take the batches that span two."""
-    found, epochs = batches(make(tmp_path, 100), global_batch_size=batch), 12
+    training_batches, epochs = batches(make(tmp_path, 100), global_batch_size=batch), 12
     steps = -(-100 * epochs // batch)
     seen: Counter[int] = Counter()
     for k in range(steps):
-        seen.update(found.batch(k).records.tolist())
+        seen.update(training_batches.batch(k).records.tolist())
     assert len(seen) == 100
     assert max(abs(count - epochs) for count in seen.values()) <= 1
 
@@ -158,7 +158,7 @@ def test_batches_do_not_depend_on_the_number_of_hosts_or_on_what_was_read(tmp_pa
     alone = [batches(dataset).batch(k) for k in range(40)]
     several = [batches(dataset, host=host, hosts=hosts) for host in range(hosts)]
     for k in (39, 0, 7, 20):
-        parts = [each.batch(k) for each in several]
+        parts = [host.batch(k) for host in several]
         for name, values in vars(alone[k]).items():
             assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), values)
 
@@ -175,16 +175,16 @@ def test_a_damaged_row_is_replaced_alike_on_every_host(tmp_path: Path) -> None:
     alone = batches(dataset, on_corrupt="skip", global_batch_size=40)
     pair = [batches(dataset, on_corrupt="skip", global_batch_size=40, host=host, hosts=2) for host in (0, 1)]
     for k in range(10):
-        assert np.array_equal(np.concatenate([each.batch(k).input_ids for each in pair]), alone.batch(k).input_ids)
+        assert np.array_equal(np.concatenate([host.batch(k).input_ids for host in pair]), alone.batch(k).input_ids)
     assert alone.skipped == 3
 
 
 def test_writing_again_does_nothing_and_other_labels_are_refused(tmp_path: Path) -> None:
     plan = DatasetPlan("train", 32, "t", vocabulary=100, records_per_shard=10)
-    first = {each.url: storage.read(each.url) for each in storage.listing(make(tmp_path, 50).url)}
+    first = {stat.url: storage.read(stat.url) for stat in storage.listing(make(tmp_path, 50).url)}
     again = write_labelled_rows(str(tmp_path), plan, BUCKETS, CLASSES, lambda: 1 / 0, encode, pad=3)
     assert again.reused
-    assert {each.url: storage.read(each.url) for each in storage.listing(str(tmp_path))} == first
+    assert {stat.url: storage.read(stat.url) for stat in storage.listing(str(tmp_path))} == first
     with pytest.raises(BadInput, match="label 'transfer' is not among the 2 labels"):
         write_labelled_rows(
             str(tmp_path / "x"), plan, BUCKETS, ClassLabels(tuple(LABELS[:2])), lambda: rows(50), encode, pad=3

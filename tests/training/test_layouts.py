@@ -119,8 +119,8 @@ def test_a_damaged_member_is_replaced_from_its_block(samples: Any, tmp_path: Pat
         Corrupt, match=rf"record 4 at byte {dataset.shards[0].members[0]}: the gzip member there is damaged"
     ):
         batches(dataset).batch(0)
-    found = FixedShards(dataset, on_corrupt="skip").read(0, 64, 64)["input_ids"]
-    assert np.array_equal(found, expected[[*range(4), 8, 8, 8, 8, *range(8, 64)]])
+    read_rows = FixedShards(dataset, on_corrupt="skip").read(0, 64, 64)["input_ids"]
+    assert np.array_equal(read_rows, expected[[*range(4), 8, 8, 8, 8, *range(8, 64)]])
 
 
 def test_text_takes_less_than_half_of_the_recipe(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_text_takes_less_than_half_of_the_recipe(tmp_path: Path) -> None:
 
     zipf = np.minimum(np.random.default_rng(0).zipf(1.2, (2000, 128)), 29_999).astype(np.int32)
     text = (
-        np.frombuffer("".join(topics[each] for each in sorted(topics)).encode()[: 2000 * 128], np.uint8)
+        np.frombuffer("".join(topics[name] for name in sorted(topics)).encode()[: 2000 * 128], np.uint8)
         .reshape(-1, 128)
         .astype(np.int32)
     )
@@ -141,7 +141,7 @@ def test_text_takes_less_than_half_of_the_recipe(tmp_path: Path) -> None:
                 str(tmp_path / f"{name}-{kind}"),
                 plan,
                 lambda ids=ids: map(str, range(len(ids))),
-                lambda batch, ids=ids: [ids[int(each)] for each in batch],
+                lambda batch, ids=ids: [ids[int(text)] for text in batch],
             )
             sizes[kind] = sum(shard.bytes for shard in made.dataset.shards)
         assert sizes["gzip"] < 0.5 * sizes["recipe"], (name, sizes)
@@ -193,8 +193,8 @@ def test_damage_in_the_public_layout_is_found_or_replaced(samples: Any, tmp_path
     dataset = open_dataset(str(tmp_path))
     with pytest.raises(Corrupt, match=rf"dataset-0-20.tfrecord: record 7 at byte {offsets[7]}: its checksum"):
         rows(dataset)
-    found = open_source(dataset, on_corrupt="skip").read(0, 20, 20)["input_ids"]
-    assert np.array_equal(found, samples.ids(20)[[*range(7), 8, *range(8, 20)]])
+    read_rows = open_source(dataset, on_corrupt="skip").read(0, 20, 20)["input_ids"]
+    assert np.array_equal(read_rows, samples.ids(20)[[*range(7), 8, *range(8, 20)]])
 
 
 @pytest.mark.parametrize(
@@ -231,12 +231,12 @@ def test_verify_names_everything_that_is_wrong(samples: Any, tmp_path: Path, opt
     data[len(data) // 2] ^= 1
     (tmp_path / names[2]).write_bytes(data)
     (tmp_path / "stray.tfrecord").write_bytes(b"")
-    found = "\n".join(verify.problems(dataset))
-    assert f"{names[0]} is missing" in found
-    assert f"{names[1]} has 0 bytes" in found
-    assert f"{names[2]}: record " in found
-    assert "stray.tfrecord is not listed" in found
-    assert names[3] not in found
+    problems = "\n".join(verify.problems(dataset))
+    assert f"{names[0]} is missing" in problems
+    assert f"{names[1]} has 0 bytes" in problems
+    assert f"{names[2]}: record " in problems
+    assert "stray.tfrecord is not listed" in problems
+    assert names[3] not in problems
 
 
 def test_verify_finds_swapped_records_and_foreign_ids(samples: Any, tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_verify_finds_swapped_records_and_foreign_ids(samples: Any, tmp_path: Pa
     path.write_bytes(data[size : 2 * size] + data[:size] + data[2 * size :])
     [problem] = verify.problems(dataset)
     assert "its checksum (CRC-32C) is" in problem
-    assert any("has token id" in each for each in verify.problems(dataset, vocabulary=50))
+    assert any("has token id" in problem for problem in verify.problems(dataset, vocabulary=50))
 
 
 def test_names_of_the_public_layout() -> None:

@@ -17,9 +17,9 @@ TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=10
 
 
 def rows(count: int, length: int, seed: int = 0) -> Any:
-    found = np.random.default_rng(seed).integers(0, 1000, (count, length)).astype(np.int32)
-    found[:, 0], found[:, -1] = 0, 1
-    return found
+    rows = np.random.default_rng(seed).integers(0, 1000, (count, length)).astype(np.int32)
+    rows[:, 0], rows[:, -1] = 0, 1
+    return rows
 
 
 def restored(masked: Masked) -> Any:
@@ -89,13 +89,13 @@ def test_a_row_is_masked_alike_in_any_company(place: int, seed: int) -> None:
 
 def test_seed_epoch_and_record_each_change_the_masks() -> None:
     ids = np.full((1, 128), 500, np.int32)
-    found = {
+    masked = {
         (seed, epoch, record): Masker(Masking(), TOKENS, seed)(ids, epoch, np.array([record])).input_ids.tobytes()
         for seed in (0, 1, 2)
         for epoch in (-1, 0, 1)
         for record in (0, 1, 2)
     }
-    assert len(set(found.values())) == 27
+    assert len(set(masked.values())) == 27
 
 
 def test_80_percent_mask_10_percent_random_10_percent_kept() -> None:

@@ -112,7 +112,7 @@ def test_neighbours_are_spread_over_batches() -> None:
     shape = order.geometry(200_000, 298)
     shuffled = order.Shuffled(shape, 5, 256)
     mates = [Counter((order.batch_records(shuffled, k)[1] // shape.block).tolist()) for k in range(100)]
-    others = [count - 1 for each in mates for count in each.values() for _ in range(count)]
+    others = [count - 1 for counts in mates for count in counts.values() for _ in range(count)]
     assert 0.5 < np.mean(others) < 1.6
     assert max(others) < 12
 
@@ -142,14 +142,14 @@ def test_batches_do_not_depend_on_the_number_of_hosts(
     for hosts in (2, 3, 4, 8):
         several = [batches(dataset, seed=seed, host=host, hosts=hosts) for host in range(hosts)]
         for k in data.draw(st.lists(st.integers(0, 30), min_size=1, max_size=4)):
-            assert equal(joined([each.batch(k) for each in several]), alone.batch(k))
+            assert equal(joined([host.batch(k) for host in several]), alone.batch(k))
 
 
 def test_a_batch_holds_the_records_it_names(samples: Any, tmp_path: Path) -> None:
     dataset, rows = samples.make(tmp_path, 130, per_shard=40), samples.ids(130)
-    found = batches(dataset)
+    training_batches = batches(dataset)
     for k in range(20):
-        batch = found.batch(k)
+        batch = training_batches.batch(k)
         original = batch.input_ids.copy()
         used = batch.weights > 0
         original[np.nonzero(used)[0], batch.positions[used]] = batch.labels[used]
@@ -170,9 +170,9 @@ def test_going_on_at_any_step_gives_what_never_stopping_gives(samples: Any, tmp_
 def test_any_order_of_asking_gives_the_same_batches(samples: Any, tmp_path: Path) -> None:
     dataset = samples.make(tmp_path, 70)
     expected = [batches(dataset).batch(k) for k in range(12)]
-    asked = batches(dataset)
+    resumed = batches(dataset)
     for k in (11, 0, 5, 5, 3, 10, 1):
-        assert equal(asked.batch(k), expected[k])
+        assert equal(resumed.batch(k), expected[k])
 
 
 @pytest.mark.parametrize(("records", "batch", "hosts"), [(50, 24, 1), (50, 24, 3), (48, 24, 2), (1, 8, 8), (23, 24, 4)])
@@ -181,11 +181,11 @@ def test_evaluation_covers_each_record_once_and_weights_out_the_rest(
 ) -> None:
     dataset = samples.make(tmp_path, records)
     parts = [list(mlm_evaluation(dataset, HostSlice(TOKENS, batch, host, hosts), MASKING)) for host in range(hosts)]
-    whole = [joined(list(each)) for each in zip(*parts, strict=True)]
-    assert {len(each.records) for each in whole} == {batch}
-    seen = np.concatenate([each.records for each in whole])
+    whole = [joined(list(parts_of_hosts)) for parts_of_hosts in zip(*parts, strict=True)]
+    assert {len(step_batch.records) for step_batch in whole} == {batch}
+    seen = np.concatenate([step_batch.records for step_batch in whole])
     assert seen.tolist() == [*range(records), *[-1] * (len(whole) * batch - records)]
-    assert all((each.weights[each.records < 0] == 0).all() for each in whole)
+    assert all((step_batch.weights[step_batch.records < 0] == 0).all() for step_batch in whole)
     again = list(mlm_evaluation(dataset, HostSlice(TOKENS, batch), MASKING))
     assert all(equal(one, other) for one, other in zip(whole, again, strict=True))
 
@@ -240,8 +240,11 @@ def test_closing_prefetch_ends_its_thread() -> None:
 
 
 def test_batches_for_trainers_are_static_and_typed(samples: Any, tmp_path: Path) -> None:
-    found = batches(samples.make(tmp_path, 30), host=1, hosts=2)
-    shapes = {tuple((values.shape, values.dtype.name) for values in vars(found.batch(k)).values()) for k in range(5)}
+    training_batches = batches(samples.make(tmp_path, 30), host=1, hosts=2)
+    shapes = {
+        tuple((values.shape, values.dtype.name) for values in vars(training_batches.batch(k)).values())
+        for k in range(5)
+    }
     assert shapes == {
         (((12, 8), "int32"), ((12, 2), "int32"), ((12, 2), "int32"), ((12, 2), "float32"), ((12,), "int64"))
     }

@@ -46,7 +46,7 @@ def encode(texts: list[str]) -> list[Any]:
 
 
 def content(url: str) -> dict[str, bytes]:
-    return {each.url.removeprefix(url): storage.read(each.url) for each in storage.listing(url)}
+    return {stat.url.removeprefix(url): storage.read(stat.url) for stat in storage.listing(url)}
 
 
 def rows(made: PackedDataset) -> Any:

@@ -138,8 +138,8 @@ def test_a_bad_record_is_replaced_by_the_next_good_one_of_its_block_on_every_hos
         used = batch.weights > 0
         shown[np.nonzero(used)[0], batch.positions[used]] = batch.labels[used]
         assert np.array_equal(shown, expected[[replaced.get(record, record) for record in batch.records]])
-        halves = [each.batch(k) for each in pair]
-        assert np.array_equal(np.concatenate([each.input_ids for each in halves]), batch.input_ids)
+        halves = [host.batch(k) for host in pair]
+        assert np.array_equal(np.concatenate([half.input_ids for half in halves]), batch.input_ids)
     assert alone.skipped == 5
 
 
@@ -176,7 +176,7 @@ def test_a_valid_record_of_another_layout_is_refused(samples: Any, tmp_path: Pat
 def test_a_shard_replaced_during_the_run_stops_it(samples: Any, tmp_path: Path, gcs: Any, place: str) -> None:
     folder = str(tmp_path) if place == "local" else place
     dataset = samples.make(folder, 25)
-    found = batches(dataset)
+    training_batches = batches(dataset)
     url = storage.join(folder, "train-00001.tfrecord")
     time.sleep(0.01)
     storage.write(url, storage.read(url))
@@ -184,16 +184,16 @@ def test_a_shard_replaced_during_the_run_stops_it(samples: Any, tmp_path: Path, 
         BadInput,
         match=rf"{url} was (changed|replaced) while it was in use.*\(record \d+ of this shard was to be read\)",
     ):
-        found.batch(0)
+        training_batches.batch(0)
 
 
 @pytest.mark.parametrize("place", ["local", "gs://bucket/data"])
 def test_a_shard_removed_during_the_run_stops_it(samples: Any, tmp_path: Path, gcs: Any, place: str) -> None:
     folder = str(tmp_path) if place == "local" else place
-    found = batches(samples.make(folder, 25))
+    training_batches = batches(samples.make(folder, 25))
     storage.delete(storage.join(folder, "train-00001.tfrecord"))
     with pytest.raises(BadInput, match=r"train-00001.tfrecord does not exist"):
-        found.batch(0)
+        training_batches.batch(0)
 
 
 def test_a_bucket_gives_the_batches_of_a_disk_even_when_a_third_of_the_requests_fails(
@@ -219,7 +219,7 @@ def test_a_silent_bucket_ends_in_a_message_and_not_in_a_hang(
 ) -> None:
     import threading
 
-    found = batches(samples.make("gs://bucket/data", 25))
+    training_batches = batches(samples.make("gs://bucket/data", 25))
     released = threading.Event()
 
     def stall(request: Any) -> None:
@@ -231,16 +231,16 @@ def test_a_silent_bucket_ends_in_a_message_and_not_in_a_hang(
     with pytest.raises(
         storage.StorageError, match=r"gs://bucket/data/train-0000\d.tfrecord: reading bytes \d+ to \d+ of it failed for"
     ):
-        found.batch(0)
+        training_batches.batch(0)
     assert time.monotonic() - began < 8
     released.set()
 
 
 def test_neighbouring_blocks_are_read_in_large_requests(samples: Any, gcs: Any) -> None:
     dataset = samples.make("gs://bucket/data", 5000, per_shard=5000)
-    found = batches(dataset)
+    training_batches = batches(dataset)
     gcs.requests.clear()
-    [found.batch(k) for k in range(0, 300, 60)]
+    [training_batches.batch(k) for k in range(0, 300, 60)]
     assert len([path for _, path, _ in gcs.requests if path.startswith("/download/")]) == 1
 
 
@@ -250,21 +250,21 @@ def test_a_host_reads_only_what_its_rows_need(samples: Any, gcs: Any, monkeypatc
     monkeypatch.setattr(order, "MIN_BLOCK", 4)
     dataset = samples.make("gs://bucket/data", 2000, per_shard=500)
     gcs.requests.clear()
-    found = batches(dataset, global_batch_size=64, host=1, hosts=4)
-    [found.batch(k) for k in range(2000 // 64)]
-    found.close()
-    ranges = [each[6:].split("-") for _, path, each in gcs.requests if path.startswith("/download/")]
+    training_batches = batches(dataset, global_batch_size=64, host=1, hosts=4)
+    [training_batches.batch(k) for k in range(2000 // 64)]
+    training_batches.close()
+    ranges = [byte_range[6:].split("-") for _, path, byte_range in gcs.requests if path.startswith("/download/")]
     epoch = ranges[: len(ranges) // 2 + 1]  # the next epoch was begun
     assert sum(int(end) - int(start) + 1 for start, end in epoch) < 0.5 * 2000 * size_of(dataset)
 
 
 def test_a_dataset_that_fits_into_one_window_is_read_once(samples: Any, gcs: Any) -> None:
     dataset, expected = samples.make("gs://bucket/data", 300, per_shard=100), samples.ids(300)
-    found = batches(dataset)
-    found.batch(0)
+    training_batches = batches(dataset)
+    training_batches.batch(0)
     gcs.requests.clear()
     for k in range(100):
-        batch = found.batch(k)
+        batch = training_batches.batch(k)
         shown, used = batch.input_ids.copy(), batch.weights > 0
         shown[np.nonzero(used)[0], batch.positions[used]] = batch.labels[used]
         assert np.array_equal(shown, expected[batch.records])
@@ -319,15 +319,15 @@ def test_a_cache_on_a_full_disk_costs_the_cache_and_not_the_run(
         room -= taken
         return real(descriptor, data[:taken])
 
-    monkeypatch.setattr(os, "write", write)
-    found = batches(dataset, cache=tmp_path)
-    assert np.array_equal(found.batch(7).input_ids, expected.input_ids)
-    found.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", write)
+        training_batches = batches(dataset, cache=tmp_path)
+        assert np.array_equal(training_batches.batch(7).input_ids, expected.input_ids)
+        training_batches.close()
     [warning] = [line for line in capfd.readouterr().err.splitlines() if "data.cache takes no more" in line]
     assert "No space left on device" in warning
     assert str(tmp_path) in warning
     assert not list(tmp_path.rglob("*.partial"))
-    monkeypatch.undo()
     assert np.array_equal(batches(dataset, cache=tmp_path).batch(7).input_ids, expected.input_ids), (
         "what is there is whole"
     )
@@ -336,10 +336,10 @@ def test_a_cache_on_a_full_disk_costs_the_cache_and_not_the_run(
 def test_an_error_is_raised_again_by_every_batch_that_needs_the_record(samples: Any, tmp_path: Path) -> None:
     dataset = samples.make(tmp_path, 25)
     flip(tmp_path / "train-00001.tfrecord", 20)
-    found = batches(dataset)
+    training_batches = batches(dataset)
     for _ in range(3):
         with pytest.raises(Corrupt):
-            found.batch(0)
+            training_batches.batch(0)
 
 
 def test_a_layout_is_that_of_a_single_encoded_record() -> None:

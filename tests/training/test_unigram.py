@@ -55,8 +55,8 @@ def test_expected_counts_are_those_of_summing_over_all_segmentations() -> None:
             for piece in way:
                 if chance:
                     expected[piece] += count * chance / total
-    found = unigram._Text(words).expected(pieces, scores)
-    assert found == pytest.approx([expected[piece] for piece in pieces])
+    counts = unigram._Text(words).expected(pieces, scores)
+    assert counts == pytest.approx([expected[piece] for piece in pieces])
 
 
 def test_the_best_other_segmentation_of_a_piece_is_found() -> None:
@@ -97,8 +97,8 @@ def test_a_size_below_the_number_of_characters_is_refused() -> None:
 
 def test_digamma() -> None:
     # Abramowitz and Stegun, table 6.1: psi(1) = -Euler's constant, psi(1.5), psi(2); psi(10) from the recurrence
-    found = unigram._digamma(np.array([1, 1.5, 2, 10.0]))
-    assert found == pytest.approx([-0.5772156649, 0.0364899740, 0.4227843351, 2.2517525890], abs=1e-8)
+    values = unigram._digamma(np.array([1, 1.5, 2, 10.0]))
+    assert values == pytest.approx([-0.5772156649, 0.0364899740, 0.4227843351, 2.2517525890], abs=1e-8)
 
 
 def test_words_begin_with_their_space_and_special_tokens_are_not_words() -> None:
