@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from training import storage
+from training import storage as default_storage
 from training.backends.protocol import Backend, OpenBackend
 from training.checkpoint.admin import has_checkpoint
 from training.checkpoint.retention import Keep
@@ -26,6 +26,7 @@ from training.errors import BadInput
 from training.models.export import export_checkpoint
 from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config
 from training.registry import BACKENDS, TASKS, load
+from training.storage import NotFound, Storage, StorageError, is_remote, join, name_of
 from training.tasks.task import Task, task_class
 from training.telemetry.console import Console
 from training.telemetry.phase_timer import PhaseTimer
@@ -57,12 +58,12 @@ class Run:
     @property
     def folder(self) -> str:
         """Where everything of the run is."""
-        return storage.join(self.config.output, self.cluster.run_id)
+        return join(self.config.output, self.cluster.run_id)
 
     @property
     def model_folder(self) -> str:
         """Where the result goes."""
-        return storage.join(self.folder, "model")
+        return join(self.folder, "model")
 
     def model_config(self) -> dict[str, Any]:
         """The values of the model's config.json."""
@@ -111,7 +112,7 @@ def open_run(
             "code": code,
             "config": config.canonical(),
         }
-        folder = storage.join(config.output, cluster.run_id)
+        folder = join(config.output, cluster.run_id)
         record_url = claim(folder, cluster, rendezvous, token, record)
         run = Run(
             config, cluster, rendezvous, shutdown, timer, console, task, code, token,
@@ -130,7 +131,7 @@ def open_checkpoints(run: Run) -> tuple[CheckpointWriter, dict[str, Any]]:
         "train.global_batch_size": config.train.global_batch_size,
     }
     writer = CheckpointWriter(
-        storage.join(run.folder, "checkpoints"),
+        join(run.folder, "checkpoints"),
         run.cluster,
         run.rendezvous,
         RunDescription(identity, config.canonical(), run.code, run.token),
@@ -154,19 +155,26 @@ def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
     return task
 
 
-def claim(folder: str, cluster: Cluster, rendezvous: Rendezvous, token: str, record: Mapping[str, Any]) -> str:
+def claim(
+    folder: str,
+    cluster: Cluster,
+    rendezvous: Rendezvous,
+    token: str,
+    record: Mapping[str, Any],
+    storage: Storage = default_storage,
+) -> str:
     """Writes what this attempt is to the run's folder, and makes sure that all hosts have that folder in common: their
     parts go there.
 
     So an output that can't be written, or that every host has for itself, is found before the first step. Returns where
     it was written. Raises BadInput.
     """
-    url = storage.join(folder, "attempts", f"attempt-{cluster.attempt:04d}.{token}.json")
+    url = join(folder, "attempts", f"attempt-{cluster.attempt:04d}.{token}.json")
     if cluster.is_first:
         try:
             storage.write(url, json.dumps(record, indent=1).encode() + b"\n")
-        except storage.StorageError as error:
-            if isinstance(error, storage.NotFound) or not storage.is_remote(url):
+        except StorageError as error:
+            if isinstance(error, NotFound) or not is_remote(url):
                 raise BadInput(f"output: {error}") from None
             raise
     rendezvous.meet("claimed")
@@ -179,14 +187,14 @@ def claim(folder: str, cluster: Cluster, rendezvous: Rendezvous, token: str, rec
     return url
 
 
-def fence(folder: str, cluster: Cluster) -> Callable[[], None]:
+def fence(folder: str, cluster: Cluster, storage: Storage = default_storage) -> Callable[[], None]:
     """Returns the check that host 0 makes before each commit: it raises BadInput when the run was started again after
     this attempt. So of two trainers of one run, whether by two launchers or because a host of an old attempt woke up,
     the one that was started last continues, from what the other had committed."""
-    attempts = storage.join(folder, "attempts")
+    attempts = join(folder, "attempts")
 
     def claims() -> set[str]:
-        return {info.url for info in storage.listing(attempts) if _CLAIM.fullmatch(storage.name_of(info.url))}
+        return {info.url for info in storage.listing(attempts) if _CLAIM.fullmatch(name_of(info.url))}
 
     known = claims() if cluster.is_first else set()
 
@@ -222,10 +230,10 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
     Later attempts find it there, whatever has become of the other run. Raises BadInput.
     """
     path = config.model.path
-    if path is None or storage.stat(storage.join(path, CONFIG)) is not None or not has_checkpoint(path):
+    if path is None or default_storage.stat(join(path, CONFIG)) is not None or not has_checkpoint(path):
         return config
-    start = storage.join(folder, "start")
-    if cluster.is_first and storage.stat(storage.join(start, WEIGHTS)) is None:
+    start = join(folder, "start")
+    if cluster.is_first and default_storage.stat(join(start, WEIGHTS)) is None:
         export_checkpoint(path, start)
     rendezvous.meet("starting model")
     return config.model_copy(update={"model": config.model.model_copy(update={"path": start})})

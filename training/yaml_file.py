@@ -222,7 +222,9 @@ def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> tuple[str
             return ()
         current = field.annotation
         options = [
-            each for each in getattr(current, "__args__", ()) if isinstance(each, type) and issubclass(each, BaseModel)
+            option
+            for option in getattr(current, "__args__", ())
+            if isinstance(option, type) and issubclass(option, BaseModel)
         ]
         current = options[0] if options else current
     return tuple(current.model_fields) if isinstance(current, type) and issubclass(current, BaseModel) else ()

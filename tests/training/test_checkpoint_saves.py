@@ -418,3 +418,62 @@ def test_a_trainer_that_slept_while_it_committed_takes_back_what_has_no_parts_an
     with pytest.raises(BadInput, match="started again"):
         saver.wait()
     assert committed_steps(str(tmp_path)) == [40]
+
+
+class MemoryStorage:
+    """Objects in a dictionary, as a simulation would keep them."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+
+    def stat(self, url: str) -> storage.Stat | None:
+        data = self.objects.get(url)
+        return None if data is None else storage.Stat(url, len(data), 0, storage.crc32c(data))
+
+    def listing(self, folder: str) -> list[storage.Stat]:
+        return [stat for url in sorted(self.objects) if url.startswith(f"{folder}/") and (stat := self.stat(url))]
+
+    def read(self, url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
+        if url not in self.objects:
+            raise storage.NotFound(f"{url} does not exist")
+        return self.objects[url][start:end]
+
+    def read_into(self, url: str, start: int, place: memoryview) -> int:
+        data = self.read(url, start, start + len(place))
+        place[: len(data)] = data
+        return len(data)
+
+    def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> storage.Stat:
+        if create_only and url in self.objects:
+            raise storage.AlreadyExists(f"{url} already exists")
+        self.objects[url] = bytes(data)
+        return storage.Stat(url, len(data), 0, storage.crc32c(data))
+
+    def delete(self, url: str) -> None:
+        self.objects.pop(url, None)
+
+    def sweep(self, folder: str, given_up: Callable[[str], bool]) -> None:
+        pass
+
+
+def test_checkpoints_are_kept_in_the_storage_that_is_passed_in() -> None:
+    memory, warnings = MemoryStorage(), list[str]()
+    saver = CheckpointWriter(
+        "runs/r/checkpoints",
+        Cluster(0, ("h",)),
+        SingleHost(),
+        RunDescription(IDENTITY, {}, "c", "t"),
+        Keep(2),
+        storage=memory,
+    )
+    for step in (10, 20, 30):
+        saver.save(step, State(step).layout(), State(step).copy, {})
+    saver.wait()
+    assert committed_steps("runs/r/checkpoints", memory) == [30, 20]
+    [part] = [url for url in memory.objects if "step-00000030/part-" in url]
+    memory.objects[part] = memory.objects[part][:-1] + b"?"
+    state = State(-1)
+    restored = restore("runs/r/checkpoints", SingleHost(), IDENTITY, state.accept, warnings.append, memory)
+    assert restored is not None
+    assert (restored.manifest.step, restored.damaged, len(warnings)) == (20, (30,), 1)
+    assert state.is_of(20)
