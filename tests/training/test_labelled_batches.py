@@ -17,9 +17,11 @@ from training import storage
 from training.data.formats.dataset import Dataset
 from training.data.loading.host_slice import HostSlice
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
+from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import (
     ClassLabels,
+    FloatLabels,
     LabelledText,
     LengthBuckets,
     default_lengths,
@@ -199,6 +201,22 @@ def test_rows_without_text_or_label_are_named() -> None:
         list(select_columns([{"text": "a", "label": "x"}, {"text": "a"}], "text", "label", "f"))
     with pytest.raises(BadInput, match="'text' is not text but int"):
         list(select_columns([{"text": 1, "label": "x"}], "text", "label", "f"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "place"),
+    [
+        ("a.csv", 'text,label\n"two\nlines",1.5\nplain,high\n', r"a\.csv:4"),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": "b", "label": "high"}\n', r"a\.jsonl:2"),
+    ],
+)
+def test_a_label_that_is_no_number_is_named_with_its_file_and_line(
+    tmp_path: Path, name: str, text: str, place: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    corpus = Corpus(str(tmp_path / name))
+    with pytest.raises(BadInput, match=rf"{place}: label 'high' is not a number: name the column with --label"):
+        list(select_columns(corpus.rows(), "text", "label", corpus.name, FloatLabels()))
 
 
 def test_default_buckets_halve_down_to_16() -> None:

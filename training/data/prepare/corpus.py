@@ -19,7 +19,7 @@ import codecs
 import csv
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,19 @@ TEXT = (".txt", ".tokens", ".md")
 LINES = (".jsonl", ".ndjson")
 TABLE = (".csv",)
 _PIECE_BYTES = 8 << 20
+
+
+class Row(dict[str, Any]):
+    """Column -> value. `place`: file:line of a row that comes from a file, for messages; of several lines the last."""
+
+    place: str | None = None
+
+    @classmethod
+    def at(cls, place: str, values: Mapping[str, Any]) -> Row:
+        """The row that ends at this file:line."""
+        row = cls(values)
+        row.place = place
+        return row
 
 
 @dataclass(frozen=True)
@@ -155,7 +168,7 @@ def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:
                     raise BadInput(f"{url}:{number}: not JSON: {error}") from None
                 if not isinstance(row, dict):
                     raise BadInput(f"{url}:{number}: expected a JSON object")
-                yield row
+                yield Row.at(f"{url}:{number}", row)
     elif url.endswith(TABLE):
         yield from _table(url)
     else:
@@ -171,7 +184,7 @@ def _table(url: str) -> Iterator[dict[str, Any]]:
                 raise BadInput(
                     f"{url}:{reader.line_num}: {len(reader.fieldnames or [])} columns expected, as in the header"
                 )
-            yield dict(row)
+            yield Row.at(f"{url}:{reader.line_num}", row)
     except csv.Error as error:
         raise BadInput(f"{url}:{reader.line_num}: {error}") from None
 

@@ -48,8 +48,8 @@ class LabelKind(Protocol):
     def names(self) -> Sequence[str]:
         """For the manifest: the names of labels 0, 1, ...; empty where labels have no names."""
 
-    def encode(self, label: str, url: str) -> float:
-        """The number for a label. Raises BadInput, with the dataset's URL, for one that can't be."""
+    def encode(self, label: str, place: str) -> float:
+        """The number for a label. Raises BadInput, with `place` before the message, for one that can't be."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class ClassLabels:
     def _numbers(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.names)}
 
-    def encode(self, label: str, url: str) -> float:
+    def encode(self, label: str, place: str) -> float:
         number = self._numbers.get(label)
         if number is None:
             raise BadInput(
-                f"{url}: label {label!r} is not among the {len(self.names)} labels ({', '.join(self.names[:5])}, ...)"
+                f"{place}: label {label!r} is not among the {len(self.names)} labels ({', '.join(self.names[:5])}, ...)"
             )
         return number
 
@@ -81,13 +81,13 @@ class FloatLabels:
     dtype: ClassVar[Dtype] = "float32"
     names: ClassVar[tuple[str, ...]] = ()
 
-    def encode(self, label: str, url: str) -> float:
+    def encode(self, label: str, place: str) -> float:
         try:
             number = float(label)
         except ValueError:
-            raise BadInput(f"{url}: label {label!r} is not a number: name the column with --label") from None
+            raise BadInput(f"{place}: label {label!r} is not a number: name the column with --label") from None
         if not math.isfinite(number) or abs(number) > float(np.finfo(np.float32).max):
-            raise BadInput(f"{url}: label {label!r} is not a finite float32: leave such rows out of the corpus")
+            raise BadInput(f"{place}: label {label!r} is not a finite float32: leave such rows out of the corpus")
         return number
 
 
@@ -127,7 +127,9 @@ def labelled_features(vocabulary: int, labels: LabelKind) -> dict[str, Feature]:
     return {**dataset_writer.id_features(vocabulary), LABEL: Feature(dtype=labels.dtype, shape=[])}
 
 
-def select_columns(rows: Iterable[Mapping[str, Any]], text: str, label: str, corpus: str) -> Iterator[LabelledText]:
+def select_columns(
+    rows: Iterable[Mapping[str, Any]], text: str, label: str, corpus: str, labels: LabelKind | None = None
+) -> Iterator[LabelledText]:
     """The text and the label of each row of a corpus.
 
     Args:
@@ -135,22 +137,23 @@ def select_columns(rows: Iterable[Mapping[str, Any]], text: str, label: str, cor
         text: the column with the text.
         label: the column with the label; its value is converted to text.
         corpus: the corpus's name, for messages.
+        labels: what labels must be; None: anything.
 
     Raises:
-        BadInput: a row lacks one of the columns, or its text is not text.
+        BadInput: a row lacks one of the columns, its text is not text, or its label can't be. The message begins with
+            file:line, or with the corpus and the number of the row.
     """
     for number, row in enumerate(rows, 1):
+        place = getattr(row, "place", None) or f"{corpus}: row {number}"
         for name in (text, label):
             if row.get(name) is None:
                 raise BadInput(
-                    f"{corpus}: row {number} has no {name!r}, it has: {', '.join(row)}. "
-                    "Name the columns with --field and --label"
+                    f"{place} has no {name!r}, it has: {', '.join(row)}. Name the columns with --field and --label"
                 )
         if not isinstance(row[text], str):
-            raise BadInput(
-                f"{corpus}: row {number}: {text!r} is not text but {type(row[text]).__name__}. "
-                "Name the text with --field"
-            )
+            raise BadInput(f"{place}: {text!r} is not text but {type(row[text]).__name__}. Name the text with --field")
+        if labels is not None:
+            labels.encode(str(row[label]), place)
         yield row[text], str(row[label])
 
 

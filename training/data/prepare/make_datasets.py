@@ -212,7 +212,7 @@ def _make_labelled(
     url = storage.join(options.out, split)
 
     def rows() -> Iterable[LabelledText]:
-        columns = select_columns(corpus.rows(), options.field, options.label, corpus.name)
+        columns = select_columns(corpus.rows(), options.field, options.label, corpus.name, labels)
         return (row for row in columns if documents_of_split.holds(row[0]))
 
     result = write_labelled_rows(
