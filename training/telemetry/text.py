@@ -94,9 +94,13 @@ def format_summary(summary: dict[str, Any]) -> str:
         f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
     ]
     if summary.get("eval_loss") is not None:
-        formats = {"loss": ".4f", "perplexity": ".2f", "accuracy": ".4f", "weighted_f1": ".4f"}
-        figures = [(name, summary.get(f"eval_{name}"), form) for name, form in formats.items()]
-        shown = [f"{name.replace('_', ' ')} {value:{form}}" for name, value, form in figures if value is not None]
+        prefix = "eval_"
+        figures = {key.removeprefix(prefix): value for key, value in summary.items() if key.startswith(prefix)}
+        shown = [
+            f"{name.replace('_', ' ')} {value:{'.2f' if name == 'perplexity' else '.4f'}}"
+            for name, value in figures.items()
+            if value is not None
+        ]
         lines.append(f"evaluation: {', '.join(shown)}")
     lines.append(_format_speed(summary))
     lines.append(format_program_counts(summary))

@@ -6,33 +6,30 @@ class p; every figure but the loss follows from it, so it is exact over exactly 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from training.batch import Arrays, HostBatch, StepResult
+from training.batch import StepResult
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
-from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
-from training.data.sampling import bucket_schedule
+from training.data.loading.labelled_batches import LabelledBatch
 from training.distributed.cluster import Cluster
 from training.errors import BadInput
-from training.tasks.task import evaluation_slice, open_data, read_ahead, training_slice
+from training.tasks.labelled import LabelledTask
 
 
-class Classification:
+class Classification(LabelledTask):
     """The data of one run."""
 
     has_labels = True
-    has_lengths = True
+    label_dtype = np.int32
     figure_names: tuple[str, ...] = ("loss", "accuracy", "weighted_f1")
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
         """Raises BadInput for anything that does not fit together."""
-        self._config = config
-        self.data = open_data(config)
+        super().__init__(config, cluster)
         self.classes = tuple(self.data.train.manifest.labels)
         if len(self.classes) < 2:
             raise BadInput(
@@ -41,56 +38,18 @@ class Classification:
         self.labels: tuple[str, ...] | None = self.classes
         if self.data.evaluation:
             _require_same_labels(self.data.train, self.data.evaluation)
-        self._slice = training_slice(config, self.data, cluster.worker, cluster.hosts)
-        self._source = LabelledBatches(self.data.train, self._slice, config.seed)
-        self.shapes = len(self._source.lengths)
-
-    @staticmethod
-    def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
-        return bucket_schedule.batch_lengths(dataset.records_of_length, rows)
-
-    @staticmethod
-    def empty_batch(config: TrainerConfig, rows: int, length: int) -> Arrays:
-        return {
-            "input_ids": np.zeros((rows, length), np.int32),
-            "attention_mask": np.zeros((rows, length), np.int32),
-            "labels": np.zeros(rows, np.int32),
-            "weights": np.zeros(rows, np.float32),
-        }
 
     def identity(self) -> dict[str, Any]:
-        return {
-            "task": self._config.task,
-            "data.train": self.data.train.hash,
-            "tokenizer": self.data.train.tokenizer_hash,
-            "labels": list(self.classes),
-        }
+        return {**super().identity(), "labels": list(self.classes)}
 
-    def batches(self, start: int) -> Generator[HostBatch, None, None]:
-        return read_ahead(self._source, self._host_batch(self.data.train), start, self._config.train.prefetch)
-
-    def evaluation_batches(self) -> Iterator[HostBatch]:
-        """Bucket by bucket, in record order."""
-        assert self.data.evaluation is not None
-        batches = labelled_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice))
-        return map(self._host_batch(self.data.evaluation), batches)
-
-    @property
-    def skipped(self) -> int:
-        return self._source.skipped
+    def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
+        """Raises BadInput for a label that no class has."""
+        check_labels(dataset.url, batch.labels, batch.records, len(self.classes))
 
     def figures(self, total: StepResult) -> dict[str, float]:
         assert total.counts is not None
         confusion = total.counts.reshape(len(self.classes), len(self.classes))
         return {"loss": total.loss, "accuracy": accuracy(confusion), "weighted_f1": weighted_f1(confusion)}
-
-    def _host_batch(self, dataset: Dataset) -> Callable[[LabelledBatch], HostBatch]:
-        def convert(batch: LabelledBatch) -> HostBatch:
-            check_labels(dataset.url, batch.labels, batch.records, len(self.classes))
-            arrays = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "labels", "weights")}
-            return HostBatch(arrays, batch.records)
-
-        return convert
 
 
 def check_labels(url: str, labels: npt.NDArray[Any], records: npt.NDArray[np.int64], classes: int) -> None:

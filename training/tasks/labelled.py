@@ -1,0 +1,79 @@
+"""What tasks on labelled rows have in common: batches of a few lengths, each row with its label.
+
+A subclass says what a label is, checks it, and turns totals into figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from training.batch import Arrays, HostBatch
+from training.config import TrainerConfig
+from training.data.formats.dataset import Dataset
+from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
+from training.data.sampling import bucket_schedule
+from training.distributed.cluster import Cluster
+from training.tasks.task import evaluation_slice, open_data, read_ahead, training_slice
+
+
+class LabelledTask:
+    """The data of one run."""
+
+    has_lengths = True
+    label_dtype: npt.DTypeLike
+
+    def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
+        """Raises BadInput for anything that does not fit together."""
+        self._config = config
+        self.data = open_data(config)
+        self._slice = training_slice(config, self.data, cluster.worker, cluster.hosts)
+        self._source = LabelledBatches(self.data.train, self._slice, config.seed)
+        self.shapes = len(self._source.lengths)
+
+    @staticmethod
+    def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
+        return bucket_schedule.batch_lengths(dataset.records_of_length, rows)
+
+    @classmethod
+    def empty_batch(cls, config: TrainerConfig, rows: int, length: int) -> Arrays:
+        return {
+            "input_ids": np.zeros((rows, length), np.int32),
+            "attention_mask": np.zeros((rows, length), np.int32),
+            "labels": np.zeros(rows, cls.label_dtype),
+            "weights": np.zeros(rows, np.float32),
+        }
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "task": self._config.task,
+            "data.train": self.data.train.hash,
+            "tokenizer": self.data.train.tokenizer_hash,
+        }
+
+    def batches(self, start: int) -> Generator[HostBatch, None, None]:
+        return read_ahead(self._source, self._host_batch(self.data.train), start, self._config.train.prefetch)
+
+    def evaluation_batches(self) -> Iterator[HostBatch]:
+        """Bucket by bucket, in record order."""
+        assert self.data.evaluation is not None
+        batches = labelled_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice))
+        return map(self._host_batch(self.data.evaluation), batches)
+
+    @property
+    def skipped(self) -> int:
+        return self._source.skipped
+
+    def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
+        """Raises BadInput for a label that can't be."""
+
+    def _host_batch(self, dataset: Dataset) -> Callable[[LabelledBatch], HostBatch]:
+        def convert(batch: LabelledBatch) -> HostBatch:
+            self.check_batch(dataset, batch)
+            arrays = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "labels", "weights")}
+            return HostBatch(arrays, batch.records)
+
+        return convert
