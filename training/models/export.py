@@ -1,8 +1,8 @@
 """The result: a folder in Hugging Face's layout, which `transformers.pipeline("fill-mask" or "text-classification",
 model=folder)` loads in plain torch.
 
-It is made of a run's weights, a config.json and the tokenizer's files, whichever backend trained them; no framework is
-needed to write it. The order of the writes is: tokenizer, config.json, and last model.safetensors; a folder without it
+It consists of a run's weights, a config.json and the tokenizer's files, whichever backend trained them; writing it
+needs no framework. The tokenizer is written first, then config.json, and last model.safetensors: a folder without that
 is not finished.
 """
 
@@ -28,15 +28,9 @@ from training.registry import TASKS
 from training.storage.hub import tokenizer_folder
 
 PREFIX = "model/"
-_OF_WEIGHTS = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".ckpt",
+_WEIGHT_FILES = (
+    *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"),
+    *(".h5", ".msgpack", ".onnx", ".ckpt"),
 )
 _EMBEDDINGS = "embeddings.word_embeddings.weight"
 
@@ -44,33 +38,47 @@ _EMBEDDINGS = "embeddings.word_embeddings.weight"
 def write_model_folder(
     folder: str,
     weights: Mapping[str, TensorSpec],
-    copy: StartSnapshot,
+    snapshot_state: StartSnapshot,
     config: Mapping[str, Any],
     tokenizer: str,
 ) -> None:
-    """Writes a model folder. `weights` and `copy` are as in `Backend.layout` and `Backend.copy`; tensors of other
-    groups are left out."""
+    """Writes a model folder.
+
+    Args:
+        folder: where to.
+        weights: as Backend.tensor_specs; tensors that are not of the model are left out.
+        snapshot_state: as Backend.snapshot_state.
+        config: values of config.json.
+        tokenizer: the tokenizer folder. It may be another model's folder, whose weights are not copied.
+    """
     tokenizer = tokenizer_folder(tokenizer)
-    for each in storage.listing(tokenizer):
-        name = storage.name_of(each.url)
-        inside = each.url.removeprefix(tokenizer.rstrip("/") + "/").count("/") == 0
-        if (
-            inside and name != CONFIG and not name.endswith(_OF_WEIGHTS)
-        ):  # the tokenizer's folder may be another model's
-            storage.write(storage.join(folder, name), storage.read(each.url))
-    storage.write(
-        storage.join(folder, CONFIG),
-        json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True).encode() + b"\n",
-    )
+    for stat in storage.listing(tokenizer):
+        name = storage.name_of(stat.url)
+        is_below = "/" in stat.url.removeprefix(tokenizer.rstrip("/") + "/")
+        if not is_below and name != CONFIG and not name.endswith(_WEIGHT_FILES):
+            storage.write(storage.join(folder, name), storage.read(stat.url))
+    text = json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True)
+    storage.write(storage.join(folder, CONFIG), text.encode() + b"\n")
     names = [name for name in sorted(weights) if name.startswith(PREFIX)]
-    data, places = encode([(name.removeprefix(PREFIX), weights[name]) for name in names], {"format": "pt"})
-    copy({PREFIX + name: place for name, place in places.items()}).wait()
+    data, buffers = encode([(name.removeprefix(PREFIX), weights[name]) for name in names], {"format": "pt"})
+    snapshot_state({PREFIX + name: buffer for name, buffer in buffers.items()}).wait()
     storage.write(storage.join(folder, WEIGHTS), data)
 
 
 def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
-    """Writes the model of a run's checkpoint (the newest, unless `step` is given) to `out`, and returns its step.
-    Raises BadInput."""
+    """Writes the model of a checkpoint as a model folder.
+
+    Args:
+        run: the run's folder.
+        out: the model folder.
+        step: of the checkpoint; the newest, unless given.
+
+    Returns:
+        The step of the checkpoint.
+
+    Raises:
+        BadInput: there is no such checkpoint, or it is damaged.
+    """
     place, steps = find_checkpoints(run)
     chosen = steps[0] if step is None else step
     if chosen not in steps:
@@ -89,24 +97,22 @@ def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
         ) from None
     settings = TrainerConfig.model_validate(manifest.config)
     tokenizer = tokenizers.read(settings.data.tokenizer)
-    vocabulary = next(
-        (info.shape[0] for name, (info, _) in tensors.items() if name.endswith(_EMBEDDINGS)),
-        tokenizer.special.vocabulary,
-    )
+    vocabularies = (spec.shape[0] for name, (spec, _) in tensors.items() if name.endswith(_EMBEDDINGS))
     config = build_model_config(
         settings.model,
-        vocabulary=vocabulary,
+        vocabulary=next(vocabularies, tokenizer.special.vocabulary),
         pad=tokenizer.special.pad,
         dropout=settings.train.dropout,
         head=TASKS[settings.task].head,
         labels=manifest.identity.get("labels"),
     )
 
-    def copy(places: Mapping[str, memoryview]) -> Snapshot:
+    def snapshot_state(buffers: Mapping[str, memoryview]) -> Snapshot:
         return Snapshot(
-            (np.frombuffer(place, np.uint8), np.frombuffer(tensors[name][1], np.uint8))
-            for name, place in places.items()
+            (np.frombuffer(buffer, np.uint8), np.frombuffer(tensors[name][1], np.uint8))
+            for name, buffer in buffers.items()
         )
 
-    write_model_folder(out, {name: info for name, (info, _) in tensors.items()}, copy, config, settings.data.tokenizer)
+    specs = {name: spec for name, (spec, _) in tensors.items()}
+    write_model_folder(out, specs, snapshot_state, config, settings.data.tokenizer)
     return chosen

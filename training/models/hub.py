@@ -24,6 +24,7 @@ from training.config import Hub
 from training.errors import BadInput, TrainError
 from training.models import export
 from training.models.hugging_face import read_config
+from training.registry import TASKS, task_of_model
 from training.telemetry.metrics import read_history
 
 TOKEN = "HF_TOKEN"
@@ -98,8 +99,7 @@ def render_card(repository: str, config: Mapping[str, Any], figures: Mapping[str
         config: values of the model's config.json.
         figures: of an evaluation, by name.
     """
-    classifier = any(name.endswith("ForSequenceClassification") for name in config.get("architectures") or [])
-    pipeline = "text-classification" if classifier else "fill-mask"
+    pipeline = TASKS[task_of_model(config)].head.pipeline
     lines = ["---", "library_name: transformers", f"pipeline_tag: {pipeline}", "---", "", f"# {repository}", ""]
     lines += [f"A {config.get('model_type')} model, trained with tpu-launch.", ""]
     if figures:
@@ -132,7 +132,7 @@ class BackgroundUploader:
         self.error: str | None = None  # of the newest upload
         self._started_for: int | None = None  # the newest commit that an upload was started for
         self._process: subprocess.Popen[bytes] | None = None
-        self._output = tempfile.TemporaryFile()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # as long as this object
 
     def committed(self, step: int | None) -> None:
         """Starts the upload of a newly committed step, if that is wanted and none is under way. Called after every

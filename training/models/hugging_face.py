@@ -1,5 +1,5 @@
-"""A model's `config.json` in Hugging Face's terms: what the backends build from, and what the result is written with.
-Framework-free."""
+"""Model folders in Hugging Face's layout, and the values of their `config.json`: what the backends build networks
+from, and what the result is written with. Framework-free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from training.storage.hub import model_folder
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 
-# model_type -> what the names of its networks begin with: the families that get a classification head.
+# model_type -> how the names of its networks begin: the families that can get a fresh head.
 FAMILIES = {"bert": "Bert", "roberta": "Roberta"}
 # What a network with a fresh head (training.registry.Head) has beside its encoder: a starting model may lack these.
 FRESH_PARAMETERS = ("classifier.", "bert.pooler.")
@@ -60,7 +60,7 @@ def build_model_config(
         BadInput: model.path has no config.json, or one of a family that is not known here.
     """
     try:
-        values = _of_name(model, vocabulary, pad, dropout) if model.path is None else read_config(model.path)
+        values = _named_config(model, vocabulary, pad, dropout) if model.path is None else read_config(model.path)
     except BadInput as error:
         raise BadInput(f"model.path: {error}") from None
     return _with_fresh_head(values, head, labels, model) if head.is_fresh else values
@@ -87,7 +87,7 @@ def _with_fresh_head(values: dict[str, Any], head: Head, labels: Sequence[str] |
     return {**{name: value for name, value in values.items() if name not in ("_name_or_path", "num_labels")}, **own}
 
 
-def _of_name(model: Model, vocabulary: int, pad: int, dropout: float) -> dict[str, Any]:
+def _named_config(model: Model, vocabulary: int, pad: int, dropout: float) -> dict[str, Any]:
     hidden, layers, heads, intermediate, positions = model.shape
     common = {
         "vocab_size": model.vocabulary_size or vocabulary,
@@ -110,34 +110,41 @@ def _of_name(model: Model, vocabulary: int, pad: int, dropout: float) -> dict[st
     return {"model_type": "bert", "architectures": ["BertForMaskedLM"], **common, **own}
 
 
-def check_capacity(configuration: Any, needs: ModelRequirements) -> None:
-    """The network has a position for each token of a row, and an embedding for each token of the tokenizer. Raises
-    BadInput.
+def check_capacity(network_config: Any, requirements: ModelRequirements) -> None:
+    """Checks that the network has a position for each token of a row, and an embedding for each token of the tokenizer.
 
-    `configuration` is the network's, as transformers' PretrainedConfig."""
-    positions = configuration.max_position_embeddings - (needs.pad + 1 if configuration.model_type == "roberta" else 0)
-    if needs.sequence_length > positions:
+    Args:
+        network_config: transformers' PretrainedConfig of the network.
+        requirements: of the data.
+
+    Raises:
+        BadInput: it has not.
+    """
+    # RoBERTa counts positions from pad + 1.
+    unused = requirements.pad + 1 if network_config.model_type == "roberta" else 0
+    positions = network_config.max_position_embeddings - unused
+    if requirements.sequence_length > positions:
         raise BadInput(
-            f"the dataset's rows have {needs.sequence_length} tokens, but the model has only {positions} positions; "
-            "set model.max_positions, or make shorter rows"
+            f"the dataset's rows have {requirements.sequence_length} tokens, but the model has only {positions} "
+            "positions; set model.max_positions, or make shorter rows"
         )
-    if needs.vocabulary > configuration.vocab_size:
+    if requirements.vocabulary > network_config.vocab_size:
         raise BadInput(
-            f"the tokenizer has {needs.vocabulary} tokens, but the model only {configuration.vocab_size}; "
+            f"the tokenizer has {requirements.vocabulary} tokens, but the model only {network_config.vocab_size}; "
             "train with the model's own tokenizer, or set model.vocabulary_size"
         )
 
 
 @contextlib.contextmanager
 def local_copy(folder: str) -> Iterator[str]:
-    """The folder itself, or for as long as the block runs a copy of it when it is in a bucket."""
+    """Gives a local model folder: `folder` itself, or a copy of one in a bucket that exists while the block runs."""
     folder = model_folder(folder)
     if not storage.is_remote(folder):
         yield folder
         return
     with tempfile.TemporaryDirectory() as scratch:
-        for each in storage.listing(folder):
-            storage.download(each.url, Path(scratch) / storage.name_of(each.url))
+        for stat in storage.listing(folder):
+            storage.download(stat.url, Path(scratch) / storage.name_of(stat.url))
         yield scratch
 
 
@@ -145,9 +152,9 @@ def read_config(folder: str) -> dict[str, Any]:
     """The values of a model folder's config.json. Raises BadInput."""
     url = storage.join(model_folder(folder), CONFIG)
     try:
-        value: dict[str, Any] = json.loads(storage.read(url))
+        values: dict[str, Any] = json.loads(storage.read(url))
     except storage.NotFound:
         raise BadInput(f"{folder} is not a model folder: it has no {CONFIG}") from None
     except ValueError as error:
         raise BadInput(f"{url} is not JSON: {error}") from None
-    return value
+    return values

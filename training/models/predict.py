@@ -1,4 +1,5 @@
-"""What a trained model answers: transformers, over plain torch or, where that is not installed, over TensorFlow."""
+"""Predictions of a trained model on the CPU: transformers' pipelines over plain torch or, where that is not installed,
+over TensorFlow."""
 
 from __future__ import annotations
 
@@ -14,14 +15,18 @@ from training.registry import BACKENDS, TASKS, load, task_of_model
 
 
 @dataclass(frozen=True)
-class Answer:
+class MaskPrediction:
+    """A token for the mask of a text."""
+
     score: float  # probability
     token: str
     text: str  # the whole text with the answer in it
 
 
 @dataclass(frozen=True)
-class Label:
+class ClassPrediction:
+    """A class of a text."""
+
     score: float  # probability
     name: str
 
@@ -32,27 +37,32 @@ def is_classifier(folder: str) -> bool:
     return TASKS[task_of_model(read_config(folder))].head.pipeline == "text-classification"
 
 
-def fill_mask(folder: str, text: str, top: int) -> list[Answer]:
-    """The likeliest tokens for the one mask in `text`, best first. Raises BadInput."""
+def fill_mask(folder: str, text: str, top: int) -> list[MaskPrediction]:
+    """The most probable tokens for the one mask in `text`, best first. Raises BadInput."""
     _require_model(folder)
-    with local_copy(folder) as here:
-        filler = open_pipeline("fill-mask", here)
+    with local_copy(folder) as local_folder:
+        filler = open_pipeline("fill-mask", local_folder)
         mask = filler.tokenizer.mask_token
         if text.count(mask) != 1:
             raise BadInput(f"the text must hold {mask} exactly once, not {text.count(mask)} times: {text!r}")
-        return [Answer(answer["score"], answer["token_str"], answer["sequence"]) for answer in filler(text, top_k=top)]
+        return [
+            MaskPrediction(answer["score"], answer["token_str"], answer["sequence"])
+            for answer in filler(text, top_k=top)
+        ]
 
 
-def classify(folder: str, text: str, top: int) -> list[Label]:
-    """The likeliest classes of `text`, best first; what is longer than the model can see is cut. Raises BadInput."""
+def classify(folder: str, text: str, top: int) -> list[ClassPrediction]:
+    """The most probable classes of `text`, best first. A text with more tokens than positions is cut. Raises
+    BadInput."""
     _require_model(folder)
-    with local_copy(folder) as here:
-        classifier = open_pipeline("text-classification", here)
+    with local_copy(folder) as local_folder:
+        classifier = open_pipeline("text-classification", local_folder)
         configuration = classifier.model.config
         # RoBERTa counts positions from pad + 1.
         unused = configuration.pad_token_id + 1 if configuration.model_type == "roberta" else 0
-        found = classifier(text, top_k=top, truncation=True, max_length=configuration.max_position_embeddings - unused)
-        return [Label(each["score"], each["label"]) for each in found]
+        length = configuration.max_position_embeddings - unused
+        answers = classifier(text, top_k=top, truncation=True, max_length=length)
+        return [ClassPrediction(answer["score"], answer["label"]) for answer in answers]
 
 
 def open_pipeline(name: str, folder: str) -> Any:

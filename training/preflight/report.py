@@ -313,8 +313,8 @@ def _graph_lines(graph: GraphResult, devices: int) -> list[str]:
             f"  HBM      arguments {format_size(memory.arguments)}, temporaries {format_size(memory.temporaries)}, "
             f"outputs {format_size(memory.outputs)} ({format_size(memory.donated)} of them in donated arguments), "
             f"code {format_size(memory.code)}, beside it {format_size(memory.resident)}",
-            f"  work     {costs.flops / 1e12:.4g} TFLOP, {format_size(costs.bytes)}, {intensity:.0f} FLOP/byte a device; "
-            f"bound: at most {costs.examples_per_second:,.0f} examples/s ({costs.bound_by})",
+            f"  work     {costs.flops / 1e12:.4g} TFLOP, {format_size(costs.bytes)}, {intensity:.0f} FLOP/byte a device"
+            f"; bound: at most {costs.examples_per_second:,.0f} examples/s ({costs.bound_by})",
         ]
         lines += [
             f"  traffic  {item.count} x {item.kind}: {format_size(item.bytes)} ({_dtypes(item)})"
