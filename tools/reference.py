@@ -7,7 +7,9 @@ stale. tests/launcher/test_reference.py checks the same, and that every key, opt
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
+import itertools
 import re
 import sys
 import types
@@ -28,6 +30,7 @@ import launcher.config
 import launcher.errors
 import training.errors
 from launcher.cli.main import cli as tpu_launch
+from launcher.run.events import KINDS
 from training.accelerators import ACCELERATORS
 from training.cli.main import tpu_train
 from training.config import TrainerConfig
@@ -294,27 +297,44 @@ def exit_codes_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def code_meanings(codes: type[IntEnum]) -> dict[str, str]:
-    """The text of each member: the string literal below it, or the comment beside it."""
-    source = inspect.getsource(codes)
-    (body,) = (node.body for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+def member_texts(definition: type) -> dict[str, str]:
+    """Name -> the string literal below it, of a class's members that have one."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(definition)).body if isinstance(node, ast.ClassDef))
     texts: dict[str, str] = {}
-    for node, following in zip(body, [*body[1:], None], strict=True):
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
-            continue
-        if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-            text = str(following.value.value)
-        else:
-            lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-            text = " ".join(line.split("#", 1)[1].strip() for line in lines if "#" in line)
-        texts[node.targets[0].id] = " ".join(text.split())
+    for node, following in itertools.pairwise(body):
+        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
+        literal = following.value if isinstance(following, ast.Expr) else None
+        if isinstance(target, ast.Name) and isinstance(literal, ast.Constant):
+            texts[target.id] = " ".join(str(literal.value).split())
     return texts
 
 
 def _code_table(codes: type[IntEnum]) -> list[str]:
-    meanings = code_meanings(codes)
-    rows = [_row(str(int(code)), f"`{code.name}`", _sentence(meanings[code.name])) for code in codes]
+    meanings = member_texts(codes)
+    rows = [_row(str(int(code)), f"`{code.name}`", meanings[code.name]) for code in codes]
     return ["| code | name | meaning |", "|---|---|---|", *rows, ""]
+
+
+# Events
+
+
+def events_page() -> str:
+    """Every kind of event of a run's ledger."""
+    lines = [
+        *_title("Events of a run", "launcher/run/events.py"),
+        "`tpu-launch events` shows what happened to a run, `--json` with every detail. Each line of `events.jsonl` in the",
+        "run's folder is one JSON object: `time` (RFC 3339, UTC), `event`, `attempt`, and the fields below. Readers pass over",
+        "events and fields that they do not know.",
+        "",
+        "| event | meaning | fields |",
+        "|---|---|---|",
+    ]
+    for name, kind in KINDS.items():
+        texts = member_texts(kind)
+        names = [item.name for item in dataclasses.fields(kind) if item.name != "attempt"]
+        details = [f"`{item}`: {texts[item]}" if item in texts else f"`{item}`" for item in names]
+        lines.append(_row(f"`{name}`", _docstring(kind), "<br>".join(details)))
+    return "\n".join(lines) + "\n"
 
 
 # Accelerators
@@ -347,6 +367,7 @@ PAGES = {
     "commands.md": commands_page,
     "tpu-train.md": trainer_commands_page,
     "exit-codes.md": exit_codes_page,
+    "events.md": events_page,
     "accelerators.md": accelerators_page,
 }
 
@@ -380,10 +401,6 @@ def _title(title: str, *sources: str) -> list[str]:
 
 def _row(*cells: str) -> str:
     return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _docstring(definition: type) -> str:

@@ -135,7 +135,11 @@ def _inject(fault: str, as_json: bool, **arguments: Any) -> None:
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 count_option = click.option("--count", type=click.IntRange(1), help="How many times; without it until `clear`.")
 service_option = click.option(
-    "--service", type=click.Choice(["tpu", "storage", "metadata"]), default="tpu", show_default=True
+    "--service",
+    type=click.Choice(["tpu", "storage", "metadata"]),
+    default="tpu",
+    show_default=True,
+    help="Which of the emulated services.",
 )
 seconds_option = click.option(
     "--for",
