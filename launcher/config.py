@@ -327,7 +327,9 @@ class GkeSection(_Documented):
     """Runs the container privileged, which GKE before 1.28 needs to reach the TPU."""
 
 
-class _Root(_Documented):
+class Root(_Documented):
+    """The launcher's half of the file."""
+
     project: Annotated[str, Field(min_length=1)]
     """Google Cloud project that owns and pays for the slice."""
 
@@ -446,7 +448,7 @@ def restore(value: Mapping[str, Any], *, name: str, command: Iterable[str] | Non
 def _from_document(document: Document, command: tuple[str, ...]) -> Config:
     refuse_unknown(document, (*LAUNCHER_SECTIONS, *TRAINER_SECTIONS))
     mine = Document(document.name, {k: v for k, v in document.value.items() if k in LAUNCHER_SECTIONS}, document.places)
-    root = validate(_Root, mine)
+    root = validate(Root, mine)
     has_trainer = any(key in document.value for key in TRAINER_SECTIONS)
     run = root.run.model_copy(update={"command": list(command)}) if command else root.run
     trainer = from_document(document) if has_trainer and not run.command else None

@@ -78,7 +78,7 @@ def configuration_page() -> str:
 
 def roots() -> list[tuple[str, type[BaseModel], tuple[str, ...]]]:
     """The two halves of the file: heading, model, names of its keys."""
-    root = launcher.config._Root
+    root = launcher.config.Root
     return [
         ("Read by `tpu-launch`", root, tuple(root.model_fields)),
         ("Read by `tpu-launch` and `tpu-train`", TrainerConfig, tuple(TrainerConfig.model_fields)),
@@ -290,7 +290,8 @@ def exit_codes_page() -> str:
         "",
         *_code_table(training.errors.Exit),
         "`tpu-launch run` decides by these codes what follows an attempt. 0 and 2 end the run. 75, when nobody asked",
-        "for a stop, counts as a preemption (`run.preemption_retries`). 76 is a symptom: another host's failure decides.",
+        "for a stop, counts as a preemption (`run.preemption_retries`). 76 is a symptom: another host's failure",
+        "decides.",
         "Anything else is a failure (`run.failure_retries`). A command of your own may use the same codes.",
         "",
     ]
@@ -322,9 +323,9 @@ def events_page() -> str:
     """Every kind of event of a run's ledger."""
     lines = [
         *_title("Events of a run", "launcher/run/events.py"),
-        "`tpu-launch events` shows what happened to a run, `--json` with every detail. Each line of `events.jsonl` in the",
-        "run's folder is one JSON object: `time` (RFC 3339, UTC), `event`, `attempt`, and the fields below. Readers pass over",
-        "events and fields that they do not know.",
+        "`tpu-launch events` shows what happened to a run, `--json` with every detail. Each line of `events.jsonl`",
+        "in the run's folder is one JSON object: `time` (RFC 3339, UTC), `event`, `attempt`, and the fields below.",
+        "Readers pass over events and fields that they do not know.",
         "",
         "| event | meaning | fields |",
         "|---|---|---|",

@@ -84,7 +84,8 @@ def test_shown_commands_are_valid(page: str, words: list[str]) -> None:
     except click.exceptions.Exit:  # --version and --help end the parsing
         pass
     except click.BadParameter as error:
-        assert str(error).endswith("does not exist."), error  # a reader's own file
+        if not str(error).endswith("does not exist."):  # a reader's own file
+            raise
 
 
 def test_commands_are_checked_for_their_options() -> None:
