@@ -34,11 +34,12 @@ test-nightly: need-containers $(VENV_READY) ## trainers killed at every point of
 test-fast: need-kubectl $(VENV_READY) ## the tests that need no container (ARGS="-k words")
 	@$(BIN)/pytest $(ARGS)
 
-lint: $(VENV_READY) ## ruff, its formatter's opinion, mypy, import layers, and the structure of files
+lint: $(VENV_READY) ## ruff, its formatter's opinion, mypy, shellcheck, import layers, and the structure of files
 	@status=0; mkdir -p -m 700 .tpu-launch; \
 	$(BIN)/ruff check --quiet --output-format concise $(PYTHON_CODE) || status=1; \
 	$(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE) || { echo "not formatted; mend it with: $(BIN)/ruff format $(PYTHON_CODE)"; status=1; }; \
 	$(BIN)/mypy --no-error-summary || status=1; \
+	git ls-files -z '*.sh' .ci/run | xargs -0 $(BIN)/shellcheck || status=1; \
 	$(BIN)/lint-imports --no-logo > .tpu-launch/lint-imports.log 2>&1 || { cat .tpu-launch/lint-imports.log; status=1; }; \
 	$(BIN)/python tools/check_structure.py || status=1; \
 	exit $$status

@@ -23,9 +23,9 @@ from typing import Any
 
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import CODES, ApiError
-from launcher.emulator.api.operations import finish_pending_operations
 from launcher.emulator.control import IMAGE
 from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
+from launcher.emulator.operations import finish_pending_operations
 from launcher.emulator.state import State
 from launcher.images import build as images
 from launcher.images import engine

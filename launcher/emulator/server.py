@@ -25,8 +25,8 @@ from launcher.emulator import faults
 from launcher.emulator.api import catalogue, queued_resources, repositories
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError
-from launcher.emulator.api.operations import OperationRunner
 from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
+from launcher.emulator.operations import OperationRunner
 from launcher.emulator.state import Fault, Node, Store, from_json
 from launcher.emulator.storage.api import StorageApi
 from launcher.emulator.storage.bucket import Buckets

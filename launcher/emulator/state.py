@@ -5,7 +5,7 @@ changed only inside `Store.change()`, which holds the lock and writes the file b
 Objects of buckets are in files of their own (storage/bucket.py).
 
 What can fail half-way: the file is written under a temporary name, synced, then renamed, so a server that was killed at
-any moment finds either the old or the new state. Pending operations are idempotent (api/operations.py).
+any moment finds either the old or the new state. Pending operations are idempotent (operations.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from launcher.emulator.api.operations import OperationRunner
+from launcher.emulator.operations import OperationRunner
 from launcher.emulator.state import Fault, Host, Node, Store, from_json, to_json
 
 

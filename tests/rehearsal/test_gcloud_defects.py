@@ -42,8 +42,8 @@ from launcher import shell
 from launcher.config import Config, load
 from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import CODES, ApiError
-from launcher.emulator.api.operations import finish_pending_operations
 from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
+from launcher.emulator.operations import finish_pending_operations
 from launcher.emulator.state import Host, State
 from launcher.tpu_vm import gcloud, queued
 from launcher.tpu_vm.ssh.addresses import parse_dry_run

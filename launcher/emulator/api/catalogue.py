@@ -1,8 +1,8 @@
 """What Cloud TPU offers in which zone, and what it refuses: accelerator types, runtime versions, names, labels.
 
 Pure functions. The tables come from `training.accelerators`. Messages and codes are those of the Cloud TPU API as its
-users quote them (terraform-provider-google issues 21243 and 10222, marin 87 and 1612, skypilot 4579); where no report was found,
-the words are ours and the code is Google's.
+users quote them (terraform-provider-google issues 21243 and 10222, marin 87 and 1612, skypilot 4579); where no report
+was found, the words are ours and the code is Google's.
 """
 
 from __future__ import annotations

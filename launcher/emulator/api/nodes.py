@@ -70,65 +70,79 @@ def answer(state: State, call: Call, now: float) -> dict[str, Any]:
 
 def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str, ...], now: float) -> dict[str, Any]:
     parent = f"projects/{project}/locations/{zone}"
-    match (call.method, rest, call.verb):
-        case ("GET", ("nodes",), ""):
-            prefix = f"projects/{project}/locations/" + ("" if zone == "-" else f"{zone}/")
-            return page(
-                "nodes",
-                [node_json(node) for name, node in sorted(state.nodes.items()) if name.startswith(prefix)],
-                call,
-            )
-        case ("POST", ("nodes",), ""):
+    match rest:
+        case ("nodes", *name):
+            return _answer_nodes(state, call, parent, tuple(name), now)
+        case ("operations", *name):
+            return _answer_operations(state, call, parent, tuple(name))
+        case ("acceleratorTypes" | "runtimeVersions", *name) if call.method == "GET" and not call.verb:
+            return _answer_offers(call, parent, rest[0], tuple(name))
+    raise no_method(call)
+
+
+def _answer_nodes(state: State, call: Call, parent: str, name: tuple[str, ...], now: float) -> dict[str, Any]:
+    def node() -> Node:
+        return _node(state, f"{parent}/nodes/{name[0]}")
+
+    match (call.method, len(name), call.verb):
+        case ("GET", 0, ""):
+            prefix = parent.removesuffix("-") if parent.endswith("/-") else f"{parent}/"
+            nodes = [node_json(node) for full_name, node in sorted(state.nodes.items()) if full_name.startswith(prefix)]
+            return page("nodes", nodes, call)
+        case ("POST", 0, ""):
             return operation_json(_create(state, call, parent, now))
-        case ("GET", ("nodes", name), ""):
-            return node_json(_node(state, f"{parent}/nodes/{name}"))
-        case ("DELETE", ("nodes", name), ""):
-            return operation_json(_delete(state, _node(state, f"{parent}/nodes/{name}"), now))
-        case ("PATCH", ("nodes", name), ""):
-            return operation_json(_update(state, _node(state, f"{parent}/nodes/{name}"), call, now))
-        case ("POST", ("nodes", name), "getGuestAttributes"):
-            return _guest_attributes(_node(state, f"{parent}/nodes/{name}"), call.body)
-        case ("POST", ("nodes", name), "stop" | "start"):
-            return operation_json(_stop_or_start(state, _node(state, f"{parent}/nodes/{name}"), call.verb, now))
-        case ("GET", ("operations",), ""):
+        case ("GET", 1, ""):
+            return node_json(node())
+        case ("DELETE", 1, ""):
+            return operation_json(_delete(state, node(), now))
+        case ("PATCH", 1, ""):
+            return operation_json(_update(state, node(), call, now))
+        case ("POST", 1, "getGuestAttributes"):
+            return _guest_attributes(node(), call.body)
+        case ("POST", 1, "stop" | "start"):
+            return operation_json(_stop_or_start(state, node(), call.verb, now))
+    raise no_method(call)
+
+
+def _answer_operations(state: State, call: Call, parent: str, name: tuple[str, ...]) -> dict[str, Any]:
+    match (call.method, name, call.verb):
+        case ("GET", (), ""):
             prefix = f"{parent}/operations/"
-            return page(
-                "operations",
-                [
-                    operation_json(operation)
-                    for name, operation in sorted(state.operations.items())
-                    if name.startswith(prefix)
-                ],
-                call,
-            )
-        case ("GET", ("operations", name), ""):
-            return operation_json(_operation(state, f"{parent}/operations/{name}"))
-        case ("DELETE", ("operations", name), ""):
-            del state.operations[_operation(state, f"{parent}/operations/{name}").name]
+            operations = [
+                operation_json(operation)
+                for full_name, operation in sorted(state.operations.items())
+                if full_name.startswith(prefix)
+            ]
+            return page("operations", operations, call)
+        case ("GET", (short_name,), ""):
+            return operation_json(_operation(state, f"{parent}/operations/{short_name}"))
+        case ("DELETE", (short_name,), ""):
+            del state.operations[_operation(state, f"{parent}/operations/{short_name}").name]
             return {}
-        case ("POST", ("operations", name), "cancel"):
-            operation = _operation(state, f"{parent}/operations/{name}")
+        case ("POST", (short_name,), "cancel"):
+            operation = _operation(state, f"{parent}/operations/{short_name}")
             operation.cancelled = operation.cancelled or not operation.done
             return {}
-        case ("GET", ("acceleratorTypes",), ""):
-            return page(
-                "acceleratorTypes", [_accelerator_json(parent, name) for name in catalogue.accelerators_in(zone)], call
-            )
-        case ("GET", ("acceleratorTypes", name), "") if name in catalogue.accelerators_in(zone):
-            return _accelerator_json(parent, name)
-        case ("GET", ("runtimeVersions",), ""):
-            return page(
-                "runtimeVersions",
-                [
-                    {"name": f"{parent}/runtimeVersions/{version}", "version": version}
-                    for version in catalogue.runtime_versions()
-                ],
-                call,
-            )
-        case ("GET", ("runtimeVersions", name), "") if name in catalogue.runtime_versions():
-            return {"name": f"{parent}/runtimeVersions/{name}", "version": name}
-        case ("GET", ("acceleratorTypes" | "runtimeVersions", name), ""):
-            raise ApiError(catalogue.NOT_FOUND, f"Resource '{parent}/{rest[0]}/{name}' was not found")
+    raise no_method(call)
+
+
+def _answer_offers(call: Call, parent: str, kind: str, name: tuple[str, ...]) -> dict[str, Any]:
+    """acceleratorTypes and runtimeVersions of a zone."""
+    if kind == "acceleratorTypes":
+        zone = parent.rsplit("/", 1)[1]
+        offers = {offer: _accelerator_json(parent, offer) for offer in catalogue.accelerators_in(zone)}
+    else:
+        offers = {
+            version: {"name": f"{parent}/runtimeVersions/{version}", "version": version}
+            for version in catalogue.runtime_versions()
+        }
+    match name:
+        case ():
+            return page(kind, list(offers.values()), call)
+        case (short_name,):
+            if short_name not in offers:
+                raise ApiError(catalogue.NOT_FOUND, f"Resource '{parent}/{kind}/{short_name}' was not found")
+            return offers[short_name]
     raise no_method(call)
 
 
