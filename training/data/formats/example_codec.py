@@ -48,11 +48,6 @@ def encode(features: Mapping[str, Feature]) -> bytes:
     return _field(1, b"".join(entries))
 
 
-def bytes_prefix(name: str, length: int) -> bytes:
-    """The bytes before the payload in `encode({name: payload})` for payloads of `length` bytes; none come after it."""
-    return encode({name: b"\0" * length})[: -length or None]
-
-
 def decode(data: bytes) -> dict[str, Decoded]:
     """The features of an Example. Raises NotAnExample."""
     entries = [

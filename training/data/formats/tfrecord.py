@@ -38,12 +38,6 @@ def mask(crc: int) -> int:
     return (((crc >> 15) | (crc << 17)) + MASK_DELTA) & 0xFFFFFFFF
 
 
-def unmask(masked: int) -> int:
-    """The inverse of `mask`."""
-    rotated = (masked - MASK_DELTA) & 0xFFFFFFFF
-    return ((rotated >> 17) | (rotated << 15)) & 0xFFFFFFFF
-
-
 def header(length: int) -> bytes:
     """The 12 bytes before a record of this length."""
     size = struct.pack("<Q", length)

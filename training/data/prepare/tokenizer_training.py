@@ -5,8 +5,8 @@ Normalisation and special tokens are those of transformers' examples/tensorflow/
 `training.data.prepare.unigram`, WordPiece ones by the `tokenizers` library on one thread, in two passes
 (`_train_wordpiece`). Needs the `tokenizers` library.
 
-What can fail half-way: `write_tokenizer` writes tokenizer.json last. Without it a folder is not a tokenizer, and the same
-command writes the rest again.
+What can fail half-way: `write_tokenizer` writes tokenizer.json last. Without it a folder is not a tokenizer, and the
+same command writes the rest again.
 """
 
 from __future__ import annotations
