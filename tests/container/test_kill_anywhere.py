@@ -3,7 +3,7 @@ of the weights is the same.
 
 Each run is killed at every named point of a save and at random moments, started again after each kill, and compared
 with an undisturbed one. TPU_LAUNCH_KILLS says how many kills there are in all (20; `make test-nightly` takes 100); a
-failure prints the fates, which are drawn from a fixed seed.
+failure prints the faults, which are drawn from a fixed seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 from launcher.emulator.http_server import Body, Disconnected, Response, json_response
 from tests.bucket_server import BucketServer
 from tests.container import small_runs
-from tests.container.mortals import POINTS, POINTS_OF_FIRST, Fate, Run, resumed_at
+from tests.container.faulty_trainers import POINTS, POINTS_OF_FIRST, Fault, Run, resumed_at
 from training.errors import Exit
 from training.telemetry import metrics
 
@@ -44,22 +44,22 @@ def config(folder: Path, kills: int, **changes: Any) -> dict[str, Any]:
     return small_runs.document(folder, **common, **small, **changes)
 
 
-def fates(kills: int, hosts: int, seed: int) -> Iterator[dict[int, Fate]]:
-    """The points of a save in turn, from point number `seed` on, each on some host; every third fate strikes at a
-    random moment, some on all hosts."""
+def draw_kills(kills: int, hosts: int, seed: int) -> Iterator[dict[int, Fault]]:
+    """The points of a save in turn, from point number `seed` on, each on some host; every third fault happens at
+    a random moment, some on all hosts."""
     draw = random.Random(seed)
     points = [*POINTS, *POINTS_OF_FIRST]
     for number in range(kills):
         if number % 3 == 2:
             # Of a step, a save or a commit, whatever happens to be going on then.
-            fate = Fate("a step", draw.randint(1, 4), draw.uniform(0.001, 0.08))
+            fault = Fault("a step", draw.randint(1, 4), draw.uniform(0.001, 0.08))
             victims = list(range(hosts)) if draw.random() < 0.3 else [draw.randrange(hosts)]
         else:
             point = points[(seed + number - number // 3) % len(points)]
             # Deletions begin with the third save.
-            fate = Fate(point, 1 if point == "between deletions" else draw.randint(1, 2))
+            fault = Fault(point, 1 if point == "between deletions" else draw.randint(1, 2))
             victims = [0] if point in POINTS_OF_FIRST else [draw.randrange(hosts)]
-        yield dict.fromkeys(victims, fate)
+        yield dict.fromkeys(victims, fault)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def finish_and_compare(run: Run, folder: Path) -> None:
     assert undisturbed.finish(ATTEMPT) == [0] * run.hosts, undisturbed.everything()
     for key in ("first_loss", "last_loss", "final_weights_crc32c", "committed_step"):
         assert run.summary()[key] == straight.summary()[key], key
-    lines = [[(line["step"], line["loss"]) for line in metrics.read_history(each.output)] for each in (run, straight)]
+    lines = [[(line["step"], line["loss"]) for line in metrics.read_history(other.output)] for other in (run, straight)]
     assert lines[0][-1] == lines[1][-1]
     assert set(lines[0]) <= set(lines[1]), "a loss in the history is not the undisturbed one"
     history, steps = run.history(), run.config["train"]["steps"]
@@ -113,7 +113,7 @@ def full(bucket: BucketServer, request: Any) -> Any:
 
 
 def silent(bucket: BucketServer, request: Any) -> Any:
-    """Does as it is told, but the answer is lost."""
+    """The request is carried out, but its answer is lost."""
     bucket.api.answer(request)
     raise Disconnected
 
@@ -135,18 +135,18 @@ def from_write(number: int, bucket: BucketServer, fault: Callable[[BucketServer,
     return answer
 
 
-FAULTS = (full, unavailable, silent)
+BUCKET_FAULTS = (full, unavailable, silent)
 
 
-def kill(run: Run, doomed: dict[int, Fate]) -> None:
-    """One attempt in which `doomed` hosts die; everything that was promised about its end and its beginning."""
+def kill(run: Run, faults: dict[int, Fault]) -> None:
+    """One attempt in which the hosts of `faults` are killed; all promises about its end and its beginning."""
     newest = run.newest()
-    attempt = run.start(doomed)
+    attempt = run.start(faults)
     codes = attempt.finish(ATTEMPT)
     for worker, code in enumerate(codes):
-        expected = -9 if worker in doomed else Exit.LOST_PEER
-        assert code == expected or (len(doomed) > 1 and code in (-9, Exit.LOST_PEER)), (
-            f"{doomed}: {codes}\n{attempt.everything()}"
+        expected = -9 if worker in faults else Exit.LOST_PEER
+        assert code == expected or (len(faults) > 1 and code in (-9, Exit.LOST_PEER)), (
+            f"{faults}: {codes}\n{attempt.everything()}"
         )
     assert -9 in codes
     assert resumed_at(attempt.text(0)) == newest, attempt.everything()
@@ -157,8 +157,8 @@ def kill(run: Run, doomed: dict[int, Fate]) -> None:
 @pytest.mark.parametrize(("hosts", "kills", "seed"), [(2, ON_TWO, 0), (4, ON_FOUR, 7)])
 def test_killed_at_any_point_on_a_disk(folder: Path, hosts: int, kills: int, seed: int) -> None:
     run = Run(folder, f"disk-{hosts}", hosts, config(folder, kills))
-    for doomed in fates(kills, hosts, seed):
-        kill(run, doomed)
+    for faults in draw_kills(kills, hosts, seed):
+        kill(run, faults)
     finish_and_compare(run, folder)
 
 
@@ -169,12 +169,12 @@ def test_killed_at_any_point_with_a_bucket_that_fails_too(folder: Path, bucket: 
         folder, "bucket", 2, config(folder, IN_BUCKET, output="gs://bucket/runs"), {"STORAGE_EMULATOR_HOST": bucket.url}
     )
     draw = random.Random(7)
-    for number, doomed in enumerate(fates(IN_BUCKET, 2, seed=10)):
+    for number, faults in enumerate(draw_kills(IN_BUCKET, 2, seed=10)):
         if number % 2 == 0:
-            kill(run, doomed)
+            kill(run, faults)
             continue
         newest = run.newest()
-        bucket.fault = from_write(draw.randint(1, 4), bucket, FAULTS[number // 2 % len(FAULTS)])
+        bucket.fault = from_write(draw.randint(1, 4), bucket, BUCKET_FAULTS[number // 2 % len(BUCKET_FAULTS)])
         attempt = run.start()
         codes = attempt.finish(ATTEMPT)
         bucket.fault = lambda request: None

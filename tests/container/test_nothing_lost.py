@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.container import small_runs
-from tests.container.mortals import Attempt, Fate, Run, resumed_at
+from tests.container.faulty_trainers import Attempt, Fault, Run, resumed_at
 from training.checkpoint.store import committed_steps
 from training.errors import Exit
 
@@ -66,7 +66,7 @@ def wait_for(attempt: Attempt, text: str, seconds: float = 120) -> None:
 def test_clocks_that_differ_by_days_change_nothing(folder: Path, undisturbed: dict[str, Any]) -> None:
     config = small_runs.document(folder, **SMALL, checkpoint__every_minutes=0.01)
     run = Run(folder, "skewed", 2, config, ahead={0: -86_400.0, 1: 3 * 86_400.0})
-    attempt = run.start({1: Fate("a step", 11)})
+    attempt = run.start({1: Fault("a step", 11)})
     assert attempt.finish() == [Exit.LOST_PEER, -9], attempt.everything()
     run.ahead = {0: 86_400.0}
     assert run.newest() >= 8
@@ -95,7 +95,7 @@ def test_of_two_launchers_on_one_run_the_later_goes_on_and_the_earlier_leaves(
 
 def test_a_run_id_is_used_again_by_a_launcher_that_counts_from_zero(folder: Path, undisturbed: dict[str, Any]) -> None:
     config = small_runs.document(folder, **SMALL)
-    attempt = Run(folder, "reused", 2, config).start({0: Fate("a step", 7, signals=(signal.SIGTERM,))})
+    attempt = Run(folder, "reused", 2, config).start({0: Fault("a step", 7, signals=(signal.SIGTERM,))})
     assert attempt.finish() == [Exit.SAVED, Exit.SAVED], attempt.everything()
     other = Run(folder, "reused", 2, {**config, "seed": 5}).start()
     assert other.finish() == [Exit.BAD_INPUT, Exit.BAD_INPUT], other.everything()
@@ -105,7 +105,7 @@ def test_a_run_id_is_used_again_by_a_launcher_that_counts_from_zero(folder: Path
 
 def test_a_full_disk_on_one_host_ends_the_attempt_and_costs_one_save(folder: Path, undisturbed: dict[str, Any]) -> None:
     run = Run(folder, "full", 2, small_runs.document(folder, **SMALL))
-    attempt = run.start({1: Fate("within the part", 2, error=errno.ENOSPC)})
+    attempt = run.start({1: Fault("within the part", 2, error=errno.ENOSPC)})
     assert attempt.finish() == [Exit.LOST_PEER, Exit.FAILED], attempt.everything()
     assert "part-1-of-2" in attempt.text(1)
     assert "No space left on device" in attempt.text(1)
@@ -122,7 +122,7 @@ def test_a_host_that_freezes_in_a_save_is_named_and_can_do_no_harm_when_it_wakes
     """Host 0, which keeps the rendezvous and was about to commit. The other one waits 12 s for its gradients, 5 s for
     news, and 20 s for an answer."""
     run = Run(folder, "frozen", 2, small_runs.document(folder, **SMALL, rendezvous__seconds=12))
-    frozen = run.start({0: Fate("before the manifest", 2, signals=(signal.SIGSTOP,))})
+    frozen = run.start({0: Fault("before the manifest", 2, signals=(signal.SIGSTOP,))})
     sleeper, other = frozen.processes
     other.join(120)
     assert other.exitcode == Exit.LOST_PEER, frozen.everything()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.container import small_runs
-from tests.container.mortals import Fate, Run, resumed_at
+from tests.container.faulty_trainers import Fault, Run, resumed_at
 from training.errors import Exit
 from training.telemetry import metrics
 
@@ -32,25 +32,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # In this order one attempt after the other, each with the step that it is to commit; the saves are of steps 4, 8, 12
 # and 16, the evaluations after 6, 12, 16.
 PHASES = {
-    "start-up": (1, Fate("starting", signals=TERM), 0),
+    "start-up": (1, Fault("starting", signals=TERM), 0),
     "compile": (
         1,
-        Fate("compiling", delay=0.2, signals=TERM),
+        Fault("compiling", delay=0.2, signals=TERM),
         2,
     ),  # the step that compiles, and the one that tells the others
-    "step": (0, Fate("a step", 2, signals=TERM), 4),
-    "evaluation": (1, Fate("evaluating", 2, signals=TERM), 6),
-    "save": (1, Fate("before the part", 1, signals=TERM), None),  # of step 8, while further steps run
-    "final export": (0, Fate("exporting", signals=TERM), 16),
+    "step": (0, Fault("a step", 2, signals=TERM), 4),
+    "evaluation": (1, Fault("evaluating", 2, signals=TERM), 6),
+    "save": (1, Fault("before the part", 1, signals=TERM), None),  # of step 8, while further steps run
+    "final export": (0, Fault("exporting", signals=TERM), 16),
 }
 
 
 @pytest.mark.timeout(600)
 def test_asked_to_stop_in_any_phase(folder: Path) -> None:
     run = Run(folder, "stopped", 2, small_runs.document(folder, **SMALL))
-    for phase, (worker, fate, expected) in PHASES.items():
+    for phase, (worker, fault, expected) in PHASES.items():
         before = run.newest()
-        attempt = run.start({worker: fate})
+        attempt = run.start({worker: fault})
         assert attempt.finish() == [Exit.SAVED, Exit.SAVED], f"{phase}\n{attempt.everything()}"
         assert resumed_at(attempt.text()) == before
         committed = run.newest()
@@ -67,8 +67,8 @@ def test_asked_to_stop_in_any_phase(folder: Path) -> None:
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", "committed_step"):
         assert run.summary()[key] == straight.summary()[key], key
     histories = [
-        [(line["step"], line["loss"]) for line in metrics.read_history(each.output) if "loss" in line]
-        for each in (run, straight)
+        [(line["step"], line["loss"]) for line in metrics.read_history(other.output) if "loss" in line]
+        for other in (run, straight)
     ]
     assert histories[0] == histories[1]
     assert run.history() == straight.history()
@@ -80,7 +80,7 @@ LONG_COMPILATION = {"model__layers": 6, "train__steps": 4}
 def test_a_compilation_that_outlives_the_budget_is_left_with_the_last_commit_as_the_state(folder: Path) -> None:
     run = Run(folder, "long", 2, small_runs.document(folder, **LONG_COMPILATION, checkpoint__stop_seconds=0.5))
     began = time.monotonic()
-    attempt = run.start({1: Fate("compiling", delay=0.2, signals=TERM)})
+    attempt = run.start({1: Fault("compiling", delay=0.2, signals=TERM)})
     assert attempt.finish(60) == [Exit.SAVED, Exit.SAVED], attempt.everything()
     print(f"left {time.monotonic() - began:.1f} s after the start")
     assert (
@@ -96,7 +96,7 @@ def test_a_compilation_that_outlives_the_budget_is_left_with_the_last_commit_as_
 
 def test_a_second_request_in_a_compilation_ends_it_at_once(folder: Path) -> None:
     run = Run(folder, "twice", 2, small_runs.document(folder, **LONG_COMPILATION))
-    attempt = run.start({1: Fate("compiling", delay=0.2, signals=TERM * 2)})
+    attempt = run.start({1: Fault("compiling", delay=0.2, signals=TERM * 2)})
     assert attempt.finish(60) == [Exit.LOST_PEER, 128 + signal.SIGTERM], attempt.everything()
     assert "leaving at once, without saving" in attempt.text(1)
     assert "host 1 is gone" in attempt.text(0)

@@ -1,8 +1,9 @@
-"""Trainers that meet their fate: the real `tpu-train train`, in a process of its own that is killed, or asked to stop,
-at a named point or a moment.
+"""Trainers with an injected fault: the real `tpu-train train`, in a process of its own that is killed, or asked to
+stop, at a named point or some time after it.
 
-A fork server imports the framework once, so that an attempt costs little more than its compilations. Fates are put
-around the trainer's own functions in the forked process; what runs between them is the code that users run.
+A fork server imports the framework once, so that an attempt costs little more than its compilations. Faults are
+injected by wrapping the trainer's own functions in the forked process; what runs between them is the code that users
+run.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ POINTS_OF_FIRST = ("before the manifest", "within the manifest", "after the mani
 
 
 @dataclass(frozen=True)
-class Fate:
+class Fault:
     """What happens to one trainer: a signal when it passes a point for the `count`-th time, `delay` seconds later."""
 
     point: str
@@ -112,8 +113,8 @@ class Run:
     def checkpoints(self) -> str:
         return storage.join(self.output, "checkpoints")
 
-    def start(self, fates: Mapping[int, Fate] | None = None) -> Attempt:
-        """Starts the next attempt; `fates` are by host."""
+    def start(self, faults: Mapping[int, Fault] | None = None) -> Attempt:
+        """Starts the next attempt; `faults` are by host."""
         number, self.attempts = self.attempts, self.attempts + 1
         logs = self.folder / "logs"
         logs.mkdir(exist_ok=True)
@@ -132,10 +133,10 @@ class Run:
                 str(path),
                 str(log),
                 str(self._trained),
-                (fates or {}).get(worker),
+                (faults or {}).get(worker),
                 self.ahead.get(worker, 0.0),
             )
-            process = _CONTEXT.Process(target=_live, args=arguments, daemon=True)
+            process = _CONTEXT.Process(target=_run_trainer, args=arguments, daemon=True)
             process.start()
             attempt.processes.append(process)
             attempt.logs.append(log)
@@ -158,7 +159,7 @@ class Run:
 
     def history(self) -> dict[int, list[int]]:
         """The records of all hosts' batches by step, as the final state has seen them: an attempt supersedes the steps
-        after the one it went on from."""
+        after the one it continued from."""
         lines = [json.loads(line) for line in self._trained.read_text().splitlines()]
         final: dict[int, dict[int, list[int]]] = {}
         for number in range(self.attempts):
@@ -166,28 +167,33 @@ class Run:
             if not mine:
                 continue
             resumed = min(line["step"] for line in mine)
-            final = {step: told for step, told in final.items() if step < resumed}
+            final = {step: by_host for step, by_host in final.items() if step < resumed}
             for line in mine:
-                told = final.setdefault(line["step"], {})
-                assert line["worker"] not in told, (
+                by_host = final.setdefault(line["step"], {})
+                assert line["worker"] not in by_host, (
                     f"host {line['worker']} trained step {line['step']} twice in attempt {number}"
                 )
-                told[line["worker"]] = line["records"]
-        for step, told in final.items():
-            assert len(told) == self.hosts, f"step {step} was trained by hosts {sorted(told)} only"
-        return {step: sorted(record for records in told.values() for record in records) for step, told in final.items()}
+                by_host[line["worker"]] = line["records"]
+        for step, by_host in final.items():
+            assert len(by_host) == self.hosts, f"step {step} was trained by hosts {sorted(by_host)} only"
+        return {
+            step: sorted(record for records in by_host.values() for record in records)
+            for step, by_host in final.items()
+        }
 
 
 def resumed_at(text: str) -> int:
-    """The step that a trainer's output says it went on from; 0 when it started over."""
-    found = re.findall(r"going on from \S+/step-(\d+)", text)
-    return int(found[-1]) if found else 0
+    """The step that a trainer's output says it continued from; 0 when it started from the beginning."""
+    steps = re.findall(r"going on from \S+/step-(\d+)", text)
+    return int(steps[-1]) if steps else 0
 
 
 # --- in the trainer's process
 
 
-def _live(environment: dict[str, str], config: str, log: str, trained: str, fate: Fate | None, ahead: float) -> None:
+def _run_trainer(
+    environment: dict[str, str], config: str, log: str, trained: str, fault: Fault | None, ahead: float
+) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -198,143 +204,160 @@ def _live(environment: dict[str, str], config: str, log: str, trained: str, fate
     from training.storage import gcs as bucket
 
     bucket.patience = bucket.Patience(connect=2, silence=3, deadline=3, first_delay=0.02, longest_delay=0.3)
-    _put(fate or Fate("never"), trained)
+    _inject(fault or Fault("never"), trained)
     sys.argv = ["tpu-train", "train", config]
     cli._BEGAN = time.monotonic()
     cli.main()
 
 
-class _Passing:
-    """Lets a fate strike when its point is passed."""
+class _Injector:
+    """Makes a fault happen when its point is passed."""
 
-    def __init__(self, fate: Fate) -> None:
-        self.fate, self.passed = fate, 0
+    def __init__(self, fault: Fault) -> None:
+        self.fault, self.passed = fault, 0
 
-    def due(self, point: str) -> bool:
-        if point != self.fate.point:
+    def is_due(self, point: str) -> bool:
+        if point != self.fault.point:
             return False
         self.passed += 1
-        return self.passed == self.fate.count
+        return self.passed == self.fault.count
 
-    def at(self, point: str) -> None:
-        if self.due(point):
-            self.strike()
+    def pass_point(self, point: str) -> None:
+        if self.is_due(point):
+            self.trigger()
 
-    def strike(self) -> None:
-        if self.fate.error is not None:
-            raise OSError(self.fate.error, os.strerror(self.fate.error))
+    def trigger(self) -> None:
+        if self.fault.error is not None:
+            raise OSError(self.fault.error, os.strerror(self.fault.error))
 
-        def now() -> None:
-            for number in self.fate.signals:
+        def send_signals() -> None:
+            for number in self.fault.signals:
                 os.kill(os.getpid(), number)
                 time.sleep(0.2)
 
-        if self.fate.delay:
-            threading.Timer(self.fate.delay, now).start()
+        if self.fault.delay:
+            threading.Timer(self.fault.delay, send_signals).start()
         else:
-            now()
+            send_signals()
 
 
-def _put(fate: Fate, trained: str) -> None:
-    """Puts the points around the trainer's functions, and the records of each step into a file."""
-    from training import trainer as loop
-    from training.backends.torch_xla import backend as torch_xla
-    from training.backends.torch_xla import gloo
-    from training.checkpoint import snapshot as copying
-    from training.checkpoint import writer as save
-    from training.checkpoint.format import MANIFEST
-    from training.distributed import rendezvous
+def _inject(fault: Fault, trained: str) -> None:
+    """Wraps the trainer's functions with the points, and with a record of each step in the file `trained`."""
+    from training.backends.torch_xla.backend import TorchXla
+    from training.backends.torch_xla.gloo import Exchange
     from training.models import export
-    from training.storage import files
-    from training.storage import types as objects
 
-    passing = _Passing(fate)
-    real_write, real_delete, real_save, real_copy_all = (
-        storage.write,
-        storage.delete,
-        save.CheckpointWriter.save,
-        copying.Snapshot._run,
-    )
-    real_meet, real_post, real_train_on = (
-        rendezvous.RendezvousClient.meet,
-        rendezvous.RendezvousClient._post,
-        loop.Trainer.train_on,
-    )
+    injector = _Injector(fault)
+    _inject_into_storage(injector)
+    _inject_into_saves(injector)
+    _inject_into_rendezvous(injector)
+    _inject_into_steps(injector, trained)
+    for owner, name, point in (
+        (Exchange, "sum", "exchanging gradients"),
+        (TorchXla, "evaluate", "evaluating"),
+        (export, "write_model_folder", "exporting"),
+    ):
+        setattr(owner, name, _before(getattr(owner, name), injector, point))
+
+
+def _before(real: Callable[..., Any], injector: _Injector, point: str) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        injector.pass_point(point)
+        return real(*arguments, **options)
+
+    return call
+
+
+def _inject_into_storage(injector: _Injector) -> None:
+    from training.checkpoint.format import MANIFEST
+    from training.storage import files
+    from training.storage.types import local_errors
+
+    real_write, real_delete = storage.write, storage.delete
 
     def write(url: str, data: bytes, *, create_only: bool = False) -> storage.Stat:
         name = storage.name_of(url)
-        what = "the part" if name.startswith("part-") else "the manifest" if name == MANIFEST else None
-        if what is None:
+        file = "the part" if name.startswith("part-") else "the manifest" if name == MANIFEST else None
+        if file is None:
             return real_write(url, data, create_only=create_only)
-        passing.at(f"before {what}")
-        if passing.due(f"within {what}"):
+        injector.pass_point(f"before {file}")
+        if injector.is_due(f"within {file}"):
             if not storage.is_remote(url):
-                with objects.local_errors(url), files._replacing(url, create_only) as descriptor:
+                with local_errors(url), files._replacing(url, create_only) as descriptor:
                     os.write(descriptor, data[: len(data) // 2])
-                    passing.strike()
-            passing.strike()
+                    injector.trigger()
+            injector.trigger()
         written = real_write(url, data, create_only=create_only)
-        passing.at(f"after {what}")
+        injector.pass_point(f"after {file}")
         return written
 
     def delete(url: str) -> None:
         real_delete(url)
         if storage.name_of(url) == MANIFEST:
-            passing.at("between deletions")
+            injector.pass_point("between deletions")
 
-    def save_(saver: Any, step: int, layout: Any, copy: Callable[[Any], Any], state: Any) -> None:
-        def copying(places: Any) -> Any:
-            passing.at("copying")
-            return copy(places)
+    storage.write, storage.delete = write, delete  # type: ignore[assignment]
 
-        real_save(saver, step, layout, copying, state)
 
-    def copy_all(a_copy: Any) -> None:
-        real_copy_all(a_copy)
-        passing.at("copied")
+def _inject_into_saves(injector: _Injector) -> None:
+    from training.checkpoint.snapshot import Snapshot
+    from training.checkpoint.writer import CheckpointWriter
 
-    def post(guest: Any, message: dict[str, Any]) -> None:
-        real_post(guest, message)
+    real_save, real_copy = CheckpointWriter.save, Snapshot._run
+
+    def save(writer: Any, step: int, specs: Any, start_snapshot: Callable[[Any], Any], state: Any) -> None:
+        def start(views: Any) -> Any:
+            injector.pass_point("copying")
+            return start_snapshot(views)
+
+        real_save(writer, step, specs, start, state)
+
+    def copy(snapshot: Any) -> None:
+        real_copy(snapshot)
+        injector.pass_point("copied")
+
+    CheckpointWriter.save, Snapshot._run = save, copy  # type: ignore[assignment,method-assign]
+
+
+def _inject_into_rendezvous(injector: _Injector) -> None:
+    from training.distributed.rendezvous import RendezvousClient
+
+    real_meet, real_post = RendezvousClient.meet, RendezvousClient._post
+
+    def post(client: Any, message: dict[str, Any]) -> None:
+        real_post(client, message)
         if str(message.get("arrive", "")).startswith("checkpoint "):
-            passing.at("waiting for the others")
+            injector.pass_point("waiting for the others")
 
-    def meet(guest: Any, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+    def meet(client: Any, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
         if name == "start":
-            passing.at("starting")
-        told = real_meet(guest, name, payload, seconds)
+            injector.pass_point("starting")
+        payloads = real_meet(client, name, payload, seconds)
         if name.startswith("checkpoint "):
-            passing.at("everyone has met")
-        return told
+            injector.pass_point("everyone has met")
+        return payloads
+
+    RendezvousClient.meet, RendezvousClient._post = meet, post  # type: ignore[assignment,method-assign]
+
+
+def _inject_into_steps(injector: _Injector, trained: str) -> None:
+    from training.trainer import Trainer
+
+    real_train_on = Trainer.train_on
 
     def train_on(trainer: Any, batch: Any) -> None:
         line = {
             "attempt": trainer.run.cluster.attempt,
             "worker": trainer.run.cluster.worker,
             "step": trainer.progress.step,
-            "records": [int(each) for each in batch.records],
+            "records": [int(record) for record in batch.records],
         }
         descriptor = os.open(trained, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(descriptor, json.dumps(line).encode() + b"\n")
         os.close(descriptor)
         if not trainer.progress.trained:
-            passing.at("compiling")
-        passing.at("a step")
+            injector.pass_point("compiling")
+        injector.pass_point("a step")
         real_train_on(trainer, batch)
 
-    for place, name, new in (
-        (storage, "write", write), (storage, "delete", delete), (save.CheckpointWriter, "save", save_), (copying.Snapshot, "_run", copy_all),
-        (rendezvous.RendezvousClient, "_post", post), (rendezvous.RendezvousClient, "meet", meet), (loop.Trainer, "train_on", train_on),
-    ):  # fmt: skip
-        setattr(place, name, new)
-    for place, name, point in (
-        (gloo.Exchange, "sum", "exchanging gradients"), (torch_xla.TorchXla, "evaluate", "evaluating"), (export, "write_model_folder", "exporting")
-    ):  # fmt: skip
-        setattr(place, name, _before(getattr(place, name), passing, point))
-
-
-def _before(real: Callable[..., Any], passing: _Passing, point: str) -> Callable[..., Any]:
-    def call(*arguments: Any, **options: Any) -> Any:
-        passing.at(point)
-        return real(*arguments, **options)
-
-    return call
+    Trainer.train_on = train_on  # type: ignore[method-assign]
