@@ -1,6 +1,7 @@
 """Random numbers without state: a 64-bit integer for each (seed, purpose, numbers...), the same on every platform.
 
-Every random decision of a run derives from the configuration's one `seed`, here and only here. Purposes that exist:
+Random decisions of a run derive from the configuration's one `seed`. Those that are functions of records and rows are
+derived here, each for a purpose:
 
   "blocks", "records"    the order of an epoch (`sampling.order`), by (epoch, window)
   "buckets"              the order of batch lengths (`sampling.bucket_schedule`), by epoch
@@ -11,7 +12,7 @@ A length bucket of labelled rows shuffles with a seed of its own, `bucket_seed`:
 shuffled alike. Evaluation uses seed 0 and epoch -1, so that its masks are the same in every run.
 
 Two more generators derive from the same `seed` and stay as they are, because old checkpoints and golden losses depend
-on them: `optim.schedule.step_seed` seeds a framework's own dropout by (step, host), and `models.initial` draws initial
+on them: `backends.seeds.step_seed` seeds a framework's own dropout by (step, host), and `models.initial` draws initial
 weights by the name of the weight.
 
 SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014; constants of David
