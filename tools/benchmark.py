@@ -20,18 +20,18 @@ from launcher.errors import LaunchError
 from launcher.images import build as images
 from launcher.images import engine
 
-HOUSE = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 MOUNTED = ("benchmarks", "training", "launcher", "examples")
 
 
 def main(arguments: list[str]) -> int:
     name, rest = chosen(*arguments)
-    script = HOUSE / "benchmarks" / f"{name}.py"
+    script = ROOT / "benchmarks" / f"{name}.py"
     place = re.search(r'^RUNS_IN = "([\w-]+)"', script.read_text(), re.MULTILINE)
     if place is None:
         return subprocess.run([sys.executable, str(script), *rest], check=False).returncode
     wanted = re.search(r'^PACKAGES = "([^"]+)"', script.read_text(), re.MULTILINE)
-    out = HOUSE / ".tpu-launch"
+    out = ROOT / ".tpu-launch"
     (out / "benchmarks").mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
         image = images.ensure(
@@ -43,8 +43,8 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     if wanted and not fetch(wanted.group(1).split(), out / "benchmarks" / "packages"):
         return 1
-    data = Path(os.environ.get("BENCHMARK_DATA", HOUSE.parent / "shared" / "data"))
-    mounts = [f"--volume={HOUSE / each}:/src/{each}:ro" for each in MOUNTED]
+    data = Path(os.environ.get("BENCHMARK_DATA", ROOT.parent / "shared" / "data"))
+    mounts = [f"--volume={ROOT / each}:/src/{each}:ro" for each in MOUNTED]
     mounts += [f"--volume={data.absolute()}:/data:ro"] if data.is_dir() else []
     container = [
         docker,
@@ -77,7 +77,7 @@ def chosen(name: str, *rest: str) -> tuple[str, list[str]]:
     if "--backend" in rest[:-1]:
         at = rest.index("--backend")
         other = f"{name}_{rest[at + 1]}"
-        if (HOUSE / "benchmarks" / f"{other}.py").exists():
+        if (ROOT / "benchmarks" / f"{other}.py").exists():
             return other, [*rest[:at], *rest[at + 2 :]]
     return name, list(rest)
 

@@ -2,7 +2,8 @@
 
 - a function is at most 60 lines long, its docstring not counted;
 - a folder of the packages holds at most a dozen Python files beside `__init__.py` and `__main__.py`;
-- a file opens with a docstring, and so does every public class, function and method (of a Protocol and of its implementation, the Protocol's is enough).
+- a file opens with a docstring, and so does every public class, function and method (of a Protocol and of its
+  implementation, the Protocol's is enough).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from launcher.errors import LaunchError
 from launcher.images import build as images
 from launcher.images import engine
 
-HOUSE = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 MOUNTED = ("tests", "examples", "launcher", "pyproject.toml")  # of the launcher tests use the emulated bucket
 
 
@@ -64,13 +64,13 @@ def main(arguments: list[str]) -> int:
     name, *rest = arguments if arguments and arguments[0] in PLACES else ["torch-xla", *arguments]
     place = PLACES[name]
     device = {"PJRT_DEVICE": "CPU"}
-    mounts = [f"--volume={HOUSE / name}:/src/{name}:ro" for name in MOUNTED if (HOUSE / name).exists()]
+    mounts = [f"--volume={ROOT / name}:/src/{name}:ro" for name in MOUNTED if (ROOT / name).exists()]
     try:
         spec = images.default_spec(place.image, target="test", build_args=place.build_args)
         image = images.ensure(spec, say)
         docker = engine.client()
         if place.virtual_tpu:
-            folder = virtual_tpu.library_folder(HOUSE / "images" / "virtual-tpu", say)
+            folder = virtual_tpu.library_folder(ROOT / "images" / "virtual-tpu", say)
             mounts.append(f"--volume={folder}:{virtual_tpu.MOUNTED_AT}:ro")
             device = {**virtual_tpu.container_environment(), "TPU_ACCELERATOR_TYPE": "v3-8"}
     except LaunchError as error:

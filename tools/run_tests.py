@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-HOUSE = Path(__file__).resolve().parent.parent
-LOGS = HOUSE / ".tpu-launch" / "tests"
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = ROOT / ".tpu-launch" / "tests"
 PYTEST = (sys.executable, "-m", "pytest")
 
 
@@ -86,7 +86,7 @@ class Running:
         self._began = self._ended = time.monotonic()
         self.process = subprocess.Popen(
             stage.command,
-            cwd=HOUSE,
+            cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

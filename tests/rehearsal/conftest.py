@@ -1,4 +1,4 @@
-"""Emulated slices for tests: each module has a workstation of its own, and everything is taken down at its end."""
+"""Emulated slices for tests: each module has its own workstation, and its emulator is stopped after the module."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rehearsal.workstation import BUCKET, HOUSE, Workstation
+from tests.rehearsal.workstation import BUCKET, ROOT, Workstation
 
 
 @pytest.fixture(scope="module")
 def workstation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workstation]:
+    """A workstation without an emulator."""
     folder = tmp_path_factory.mktemp("workstation")
     environment = {
         key: value for key, value in os.environ.items() if key not in ("DOCKER_HOST", "STORAGE_EMULATOR_HOST")
     }
-    environment |= {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(HOUSE), "PYTHONUNBUFFERED": "1"}
+    environment |= {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     work = Workstation(folder, environment)
     try:
         yield work

@@ -20,8 +20,10 @@ def test_status_tells_step_loss_speed_ages_and_cost_and_a_failure_leaves_a_maske
     work, file = two_hosts
     line = format_progress(12, 500, 6.54321, 1234.5, 60.0)
     script = (
-        f'[ "$TPU_WORKER_ID" = 0 ] && echo "{line}"; echo "token: $HF_TOKEN"; mkdir -p /tmp/tpu_logs; echo from libtpu > /tmp/tpu_logs/driver.log; '
-        'i=0; while [ ! -e /tmp/fail ]; do sleep 0.2; i=$((i+1)); [ $i -gt 40 ] && [ "$TPU_WORKER_ID" = 1 ] && exit 5; done'
+        f'[ "$TPU_WORKER_ID" = 0 ] && echo "{line}"; echo "token: $HF_TOKEN"; mkdir -p '
+        f"/tmp/tpu_logs; echo from libtpu > /tmp/tpu_logs/driver.log; "
+        "i=0; while [ ! -e /tmp/fail ]; do sleep 0.2; i=$((i+1)); [ $i -gt 40 ] && [ "
+        '"$TPU_WORKER_ID" = 1 ] && exit 5; done'
     )
     running = work.begin(
         *(

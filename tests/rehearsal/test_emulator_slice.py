@@ -22,7 +22,7 @@ import pytest
 from launcher.emulator import control
 from launcher.emulator.state import emulator_id
 from launcher.images.engine import client
-from tests.rehearsal.workstation import HOUSE
+from tests.rehearsal.workstation import ROOT
 
 ZONE = "us-central2-b"
 IMAGE = f"{ZONE[:-2]}-docker.pkg.dev/p/repo/tools"
@@ -179,7 +179,10 @@ def test_files_go_to_every_worker_with_scp(pod: Slice, tmp_path: Path) -> None:
 
 
 def test_a_container_on_each_host_has_that_hosts_network_and_nobody_elses_containers(pod: Slice, image: str) -> None:
-    run = f"docker run --rm --privileged --net=host -e PJRT_DEVICE=TPU --name me --entrypoint sh {image} -c 'echo $({WHO}) $(hostname) $PJRT_DEVICE'"
+    run = (
+        f"docker run --rm --privileged --net=host -e PJRT_DEVICE=TPU --name me --entrypoint sh {image} "
+        f"-c 'echo $({WHO}) $(hostname) $PJRT_DEVICE'"
+    )
     names = [host["hostname"] for host in pod.node()["hosts"]]
     (refused,) = pod.ssh(f"docker --config /none pull -q {image} 2>&1 || true", worker="0")
     assert "denied: Unauthenticated request" in refused
@@ -187,7 +190,10 @@ def test_a_container_on_each_host_has_that_hosts_network_and_nobody_elses_contai
         f"{worker} {name} CPU" for worker, name in enumerate(names)
     ]
     pod.ssh(f"docker run -d --net=host --name only --label a=b --entrypoint sleep {image} 1000", worker="1")
-    listing = "echo $(hostname) $(docker ps --format '{{.Names}} {{.Labels}}') $(docker inspect only --format {{.Config.Image}} 2>&1 | grep .)"
+    listing = (
+        "echo $(hostname) $(docker ps --format '{{.Names}} {{.Labels}}') $(docker inspect only --format "
+        "{{.Config.Image}} 2>&1 | grep .)"
+    )
     expected = [f"{name} Error: No such object: only" for name in names]
     expected[1] = f"{names[1]} only a=b {image}"
     assert pod.ssh(listing) == expected
@@ -202,10 +208,12 @@ DOCKER_WORK = """
 set -e
 run="--net=host --entrypoint bash IMAGE -c"
 mkdir -p /tmp/shared; echo in-the-host > /tmp/shared/f; echo copied > /tmp/note2
-docker create --name c -v /tmp/shared:/in:ro -v /dev/shm:/shm $run 'cat /etc/note /in/f; echo x > /shm/from-container; exit 7' > /dev/null
+read_and_write='cat /etc/note /in/f; echo x > /shm/from-container; exit 7'
+docker create --name c -v /tmp/shared:/in:ro -v /dev/shm:/shm $run "$read_and_write" > /dev/null
 docker cp /tmp/note2 c:/etc/note
 docker start c > /dev/null; docker wait c; docker logs c; cat /dev/shm/from-container
-docker run -d --init --name t $run 'trap "echo term; exit 3" TERM; for i in $(seq 1000); do echo tick $i; sleep 0.1; done' > /dev/null
+tick='trap "echo term; exit 3" TERM; for i in $(seq 1000); do echo tick $i; sleep 0.1; done'
+docker run -d --init --name t $run "$tick" > /dev/null
 echo typed | docker exec -i t cat
 docker logs -f t 2>/dev/null | head -2
 docker rename t u; docker stop -t 5 u; docker inspect --format '{{.State.ExitCode}} {{.HostConfig.NetworkMode}}' u
@@ -222,8 +230,10 @@ def test_docker_works_on_a_host_as_on_a_machine_of_its_own(pod: Slice, image: st
     printed = pod.gcloud("ssh", "me@pod", "--worker=0", "--command=bash /tmp/work.sh 2>&1").splitlines()
     expected = [
         "7", "copied", "in-the-host", "x", "typed", "tick 1", "tick 2", "u", "3 host",
-        "docker: Error response from daemon: invalid bind source /etc: an emulated TPU VM shares only /home, /tmp, /run, /dev/shm with its containers.",
-        "docker: Error response from daemon: publishing ports is not supported on an emulated TPU VM: use --network host, as on a TPU slice.",
+        "docker: Error response from daemon: invalid bind source /etc: an emulated TPU VM shares only /home, /tmp, "
+        "/run, /dev/shm with its containers.",
+        "docker: Error response from daemon: publishing ports is not supported on an emulated TPU VM: use "
+        "--network host, as on a TPU slice.",
         "Error response from daemon: POST /networks/create is not available on an emulated TPU VM",
         "2", "c", "u", "0",
     ]  # fmt: skip
@@ -231,7 +241,10 @@ def test_docker_works_on_a_host_as_on_a_machine_of_its_own(pod: Slice, image: st
 
 
 def test_the_bucket_is_the_same_from_the_workstation_a_host_and_a_container(pod: Slice, image: str) -> None:
-    code = f"from google.cloud import storage; storage.Client().bucket('{BUCKET}').blob('a/b').upload_from_string('content', if_generation_match=0)"
+    code = (
+        f"from google.cloud import storage; "
+        f"storage.Client().bucket('{BUCKET}').blob('a/b').upload_from_string('content', if_generation_match=0)"
+    )
     pod.run(sys.executable, "-c", code)
     # One write a host: gcloud mixes what hosts print.
     fetch = f'echo "$(curl -s $STORAGE_EMULATOR_HOST/download/storage/v1/b/{BUCKET}/o/a%2Fb?alt=media)"'
@@ -348,7 +361,7 @@ def test_a_second_start_does_nothing_and_another_port_is_refused(pod: Slice) -> 
     control.start(pod.home)
     assert control.status(pod.home)["pid"] == before
     argv = [sys.executable, "-m", "launcher.cli.emulator", "start", "--port", "1234"]
-    environment = {**pod.environment, "TPU_LAUNCH_HOME": str(pod.home.parent), "PYTHONPATH": str(HOUSE)}
+    environment = {**pod.environment, "TPU_LAUNCH_HOME": str(pod.home.parent), "PYTHONPATH": str(ROOT)}
     refused = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
     assert (refused.returncode, "already runs on port" in refused.stderr) == (2, True)
 

@@ -36,7 +36,10 @@ def test_hostile_values_env_files_and_overlays_arrive_as_they_are(two_hosts: tup
     work.file("changed/probe.py", "WHERE = 'laid over the image'\n")
     arguments = [*HOSTILE.values(), "line\nbreak"]
     program = "import json, os, sys; from training import probe; "
-    program += f"hostile = {{key: os.environ[key] for key in {sorted(HOSTILE)!r}}}; rest = [os.environ['FROM_FILE'], probe.WHERE]; "
+    program += (
+        f"hostile = {{key: os.environ[key] for key in {sorted(HOSTILE)!r}}}; rest = "
+        f"[os.environ['FROM_FILE'], probe.WHERE]; "
+    )
     program += "print('TOLD', json.dumps([hostile, sys.argv[1:], *rest, os.path.exists('/tmp/pwned')]))"
     ended = work.good(
         *(

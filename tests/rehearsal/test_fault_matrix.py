@@ -163,7 +163,10 @@ def test_a_slow_host_is_waited_for(pair: Workstation) -> None:
 def test_a_start_that_gcloud_runs_again_starts_once(pair: Workstation) -> None:
     """The connection breaks when the container has been started: ssh ends with 255, and gcloud runs the whole command
     again."""
-    lines = 'case "$BASH_EXECUTION_STRING" in *"docker start"*) mkdir /tmp/dropped 2>/dev/null && trap "kill -9 $PPID" EXIT ;; esac'
+    lines = (
+        'case "$BASH_EXECUTION_STRING" in *"docker start"*) mkdir /tmp/dropped 2>/dev/null && trap '
+        '"kill -9 $PPID" EXIT ;; esac'
+    )
     bashrc(pair, 1, lines)
     ended = begin(pair, "echo ran; sleep 3").end(120)
     bashrc(pair, 1, "")
@@ -344,7 +347,8 @@ def test_a_changed_host_key_is_told_at_once_and_nobody_is_trusted(pair: Workstat
     on_host(
         pair,
         1,
-        f"mkdir -p /root/kept && cp -p /etc/ssh/ssh_host_* /root/kept/; {kinds} rm $f; ssh-keygen -q -t $kind -N '' -f $f; done; pkill -HUP -o sshd",
+        f"mkdir -p /root/kept && cp -p /etc/ssh/ssh_host_* /root/kept/; {kinds} rm $f; ssh-keygen -q "
+        f"-t $kind -N '' -f $f; done; pkill -HUP -o sshd",
     )
     try:
         begun = time.monotonic()

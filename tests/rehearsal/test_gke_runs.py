@@ -20,7 +20,7 @@ import pytest
 from launcher import shell
 from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
 from tests.kubernetes.golden import IMAGE
-from tests.rehearsal.workstation import HOUSE, Running, Workstation
+from tests.rehearsal.workstation import ROOT, Running, Workstation
 
 FILE = f"""\
 project: my-project
@@ -30,7 +30,10 @@ image: {{reference: "{IMAGE}"}}
 run: {{start_minutes: 2}}
 gke: {{context: {CONTEXT}}}
 """
-SAVING = "import signal,sys,time\nsignal.signal(signal.SIGTERM,lambda *_:(print('saving',flush=True),sys.exit(75)))\nprint('up',flush=True)\ntime.sleep(600)"
+SAVING = (
+    "import signal,sys,time\nsignal.signal(signal.SIGTERM,lambda "
+    "*_:(print('saving',flush=True),sys.exit(75)))\nprint('up',flush=True)\ntime.sleep(600)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,7 @@ def cluster(image: str) -> Iterator[Cluster]:
 def work(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Workstation:
     folder = tmp_path_factory.mktemp("gke")
     environment = {key: value for key, value in os.environ.items() if key != "STORAGE_EMULATOR_HOST"}
-    environment |= {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(HOUSE), "PYTHONUNBUFFERED": "1"}
+    environment |= {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     environment |= {"KUBECONFIG": str(cluster.kubeconfig(folder / "kubeconfig")), "KUBECACHEDIR": str(folder / "cache")}
     made = Workstation(folder, environment)
     made.file("two.yaml", FILE)
@@ -92,9 +95,11 @@ def test_a_command_runs_on_every_host_and_hosts_reach_each_other(work: Workstati
         "import os, socket, time\n"
         "me, names = int(os.environ['TPU_WORKER_ID']), os.environ['TPU_WORKER_HOSTNAMES'].split(',')\n"
         "server = socket.create_server(('', 8490)); server.settimeout(30)\n"
-        "for _ in range(100):\n  try:\n    link = socket.create_connection((names[1 - me], 8490), 1); break\n  except OSError: time.sleep(0.2)\n"
+        "for _ in range(100):\n  try:\n    link = socket.create_connection((names[1 - me], 8490), "
+        "1); break\n  except OSError: time.sleep(0.2)\n"
         "peer, _ = server.accept(); link.sendall(b'hello from %d' % me); print(peer.recv(12).decode())\n"
-        "print(os.environ['TPU_ACCELERATOR_TYPE'], os.environ['TPU_LAUNCH_ATTEMPT'], os.listdir('/etc/tpu-launch'), os.getuid())\n"
+        "print(os.environ['TPU_ACCELERATOR_TYPE'], os.environ['TPU_LAUNCH_ATTEMPT'], "
+        "os.listdir('/etc/tpu-launch'), os.getuid())\n"
     )
     ended = work.good(*run("python3", "-c", script))
     assert "[0] hello from 1" in ended.output
@@ -137,7 +142,8 @@ def test_a_command_that_the_image_lacks_is_told_in_words(work: Workstation) -> N
 def test_every_line_arrives_once_although_the_launcher_is_killed_twice(work: Workstation) -> None:
     running = work.begin(
         *sh(
-            'i=0; while [ $i -lt 500 ]; do echo "line $i"; [ $((i % 3)) = 0 ] && echo "error $i" >&2; i=$((i+1)); sleep 0.02; done'
+            'i=0; while [ $i -lt 500 ]; do echo "line $i"; [ $((i % 3)) = 0 ] && echo "error $i" '
+            ">&2; i=$((i+1)); sleep 0.02; done"
         )
     )
     run_id = run_id_of(running)
@@ -207,7 +213,10 @@ def test_a_pod_that_is_evicted_and_saves_has_saved(work: Workstation, cluster: C
 
 
 def test_a_pod_that_is_taken_away_is_the_cause_and_its_peers_end_a_symptom(work: Workstation, cluster: Cluster) -> None:
-    script = 'echo up; if [ "$TPU_WORKER_ID" = 1 ]; then exec sleep 600; fi; while getent hosts "${TPU_WORKER_HOSTNAMES#*,}"; do sleep 0.2; done; exit 76'
+    script = (
+        'echo up; if [ "$TPU_WORKER_ID" = 1 ]; then exec sleep 600; fi; while getent hosts '
+        '"${TPU_WORKER_HOSTNAMES#*,}"; do sleep 0.2; done; exit 76'
+    )
     running = work.begin(*sh(script))
     running.wait_for(r"^\[1\] up")
     cluster.nodes.out_of_memory(cluster.pod(1))

@@ -29,7 +29,7 @@ from tests.container import small_runs
 from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
 from tests.kubernetes.cluster.store import Object
 from tests.kubernetes.golden import IMAGE
-from tests.rehearsal.workstation import HOUSE, Workstation
+from tests.rehearsal.workstation import ROOT, Workstation
 from training import storage
 
 pytestmark = pytest.mark.alone
@@ -76,7 +76,8 @@ class Room:
         while not true():
             if time.monotonic() > deadline:
                 pytest.fail(
-                    f"{what}: not within {seconds} s\n{self.cluster.pods()}\n{self.cluster.log(0)}\n{self.cluster.log(1)}"
+                    f"{what}: not within {seconds} s\n{self.cluster.pods()}\n{self.cluster.log(0)}\n"
+                    f"{self.cluster.log(1)}"
                 )
             time.sleep(0.1)
 
@@ -116,7 +117,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
         write_data(folder / "data")
         environment = dict(os.environ) | {
             "TPU_LAUNCH_HOME": str(folder / ".tpu-launch"),
-            "PYTHONPATH": str(HOUSE),
+            "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
         }
         environment |= {

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from launcher.emulator import control
-from tests.rehearsal.workstation import BUCKET, HOUSE, Workstation
+from tests.rehearsal.workstation import BUCKET, ROOT, Workstation
 from training import storage
 
 pytestmark = pytest.mark.alone
 
 
 def test_hugging_face_trainer_trains_over_two_hosts(emulator: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(HOUSE / "examples" / "hugging_face", emulator.folder / "program")
+    shutil.copytree(ROOT / "examples" / "hugging_face", emulator.folder / "program")
     file, model = emulator.folder / "program" / "run.yaml", f"gs://{BUCKET}/intents"
     file.write_text(file.read_text().replace("# - --upload=gs://my-bucket/intents", f"- --upload={model}"))
     emulator.good("--emulated", "up", "-f", str(file))

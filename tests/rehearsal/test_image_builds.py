@@ -49,7 +49,8 @@ def spec(tmp_path: Path) -> Iterator[ImageSpec]:
     (folder / "Dockerfile").write_text(
         "FROM debian:bookworm-slim\n"
         "ARG GREETING=hello\n"
-        "RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache/x test -s /run/secrets/ca && cat /run/secrets/ca > /root/.cache/x/ca"
+        "RUN --mount=type=secret,id=ca --mount=type=cache,target=/root/.cache/x test -s "
+        "/run/secrets/ca && cat /run/secrets/ca > /root/.cache/x/ca"
         ' && echo "$GREETING" > /greeting\n'
         "COPY code.py /code.py\n"
         'CMD ["cat", "/greeting", "/code.py"]\n'
@@ -129,7 +130,7 @@ def _saved(reference: str) -> Iterator[File]:
             stream = image.extractfile(member)
             if stream is not None and not member.name.endswith(".json"):
                 try:
-                    layer = tarfile.open(fileobj=stream, mode="r|*")
+                    layer = tarfile.open(fileobj=stream, mode="r|*")  # noqa: SIM115  its entries are read by the caller
                 except tarfile.ReadError:
                     continue  # a JSON file of the image's own
                 for entry in layer:
@@ -228,7 +229,10 @@ class _Registry(http.server.BaseHTTPRequestHandler):
         if self.refuse:
             self._answer(
                 403,
-                body=b'{"errors": [{"code": "DENIED", "message": "Permission artifactregistry.repositories.uploadArtifacts denied"}]}',
+                body=(
+                    b'{"errors": [{"code": "DENIED", "message": "Permission '
+                    b'artifactregistry.repositories.uploadArtifacts denied"}]}'
+                ),
             )
             return
         upload = f"{self.path}{secrets.token_hex(8)}"
@@ -353,7 +357,10 @@ def torch_xla() -> str:
 
 def test_trainer_gets_the_signal_of_docker_stop(torch_xla: str) -> None:
     docker = engine.client()
-    program = "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); print('ready', flush=True); time.sleep(60)"
+    program = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); "
+        "print('ready', flush=True); time.sleep(60)"
+    )
     # As `tpu-train` does it: a shell that replaces itself by Python.
     command = [
         "run",

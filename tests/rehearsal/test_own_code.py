@@ -8,13 +8,13 @@ import shutil
 
 import pytest
 
-from tests.rehearsal.workstation import HOUSE, Workstation
+from tests.rehearsal.workstation import ROOT, Workstation
 
 pytestmark = pytest.mark.alone
 
 
 def test_own_code_trains_over_two_hosts(emulator: Workstation) -> None:
-    shutil.copytree(HOUSE / "examples" / "own_code", emulator.folder / "own")
+    shutil.copytree(ROOT / "examples" / "own_code", emulator.folder / "own")
     file = "own/run.yaml"
     emulator.good("--emulated", "up", "-f", file)
     try:

@@ -7,16 +7,19 @@ import json
 import re
 import shlex
 
-from tests.rehearsal.workstation import HOUSE, Workstation
+from tests.rehearsal.workstation import ROOT, Workstation
 
 # Works for a minute, and for three seconds when it is resumed.
-PROGRAM = "trap 'exit 75' TERM; echo at work; i=0; while [ $i -lt $((600 - 570 * TPU_LAUNCH_ATTEMPT)) ]; do i=$((i+1)); sleep 0.1; done"
+PROGRAM = (
+    "trap 'exit 75' TERM; echo at work; i=0; while [ $i -lt $((600 - 570 * TPU_LAUNCH_ATTEMPT)) ]; do "
+    "i=$((i+1)); sleep 0.1; done"
+)
 ANSWERS = ("--project", "rehearsal-project", "--accelerator-type", "v4-8", "--zone", "us-central2-b", "--name", "typed")
 
 
 def typed() -> list[list[str]]:
     """The commands of the section, as words after `tpu-launch`, without what stands behind a #."""
-    section = (HOUSE / "README.md").read_text().split("## A real run")[1].split("\n## ")[0]
+    section = (ROOT / "README.md").read_text().split("## A real run")[1].split("\n## ")[0]
     block = section.split("```console")[1].split("```")[0]
     return [
         shlex.split(line.removeprefix("$ tpu-launch "), comments=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.rehearsal.workstation import HOUSE, Ended, Running, Workstation
+from tests.rehearsal.workstation import ROOT, Ended, Running, Workstation
 
 pytestmark = pytest.mark.alone
 
@@ -24,7 +24,7 @@ STEPS = 96
 @pytest.fixture(scope="module")
 def trainable(emulator: Workstation) -> Workstation:
     """A READY slice of two hosts, and data in the bucket."""
-    shutil.copy(HOUSE / "examples" / "rehearsal.yaml", emulator.folder / FILE)
+    shutil.copy(ROOT / "examples" / "rehearsal.yaml", emulator.folder / FILE)
     emulator.good("--emulated", "up", "-f", FILE)
     corpus = ["--corpus", "builtin:pydoc"]
     local = ["--emulated", "local", "-f", FILE, "--", "tpu-train"]
@@ -154,7 +154,10 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
     assert ended.json()["outcome"] == "saved"
     run_id = ended.json()["run"]
     [recovered] = [event["seconds"] for event in work.events(run_id) if event["event"] == "recovered"]
-    told = f"{stepped:.1f} s from the host's death to the first new step ({started:.1f} s to the next attempt's start; the launcher: {recovered})"
+    told = (
+        f"{stepped:.1f} s from the host's death to the first new step ({started:.1f} s to the next "
+        f"attempt's start; the launcher: {recovered})"
+    )
     print(told)
 
     running = work.begin("--emulated", "run", "-f", FILE, "--json", *settings(), *retries)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.emulator.state import emulator_id
-from tests.rehearsal.workstation import HOUSE, Workstation, docker
+from tests.rehearsal.workstation import ROOT, Workstation, docker
 
 pytestmark = pytest.mark.alone
 
@@ -42,7 +42,7 @@ def left(work: Workstation) -> list[str]:
 
 @pytest.mark.parametrize(("accelerator", "hosts"), [("v4-16", 2), ("v4-32", 4)])
 def test_a_rehearsal_trains_commits_and_leaves_nothing(workstation: Workstation, accelerator: str, hosts: int) -> None:
-    file = str(HOUSE / "examples" / "rehearsal.yaml")
+    file = str(ROOT / "examples" / "rehearsal.yaml")
     ended = workstation.good(
         "rehearsal",
         "-f",
@@ -65,7 +65,7 @@ def test_a_rehearsal_trains_commits_and_leaves_nothing(workstation: Workstation,
 
 
 def test_ctrl_c_in_the_middle_leaves_nothing(workstation: Workstation) -> None:
-    running = workstation.begin("rehearsal", "-f", str(HOUSE / "examples" / "rehearsal.yaml"))
+    running = workstation.begin("rehearsal", "-f", str(ROOT / "examples" / "rehearsal.yaml"))
     running.wait_for(r"started on all hosts", 200)
     running.interrupt()
     assert running.end(90).code == 130
@@ -75,7 +75,8 @@ def test_ctrl_c_in_the_middle_leaves_nothing(workstation: Workstation) -> None:
 def test_down_after_ctrl_c_leaves_nothing_running(workstation: Workstation) -> None:
     file = workstation.file(
         "hello.yaml",
-        "project: p\nzone: us-central2-b\nslice: {name: hello, accelerator_type: v4-16}\nrun: {command: [sleep, '600']}\n",
+        "project: p\nzone: us-central2-b\nslice: {name: hello, accelerator_type: v4-16}\nrun: "
+        "{command: [sleep, '600']}\n",
     )
     workstation.good("--emulated", "up", "-f", file)
     running = workstation.begin("--emulated", "run", "-f", file)

@@ -50,7 +50,8 @@ def test_hosts_reach_each_other_by_the_addresses_they_are_told(two_hosts: TwoHos
         'other=$(echo "$TPU_WORKER_HOSTNAMES" | cut -d, -f$((2 - TPU_WORKER_ID)))\n'
         'python3 -c "\nimport socket, sys, time\n'
         'server = socket.create_server((\\"\\", 8490))\nserver.settimeout(30)\n'
-        "for _ in range(100):\n  try:\n    link = socket.create_connection((sys.argv[1], 8490), 1); break\n  except OSError: time.sleep(0.2)\n"
+        "for _ in range(100):\n  try:\n    link = socket.create_connection((sys.argv[1], 8490), 1); "
+        "break\n  except OSError: time.sleep(0.2)\n"
         'peer, _ = server.accept(); link.sendall(b\\"hello\\"); print(peer.recv(5).decode())\n" "$other"\n'
     )
     ended = work.good("--emulated", "run", "--new", "-f", file, *command(script))
@@ -100,7 +101,10 @@ def test_exit_code_255_is_reported_once_and_not_run_again(two_hosts: TwoHosts) -
 
 def test_every_line_arrives_once_although_the_launcher_is_killed_twice(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
-    script = 'i=0; while [ $i -lt 600 ]; do echo "line $i"; [ $((i % 3)) = 0 ] && echo "error $i" >&2; i=$((i+1)); sleep 0.02; done'
+    script = (
+        'i=0; while [ $i -lt 600 ]; do echo "line $i"; [ $((i % 3)) = 0 ] && echo "error $i" >&2; '
+        "i=$((i+1)); sleep 0.02; done"
+    )
     running = work.begin("--emulated", "run", "--new", "-f", file, *command(script))
     first = running.wait_for(r"run \S+: attempt 0 on")
     for moment in ("line 60", "line 200"):
@@ -193,7 +197,10 @@ def test_a_failure_is_tried_again_within_its_budget_and_the_slice_of_a_bad_host_
     two_hosts: TwoHosts,
 ) -> None:
     work, file = two_hosts
-    script = 'echo "attempt $TPU_LAUNCH_ATTEMPT"; [ "$TPU_LAUNCH_ATTEMPT" = 1 ] && exit 0; [ "$TPU_WORKER_ID" = 0 ] && exit 7; exec sleep 60'
+    script = (
+        'echo "attempt $TPU_LAUNCH_ATTEMPT"; [ "$TPU_LAUNCH_ATTEMPT" = 1 ] && exit 0; [ '
+        '"$TPU_WORKER_ID" = 0 ] && exit 7; exec sleep 60'
+    )
     budget = ("--set", "run.failure_retries=1", "--set", "run.replace_after=1")
     ended = work.good("--emulated", "run", "--new", "--json", "-f", file, *budget, *command(script))
     assert "failure 1 of 1" in ended.output

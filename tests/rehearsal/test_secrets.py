@@ -30,7 +30,10 @@ def test_a_secret_reaches_the_command_and_nothing_else_shows_it(
     two_hosts: tuple[Workstation, str], transport: str
 ) -> None:
     work, file = two_hosts
-    program = "import hashlib, os, time; print(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest(), flush=True); time.sleep(8)"
+    program = (
+        "import hashlib, os, time; print(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest(), "
+        "flush=True); time.sleep(8)"
+    )
     digest = hashlib.sha256(VALUE.encode()).hexdigest()
     planned = work.launch(
         *("--emulated", "plan", "-f", file, "--set", "run.secrets=[HF_TOKEN]", "--", "true"),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.rehearsal.workstation import HOUSE, Workstation
+from tests.rehearsal.workstation import ROOT, Workstation
 
 pytestmark = pytest.mark.alone
 
@@ -44,7 +44,7 @@ def summary(lines: list[str]) -> dict[str, Any]:
 @pytest.mark.timeout(1200)  # three trainings of two hosts, on a machine that may be busy
 def test_two_hosts_lose_one_end_at_once_and_go_on_to_the_same_bits(emulator: Workstation) -> None:
     work = emulator
-    shutil.copy(HOUSE / "examples" / FILE, work.folder / FILE)
+    shutil.copy(ROOT / "examples" / FILE, work.folder / FILE)
     corpus = ["--corpus", "builtin:pydoc"]
     local = ["--emulated", "local", "-f", FILE, "--", "tpu-train"]
     work.good(*local, "tokenizer", *corpus, "--vocabulary", "2000", "--out", "gs://rehearsal/tokenizer")

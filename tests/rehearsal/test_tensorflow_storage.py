@@ -54,7 +54,8 @@ try:
 except tf.errors.NotFoundError:
     missing = "NotFoundError"
 records = sum(1 for _ in tf.data.TFRecordDataset(shards, compression_type="GZIP"))
-print("seen: " + json.dumps([names, hashlib.sha256(content).hexdigest(), records, batch["input_ids"].numpy().tolist(), missing]))
+ids = batch["input_ids"].numpy().tolist()
+print("seen: " + json.dumps([names, hashlib.sha256(content).hexdigest(), records, ids, missing]))
 """
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
 

@@ -1,4 +1,4 @@
-"""A person at a workstation, for tests: commands are typed, lines are read, and the engine is looked at from beside."""
+"""A workstation for tests: runs `tpu-launch`, reads its lines, and inspects the workstation's container engine."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import pytest
 from launcher.emulator.state import emulator_id
 from launcher.images.engine import client
 
-HOUSE = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "rehearsal"
 
 
 @dataclass
 class Ended:
-    """How a command ended. `output` is standard output and error together, as a person sees them."""
+    """The result of a command. `output` is standard output and error together, as in a terminal."""
 
     code: int
     output: str
@@ -39,13 +39,14 @@ class Ended:
 
 @dataclass
 class Running:
-    """A command that goes on: its lines as they come."""
+    """A running command, and its lines so far."""
 
     process: subprocess.Popen[str]
     lines: list[str] = field(default_factory=list)
     _news: threading.Condition = field(default_factory=threading.Condition)
 
     def read(self) -> None:
+        """Collects the command's lines until it ends."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             with self._news:
@@ -71,22 +72,24 @@ class Running:
                 self._news.wait(min(left, 0.5))
 
     def interrupt(self) -> None:
+        """Sends the signal of Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
 
     def end(self, seconds: float = 120) -> Ended:
-        begun = time.monotonic()
+        """Waits until the command has ended; fails the test when it runs longer than `seconds`."""
+        start = time.monotonic()
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
             pytest.fail(f"still running after {seconds} s:\n" + "\n".join(self.lines))
         time.sleep(0.1)
-        return Ended(code, "\n".join(self.lines) + "\n", time.monotonic() - begun)
+        return Ended(code, "\n".join(self.lines) + "\n", time.monotonic() - start)
 
 
 @dataclass
 class Workstation:
-    """A folder from which a person works: a home, and the commands."""
+    """A working directory with its own TPU_LAUNCH_HOME, in which commands run."""
 
     folder: Path
     environment: dict[str, str]
@@ -98,7 +101,7 @@ class Workstation:
     def begin(self, *arguments: str, environment: dict[str, str] | None = None) -> Running:
         """Starts `tpu-launch ARGUMENTS`."""
         process = subprocess.Popen(
-            # Ctrl-C must mean something even where the tests run in the background, which ignores it and hands that on.
+            # A shell in the background ignores SIGINT, and its children inherit that.
             ["env", "--default-signal=INT", sys.executable, "-m", "launcher.cli", *arguments],
             cwd=self.folder,
             env={**self.environment, **(environment or {})},
@@ -120,19 +123,21 @@ class Workstation:
 
     def containers_of_runs(self) -> list[str]:
         """Names and states of all containers of runs on the emulated hosts of this workstation, running or not."""
-        mine = emulator_id(Path(self.environment["TPU_LAUNCH_HOME"]) / "emulator")
-        filters = ["--filter", "label=tpu-launch.run", "--filter", f"label=tpu-launch.emulator={mine}"]
+        emulator = emulator_id(Path(self.environment["TPU_LAUNCH_HOME"]) / "emulator")
+        filters = ["--filter", "label=tpu-launch.run", "--filter", f"label=tpu-launch.emulator={emulator}"]
         return docker("ps", "--all", *filters, "--format", "{{.Names}} {{.Status}}").splitlines()
 
     def file(self, name: str, text: str) -> str:
+        """Writes a file into the working directory; returns its name."""
         (self.folder / name).write_text(text)
         return name
 
     def events(self, run_id: str) -> list[dict[str, Any]]:
+        """The events in a run's ledger."""
         path = Path(self.environment["TPU_LAUNCH_HOME"]) / "runs" / run_id / "events.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def docker(*arguments: str) -> str:
-    """The workstation's own engine, beside the emulator."""
+    """Runs the docker client on the workstation's own engine, without the emulator's proxy."""
     return subprocess.run([client(), *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
