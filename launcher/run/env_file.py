@@ -36,6 +36,11 @@ def read(path: Path) -> EnvFile:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--env-file {path}: can't be read: {error}") from None
+    return parse(text, path)
+
+
+def parse(text: str, path: Path) -> EnvFile:
+    """The variables of a file's text; `path` stands for it in messages. Raises BadInput as `read`."""
     values = {}
     for binding in parse_stream(io.StringIO(text)):
         if binding.key is None and not binding.error:

@@ -1,0 +1,162 @@
+"""Claims about a run's specification and its events as files: what is written is read back, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.config import load
+from launcher.errors import BadInput
+from launcher.provider import Overlay
+from launcher.run import env_file, events, specification
+from launcher.run.ledger import Ledger
+from launcher.run.specification import SecretSource, Specification
+from launcher.run.verdict import Cause
+
+FILE = """\
+project: p
+zone: us-central2-b
+slice: {name: demo, accelerator_type: v4-16}
+model: {name: bert-base}
+data: {train: gs://b/train, tokenizer: gs://b/tokenizer}
+train: {steps: 10, global_batch_size: 64, learning_rate: 1e-4}
+output: gs://b/runs
+run: {secrets: [HF_TOKEN], environment: {A: "1e-4", B: "no"}}
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Specification:
+    (tmp_path / "run.yaml").write_text(FILE)
+    (tmp_path / "some.env").write_text("FROM_FILE=x\nHF_TOKEN=y\n")
+    config = load(tmp_path / "run.yaml", ["train.steps=20", "run.preemption_retries=3"])
+    overlay = Overlay("/opt", b"archive")
+    specification.write_overlay(tmp_path, overlay)
+    variables = env_file.read(tmp_path / "some.env")
+    return specification.describe(config, "demo-1", variables=variables, overlay=overlay, preflight=["ab"])
+
+
+def test_what_is_written_is_read_back_and_means_the_same_configuration(tmp_path: Path, spec: Specification) -> None:
+    specification.write(tmp_path, spec)
+    again = specification.read(tmp_path)
+    assert again == spec
+    config = again.config()
+    original = load(tmp_path / "run.yaml", ["train.steps=20", "run.preemption_retries=3"])
+    assert (config.slice, config.image, config.run, config.gke) == (
+        original.slice,
+        original.image,
+        original.run,
+        original.gke,
+    )
+    assert config.trainer == original.trainer
+    assert config.document.dump() == original.document.dump(), "hosts get the same file, byte for byte"
+    assert config.folder == original.folder
+    assert stat.S_IMODE((tmp_path / "specification.yaml").stat().st_mode) == 0o600
+
+
+def test_a_command_of_the_command_line_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(FILE)
+    config = load(tmp_path / "run.yaml", command=["python", "train.py", "--lr", "1e-4"])
+    specification.write(tmp_path, specification.describe(config, "demo-1"))
+    again = specification.read(tmp_path)
+    assert again is not None
+    assert again.config().command == ("python", "train.py", "--lr", "1e-4")
+    assert specification.meaning(again.config()) == specification.meaning(config)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "format: 2\n", "format: 1\nrun: x\n", "not: [valid", "- a list\n", "format: 1\nsurprise: 1\n"]
+)
+def test_a_damaged_or_newer_specification_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
+    (tmp_path / specification.FILE).write_text(text)
+    with pytest.raises(BadInput, match=r"specification\.yaml can't be used"):
+        specification.read(tmp_path)
+
+
+def test_a_folder_of_an_older_version_has_none(tmp_path: Path) -> None:
+    assert specification.read(tmp_path) is None
+
+
+def test_an_overlay_that_was_changed_or_removed_is_refused(tmp_path: Path, spec: Specification) -> None:
+    assert specification.read_overlay(tmp_path, spec) == Overlay("/opt", b"archive")
+    (archive,) = tmp_path.glob("overlay-*")
+    archive.write_bytes(b"other")
+    with pytest.raises(BadInput, match="was changed"):
+        specification.read_overlay(tmp_path, spec)
+    archive.unlink()
+    with pytest.raises(BadInput, match="can't be read"):
+        specification.read_overlay(tmp_path, spec)
+
+
+def test_values_of_secrets_come_from_this_command_line_the_runs_env_file_and_the_environment(
+    tmp_path: Path, spec: Specification
+) -> None:
+    assert spec.secrets == ["HF_TOKEN", "FROM_FILE"]
+    environment = {"HF_TOKEN": "environment", "FROM_FILE": "environment", "OTHER": "x"}
+    assert SecretSource(environment, {}).values(spec) == {"HF_TOKEN": "y", "FROM_FILE": "x"}
+    assert SecretSource(environment, {"HF_TOKEN": "given"}).values(spec)["HF_TOKEN"] == "given"
+    (tmp_path / "some.env").unlink()
+    assert SecretSource(environment, {}).values(spec) == {"HF_TOKEN": "environment", "FROM_FILE": "environment"}
+    assert SecretSource({"HF_TOKEN": "x"}, {}).missing(spec) == ["FROM_FILE"]
+
+
+def test_a_resumed_run_keeps_the_secrets_and_the_overlay_that_the_command_line_does_not_repeat(
+    tmp_path: Path, spec: Specification
+) -> None:
+    bare = specification.describe(load(tmp_path / "run.yaml", ["run.stop_seconds=5"]), "demo-1")
+    resumed = specification.resume(spec, bare)
+    assert resumed.overlay == spec.overlay
+    assert set(resumed.secrets) == {"HF_TOKEN", "FROM_FILE"}
+    assert resumed.config().run.stop_seconds == 5
+
+
+EVENTS = [
+    events.AttemptBegan(0, "image", ("a", "b"), "ab", "/opt", "cd,ef"),
+    events.AttemptBegan(1, "image", ("a",)),
+    events.Ended(0, "failed", Cause(1, "exit code 3", 3, False, "2026-01-01T00:00:00Z"), ("host 0: x",), ("line",)),
+    events.Ended(0, events.VANISHED, Cause(-1, "gone")),
+    events.Recovered(1, {"delay": 0.0, "slice": 2.9}),
+    events.LeftBehind(0, "container", (0, 1)),
+    events.HostEnded(0, 1, None, False, "its container is gone"),
+]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_an_event_is_read_back_as_it_was_recorded(tmp_path: Path, event: events.Event) -> None:
+    Ledger(tmp_path).append(event)
+    assert Ledger(tmp_path).events() == [event]
+
+
+def test_every_kind_has_a_name_of_its_own() -> None:
+    kinds = {kind for kind in events.Event.__subclasses__() if kind is not events.UnknownEvent}
+    assert set(events.KINDS.values()) == kinds
+    assert all(name for name in events.KINDS)
+
+
+def test_events_of_other_versions_are_tolerated(tmp_path: Path) -> None:
+    lines = [
+        {"time": "t", "event": "from the future", "attempt": 3, "value": 1},
+        {"time": "t", "event": "started", "attempt": 3, "value": 1},
+        {"time": "t", "event": "ended", "attempt": 3, "outcome": "vanished", "cause": {"what": "gone"}},
+    ]
+    text = "\n".join(json.dumps(line) for line in lines) + '\n{"time": "t", "ev'
+    (tmp_path / "events.jsonl").write_text(text)
+    ledger = Ledger(tmp_path)
+    assert ledger.events() == [
+        events.UnknownEvent(3, "from the future"),
+        events.Started(3),
+        events.Ended(3, "vanished", Cause(-1, "gone")),
+    ]
+    assert [dict(entry.document) for entry in ledger.entries()] == lines
+
+
+@given(st.dictionaries(st.from_regex(r"[A-Z]{1,5}", fullmatch=True), st.text("ab $#='\"\\{}", max_size=8)))
+def test_quoted_values_of_an_env_file_arrive_as_they_are(values: dict[str, str]) -> None:
+    quoted = {name: value.replace("\\", "\\\\").replace("'", "\\'") for name, value in values.items()}
+    lines = "".join(f"{name}='{value}'\n" for name, value in quoted.items())
+    assert env_file.parse(lines, Path("x.env")).values == values
