@@ -1,8 +1,8 @@
 """What a slice costs: list prices per chip and hour, by generation, region and kind of capacity.
 
-A table with a date, not an oracle: Google changes spot prices up to once a month, and a contract or a reservation has
-prices of its own. What the table does not know is unknown, never guessed; a limit (`slice.max_cost_per_hour`) refuses
-what can't be shown to be below it.
+The table has a date: Google changes spot prices up to once a month, and a contract or a reservation has prices of its
+own. A price that is not in the table is unknown and never guessed; a limit (`slice.max_cost_per_hour`) refuses a slice
+whose price is unknown.
 
 Source: Google's price list (cloud.google.com/tpu/pricing) as SkyPilot's catalogue reads it through Google's billing API
 (github.com/skypilot-org/skypilot-catalog, catalogs/v8/gcp/vms.csv at 8427bbff), slices divided by their chips. US
@@ -62,8 +62,8 @@ _V6E = {
 }
 
 
-def _table(wanted: Accelerator) -> dict[str, Price]:
-    one = wanted.hosts == 1
+def _table(slice_type: Accelerator) -> dict[str, Price]:
+    one = slice_type.hosts == 1
     tables = {
         "v2": _V2_ONE if one else _V2_MORE,
         "v3": _V3_ONE if one else _V3_MORE,
@@ -72,7 +72,7 @@ def _table(wanted: Accelerator) -> dict[str, Price]:
         "v5p": _V5P,
         "v6e": _V6E,
     }
-    return tables.get(wanted.generation.name, {})
+    return tables.get(slice_type.generation.name, {})
 
 
 def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
@@ -80,22 +80,24 @@ def per_hour(accelerator_type: str, zone: str, capacity: str) -> float | None:
 
     Reserved capacity is counted at the on-demand price, its upper bound: what a contract says is not public.
     """
-    wanted = accelerator(accelerator_type)
-    price = _table(wanted).get(zone.rsplit("-", 1)[0])
+    slice_type = accelerator(accelerator_type)
+    price = _table(slice_type).get(zone.rsplit("-", 1)[0])
     if price is None:
         return None
-    each = price.spot if capacity == "spot" else price.on_demand
-    return None if each is None else each * wanted.chips
+    per_chip = price.spot if capacity == "spot" else price.on_demand
+    return None if per_chip is None else per_chip * slice_type.chips
 
 
 def line(config: Config) -> str:
     """What the slice of this file costs an hour, with the table's date."""
     cost = per_hour(config.slice.accelerator_type, config.zone, config.slice.capacity)
-    what = f"{config.slice.accelerator_type}, {config.slice.capacity}, {config.zone}"
+    subject = f"{config.slice.accelerator_type}, {config.slice.capacity}, {config.zone}"
     if cost is None:
-        return f"cost: unknown ({what} is not in the price table of {AS_OF}); see https://cloud.google.com/tpu/pricing"
+        return (
+            f"cost: unknown ({subject} is not in the price table of {AS_OF}); see https://cloud.google.com/tpu/pricing"
+        )
     upper = ", at most: a reservation has a price of its own" if config.slice.capacity == "reserved" else ""
-    return f"cost: about ${cost:.2f} an hour ({what}; list prices of {AS_OF}{upper})"
+    return f"cost: about ${cost:.2f} an hour ({subject}; list prices of {AS_OF}{upper})"
 
 
 def so_far(accelerator_type: str, zone: str, capacity: str, seconds: float) -> float | None:
@@ -123,25 +125,22 @@ def since(config: Config, created: str, now: float) -> str:
     begun, cost = parse_time(created), of_slice(config, created, now)
     if begun is None:
         return ""
-    told = f"cost so far: about ${cost:.2f} (list prices of {AS_OF})" if cost is not None else "cost so far: unknown"
-    return f"created {duration(now - begun)} ago, {told}"
+    amount = "unknown" if cost is None else f"about ${cost:.2f} (list prices of {AS_OF})"
+    return f"created {duration(now - begun)} ago, cost so far: {amount}"
 
 
 def check(config: Config) -> None:
-    """Raises BadInput when the slice would cost more an hour than `slice.max_cost_per_hour`, or when that can't be
-    told."""
+    """Raises BadInput when the slice would cost more an hour than `slice.max_cost_per_hour`, or when that is
+    not known."""
     limit = config.slice.max_cost_per_hour
     if limit is None:
         return
+    text = f"the limit (slice.max_cost_per_hour, --max-cost) is ${limit:.2f} an hour"
     cost = per_hour(config.slice.accelerator_type, config.zone, config.slice.capacity)
     if cost is None:
-        raise BadInput(
-            f"the limit (slice.max_cost_per_hour, --max-cost) is ${limit:.2f} an hour, but {line(config)}. Without a limit it is created"
-        )
+        raise BadInput(f"{text}, but {line(config)}. Without a limit it is created")
     if cost > limit:
-        raise BadInput(
-            f"the limit (slice.max_cost_per_hour, --max-cost) is ${limit:.2f} an hour, but {line(config)}. Nothing was created"
-        )
+        raise BadInput(f"{text}, but {line(config)}. Nothing was created")
 
 
 def duration(seconds: float) -> str:

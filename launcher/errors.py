@@ -17,7 +17,7 @@ class Exit(enum.IntEnum):
     """Done. Of `run`: the command finished on every host."""
     BAD_INPUT = 2
     """The file, an argument or this machine is not as it must be, and nothing was started; or the trainer refused its
-    configuration or data."""
+    configuration or data; or another attempt would follow and secrets are missing: the run can be resumed."""
     APPLICATION_FAILED = 10
     """The command of a run failed on a host."""
     HOST_LOST = 11

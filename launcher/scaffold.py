@@ -1,7 +1,6 @@
-"""`tpu-launch init`: writes a first file that is valid and says what each line means. Refuses to overwrite one.
+"""`tpu-launch init`: writes a first file that is valid and says what each line means. Never overwrites one.
 
-Pure but for `write`: `text` makes the file from answers, and it is read back through the real checks before it gets its
-name.
+`text` is pure and makes the file from answers; `write` reads it back through the real checks before it gets its name.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _WORDS = ("true", "false", "null", "yes", "no", "on", "off")
 
 @dataclass(frozen=True)
 class Answers:
-    """What can't be guessed."""
+    """What the file needs and no default can know."""
 
     project: str
     accelerator_type: str
@@ -44,39 +43,44 @@ def known(accelerator_type: str) -> Accelerator:
 
 def text(answers: Answers) -> str:
     """The file. Raises BadInput for an accelerator that does not exist, or what can't be a project."""
-    wanted = known(answers.accelerator_type)
+    slice_type = known(answers.accelerator_type)
     if not _PROJECT.fullmatch(answers.project):
         raise BadInput(f"{answers.project!r} can't be a project id: lower-case letters, digits and hyphens")
-    repository = answers.repository
+    generation = slice_type.generation
     lines = [
         "# What to run, and where. Checked by `tpu-launch plan`, `tpu-launch doctor` says what this machine lacks.",
         "",
         f"project: {_scalar(answers.project)} # Google Cloud project",
-        f"zone: {_scalar(answers.zone)} # {wanted.generation.name} slices are in {', '.join(wanted.generation.zones)}",
+        f"zone: {_scalar(answers.zone)} # {generation.name} slices are in {', '.join(generation.zones)}",
         "slice:",
         f"  name: {_scalar(answers.name)} # name of the TPU node",
-        f"  accelerator_type: {wanted.name} # {_counts(wanted)}",
+        f"  accelerator_type: {slice_type.name} # {_counts(slice_type)}",
         f"  capacity: {answers.capacity} # on-demand, spot (cheap, can be taken away), reserved",
         "  expires_hours: 48 # after so long `tpu-launch gc` removes it, if you forgot",
         "  # max_cost_per_hour: 30 # dollars; what costs more is not created",
         "image:",
-        f"  repository: {_scalar(repository)} # where the image is pushed; hosts run it by digest"
-        if repository
-        else f"  repository: null # for real slices: REGION-docker.pkg.dev/{answers.project}/REPOSITORY/NAME; emulated ones need none",
+        _repository(answers),
         "run:",
         "  stop_seconds: 30 # between SIGTERM and SIGKILL: time to save",
         "  # command: [python, train.py] # your own program instead of the trainer below",
         "",
     ]
-    return "\n".join([*lines, *(_trainer(answers.bucket, wanted) if answers.bucket else _no_trainer())]) + "\n"
+    return "\n".join([*lines, *(_trainer(answers.bucket, slice_type) if answers.bucket else _no_trainer())]) + "\n"
 
 
-def _counts(wanted: Accelerator) -> str:
-    hosts = "1 host" if wanted.hosts == 1 else f"{wanted.hosts} hosts"
-    return f"{hosts}, {wanted.devices} devices"
+def _repository(answers: Answers) -> str:
+    if answers.repository:
+        return f"  repository: {_scalar(answers.repository)} # where the image is pushed; hosts run it by digest"
+    example = f"REGION-docker.pkg.dev/{answers.project}/REPOSITORY/NAME"
+    return f"  repository: null # for real slices: {example}; emulated ones need none"
 
 
-def _trainer(bucket: str, wanted: Accelerator) -> list[str]:
+def _counts(slice_type: Accelerator) -> str:
+    hosts = "1 host" if slice_type.hosts == 1 else f"{slice_type.hosts} hosts"
+    return f"{hosts}, {slice_type.devices} devices"
+
+
+def _trainer(bucket: str, slice_type: Accelerator) -> list[str]:
     return [
         "# From here on: what `tpu-train` reads on every host.",
         "seed: 1",
@@ -88,7 +92,7 @@ def _trainer(bucket: str, wanted: Accelerator) -> list[str]:
         f"  evaluation: {_scalar(f'gs://{bucket}/data/evaluation')}",
         "train:",
         "  steps: 10000",
-        f"  global_batch_size: {32 * wanted.devices} # over all hosts and devices",
+        f"  global_batch_size: {32 * slice_type.devices} # over all hosts and devices",
         "  learning_rate: 1.0e-4",
         "  warmup_steps: 1000",
         "evaluation: {every: 1000} # steps",
@@ -99,7 +103,8 @@ def _trainer(bucket: str, wanted: Accelerator) -> list[str]:
 
 def _no_trainer() -> list[str]:
     return [
-        "# No trainer sections: give the command, `tpu-launch run -- python train.py`. With `init --bucket` the trainer's are written too."
+        "# No trainer sections: give the command, `tpu-launch run -- python train.py`. "
+        "With `init --bucket` the trainer's are written too."
     ]
 
 
@@ -120,7 +125,7 @@ def write(path: Path, answers: Answers) -> None:
             load(temporary)
         except BadInput as error:
             raise BadInput(str(error).replace(str(temporary), str(path)) + "\nnothing was written") from None
-        os.link(temporary, path)  # fails when somebody else wrote it meanwhile
+        os.link(temporary, path)  # fails when another process wrote it meanwhile
     except FileExistsError:
         raise BadInput(f"{path} exists and is not overwritten") from None
     except OSError as error:

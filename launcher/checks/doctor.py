@@ -1,7 +1,7 @@
-"""`tpu-launch doctor`: what a run needs, looked at one by one, each with the command that mends it. Changes nothing.
+"""`tpu-launch doctor`: checks everything that a run needs, and names the command that mends what is missing.
 
-A check is a function that returns rows and never raises: what it meets is the row. Checks run side by side, since most
-of them wait for gcloud.
+Nothing is changed. A check is a function that returns rows and never raises: an error is a row. Checks run in parallel,
+since most of them wait for gcloud.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import home, shell
+from launcher import costs, home, shell
 from launcher.checks import inputs
 from launcher.config import Config
 from launcher.errors import LaunchError
@@ -30,6 +30,8 @@ _NEEDS_LOGIN = ("pkg.dev", "gcr.io")
 
 
 class Verdict(enum.Enum):
+    """The result of a check."""
+
     PASS = "PASS"
     WARN = "WARN"  # may be fine: a person decides
     FAIL = "FAIL"  # a run can't work
@@ -37,7 +39,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was looked at; `fix` is a command, or a sentence where none would do."""
+    """One result; `fix` is a command, or a sentence where no command would do."""
 
     check: str
     verdict: Verdict
@@ -45,16 +47,17 @@ class Row:
     fix: str = ""
 
     def as_json(self) -> dict[str, str]:
+        """The row for scripts."""
         return {"check": self.check, "verdict": self.verdict.value, "detail": self.detail, "fix": self.fix}
 
 
 def examine(config: Config) -> list[Row]:
-    """All rows, in the order in which they should be mended."""
-    looks: list[Callable[[], list[Row]]] = [
+    """The results of all checks, in the order in which they should be mended."""
+    checks: list[Callable[[], list[Row]]] = [
         lambda: [_cost(config)],
         _gcloud_and_account,
-        *(functools.partial(_zone, here) for here in placement.in_every_zone(config)),
-        *(functools.partial(_runtime, here) for here in placement.in_every_zone(config)),
+        *(functools.partial(_zone, zoned) for zoned in placement.in_every_zone(config)),
+        *(functools.partial(_runtime, zoned) for zoned in placement.in_every_zone(config)),
         lambda: [quota_row(config)],
         lambda: [_ssh_key(Path.home() / ".ssh" / "google_compute_engine")],
         lambda: [_engine(config)],
@@ -62,27 +65,25 @@ def examine(config: Config) -> list[Row]:
         lambda: [_buckets(config)],
         lambda: [_folder()],
     ]
-    with ThreadPoolExecutor(len(looks)) as pool:
-        return [row for rows in pool.map(lambda look: look(), looks) for row in rows]
+    with ThreadPoolExecutor(len(checks)) as pool:
+        return [row for rows in pool.map(lambda check: check(), checks) for row in rows]
 
 
 def failed(rows: Sequence[Row]) -> bool:
+    """Whether a run can't work."""
     return any(row.verdict is Verdict.FAIL for row in rows)
 
 
 def _cost(config: Config) -> Row:
-    from launcher import costs
-
     try:
         costs.check(config)
     except LaunchError as error:
         return Row("cost", Verdict.FAIL, str(error), "change slice.max_cost_per_hour, or the slice")
-    told = costs.line(config)
-    return Row("cost", Verdict.WARN if "unknown" in told else Verdict.PASS, told.removeprefix("cost: "))
+    price = costs.line(config)
+    return Row("cost", Verdict.WARN if "unknown" in price else Verdict.PASS, price.removeprefix("cost: "))
 
 
-# -- gcloud and what it can reach
-# -----------------------------------------------------------------------------------------------------------
+# -- gcloud and what it can reach --------------------------------------------------------------------------------------
 
 
 def _gcloud_and_account() -> list[Row]:
@@ -96,11 +97,15 @@ def _gcloud_and_account() -> list[Row]:
 
 
 def version_row(info: dict[str, Any]) -> Row:
-    """The SDK's version against what is known of its defects."""
+    """The SDK's version against the one that was tested. `info`: `gcloud info --format=json`."""
     version = str(info.get("basic", {}).get("version", ""))
     if version == _TESTED:
-        known = "its known defects are avoided (--output-directory, subsets of --worker, commands run again after exit code 255)"
-        return Row("gcloud", Verdict.PASS, f"{version}, which this was tested with: {known}")
+        defects = "--output-directory, subsets of --worker, commands run again after exit code 255"
+        return Row(
+            "gcloud",
+            Verdict.PASS,
+            f"{version}, which this was tested with: its known defects are avoided ({defects})",
+        )
     if _numbers(version) < _numbers(_TESTED):
         return Row(
             "gcloud",
@@ -116,6 +121,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def account_row(info: dict[str, Any]) -> Row:
+    """The account that gcloud uses. `info`: `gcloud info --format=json`."""
     config = info.get("config", {})
     auth = config.get("properties", {}).get("auth", {}).get("disable_credentials", "")
     if isinstance(auth, dict):  # {"value": ..., "source": ...} in newer SDKs
@@ -134,7 +140,7 @@ def account_row(info: dict[str, Any]) -> Row:
 
 
 def _zone(config: Config) -> list[Row]:
-    """Project, API, zone and accelerator: one question tells them apart."""
+    """Project, API, zone and accelerator, by one question to the API."""
     wanted = config.slice.accelerator_type
     place = f"{wanted} in {config.zone}"
     try:
@@ -144,14 +150,14 @@ def _zone(config: Config) -> list[Row]:
     rows = [Row("project, API, zone", Verdict.PASS, f"{config.project}: the Cloud TPU API answers for {config.zone}")]
     if wanted in offered:
         return [*rows, Row("accelerator", Verdict.PASS, f"{place} (capacity is known only when it is asked for)")]
-    known = ", ".join(config.accelerator.generation.zones)
+    zones = ", ".join(config.accelerator.generation.zones)
     return [
         *rows,
         Row(
             "accelerator",
             Verdict.FAIL,
             f"no {place}; the zone has {', '.join(offered) or 'none'}",
-            f"zone: one of {known}",
+            f"zone: one of {zones}",
         ),
     ]
 
@@ -171,7 +177,7 @@ def _runtime(config: Config) -> list[Row]:
     try:
         offered = gcloud.call(gcloud.runtime_versions_command(config), timeout=_SECONDS).split()
     except LaunchError:
-        return []  # told by the row of the zone
+        return []  # the row of the zone says why
     if config.runtime_version in offered:
         return [Row("runtime version", Verdict.PASS, config.runtime_version)]
     fix = f"slice.runtime_version: {config.accelerator.generation.runtime_version}"
@@ -179,25 +185,25 @@ def _runtime(config: Config) -> list[Row]:
 
 
 def quota_row(config: Config) -> Row:
-    """Quota is known only to the Cloud Quotas API, for which most accounts have no rights: what it is called, and the
-    command that shows it."""
+    """The quota that the slice needs, and the command that shows it: the Cloud Quotas API, for which most accounts have
+    no rights, is not asked."""
     kind = {"spot": "Preemptible"}.get(config.slice.capacity, "")
     name = f"TPU{config.accelerator.generation.name.upper()}{kind}PerProjectPerZoneForTPUAPI"
     command = f"gcloud beta quotas info describe {name} --service=tpu.googleapis.com --project={config.project}"
     return Row(
         "quota",
         Verdict.WARN,
-        f"not looked at: a {config.slice.accelerator_type} needs {name} in {config.zone}; `up` says at once when it lacks",
+        f"not looked at: a {config.slice.accelerator_type} needs {name} in {config.zone}; "
+        "`up` says at once when it lacks",
         command,
     )
 
 
-# -- this machine
-# ----------------------------------------------------------------------------------------------------------------------------
+# -- this machine ------------------------------------------------------------------------------------------------------
 
 
 def _ssh_key(path: Path) -> Row:
-    """The key that gcloud uses: there, private, and usable without asking for a passphrase."""
+    """The key that gcloud uses: it must exist, be private, and work without a passphrase that somebody types."""
     if not path.exists():
         return Row(
             "ssh key",
@@ -242,8 +248,12 @@ def _registry(config: Config) -> Row:
     if config.image.repository is None:
         if config.image.reference:
             return Row("registry", Verdict.PASS, "not pushed to: image.reference is given")
-        return Row("registry", Verdict.WARN, "image.repository is not given: only emulated hosts have this machine's images",
-                   f"image.repository: REGION-docker.pkg.dev/{config.project}/REPOSITORY/NAME")  # fmt: skip
+        return Row(
+            "registry",
+            Verdict.WARN,
+            "image.repository is not given: only emulated hosts have this machine's images",
+            f"image.repository: REGION-docker.pkg.dev/{config.project}/REPOSITORY/NAME",
+        )
     host = config.image.repository.split("/")[0]
     folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
     try:
@@ -254,7 +264,7 @@ def _registry(config: Config) -> Row:
 
 
 def registry_row(host: str, settings: dict[str, Any]) -> Row:
-    """Whether docker has something to show to that registry. `settings`: docker's config.json."""
+    """Whether docker has credentials for that registry. `settings`: docker's config.json."""
     for kind in ("credHelpers", "auths"):
         if host in settings.get(kind, {}):
             return Row("registry", Verdict.PASS, f"docker has credentials for {host} ({kind})")

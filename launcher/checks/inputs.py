@@ -1,7 +1,6 @@
-"""What can be known to be wrong before anything is created: tools, buckets, data.
+"""What is checked before anything is created: programs, buckets, datasets.
 
-Each check raises BadInput with what is missing and what to do. A bucket or a dataset that the hosts would miss is
-missed here first, for free.
+Each check raises BadInput that says what is missing and what to do, before a slice costs anything.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ _SECONDS = 30.0
 
 
 def tools() -> None:
-    """gcloud and ssh are here."""
+    """Raises BadInput unless gcloud and ssh are installed."""
     shell.find("gcloud")
     shell.find("ssh")
 
 
 def buckets(config: Config) -> None:
-    """Every bucket that the trainer's sections name exists."""
+    """Raises BadInput unless every bucket that the trainer's sections name exists."""
     if config.trainer is None:
         return
     data = config.trainer.data
@@ -40,10 +39,11 @@ def buckets(config: Config) -> None:
 
 
 def data(config: Config) -> None:
-    """The datasets are there, whole, and what the configuration says, down to the tokenizer that wrote them and the
-    size of every shard.
+    """Raises BadInput unless the datasets are complete and fit the configuration, down to the tokenizer that wrote them
+    and the size of every shard.
 
-    A tokenizer on the Hub is compared by the hosts, when they start: this machine has no client of the Hub."""
+    A tokenizer on the Hub is compared by the hosts, when they start: this machine has no client of the Hub.
+    """
     if config.trainer is None:
         return
     from training.data.formats.open_dataset import check
@@ -76,7 +76,7 @@ def _bucket(project: str, name: str, place: str) -> None:
     from google.cloud import storage
 
     try:
-        found = storage.Client(project=project).lookup_bucket(name, timeout=_SECONDS)
+        bucket = storage.Client(project=project).lookup_bucket(name, timeout=_SECONDS)
     except DefaultCredentialsError:
         raise BadInput(
             f"{place}: gs://{name} can't be looked at without credentials: gcloud auth application-default login"
@@ -87,7 +87,8 @@ def _bucket(project: str, name: str, place: str) -> None:
         ) from None
     except (exceptions.GoogleAPICallError, GoogleAuthError, OSError) as error:
         raise LaunchError(f"{place}: Cloud Storage does not answer about gs://{name}: {error}") from None
-    if found is None:
+    if bucket is None:
         raise BadInput(
-            f"{place}: bucket gs://{name} does not exist: create it with `gcloud storage buckets create gs://{name}`, or correct the name"
+            f"{place}: bucket gs://{name} does not exist: "
+            f"create it with `gcloud storage buckets create gs://{name}`, or correct the name"
         )

@@ -1,4 +1,4 @@
-"""What a person sees: few lines on standard error, the hosts' own lines on standard output.
+"""Output on the terminal: few lines on standard error, the hosts' own lines on standard output.
 
 Standard output carries what a script may want (log lines, JSON); everything the launcher says about its own work goes
 to standard error.
@@ -49,6 +49,7 @@ _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 
 
 def error(text: str) -> None:
+    """One error message."""
     click.echo(f"{click.style('error:', fg='red', bold=True)} {text}", err=True)
 
 
@@ -59,10 +60,10 @@ def dump(value: Any) -> None:
 
 def table(columns: list[str], rows: list[list[str]]) -> None:
     """A plain table on standard output."""
-    drawn = Table(box=None, pad_edge=False)
+    grid = Table(box=None, pad_edge=False)
     for column in columns:
-        drawn.add_column(column, overflow="fold")
+        grid.add_column(column, overflow="fold")
     for row in rows:
-        drawn.add_row(*row)
+        grid.add_row(*row)
     # Into a file or a pipe, a row stays a line.
-    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 1000).print(drawn)
+    Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 1000).print(grid)

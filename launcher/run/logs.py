@@ -1,9 +1,11 @@
 """Exactly-once delivery of the hosts' log lines.
 
-An engine gives lines from a time on, inclusive. Two lines can bear the same time, and a line can be written a moment
-after one with a later time (stdout and stderr are copied by two threads). So each look asks again from a little before
-the newest line, and lines seen already are counted off. The host's log file is the cursor: what is in it was delivered,
-and a new process goes on from its end.
+An engine gives lines from a time on, inclusive. Two lines can have the same time, and a line can be written a moment
+after one with a later time (stdout and stderr are copied by two threads). So each observation asks again from
+LOG_OVERLAP before the newest line, and lines that were delivered already are left out. The host's log file is the
+cursor: what is in it was delivered, and a new process goes on from its end.
+
+What can fail half-way: a crash can leave a last line without its end; it is cut off, and delivered again.
 """
 
 from __future__ import annotations
@@ -31,19 +33,22 @@ class Cursor:
 
     @property
     def since(self) -> str | None:
-        """From where the next look must ask; None: from the beginning."""
+        """From when on the next observation must ask, RFC 3339; None: from the beginning."""
         return shift(self.newest, -LOG_OVERLAP) if self.newest else None
 
     def new(self, lines: Iterable[LogLine]) -> list[LogLine]:
-        """Those of `lines` (a look from `since` on, or from earlier) that were not delivered yet, in order; they count
-        as delivered now."""
+        """The lines that were not delivered yet, in order; they count as delivered now.
+
+        Args:
+            lines: An observation from `since` on, or from earlier.
+        """
         allowance = Counter(self.recent)
         edge = shift(self.newest, -LOG_OVERLAP) if self.newest else ""
         fresh = []
         for line in lines:
             key = (line.timestamp, line.text)
             if line.timestamp < edge:
-                continue  # a look that was asked for before the last one was delivered
+                continue  # of an observation that was asked for before the last one was delivered
             if allowance[key] > 0:
                 allowance[key] -= 1
             else:

@@ -1,6 +1,6 @@
-"""What is kept of an attempt that failed: one archive in the run's folder, made before its containers are removed.
+"""The post-mortem of an attempt that failed: one archive in the run's folder, made before its containers are removed.
 
-`.tpu-launch/runs/<run id>/post-mortem-<attempt>.tar.gz` (0600) holds run.json, config.yaml, events.jsonl, the logs and
+`.tpu-launch/runs/<run id>/post-mortem-<attempt>.tar.gz` (0600) holds the run's records, the logs and
 stacks of the attempt, what the API says of the slice, and for each host that answers its container's inspection, disks,
 memory, kernel messages and TPU logs. The values of the run's secrets are masked wherever they appear. It is written
 under a temporary name and renamed: a crash leaves nothing half-written.
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from launcher.run.ledger import Ledger
 
+_RECORDS = ("run.json", "config.yaml", "specification.yaml", "events.jsonl")
 _LOG_BYTES = 20_000_000  # of the end of each log
 
 
@@ -28,7 +29,7 @@ def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Se
         os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as sink,
         tarfile.open(fileobj=sink, mode="w:gz", compresslevel=3) as archive,
     ):
-        root = f"{ledger.folder.name}-{attempt}"
+        root = f"{ledger.run_id}-{attempt}"
         for path in _files(ledger, attempt):
             _add(archive, f"{root}/{path.relative_to(ledger.folder)}", _end_of(path), secrets)
         for name, text in evidence.items():
@@ -38,7 +39,7 @@ def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Se
 
 
 def _files(ledger: Ledger, attempt: int) -> Iterable[Path]:
-    yield from (path for name in ("run.json", "config.yaml", "events.jsonl") if (path := ledger.folder / name).exists())
+    yield from (path for name in _RECORDS if (path := ledger.folder / name).exists())
     for kind in ("logs", "stacks"):
         yield from sorted((ledger.folder / kind / f"attempt-{attempt}").glob("*"))
 
