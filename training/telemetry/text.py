@@ -3,7 +3,6 @@ functions."""
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -49,11 +48,6 @@ def format_remaining(seconds: float) -> str:
     whole = max(0, round(seconds))
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
-
-
-def perplexity(loss: float) -> float:
-    """exp(loss); infinite where that overflows."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 def format_evaluation(step: int, figures: dict[str, float]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -14,7 +15,6 @@ from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluati
 from training.data.sampling.masking import Masking
 from training.distributed.cluster import Cluster
 from training.tasks.task import evaluation_slice, open_data, read_ahead, training_slice
-from training.telemetry.text import perplexity
 
 
 class MaskedLanguageModeling:
@@ -75,7 +75,7 @@ class MaskedLanguageModeling:
         weight = total.sums["weight"] or float("nan")
         return {
             "loss": total.loss,
-            "perplexity": perplexity(total.loss),
+            "perplexity": _perplexity(total.loss),
             "accuracy": total.sums["correct"] / weight,
         }
 
@@ -88,3 +88,8 @@ def masking_of(config: TrainerConfig) -> Masking:
 def _host_batch(batch: MlmBatch) -> HostBatch:
     arrays = {name: getattr(batch, name) for name in ("input_ids", "positions", "labels", "weights")}
     return HostBatch(arrays, batch.records)
+
+
+def _perplexity(loss: float) -> float:
+    """exp(loss); infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
