@@ -102,18 +102,18 @@ def test_a_clean_model_is_clean(model: Path) -> None:
     ],
 )
 def test_what_breaks_a_rule_is_named_with_its_line(model: Path, name: str, rule: str, words: str) -> None:
-    code, found = check(model, name)
+    code, findings = check(model, name)
     assert code == Exit.FAILED
-    assert {each["rule"] for each in found} == {rule}
-    assert {each["place"].removesuffix(" (backward)") for each in found} == {line(model, name)}
-    assert words in found[0]["message"]
+    assert {finding["rule"] for finding in findings} == {rule}
+    assert {finding["place"].removesuffix(" (backward)") for finding in findings} == {line(model, name)}
+    assert words in findings[0]["message"]
 
 
 def test_a_new_shape_is_named_unless_it_was_announced(model: Path) -> None:
-    code, [found] = check(model, "clean", "ragged")
-    assert (code, found["rule"]) == (Exit.FAILED, "another program")
-    assert "step 2 has a new shape: x [5, 8], after x [4, 8]" in found["message"]
-    assert found["place"].startswith(str(model))
+    code, [finding] = check(model, "clean", "ragged")
+    assert (code, finding["rule"]) == (Exit.FAILED, "another program")
+    assert "step 2 has a new shape: x [5, 8], after x [4, 8]" in finding["message"]
+    assert finding["place"].startswith(str(model))
     assert check(model, "clean", "ragged", "--shapes", "2") == (0, [])
 
 

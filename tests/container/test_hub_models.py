@@ -90,9 +90,12 @@ def test_a_run_starts_from_a_name_on_the_hub(folder: Path, hub: str) -> None:
 
 
 def test_a_model_that_the_hub_does_not_give_is_named_with_what_to_do(folder: Path, hub: str) -> None:
-    program = "import sys; from training import errors\nfrom training.storage import hub as hub_names\ntry: hub_names.model_folder(sys.argv[1])\nexcept errors.BadInput as error: print(error)"
+    program = (
+        "import sys; from training import errors\nfrom training.storage import hub as hub_names\n"
+        "try: hub_names.model_folder(sys.argv[1])\nexcept errors.BadInput as error: print(error)"
+    )
     for endpoint in (hub, "http://127.0.0.1:9"):  # not there; no Hub there
-        told = subprocess.run(
+        ended = subprocess.run(
             [sys.executable, "-c", program, "org/other"],
             env={
                 "PATH": "",
@@ -104,7 +107,7 @@ def test_a_model_that_the_hub_does_not_give_is_named_with_what_to_do(folder: Pat
             text=True,
             timeout=120,
         )
-        assert told.stdout.startswith(
+        assert ended.stdout.startswith(
             "model.path org/other: there is no such folder, and the Hub did not give a model of that name: "
-        ), told.stderr
-        assert "give its folder (local or gs://)" in told.stdout
+        ), ended.stderr
+        assert "give its folder (local or gs://)" in ended.stdout

@@ -28,10 +28,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[hub_server.Hub]:
-    with hub_server.serve(TOKEN) as found:
-        for name, value in (("HF_ENDPOINT", found.url), ("HF_TOKEN", TOKEN), ("HF_HOME", str(tmp_path / "home"))):
+    with hub_server.serve(TOKEN) as running:
+        for name, value in (("HF_ENDPOINT", running.url), ("HF_TOKEN", TOKEN), ("HF_HOME", str(tmp_path / "home"))):
             monkeypatch.setenv(name, value)
-        yield found
+        yield running
 
 
 def run(folder: Path, run_id: str, **settings: Any) -> dict[str, Any]:
@@ -58,9 +58,9 @@ def test_the_model_is_pushed_while_it_trains_and_at_the_end(
     assert any("lfs/objects" in request for request in server.requests), "the weights go through LFS"
     assert (summary["hub"]["step"], summary["hub"]["error"]) == (8, None)
     assert summary["hub"]["commit"].startswith(f"{server.url}/{REPOSITORY}/commit/")
-    told = capfd.readouterr()
-    assert f"hub: {REPOSITORY} has step 8: {server.url}" in told.out
-    assert TOKEN not in told.out + told.err
+    output = capfd.readouterr()
+    assert f"hub: {REPOSITORY} has step 8: {server.url}" in output.out
+    assert TOKEN not in output.out + output.err
     assert no_token_in(folder)
     assert server.refused_tokens == 0
 
@@ -94,10 +94,10 @@ def test_trouble_with_the_hub_does_not_touch_the_run(
     assert (summary["steps"], summary["committed_step"]) == (8, 8)
     assert summary["hub"]["commit"] is None
     assert expected[trouble] in summary["hub"]["error"]
-    told = capfd.readouterr()
-    assert told.err.count("tpu-train: warning: hub: ") == 1
-    assert f"hub: {REPOSITORY} has nothing of this attempt; the last upload failed: " in told.out
-    assert TOKEN not in told.out + told.err
+    output = capfd.readouterr()
+    assert output.err.count("tpu-train: warning: hub: ") == 1
+    assert f"hub: {REPOSITORY} has nothing of this attempt; the last upload failed: " in output.out
+    assert TOKEN not in output.out + output.err
     assert no_token_in(folder)
     assert not server.repositories.get(REPOSITORY, hub_server.Repository(True)).commits
 
@@ -127,8 +127,8 @@ def test_push_is_a_command_and_leaves_a_card_alone(
 ) -> None:
     server.repositories[REPOSITORY] = hub_server.Repository(private=False, files={"README.md": b"written by hand"})
     command = [sys.executable, "-m", "training.cli", "push", str(folder / "runs" / "pushed"), REPOSITORY, "--step", "4"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert told.startswith(f"{REPOSITORY}: the model after step 4: {server.url}")
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert output.startswith(f"{REPOSITORY}: the model after step 4: {server.url}")
     assert server.repositories[REPOSITORY].files["README.md"] == b"written by hand"
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(BadInput, match="HF_TOKEN is not in the environment"):

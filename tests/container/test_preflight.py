@@ -48,8 +48,8 @@ def preflight(folder: Path, *options: str, name: str = "preflight", **changes: A
         check=False,
     )
     assert "Traceback" not in ended.stderr
-    found = json.loads(ended.stdout)["accelerators"] if ended.stdout else []
-    return Answer(ended.returncode, ended.stderr, {each["accelerator"]: each for each in found})
+    accelerators = json.loads(ended.stdout)["accelerators"] if ended.stdout else []
+    return Answer(ended.returncode, ended.stderr, {result["accelerator"]: result for result in accelerators})
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +62,12 @@ def v4(folder: Path) -> dict[str, Any]:
     """The small run of these tests on a v4-8: four devices of two cores each."""
     answer = preflight(folder, "--accelerator", "v4-8", train__precision="bf16")
     assert answer.code == 0, answer.text
-    found: dict[str, Any] = answer.accelerators["v4-8"]
-    return found
+    result: dict[str, Any] = answer.accelerators["v4-8"]
+    return result
 
 
 def test_every_program_of_the_run_is_compiled(v4: dict[str, Any]) -> None:
-    assert [(each["graph"], each["fits"]) for each in v4["graphs"]] == [
+    assert [(graph["graph"], graph["fits"]) for graph in v4["graphs"]] == [
         ("training, 8 x 32", True),
         ("evaluation, 8 x 32", True),
     ]
@@ -79,9 +79,9 @@ def test_the_gradients_are_added_over_the_devices(v4: dict[str, Any]) -> None:
     """Every parameter's gradient is in an all-reduce; a tied weight's two parts may travel apart."""
     training, evaluation = v4["graphs"]
     parameters = sum(small_runs_sizes())
-    exchanged = sum(each["elements"] for each in training["collectives"] if each["kind"] == "all-reduce")
+    exchanged = sum(item["elements"] for item in training["collectives"] if item["kind"] == "all-reduce")
     assert parameters <= exchanged < 2 * parameters
-    assert sum(each["bytes"] for each in evaluation["collectives"] if each["kind"] == "all-reduce") < 1000
+    assert sum(item["bytes"] for item in evaluation["collectives"] if item["kind"] == "all-reduce") < 1000
 
 
 def small_runs_sizes() -> list[int]:
@@ -95,7 +95,7 @@ def small_runs_sizes() -> list[int]:
         dropout=0.1,
         seed=1,
     )
-    return [each.numel() for each in network.parameters()]
+    return [value.numel() for value in network.parameters()]
 
 
 def test_the_state_is_counted_once(v4: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def test_the_state_is_counted_once(v4: dict[str, Any]) -> None:
 def test_a_run_says_whether_it_runs_what_was_checked(folder: Path, v4: dict[str, Any]) -> None:
     """With four devices, the programs of a run are those of the v4-8. One hash is kept back: that program was not
     checked."""
-    training, evaluation = (each["hash"] for each in v4["graphs"])
+    training, evaluation = (graph["hash"] for graph in v4["graphs"])
     config = small_runs.document(folder, train__precision="bf16", train__steps=2)
     (host,) = small_runs.start(folder, "checked", config, CPU_NUM_DEVICES="4", TPU_LAUNCH_PREFLIGHT=training)
     assert host.finish(seconds=SECONDS) == 0, host.text()
@@ -117,8 +117,8 @@ def test_a_run_says_whether_it_runs_what_was_checked(folder: Path, v4: dict[str,
         small_runs.summary(folder, "checked")["preflight"] == f"1 of 2 programs are not what was checked: {evaluation}"
     )
     assert (
-        f"the evaluation program for arrays [8, 32], [8, 5], [8, 5], [8, 5] is {evaluation}, which is none that preflight compiled"
-        in host.text()
+        f"the evaluation program for arrays [8, 32], [8, 5], [8, 5], [8, 5] is {evaluation}, which is none that "
+        "preflight compiled" in host.text()
     )
     assert "the training program" not in host.text()
 
@@ -131,12 +131,12 @@ def test_what_is_too_large_is_told_with_its_size() -> None:
         TracedProgram(Graph("training", 8, 32), Program(DOUBLED.replace("256x256", shape), hash=shape), beside, 0.0)
         for shape, beside in (("131072x131072", 0), ("32768x32768", 0), ("256x256", 8 * GIB), ("256x256", 0))
     )
-    found = compile_all([refused, too_much, crowded, small], target, print)
-    assert [each.fits for each in found.graphs] == [False, False, False, True]
-    assert found.graphs[0].reason == "does not fit: it needs 64.00 GiB of HBM a device, and 7.48 GiB are there"
-    assert str(found.graphs[1].reason).startswith("does not fit: it needs 8.0")
-    assert "8.00 GiB of them for state and programs beside it" in str(found.graphs[2].reason)
-    assert not found.fits
+    result = compile_all([refused, too_much, crowded, small], target, print)
+    assert [graph.fits for graph in result.graphs] == [False, False, False, True]
+    assert result.graphs[0].reason == "does not fit: it needs 64.00 GiB of HBM a device, and 7.48 GiB are there"
+    assert str(result.graphs[1].reason).startswith("does not fit: it needs 8.0")
+    assert "8.00 GiB of them for state and programs beside it" in str(result.graphs[2].reason)
+    assert not result.fits
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,8 @@ def test_a_shape_that_depends_on_data_is_named_with_its_line() -> None:
     with (
         pytest.raises(
             DataDependentProgram,
-            match=r"aten\.index\.Tensor depends on the values.*test_preflight\.py:\d+: return values\[values > 0\]\.sum\(\)",
+            match=r"aten\.index\.Tensor depends on the values.*"
+            r"test_preflight\.py:\d+: return values\[values > 0\]\.sum\(\)",
         ),
         tracing.forbid_data_dependence(),
     ):
@@ -220,6 +221,6 @@ def test_a_model_whose_program_depends_on_data_ends_with_3(folder: Path) -> None
 def test_a_module_of_another_framework_goes_through_the_same_compiler() -> None:
     """StableHLO text, as TensorFlow's experimental_get_compiler_ir gives it, for one chip and for 2048 devices."""
     for name in ("v5litepod-1", "v3-2048"):
-        found = compiler.compile_program(Program(DOUBLED), accelerator(name))
-        assert found.flops == 256 * 256
-        assert found.argument_bytes == 4 * 256 * 256
+        compiled = compiler.compile_program(Program(DOUBLED), accelerator(name))
+        assert compiled.flops == 256 * 256
+        assert compiled.argument_bytes == 4 * 256 * 256

@@ -19,9 +19,9 @@ def values(loss: float) -> dict[str, float | None]:
 
 
 def read(folder: Path) -> EventAccumulator:
-    found = EventAccumulator(str(folder / events.FOLDER))
-    found.Reload()
-    return found
+    events_read = EventAccumulator(str(folder / events.FOLDER))
+    events_read.Reload()
+    return events_read
 
 
 def test_resumed_runs_are_one_curve(tmp_path: Path) -> None:
@@ -34,16 +34,16 @@ def test_resumed_runs_are_one_curve(tmp_path: Path) -> None:
         second.log(step, values(step + 0.5))
     second.log(5, {"eval_loss": 1.25, "eval_perplexity": math.exp(1.25)})
     second.finish()
-    found = read(tmp_path)
-    assert [(each.step, each.value) for each in found.Scalars("train/loss")] == [
+    events_read = read(tmp_path)
+    assert [(event.step, event.value) for event in events_read.Scalars("train/loss")] == [
         (1, 1.0),
         (2, 2.0),
         (3, 3.5),
         (4, 4.5),
         (5, 5.5),
     ]
-    assert found.Scalars("evaluation/perplexity")[0].value == pytest.approx(math.exp(1.25))
-    assert set(found.Tags()["scalars"]) == {
+    assert events_read.Scalars("evaluation/perplexity")[0].value == pytest.approx(math.exp(1.25))
+    assert set(events_read.Tags()["scalars"]) == {
         *("train/loss", "train/learning_rate", "train/examples_per_second"),
         *("evaluation/loss", "evaluation/perplexity"),
     }
@@ -81,7 +81,7 @@ def test_in_a_bucket_objects_are_rewritten_whole_and_then_the_next_begins(
         log.flush()
     assert written == sorted(written)
     assert 1 < len(set(written)) < len(written)
-    assert [each.step for each in read(tmp_path).Scalars("train/loss")] == list(range(1, 13))
+    assert [event.step for event in read(tmp_path).Scalars("train/loss")] == list(range(1, 13))
 
 
 def test_metrics_need_no_tensorboard(tmp_path: Path) -> None:

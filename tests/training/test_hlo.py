@@ -35,9 +35,9 @@ metadata={op_name="bert.1/bert.encoder.layer.1.attention.3/aten__softmax" source
 def test_the_fullest_moment_has_what_is_read_later() -> None:
     """At the all-reduce: its operand and result, and one of the softmaxes, which is read after it. The other was read
     before; the result is no temporary."""
-    found = largest_allocations(PROGRAM, 10)
+    allocations = largest_allocations(PROGRAM, 10)
     padded = 104 * 128 * 4  # tiles of 8 x 128
-    assert [(each.bytes, each.count, each.shape, each.where) for each in found] == [
+    assert [(allocation.bytes, allocation.count, allocation.shape, allocation.where) for allocation in allocations] == [
         (4 * 1024 * 1024, 1, "f32[1024,1024]", "all-reduce"),
         (4 * 1024 * 1024, 1, "f32[1024,1024]", "fusion"),
         (padded, 1, "f32[100,100]", "bert.encoder.layer.*.attention: softmax"),
@@ -46,7 +46,10 @@ def test_the_fullest_moment_has_what_is_read_later() -> None:
 
 def test_like_places_are_counted_together() -> None:
     text = PROGRAM.replace("fusion(%sum, %again)", "fusion(%sum, %again, %small)")
-    assert next(each for each in largest_allocations(text, 10) if each.shape == "f32[100,100]").count == 2
+    assert (
+        next(allocation for allocation in largest_allocations(text, 10) if allocation.shape == "f32[100,100]").count
+        == 2
+    )
 
 
 def test_places_are_the_models_own_names() -> None:
@@ -84,6 +87,6 @@ def test_padding_never_makes_a_buffer_smaller(rows: int, columns: int) -> None:
         f"\nENTRY %m () -> f32[] {{\n  %a = f32[{rows},{columns}]{{1,0:T(8,128)}} fusion(), kind=kLoop\n"
         "  ROOT %b = f32[] fusion(%a), kind=kLoop\n}\n"
     )
-    (found,) = largest_allocations(text, 5)
-    assert 4 * rows * columns <= found.bytes <= 4 * (rows + 7) * (columns + 127)
-    assert found.bytes % (8 * 128 * 4) == 0
+    (allocation,) = largest_allocations(text, 5)
+    assert 4 * rows * columns <= allocation.bytes <= 4 * (rows + 7) * (columns + 127)
+    assert allocation.bytes % (8 * 128 * 4) == 0

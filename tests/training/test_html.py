@@ -61,9 +61,9 @@ def test_a_run_that_failed_is_told_with_all_its_attempts(tmp_path: Path) -> None
     attempt(tmp_path, 0, 0, range(1, 31), StopRequested("stopped after step 30"))
     attempt(tmp_path, 1, 30, range(31, 41), None, ended=False)
     attempt(tmp_path, 2, 20, range(21, 51), TrainError("the loss of step 50 is nan & <infinite>"))
-    said = texts(html.render_report(html.read_run(str(tmp_path))))
-    assert "bert-<1> failed" in said
-    assert "the loss of step 50 is nan & <infinite>" in said
+    page_text = texts(html.render_report(html.read_run(str(tmp_path))))
+    assert "bert-<1> failed" in page_text
+    assert "the loss of step 50 is nan & <infinite>" in page_text
     for words in (
         "stopped after step 30",
         "going on, or killed",
@@ -71,8 +71,8 @@ def test_a_run_that_failed_is_told_with_all_its_attempts(tmp_path: Path) -> None
         "evaluation accuracy",
         "None was committed",
     ):
-        assert words in said
-    assert "Goodput, the share of the time that was spent in steps: 60.0% of 20.0 s" in said
+        assert words in page_text
+    assert "Goodput, the share of the time that was spent in steps: 60.0% of 20.0 s" in page_text
 
 
 def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Pat
     )
     result = CliRunner().invoke(tpu_train, ["report", str(tmp_path)])
     assert result.output.strip() == str(tmp_path / "report.html")
-    said = texts((tmp_path / "report.html").read_text())
+    page_text = texts((tmp_path / "report.html").read_text())
     for words in (
         "bank finished",
         "1,234.5",
@@ -101,7 +101,7 @@ def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Pat
         "hub: org/bank has step 30: https://hub/org/bank/commit/1",
         "card <lost> taken for card stolen: 3 of 10",
     ):
-        assert words in said
+        assert words in page_text
     picture = ElementTree.parse(tmp_path / "confusion.svg").getroot()
     assert "card stolen taken for card <lost>: 1 of 10" in " ".join(picture.itertext())
 
@@ -123,11 +123,11 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_how_an_attempt_ended() -> None:
-    told = [
+    ends = [
         attempts.classify_end(error)
         for error in (None, StopRequested(""), BadInput(""), LostPeer(""), TrainError(""), ValueError())
     ]
-    assert told == ["finished", "stopped", "refused", "lost a host", "failed", "failed"]
+    assert ends == ["finished", "stopped", "refused", "lost a host", "failed", "failed"]
 
 
 def test_curves_keep_spikes_and_leave_out_what_is_not_finite() -> None:
@@ -139,7 +139,7 @@ def test_curves_keep_spikes_and_leave_out_what_is_not_finite() -> None:
     drawn = ElementTree.fromstring(
         svg.line_chart("Loss", [svg.Curve("a", [(1, 2.0), (2, math.nan), (3, math.inf), (4, 1.0)])])
     )
-    [line] = [each for each in drawn.iter() if each.tag.endswith("polyline")]
+    [line] = [item for item in drawn.iter() if item.tag.endswith("polyline")]
     assert len(line.attrib["points"].split()) == 2
     assert "nothing was recorded" in svg.line_chart("Loss", [svg.Curve("a", [(1, math.nan)])])
 
@@ -148,14 +148,14 @@ def test_curves_keep_spikes_and_leave_out_what_is_not_finite() -> None:
     ("low", "high"), [(0.0, 1.0), (3.2, 3.9), (1.0, 1.0), (0.0, 0.0), (-5.0, 7.0), (1e-6, 4e-4), (1, 123_456)]
 )
 def test_ticks_surround_the_values(low: float, high: float) -> None:
-    found = svg.axis_ticks(low, high, 5)
-    assert found[0] <= low <= high <= found[-1]
-    assert 2 <= len(found) <= 9
+    result = svg.axis_ticks(low, high, 5)
+    assert result[0] <= low <= high <= result[-1]
+    assert 2 <= len(result) <= 9
 
 
 def test_the_most_confused_pairs_come_first() -> None:
-    found = svg.most_confused_pairs(["a", "b", "c"], [[5, 2, 0], [4, 5, 0], [0, 1, 0]])
-    assert [(each.true, each.predicted, each.count, each.of) for each in found] == [
+    result = svg.most_confused_pairs(["a", "b", "c"], [[5, 2, 0], [4, 5, 0], [0, 1, 0]])
+    assert [(item.true, item.predicted, item.count, item.of) for item in result] == [
         ("b", "a", 4, 9),
         ("a", "b", 2, 7),
         ("c", "b", 1, 1),
@@ -168,4 +168,4 @@ def test_77_classes_fit_on_the_page() -> None:
         svg.standalone(svg.confusion_matrix(names, [[float(a == b) for a in range(77)] for b in range(77)]))
     )
     assert float(picture.attrib["width"]) < 1000
-    assert sum(each.tag.endswith("title") for each in picture.iter()) == 77
+    assert sum(item.tag.endswith("title") for item in picture.iter()) == 77

@@ -13,15 +13,15 @@ EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
 def test_the_numbers_are_these_wherever_they_are_made() -> None:
     """Pinned: images have numpy versions of their own, and a checkpoint's `seed` means these weights."""
-    found = initial_weight("bert.pooler.dense.weight", (300, 200), seed=1)
-    assert google_crc32c.value(found.tobytes()) == 0x65E30AAF
-    assert found.dtype == np.float32
+    values = initial_weight("bert.pooler.dense.weight", (300, 200), seed=1)
+    assert google_crc32c.value(values.tobytes()) == 0x65E30AAF
+    assert values.dtype == np.float32
 
 
 def test_weights_are_normal_with_the_given_deviation() -> None:
-    found = initial_weight("classifier.weight", (400, 300), seed=0, deviation=0.05)
-    assert abs(found.mean()) < 0.001
-    assert abs(found.std() - 0.05) < 0.001
+    values = initial_weight("classifier.weight", (400, 300), seed=0, deviation=0.05)
+    assert abs(values.mean()) < 0.001
+    assert abs(values.std() - 0.05) < 0.001
 
 
 def test_each_name_and_each_seed_has_numbers_of_its_own() -> None:

@@ -10,7 +10,7 @@ FOUR, FIVE = {"x": (4, 8)}, {"x": (5, 8)}
 def step(compilations: int = 0, *findings: Finding, numbers: tuple[int, ...] = (1,), transfers: int = 0) -> StepTrace:
     operations = [
         Operation("addmm", "([4, 8])", "m.py:1"),
-        *(Operation("roll", f"([4, 8], {each})", "m.py:2") for each in numbers),
+        *(Operation("roll", f"([4, 8], {number})", "m.py:2") for number in numbers),
     ]
     return StepTrace(list(findings), operations, compilations, transfers)
 
@@ -51,15 +51,15 @@ def test_a_compilation_without_a_difference_is_told_too() -> None:
 
 def test_pieces_of_a_broken_step_are_no_findings_of_their_own() -> None:
     for rule in (SHAPE, VALUE, HOST):
-        asked = Finding(rule, "m.py:3", "asked")
-        [finding] = check_steps((FOUR, step(2, asked)), (FOUR, step(1, asked)))
+        earlier = Finding(rule, "m.py:3", "asked")
+        [finding] = check_steps((FOUR, step(2, earlier)), (FOUR, step(1, earlier)))
         assert (finding.rule, finding.message) == (rule, "asked (2 times)")
 
 
 def test_transfers_that_no_line_explains_are_told() -> None:
-    asked = Finding(VALUE, "m.py:3", "asked")
-    assert check_steps((FOUR, step(1, asked, transfers=1))) == [asked]
-    assert [str(each) for each in check_steps((FOUR, step(1, transfers=2)))] == [
+    earlier = Finding(VALUE, "m.py:3", "asked")
+    assert check_steps((FOUR, step(1, earlier, transfers=1))) == [earlier]
+    assert [str(finding) for finding in check_steps((FOUR, step(1, transfers=2)))] == [
         "somewhere: value on the host: 2 transfer(s) to the host within a step"
     ]
 

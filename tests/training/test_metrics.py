@@ -34,7 +34,7 @@ def test_lines_are_held_back_and_written_in_small_objects(tmp_path: Path, monkey
     for step in range(2, 8):
         log.log(step, {"loss": 1.0})
     log.finish()
-    objects = sorted(each.name for each in (tmp_path / "metrics").iterdir())
+    objects = sorted(path.name for path in (tmp_path / "metrics").iterdir())
     assert objects == ["attempt-0000.00000.jsonl", "attempt-0000.00001.jsonl"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 8))

@@ -71,7 +71,7 @@ source_file="/m.py" source_line=12
 
 def test_a_run_has_a_program_for_each_shape() -> None:
     facts = assume_facts(CONFIG, 30522, (128,), None)
-    assert [str(each) for each in list_graphs(CONFIG, facts)] == ["training, 64 x 128", "evaluation, 16 x 128"]
+    assert [str(graph) for graph in list_graphs(CONFIG, facts)] == ["training, 64 x 128", "evaluation, 16 x 128"]
     shapes = {name: array.shape for name, array in empty_batch(CONFIG, list_graphs(CONFIG, facts)[0]).items()}
     assert shapes == {"input_ids": (64, 128), "positions": (64, 20), "labels": (64, 20), "weights": (64, 20)}
 
@@ -79,7 +79,7 @@ def test_a_run_has_a_program_for_each_shape() -> None:
 def test_buckets_are_programs_of_their_own() -> None:
     config = CONFIG.model_copy(update={"task": "classification"})
     facts = assume_facts(config, 30522, (32, 64), 77)
-    assert [str(each) for each in list_graphs(config, facts)] == [
+    assert [str(graph) for graph in list_graphs(config, facts)] == [
         "training, 64 x 64",
         "training, 64 x 32",
         "evaluation, 16 x 64",
@@ -100,9 +100,9 @@ def test_a_refusal_for_memory_is_told_in_plain_words() -> None:
         int(22.46 * GIB),
         "does not fit: it needs 22.46 GiB of HBM a device, and 15.48 GiB are there",
     )
-    (found,) = parse_allocations(REFUSAL)
-    assert (found.bytes, found.count, found.shape) == (3 * GIB, 2, "f32[24,16,512,512]")
-    assert found.where == "bert.encoder.layer.*.attention.self: softmax"
+    (allocation,) = parse_allocations(REFUSAL)
+    assert (allocation.bytes, allocation.count, allocation.shape) == (3 * GIB, 2, "f32[24,16,512,512]")
+    assert allocation.where == "bert.encoder.layer.*.attention.self: softmax"
 
 
 def test_the_two_forms_of_a_refusal_mean_the_same() -> None:
@@ -146,7 +146,7 @@ def test_memory_is_expected_to_end_where_the_nearest_line_says(
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_the_search_ends_next_to_the_edge(edge: int, start: int) -> None:
-    """Rows up to `edge` fit: what is found fits, what was refused does not, and there is little between them."""
+    """Rows up to `edge` fit: the first result fits, the second does not, and there is little between them."""
     tried: list[int] = []
 
     def fits(rows: int) -> bool:
@@ -186,7 +186,7 @@ def test_it_ends_soon_where_the_compiler_makes_room_at_the_edge(full: int, furth
         tried.append(rows)
         return rows <= edge
 
-    good, bad = bisect(fits, full, True, lambda: max(each for each in tried if each <= edge) * 1.001)
+    good, bad = bisect(fits, full, True, lambda: max(rows for rows in tried if rows <= edge) * 1.001)
     assert good is not None
     assert bad is not None
     assert good <= edge < bad
@@ -206,8 +206,8 @@ def test_the_bound_is_the_slower_of_arithmetic_and_memory() -> None:
 
 
 def test_every_accelerator_has_usable_memory_below_its_size() -> None:
-    for each in ACCELERATORS.values():
-        generation = each.generation
+    for target in ACCELERATORS.values():
+        generation = target.generation
         size = generation.hbm_bytes_per_chip / generation.devices_per_chip
         assert 0.9 * size < generation.usable_hbm_bytes_per_device < 1.01 * size
 
@@ -220,11 +220,11 @@ def test_the_hash_is_blind_to_names_and_layouts_and_sees_shapes() -> None:
 
 
 def test_a_run_compares_what_it_runs_only_where_that_means_something() -> None:
-    told = {"TPU_LAUNCH_PREFLIGHT": "abc,def"}
+    environment = {"TPU_LAUNCH_PREFLIGHT": "abc,def"}
     assert CheckedPrograms({}, comparable=True, warns=True).summary() is None
-    alone = CheckedPrograms(told, comparable=False, warns=True)
-    alone.compare("training", [(1, 2)], lambda: pytest.fail("nothing is to be compared"))
-    assert alone.summary() == "not compared: this backend or machine does not run programs for a whole slice"
+    not_comparable = CheckedPrograms(environment, comparable=False, warns=True)
+    not_comparable.compare("training", [(1, 2)], lambda: pytest.fail("nothing is to be compared"))
+    assert not_comparable.summary() == "not compared: this backend or machine does not run programs for a whole slice"
 
 
 def test_a_machine_without_the_compiler_says_so(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ def confusion(pairs: Pairs) -> np.ndarray:
 def naive_weighted_f1(pairs: Pairs) -> float:
     """By its definition: precision and recall of each class, one example at a time."""
     total = 0.0
-    for each in range(CLASSES):
-        true, predicted = sum(t == each for t, _ in pairs), sum(p == each for _, p in pairs)
-        hits = sum(t == p == each for t, p in pairs)
+    for label in range(CLASSES):
+        true, predicted = sum(t == label for t, _ in pairs), sum(p == label for _, p in pairs)
+        hits = sum(t == p == label for t, p in pairs)
         if hits:
             precision, recall = hits / predicted, hits / true
             total += true * 2 * precision * recall / (precision + recall)
