@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the workstation's virtual environment, or brings it up to requirements-dev.txt: venv.sh FOLDER
+# Creates the workstation's virtual environment, or updates it to requirements-dev.txt: venv.sh FOLDER
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1
@@ -7,14 +7,14 @@ log=.tpu-launch/setup.log
 mkdir -p -m 700 .tpu-launch
 echo "making the virtual environment $venv (log: $log)"
 
-make_it() {
+install() {
     [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
     "$venv/bin/python" -m pip install --disable-pip-version-check --require-hashes --requirement requirements-dev.txt
     # setuptools came with the pins: nothing unpinned is fetched to build our own package.
     "$venv/bin/python" -m pip install --disable-pip-version-check --no-deps --no-build-isolation --editable .
 }
 
-if ! make_it >>"$log" 2>&1 </dev/null; then
+if ! install >>"$log" 2>&1 </dev/null; then
     tail -n 30 "$log" >&2
     echo "the virtual environment could not be made; the whole log is $log" >&2
     exit 1

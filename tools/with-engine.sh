@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a command with a container engine and the base image in place: with-engine.sh COMMAND...
+# Runs a command with a container engine and the base image available: with-engine.sh COMMAND...
 #
 # If no engine answers, dockerd is started, and it is stopped again when the last command of this checkout that uses it has ended, also
 # after a failure or Ctrl-C. An engine that was already there is left alone. ENGINE_ONLY=1 leaves the base image out.
@@ -14,7 +14,7 @@ mkdir -p "$state"
 answers() { docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
 
 # The process id of the dockerd that a command of this checkout started, if it still runs.
-ours() {
+own_pid() {
     [ -s "$pid_file" ] && [ "$(cat "/proc/$(<"$pid_file")/comm" 2>/dev/null)" = dockerd ] && cat "$pid_file"
 }
 
@@ -42,16 +42,16 @@ start() {
 }
 
 stop() {
-    exec 8>&-                                # no longer a user
+    exec 8>&-                                # this command no longer uses the engine
     exec 9>"$state/change.lock"
-    flock 9                                  # nobody starts it meanwhile
+    flock 9                                  # no other command starts it meanwhile
     local pid
-    pid=$(ours) || return 0
+    pid=$(own_pid) || return 0
     exec 8>"$state/users.lock"
-    flock --nonblock 8 || return 0           # somebody else still uses it, and will stop it
+    flock --nonblock 8 || return 0           # another command still uses it, and will stop it
     kill -TERM "$pid" 2>/dev/null || true
     for _ in $(seq 600); do
-        ours >/dev/null || { rm -f "$pid_file"; echo "stopped dockerd"; return 0; }
+        own_pid >/dev/null || { rm -f "$pid_file"; echo "stopped dockerd"; return 0; }
         sleep 0.1
     done
     echo "dockerd (process $pid) did not stop within 60 s; its log is $log" >&2
@@ -75,7 +75,7 @@ start
 exec 9>&-
 if [ -z "${ENGINE_ONLY:-}" ]; then
     tools/base-image.sh 8>&-
-    # Package installs inside image builds trust what this machine's own do.
+    # Package installs inside image builds trust the CAs that this machine's package installs trust.
     for name in PIP_CERT SSL_CERT_FILE REQUESTS_CA_BUNDLE; do
         if [ -z "${TPU_LAUNCH_CA_BUNDLE:-}" ] && [ -s "${!name:-}" ]; then
             export TPU_LAUNCH_CA_BUNDLE=${!name}

@@ -40,16 +40,16 @@ class Google:
         connection.sock = trusting.wrap_socket(plain, server_hostname=name)
         connection.request(method, path, body, headers)
         response = connection.getresponse()
-        found = response.status, response.read(), response.headers.get("Location", "")
+        answer = response.status, response.read(), response.headers.get("Location", "")
         connection.close()
-        return found
+        return answer
 
 
 @pytest.fixture
 def google(tmp_path: Path) -> Iterator[Google]:
-    found = Google(tmp_path)
-    yield found
-    found.acceptor.remove(found.listener, close=True)
+    service = Google(tmp_path)
+    yield service
+    service.acceptor.remove(service.listener, close=True)
 
 
 def test_objects_are_written_and_read_as_tensorflow_does(google: Google) -> None:

@@ -32,7 +32,7 @@ def test_a_new_node_is_creating_and_has_no_addresses_until_it_is_ready(api: Any)
 def test_a_ready_node_shows_one_endpoint_a_host_in_worker_order(api: Any) -> None:
     node = api.ready(acceleratorType="v4-32")
     shown = api.call("GET", "nodes", "pod")
-    assert [each["ipAddress"] for each in shown["networkEndpoints"]] == [host.address for host in node.hosts]
+    assert [endpoint["ipAddress"] for endpoint in shown["networkEndpoints"]] == [host.address for host in node.hosts]
     assert len({host.address for host in node.hosts}) == 4
     assert shown["acceleratorConfig"] == {"type": "V4", "topology": "2x2x4"}
     assert shown["networkEndpoints"][0]["accessConfig"] == {"externalIp": node.hosts[0].address}
@@ -40,12 +40,12 @@ def test_a_ready_node_shows_one_endpoint_a_host_in_worker_order(api: Any) -> Non
 
 @pytest.mark.parametrize("name", sorted(ACCELERATORS))
 def test_every_accelerator_of_the_table_can_be_created_in_its_zones_and_nowhere_else(api: Any, name: str) -> None:
-    each = ACCELERATORS[name]
+    accelerator = ACCELERATORS[name]
     api.state.subnet = "10.192.0.0/10"
-    version = each.generation.runtime_version
-    for zone in each.generation.zones:
+    version = accelerator.generation.runtime_version
+    for zone in accelerator.generation.zones:
         api.create(zone=zone, acceleratorType=name, runtimeVersion=version)
-    elsewhere = next(zone for zone in catalogue.ZONES if zone not in each.generation.zones)
+    elsewhere = next(zone for zone in catalogue.ZONES if zone not in accelerator.generation.zones)
     status, message = refusal(api.create, "other", zone=elsewhere, acceleratorType=name, runtimeVersion=version)
     assert status == 400
     assert message.startswith(f'CloudTpu received an invalid AcceleratorType, "{name}" for zone "{elsewhere}"')
@@ -75,8 +75,8 @@ def test_every_accelerator_of_the_table_can_be_created_in_its_zones_and_nowhere_
     ],
 )
 def test_bad_creations_get_googles_code_and_words(api: Any, changes: dict[str, Any], status: int, words: str) -> None:
-    found, message = refusal(api.create, **changes)
-    assert found == status
+    code, message = refusal(api.create, **changes)
+    assert code == status
     assert words in message
     assert not api.state.nodes
     assert not api.state.operations
@@ -197,7 +197,7 @@ def test_guest_attributes_have_one_entry_a_worker_in_the_shape_that_gcloud_reads
     # gcloud sends [""] for all workers.
     every = api.call("POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": [""]})["guestAttributes"]
     assert [
-        [item["value"] for item in each["queryValue"]["items"] if item["key"] == "ssh-ed25519"] for each in every
+        [item["value"] for item in entry["queryValue"]["items"] if item["key"] == "ssh-ed25519"] for entry in every
     ] == [
         ["key0"],
         ["key1"],
@@ -205,7 +205,7 @@ def test_guest_attributes_have_one_entry_a_worker_in_the_shape_that_gcloud_reads
     one = api.call(
         "POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": ["1"], "queryPath": "hostkeys/"}
     )["guestAttributes"]
-    assert [item for each in one for item in each["queryValue"]["items"]] == [
+    assert [item for entry in one for item in entry["queryValue"]["items"]] == [
         {"namespace": "hostkeys", "key": "ssh-ed25519", "value": "key1"}
     ]
     assert refusal(api.call, "POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": ["2"]})[0] == 400
@@ -213,16 +213,16 @@ def test_guest_attributes_have_one_entry_a_worker_in_the_shape_that_gcloud_reads
 
 def test_lists_come_in_pages_that_together_are_everything(api: Any) -> None:
     names = [api.ready(f"n{i}", acceleratorType="v4-8").name for i in range(5)]
-    found: list[str] = []
+    listed: list[str] = []
     token = ""
     while True:
         page = api.call("GET", "nodes", pageSize="2", pageToken=token)
         assert len(page["nodes"]) <= 2
-        found += [node["name"] for node in page["nodes"]]
+        listed += [node["name"] for node in page["nodes"]]
         token = page.get("nextPageToken", "")
         if not token:
             break
-    assert found == names
+    assert listed == names
     assert refusal(api.call, "GET", "nodes", pageToken="x")[0] == 400
 
 
@@ -236,8 +236,8 @@ def test_a_listing_over_all_zones_shows_every_zone(api: Any) -> None:
 
 
 def test_catalogues_name_what_can_be_created(api: Any) -> None:
-    types = [each["type"] for each in api.call("GET", "acceleratorTypes")["acceleratorTypes"]]
+    types = [accelerator["type"] for accelerator in api.call("GET", "acceleratorTypes")["acceleratorTypes"]]
     assert types == [name for name in ACCELERATORS if name.startswith("v4-")]
-    versions = [each["version"] for each in api.call("GET", "runtimeVersions")["runtimeVersions"]]
+    versions = [version["version"] for version in api.call("GET", "runtimeVersions")["runtimeVersions"]]
     assert "tpu-ubuntu2204-base" in versions
     assert api.call("GET", "runtimeVersions", versions[0])["version"] == versions[0]

@@ -28,12 +28,12 @@ def refused(error: type[Exception], function: Any, *arguments: Any, **named: Any
 def test_what_is_written_is_read_and_described(bucket: Any) -> None:
     blob = bucket.blob("folder/name with ü + %.txt")
     blob.upload_from_string(b"hello", content_type="text/plain")
-    found = bucket.get_blob(blob.name)
-    assert found.download_as_bytes() == b"hello"
-    assert (found.size, found.content_type, found.metageneration) == (5, "text/plain", 1)
-    assert found.md5_hash == base64.b64encode(hashlib.md5(b"hello").digest()).decode()
-    assert found.crc32c == base64.b64encode(google_crc32c.value(b"hello").to_bytes(4, "big")).decode()
-    assert abs((datetime.now(UTC) - found.updated).total_seconds()) < 60
+    stored = bucket.get_blob(blob.name)
+    assert stored.download_as_bytes() == b"hello"
+    assert (stored.size, stored.content_type, stored.metageneration) == (5, "text/plain", 1)
+    assert stored.md5_hash == base64.b64encode(hashlib.md5(b"hello").digest()).decode()
+    assert stored.crc32c == base64.b64encode(google_crc32c.value(b"hello").to_bytes(4, "big")).decode()
+    assert abs((datetime.now(UTC) - stored.updated).total_seconds()) < 60
 
 
 def test_buckets_that_do_not_exist_are_not_found(client: Any, bucket: Any) -> None:
@@ -217,8 +217,8 @@ def test_a_resumable_upload_survives_the_server(storage: Any, bucket: Any) -> No
     answer = upload.put(f"bytes 0-{CHUNK - 1}/*", data[:CHUNK])
     assert (answer.status_code, answer.headers["Range"]) == (308, f"bytes=0-{CHUNK - 1}")
     storage.restart()
-    asked = upload.put(f"bytes */{len(data)}")
-    assert (asked.status_code, asked.headers["Range"]) == (308, f"bytes=0-{CHUNK - 1}")
+    status = upload.put(f"bytes */{len(data)}")
+    assert (status.status_code, status.headers["Range"]) == (308, f"bytes=0-{CHUNK - 1}")
     assert not bucket.blob("x").exists()
     done = upload.put(f"bytes {CHUNK}-{len(data) - 1}/{len(data)}", data[CHUNK:])
     assert (done.status_code, done.json()["size"]) == (200, str(len(data)))
@@ -321,12 +321,12 @@ def test_objects_survive_the_server_and_half_written_ones_do_not(storage: Any, c
     stale = (folder / "objects" / f"{blob.generation}.json").read_text().replace(str(blob.generation), "1")
     (folder / "objects" / "1.json").write_text(stale)
     storage.restart()
-    found = bucket.get_blob("x")
-    assert (found.download_as_bytes(), found.generation) == (b"second", blob.generation)
+    stored = bucket.get_blob("x")
+    assert (stored.download_as_bytes(), stored.generation) == (b"second", blob.generation)
     assert [path.name for path in (folder / "data").iterdir()] == [str(blob.generation)]
     assert not list((folder / "incoming").iterdir())
-    blob.upload_from_string(b"third", if_generation_match=found.generation)
-    assert blob.generation > found.generation
+    blob.upload_from_string(b"third", if_generation_match=stored.generation)
+    assert blob.generation > stored.generation
 
 
 def test_what_is_not_a_storage_call_is_a_404_and_not_a_crash(storage: Any, bucket: Any) -> None:

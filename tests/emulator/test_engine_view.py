@@ -37,9 +37,14 @@ def refused(status: int, words: str, body: dict[str, Any]) -> None:
     assert caught.value.status == status
 
 
-def listed(name: str, identifier: str = IDS[0], **asked: Any) -> dict[str, Any]:
+def listed(name: str, identifier: str = IDS[0], **requested: Any) -> dict[str, Any]:
     """An own container as the workstation's engine lists it."""
-    labels = {LABEL: VIEW.emulator, HOST_LABEL: VIEW.hostname, engine.REQUESTED_LABEL: json.dumps(asked), "user": "x"}
+    labels = {
+        LABEL: VIEW.emulator,
+        HOST_LABEL: VIEW.hostname,
+        engine.REQUESTED_LABEL: json.dumps(requested),
+        "user": "x",
+    }
     return {
         "Id": identifier,
         "Names": [f"/{VIEW.prefix}{name}"],
@@ -113,7 +118,7 @@ def test_binds_are_of_the_hosts_folders_and_volumes_are_its_own() -> None:
     ]
     host = create({"HostConfig": {"Binds": ["/tmp/a:/a:ro", "data:/d"], "Mounts": mounts}})["HostConfig"]
     assert host["Binds"] == ["/engine/tmp/a:/a:ro", "own.data:/d", CA_BIND]
-    assert [each.get("Source") for each in host["Mounts"]] == ["/engine/tmp/x", "own.v", None]
+    assert [mount.get("Source") for mount in host["Mounts"]] == ["/engine/tmp/x", "own.v", None]
     refused(400, "invalid bind source /etc", {"HostConfig": {"Binds": ["/etc:/e"]}})
 
 
@@ -168,7 +173,7 @@ def test_listings_are_filtered_to_the_host_whatever_else_was_asked() -> None:
     assert json.loads(query["filters"]) == {"label": ["a=b", *VIEW.labels]}
     assert (filtered, limit, "limit" in query) == (["^/run"], 2, False)
     values = [listed(name) for name in ("run-1", "other", "run-2", "run-3")]
-    assert [each["Names"] for each in engine.present_listing(values, VIEW, filtered, limit)] == [["/run-1"], ["/run-2"]]
+    assert [row["Names"] for row in engine.present_listing(values, VIEW, filtered, limit)] == [["/run-1"], ["/run-2"]]
     with pytest.raises(Refused, match="invalid filters"):
         engine.listing_query({"filters": "[1"}, VIEW)
 

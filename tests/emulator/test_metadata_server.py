@@ -76,9 +76,9 @@ def test_v3_has_no_bounds_in_its_tpu_env(api: Any) -> None:
 
 
 def test_network_endpoints_have_the_old_form_and_on_request_the_new_one(host: Host) -> None:
-    addresses = [each.address for each in host.node.hosts]
+    addresses = [peer.address for peer in host.node.hosts]
     old = host.text("instance/attributes/worker-network-endpoints")
-    assert [each.split(":")[2] for each in old.split(",")] == addresses
+    assert [entry.split(":")[2] for entry in old.split(",")] == addresses
     host.api.state.plain_endpoints = True
     assert host.text("instance/attributes/worker-network-endpoints").split(",") == addresses
 

@@ -69,8 +69,8 @@ class Running:
         return operation.error or operation.response or {}
 
     def node(self, name: str = "pod") -> dict[str, Any]:
-        found: dict[str, Any] = self.api.call("GET", "nodes", name)
-        return found
+        node: dict[str, Any] = self.api.call("GET", "nodes", name)
+        return node
 
 
 @pytest.fixture

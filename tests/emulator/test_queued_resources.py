@@ -88,7 +88,7 @@ def test_a_request_is_accepted_provisioned_and_active_and_its_node_names_it(queu
     assert node["schedulingConfig"] == {"spot": True}
     queue.finish_node("READY")
     assert queue.advance() == "ACTIVE"
-    assert [each["name"] for each in queue.call("GET")["queuedResources"]] == [f"{PARENT}/queuedResources/q"]
+    assert [queued["name"] for queued in queue.call("GET")["queuedResources"]] == [f"{PARENT}/queuedResources/q"]
 
 
 def test_without_capacity_it_waits_and_fails_when_its_time_is_over(queue: Queue) -> None:

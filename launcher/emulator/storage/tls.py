@@ -1,13 +1,11 @@
-"""Cloud Storage under Google's own names: what TensorFlow's gs:// asks, whose endpoints are compiled in (tsl's
+"""Cloud Storage under Google's own names over TLS, for TensorFlow's gs://, whose endpoints are compiled in (tsl's
 gcs_file_system.cc).
 
-On an emulated host the names below lead to its loopback interface, where the emulator answers over TLS with a
-certificate of its own; the CA that signed it is made anew with each server and its key is thrown away. A container is
-told of the CA by CURL_CA_BUNDLE, beside the machine's own CAs, so that everything else over TLS is as it was. The token
-comes from the metadata server, as on a TPU VM.
+On an emulated host these names resolve to its loopback interface, where the emulator answers with its own certificate.
+Each server makes a new CA and discards the CA's key. CURL_CA_BUNDLE in a container names a file with this CA and the
+machine's own ones, so TLS to other servers is not affected. The token comes from the metadata server, as on a TPU VM.
 
-Reads and writes of whole objects use the XML API's paths (`GET /bucket/object`); everything else is the JSON API of
-bucket_api.py.
+Whole objects are read by the XML API's paths (`GET /bucket/object`); everything else is the JSON API of api.py.
 """
 
 from __future__ import annotations
