@@ -57,7 +57,8 @@ def test_a_key_must_be_private_and_usable_without_a_prompt(
 
 def test_an_api_that_is_off_is_told_with_the_command_that_turns_it_on() -> None:
     said = (
-        "ERROR: (gcloud.compute.tpus.tpu-vm.list) PERMISSION_DENIED: Cloud TPU API has not been used in project 1 before or it is disabled. "
+        "ERROR: (gcloud.compute.tpus.tpu-vm.list) PERMISSION_DENIED: "
+        "Cloud TPU API has not been used in project 1 before or it is disabled. "
         "Enable it by visiting https://console.developers.google.com/"
     )
     error = gcloud.explain(said, ["gcloud"])

@@ -84,7 +84,8 @@ def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp
     asked = tmp_path / "asked"
     programs = {
         "docker": f'[ "$1" = ps ] && cat {tmp_path}/runs 2>/dev/null; exit 0',
-        "curl": f'case "$*" in *worker-number*) printf 0 ;; *token*) echo \'{{"access_token": "t0ken"}}\' ;; *) cat >> {asked}; echo "$*" >> {asked} ;; esac',
+        "curl": f'case "$*" in *worker-number*) printf 0 ;; *token*) echo \'{{"access_token": "t0ken"}}\' ;; '
+        f'*) cat >> {asked}; echo "$*" >> {asked} ;; esac',
     }
     for name, text in programs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")

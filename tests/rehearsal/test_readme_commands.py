@@ -33,7 +33,7 @@ def test_the_commands_of_a_real_run_work_in_their_order(emulator: Workstation) -
     the next command."""
     assert "preflight" in [
         words[0] for words in typed()
-    ]  # of our trainer, which doesn't run here: tests/launcher/test_preflight_verb.py
+    ]  # of our trainer, which doesn't run here: tests/launcher/test_preflight.py
     commands = [words for words in typed() if words[0] != "preflight"]
     assert [words[0] for words in commands] == [
         "init",

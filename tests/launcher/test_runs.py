@@ -1,0 +1,347 @@
+"""Claims about the life of a run: start, attach, recover, resume, stop; over a provider of two hosts in memory.
+
+Everything but the provider and the clock is real: folders, locks, ledgers, supervision.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from launcher.clock import SystemClock
+from launcher.config import Config, load
+from launcher.errors import BadInput, Exit, LaunchError
+from launcher.images import local
+from launcher.provider import (
+    Attempt,
+    Capabilities,
+    ContainerState,
+    HostReport,
+    LogLine,
+    Observation,
+    SliceState,
+)
+from launcher.run import events, launch, specification
+from launcher.run import ledger as ledgers
+from launcher.run.attempts import Outcome
+from launcher.run.supervise import Output
+from launcher.run.verdict import Kind
+
+FILE = """\
+project: p
+zone: us-central2-b
+slice: {name: demo, accelerator_type: v4-16}
+image: {reference: 'r/i@sha256:%s'}
+run: {command: [train], preemption_retries: 2, host_lost_seconds: 0.2, environment: {SETTING: SET}}
+""" % ("0" * 64)
+TPU_VM = Capabilities(cloud_tpu_node=True, emulated=True, sends_secrets=True, replaces_hosts=True, overlays=True)
+HOSTS = range(2)
+
+
+@dataclass
+class Hosts:
+    """What outlives a launcher: containers on two hosts, and everything that they were given."""
+
+    exits: list[int | None]
+    """Exit code of each attempt's containers; None: they run until `release`."""
+    attempts: list[Attempt] = field(default_factory=list)
+    state: dict[str, ContainerState] = field(default_factory=dict)
+    busy: str = ""
+    """Another run that is on the hosts."""
+
+    def end(self, exit_code: int) -> None:
+        self.state[self.attempts[-1].container] = ContainerState(
+            "exited", exit_code, finished_at="2026-01-01T00:00:00Z"
+        )
+
+
+class FakeProvider:
+    """Two hosts in memory; see `launcher.provider.Provider`."""
+
+    capabilities = TPU_VM
+
+    def __init__(self, config: Config, hosts: Hosts) -> None:
+        self.config, self.hosts = config, hosts
+
+    def connect(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def describe(self) -> SliceState:
+        return SliceState(self.config.slice.name, "READY", "", "v4-16", ("10.0.0.1", "10.0.0.2"))
+
+    def known_ready(self) -> bool:
+        return False
+
+    def create(self) -> None:
+        pass
+
+    def delete(self) -> None:
+        pass
+
+    def prepare(self, attempt: Attempt) -> list[HostReport]:
+        if self.hosts.busy:
+            return [HostReport(worker, False, "in use", occupied_by=self.hosts.busy) for worker in HOSTS]
+        return [HostReport(worker, True, attempt.image) for worker in HOSTS]
+
+    def start(self, attempt: Attempt) -> list[HostReport]:
+        exit_code = self.hosts.exits[len(self.hosts.attempts)]
+        self.hosts.attempts.append(attempt)
+        self.hosts.state[attempt.container] = ContainerState("running")
+        if exit_code is not None:
+            self.hosts.end(exit_code)
+        return [HostReport(worker, True, "") for worker in HOSTS]
+
+    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+        state = self.hosts.state.get(container, ContainerState("absent"))
+        return Observation(worker, state, (LogLine("2026-01-01T00:00:00.000000000Z", "a line"),))
+
+    def stop(
+        self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
+    ) -> list[HostReport]:
+        if remove:
+            self.hosts.state.pop(container, None)
+        elif container in self.hosts.state and not self.hosts.state[container].ended:
+            self.hosts.end(75)
+        return [HostReport(worker, True, "") for worker in HOSTS]
+
+    def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
+        return {}
+
+    def stacks(self, container: str) -> dict[int, str]:
+        return {}
+
+
+@dataclass
+class Workstation:
+    """A folder with a run's file, and the hosts."""
+
+    folder: Path
+    hosts: Hosts
+    messages: list[str] = field(default_factory=list)
+
+    @property
+    def home(self) -> Path:
+        return self.folder / "home"
+
+    def config(self, *overrides: str, command: Sequence[str] = (), setting: str = "of the file") -> Config:
+        path = self.folder / "run.yaml"
+        path.write_text(FILE.replace("SET}", f"{setting}}}"))
+        return load(path, overrides, command=command)
+
+    def context(self, **environment: str) -> launch.Context:
+        output = Output(self.messages.append, lambda worker, line: None)
+        return launch.Context(
+            self.home, environment, lambda config: FakeProvider(config, self.hosts), output, SystemClock()
+        )
+
+    def run(self, config: Config, environment: dict[str, str] | None = None, **options: object) -> Outcome:
+        return launch.run(launch.Request(config, **options), self.context(**(environment or {})))  # type: ignore[arg-type]
+
+    def attach(self, config: Config, **environment: str) -> Outcome:
+        return launch.attach(launch.Request(config), self.context(**environment))
+
+    @property
+    def ledger(self) -> ledgers.Ledger:
+        return ledgers.find(self.home, None)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workstation:
+    return Workstation(tmp_path, Hosts([0] * 9))
+
+
+def start_and_lose_sight(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with everything that a command line can add; its launcher is gone, and its attempt runs."""
+    work.hosts.exits[0] = None
+    overlay = work.folder / "code"
+    overlay.mkdir()
+    (overlay / "loop.py").write_text("of the start\n")
+    env_file = work.folder / "some.env"
+    env_file.write_text("FROM_FILE=plain\n")
+    config = work.config(
+        "run.secrets=[HF_TOKEN]", "run.environment={SETTING: of the start}", command=["python", "train.py", "--lr=1e-4"]
+    )
+
+    def interrupted(*_arguments: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("launcher.run.attempts.supervise", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            work.run(config, {"HF_TOKEN": "s3cret"}, env_file=env_file, overlay=f"{overlay}=/opt/code")
+    (overlay / "loop.py").write_text("changed since\n")
+    env_file.unlink()
+
+
+def without_number(attempt: Attempt) -> dict[str, object]:
+    return {key: value for key, value in vars(attempt).items() if key != "number"}
+
+
+def test_the_attempt_after_an_attach_is_what_was_started_whatever_the_file_says_now(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_and_lose_sight(work, monkeypatch)
+    work.hosts.end(75)  # its machine asked it to save
+    outcome = work.attach(work.config(setting="changed"), HF_TOKEN="s3cret", FROM_FILE="plain")
+    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
+    first, second = work.hosts.attempts
+    assert without_number(second) == without_number(first)
+    assert second.command == ("python", "train.py", "--lr=1e-4")
+    assert second.environment == {"SETTING": "of the start"}
+    assert second.secrets == {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"}
+    assert second.overlay is not None
+    assert second.overlay.target == "/opt/code"
+
+
+def test_without_its_secrets_no_attempt_follows_and_the_run_stays_resumable(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_and_lose_sight(work, monkeypatch)
+    work.hosts.end(75)
+    with pytest.raises(BadInput, match=r"attempt 1 is not started: .*: FROM_FILE") as refused:
+        work.attach(work.config(), HF_TOKEN="s3cret")
+    assert refused.value.exit_code == Exit.BAD_INPUT
+    assert any("FROM_FILE" in message and "no other attempt is started" in message for message in work.messages)
+    assert len(work.hosts.attempts) == 1
+    assert work.ledger.outcome == "saved"
+    assert not any(isinstance(event, events.Recovering) for event in work.ledger.events())
+
+    config = work.config("run.environment={SETTING: of the start}", command=["python", "train.py", "--lr=1e-4"])
+    outcome = work.run(config, {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"})
+    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
+    first, second = work.hosts.attempts
+    assert (second.image, second.secrets, second.overlay) == (first.image, first.secrets, first.overlay)
+
+
+def test_no_file_of_the_runs_folder_holds_a_secret(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_and_lose_sight(work, monkeypatch)
+    paths = [path for path in work.home.rglob("*") if path.is_file()]
+    assert {"specification.yaml", "run.json", "config.yaml", "events.jsonl"} <= {path.name for path in paths}
+    assert not [path for path in paths if b"s3cret" in path.read_bytes() or b"plain" in path.read_bytes()]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in paths)
+
+
+def test_an_overlay_that_was_removed_from_the_runs_folder_keeps_the_next_attempt_from_starting(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_and_lose_sight(work, monkeypatch)
+    work.hosts.end(75)
+    (archive,) = work.ledger.folder.glob("overlay-*")
+    archive.unlink()
+    with pytest.raises(BadInput, match="overlay can't be read"):
+        work.attach(work.config(), HF_TOKEN="s3cret", FROM_FILE="plain")
+    assert len(work.hosts.attempts) == 1
+
+
+def test_a_run_of_an_older_version_is_watched_and_not_started_again(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_and_lose_sight(work, monkeypatch)
+    (work.ledger.folder / specification.FILE).unlink()
+    work.hosts.end(75)
+    outcome = work.attach(work.config())
+    assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.SAVED)
+    assert any("an older version of tpu-launch started this run" in message for message in work.messages)
+
+
+def test_run_attaches_to_what_runs_and_its_budgets_are_those_of_the_start(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_and_lose_sight(work, monkeypatch)
+    threading.Timer(1.0, work.hosts.end, [75]).start()
+    config = work.config("run.preemption_retries=0", command=["python", "train.py", "--lr=1e-4"])
+    outcome = work.run(config, {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"})
+    assert any("attaching to it" in message for message in work.messages)
+    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
+    assert work.hosts.attempts[1].environment == {"SETTING": "of the start"}
+
+
+def test_run_resumes_an_unfinished_run_with_what_the_command_line_says_now(work: Workstation) -> None:
+    work.hosts.exits[0] = 3
+    assert work.run(work.config()).verdict.kind is Kind.FAILED
+    first = work.ledger.run_id
+    outcome = work.run(work.config(setting="changed"))
+    assert (outcome.run_id, outcome.attempt, outcome.verdict.kind) == (first, 1, Kind.FINISHED)
+    assert work.hosts.attempts[1].environment == {"SETTING": "changed"}
+    assert work.run(work.config()).run_id != first, "one that has finished is not resumed"
+
+
+def test_another_command_is_another_run(work: Workstation) -> None:
+    work.hosts.exits[0] = 3
+    first = work.run(work.config()).run_id
+    assert work.run(work.config(command=["other"])).run_id != first
+    with pytest.raises(BadInput, match="was started with another configuration or command"):
+        work.run(work.config(command=["third"]), run_id=first)
+
+
+def test_a_run_recovers_as_often_as_its_budget_allows(work: Workstation) -> None:
+    work.hosts.exits[:3] = [75, 75, 75]
+    outcome = work.run(work.config())
+    assert (outcome.attempt, outcome.verdict.kind) == (2, Kind.SAVED)
+    kinds = [type(event) for event in work.ledger.events()]
+    assert [kinds.count(kind) for kind in (events.AttemptBegan, events.Recovering, events.Recovered)] == [3, 2, 2]
+
+
+def test_a_secret_that_the_file_names_must_be_there_before_anything_starts(work: Workstation) -> None:
+    with pytest.raises(BadInput, match=r"run\.secrets: not in the environment: HF_TOKEN"):
+        work.run(work.config("run.secrets=[HF_TOKEN]"))
+    assert not list(work.home.glob("runs/*"))
+
+
+def test_another_run_on_the_hosts_is_a_conflict(work: Workstation) -> None:
+    work.hosts.busy = "other-1"
+    with pytest.raises(LaunchError, match="the slice is in use") as refused:
+        work.run(work.config())
+    assert refused.value.exit_code == Exit.CONFLICT
+    assert work.ledger.outcome == events.NOT_STARTED
+
+
+def test_stop_ends_what_runs_and_nothing_starts_again(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_and_lose_sight(work, monkeypatch)
+    config = work.config(setting="changed")
+    assert all(report.ok for report in launch.stop(config, work.context(), None, grace=1))
+    outcome = work.attach(config)
+    assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.SAVED)
+    with pytest.raises(BadInput, match="is not running"):
+        work.attach(config)
+
+
+def test_an_attempt_that_no_host_has_any_more_is_recorded_and_the_next_one_started(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_and_lose_sight(work, monkeypatch)
+    work.hosts.state.clear()
+    config = work.config(command=["python", "train.py", "--lr=1e-4"])
+    outcome = work.run(config, {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"})
+    assert outcome.attempt == 1
+    ends = [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)]
+    assert ends == [events.VANISHED, "finished"]
+
+
+def test_the_image_of_a_run_is_known_before_its_attempt_begins(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = itertools.count()
+    monkeypatch.setattr(local, "image", lambda config, say: f"image-{next(numbers)}")
+    work.hosts.exits[:2] = [75, 0]
+    work.run(work.config())
+    assert [attempt.image for attempt in work.hosts.attempts] == ["image-0", "image-0"], "recovery builds nothing"
+    spec = specification.read(work.ledger.folder)
+    assert spec is not None
+    assert spec.image == "image-0"
+
+
+def test_an_env_file_changes_nothing_but_the_command(work: Workstation) -> None:
+    (work.folder / "some.env").write_text("PATH=/app/bin\n")
+    environment = {"PATH": "/usr/bin"}
+    work.run(work.config(), environment, env_file=work.folder / "some.env")
+    assert work.hosts.attempts[0].secrets == {"PATH": "/app/bin"}
+    assert environment == {"PATH": "/usr/bin"}
