@@ -37,6 +37,8 @@ def test_a_tpu_host_leaves_the_bounds_of_processes_to_torch_xla() -> None:
         "TPU_CHIPS_PER_HOST_BOUNDS": "2,2,1",
         "TPU_WORKER_ID": "1",
         "TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3",
+        "TPU_TOPOLOGY_WRAP": "false,false,false",
+        "TPU_TOPOLOGY_ALT": "false",
     }
 
 
