@@ -1,0 +1,117 @@
+"""A PyTorch program of the user's own, as the processes that its libraries expect on a host: for `tpu-train exec`.
+
+    tpu-train exec train.py --output_dir out
+
+The program imports nothing of this package. Hugging Face's Trainer and Accelerate, and torch.distributed, learn from
+the process's environment how many processes there are; every host of a slice runs this same command.
+
+* TPU: one process for each chip of the host (`torch_xla.launch`). Gradients are summed over all chips of the slice.
+  v4 and newer: on v2 and v3 torch_xla would run two replicas as threads of one process.
+* CPU, several hosts (an emulated slice): one process, with the variables that torchrun sets, and torch_xla switched off
+  for Hugging Face's libraries. torch_xla has no collective between CPU processes: each host would train a model of its
+  own, and no error would say so. The Trainer wraps the model in DistributedDataParallel, which sums with gloo.
+* CPU, one host: one process, with torch_xla's CPU device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from training.accelerators import ACCELERATORS
+from training.distributed.cluster import Cluster, device_kind, discover, tpu_environment
+from training.errors import BadInput, Exit, TrainError
+
+
+def chip_process_environment(cluster: Cluster) -> dict[str, str]:
+    """The variables from which `torch_xla.launch` derives those of one process for each chip.
+
+    torch_xla divides the bounds of the hosts by chips itself, but only when they have the names of hosts' bounds: the
+    bounds of processes, which `tpu_environment` gives, are taken as final.
+
+    Raises:
+        BadInput: the accelerator is unknown, has another number of hosts, or has two devices a chip (v2 and v3).
+    """
+    environment = tpu_environment(cluster)
+    accelerator = ACCELERATORS[environment["TPU_ACCELERATOR_TYPE"]]
+    if accelerator.generation.devices_per_chip > 1:
+        raise BadInput(
+            f"tpu-train exec runs one process a chip, and a chip of {accelerator.name} has two devices, which "
+            "torch_xla gives to threads of one process; use v4 or newer, or a command of your own"
+        )
+    del environment["CLOUD_TPU_TASK_ID"]
+    environment["TPU_HOST_BOUNDS"] = environment.pop("TPU_PROCESS_BOUNDS")
+    environment["TPU_CHIPS_PER_HOST_BOUNDS"] = environment.pop("TPU_CHIPS_PER_PROCESS_BOUNDS")
+    return environment
+
+
+def gloo_environment(cluster: Cluster) -> dict[str, str]:
+    """torchrun's variables for one process a host, and Hugging Face's switches for torch on the CPU.
+
+    https://pytorch.org/docs/stable/elastic/run.html#environment-variables; transformers and accelerate read
+    USE_TORCH_XLA and ACCELERATE_USE_CPU. One thread for each process is torchrun's default as well.
+    """
+    return {
+        "RANK": str(cluster.worker),
+        "WORLD_SIZE": str(cluster.hosts),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": cluster.addresses[0],
+        "MASTER_PORT": str(cluster.gloo_port),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "USE_TORCH_XLA": "0",
+        "ACCELERATE_USE_CPU": "true",
+    }
+
+
+def run_script(script: str, arguments: Sequence[str]) -> None:
+    """Runs the program in this process, as `python SCRIPT ARGUMENTS` would."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+def _run_chip_process(_ordinal: int, script: str, arguments: Sequence[str]) -> None:
+    """What `torch_xla.launch` calls in each process.
+
+    An exception ends the process at once: the processes of other chips would wait for it in a collective for ever, and
+    the pool ends them as soon as one of its processes is gone. SystemExit reaches the parent with its code.
+    """
+    try:
+        run_script(script, arguments)
+    except Exception:
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(Exit.FAILED)
+
+
+def run_on_host(script: str, arguments: Sequence[str]) -> None:
+    """Runs the program on this host of the slice, in as many processes as its devices need.
+
+    Raises:
+        BadInput: the image has no torch_xla, or the accelerator has two devices a chip.
+        TrainError: a process ended early.
+    """
+    cluster, device = discover(), device_kind()
+    os.environ["PJRT_DEVICE"] = device
+    if device != "TPU" and cluster.hosts > 1:
+        os.environ.update(gloo_environment(cluster))
+        run_script(script, arguments)
+        return
+    if device == "TPU":
+        os.environ.update(chip_process_environment(cluster))
+    if importlib.util.find_spec("torch_xla") is None:
+        raise BadInput("tpu-train exec needs torch_xla, which this image does not have: set image.backend: torch-xla")
+    import torch_xla
+
+    try:
+        torch_xla.launch(_run_chip_process, args=(script, arguments))
+    except BrokenProcessPool:
+        raise TrainError(f"a process of {script} ended early; its traceback is above") from None
