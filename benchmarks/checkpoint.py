@@ -171,7 +171,7 @@ def saving(folder: Path, repeat: int) -> dict[str, float]:
         copying.wait()
         return copying
 
-    plain, file, whole, distributed = (folder / each for each in ("plain", "torch.pt", "whole.safetensors", "dcp"))
+    plain, file, whole, distributed = (folder / name for name in ("plain", "torch.pt", "whole.safetensors", "dcp"))
 
     def save_beside() -> None:
         began = time.perf_counter()

@@ -29,7 +29,7 @@ def test_an_object_is_written_looked_at_listed_read_and_deleted(gcs: Any) -> Non
     assert storage.read("gs://bucket/a/x", 10, 200_000, generation=stat.generation) == DATA[10:200_000]
     storage.write("gs://bucket/a/b/y", b"")
     storage.write("gs://bucket/ab", b"")
-    assert [each.url for each in storage.listing("gs://bucket/a")] == ["gs://bucket/a/b/y", "gs://bucket/a/x"]
+    assert [stat.url for stat in storage.listing("gs://bucket/a")] == ["gs://bucket/a/b/y", "gs://bucket/a/x"]
     assert len(storage.listing("gs://bucket/")) == 3
     storage.delete("gs://bucket/a/x")
     storage.delete("gs://bucket/a/x")
@@ -213,10 +213,10 @@ def test_a_refusal_is_not_repeated_and_says_what_to_grant(gcs: Any) -> None:
     gcs.fault = lambda request: Response(
         403, b'{"error": {"code": 403, "message": "no access"}}', {"Content-Type": "application/json"}
     )
-    said = r"^gs://bucket/x: %s it is not allowed: no access\. Grant .* roles/storage.objectUser on gs://bucket$"
-    with pytest.raises(storage.StorageError, match=said % "reading"):
+    message = r"^gs://bucket/x: %s it is not allowed: no access\. Grant .* roles/storage.objectUser on gs://bucket$"
+    with pytest.raises(storage.StorageError, match=message % "reading"):
         storage.read("gs://bucket/x")
-    with pytest.raises(storage.StorageError, match=said % "writing"):
+    with pytest.raises(storage.StorageError, match=message % "writing"):
         storage.write("gs://bucket/x", b"1")
     assert len([path for _, path, _ in gcs.requests if path.startswith("/download/")]) == 1
 

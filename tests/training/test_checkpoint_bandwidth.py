@@ -65,8 +65,8 @@ class SlowLine:
 
 def seconds_of_a_save(server: BucketServer, hosts: int) -> float:
     """From the moment when all hosts begin to the commit, as host 0 sees it."""
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
     folder = f"gs://bucket/{hosts}"
     with ExitStack() as stack:
         processes = []
@@ -84,9 +84,9 @@ def seconds_of_a_save(server: BucketServer, hosts: int) -> float:
             ]
             environment = {**os.environ, "STORAGE_EMULATOR_HOST": line.url, "PYTHONPATH": str(HOUSE)}
             processes.append(subprocess.Popen(command, cwd=HOUSE, env=environment, stdout=subprocess.PIPE, text=True))
-        told = [process.communicate(timeout=120)[0] for process in processes]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * hosts
-    return float(told[0])
+    return float(outputs[0])
 
 
 def test_four_hosts_save_in_less_than_half_of_the_time_of_one(gcs: BucketServer) -> None:

@@ -85,7 +85,7 @@ def load() -> tuple[int, State, list[str]]:
 def test_saves_are_kept_deleted_and_restored(gcs: Any) -> None:
     assert save(10, 20, 30).committed == 30
     assert committed_steps(FOLDER) == [30, 20]
-    assert [each.url for each in storage.listing(f"{FOLDER}/step-00000010")] == []
+    assert [stat.url for stat in storage.listing(f"{FOLDER}/step-00000010")] == []
     step, state, warnings = load()
     assert (step, warnings) == (30, [])
     assert state.values["adam_m/x"].tolist() == [-30.0] * 7
@@ -93,7 +93,7 @@ def test_saves_are_kept_deleted_and_restored(gcs: Any) -> None:
 
 def test_a_part_that_was_replaced_is_noticed(gcs: Any) -> None:
     save(10, 20)
-    part = next(each.url for each in storage.listing(f"{FOLDER}/step-00000020") if "part-" in each.url)
+    part = next(stat.url for stat in storage.listing(f"{FOLDER}/step-00000020") if "part-" in stat.url)
     storage.write(part, storage.read(part)[:-1] + b"\1")
     step, _, warnings = load()
     assert step == 10
@@ -163,7 +163,7 @@ def test_without_the_right_to_delete_saves_go_on_and_old_checkpoints_stay(gcs: A
         saver.save(step, State(step).layout(), State(step).copy, {})
     saver.wait()
     assert committed_steps(FOLDER) == [30, 20, 10]
-    assert len(warnings) == 1, "told once"
+    assert len(warnings) == 1, "warned once"
     assert "old checkpoints stay where they are" in warnings[0]
     assert "storage.objects.delete" in warnings[0]
     gcs.fault = lambda request: None

@@ -97,18 +97,18 @@ def damaged(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "step", "said"),
+    ("spoil", "step", "message"),
     [
         (damaged, 10, "is damaged .*crc32c.*choose another"),
         (lambda folder: None, 15, "has no committed step 15; it has 20, 10"),
     ],
 )
 def test_what_can_not_be_copied_leaves_no_checkpoint(
-    tmp_path: Path, spoil: Callable[[Path], None], step: int, said: str
+    tmp_path: Path, spoil: Callable[[Path], None], step: int, message: str
 ) -> None:
     saved(tmp_path / "a", {10: None, 20: None}, Keep(2))
     spoil(tmp_path)
-    with pytest.raises(BadInput, match=said):
+    with pytest.raises(BadInput, match=message):
         inspect.copy_to_run(str(tmp_path / "a"), str(tmp_path / "b"), step)
     assert committed_steps(str(tmp_path / "b" / "checkpoints")) == []
 

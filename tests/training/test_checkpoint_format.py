@@ -44,10 +44,10 @@ def test_any_changed_byte_of_a_manifest_is_noticed(data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(text) - 1))
     text[at] ^= data.draw(st.integers(1, 255))
     try:
-        found = form.load_manifest(bytes(text))
+        loaded = form.load_manifest(bytes(text))
     except Damaged:
         return
-    assert found == MANIFEST  # white space between values means nothing
+    assert loaded == MANIFEST  # white space between values means nothing
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff", b'{"crc32c": 1, "format": 1}'])
@@ -80,9 +80,9 @@ def test_a_snapshot_written_in_place_is_a_safetensors_file(sizes: dict[str, Tens
     data, places = encode(list(sizes.items()))
     for index, place in enumerate(places.values()):
         place[:] = bytes([index % 256]) * len(place)
-    found = decode(bytes(data))
-    assert list(found) == list(sizes)
-    for index, (name, (info, content)) in enumerate(found.items()):
+    decoded = decode(bytes(data))
+    assert list(decoded) == list(sizes)
+    for index, (name, (info, content)) in enumerate(decoded.items()):
         assert info == sizes[name]
         assert bytes(content) == bytes([index % 256]) * info.size
 

@@ -40,7 +40,7 @@ class Meeting:
     def of(self, worker: int) -> Rendezvous:
         meeting = self
 
-        class Guest(SingleHost):
+        class Client(SingleHost):
             def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
                 with meeting.lock:
                     barrier = meeting.barriers.setdefault(name, threading.Barrier(meeting.hosts))
@@ -49,9 +49,9 @@ class Meeting:
                     barrier.wait(timeout=1)
                 except threading.BrokenBarrierError:
                     raise LostPeer(f"{name}: not everyone came") from None
-                return [meeting.payloads[name][each] for each in range(meeting.hosts)]
+                return [meeting.payloads[name][host] for host in range(meeting.hosts)]
 
-        return Guest()
+        return Client()
 
 
 class State:
@@ -145,7 +145,7 @@ def test_what_some_hosts_wrote_any_number_of_hosts_reads(tmp_path: Path, writers
 def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     save(tmp_path, [10, 20, 30, 40])
     assert committed_steps(str(tmp_path)) == [40, 30]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
 
 
 def test_nothing_is_no_checkpoint(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def damage_manifest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (damage_byte, "part part-1-of-2.t.safetensors has crc32c"),
         (damage_head, "part part-1-of-2.t.safetensors: not a safetensors file"),
@@ -191,7 +191,7 @@ def damage_manifest(folder: Path) -> None:
     ],
 )
 def test_damage_is_named_and_the_checkpoint_before_is_used(
-    tmp_path: Path, damage: Callable[[Path], None], said: str
+    tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
     save(tmp_path, [10, 20])
     damage(tmp_path / "step-00000020")
@@ -199,7 +199,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(
     assert restored is not None
     assert (restored.manifest.step, restored.damaged) == (10, (20,))
     assert state.is_of(10)
-    assert said in warnings[0]
+    assert message in warnings[0]
     text, good = inspect.verify_checkpoints(str(tmp_path), None)
     assert not good
     assert "step 10: good" in text
@@ -241,7 +241,7 @@ def test_what_killed_writers_left_hidden_goes_with_the_next_commit(tmp_path: Pat
         left.write_bytes(b"half")
     (tmp_path / "notes").mkdir()
     save(tmp_path, [20], token="u")
-    assert sorted(each.name for each in tmp_path.iterdir()) == [
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
         "notes",
         "step-00000010",
         "step-00000020",

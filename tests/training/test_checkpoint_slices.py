@@ -113,15 +113,15 @@ def test_any_partition_of_tensors_into_boxes_on_any_parts_restores_the_same_byte
 def test_boxes_hold_every_element_once_or_the_mistake_is_named(data: st.DataObject, shape: tuple[int, ...]) -> None:
     """Beside the obvious count: how often each element is in a box."""
     size = st.integers(0, 4)
-    box = st.tuples(*[st.tuples(size, size) for _ in shape]).map(
+    slices = st.tuples(*[st.tuples(size, size) for _ in shape]).map(
         lambda pairs: Slice(tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs))
     )
-    boxes = data.draw(st.lists(box, max_size=3)) + data.draw(st.just([]) | partitions(shape))
+    boxes = data.draw(st.lists(slices, max_size=3)) + data.draw(st.just([]) | partitions(shape))
     counts = np.zeros(shape, int)
     outside = False
-    for each in boxes:
-        outside |= any(end > length for end, length in zip(each.ends, shape, strict=True))
-        counts[tuple(map(slice, each.offsets, each.ends))] += 1
+    for box in boxes:
+        outside |= any(end > length for end, length in zip(box.ends, shape, strict=True))
+        counts[tuple(map(slice, box.offsets, box.ends))] += 1
     error = partition_error(shape, boxes)
     if outside:
         assert error is not None

@@ -27,33 +27,33 @@ class Place:
 
 def test_the_loop_goes_on_and_is_held_up_before_the_change() -> None:
     place, state = Place(), np.arange(3, dtype=np.float32)
-    copying = Snapshot([(place, state)])  # type: ignore[list-item]
+    snapshot = Snapshot([(place, state)])  # type: ignore[list-item]
     assert not place.content.any()
     threading.Timer(0.2, place.opened.set).start()
     began = time.monotonic()
-    copying.wait_before_mutation()
+    snapshot.wait_before_mutation()
     waited = time.monotonic() - began
     state += 1
     assert list(place.content) == [0, 1, 2]
-    assert 0.1 < copying.blocked_seconds <= waited
-    before = copying.blocked_seconds
-    copying.wait()  # the saver's thread: that costs the loop nothing
-    assert copying.blocked_seconds == before
+    assert 0.1 < snapshot.blocked_seconds <= waited
+    before = snapshot.blocked_seconds
+    snapshot.wait()  # the saver's thread: that costs the loop nothing
+    assert snapshot.blocked_seconds == before
 
 
 def test_what_was_copied_is_let_go() -> None:
     """Somebody who still looked at a device's memory would cost the next step a copy of the state."""
     state = np.ones(3, np.float32)
     gone = weakref.ref(state)
-    copying = Snapshot([(np.empty(3, np.float32), state)])
-    copying.wait()
+    snapshot = Snapshot([(np.empty(3, np.float32), state)])
+    snapshot.wait()
     del state
     gc.collect()
     assert gone() is None
 
 
 def test_a_copy_that_fails_is_told_to_the_loop_and_to_the_saver() -> None:
-    copying = Snapshot([(np.empty(2, np.float32), np.ones(3, np.float32))])
-    for told in (copying.wait_before_mutation, copying.wait):
+    snapshot = Snapshot([(np.empty(2, np.float32), np.ones(3, np.float32))])
+    for wait in (snapshot.wait_before_mutation, snapshot.wait):
         with pytest.raises(ValueError, match="could not broadcast"):
-            told()
+            wait()

@@ -46,8 +46,8 @@ def test_the_jobs_index_and_service_are_enough() -> None:
         "TPU_LAUNCH_RUN_ID": "demo",
     }
     assert from_environment(job) == Cluster(1, ("demo-w-0-0.demo", "demo-w-0-1.demo"), None, "demo")
-    told = from_environment({**job, "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a.s,b.s"})
-    assert told == Cluster(0, ("a.s", "b.s"), None, "demo"), "what GKE tells comes first"
+    cluster = from_environment({**job, "TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a.s,b.s"})
+    assert cluster == Cluster(0, ("a.s", "b.s"), None, "demo"), "GKE's own variables come first"
 
 
 def test_without_variables_this_is_a_single_host() -> None:

@@ -156,9 +156,10 @@ def test_blocks_of_the_bucket_may_be_kept_on_the_host() -> None:
 
 def test_a_model_for_the_hub_needs_the_token_on_the_hosts() -> None:
     hub = "hub: {repository: org/model}\n"
-    told = mistakes(GOOD + hub)
+    message = mistakes(GOOD + hub)
     assert (
-        told == "run.yaml:17: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"
+        message
+        == "run.yaml:17: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: gke.secrets)"
     )
     for given in ("run: {secrets: [HF_TOKEN]}\n", "gke: {secrets: {HF_TOKEN: huggingface/token}}\n"):
         assert from_document(parse(GOOD + hub + given, "run.yaml")).hub is not None

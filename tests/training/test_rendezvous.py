@@ -1,4 +1,4 @@
-"""Real processes meet on loopback, and are told in time when one is missing, gone, stuck or from elsewhere. Starts up
+"""Real processes meet on loopback, and learn in time when one is missing, gone, stuck or from elsewhere. Starts up
 to 4 small processes a test."""
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def end(process: subprocess.Popen[str], seconds: float = 20) -> tuple[int, str]:
     return process.returncode, text
 
 
-def said(process: subprocess.Popen[str], text: str) -> None:
+def wait_for_line(process: subprocess.Popen[str], text: str) -> None:
     """Reads up to a line with `text`."""
     assert process.stdout
     for line in process.stdout:
@@ -153,7 +153,7 @@ def test_a_killed_host_ends_all_others_within_two_seconds(hosts: Hosts, victim: 
         for worker in range(3)
     ]
     for process in processes:
-        said(process, "now")
+        wait_for_line(process, "now")
     processes[victim].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     for worker, process in enumerate(processes):
@@ -167,8 +167,8 @@ def test_a_killed_host_ends_all_others_within_two_seconds(hosts: Hosts, victim: 
 def test_a_host_that_is_stuck_when_a_peer_dies_is_ended_too(hosts: Hosts) -> None:
     stuck = hosts.start(0, 2, "meet start", "say now", "hang 60")
     other = hosts.start(1, 2, "meet start", "say now", "sleep 60")
-    said(stuck, "now")
-    said(other, "now")
+    wait_for_line(stuck, "now")
+    wait_for_line(other, "now")
     other.kill()
     code, text = end(stuck, 10)
     assert code == Exit.LOST_PEER
@@ -186,7 +186,7 @@ def test_the_reason_of_a_host_that_fails_reaches_the_others(hosts: Hosts) -> Non
 
 def test_a_host_of_an_earlier_attempt_is_turned_away_and_disturbs_nobody(hosts: Hosts) -> None:
     first = hosts.start(0, 2, "say open", "meet start", "meet end", TPU_LAUNCH_ATTEMPT="1")
-    said(first, "open")
+    wait_for_line(first, "open")
     stale = hosts.start(1, 2, "meet start", TPU_LAUNCH_ATTEMPT="0")
     code, text = end(stale)
     assert code == Exit.FAILED
@@ -197,7 +197,7 @@ def test_a_host_of_an_earlier_attempt_is_turned_away_and_disturbs_nobody(hosts: 
 
 def test_a_host_waits_while_an_old_attempt_still_holds_the_port(hosts: Hosts) -> None:
     old = hosts.start(0, 2, "say open", "sleep 1", "fail over", TPU_LAUNCH_ATTEMPT="0")
-    said(old, "open")
+    wait_for_line(old, "open")
     early = hosts.start(1, 2, "meet start", TPU_LAUNCH_ATTEMPT="1")
     end(old)
     new = hosts.start(0, 2, "meet start", TPU_LAUNCH_ATTEMPT="1")
@@ -206,9 +206,9 @@ def test_a_host_waits_while_an_old_attempt_still_holds_the_port(hosts: Hosts) ->
 
 def test_a_second_process_of_the_same_host_is_turned_away(hosts: Hosts) -> None:
     first = hosts.start(0, 2, "say open", "meet start")
-    said(first, "open")
+    wait_for_line(first, "open")
     second = hosts.start(1, 2, "say in", "meet start", "sleep 2")
-    said(second, "in")
+    wait_for_line(second, "in")
     twin = hosts.start(1, 2, "meet start", START="1")
     code, text = end(twin)
     assert code == Exit.LOST_PEER
@@ -235,7 +235,7 @@ def test_an_occupied_port_is_said_plainly(hosts: Hosts) -> None:
 
 def test_strangers_on_the_port_disturb_nobody(hosts: Hosts) -> None:
     first = hosts.start(0, 2, "say open", "meet start")
-    said(first, "open")
+    wait_for_line(first, "open")
     for noise in (
         b"GET / HTTP/1.1\r\n\r\n",
         b'{"arrive": "start"}\n',

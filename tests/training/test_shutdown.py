@@ -15,10 +15,10 @@ HOUSE = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
 import os, sys, time
-from training.distributed import shutdown as stopping
-asked = stopping.install_signal_handlers()
+from training.distributed import shutdown
+request = shutdown.install_signal_handlers()
 print("ready", flush=True)
-while not asked.requested:
+while not request.requested:
     time.sleep(0.01)
 print("asked", flush=True)
 {then}
@@ -78,10 +78,10 @@ def test_a_signal_after_another_hosts_is_still_a_first_one() -> None:
 
 HEARD = """
 import os, signal, time
-from training.distributed import shutdown as stopping
-asked = stopping.install_signal_handlers()
-asked.note_other_host()
-print("heard" if asked.requested else "not", flush=True)
+from training.distributed import shutdown
+request = shutdown.install_signal_handlers()
+request.note_other_host()
+print("heard" if request.requested else "not", flush=True)
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(0.5)
 print("saved", flush=True)

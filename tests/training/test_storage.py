@@ -77,7 +77,7 @@ def test_listing_is_recursive_sorted_and_without_partial_files(tmp_path: Path) -
     for name in ("b/2", "a", "b/1"):
         storage.write(str(tmp_path / name), b"")
     (tmp_path / ".a.0123.partial").write_bytes(b"half")
-    assert [each.url for each in storage.listing(str(tmp_path))] == [
+    assert [stat.url for stat in storage.listing(str(tmp_path))] == [
         str(tmp_path / name) for name in ("a", "b/1", "b/2")
     ]
     assert storage.listing(str(tmp_path / "missing")) == []

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.training.test_rendezvous import Hosts, end, said
+from tests.training.test_rendezvous import Hosts, end, wait_for_line
 from training.errors import Exit
 
 
@@ -61,7 +61,7 @@ def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, 
         for worker in (0, 1)
     ]
     for process in processes:
-        said(process, "now")
+        wait_for_line(process, "now")
     processes[victim].send_signal(signal.SIGKILL)
     killed = time.monotonic()
     code, text = end(processes[1 - victim])
@@ -73,7 +73,7 @@ def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, 
 
 def test_who_has_another_token_is_not_added(hosts: Hosts, port: str) -> None:
     first = hosts.start(0, 2, "say open", "connect token", "sum [1]", TPU_LAUNCH_GLOO_PORT=port)
-    said(first, "open")
+    wait_for_line(first, "open")
     deadline = time.monotonic() + 20
     while True:  # until host 0 listens
         try:
