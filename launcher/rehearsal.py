@@ -29,6 +29,7 @@ _SEQUENCE_LENGTH = 64
 _VOCABULARY = 2000
 _TRAINER_KEYS = (
     "hosts",
+    "devices",
     "steps",
     "first_loss",
     "last_loss",
@@ -119,6 +120,11 @@ def rehearse(path: Path, overrides: Sequence[str], screen: Screen) -> dict[str, 
         LaunchError: A step failed; it has the step's exit code. Nothing is left running.
     """
     config = load(path, overrides)
+    zones = config.accelerator.generation.zones
+    if config.zone not in zones:
+        screen.say(f"{config.zone} has no {config.slice.accelerator_type}; the rehearsal is in {zones[0]}")
+        overrides = [*overrides, f"zone={zones[0]}"]
+        config = load(path, overrides)
     planned = steps(config, path, overrides)
     assert config.trainer is not None
     bucket = storage.split_remote(config.trainer.output)[0]
@@ -161,6 +167,11 @@ def lines(summary: dict[str, Any]) -> list[str]:
     inside = ", ".join(f"{phase} {value:.1f} s" for phase, value in summary["training_seconds"].items())
     return [
         f"hosts                {summary['hosts']} ({summary['accelerator_type']}, emulated)",
+        *(
+            [f"devices              {summary['devices']} (virtual TPU)"]
+            if summary["devices"] > summary["hosts"]
+            else []
+        ),
         f"steps                {summary['steps']}",
         f"loss                 {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}",
         f"evaluation           perplexity {summary['eval_perplexity']:.2f}",

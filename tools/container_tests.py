@@ -70,8 +70,8 @@ def main(arguments: list[str]) -> int:
         image = images.ensure(spec, say)
         docker = engine.client()
         if place.virtual_tpu:
-            folder = virtual_tpu.library_folder(ROOT / "images" / "virtual-tpu", say)
-            mounts.append(f"--volume={folder}:{virtual_tpu.MOUNTED_AT}:ro")
+            volume = virtual_tpu.ensure_volume(ROOT / "images" / "virtual-tpu", say)
+            mounts.append(f"--volume={volume}:{virtual_tpu.MOUNTED_AT}:ro")
             device = {**virtual_tpu.container_environment(), "TPU_ACCELERATOR_TYPE": "v3-8"}
     except LaunchError as error:
         print(error, file=sys.stderr)

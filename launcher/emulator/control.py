@@ -26,6 +26,7 @@ from typing import Any
 from launcher import shell
 from launcher.emulator.server import CONTROL, ENGINE
 from launcher.emulator.state import State, emulator_id, from_json, to_json, write_atomically
+from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnection
 from launcher.emulator.vm.host_containers import remove_everything
 from launcher.errors import BadInput, LaunchError
@@ -70,11 +71,11 @@ def start(
     state = _read(home)
     if state is None or not _answers(state):
         engine = _find_engine(state)
-        image = _host_image(engine)
+        image, tpu_volume = _host_image(engine), _virtual_tpu(engine)
         with _starting(home):
             state = _read(home)
             if state is None or not _answers(state):  # another process may have started it meanwhile
-                state = _launch(home, state, engine, image, port, create_seconds, plain_endpoints)
+                state = _launch(home, state, engine, image, tpu_volume, port, create_seconds, plain_endpoints)
     if port is not None and state.port != port:
         raise BadInput(
             f"the emulator of {home} already runs on port {state.port}, not {port}: `tpu-launch emulator stop` it first"
@@ -178,6 +179,7 @@ def _launch(
     before: State | None,
     engine: Engine,
     image: str,
+    tpu_volume: str,
     port: int | None,
     create_seconds: float | None,
     plain_endpoints: bool | None,
@@ -195,7 +197,7 @@ def _launch(
     (home / "user" / "gcloud").mkdir(mode=0o700, parents=True, exist_ok=True)
     log = home / "server.log"
     pid = shell.spawn(
-        [sys.executable, "-m", "launcher.emulator.server", str(home), image],
+        [sys.executable, "-m", "launcher.emulator.server", str(home), image, tpu_volume],
         log=log,
         env={"PYTHONPATH": _python_path()},
     )
@@ -316,6 +318,13 @@ def _host_image(engine: Engine) -> str:
             images.ensure(spec, lambda line: print(line, file=sys.stderr))
             plan = images.plan(spec)
     return plan.local
+
+
+def _virtual_tpu(engine: Engine) -> str:
+    """The volume of the virtual TPU, made when it is missing. Raises LaunchError when it can't be."""
+    with _docker_host(f"unix://{engine.path}"):
+        source = shared_folder("images") / "virtual-tpu"
+        return virtual_tpu.ensure_volume(source, lambda line: print(line, file=sys.stderr))
 
 
 @contextlib.contextmanager

@@ -56,7 +56,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 class Server:
     """One emulator."""
 
-    def __init__(self, home: Path, image: str) -> None:
+    def __init__(self, home: Path, image: str, tpu_volume: str) -> None:
         self.home = home
         state = from_json((home / "state.json").read_text())
         self.store = Store(state, home / "state.json")
@@ -75,7 +75,9 @@ class Server:
             context=tls_context(self.sockets),
             engine=lambda hostname, connection: self.engine_proxy.serve_host(hostname, connection),
         )
-        self.engine_proxy = EngineProxy(self.store, self.engine, bind=self.hosts.bind, ca=self.sockets / CA_FILE)
+        self.engine_proxy = EngineProxy(
+            self.store, self.engine, bind=self.hosts.bind, ca=self.sockets / CA_FILE, tpu_volume=tpu_volume
+        )
         self.operations = OperationRunner(self.store, self.containers, prepare=self.hosts.prepare)
         self.stopping = threading.Event()
 
@@ -329,8 +331,8 @@ def _injected_error(status: int) -> Response:
 
 
 def main() -> None:
-    """Runs the server of `sys.argv`: HOME IMAGE."""
-    home, image = Path(sys.argv[1]), sys.argv[2]
+    """Runs the server of `sys.argv`: HOME, the hosts' IMAGE, the VOLUME of the virtual TPU."""
+    home, image, tpu_volume = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(threadName)s %(name)s: %(message)s")
     lock = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -344,7 +346,7 @@ def main() -> None:
         listener = socket.create_server(("127.0.0.1", port), backlog=512)
     except OSError as error:
         sys.exit(f"port {port} of 127.0.0.1: {error}")
-    server = Server(home, image)
+    server = Server(home, image, tpu_volume)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stopping.set())
     server.run(listener)

@@ -199,7 +199,7 @@ def cluster_environment(run_id: str, attempt: int, worker: int, hosts: int, port
         "TPU_WORKER_HOSTNAMES": ",".join(["127.0.0.1"] * hosts),
         "TPU_LAUNCH_RENDEZVOUS_PORT": str(ports[0]),
         "TPU_LAUNCH_GLOO_PORT": str(ports[1]),
-        "PJRT_DEVICE": "CPU",
+        "PJRT_DEVICE": os.environ.get("PJRT_DEVICE", "CPU"),  # TPU: a virtual one
     }
 
 
@@ -259,6 +259,11 @@ class StopAfter(ShutdownRequest):
         return self.left < 0
 
 
+def this_host(run_id: str = "local", attempt: int = 0) -> Cluster:
+    """A slice of one host: this process."""
+    return Cluster(0, ("localhost",), os.environ.get("TPU_ACCELERATOR_TYPE"), run_id=run_id, attempt=attempt)
+
+
 def train_here(
     config: dict[str, Any], run_id: str, stopping: ShutdownRequest | None = None, attempt: int = 0
 ) -> dict[str, Any]:
@@ -266,7 +271,7 @@ def train_here(
     settings = from_document(Document("test", config, {}))
     return train(
         settings,
-        Cluster(0, ("localhost",), run_id=run_id, attempt=attempt),
+        this_host(run_id, attempt),
         SingleHost(),
         stopping or ShutdownRequest(),
         PhaseTimer(),
@@ -276,7 +281,7 @@ def train_here(
 def evaluate_here(config: dict[str, Any], place: str, step: int | None = None) -> Evaluated:
     """Evaluates a run or a model folder on one host, in this process."""
     settings = from_document(Document("test", config, {}))
-    return evaluate(place, settings, Cluster(0, ("localhost",)), SingleHost(), ShutdownRequest(), step)
+    return evaluate(place, settings, this_host(), SingleHost(), ShutdownRequest(), step)
 
 
 def losses(folder: Path, run_id: str) -> list[float]:

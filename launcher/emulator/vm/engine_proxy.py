@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote, urlencode
 from launcher.emulator import faults
 from launcher.emulator.api import repositories
 from launcher.emulator.state import Store
-from launcher.emulator.vm import engine_view, metadata, registry
+from launcher.emulator.vm import engine_view, metadata, registry, virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnection
 from launcher.emulator.vm.engine_request import (
     EngineRequest,
@@ -43,7 +43,9 @@ _CALL_SECONDS = 600.0
 class EngineProxy:
     """Answers engine requests, of hosts and of the workstation."""
 
-    def __init__(self, store: Store, engine: Engine, *, bind: Callable[[str, str], str], ca: Path) -> None:
+    def __init__(
+        self, store: Store, engine: Engine, *, bind: Callable[[str, str], str], ca: Path, tpu_volume: str
+    ) -> None:
         """Makes a proxy.
 
         Args:
@@ -51,10 +53,12 @@ class EngineProxy:
             engine: the workstation's engine.
             bind: (hostname, folder of the host) -> folder of the workstation; raises Refused.
             ca: certificates that containers of hosts trust, a file of the workstation.
+            tpu_volume: the volume of the virtual TPU, for containers on slices of one host.
         """
         self._store = store
         self._engine = engine
         self._ca = str(ca)
+        self._tpu_volume = tpu_volume
         self._bind = bind
         with store.read() as state:
             self._emulator, self._storage = state.id, f"http://127.0.0.1:{state.port}"
@@ -230,8 +234,17 @@ class EngineProxy:
             volume=lambda volume: self._create_volume(volume, view),
             image=image,
             ca=self._ca,
+            tpu_volume=self._tpu_volume if self._has_virtual_tpu(view.hostname, image) else None,
         )
         self._call(request, "/containers/create", new, view=view)
+
+    def _has_virtual_tpu(self, hostname: str, image: str) -> bool:
+        """Whether a container of the image has TPU devices on this host: the framework in it can load them, and the
+        slice has one host, since the devices of several exchange nothing."""
+        with self._store.read() as state:
+            entry = find_host(state, hostname)
+            alone = entry is not None and len(entry[0].hosts) == 1
+        return alone and virtual_tpu.serves(self._engine.call("GET", f"/images/{image}/json")["Config"].get("Labels"))
 
     def _create_volume(self, name: str, view: HostView) -> str:
         """Makes a volume of the host unless it exists; returns its name at the workstation's engine."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL
 
 # The settings that a container was created with, kept as a label so that inspect shows them.
@@ -73,6 +74,7 @@ def create_on_host(
     volume: Callable[[str], str],
     image: str,
     ca: str,
+    tpu_volume: str | None = None,
 ) -> dict[str, Any]:
     """The body of containers/create for the workstation's engine.
 
@@ -83,6 +85,7 @@ def create_on_host(
         volume: the host's name of a volume -> its name at the workstation's engine; may raise Refused.
         image: what to run, an image id when the name is a registry's.
         ca: a file of the workstation with the certificates that the container trusts.
+        tpu_volume: the volume of the virtual TPU, for a container that is to have TPU devices; else it gets the CPU.
 
     Raises:
         Refused: a setting is not emulated.
@@ -97,7 +100,7 @@ def create_on_host(
         "Binds": host.get("Binds"),
     }
     new["Image"] = image
-    new["Env"] = container_environment(body.get("Env") or [], HOST_STORAGE)
+    new["Env"] = container_environment(body.get("Env") or [], HOST_STORAGE, has_tpu=tpu_volume is not None)
     _network(new, host, view)
     _namespaces(host, view, bind)
     _privileges(host)
@@ -106,6 +109,8 @@ def create_on_host(
             raise Refused(400, f"HostConfig.{key} is not supported on an emulated TPU VM")
     host["Binds"] = [*(host.get("Binds_") or []), *(_bind(text, bind, volume) for text in host.get("Binds") or [])]
     host.pop("Binds_", None)
+    if tpu_volume is not None:
+        host["Binds"].append(f"{tpu_volume}:{virtual_tpu.MOUNTED_AT}:ro")
     if not any(variable.split("=")[0] == "CURL_CA_BUNDLE" for variable in new["Env"]):
         host["Binds"].append(f"{ca}:{CONTAINER_CA}:ro")
         new["Env"].append(f"CURL_CA_BUNDLE={CONTAINER_CA}")
@@ -130,9 +135,14 @@ def create_on_workstation(body: dict[str, Any], emulator: str, storage: str, *, 
     return new
 
 
-def container_environment(environment: list[str], storage: str) -> list[str]:
-    """The variables ("NAME=value") with the CPU for the TPU and the emulator's storage; others stay as they are."""
-    new = ["PJRT_DEVICE=CPU" if variable == "PJRT_DEVICE=TPU" else variable for variable in environment]
+def container_environment(environment: list[str], storage: str, *, has_tpu: bool = False) -> list[str]:
+    """The variables ("NAME=value") with the emulator's storage, and with the virtual TPU, or the CPU, for the TPU;
+    others stay as they are."""
+    device = virtual_tpu.container_environment() if has_tpu else {"PJRT_DEVICE": "CPU"}
+    for_tpu = [f"{name}={value}" for name, value in device.items()]
+    new = []
+    for variable in environment:
+        new += for_tpu if variable == "PJRT_DEVICE=TPU" else [variable]
     if not any(variable.split("=")[0] == "STORAGE_EMULATOR_HOST" for variable in new):
         new.append(f"STORAGE_EMULATOR_HOST={storage}")
     return new

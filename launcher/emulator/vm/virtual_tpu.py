@@ -1,44 +1,57 @@
 """The virtual TPU: the devices of one TPU host on this machine's CPU, for containers whose PyTorch/XLA loads it.
 
-images/virtual-tpu builds two files, a library that frameworks load as libtpu.so and the CPU plugin behind it. They are
-copied out of that image once, to a folder of this machine, and mounted into containers; the image that runs is the one
-that would run on a slice. A copy that breaks off leaves a folder without its final name, and the next copies again.
+images/virtual-tpu holds two files: a library that frameworks load as libtpu.so, and the CPU plugin behind it. A volume
+of the engine gets a copy of them, once for each version of that image, and containers mount it: what runs is the image
+that would run on a slice. A volume whose making broke off is removed again.
 """
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from launcher import shell
 from launcher.errors import LaunchError
-from launcher.home import home
 from launcher.images import build as images
 from launcher.images import engine
 
 MOUNTED_AT = "/opt/virtual-tpu"
-FILES = ("libtpu.so", "pjrt_c_api_cpu_plugin.so")
+LABEL = "tpu-launch.virtual-tpu"  # of the volumes
+# The label by which an image says what is in it, and the frameworks that can load the library.
+FRAMEWORK_LABEL = "tpu-launch.framework"
+FRAMEWORKS = ("torch-xla",)
 _COPY_SECONDS = 120.0
 
 
-def library_folder(source: Path, say: Callable[[str], None]) -> Path:
-    """The folder with the two files, made when it is not there. `source` is images/virtual-tpu. Raises LaunchError."""
+def ensure_volume(source: Path, say: Callable[[str], None]) -> str:
+    """The name of the volume with the two files, made when it is not there.
+
+    Args:
+        source: the folder images/virtual-tpu.
+        say: gets a line for each step of a build.
+
+    Raises:
+        LaunchError: the image could not be built, or the files not be copied.
+    """
     image = images.ensure(images.folder_spec("tpu-launch/virtual-tpu", source), say)
-    folder = home() / "virtual-tpu" / image.digest.removeprefix("sha256:")[:16]
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=".copy-", dir=folder.parent))
+    volume = f"tpu-launch-virtual-tpu-{image.digest.removeprefix('sha256:')[:16]}"
+    docker = engine.client()
+    if shell.run([docker, "volume", "inspect", volume], timeout=_COPY_SECONDS).ok:
+        return volume
+    _docker(docker, "volume", "create", "--label", f"{LABEL}=1", volume)
     try:
-        _copy_files(image.reference, unfinished)
-        unfinished.chmod(0o755)
-        if not folder.is_dir():
-            unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return folder
+        # The engine fills an empty volume with what the image has at the place where it is mounted.
+        container = _docker(docker, "create", "--volume", f"{volume}:{MOUNTED_AT}", image.reference)
+        _docker(docker, "rm", container)
+    except BaseException:
+        shell.run([docker, "volume", "rm", "--force", volume], timeout=_COPY_SECONDS)
+        raise
+    return volume
+
+
+def serves(image_labels: Mapping[str, str] | None) -> bool:
+    """Whether the image with these labels has a framework that can load the virtual TPU."""
+    return (image_labels or {}).get(FRAMEWORK_LABEL) in FRAMEWORKS
 
 
 def container_environment() -> dict[str, str]:
@@ -47,18 +60,8 @@ def container_environment() -> dict[str, str]:
     return {"PJRT_DEVICE": "TPU", "TPU_LIBRARY_PATH": f"{MOUNTED_AT}/libtpu.so"}
 
 
-def _copy_files(image: str, folder: Path) -> None:
-    docker = engine.client()
-    container = _docker(docker, "create", image).strip()
-    try:
-        for name in FILES:
-            _docker(docker, "cp", f"{container}:/{name}", str(folder))
-    finally:
-        shell.run([docker, "rm", "--force", container], timeout=_COPY_SECONDS)
-
-
 def _docker(docker: str, *arguments: str) -> str:
     result = shell.run([docker, *arguments], timeout=_COPY_SECONDS)
     if not result.ok:
-        raise LaunchError(f"the files of the virtual TPU could not be copied out of its image: {result.stderr.strip()}")
-    return result.stdout
+        raise LaunchError(f"the virtual TPU could not be copied into a volume: {result.stderr.strip()}")
+    return result.stdout.strip()
