@@ -1,5 +1,5 @@
-"""Trainers as processes whose steps are timed from outside, ours and the peer's alike: by the clock, from when the
-lines come that tell of them."""
+"""Trainers as processes whose steps are timed from outside, ours and the peer's alike: by the times at which the lines
+with their numbers arrive."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ def timed(command: list[str], warm: int, seconds: float = 1500, **environment: s
         env={**os.environ, **environment, "PYTHONUNBUFFERED": "1"},
     )
     assert process.stdout is not None
-    told: dict[int, float] = {}
+    step_times: dict[int, float] = {}
     lines = []
     deadline = time.monotonic() + seconds
     for line in process.stdout:
         lines.append(line)
-        if found := _STEP.match(line):
-            told.setdefault(int(found[1]), time.perf_counter())
+        if match := _STEP.match(line):
+            step_times.setdefault(int(match[1]), time.perf_counter())
         if time.monotonic() > deadline:
             process.kill()
             raise SystemExit(f"{' '.join(command)} was not done within {seconds:g} s:\n{''.join(lines[-20:])}")
-    if process.wait() or not told:
+    if process.wait() or not step_times:
         raise SystemExit(
-            f"{' '.join(command)} ended with code {process.returncode} after {len(told)} step(s):\n{''.join(lines[-40:])}"
+            f"{' '.join(command)} ended with code {process.returncode} after {len(step_times)} step(s):\n"
+            f"{''.join(lines[-40:])}"
         )
-    first, last = min(step for step in told if step >= warm), max(told)
-    return (last - first) / (told[last] - told[first]) if last > first else 0.0, "".join(lines)
+    first, last = min(step for step in step_times if step >= warm), max(step_times)
+    return (last - first) / (step_times[last] - step_times[first]) if last > first else 0.0, "".join(lines)
 
 
 def done(command: list[str], seconds: float = 1500) -> str:

@@ -11,7 +11,16 @@ Row = dict[str, Any]
 
 
 def row(name: str, unit: str, ours: float | None, peer_name: str, peer: float | None, goal: str) -> Row:
-    """`ours` or `peer` is None where it can't be measured here."""
+    """A row of the table.
+
+    Args:
+        name: of what was measured.
+        unit: of both numbers.
+        ours: None where it can't be measured here.
+        peer_name: of the peer.
+        peer: its number; None where it can't be measured here.
+        goal: for ours, or for the ratio.
+    """
     ratio = ours / peer if ours is not None and peer else None
     return {
         "name": name,
@@ -25,20 +34,23 @@ def row(name: str, unit: str, ours: float | None, peer_name: str, peer: float | 
 
 
 def table(rows: list[Row]) -> str:
-    def shown(value: float | None) -> str:
-        return "not here" if value is None else f"{value:,.2f}" if abs(value) >= 10 else f"{value:.4g}"
-
+    """The rows as aligned text."""
     lines = [f"{'':56} {'ours':>10} {'peer':>10} {'ratio':>7}  unit, peer, goal"]
-    for each in rows:
-        ratio = "" if each["ratio"] is None else f"{each['ratio']:.3f}"
-        lines.append(
-            f"{each['name']:56} {shown(each['ours']):>10} {shown(each['peer']):>10} {ratio:>7}  {each['unit']}; {each['peer_name']}; {each['goal']}"
-        )
+    for item in rows:
+        ratio = "" if item["ratio"] is None else f"{item['ratio']:.3f}"
+        numbers = f"{_format_number(item['ours']):>10} {_format_number(item['peer']):>10} {ratio:>7}"
+        lines.append(f"{item['name']:56} {numbers}  {item['unit']}; {item['peer_name']}; {item['goal']}")
     return "\n".join(lines)
 
 
+def _format_number(value: float | None) -> str:
+    if value is None:
+        return "not here"
+    return f"{value:,.2f}" if abs(value) >= 10 else f"{value:.4g}"
+
+
 def finish(name: str, rows: list[Row], as_json: bool) -> None:
-    """Prints them, and keeps them as .tpu-launch/benchmarks/NAME.json."""
+    """Prints the rows, and keeps them as .tpu-launch/benchmarks/NAME.json."""
     folder = Path(os.environ.get("TPU_LAUNCH_HOME", ".tpu-launch")) / "benchmarks"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     result = json.dumps({"rows": rows})
