@@ -88,7 +88,7 @@ def steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
             "data.train and data.evaluation must be named so"
         )
     file = _file(path, overrides)
-    here = ["--emulated", "local", *file, "--", "tpu-train"]
+    local = ["--emulated", "local", *file, "--", "tpu-train"]
     text = ["--corpus", "builtin:pydoc"]
     shards = [
         "shards",
@@ -102,9 +102,9 @@ def steps(config: Config, path: Path, overrides: Sequence[str]) -> list[Step]:
     ]
     planned = [
         Step("slice", ["--emulated", "up", *file]),
-        Step("image", [*here, "--help"]),
-        Step("data", [*here, "tokenizer", *text, "--vocabulary", str(_VOCABULARY), "--out", data.tokenizer]),
-        Step("data", [*here, *shards]),
+        Step("image", [*local, "--help"]),
+        Step("data", [*local, "tokenizer", *text, "--vocabulary", str(_VOCABULARY), "--out", data.tokenizer]),
+        Step("data", [*local, *shards]),
     ]
     return [*planned, Step("run", ["--emulated", "run", "--new", *file])]
 

@@ -141,14 +141,14 @@ def account_row(info: dict[str, Any]) -> Row:
 
 def _zone(config: Config) -> list[Row]:
     """Project, API, zone and accelerator, by one question to the API."""
-    wanted = config.slice.accelerator_type
-    place = f"{wanted} in {config.zone}"
+    accelerator_type = config.slice.accelerator_type
+    place = f"{accelerator_type} in {config.zone}"
     try:
         offered = gcloud.call(gcloud.accelerator_types_command(config), timeout=_SECONDS).split()
     except LaunchError as error:
         return [Row("project, API, zone", Verdict.FAIL, str(error).splitlines()[0], _fix_of(config, error))]
     rows = [Row("project, API, zone", Verdict.PASS, f"{config.project}: the Cloud TPU API answers for {config.zone}")]
-    if wanted in offered:
+    if accelerator_type in offered:
         return [*rows, Row("accelerator", Verdict.PASS, f"{place} (capacity is known only when it is asked for)")]
     zones = ", ".join(config.accelerator.generation.zones)
     return [

@@ -87,19 +87,20 @@ def stop(keep_data: bool) -> None:
 )
 def status(as_json: bool) -> None:
     """Show what runs."""
-    found = control.status(_home())
+    report = control.status(_home())
     if as_json:
-        click.echo(json.dumps(found, indent=2))
+        click.echo(json.dumps(report, indent=2))
         return
-    if not found["running"]:
+    if not report["running"]:
         click.echo(
-            "not running" + (" (the server crashed; `tpu-launch emulator start` continues)" if found["crashed"] else "")
+            "not running"
+            + (" (the server crashed; `tpu-launch emulator start` continues)" if report["crashed"] else "")
         )
         return
     click.echo(
-        f"running at {found['endpoint']} (process {found['pid']}), network {found['subnet']}, home {found['home']}"
+        f"running at {report['endpoint']} (process {report['pid']}), network {report['subnet']}, home {report['home']}"
     )
-    for node in found["nodes"]:
+    for node in report["nodes"]:
         click.echo(f"{node['name']}  {node['accelerator_type']}  {node['state']}")
         for host in node["hosts"]:
             notes = "".join(f" {note}" for note in ("killed", "cut", "hung") if host[note])
@@ -107,11 +108,11 @@ def status(as_json: bool) -> None:
             click.echo(
                 f"  host {host['worker']}  {host['address']}  {host['hostname']}  {host['state']}{notes}  {inside}"
             )
-    for queued in found["queued_resources"]:
+    for queued in report["queued_resources"]:
         click.echo(f"{queued['name']}  {queued['state']['state']}")
-    for name, bucket in found["buckets"].items():
+    for name, bucket in report["buckets"].items():
         click.echo(f"gs://{name}  {bucket['objects']} objects, {bucket['bytes']} bytes")
-    for fault in found["faults"]:
+    for fault in report["faults"]:
         click.echo("fault: " + " ".join(f"{key}={value}" for key, value in fault.items()))
 
 

@@ -14,16 +14,16 @@ import click
 
 from launcher.cli import terminal
 from launcher.clock import SystemClock
+from launcher.config import Config, load
 from launcher.errors import BadInput
 from launcher.home import home
+from launcher.provider import Provider
+from launcher.providers import DEFAULT, PROVIDERS, capabilities, make_provider
 
-if TYPE_CHECKING:
-    from launcher.config import Config
-    from launcher.provider import Provider
+if TYPE_CHECKING:  # only the commands on a run need it, and it takes time to import
     from launcher.run.launch import Context
 
 DEFAULT_FILE = Path("tpu-launch.yaml")
-PROVIDERS = ("tpu-vm", "gke")  # names in launcher.providers, which takes longer to import than help may
 # Commands that work with any provider; the others are for slices that are Cloud TPU nodes.
 _ANY_PROVIDER = ("up", "run", "status", "logs", "stop", "down", "manifest")
 
@@ -41,8 +41,6 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
     def wrapped(
         context: click.Context, /, path: Path, overrides: tuple[str, ...], provider: str, emulated: bool, **options: Any
     ) -> Any:
-        from launcher.config import load
-
         path = options.pop("named", None) or path
         if not path.exists():
             raise BadInput(
@@ -73,8 +71,8 @@ def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
         ),
         click.option(
             "--provider",
-            type=click.Choice(PROVIDERS),
-            default=PROVIDERS[0],
+            type=click.Choice(list(PROVIDERS)),
+            default=DEFAULT,
             show_default=True,
             help="Where the hosts are.",
         ),
@@ -98,10 +96,6 @@ def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
 
 def _require_support(command: str, provider: str, emulated: bool) -> None:
     """Raises BadInput for a command, or `--emulated`, that the provider does not have."""
-    if provider == PROVIDERS[0]:
-        return
-    from launcher.providers import capabilities
-
     if not capabilities(provider).cloud_tpu_node and command not in _ANY_PROVIDER:
         raise BadInput(
             f"tpu-launch {command} is for TPU VMs; with --provider {provider} there are {', '.join(_ANY_PROVIDER)}"
@@ -112,8 +106,6 @@ def _require_support(command: str, provider: str, emulated: bool) -> None:
 
 def open_provider(config: Config) -> Provider:
     """The provider of a command; the caller closes it."""
-    from launcher.providers import make_provider
-
     return make_provider(config, terminal.say)
 
 

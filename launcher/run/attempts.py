@@ -102,8 +102,8 @@ def make_attempt(
 
 def same_slice(config: Config, record: RunRecord) -> bool:
     """Whether a run was started on the slice of this configuration."""
-    wanted = (config.slice.name, config.project, config.zone, config.provider)
-    return (record.slice, record.project, record.zone, record.provider) == wanted
+    requested = (config.slice.name, config.project, config.zone, config.provider)
+    return (record.slice, record.project, record.zone, record.provider) == requested
 
 
 def drive(session: Session, attempt: AttemptRef | None, *, ready: bool = True) -> Outcome:

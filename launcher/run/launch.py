@@ -109,12 +109,12 @@ def run(request: Request, context: Context) -> Outcome:
         local.check(config)
         provider.connect()
         _require_secrets(config, provider, extras.secrets(context.environment))
-        wanted = specification.describe(
+        requested = specification.describe(
             config, "", variables=extras.variables, overlay=extras.overlay, preflight=checked
         )
-        ledger = _choose(request, context, wanted, extras.overlay)
+        ledger = _choose(request, context, requested, extras.overlay)
         with ledger.supervising():
-            return _start_or_resume(request, context, ledger, provider, wanted, extras)
+            return _start_or_resume(request, context, ledger, provider, requested, extras)
 
 
 def attach(request: Request, context: Context) -> Outcome:
@@ -215,7 +215,7 @@ def _warn_of_missing_secrets(session: Session) -> None:
         session.say(f": {specification.name_missing(spec, missing)}; until they are there no other attempt is started")
 
 
-def _choose(request: Request, context: Context, wanted: Specification, overlay: Overlay | None) -> Ledger:
+def _choose(request: Request, context: Context, requested: Specification, overlay: Overlay | None) -> Ledger:
     """The run that is meant: an unfinished one that means the same, or a new one."""
     config, home = request.config, context.home
     if request.run_id is not None:
@@ -239,7 +239,7 @@ def _choose(request: Request, context: Context, wanted: Specification, overlay: 
     def keep(folder: Path) -> None:
         if overlay is not None:
             specification.write_overlay(folder, overlay)
-        specification.write(folder, wanted.model_copy(update={"run": record.run_id}))
+        specification.write(folder, requested.model_copy(update={"run": record.run_id}))
 
     return ledgers.begin(home, record, config.document.dump(), keep)
 
@@ -260,7 +260,7 @@ def _record(config: Config, run_id: str, clock: Clock) -> RunRecord:
 
 
 def _start_or_resume(
-    request: Request, context: Context, ledger: Ledger, provider: Provider, wanted: Specification, extras: Extras
+    request: Request, context: Context, ledger: Ledger, provider: Provider, requested: Specification, extras: Extras
 ) -> Outcome:
     """Watches the attempt that is there, if there is one; otherwise starts the next."""
     config, secrets = request.config, extras.secrets(context.environment)
@@ -279,7 +279,7 @@ def _start_or_resume(
             return outcome
         # It had ended while nobody watched: what was asked for now is to resume it.
         session.say(f": attempt {attempt.number} had ended: {explain(outcome.verdict)[0]}")
-    spec = wanted.model_copy(update={"run": ledger.run_id})
+    spec = requested.model_copy(update={"run": ledger.run_id})
     if kept is not None:
         spec = specification.resume(kept, spec)
     if extras.overlay is not None:
