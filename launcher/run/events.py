@@ -38,9 +38,11 @@ class AttemptBegan(Event):
     image: str = ""
     """What hosts run: REPOSITORY@sha256:... or an image id."""
     command: tuple[str, ...] = ()
+    """Program and arguments."""
     overlay: str = ""
     """SHA-256 of the overlay's archive; empty without one."""
     overlay_target: str = ""
+    """The folder of the container over which the overlay is laid."""
     preflight: str = ""
     """Hashes of the programs that preflight compiled, separated by commas; empty without."""
 
@@ -51,6 +53,7 @@ class Prepared(Event):
 
     kind: ClassVar[str] = "prepared"
     image_id: str = ""
+    """What all hosts say that they have."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,11 @@ class Ended(Event):
 
     kind: ClassVar[str] = "ended"
     outcome: str = ""
-    """Value of a `verdict.Kind`, or NOT_STARTED or VANISHED."""
+    """finished, saved, failed, bad input, host lost, preempted, stalled, stopped, not started, or vanished."""
     cause: Cause | None = None
+    """The first cause: worker (-1: no single host), what, exit_code, oom_killed, time of the host's clock."""
     symptoms: tuple[str, ...] = ()
+    """What happened to other hosts because of it."""
     last_lines: tuple[str, ...] = ()
     """What the host that is the first cause wrote last."""
 
@@ -86,8 +91,11 @@ class HostStopped(Event):
 
     kind: ClassVar[str] = "stopped"
     host: int = -1
+    """Worker index."""
     ok: bool = False
+    """Whether its container has ended."""
     detail: str = ""
+    """What went wrong."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,9 @@ class HostOutOfReach(Event):
 
     kind: ClassVar[str] = "host out of reach"
     host: int = -1
+    """Worker index."""
     problem: str = ""
+    """Why it could not be asked."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,7 @@ class HostBack(Event):
 
     kind: ClassVar[str] = "host back"
     host: int = -1
+    """Worker index."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +124,13 @@ class HostEnded(Event):
 
     kind: ClassVar[str] = "host ended"
     host: int = -1
+    """Worker index."""
     exit_code: int | None = None
+    """Of the container; null when it is gone."""
     oom: bool = False
+    """Whether the kernel killed it for lack of memory."""
     what: str = ""
+    """How it ended, in words."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +139,9 @@ class Recovering(Event):
 
     kind: ClassVar[str] = "recover"
     after: str = ""
-    """Value of the `verdict.Kind` with which the attempt ended."""
+    """How the attempt ended: an outcome as in `ended`."""
     reason: str = ""
+    """Which attempt of which budget follows."""
     delay: float = 0.0
     """Seconds to wait first."""
 
@@ -145,7 +161,9 @@ class SliceReplaced(Event):
 
     kind: ClassVar[str] = "replaced"
     host: int = -1
+    """Worker index of the host."""
     reason: str = ""
+    """How often it was the first cause."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +172,7 @@ class PostMortemWritten(Event):
 
     kind: ClassVar[str] = "post-mortem"
     path: str = ""
+    """Of the archive."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +181,9 @@ class LeftBehind(Event):
 
     kind: ClassVar[str] = "left behind"
     container: str = ""
+    """Its name, the same on every host."""
     hosts: tuple[int, ...] = ()
+    """Worker indices."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +192,7 @@ class Swept(Event):
 
     kind: ClassVar[str] = "swept"
     hosts: tuple[int, ...] = ()
+    """Worker indices."""
 
 
 @dataclass(frozen=True)
@@ -179,6 +201,7 @@ class UnknownEvent(Event):
 
     kind: ClassVar[str] = ""
     name: str = ""
+    """The kind's name, as it was recorded."""
 
 
 KINDS: Mapping[str, type[Event]] = {
