@@ -90,12 +90,11 @@ def run_of(backend: str, case: str, hosts: int) -> str:
 def in_image(backend: str, folder: Path, jobs: list[Job], ask: list[str] | None = None) -> None:
     """Runs jobs, one after the other, in a container of a backend's image. PyTorch's then also asks the models of these
     runs."""
-    from launcher.images import build as images
     from launcher.images import engine
+    from launcher.images.build import ensure_image
+    from launcher.images.specification import default_spec
 
-    reference = images.ensure(
-        images.default_spec(backend), lambda line: print(line, file=sys.stderr, flush=True)
-    ).reference
+    reference = ensure_image(default_spec(backend), lambda line: print(line, file=sys.stderr, flush=True)).reference
     plan = folder / "plan.json"
     plan.write_text(json.dumps({"jobs": jobs, "ask": ask if backend == "torch-xla" else None}))
     container = [

@@ -17,8 +17,9 @@ import sys
 from pathlib import Path
 
 from launcher.errors import LaunchError
-from launcher.images import build as images
 from launcher.images import engine
+from launcher.images.build import ensure_image
+from launcher.images.specification import default_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 MOUNTED = ("benchmarks", "training", "launcher", "examples")
@@ -34,8 +35,8 @@ def main(arguments: list[str]) -> int:
     out = ROOT / ".tpu-launch"
     (out / "benchmarks").mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
-        image = images.ensure(
-            images.default_spec(place.group(1), target="test"), lambda line: print(line, file=sys.stderr, flush=True)
+        image = ensure_image(
+            default_spec(place.group(1), target="test"), lambda line: print(line, file=sys.stderr, flush=True)
         )
         docker = engine.client()
     except LaunchError as error:

@@ -21,8 +21,9 @@ from pathlib import Path
 
 from launcher.emulator.vm import virtual_tpu
 from launcher.errors import LaunchError
-from launcher.images import build as images
 from launcher.images import engine
+from launcher.images.build import ensure_image
+from launcher.images.specification import default_spec
 
 ROOT = Path(__file__).resolve().parent.parent
 MOUNTED = ("tests", "examples", "launcher", "pyproject.toml")  # of the launcher tests use the emulated bucket
@@ -66,8 +67,8 @@ def main(arguments: list[str]) -> int:
     device = {"PJRT_DEVICE": "CPU"}
     mounts = [f"--volume={ROOT / name}:/src/{name}:ro" for name in MOUNTED if (ROOT / name).exists()]
     try:
-        spec = images.default_spec(place.image, target="test", build_args=place.build_args)
-        image = images.ensure(spec, say)
+        spec = default_spec(place.image, target="test", build_args=place.build_args)
+        image = ensure_image(spec, say)
         docker = engine.client()
         if place.virtual_tpu:
             volume = virtual_tpu.ensure_volume(ROOT / "images" / "virtual-tpu", say)

@@ -27,8 +27,9 @@ from launcher.emulator.control import IMAGE
 from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
 from launcher.emulator.operations import finish_pending_operations
 from launcher.emulator.state import State
-from launcher.images import build as images
 from launcher.images import engine
+from launcher.images.build import ensure_image
+from launcher.images.specification import folder_spec
 
 HOUSE = Path(__file__).resolve().parent.parent.parent
 TYPES = {2: "v4-16", 4: "v4-32", 8: "v4-64", 16: "v4-128", 32: "v4-256", 64: "v4-512"}
@@ -195,8 +196,8 @@ class Rack:
 def rack(hosts: int) -> Iterator[Rack]:
     """Everything is removed at the end."""
     docker = engine.require_engine()
-    image = images.ensure(
-        images.folder_spec(IMAGE, HOUSE / "images" / "host"), lambda line: print(line, file=sys.stderr)
+    image = ensure_image(
+        folder_spec(IMAGE, HOUSE / "images" / "host"), lambda line: print(line, file=sys.stderr)
     ).reference
     name = f"tpu-launch-benchmark-{os.getpid()}"
     folder = Path(tempfile.mkdtemp(prefix="tpu-launch-benchmark-"))

@@ -21,8 +21,8 @@ from typing import Any
 
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.images import build as images
 from launcher.images import local
+from launcher.images.specification import compute_tag
 from training import storage
 from training.accelerators import UnknownAccelerator, accelerator
 from training.data.formats.dataset import MANIFEST
@@ -184,7 +184,7 @@ def _path(config: Config, home: Path, name: str) -> Path | None:
         contents = [hashlib.sha256(storage.read(url)).hexdigest() for url in urls]
     except storage.StorageError:
         return None
-    image = config.image.reference or images.tag(local.spec(config), {})
+    image = config.image.reference or compute_tag(local.image_spec(config), {})
     question = json.dumps([FORMAT, trainer, contents, name, image], sort_keys=True)
     return home / "preflight" / f"{name}-{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
 

@@ -30,7 +30,9 @@ from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnection
 from launcher.emulator.vm.host_containers import remove_everything
 from launcher.errors import BadInput, LaunchError
-from launcher.images import build as images
+from launcher.images.build import ensure_image
+from launcher.images.plan import make_plan
+from launcher.images.specification import folder_spec
 from launcher.installation import shared_folder
 
 START_TIMEOUT = 30.0  # seconds until the server answers
@@ -312,11 +314,11 @@ def _host_image(engine: Engine) -> str:
     """The name of the hosts' image, built when it is missing or its sources changed. Raises LaunchError when it can't
     be built."""
     with _docker_host(f"unix://{engine.path}"):  # not an emulator's own socket, whose server may be gone
-        spec = images.folder_spec(IMAGE, shared_folder("images") / "host")
-        plan = images.plan(spec)
+        spec = folder_spec(IMAGE, shared_folder("images") / "host")
+        plan = make_plan(spec)
         if plan.image_id is None:
-            images.ensure(spec, lambda line: print(line, file=sys.stderr))
-            plan = images.plan(spec)
+            ensure_image(spec, lambda line: print(line, file=sys.stderr))
+            plan = make_plan(spec)
     return plan.local
 
 

@@ -9,8 +9,8 @@ from launcher.errors import BadInput
 from launcher.gke import checks
 from launcher.gke.manifest import render
 from launcher.gke.workload import Kind, Workload
-from launcher.images import build as images
 from launcher.images import local
+from launcher.images.plan import make_plan
 
 HEADING = "A run on {hosts} host(s) of {accelerator} on GKE, as `tpu-launch manifest` renders it from {file}."
 
@@ -45,7 +45,7 @@ def _image(config: Config, given: str | None) -> str:
         raise BadInput(f"--image {given}: name it by digest, REPOSITORY@sha256:..., so that every host runs the same")
     found = given or config.image.reference
     if found is None and config.image.repository:
-        found = images.plan(local.spec(config)).pushed
+        found = make_plan(local.image_spec(config)).pushed
     if found is None:
         raise BadInput(
             f"{config.document.name}: no image is known by digest: give --image REPOSITORY@sha256:..., or "

@@ -1,4 +1,4 @@
-"""The workstation's container engine: which docker client to use, and whether an engine answers.
+"""The workstation's container engine: which docker client to use, and whether the engine answers.
 
 A machine may have several docker clients. Ours must build with BuildKit, whose secrets and cache mounts keep
 credentials and caches out of image layers: clients before 23 have it built in, later ones need the buildx plug-in.
@@ -37,7 +37,7 @@ def require_engine() -> str:
         ) from None
     if answer.ok and answer.stdout.strip():
         return docker
-    said = answer.stderr.strip().splitlines()
+    lines = answer.stderr.strip().splitlines()
     if "permission denied" in answer.stderr.lower():
         advice = "your user may not use it: add it to the group docker (and log in again), or run as root"
     elif os.environ.get("DOCKER_HOST"):
@@ -46,7 +46,7 @@ def require_engine() -> str:
         advice = "start it (systemctl start docker, or dockerd as root), or set DOCKER_HOST to one that runs"
     raise BadInput(
         f"no container engine answers at {_address(docker)}: {advice}"
-        + (f"\n  docker said: {said[-1]}" if said else "")
+        + (f"\n  docker said: {lines[-1]}" if lines else "")
     )
 
 
@@ -71,21 +71,21 @@ def _client_on(search_path: str) -> str:
 
 def _candidates(search_path: str) -> list[str]:
     """Every `docker` on the search path, in order; one that is reached by two names (/bin is /usr/bin) counts once."""
-    found: dict[Path, str] = {}
+    clients: dict[Path, str] = {}
     for folder in search_path.split(os.pathsep):
         path = Path(folder or ".", "docker")
         if path.is_file() and os.access(path, os.X_OK):
-            found.setdefault(path.resolve(), str(path))
-    return list(found.values())
+            clients.setdefault(path.resolve(), str(path))
+    return list(clients.values())
 
 
 def _major_version(candidate: str) -> int | None:
     try:
-        said = shell.run([candidate, "--version"], timeout=_SECONDS)
+        result = shell.run([candidate, "--version"], timeout=_SECONDS)
     except (CommandTimeout, OSError):
         return None
-    match = re.search(r"version v?(\d+)\.", said.stdout)
-    return int(match.group(1)) if said.ok and match else None
+    match = re.search(r"version v?(\d+)\.", result.stdout)
+    return int(match.group(1)) if result.ok and match else None
 
 
 def _has_buildx(candidate: str) -> bool:
@@ -100,5 +100,5 @@ def _address(docker: str) -> str:
     host = os.environ.get("DOCKER_HOST")
     if host:
         return f"{host} (DOCKER_HOST)"
-    asked = shell.run([docker, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"], timeout=_SECONDS)
-    return asked.stdout.strip() if asked.ok and asked.stdout.strip() else "unix:///var/run/docker.sock"
+    result = shell.run([docker, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"], timeout=_SECONDS)
+    return result.stdout.strip() if result.ok and result.stdout.strip() else "unix:///var/run/docker.sock"

@@ -15,70 +15,71 @@ from types import MappingProxyType
 
 from launcher import shell
 from launcher.config import Config
-from launcher.images import build as images
 from launcher.images import engine
+from launcher.images.build import ensure_image
+from launcher.images.plan import list_commands
+from launcher.images.specification import ImageSpec, default_spec, folder_spec
 
 LABEL = "tpu-launch.local"
 
 _DAYS = 7 * 24 * 3600.0  # preparing a large corpus takes as long as it takes; Ctrl-C ends it
 
 
-def spec(config: Config) -> images.ImageSpec:
-    """The image that the file's `image` section means. Raises BadInput for a Dockerfile or a CA bundle that isn't
-    there."""
-    wanted = config.image
-    bundle = (config.folder / wanted.ca_bundle) if wanted.ca_bundle else None
-    if wanted.dockerfile is None:
-        found = images.default_spec(
+def image_spec(config: Config) -> ImageSpec:
+    """The image that the `image` section means. Raises BadInput for a Dockerfile or a CA bundle that does not exist."""
+    section = config.image
+    bundle = (config.folder / section.ca_bundle) if section.ca_bundle else None
+    if section.dockerfile is None:
+        spec = default_spec(
             config.backend,
-            repository=wanted.repository,
-            build_args=wanted.build_args,
+            repository=section.repository,
+            build_args=section.build_args,
             ca_bundle=bundle,
-            target=wanted.target,
-            code=config.folder / wanted.code if wanted.code else None,
+            target=section.target,
+            code=config.folder / section.code if section.code else None,
         )
     else:
-        dockerfile = config.folder / wanted.dockerfile
-        context = config.folder / wanted.context if wanted.context else dockerfile.parent
-        found = images.folder_spec(
+        dockerfile = config.folder / section.dockerfile
+        context = config.folder / section.context if section.context else dockerfile.parent
+        spec = folder_spec(
             f"tpu-launch/{config.run_name}",
             context,
             dockerfile=dockerfile,
-            repository=wanted.repository,
-            build_args=wanted.build_args,
+            repository=section.repository,
+            build_args=section.build_args,
             ca_bundle=bundle,
-            target=wanted.target,
+            target=section.target,
         )
-    return replace(found, create_repository=wanted.create_repository)
+    return replace(spec, create_repository=section.create_repository)
 
 
 def build_commands(config: Config) -> list[list[str]]:
     """The docker commands that would build and push the image; none when the file names one. Touches nothing."""
     if config.image.reference:
         return []
-    commands = images.commands(spec(config))
+    commands = list_commands(image_spec(config))
     return [["env", "DOCKER_BUILDKIT=1", *command] if "build" in command[:2] else command for command in commands]
 
 
 def check(config: Config) -> None:
-    """The image could be built here: an engine answers, its files are there. Nothing is asked of one that is only
-    named. Raises BadInput."""
+    """Raises BadInput when the image can't be built here: no engine answers, or its files are missing. An image that is
+    only named is not checked."""
     if config.image.reference:
         return
-    spec(config)
+    image_spec(config)
     engine.require_engine()
 
 
 def image(config: Config, say: Callable[[str], None]) -> str:
-    """Builds and pushes the image unless that was done before; returns what hosts must be told to run."""
+    """Builds and pushes the image unless that was done before; returns the reference that hosts run."""
     if config.image.reference:
         return config.image.reference
-    return images.ensure(spec(config), say).reference
+    return ensure_image(image_spec(config), say).reference
 
 
 def unpublished(config: Config, say: Callable[[str], None]) -> str:
-    """The image for use here alone: built unless it was, and not pushed."""
-    return config.image.reference or images.ensure(replace(spec(config), repository=None), say).reference
+    """The image for use on this machine only: built unless it was, and not pushed."""
+    return config.image.reference or ensure_image(replace(image_spec(config), repository=None), say).reference
 
 
 def run(
@@ -90,16 +91,21 @@ def run(
     reference: str | None = None,
     mounts: Mapping[Path, str] | None = None,
 ) -> int:
-    """Runs `command` in the image (that of the file, or `reference`) here, in the current folder, as the current user;
-    returns its exit code.
+    """Runs a command in the image on this machine, in the current folder, as the current user; returns its exit code.
 
-    `mounts`: more files for it to read, each at a path of the container."""
+    Args:
+        config: whose image it is.
+        command: the command.
+        say: is given lines about the image.
+        emit: is given the command's output, line by line.
+        reference: another image.
+        mounts: more files for it to read, each at a path of the container.
+    """
     docker = engine.require_engine()
     name = f"tpu-launch-local-{secrets.token_hex(4)}"
-    given = [each for each in config.run.secrets if each in os.environ]
-    argv = local_command(
-        docker, name, reference or image(config, say), command, Path.cwd(), Path.home(), given, mounts or {}
-    )
+    variables = [name for name in config.run.secrets if name in os.environ]
+    used = reference or image(config, say)
+    argv = local_command(docker, name, used, command, Path.cwd(), Path.home(), variables, mounts or {})
     try:
         code = shell.stream(argv, emit, timeout=_DAYS).returncode
     finally:
@@ -115,11 +121,11 @@ def local_command(
     command: Sequence[str],
     folder: Path,
     user_home: Path,
-    given: Sequence[str] = (),
+    variables: Sequence[str] = (),
     mounts: Mapping[Path, str] = MappingProxyType({}),
 ) -> list[str]:
     """The `docker run` of `run`. The user's own Google credentials, where there are any, are mounted for reading;
-    `given` are the variables of this environment whose values the command gets, named only."""
+    `variables` are those of this environment whose values the command gets, by name only."""
     argv = [docker, "run", "--rm", "--init", "--name", name, "--label", f"{LABEL}=1", "--network", "host"]
     argv += ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp", "--env", "PJRT_DEVICE=CPU"]
     argv += ["--volume", f"{folder}:{folder}", "--workdir", str(folder)]
@@ -127,7 +133,7 @@ def local_command(
     if credentials.exists():
         argv += ["--volume", f"{credentials}:/etc/google-credentials.json:ro"]
         argv += ["--env", "GOOGLE_APPLICATION_CREDENTIALS=/etc/google-credentials.json"]
-    argv += [word for each in given for word in ("--env", each)]
+    argv += [word for variable in variables for word in ("--env", variable)]
     for path, inside in mounts.items():
         argv += ["--volume", f"{path}:{inside}:ro"]
     return [*argv, reference, *command]

@@ -1,5 +1,5 @@
-"""Artifact Registry: the repository that images are pushed to, made on request (`image.create_repository`) and never
-anything but private.
+"""Artifact Registry: the repository that images are pushed to, created on request (`image.create_repository`), always
+private.
 
 Nothing but the request to create it is sent; who may read it stays what the project says. Calls may be repeated.
 """
@@ -17,7 +17,7 @@ _HOST = "-docker.pkg.dev"
 
 @dataclass(frozen=True)
 class Repository:
-    """Where LOCATION-docker.pkg.dev/PROJECT/NAME/IMAGE is."""
+    """A repository of Artifact Registry: LOCATION-docker.pkg.dev/PROJECT/NAME."""
 
     location: str
     project: str
@@ -31,34 +31,36 @@ class Repository:
 
     @property
     def describe_command(self) -> list[str]:
+        """Succeeds when the repository is there."""
         return [*self._command("describe"), "--format=value(name)"]
 
     @property
     def create_command(self) -> list[str]:
+        """Creates the repository, readable as the project says."""
         return [*self._command("create"), "--repository-format=docker", "--description=images of tpu-launch"]
 
 
 def parse(repository: str) -> Repository | None:
-    """None for what is not in Artifact Registry."""
+    """The repository of an image's name; None for one that is not in Artifact Registry."""
     match = re.fullmatch(rf"([a-z0-9-]+){re.escape(_HOST)}/([^/]+)/([^/:@]+)(/.+)?", repository)
     return Repository(match[1], match[2], match[3]) if match else None
 
 
 def require(repository: str) -> bool:
-    """Makes the repository unless it is there; whether it was made. Raises the LaunchError that gcloud's message
-    means."""
+    """Creates the repository unless it is there; returns whether it was created. Raises the LaunchError that gcloud's
+    message means."""
     from launcher.tpu_vm import gcloud
 
-    found = parse(repository)
-    if found is None:
+    parsed = parse(repository)
+    if parsed is None:
         return False
     try:
-        gcloud.call(found.describe_command, timeout=_SECONDS)
+        gcloud.call(parsed.describe_command, timeout=_SECONDS)
         return False
     except gcloud.NotFound:
         pass
     try:
-        gcloud.call(found.create_command, timeout=_SECONDS)
+        gcloud.call(parsed.create_command, timeout=_SECONDS)
     except gcloud.Conflict:  # somebody else was quicker
         return False
     return True
@@ -66,10 +68,8 @@ def require(repository: str) -> bool:
 
 def advice(repository: str) -> str:
     """What to do when a push says that there is no such repository."""
-    found = parse(repository)
-    typed = (
-        f"`{shell.quote(found.create_command)}`, or set image.create_repository: true"
-        if found
-        else "create it in that registry"
-    )
-    return f"the repository does not exist, or may not be seen: {typed}"
+    parsed = parse(repository)
+    fix = "create it in that registry"
+    if parsed is not None:
+        fix = f"`{shell.quote(parsed.create_command)}`, or set image.create_repository: true"
+    return f"the repository does not exist, or may not be seen: {fix}"

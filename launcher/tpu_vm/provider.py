@@ -16,7 +16,7 @@ from dataclasses import replace
 from launcher import shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
-from launcher.images import build as images
+from launcher.images.store import unpacked_size
 from launcher.provider import Attempt, HostReport, Observation, SliceState
 from launcher.tpu_vm import CAPABILITIES, gcloud, host_checks, host_output, host_scripts, slices
 from launcher.tpu_vm.host_checks import HostFacts, Problem
@@ -250,7 +250,7 @@ class TpuVm:
             if result.reached
         ]
         have_image = all(facts.values.get("image") for facts in hosts)
-        image_bytes = None if have_image else images.size(attempt.image)
+        image_bytes = None if have_image else unpacked_size(attempt.image)
         unreached = [
             Problem(result.worker, f"can't be reached: {result.problem}", "`tpu-launch up` waits for it")
             for result in results

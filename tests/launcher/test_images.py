@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from launcher.errors import BadInput
-from launcher.images import build as images
-from launcher.images.build import ImageSpec
+from launcher.images.build import ensure_image, show_steps
+from launcher.images.plan import list_commands
+from launcher.images.specification import ImageSpec, compute_tag, default_spec, folder_spec, parse_bases
 
 BASE = {"debian:bookworm-slim": "sha256:0123"}
 
@@ -22,7 +23,7 @@ BASE = {"debian:bookworm-slim": "sha256:0123"}
 def spec(tmp_path: Path) -> ImageSpec:
     (tmp_path / "Dockerfile").write_text("FROM debian:bookworm-slim\n")
     (tmp_path / "code.py").write_text("print(1)\n")
-    return images.folder_spec("test/image", tmp_path)
+    return folder_spec("test/image", tmp_path)
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_tag_is_the_same_for_two_copies_of_the_same_files(spec: ImageSpec, tmp_p
     copy.mkdir()
     for _, source in spec.context:
         (copy / source.name).write_bytes(source.read_bytes())
-    assert images.tag(images.folder_spec("test/image", copy), BASE) == images.tag(spec, BASE)
+    assert compute_tag(folder_spec("test/image", copy), BASE) == compute_tag(spec, BASE)
 
 
 def test_tag_changes_with_a_file_the_dockerfile_an_argument_the_target_and_the_base(
@@ -45,12 +46,12 @@ def test_tag_changes_with_a_file_the_dockerfile_an_argument_the_target_and_the_b
     other_dockerfile = tmp_path / "other"
     other_dockerfile.write_text("FROM debian:bookworm-slim\n\n")
     tags = [
-        images.tag(spec, BASE),
-        images.tag(dataclasses.replace(spec, context=spec.context[1:]), BASE),
-        images.tag(dataclasses.replace(spec, dockerfile=other_dockerfile), BASE),
-        images.tag(dataclasses.replace(spec, build_args=(("A", "1"),)), BASE),
-        images.tag(dataclasses.replace(spec, target="test"), BASE),
-        images.tag(spec, {"debian:bookworm-slim": "sha256:4567"}),
+        compute_tag(spec, BASE),
+        compute_tag(dataclasses.replace(spec, context=spec.context[1:]), BASE),
+        compute_tag(dataclasses.replace(spec, dockerfile=other_dockerfile), BASE),
+        compute_tag(dataclasses.replace(spec, build_args=(("A", "1"),)), BASE),
+        compute_tag(dataclasses.replace(spec, target="test"), BASE),
+        compute_tag(spec, {"debian:bookworm-slim": "sha256:4567"}),
     ]
     assert len(set(tags)) == len(tags)
     assert all(len(tag) == 16 for tag in tags)
@@ -58,7 +59,7 @@ def test_tag_changes_with_a_file_the_dockerfile_an_argument_the_target_and_the_b
 
 def test_tag_depends_neither_on_the_repository_nor_on_the_ca_bundle(spec: ImageSpec) -> None:
     elsewhere = dataclasses.replace(spec, repository="host/project/name", ca_bundle=Path("/some/ca.pem"))
-    assert images.tag(elsewhere, BASE) == images.tag(spec, BASE)
+    assert compute_tag(elsewhere, BASE) == compute_tag(spec, BASE)
 
 
 arguments = st.dictionaries(st.text("ABC_", min_size=1, max_size=4), st.text(max_size=6), max_size=3)
@@ -68,14 +69,14 @@ arguments = st.dictionaries(st.text("ABC_", min_size=1, max_size=4), st.text(max
 @given(arguments, arguments)
 def test_tag_tells_any_two_sets_of_arguments_apart(spec: ImageSpec, one: dict[str, str], other: dict[str, str]) -> None:
     def tag(given: dict[str, str]) -> str:
-        return images.tag(dataclasses.replace(spec, build_args=tuple(sorted(given.items()))), BASE)
+        return compute_tag(dataclasses.replace(spec, build_args=tuple(sorted(given.items()))), BASE)
 
     assert (tag(one) == tag(other)) == (one == other)
 
 
 @pytest.mark.parametrize("backend", ["torch-xla", "tensorflow"])
 def test_default_image_holds_the_trainer_but_no_leftovers_of_running_it(backend: str) -> None:
-    paths = [path for path, _ in images.default_spec(backend).context]
+    paths = [path for path, _ in default_spec(backend).context]
     assert "training/errors.py" in paths
     assert "requirements.txt" in paths
     assert not [
@@ -89,22 +90,22 @@ def test_own_code_is_part_of_the_image_and_of_its_tag(backend: str, tmp_path: Pa
     (tmp_path / "train.py").write_text("1")
     (tmp_path / "lib" / "data.bin").write_text("2")
     (tmp_path / ".dockerignore").write_text("lib")
-    bare, own = images.default_spec(backend), images.default_spec(backend, code=tmp_path)
+    bare, own = default_spec(backend), default_spec(backend, code=tmp_path)
     assert [path for path, _ in own.context if path.startswith("code/")] == ["code/train.py"]
-    before = images.tag(own, BASE)
-    assert before != images.tag(bare, BASE)
+    before = compute_tag(own, BASE)
+    assert before != compute_tag(bare, BASE)
     (tmp_path / "train.py").write_text("3")
-    assert images.tag(own, BASE) != before
+    assert compute_tag(own, BASE) != before
 
 
 def test_unknown_backend_is_bad_input_that_lists_the_known_ones() -> None:
     with pytest.raises(BadInput, match=r"no image for backend 'jax'; there are: .*torch-xla"):
-        images.default_spec("jax")
+        default_spec("jax")
 
 
 def test_missing_dockerfile_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"nowhere: there is no such Dockerfile"):
-        images.folder_spec("test/image", tmp_path, dockerfile=tmp_path / "nowhere")
+        folder_spec("test/image", tmp_path, dockerfile=tmp_path / "nowhere")
 
 
 def test_ca_bundle_comes_from_the_environment_and_must_be_there(
@@ -113,9 +114,9 @@ def test_ca_bundle_comes_from_the_environment_and_must_be_there(
     bundle = tmp_path / "ca.pem"
     monkeypatch.setenv("TPU_LAUNCH_CA_BUNDLE", str(bundle))
     with pytest.raises(BadInput, match=r"ca\.pem: there is no such CA bundle \(from TPU_LAUNCH_CA_BUNDLE\)"):
-        images.default_spec("torch-xla")
+        default_spec("torch-xla")
     bundle.write_text("certificates")
-    assert images.default_spec("torch-xla").ca_bundle == bundle
+    assert default_spec("torch-xla").ca_bundle == bundle
 
 
 @pytest.mark.parametrize(
@@ -131,11 +132,11 @@ def test_ca_bundle_comes_from_the_environment_and_must_be_there(
     ],
 )
 def test_base_images_are_read_from_the_dockerfile(dockerfile: str, found: tuple[str, ...]) -> None:
-    assert images.bases(dockerfile, {}) == found
+    assert parse_bases(dockerfile, {}) == found
 
 
 def test_build_argument_overrides_the_base_image() -> None:
-    assert images.bases("ARG BASE=a\nFROM $BASE\n", {"BASE": "mine"}) == ("mine",)
+    assert parse_bases("ARG BASE=a\nFROM $BASE\n", {"BASE": "mine"}) == ("mine",)
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -145,7 +146,7 @@ def test_commands_are_shown_without_an_engine_and_touch_nothing(spec: ImageSpec,
     given = dataclasses.replace(
         spec, repository="r.example/p/n", build_args=(("A", "b c"),), target="t", ca_bundle=bundle
     )
-    pull, build, tag, push = images.commands(given)
+    pull, build, tag, push = list_commands(given)
     assert pull[1:] == ["pull", "--quiet", "debian:bookworm-slim"]
     assert build[1] == "build"
     for pair in (
@@ -163,12 +164,12 @@ def test_commands_are_shown_without_an_engine_and_touch_nothing(spec: ImageSpec,
 @pytest.mark.usefixtures("no_engine")
 def test_building_without_an_engine_is_bad_input(spec: ImageSpec) -> None:
     with pytest.raises(BadInput, match="no container engine answers"):
-        images.ensure(spec, print)
+        ensure_image(spec, print)
 
 
 def test_only_steps_that_really_run_are_shown() -> None:
     shown: list[str] = []
-    show = images._steps(shown.append)
+    show = show_steps(shown.append)
     for line in [
         "#1 [internal] load build definition from Dockerfile",
         "#1 DONE 0.0s",

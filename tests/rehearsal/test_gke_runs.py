@@ -39,9 +39,10 @@ SAVING = (
 @pytest.fixture(scope="module")
 def image() -> str:
     """Any image with a shell and Python will do: the newest of ours."""
-    from launcher.images import build as images
+    from launcher.images.build import ensure_image
+    from launcher.images.specification import default_spec
 
-    return images.ensure(images.default_spec("torch-xla"), print).reference
+    return ensure_image(default_spec("torch-xla"), print).reference
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ from launcher import shell
 from launcher.emulator.http_server import Acceptor, serve_http
 from launcher.emulator.storage.api import StorageApi
 from launcher.emulator.storage.bucket import Buckets
-from launcher.images import build as images
+from launcher.images.build import ensure_image
+from launcher.images.specification import default_spec
 from tests.container import small_runs
 from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
 from tests.kubernetes.cluster.store import Object
@@ -100,7 +101,7 @@ class Room:
 @pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
     folder = tmp_path_factory.mktemp("gke-training")
-    image = images.ensure(images.default_spec("torch-xla"), print).reference
+    image = ensure_image(default_spec("torch-xla"), print).reference
     acceptor = Acceptor()
     acceptor.start()
     with Cluster(images={IMAGE: image}) as cluster, pytest.MonkeyPatch.context() as patch:

@@ -27,9 +27,11 @@ import pytest
 from launcher import shell
 from launcher.emulator.storage import tls as bucket_tls
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.images import build as images
 from launcher.images import engine
-from launcher.images.build import ImageSpec
+from launcher.images.build import ensure_image
+from launcher.images.plan import list_commands, make_plan
+from launcher.images.specification import ImageSpec, default_spec, folder_spec
+from launcher.images.store import unpacked_size
 
 pytestmark = pytest.mark.alone
 
@@ -59,7 +61,7 @@ def spec(tmp_path: Path) -> Iterator[ImageSpec]:
     bundle = tmp_path / "ca.pem"
     bundle.write_text(SECRET)
     name = f"tpu-launch-test/{secrets.token_hex(4)}"
-    yield images.folder_spec(name, folder, ca_bundle=bundle)
+    yield folder_spec(name, folder, ca_bundle=bundle)
     docker = engine.client()
     for repository in (name, "localhost:*/project/name"):
         listed = shell.run(
@@ -71,7 +73,7 @@ def spec(tmp_path: Path) -> Iterator[ImageSpec]:
 
 def again(spec: ImageSpec) -> ImageSpec:
     """The same spec, read anew from its folder."""
-    return images.folder_spec(spec.name, spec.dockerfile.parent, repository=spec.repository, ca_bundle=spec.ca_bundle)
+    return folder_spec(spec.name, spec.dockerfile.parent, repository=spec.repository, ca_bundle=spec.ca_bundle)
 
 
 def output(reference: str) -> str:
@@ -141,33 +143,33 @@ def _saved(reference: str) -> Iterator[File]:
 
 def test_nothing_changed_means_nothing_built(spec: ImageSpec) -> None:
     said: list[str] = []
-    first = images.ensure(spec, said.append)
+    first = ensure_image(spec, said.append)
     assert any("building" in line for line in said)
     assert first.reference == first.digest
     assert first.digest.startswith("sha256:")
     assert output(first.reference) == "hello\nprint(1)\n"
     said.clear()
-    assert images.ensure(again(spec), said.append) == first
+    assert ensure_image(again(spec), said.append) == first
     assert said == []
-    assert images.commands(again(spec)) == []
+    assert list_commands(again(spec)) == []
 
 
 def test_changed_code_moves_only_the_code_layer(spec: ImageSpec) -> None:
-    before = images.ensure(spec, print)
+    before = ensure_image(spec, print)
     (spec.dockerfile.parent / "code.py").write_text("print(2)\n")
-    after = images.ensure(again(spec), print)
+    after = ensure_image(again(spec), print)
     assert output(after.reference) == "hello\nprint(2)\n"
     assert layers(after.reference)[:-1] == layers(before.reference)[:-1]
     assert layers(after.reference)[-1] != layers(before.reference)[-1]
 
 
 def test_build_argument_makes_another_image(spec: ImageSpec) -> None:
-    other = images.ensure(dataclasses.replace(spec, build_args=(("GREETING", "good bye"),)), print)
+    other = ensure_image(dataclasses.replace(spec, build_args=(("GREETING", "good bye"),)), print)
     assert output(other.reference) == "good bye\nprint(1)\n"
 
 
 def test_ca_bundle_reaches_the_build_and_no_layer(spec: ImageSpec) -> None:
-    image = images.ensure(spec, print)
+    image = ensure_image(spec, print)
     history = shell.run([engine.client(), "history", "--no-trunc", image.reference], timeout=30).stdout
     assert "/run/secrets/ca" in history
     assert SECRET not in history
@@ -180,14 +182,14 @@ def test_failed_build_shows_the_last_lines_and_the_log_and_leaves_no_tag(spec: I
     with spec.dockerfile.open("a") as file:
         file.write("RUN echo the reason is here && exit 7\n")
     with pytest.raises(LaunchError, match="could not be built") as caught:
-        images.ensure(again(spec), print)
+        ensure_image(again(spec), print)
     assert caught.value.exit_code == Exit.BAD_INPUT
     message = str(caught.value)
     assert "the reason is here" in message
     log = re.search(r"all of it: (\S+)", message)
     assert log
     assert "the reason is here" in Path(log[1]).read_text()
-    assert images.plan(again(spec)).image_id is None
+    assert make_plan(again(spec)).image_id is None
 
 
 def test_base_image_that_nobody_has_is_named(spec: ImageSpec) -> None:
@@ -195,7 +197,7 @@ def test_base_image_that_nobody_has_is_named(spec: ImageSpec) -> None:
     with pytest.raises(
         BadInput, match=r"the base image localhost:1/no/such:image is not in the engine's store and can't be pulled"
     ):
-        images.ensure(again(spec), print)
+        ensure_image(again(spec), print)
 
 
 class _Registry(http.server.BaseHTTPRequestHandler):
@@ -305,54 +307,54 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_with_a_repository_hosts_run_by_the_digest_that_the_registry_has(spec: ImageSpec, registry: str) -> None:
     wanted = dataclasses.replace(spec, repository=f"{registry}/project/name")
     said: list[str] = []
-    image = images.ensure(wanted, said.append)
-    tag = images.plan(wanted).tag
+    image = ensure_image(wanted, said.append)
+    tag = make_plan(wanted).tag
     assert image.reference == f"{registry}/project/name@{image.digest}"
     assert _Registry.manifests[f"/v2/project/name/manifests/{tag}"] == image.digest
     assert any("pushing" in line for line in said)
     said.clear()
-    assert images.ensure(wanted, said.append) == image
+    assert ensure_image(wanted, said.append) == image
     assert said == []
 
 
 def test_image_that_was_built_before_is_pushed_without_another_build(spec: ImageSpec, registry: str) -> None:
-    images.ensure(spec, print)
+    ensure_image(spec, print)
     said: list[str] = []
-    images.ensure(dataclasses.replace(spec, repository=f"{registry}/project/name"), said.append)
+    ensure_image(dataclasses.replace(spec, repository=f"{registry}/project/name"), said.append)
     assert [line.split()[0] for line in said] == ["pushing"]
 
 
 def test_the_size_of_an_image_that_only_the_registry_has_is_known(spec: ImageSpec, registry: str) -> None:
     """Hosts are asked for room before they pull. A registry knows packed layers: what they take unpacked is
     estimated."""
-    image = images.ensure(dataclasses.replace(spec, repository=f"{registry}/project/name"), print)
-    here = images.size(image.reference)
+    image = ensure_image(dataclasses.replace(spec, repository=f"{registry}/project/name"), print)
+    here = unpacked_size(image.reference)
     docker = engine.client()
     for reference in (
         image.reference,
-        f"{registry}/project/name:{images.plan(spec).tag}",
-        f"{spec.name}:{images.plan(spec).tag}",
+        f"{registry}/project/name:{make_plan(spec).tag}",
+        f"{spec.name}:{make_plan(spec).tag}",
     ):
         shell.run([docker, "image", "rm", "--force", reference], timeout=60)
     assert not shell.run([docker, "image", "inspect", image.reference], timeout=30).ok
-    told = images.size(image.reference)
+    told = unpacked_size(image.reference)
     assert here is not None
     assert told is not None
     assert 0.5 < told / here < 2
-    assert images.size(f"{registry}/project/other:none") is None
+    assert unpacked_size(f"{registry}/project/other:none") is None
 
 
 def test_registry_that_refuses_us_is_a_permission_error(spec: ImageSpec, registry: str) -> None:
     _Registry.refuse = True
     with pytest.raises(LaunchError, match="could not be pushed") as caught:
-        images.ensure(dataclasses.replace(spec, repository=f"{registry}/project/name"), print)
+        ensure_image(dataclasses.replace(spec, repository=f"{registry}/project/name"), print)
     assert caught.value.exit_code == Exit.PERMISSION
     assert "gcloud auth configure-docker" in str(caught.value)
 
 
 @pytest.fixture(scope="module")
 def torch_xla() -> str:
-    return images.ensure(images.default_spec("torch-xla"), print).reference
+    return ensure_image(default_spec("torch-xla"), print).reference
 
 
 def test_trainer_gets_the_signal_of_docker_stop(torch_xla: str) -> None:
@@ -414,7 +416,7 @@ def test_no_layer_holds_a_secret_or_a_cache(torch_xla: str) -> None:
         [docker, "run", "--rm", "--network=none", torch_xla, "sh", "-c", "cat /usr/share/ca-certificates/*/*"],
         timeout=60,
     )
-    bundle = images.default_spec("torch-xla").ca_bundle
+    bundle = default_spec("torch-xla").ca_bundle
     private = _certificates(bundle.read_text()) - _certificates(public.stdout) if bundle else set()
     history = shell.run([docker, "history", "--no-trunc", torch_xla], timeout=30).stdout
     assert not [body for body in private if body in history]

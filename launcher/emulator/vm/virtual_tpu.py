@@ -12,8 +12,9 @@ from pathlib import Path
 
 from launcher import shell
 from launcher.errors import LaunchError
-from launcher.images import build as images
 from launcher.images import engine
+from launcher.images.build import ensure_image
+from launcher.images.specification import folder_spec
 
 MOUNTED_AT = "/opt/virtual-tpu"
 LABEL = "tpu-launch.virtual-tpu"  # of the volumes
@@ -33,7 +34,7 @@ def ensure_volume(source: Path, say: Callable[[str], None]) -> str:
     Raises:
         LaunchError: the image could not be built, or the files not be copied.
     """
-    image = images.ensure(images.folder_spec("tpu-launch/virtual-tpu", source), say)
+    image = ensure_image(folder_spec("tpu-launch/virtual-tpu", source), say)
     volume = f"tpu-launch-virtual-tpu-{image.digest.removeprefix('sha256:')[:16]}"
     docker = engine.client()
     if shell.run([docker, "volume", "inspect", volume], timeout=_COPY_SECONDS).ok:

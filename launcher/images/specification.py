@@ -1,0 +1,174 @@
+"""What an image is built from, and the tag that follows from it.
+
+The tag is a hash of the build context, the Dockerfile, the build arguments, the target stage and the base images' ids:
+nothing changed means nothing is built and nothing is pushed. A CA bundle is not part of it: it reaches the build as a
+secret and enters no layer. Pure, apart from reading files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import training
+from launcher.errors import BadInput
+from launcher.images import build_context
+from launcher.images.build_context import Entry
+from launcher.installation import shared_folder
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """What an image is built from, and where it goes."""
+
+    name: str
+    """Its repository in the local store."""
+
+    dockerfile: Path
+
+    context: tuple[Entry, ...]
+    """The files of the build context (`build_context`)."""
+
+    build_args: tuple[tuple[str, str], ...] = ()
+
+    target: str | None = None
+    """The Dockerfile's stage; None: the last one."""
+
+    repository: str | None = None
+    """Where it is pushed to; None: nowhere."""
+
+    ca_bundle: Path | None = None
+    """Certificates for the build's downloads."""
+
+    create_repository: bool = False
+    """Whether a missing repository is created."""
+
+
+def default_spec(
+    backend: str,
+    *,
+    repository: str | None = None,
+    build_args: Mapping[str, str] | None = None,
+    ca_bundle: Path | None = None,
+    target: str | None = None,
+    code: Path | None = None,
+) -> ImageSpec:
+    """Our own image for a backend: images/<backend>, and the `training` package of this installation.
+
+    Args:
+        backend: "torch-xla" or "tensorflow".
+        repository: where it is pushed to.
+        build_args: of the Dockerfile.
+        ca_bundle: certificates for the build's downloads; None: the file that TPU_LAUNCH_CA_BUNDLE names, if any.
+        target: a stage of the Dockerfile.
+        code: a folder of the user's own, which is copied to the image's working directory, except what its
+            .dockerignore names.
+
+    Raises:
+        BadInput: there is no such backend, folder or bundle.
+    """
+    source = shared_folder("images") / backend
+    if not (source / "Dockerfile").is_file():
+        known = sorted(path.parent.name for path in shared_folder("images").glob("*/Dockerfile"))
+        raise BadInput(f"there is no image for backend {backend!r}; there are: {', '.join(known) or 'none'}")
+    package = Path(training.__path__[0])
+    # The Dockerfile copies the folder `code`, so it must hold a file.
+    own_code = (
+        tuple((f"code/{path}", file) for path, file in build_context.folder(code))
+        if code
+        else (("code/.none", package / "__init__.py"),)
+    )
+    context = (
+        *build_context.tree(source, ignore=("Dockerfile", "*.in")),
+        *build_context.tree(package, below="training", ignore=("**/__pycache__", "**/*.pyc")),
+        *own_code,
+    )
+    name, dockerfile = f"tpu-launch/{backend}", source / "Dockerfile"
+    return ImageSpec(name, dockerfile, context, _sort(build_args), target, repository, _find_ca_bundle(ca_bundle))
+
+
+def folder_spec(
+    name: str,
+    folder: Path,
+    *,
+    dockerfile: Path | None = None,
+    repository: str | None = None,
+    build_args: Mapping[str, str] | None = None,
+    ca_bundle: Path | None = None,
+    target: str | None = None,
+) -> ImageSpec:
+    """An image of a folder, honouring its .dockerignore, and of its Dockerfile (or `dockerfile`). Raises BadInput."""
+    dockerfile = dockerfile or folder / "Dockerfile"
+    if not dockerfile.is_file():
+        raise BadInput(f"{dockerfile}: there is no such Dockerfile")
+    context = build_context.folder(folder)
+    return ImageSpec(name, dockerfile, context, _sort(build_args), target, repository, _find_ca_bundle(ca_bundle))
+
+
+def base_images(spec: ImageSpec) -> tuple[str, ...]:
+    """The images from which the stages of a spec's Dockerfile start. Raises BadInput when it can't be read."""
+    try:
+        text = spec.dockerfile.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"{spec.dockerfile}: can't be read: {error}") from None
+    return parse_bases(text, dict(spec.build_args))
+
+
+def parse_bases(dockerfile: str, build_args: Mapping[str, str]) -> tuple[str, ...]:
+    """The images from which a Dockerfile's stages start, without the stages themselves. Arguments before the first FROM
+    are filled in."""
+    values: dict[str, str] = {}
+    stages: set[str] = set()
+    bases: dict[str, None] = {}
+
+    def expand(reference: re.Match[str]) -> str:
+        return values.get(reference[1] or reference[3]) or reference[2] or ""
+
+    for line in re.sub(r"\\[ \t]*\n", " ", dockerfile).splitlines():
+        words = line.split()
+        match [words[0].upper(), *words[1:]] if words else []:
+            case ["ARG", declaration] if not bases:
+                key, _, value = declaration.partition("=")
+                values[key] = build_args.get(key, value.strip("\"'"))
+            case ["FROM", *rest]:
+                image, *alias = [word for word in rest if not word.startswith("--")]
+                image = re.sub(r"\$(?:\{(\w+)(?::-([^}]*))?\}|(\w+))", expand, image)
+                if image not in stages and image != "scratch":
+                    bases[image] = None
+                if len(alias) == 2:
+                    stages.add(alias[1])
+    return tuple(bases)
+
+
+def compute_tag(spec: ImageSpec, base_ids: Mapping[str, str]) -> str:
+    """16 hexadecimal digits for everything that decides what the image holds.
+
+    Args:
+        spec: whose files are read.
+        base_ids: the ids of the base images, by name.
+    """
+    parts = (
+        build_context.digest(spec.context).hex(),
+        hashlib.sha256(spec.dockerfile.read_bytes()).hexdigest(),
+        sorted(spec.build_args),
+        spec.target,
+        sorted(base_ids.items()),
+    )
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _find_ca_bundle(given: Path | None) -> Path | None:
+    variable = os.environ.get("TPU_LAUNCH_CA_BUNDLE")
+    path = given or (Path(variable) if variable else None)
+    if path and not path.is_file():
+        raise BadInput(f"{path}: there is no such CA bundle" + ("" if given else " (from TPU_LAUNCH_CA_BUNDLE)"))
+    return path.absolute() if path else None
+
+
+def _sort(build_args: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    return tuple(sorted((build_args or {}).items()))
