@@ -211,7 +211,7 @@ def _recover(session: Session, attempt: AttemptRef, verdict: Verdict, times: _Re
         return False
     for line in explain(verdict):
         session.say(f", attempt {attempt.number}: {line}")
-    _require_inputs(session, session.specification)
+    require_inputs(session, session.specification)
     delay = f" in {decision.delay:.0f} s" if decision.delay else ""
     session.say(f": starting again ({decision.reason}){delay}")
     ledger.append(events.Recovering(attempt.number, verdict.kind.value, decision.reason, decision.delay))
@@ -223,7 +223,7 @@ def _recover(session: Session, attempt: AttemptRef, verdict: Verdict, times: _Re
     return True
 
 
-def _require_inputs(session: Session, spec: Specification) -> None:
+def require_inputs(session: Session, spec: Specification) -> None:
     """Raises BadInput when the next attempt would lack a secret or its overlay."""
     missing = session.secrets.missing(spec) if session.provider.capabilities.sends_secrets else []
     if missing:
@@ -273,7 +273,7 @@ def _start_next(session: Session, *, ready: bool) -> tuple[AttemptRef, Verdict |
     ledger, spec, config = session.ledger, session.specification, session.config
     assert spec is not None
     assert spec.image is not None
-    _require_inputs(session, spec)
+    require_inputs(session, spec)
     number = ledger.attempts
     attempt = make_attempt(
         spec,

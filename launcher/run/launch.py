@@ -25,6 +25,7 @@ from launcher.run.attempts import (
     Outcome,
     Session,
     drive,
+    require_inputs,
     require_ready,
     same_slice,
     with_image,
@@ -285,6 +286,7 @@ def _start_or_resume(
     if extras.overlay is not None:
         specification.write_overlay(ledger.folder, extras.overlay)
     session = Session(context.home, ledger, spec, config, provider, secrets, context.output, context.clock)
+    require_inputs(session, spec)  # before an image is built
     return drive(with_image(session, _image(request, context, kept, spec)), None, ready=ready)
 
 
