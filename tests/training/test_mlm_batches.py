@@ -41,6 +41,7 @@ def small(records: int, block: int, blocks_per_window: int) -> order.Geometry:
     return order.Geometry(records, block, min(block * blocks_per_window, -(-records // block) * block))
 
 
+@settings(deadline=None)
 @given(
     st.integers(1, 400),
     st.integers(1, 9),
@@ -58,6 +59,7 @@ def test_every_epoch_is_a_permutation_of_all_records(
     assert sorted(seen.tolist()) == list(range(records))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 20), st.integers(1, 70), st.integers(0, 2**32))
 def test_batches_run_through_the_epochs_without_dropping_or_repeating(
     records: int, block: int, window: int, batch: int, seed: int
