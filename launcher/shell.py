@@ -1,8 +1,8 @@
 """The one place that starts local processes.
 
-Commands are argument lists, never shell strings. Everything that waits has a time-out whose message names the command.
-Environment changes (for example an emulated slice's endpoints) are made once, in this process's own environment, before
-the first command. Every command is logged at level DEBUG (`tpu-launch --verbose`); its input and its environment, where
+Commands are argument lists, never shell strings. Every call that waits has a time-out, whose message names the
+command. Changes of the environment (an emulated slice's endpoints, for example) are made once, in this process's own
+environment, before the first command. Every command is logged at level DEBUG (`tpu-launch --verbose`); its input and its environment, where
 secrets may be, are not.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 from launcher.errors import CommandMissing, CommandTimeout
 
-# What to tell a user who lacks a program.
+# The advice to a user who lacks a program.
 _HOW_TO_GET = {
     "gcloud": "install the Google Cloud CLI (https://cloud.google.com/sdk/docs/install)",
     "docker": "install a Docker engine and client (Debian: apt-get install docker.io)",
@@ -34,20 +34,24 @@ _HOW_TO_GET = {
 _log = logging.getLogger(__name__)
 _LOGGED_CHARACTERS = 500  # of a command: some are whole scripts
 
-_POLITE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+_TERMINATE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended. `returncode` is negative when a signal ended it."""
+    """How a command ended."""
 
     argv: tuple[str, ...]
+
     returncode: int
+    """Negative when a signal ended it."""
+
     stdout: str
     stderr: str
 
     @property
     def ok(self) -> bool:
+        """Whether it exited with 0."""
         return self.returncode == 0
 
 
@@ -74,11 +78,19 @@ def run(
     cwd: Path | None = None,
     on_start: Callable[[Callable[[], None]], None] | None = None,
 ) -> Result:
-    """Runs `argv` to its end and returns what it printed; a non-zero end is the caller's to judge.
+    """Runs a command to its end and returns what it printed. A non-zero exit code is not an error here.
 
-    `timeout` is in seconds; when it passes, the command's whole process group is ended and CommandTimeout names the
-    command. `env` is added to this process's environment. `on_start` is given a function that ends the command early.
-    Raises CommandMissing when the program isn't there.
+    Args:
+        argv: the command.
+        timeout: seconds, after which the command's whole process group is ended.
+        input: its standard input; None: none.
+        env: is added to this process's environment.
+        cwd: its current folder.
+        on_start: is given a function that ends the command early.
+
+    Raises:
+        CommandMissing: there is no such program.
+        CommandTimeout: it did not end in time.
     """
     find(argv[0])
     begun = _log_start(argv)
@@ -90,7 +102,7 @@ def run(
         stderr=subprocess.PIPE,
         env={**os.environ, **env} if env else None,
         cwd=cwd,
-        start_new_session=True,  # Ctrl-C is ours to handle; a time-out ends the children too
+        start_new_session=True,  # this process handles Ctrl-C; a time-out ends the children too
     )
     if on_start is not None:
         on_start(lambda: _kill_group(process))
@@ -115,10 +127,20 @@ def stream(
     cwd: Path | None = None,
     on_start: Callable[[Callable[[], None]], None] | None = None,
 ) -> Result:
-    """Runs `argv`, hands each line of its output (stdout and stderr together) to `on_line` as it comes; the result's
-    stdout holds them all.
+    """Runs a command and hands over each line of its output (stdout and stderr together) as it comes; the result's
+    stdout holds them all. For long work that shows progress.
 
-    Used for long work that shows progress. Time-out and errors as for `run`. `on_start`: as for `run`.
+    Args:
+        argv: the command.
+        on_line: is given each line, without its end.
+        timeout: seconds, as for `run`.
+        env: as for `run`.
+        cwd: as for `run`.
+        on_start: as for `run`.
+
+    Raises:
+        CommandMissing: there is no such program.
+        CommandTimeout: it did not end in time.
     """
     find(argv[0])
     begun = _log_start(argv)
@@ -164,8 +186,7 @@ def stream(
 
 
 def attached(argv: Sequence[str]) -> int:
-    """Runs `argv` on this terminal, until it ends or the person ends it (Ctrl-C is the command's, not ours); returns
-    its exit code."""
+    """Runs a command on this terminal until it ends; returns its exit code. Ctrl-C goes to the command."""
     find(argv[0])
     _log_start(argv)
     process = subprocess.Popen(list(argv))
@@ -180,8 +201,8 @@ def attached(argv: Sequence[str]) -> int:
 
 
 def spawn(argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None) -> int:
-    """Starts `argv` as a process of its own that outlives this one, writing to `log` (appended, mode 0600); returns its
-    process id."""
+    """Starts a command as a process that outlives this one; returns its process id. Its output is appended to `log`
+    (mode 0600)."""
     find(argv[0])
     _log_start(argv)
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as sink:
@@ -210,7 +231,7 @@ def _log_end(argv: Sequence[str], returncode: int, begun: float) -> None:
 
 def _kill_group(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     """Ends a command and its children: SIGTERM, so that it can clean up, then SIGKILL."""
-    for number, seconds in ((signal.SIGTERM, _POLITE_SECONDS), (signal.SIGKILL, None)):
+    for number, seconds in ((signal.SIGTERM, _TERMINATE_SECONDS), (signal.SIGKILL, None)):
         try:
             os.killpg(process.pid, number)
         except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What the API says of a pod, in the provider's words; and what a log holds. Pure."""
+"""The status of a pod as the provider reports it, and the lines of its log, parsed from what the API says. Pure."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ class Pod:
 
     @property
     def ended(self) -> bool:
+        """Whether its container runs no more, and never will."""
         return (
             self.gone or self.phase in ("Succeeded", "Failed") or (self.container is not None and self.container.ended)
         )
 
     @property
     def started(self) -> bool:
+        """Whether its container runs or has run."""
         return self.container is not None and self.container.status in ("running", "exited")
 
     def state(self) -> tuple[ContainerState | None, str]:
@@ -62,15 +64,16 @@ def parse(document: Mapping[str, Any]) -> Pod:
     """A pod as the API gives it."""
     metadata, status = document["metadata"], document.get("status", {})
     labels = {**metadata.get("annotations", {}), **metadata.get("labels", {})}
-    conditions = {each["type"]: each for each in status.get("conditions", [])}
-    statuses = [each for each in status.get("containerStatuses", []) if each["name"] == CONTAINER]
-    state = statuses[0].get("state", {}) if statuses else {}
+    conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
+    containers = {container["name"]: container for container in status.get("containerStatuses", [])}
+    container = containers.get(CONTAINER)
+    state = container.get("state", {}) if container else {}
     waiting = state.get("waiting", {})
     scheduled = conditions.get("PodScheduled", {})
     disrupted = conditions.get("DisruptionTarget", {})
     disruption = ""
     if disrupted.get("status") == "True":
-        disruption = _words(disrupted)
+        disruption = _describe(disrupted)
     elif status.get("phase") == "Failed" and status.get("reason") in (
         "Evicted",
         "Preempting",
@@ -78,7 +81,7 @@ def parse(document: Mapping[str, Any]) -> Pod:
         "Terminated",
         "NodeLost",
     ):
-        disruption = _words(status)
+        disruption = _describe(status)
     return Pod(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
@@ -86,20 +89,20 @@ def parse(document: Mapping[str, Any]) -> Pod:
         created=metadata.get("creationTimestamp", ""),
         phase=status.get("phase", ""),
         node=document.get("spec", {}).get("nodeName", ""),
-        container=_container(state, statuses[0].get("imageID", "")) if statuses else None,
+        container=_container_state(state, container.get("imageID", "")) if container else None,
         waiting=waiting.get("reason", ""),
         message=waiting.get("message", "") or status.get("message", "") or status.get("reason", ""),
-        unschedulable=_words(scheduled) if scheduled.get("status") == "False" else "",
+        unschedulable=_describe(scheduled) if scheduled.get("status") == "False" else "",
         deleting="deletionTimestamp" in metadata,
         disruption=disruption,
     )
 
 
-def _words(said: Mapping[str, Any]) -> str:
-    return ": ".join(part for part in (said.get("reason", ""), said.get("message", "")) if part)
+def _describe(condition: Mapping[str, Any]) -> str:
+    return ": ".join(part for part in (condition.get("reason", ""), condition.get("message", "")) if part)
 
 
-def _container(state: Mapping[str, Any], image: str) -> ContainerState:
+def _container_state(state: Mapping[str, Any], image: str) -> ContainerState:
     ended = state.get("terminated")
     if ended:
         reason = ended.get("reason", "")
@@ -126,18 +129,18 @@ def newest(pods: list[Pod]) -> dict[int, Pod]:
 
 
 def trouble(pod: Pod, image: str) -> LaunchError | None:
-    """Why a pod will never start, if that is sure."""
+    """Why a pod will never start; None when it may."""
     host = f"host {pod.worker} (pod {pod.name})"
     if pod.waiting in ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
-        said = f": {pod.message}" if pod.message else ""
+        detail = f": {pod.message}" if pod.message else ""
         if re.search(r"40[13]|denied|[Uu]nauthorized|[Ff]orbidden", pod.message):
             return LaunchError(
-                f"{host} may not pull {image}{said}\n  give the node pool's service account "
+                f"{host} may not pull {image}{detail}\n  give the node pool's service account "
                 "roles/artifactregistry.reader on the repository",
                 exit_code=Exit.PERMISSION,
             )
         return LaunchError(
-            f"{host} can't pull {image}{said}\n  was it pushed, and to this repository?", exit_code=Exit.BAD_INPUT
+            f"{host} can't pull {image}{detail}\n  was it pushed, and to this repository?", exit_code=Exit.BAD_INPUT
         )
     if pod.waiting in ("CreateContainerConfigError", "CreateContainerError"):
         return LaunchError(
@@ -149,7 +152,7 @@ def trouble(pod: Pod, image: str) -> LaunchError | None:
 
 
 def describe_waiting(pod: Pod) -> str:
-    """What a pod that has not started waits for, in words."""
+    """What a pod that has not started waits for, for a person."""
     if pod.unschedulable:
         return f"no node takes its pod ({pod.unschedulable})"
     if pod.waiting:
@@ -158,10 +161,10 @@ def describe_waiting(pod: Pod) -> str:
 
 
 def parse_log(output: str, limit: int) -> tuple[list[LogLine], bool]:
-    """What `kubectl logs --timestamps --limit-bytes=limit` printed, and whether it was cut; a line that was cut is left
-    out."""
+    """The lines in the output of `kubectl logs --timestamps --limit-bytes=limit`, and whether it was cut. A line that
+    was cut is left out."""
     cut = len(output.encode(errors="replace")) >= limit
-    lines = output.split("\n")  # and on nothing else: progress bars write \r, text may hold U+2028
+    lines = output.split("\n")  # not splitlines(): progress bars write \r, text may hold U+2028
     last = lines.pop()
     if last and not cut:
         lines.append(last)
@@ -178,10 +181,10 @@ def parse_log_line(line: str) -> LogLine:
 
 def _utc(timestamp: str) -> str:
     """A node's time as nine digits of UTC, so that times can be compared as text."""
-    found = re.fullmatch(r"([-\dT:]+)(?:\.(\d+))?(Z|[-+]\d\d:\d\d)", timestamp)
-    if not found:
+    match = re.fullmatch(r"([-\dT:]+)(?:\.(\d+))?(Z|[-+]\d\d:\d\d)", timestamp)
+    if not match:
         return timestamp
-    second, fraction, zone = found.groups()
+    second, fraction, zone = match.groups()
     if zone != "Z":
         second = datetime.fromisoformat(second + zone).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S")
     return f"{second}.{(fraction or '').ljust(9, '0')[:9]}Z"

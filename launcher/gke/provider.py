@@ -154,7 +154,7 @@ class Gke:
             state, problem = pod.state()
             if not pod.started:
                 return Observation(worker, state, problem=problem)
-            lines = watch.last_words(pod, since)
+            lines = watch.final_lines(pod, since)
             more = False
             if lines is None:  # fetched after the state: an ended pod's log is complete
                 lines, more = self._read_log(pod, since)

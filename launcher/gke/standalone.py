@@ -43,12 +43,12 @@ def workload(config: Config, name: str, image: str) -> Workload:
 def _image(config: Config, given: str | None) -> str:
     if given is not None and not re.match(IMAGE_BY_DIGEST, given):
         raise BadInput(f"--image {given}: name it by digest, REPOSITORY@sha256:..., so that every host runs the same")
-    found = given or config.image.reference
-    if found is None and config.image.repository:
-        found = make_plan(local.image_spec(config)).pushed
-    if found is None:
+    reference = given or config.image.reference
+    if reference is None and config.image.repository:
+        reference = make_plan(local.image_spec(config)).pushed
+    if reference is None:
         raise BadInput(
             f"{config.document.name}: no image is known by digest: give --image REPOSITORY@sha256:..., or "
             "image.reference, or build and push the file's own with `tpu-launch run` (image.repository) first"
         )
-    return found
+    return reference

@@ -1,9 +1,9 @@
 """The pods of one attempt, as they are now and as they ended.
 
 A pod that is deleted (a node drained, a stop) vanishes from the API together with its log a moment after its end, too
-fast to be found by asking once a second. So two things are followed: a watch of all pods, whose last event shows how
-each ended; and, from the moment a pod is being deleted, its log. A list every few seconds mends what a broken watch
-missed, and notices a cluster that does not answer.
+fast for polling once a second. So two things are followed: a watch of all pods, whose last event shows how each ended;
+and the log of every pod that is being deleted. A list every few seconds repairs what a broken watch missed, and notices
+a cluster that does not answer.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from launcher.provider import LogLine
 
 _LIST_EVERY = 10.0  # seconds
 _WATCH_SECONDS = 300.0  # then the watch is begun again
-_LAST_WORDS_SECONDS = 900.0  # longer than any grace period
+_FINAL_LOG_SECONDS = 900.0  # longer than any grace period
 _EOF_SECONDS = 5.0  # for the rest of an ended pod's log
 
 
 @dataclass
-class _LastWords:
+class _FinalLog:
     """The log of a pod that is being deleted, followed to its end."""
 
     uid: str
@@ -51,8 +51,8 @@ class PodWatch:
         self._kills: set[Callable[[], None]] = set()
         self._watching = False
         self._refused: LaunchError | None = None
-        self._asked_from: dict[int, str | None] = {}  # where the next look at a host's log begins
-        self._last_words: dict[int, _LastWords] = {}
+        self._cursors: dict[int, str | None] = {}  # where the next observation of a host's log begins
+        self._final_logs: dict[int, _FinalLog] = {}
 
     def pods(self, *, fresh: bool = False) -> dict[int, Pod]:
         """The last pod of each host, ended and gone ones too. Raises LaunchError when the cluster does not answer."""
@@ -68,19 +68,19 @@ class PodWatch:
             return pod_status.newest(list(self._pods.values()))
 
     def note_cursor(self, worker: int, since: str | None) -> None:
-        """From where on a host's lines are still wanted."""
-        self._asked_from[worker] = since
+        """Takes note of the time from which a host's lines are wanted."""
+        self._cursors[worker] = since
 
-    def last_words(self, pod: Pod, since: str | None) -> list[LogLine] | None:
-        """The lines of a pod that is being deleted, or was; None for any other, whose log can be asked for. Waits for
-        the end of an ended one's."""
+    def final_lines(self, pod: Pod, since: str | None) -> list[LogLine] | None:
+        """The lines of a pod that is being deleted, or was; None for any other, whose log can be read. Waits for the
+        end of an ended one's."""
         with self._lock:
-            found = self._last_words.get(pod.worker)
-        if found is None or found.uid != pod.uid:
+            log = self._final_logs.get(pod.worker)
+        if log is None or log.uid != pod.uid:
             return [] if pod.gone else None
         if pod.ended:
-            found.ended.wait(_EOF_SECONDS)
-        return [line for line in list(found.lines) if since is None or line.timestamp >= since]
+            log.ended.wait(_EOF_SECONDS)
+        return [line for line in list(log.lines) if since is None or line.timestamp >= since]
 
     def close(self) -> None:
         """Ends the watch, and every log that is being followed."""
@@ -92,18 +92,18 @@ class PodWatch:
 
     def _list(self) -> None:
         answer = json.loads(self._kubectl.call("get", "pods", "--selector", self._selector, "--output", "json"))
-        found = {pod.uid: pod for pod in map(pod_status.parse, answer["items"])}
+        listed = {pod.uid: pod for pod in map(pod_status.parse, answer["items"])}
         with self._lock:
-            missing = [pod for uid, pod in self._pods.items() if uid not in found]
+            missing = [pod for uid, pod in self._pods.items() if uid not in listed]
         for pod in missing:
             self._take(replace(pod, gone=True))
-        for pod in found.values():
+        for pod in listed.values():
             self._take(pod)
         self._listed = time.monotonic()
 
     def _watch(self) -> None:
-        """Follows all changes until closed. A watch that ends is begun again; the list tells whether the cluster is
-        there at all."""
+        """Follows all changes until closed. A watch that ends is begun again; the list shows whether the cluster
+        answers at all."""
         while not self._closed.is_set():
             reader = JsonStream(self._event)
             try:
@@ -136,35 +136,35 @@ class PodWatch:
         with self._lock:
             known = self._pods.get(pod.uid)
             if known is not None and known.ended and not (pod.ended and pod.started):
-                # An older answer that came late, or one without the container's end: how it ended is known already.
+                # A late event, or one without the container's end: how it ended is known already.
                 pod = replace(known, gone=known.gone or pod.gone, disruption=known.disruption or pod.disruption)
             self._pods[pod.uid] = pod
             follow = (
                 pod.deleting
                 and not pod.gone
                 and pod.started
-                and self._last_words.get(pod.worker, _LastWords("")).uid != pod.uid
+                and self._final_logs.get(pod.worker, _FinalLog("")).uid != pod.uid
             )
             if follow:
-                words = self._last_words[pod.worker] = _LastWords(pod.uid)
+                log = self._final_logs[pod.worker] = _FinalLog(pod.uid)
         if follow:
             threading.Thread(
-                target=self._listen, args=(pod, words), name=f"last-words-{pod.worker}", daemon=True
+                target=self._follow_log, args=(pod, log), name=f"final-log-{pod.worker}", daemon=True
             ).start()
 
-    def _listen(self, pod: Pod, words: _LastWords) -> None:
-        since = self._asked_from.get(pod.worker)
+    def _follow_log(self, pod: Pod, log: _FinalLog) -> None:
+        since = self._cursors.get(pod.worker)
         window = [f"--since-time={since}"] if since else []
         try:
             self._follow(
                 ["logs", pod.name, "--container", CONTAINER, "--follow", "--timestamps", *window],
-                lambda line: words.lines.append(pod_status.parse_log_line(line.rstrip("\n"))),
-                _LAST_WORDS_SECONDS,
+                lambda line: log.lines.append(pod_status.parse_log_line(line.rstrip("\n"))),
+                _FINAL_LOG_SECONDS,
             )
         except LaunchError:
             pass  # its lines up to here are there
         finally:
-            words.ended.set()
+            log.ended.set()
 
     def _follow(self, words: list[str], on_line: Callable[[str], None], seconds: float) -> None:
         kills: list[Callable[[], None]] = []
@@ -191,6 +191,7 @@ class JsonStream:
         self._open: list[str] = []
 
     def line(self, line: str) -> None:
+        """Takes the next line of the stream."""
         if line.startswith("{"):
             self._open = []
         elif not self._open:

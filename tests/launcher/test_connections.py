@@ -15,8 +15,8 @@ from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections
 
 DRY_RUN = (  # as gcloud 528 prints it
-    "/usr/bin/ssh -T -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} -o IdentitiesOnly=yes "
-    "-o StrictHostKeyChecking=yes -o UserKnownHostsFile=known me@{host} -- true\n"
+    "/usr/bin/ssh -T -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} "
+    "-o IdentitiesOnly=yes -o StrictHostKeyChecking=yes -o UserKnownHostsFile=known me@{host} -- true\n"
 )
 
 

@@ -40,11 +40,13 @@ def test_ssh_goes_to_all_hosts_or_one_never_to_a_subset(config: Config) -> None:
     ("message", "code"),
     [
         (
-            'ERROR: (gcloud.compute.tpus.tpu-vm.create) {"code": 8, "message": "There is no more capacity in the zone \\"us-central2-b\\""}',
+            'ERROR: (gcloud.compute.tpus.tpu-vm.create) {"code": 8, "message": "There is no more capacity in the zone '
+            '\\"us-central2-b\\""}',
             Exit.STOCKOUT,
         ),
         (
-            "ERROR: (gcloud.x) RESOURCE_EXHAUSTED: Quota limit 'TPUV4PerProjectPerZone' has been exceeded. Limit: 0 in zone us-central2-b.",
+            "ERROR: (gcloud.x) RESOURCE_EXHAUSTED: Quota limit 'TPUV4PerProjectPerZone' has been exceeded. Limit: 0 in "
+            "zone us-central2-b.",
             Exit.QUOTA,
         ),
         (
@@ -68,8 +70,9 @@ def test_google_s_refusals_are_told_apart(message: str, code: Exit) -> None:
 
 def test_the_dry_run_says_how_to_reach_every_host() -> None:
     line = (
-        "/usr/bin/ssh -T -i /home/me/.ssh/google_compute_engine -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.4711-{w}-AbCd/= "
-        "-o IdentitiesOnly=yes -o StrictHostKeyChecking=yes -o UserKnownHostsFile=/home/me/.ssh/google_compute_known_hosts me@10.0.0.{w} -- true"
+        "/usr/bin/ssh -T -i /home/me/.ssh/google_compute_engine -o CheckHostIP=no -o HashKnownHosts=no "
+        "-o HostKeyAlias=tpu.4711-{w}-AbCd/= -o IdentitiesOnly=yes -o StrictHostKeyChecking=yes "
+        "-o UserKnownHostsFile=/home/me/.ssh/google_compute_known_hosts me@10.0.0.{w} -- true"
     )
     addresses = parse_dry_run("Using ssh batch size of 1.\n" + line.format(w=0) + "\n" + line.format(w=1) + "\n")
     assert [address.worker for address in addresses] == [0, 1]
@@ -81,7 +84,8 @@ def test_the_dry_run_says_how_to_reach_every_host() -> None:
 
 def test_a_described_node_has_its_hosts_in_worker_order() -> None:
     text = (
-        '{"name": "projects/p/locations/z/nodes/demo", "state": "READY", "health": "HEALTHY", "acceleratorType": "v4-16",'
+        '{"name": "projects/p/locations/z/nodes/demo", "state": "READY", "health": "HEALTHY", '
+        '"acceleratorType": "v4-16",'
         ' "networkEndpoints": [{"ipAddress": "10.0.0.2"}, {"ipAddress": "10.0.0.3"}]}'
     )
     state = parse_state(text)

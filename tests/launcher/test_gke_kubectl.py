@@ -28,13 +28,15 @@ SAID = [
     ),
     ("error: You must be logged in to the server (Unauthorized)", Exit.PERMISSION, "gcloud auth login"),
     (
-        'Error from server (Forbidden): jobsets.jobset.x-k8s.io is forbidden: User "a@b.c" cannot list resource "jobsets" in API group '
+        'Error from server (Forbidden): jobsets.jobset.x-k8s.io is forbidden: User "a@b.c" cannot list resource '
+        '"jobsets" in API group '
         '"jobset.x-k8s.io" in the namespace "research"',
         Exit.PERMISSION,
         "a@b.c may not list jobsets in namespace research",
     ),
     (
-        'Error from server (Forbidden): error when creating "STDIN": pods "x" is forbidden: exceeded quota: tpus, requested: '
+        'Error from server (Forbidden): error when creating "STDIN": pods "x" is forbidden: exceeded quota: tpus, '
+        "requested: "
         "requests.google.com/tpu=8, used: requests.google.com/tpu=8, limited: requests.google.com/tpu=8",
         Exit.QUOTA,
         "ResourceQuota tpus is used up, requested: requests.google.com/tpu=8",
@@ -45,7 +47,8 @@ SAID = [
         "no JobSet: its administrator installs it",
     ),
     (
-        'error: resource mapping not found for name: "demo" namespace: "default" from "STDIN": no matches for kind "JobSet" in version '
+        'error: resource mapping not found for name: "demo" namespace: "default" from "STDIN": no matches for kind '
+        '"JobSet" in version '
         '"jobset.x-k8s.io/v1alpha2"\nensure CRDs are installed first',
         Exit.BAD_INPUT,
         "the cluster has no JobSet",
@@ -56,7 +59,8 @@ SAID = [
         "kubectl create namespace research",
     ),
     (
-        'Error from server (BadRequest): error when creating "STDIN": JobSet in version "v1alpha2" cannot be handled as a JobSet: strict decoding '
+        'Error from server (BadRequest): error when creating "STDIN": JobSet in version "v1alpha2" cannot be handled '
+        "as a JobSet: strict decoding "
         'error: unknown field "spec.failurePolicy.rules[0].onJobFailureMessagePatterns"',
         Exit.BAD_INPUT,
         "older than the one this was made for",

@@ -13,7 +13,10 @@ from launcher.config import Config, load
 from launcher.errors import BadInput
 from launcher.tpu_vm import gcloud, placement, queued
 
-SLICE = "{name: s, accelerator_type: v5litepod-8, zones: [us-central1-a, us-west4-a, us-west1-c], capacity: reserved, queued: {valid_until_hours: 6}}"
+SLICE = (
+    "{name: s, accelerator_type: v5litepod-8, zones: [us-central1-a, us-west4-a, us-west1-c], capacity: reserved, "
+    "queued: {valid_until_hours: 6}}"
+)
 
 
 @pytest.fixture
@@ -28,7 +31,8 @@ def test_a_request_always_names_zone_type_and_end(config: Config) -> None:
     assert command[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "s"], (
         "the GA track: alpha contradicts itself"
     )
-    for flag in ("--zone=us-west1-c", "--node-id=s", "--accelerator-type=v5litepod-8", "--runtime-version=v2-alpha-tpuv5-lite",
+    for flag in ("--zone=us-west1-c", "--node-id=s", "--accelerator-type=v5litepod-8", 
+                 "--runtime-version=v2-alpha-tpuv5-lite",
                  "--valid-until-duration=21600s", "--reserved", "--labels=tpu-launch=1"):  # fmt: skip
         assert flag in command
     assert "--force" in queued.delete_command(config)
@@ -95,7 +99,10 @@ def test_a_zone_that_can_not_be_one_is_named_with_its_line(tmp_path: Path) -> No
 
 
 def test_an_operations_error_is_told_by_its_message() -> None:
-    said = 'Create request issued\nERROR: (gcloud.create) {\n  "code": 8,\n  "message": "There is no more capacity in the zone \\"z\\""\n}\n'
-    error = gcloud.explain(said, ["gcloud"])
+    output = (
+        'Create request issued\nERROR: (gcloud.create) {\n  "code": 8,\n  '
+        '"message": "There is no more capacity in the zone \\"z\\""\n}\n'
+    )
+    error = gcloud.explain(output, ["gcloud"])
     assert isinstance(error, gcloud.Stockout)
     assert str(error).splitlines()[0] == 'gcloud: There is no more capacity in the zone "z"'

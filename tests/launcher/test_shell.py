@@ -55,7 +55,7 @@ def test_a_time_out_names_the_command_and_ends_its_children(tmp_path: Path) -> N
 
 
 def test_a_child_that_ignores_the_polite_signal_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shell, "_POLITE_SECONDS", 0.3)
+    monkeypatch.setattr(shell, "_TERMINATE_SECONDS", 0.3)
     begun = time.monotonic()
     with pytest.raises(CommandTimeout):
         shell.run(["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"], timeout=0.5)
@@ -76,7 +76,8 @@ def test_lines_are_handed_over_as_they_come() -> None:
 
 def test_a_spawned_process_outlives_its_parent(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    code = f"from pathlib import Path; from launcher import shell; print(shell.spawn(['sh', '-c', 'sleep 1; echo done'], log=Path({str(log)!r})))"
+    spawn = f"shell.spawn(['sh', '-c', 'sleep 1; echo done'], log=Path({str(log)!r}))"
+    code = f"from pathlib import Path; from launcher import shell; print({spawn})"
     parent = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     pid = int(parent.stdout)
     assert alive(pid)
