@@ -53,3 +53,11 @@ def test_a_labelled_row_is_shown_without_padding() -> None:
     )
     shown = preview.render_labelled(batch, 5, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), ["dog", "cat"])
     assert list(map(click.unstyle, shown)) == ["record 7: cat, 4 tokens", "[CLS] the cat [SEP]"]
+
+
+def test_a_label_that_is_a_number_is_shown_as_one() -> None:
+    ids = np.array([[0, 5, 6, 1]], np.int32)
+    labels, records = np.array([-2.5], np.float32), np.array([0])
+    batch = LabelledBatch(ids, np.ones((1, 4), np.int32), labels, np.ones(1, np.float32), records)
+    heading, _ = preview.render_labelled(batch, 1, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), [])
+    assert click.unstyle(heading) == "record 0: -2.5, 4 tokens"
