@@ -3,11 +3,11 @@
 On disk, for each bucket, `<folder>/<bucket>/`: `bucket.json`; `objects/<generation>.json`, an object's metadata;
 `data/<generation>`, its bytes.
 
-What can fail half-way: data is written under a temporary name and renamed, then the metadata likewise; the rename of the
-metadata is the commit. A server that is killed before it leaves data without metadata, which the next start removes,
-never a partial object. When an object is replaced, the old metadata is removed after the new one is written; at the next
-start the newest generation of a name wins. Renames are not synced to the disk: objects survive a crash of the server,
-not of the machine.
+What can fail half-way: data is written under a temporary name and renamed, then the metadata likewise; the rename of
+the metadata is the commit. A server that is killed before it leaves data without metadata, which the next start
+removes, never a partial object. When an object is replaced, the old metadata is removed after the new one is written;
+at the next start the newest generation of a name wins. Renames are not synced to the disk: objects survive a crash of
+the server, not of the machine.
 
 Preconditions are checked and the change is made under one lock for each bucket, so exactly one of several writers with
 ifGenerationMatch=0 succeeds.
