@@ -10,6 +10,7 @@ the process's environment how many processes there are; every host of a slice ru
 * CPU, several hosts (an emulated slice): one process, with the variables that torchrun sets, and torch_xla switched off
   for Hugging Face's libraries. torch_xla has no collective between CPU processes: each host would train a model of its
   own, and no error would say so. The Trainer wraps the model in DistributedDataParallel, which sums with gloo.
+* A virtual TPU (an emulated slice of one host): one process, with one of its devices.
 * CPU, one host: one process, with torch_xla's CPU device.
 """
 
@@ -110,8 +111,11 @@ def run_on_host(script: str, arguments: Sequence[str]) -> None:
     if importlib.util.find_spec("torch_xla") is None:
         raise BadInput("tpu-train exec needs torch_xla, which this image does not have: set image.backend: torch-xla")
     import torch_xla
+    from torch_xla._internal.tpu import num_available_chips  # what `launch` counts; torch_xla's version is pinned
 
+    # A virtual TPU has no chips on the PCI bus, and its processes could not exchange anything: one process, one device.
+    single = device == "TPU" and num_available_chips() == 0
     try:
-        torch_xla.launch(_run_chip_process, args=(script, arguments))
+        torch_xla.launch(_run_chip_process, args=(script, arguments), debug_single_process=single)
     except BrokenProcessPool:
         raise TrainError(f"a process of {script} ended early; its traceback is above") from None
