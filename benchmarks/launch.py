@@ -9,9 +9,11 @@ against the emulator's Cloud TPU API. The lines are delivered by the real engine
 (`--lines 0` leaves that out).
 
   start      from the start of `tpu-launch run` until all hosts have started; peer: that one gcloud call. Both the best
-  of `--repeat` stop       a host dies at once, the others lose it and say so: until no process of the run is left on
-  any of them watcher    processor time, memory, and bytes on the wire for each look at a host, while each host writes a
-  line every ten seconds lines      lost or doubled, while all ssh sessions are cut twenty times
+             of `--repeat`
+  stop       a host dies at once, the others lose it and report it: until no process of the run is left on any of them
+  watcher    processor time, memory, and bytes on the wire for each observation of a host, while each host writes a line
+             every ten seconds
+  lines      lost or doubled, while all ssh sessions are cut twenty times
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peers.light_hosts import HOUSE, PROJECT, TYPES, ZONE, Rack, rack
+from benchmarks.peers.light_hosts import PROJECT, ROOT, TYPES, ZONE, Rack, rack
 from benchmarks.peers.rows import Row, finish, row
 from launcher.images import engine
 
@@ -39,6 +41,7 @@ WATCH_SECONDS, RECONNECTS = 40, 20
 
 
 def main() -> None:
+    """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--hosts", default="2,8,32,64", help="sizes of slices, of " + ", ".join(map(str, TYPES)))
     parser.add_argument("--repeat", type=int, default=2)
@@ -69,23 +72,25 @@ def until(process: subprocess.Popen[str], pattern: str, seconds: float = 300) ->
 
 
 def drain(process: subprocess.Popen[str], lines: list[str]) -> None:
+    """Reads what a launcher prints until its end."""
     assert process.stdout is not None
     lines.extend(process.stdout)
 
 
 def measure_slice(hosts: int, repeat: int) -> list[Row]:
-    with rack(hosts) as found:
+    """Start, watcher and stop of one size."""
+    with rack(hosts) as slice_:
         peers, starts = [], []
         for _ in range(repeat):  # in turns: whatever else the machine does concerns both
-            peers.append(found.gcloud())
+            peers.append(slice_.gcloud())
             begun = time.perf_counter()
-            process = found.launch("exit 0")
+            process = slice_.launch("exit 0")
             until(process, "started on all hosts")
             starts.append(time.perf_counter() - begun)
             drain(process, [])
             assert process.wait(120) == 0
-        watched = measure_watcher(found)
-        seconds = measure_stop(found)
+        watched = measure_watcher(slice_)
+        seconds = measure_stop(slice_)
     name = f"{hosts} hosts"
     return [
         row(f"{name}: start", "s", min(starts), "one gcloud call", min(peers), "ratio <= 1.5"),
@@ -96,9 +101,9 @@ def measure_slice(hosts: int, repeat: int) -> list[Row]:
     ]
 
 
-def measure_watcher(found: Rack) -> dict[str, float]:
+def measure_watcher(slice_: Rack) -> dict[str, float]:
     """A run that writes a line every ten seconds on each host, watched for a while."""
-    process = found.launch("i=0; while :; do echo line $i; i=$((i+1)); sleep 10; done")
+    process = slice_.launch("i=0; while :; do echo line $i; i=$((i+1)); sleep 10; done")
     until(process, "started on all hosts")
     reader = threading.Thread(target=drain, args=(process, []), daemon=True)
     reader.start()
@@ -108,11 +113,11 @@ def measure_watcher(found: Rack) -> dict[str, float]:
         fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    looks, wire, spent, begun = found.looks(), found.bytes_on_the_wire(), used(), time.monotonic()
+    looks, wire, spent, begun = slice_.looks(), slice_.bytes_on_the_wire(), used(), time.monotonic()
     time.sleep(WATCH_SECONDS)
     seconds = time.monotonic() - begun
     percent = (used() - spent) / seconds * 100
-    wire, looks = found.bytes_on_the_wire() - wire, found.looks() - looks
+    wire, looks = slice_.bytes_on_the_wire() - wire, slice_.looks() - looks
     peak = next(
         int(line.split()[1])
         for line in Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -120,35 +125,35 @@ def measure_watcher(found: Rack) -> dict[str, float]:
     )
     stop = [sys.executable, "-m", "launcher.cli", "stop", "-f", "run.yaml", "--grace", "2"]
     ended = subprocess.run(
-        stop, cwd=found.folder, env=found.environment, check=False, capture_output=True, text=True, timeout=300
+        stop, cwd=slice_.folder, env=slice_.environment, check=False, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0, ended.stderr
     process.wait(120)
     return {"percent": percent, "megabytes": peak / 1000, "bytes": wire / max(1, looks)}
 
 
-def measure_stop(found: Rack) -> float:
+def measure_stop(slice_: Rack) -> float:
     """Seconds from a host's death until nothing of the run is left on the others."""
-    found.inside("rm -f /rack/dead")
-    process = found.launch(
+    slice_.inside("rm -f /rack/dead")
+    process = slice_.launch(
         "while [ ! -e /rack/dead ] || [ $((WORKER % 2)) = 1 ]; do sleep 0.5; done; sleep 0.2; exit 76"
     )
     until(process, "started on all hosts")
     time.sleep(5)
-    address = found.inside("sed -n 's/ListenAddress //p' /rack/1/sshd_config").strip()
+    address = slice_.inside("sed -n 's/ListenAddress //p' /rack/1/sshd_config").strip()
     lines: list[str] = []
     reader = threading.Thread(target=drain, args=(process, lines), daemon=True)
     reader.start()
     # First its address, so that no connection is closed in order, then everything of it at once; half of the others
     # notice, the rest hang.
-    kill = "for p in /proc/[0-9]*; do tr '\\0' '\\n' < $p/environ 2>/dev/null | grep -qx WORKER=1 && kill -9 ${p#/proc/}; done; true"
+    of_host = "tr '\\0' '\\n' < $p/environ 2>/dev/null | grep -qx WORKER=1"
+    kill = f"for p in /proc/[0-9]*; do {of_host} && kill -9 ${{p#/proc/}}; done; true"
+    cut = f"ip address del {address}/16 dev eth0 2>/dev/null || ip address flush to {address} dev eth0"
     begun = time.monotonic()
-    found.inside(
-        f"ip address del {address}/16 dev eth0 2>/dev/null || ip address flush to {address} dev eth0; {kill}; : > /rack/dead"
-    )
-    while found.running():
+    slice_.inside(f"{cut}; {kill}; : > /rack/dead")
+    while slice_.running():
         if time.monotonic() - begun > 60:
-            raise SystemExit(f"still running on {found.running()}:\n{''.join(lines)}")
+            raise SystemExit(f"still running on {slice_.running()}:\n{''.join(lines)}")
         time.sleep(0.1)
     seconds = time.monotonic() - begun
     code = process.wait(60)
@@ -157,19 +162,16 @@ def measure_stop(found: Rack) -> float:
     return seconds
 
 
-# -- lines
-# ------------------------------------------------------------------------------------------------------------------------------------
-
-
 def measure_lines(lines: int) -> list[Row]:
     """Half of the lines on each of two emulated hosts, while their ssh sessions are cut."""
     folder = Path(tempfile.mkdtemp(prefix="tpu-launch-benchmark-"))
     environment = {key: value for key, value in os.environ.items() if key != "DOCKER_HOST"}
-    environment |= {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(HOUSE), "PYTHONUNBUFFERED": "1"}
+    environment |= {"TPU_LAUNCH_HOME": str(folder / ".tpu-launch"), "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     (folder / "small").mkdir()
     (folder / "small" / "Dockerfile").write_text("FROM debian:bookworm-slim\nLABEL tpu-launch.benchmark=launch\n")
     (folder / "run.yaml").write_text(
-        f"project: {PROJECT}\nzone: {ZONE}\nslice: {{name: lines, accelerator_type: v4-16}}\nimage: {{dockerfile: small/Dockerfile}}\n"
+        f"project: {PROJECT}\nzone: {ZONE}\nslice: {{name: lines, accelerator_type: v4-16}}\n"
+        "image: {dockerfile: small/Dockerfile}\n"
     )
     launch = [sys.executable, "-m", "launcher.cli", "--emulated"]
 
@@ -178,13 +180,13 @@ def measure_lines(lines: int) -> list[Row]:
             argv, cwd=folder, env=environment, check=True, capture_output=True, text=True, timeout=600
         ).stdout
 
-    each = lines // 2
+    share = lines // 2
     try:
         call(*launch, "up", "-f", "run.yaml")
-        part = each // (RECONNECTS * 2)
+        part = share // (RECONNECTS * 2)
         loop = f"seq -f 'line %.0f' $((i*{part}+1)) $(((i+1)*{part})); i=$((i+1)); sleep 1"
         script = f"i=0; while [ $i -lt {RECONNECTS * 2} ]; do {loop}; done"
-        each = part * RECONNECTS * 2
+        share = part * RECONNECTS * 2
         with open(folder / "out", "w") as sink:
             begun = time.monotonic()
             process = subprocess.Popen(
@@ -216,10 +218,9 @@ def measure_lines(lines: int) -> list[Row]:
         for worker in range(2):
             (log,) = (folder / ".tpu-launch").glob(f"runs/*/logs/attempt-0/host-{worker}.log")
             with open(log) as file:
-                found = Counter(int(line.rsplit(" ", 1)[1]) for line in file)
-            wrong += sum(abs(found[number] - 1) for number in range(1, each + 1)) + sum(
-                count for number, count in found.items() if not 1 <= number <= each
-            )
+                counts = Counter(int(line.rsplit(" ", 1)[1]) for line in file)
+            wrong += sum(abs(counts[number] - 1) for number in range(1, share + 1))
+            wrong += sum(count for number, count in counts.items() if not 1 <= number <= share)
         return [
             row(f"{lines} lines, {RECONNECTS} reconnects: lost or doubled", "lines", float(wrong), "goal", 0, "0"),
             row(f"{lines} lines: delivered", "lines/s", lines / seconds, "none", None, "-"),

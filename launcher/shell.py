@@ -2,8 +2,8 @@
 
 Commands are argument lists, never shell strings. Every call that waits has a time-out, whose message names the
 command. Changes of the environment (an emulated slice's endpoints, for example) are made once, in this process's own
-environment, before the first command. Every command is logged at level DEBUG (`tpu-launch --verbose`); its input and its environment, where
-secrets may be, are not.
+environment, before the first command. Every command is logged at level DEBUG (`tpu-launch --verbose`); its input and
+its environment, where secrets may be, are not.
 """
 
 from __future__ import annotations

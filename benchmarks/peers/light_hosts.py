@@ -31,61 +31,14 @@ from launcher.images import engine
 from launcher.images.build import ensure_image
 from launcher.images.specification import folder_spec
 
-HOUSE = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 TYPES = {2: "v4-16", 4: "v4-32", 8: "v4-64", 16: "v4-128", 32: "v4-256", 64: "v4-512"}
 PROJECT, ZONE = "benchmark-project", "us-central2-b"
 REFERENCE = "registry.invalid/image@sha256:" + "0" * 64
 
 # Stands in for a host's container engine: a container is a folder and a process.
-ENGINE = r"""#!/bin/sh
-root=/rack/$WORKER
-while :; do case "$1" in --*=*) shift ;; --*) shift 2 ;; *) break ;; esac; done
-verb=$1; shift
-last() { for last in "$@"; do :; done; }
-now() { date -u +%Y-%m-%dT%H:%M:%S.%NZ; }
-alive() { [ -e "$c/pid" ] && [ ! -e "$c/exit" ]; }
-status() { if [ -e "$c/exit" ]; then echo exited; elif [ -e "$c/pid" ]; then echo running; else echo created; fi; }
-case $verb in
-version|info) echo 1 ;;
-ps|cp|pull) ;;
-image) echo sha256:1 ;;
-create)
-  while [ $# -gt 0 ]; do
-    case $1 in --name) c=$root/$2; shift 2 ;; *@sha256:*) shift; break ;; *) shift ;; esac
-  done
-  mkdir -p "$c"; for word in "$@"; do printf '%s\0' "$word"; done > "$c/command" ;;
-start)
-  last "$@"; c=$root/$last
-  [ -e "$c/pid" ] && exit 0
-  now > "$c/started"
-  setsid sh -c 'echo $$ > '"$c"'/pid; { xargs -0 sh -c '"'"'"$@" & echo $! > '"$c"'/child; wait $!; echo $? > '"$c"'/code'"'"' _ < '"$c"'/command; } 2>&1 |
-    while IFS= read -r line; do echo "$(date -u +%Y-%m-%dT%H:%M:%S.%NZ) $line"; done >> '"$c"'/log
-    date -u +%Y-%m-%dT%H:%M:%S.%NZ > '"$c"'/finished; mv '"$c"'/code '"$c"'/exit' < /dev/null > /dev/null 2>&1 &
-  while [ ! -e "$c/pid" ]; do sleep 0.01; done ;;
-inspect)
-  last "$@"; c=$root/$last; [ -d "$c" ] || exit 1
-  case "$*" in
-  *json*) echo >> "$root/looks"
-    printf '{"Status":"%s","ExitCode":%s,"OOMKilled":false,"Error":"","StartedAt":"%s","FinishedAt":"%s"}\n' "$(status)" \
-      "$(cat "$c/exit" 2>/dev/null || echo 0)" "$(cat "$c/started" 2>/dev/null)" "$(cat "$c/finished" 2>/dev/null)" ;;
-  *Status*) status ;; *Running*) alive && echo true || echo false ;; *Image*) echo sha256:1 ;; *Name*) echo "/$last" ;; *) echo "[]" ;;
-  esac ;;
-logs)
-  since=0
-  while [ $# -gt 1 ]; do case $1 in --since) since=$2; shift 2 ;; *) shift ;; esac; done
-  awk -v since="$since" '$1 >= since' "$root/$1/log" 2>/dev/null ;;
-wait) last "$@"; c=$root/$last; tail --pid="$(cat "$c/pid")" -s 0.2 -f /dev/null; cat "$c/exit" ;;
-stop|kill)
-  last "$@"; c=$root/$last; alive || exit 0
-  [ $verb = stop ] && kill -TERM "$(cat "$c/child")" 2>/dev/null
-  i=0; while alive && [ $verb = stop ] && [ $i -lt 15 ]; do sleep 0.2; i=$((i+1)); done
-  alive && kill -9 "$(cat "$c/child")"
-  while alive; do sleep 0.05; done ;;
-rm) last "$@"; rm -rf "${root:?}/$last" ;;
-esac
-exit 0
-"""
-METADATA = '#!/bin/sh\nprintf %s "$WORKER"\n'  # the one question that the launcher's scripts have: who am I
+ENGINE = Path(__file__).with_name("light_engine.sh")
+METADATA = '#!/bin/sh\nprintf %s "$WORKER"\n'  # the only question of the launcher's scripts
 SSHD = """\
 ListenAddress {address}
 HostKey /rack/key
@@ -152,6 +105,7 @@ class Rack:
         )
 
     def up(self) -> None:
+        """`tpu-launch up`."""
         argv = [sys.executable, "-m", "launcher.cli", "up", "-f", "run.yaml"]
         ended = subprocess.run(
             argv, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False, timeout=600
@@ -179,25 +133,30 @@ class Rack:
 
     def running(self) -> list[int]:
         """The hosts on which a process of a run is left."""
-        script = "cd /rack; for p in */tpu-launch-*/child; do [ -e $p ] && kill -0 $(cat $p) 2>/dev/null && echo ${p%%/*}; done; true"
+        script = (
+            "cd /rack; for p in */tpu-launch-*/child; do [ -e $p ] && kill -0 $(cat $p) 2>/dev/null && echo ${p%%/*}; "
+            "done; true"
+        )
         return [int(line) for line in self.inside(script).split()]
 
     def bytes_on_the_wire(self) -> int:
+        """Bytes that the hosts have received and sent."""
         fields = (
             next(line for line in self.inside("cat /proc/net/dev").splitlines() if "eth0" in line).split(":")[1].split()
         )
         return int(fields[0]) + int(fields[8])
 
     def looks(self) -> int:
+        """How often a container's state was read."""
         return int(self.inside("cat /rack/*/looks 2>/dev/null | wc -l"))
 
 
 @contextmanager
 def rack(hosts: int) -> Iterator[Rack]:
-    """Everything is removed at the end."""
+    """A slice of light hosts, which is up. Everything is removed at the end."""
     docker = engine.require_engine()
     image = ensure_image(
-        folder_spec(IMAGE, HOUSE / "images" / "host"), lambda line: print(line, file=sys.stderr)
+        folder_spec(IMAGE, ROOT / "images" / "host"), lambda line: print(line, file=sys.stderr)
     ).reference
     name = f"tpu-launch-benchmark-{os.getpid()}"
     folder = Path(tempfile.mkdtemp(prefix="tpu-launch-benchmark-"))
@@ -245,29 +204,30 @@ def rack(hosts: int) -> Iterator[Rack]:
             "CLOUDSDK_CONFIG": str(folder / "home" / "gcloud"),
             "HOME": str(folder / "home"),
             "TPU_LAUNCH_HOME": str(folder / ".tpu-launch"),
-            "PYTHONPATH": str(HOUSE),
+            "PYTHONPATH": str(ROOT),
             "PYTHONUNBUFFERED": "1",
         }
-        found = Rack(docker, name, folder, environment, hosts)
-        found.inside(SETUP, ENGINE)
-        found.inside("cat > /rack/bin/curl; chmod 755 /rack/bin/curl", METADATA)
-        found.inside(
-            "cat > /rack/bin/sudo; chmod 755 /rack/bin/sudo", "#!/bin/sh\n"
-        )  # it would look for the holders of a TPU among all hosts' processes
-        found.inside("cat > /rack/authorized_keys", key.with_suffix(".pub").read_text())
-        node = make_node(state, hosts, found.inside("cut -d' ' -f1-2 /rack/key.pub").split()[1])
+        slice_ = Rack(docker, name, folder, environment, hosts)
+        slice_.inside(SETUP, ENGINE.read_text())
+        slice_.inside("cat > /rack/bin/curl; chmod 755 /rack/bin/curl", METADATA)
+        # sudo does nothing: it would look for the holders of a TPU among the processes of all hosts.
+        slice_.inside("cat > /rack/bin/sudo; chmod 755 /rack/bin/sudo", "#!/bin/sh\n")
+        slice_.inside("cat > /rack/authorized_keys", key.with_suffix(".pub").read_text())
+        node = make_node(state, hosts, slice_.inside("cut -d' ' -f1-2 /rack/key.pub").split()[1])
         for host in node.hosts:
             configuration = SSHD.format(address=host.address, worker=host.index)
-            found.inside(
-                f"mkdir -p /rack/{host.index}; ip address add {host.address}/{subnet.split('/')[1]} dev eth0; cat > /rack/{host.index}/sshd_config",
+            slice_.inside(
+                f"mkdir -p /rack/{host.index}; ip address add {host.address}/{subnet.split('/')[1]} dev eth0; "
+                f"cat > /rack/{host.index}/sshd_config",
                 configuration,
             )
-            found.inside(f"WORKER={host.index} /usr/sbin/sshd -f /rack/{host.index}/sshd_config")
+            slice_.inside(f"WORKER={host.index} /usr/sbin/sshd -f /rack/{host.index}/sshd_config")
         (folder / "run.yaml").write_text(
-            f"project: {PROJECT}\nzone: {ZONE}\nslice: {{name: rack, accelerator_type: {TYPES[hosts]}}}\nimage: {{reference: '{REFERENCE}'}}\n"
+            f"project: {PROJECT}\nzone: {ZONE}\nslice: {{name: rack, accelerator_type: {TYPES[hosts]}}}\n"
+            f"image: {{reference: '{REFERENCE}'}}\n"
         )
-        found.up()  # gcloud's first call spreads the key and learns the hosts' keys
-        yield found
+        slice_.up()  # gcloud's first call spreads the key and learns the hosts' keys
+        yield slice_
     finally:
         if acceptor is not None:
             acceptor.close()

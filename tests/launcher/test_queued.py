@@ -31,7 +31,7 @@ def test_a_request_always_names_zone_type_and_end(config: Config) -> None:
     assert command[:6] == ["gcloud", "compute", "tpus", "queued-resources", "create", "s"], (
         "the GA track: alpha contradicts itself"
     )
-    for flag in ("--zone=us-west1-c", "--node-id=s", "--accelerator-type=v5litepod-8", 
+    for flag in ("--zone=us-west1-c", "--node-id=s", "--accelerator-type=v5litepod-8",
                  "--runtime-version=v2-alpha-tpuv5-lite",
                  "--valid-until-duration=21600s", "--reserved", "--labels=tpu-launch=1"):  # fmt: skip
         assert flag in command
