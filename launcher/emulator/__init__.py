@@ -1,0 +1,16 @@
+"""The emulator: Google's side of a slice, on one machine.
+
+    api/            the Cloud TPU API, its few neighbours, and what they refuse
+    storage/        Cloud Storage: buckets on disk, the JSON API, uploads, TLS under Google's names
+    vm/             TPU VMs: their containers, metadata server, container engine and image registry
+    operations.py   long-running operations, which make and remove the hosts
+    faults.py       injected failures
+    state.py        what survives the server, in one file
+    http_server.py  requests and responses for all services
+    server.py       the process that connects these
+    control.py      starts, stops and describes that process
+    session.py      `--emulated`, for one command
+
+Only the launcher's command line knows that a slice is emulated. Everything else of the launcher, and the trainer, reach
+the emulator through the interfaces that Google has.
+"""

@@ -1,0 +1,1 @@
+"""The emulated TPU VMs, and what runs on them."""
