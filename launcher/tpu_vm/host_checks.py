@@ -25,10 +25,10 @@ class HostFacts:
     worker: int
     values: Mapping[str, str]
 
-    asked: float
+    begin: float
     """Seconds of the workstation's clock before the check."""
 
-    answered: float
+    end: float
     """Seconds of the workstation's clock after it."""
 
 
@@ -126,7 +126,7 @@ def _clock(facts: HostFacts) -> Iterator[Problem]:
     time = facts.values.get("time", "")
     if not time.isdigit():
         return
-    skew = max(facts.asked - int(time) - 1, int(time) - facts.answered - 1)
+    skew = max(facts.begin - int(time) - 1, int(time) - facts.end - 1)
     if skew > _CLOCK_SECONDS:
         fix = "sudo systemctl restart chrony, on that host"
         yield Problem(facts.worker, f"its clock is {skew:.0f} s off the workstation's", fix, fatal=False)

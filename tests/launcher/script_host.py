@@ -5,8 +5,6 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 SHELLS = ("dash", "bash")
 
 _PROGRAMS = {
@@ -77,8 +75,3 @@ class ScriptHost:
     def created(self) -> list[str]:
         """The arguments of `docker create`."""
         return (self.folder / "create").read_bytes().decode().split("\0")[:-1]
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> ScriptHost:
-    return ScriptHost(tmp_path / "host")

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from launcher.tpu_vm.host_checks import HostFacts, check_script, find_problems, format_table, parse_facts
-from tests.launcher.script_host import SHELLS, ScriptHost, host  # noqa: F401
+from tests.launcher.script_host import SHELLS, ScriptHost
 
 GOOD = {
     "worker": "0",
@@ -20,7 +20,7 @@ GOOD = {
 
 
 def facts(index: int = 0, **changes: str) -> HostFacts:
-    return HostFacts(index, {**GOOD, "worker": str(index), **changes}, asked=999.5, answered=1001.0)
+    return HostFacts(index, {**GOOD, "worker": str(index), **changes}, begin=999.5, end=1001.0)
 
 
 def test_good_hosts_have_no_problems() -> None:
@@ -68,7 +68,7 @@ def test_the_facts_that_the_script_prints_are_read_back() -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_host_prints_its_facts_and_other_runs_than_this_one(host: ScriptHost, shell: str) -> None:  # noqa: F811
+def test_a_host_prints_its_facts_and_other_runs_than_this_one(host: ScriptHost, shell: str) -> None:
     host.answer("info", "echo 20.10 /")
     host.answer("image inspect", "echo sha256:ab")
     host.answer("ps", 'printf "run\'1\\nother-1\\nother-2\\n"')

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from launcher.provider import Attempt, Overlay
 from launcher.tpu_vm import host_checks, host_scripts, scripts
-from tests.launcher.script_host import SHELLS, ScriptHost, host  # noqa: F401
+from tests.launcher.script_host import SHELLS, ScriptHost
 
 TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=30)
 DIGEST = f"@sha256:{'0' * 64}"
@@ -103,14 +103,14 @@ def test_the_container_is_told_who_it_is() -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_host_that_another_run_uses_is_left_alone(host: ScriptHost, shell: str) -> None:  # noqa: F811
+def test_a_host_that_another_run_uses_is_left_alone(host: ScriptHost, shell: str) -> None:
     host.answer("ps", "echo demo-1 tpu-launch-demo-1-9 exited; echo other tpu-launch-other-0 running")
     assert host.run(prepare(), shell) == "tpu-launch 3 busy other\n"
     assert not any(call.startswith(("create", "rm --force tpu-launch-other")) for call in host.calls)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: ScriptHost, shell: str) -> None:  # noqa: F811
+def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: ScriptHost, shell: str) -> None:
     host.answer("ps", "echo demo-1 tpu-launch-demo-1-9 running; echo other tpu-launch-other-0 exited")
     host.answer("inspect --format {{.Image}}", "echo sha256:ab")
     assert host.run(prepare(), shell) == "tpu-launch 3 ready sha256:ab\n"
@@ -119,7 +119,7 @@ def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: S
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_files_arrive_as_they_are(host: ScriptHost, shell: str) -> None:  # noqa: F811
+def test_files_arrive_as_they_are(host: ScriptHost, shell: str) -> None:
     content = bytes(range(256)) * 40
     host.run(prepare(files={"config.yaml": content, "empty": b""}), shell)
     assert (host.folder / "copied" / "config.yaml").read_bytes() == content
@@ -130,7 +130,7 @@ def test_files_arrive_as_they_are(host: ScriptHost, shell: str) -> None:  # noqa
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize(("image", "shown"), [("us-docker.pkg.dev/p/r/i", True), ("registry.example.com/i", False)])
 def test_hosts_show_their_own_token_to_googles_registries_only(
-    host: ScriptHost,  # noqa: F811
+    host: ScriptHost,
     image: str,
     shell: str,
     *,
@@ -146,7 +146,7 @@ def test_hosts_show_their_own_token_to_googles_registries_only(
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_an_image_that_can_not_be_pulled_is_reported_with_the_engines_words(host: ScriptHost, shell: str) -> None:  # noqa: F811
+def test_an_image_that_can_not_be_pulled_is_reported_with_the_engines_words(host: ScriptHost, shell: str) -> None:
     host.answer("pull", "echo no such >&2; echo manifest >&2; exit 1")
     assert (
         host.run(prepare(image="registry.example.com/i" + DIGEST), shell)
@@ -155,7 +155,7 @@ def test_an_image_that_can_not_be_pulled_is_reported_with_the_engines_words(host
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_an_overlay_is_copied_and_its_hash_comes_back(host: ScriptHost, shell: str) -> None:  # noqa: F811
+def test_an_overlay_is_copied_and_its_hash_comes_back(host: ScriptHost, shell: str) -> None:
     archive = "H4sIAAAAAAAAAwMAAAAAAAAAAAA="  # gzip of nothing
     host.answer("cp -", "cat >/dev/null")
     reported = host.run(host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's", b""))), shell, stdin=archive)
@@ -165,7 +165,7 @@ def test_an_overlay_is_copied_and_its_hash_comes_back(host: ScriptHost, shell: s
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> None:  # noqa: F811
+def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> None:
     container = f"tpu-launch-test-{host.folder.parent.name}-{shell}"
     host.answer("inspect", "echo false")
     stop = host_scripts.stop_script(container, 5, remove=False)
@@ -177,7 +177,7 @@ def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> N
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, shell: str) -> None:  # noqa: F811
+def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, shell: str) -> None:
     host.answer("inspect", """echo '{"Status":"running"}'""")
     host.answer("logs", "echo 2026-01-01T00:00:00.5Z hello")
     script = host_scripts.observe_script("demo", "2026-01-01T00:00:00Z", patience=2.0, tail=10)
@@ -187,7 +187,7 @@ def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, she
 
 
 @pytest.mark.parametrize(("version", "printed"), [("exit 0", "absent\n"), ("exit 1", "no engine\n")])
-def test_an_absent_container_is_told_from_an_engine_that_is_down(host: ScriptHost, version: str, printed: str) -> None:  # noqa: F811
+def test_an_absent_container_is_told_from_an_engine_that_is_down(host: ScriptHost, version: str, printed: str) -> None:
     host.answer("version", version)
     assert host.run(host_scripts.observe_script("demo", None)) == printed
 

@@ -9,7 +9,7 @@ import pytest
 from launcher.provider import Attempt
 from launcher.tpu_vm import host_scripts
 from launcher.tpu_vm.ssh.start_gate import PendingStart
-from tests.launcher.script_host import SHELLS, ScriptHost, host  # noqa: F401
+from tests.launcher.script_host import SHELLS, ScriptHost
 
 
 def attempt(name: str) -> Attempt:
@@ -22,7 +22,7 @@ def name(tmp_path: Path) -> str:
 
 
 def start(
-    host: ScriptHost,  # noqa: F811
+    host: ScriptHost,
     name: str,
     *,
     status: str = "created",
@@ -33,14 +33,14 @@ def start(
     return host.popen(host_scripts.start_script(attempt(name), gated=True, gate_seconds=seconds), shell)
 
 
-def release(host: ScriptHost, name: str, shell: str = "sh") -> None:  # noqa: F811
+def release(host: ScriptHost, name: str, shell: str = "sh") -> None:
     assert host.run(host_scripts.release_script(attempt(name)), shell) == "tpu-launch 3 released\n"
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("first", ["start", "release"])
 def test_start_and_release_find_each_other_whichever_is_first(
-    host: ScriptHost,  # noqa: F811
+    host: ScriptHost,
     name: str,
     first: str,
     shell: str,
@@ -61,7 +61,7 @@ def test_start_and_release_find_each_other_whichever_is_first(
     assert not list(Path("/tmp").glob(f"tpu-launch-{name}*"))
 
 
-def test_together_they_never_miss_each_other(host: ScriptHost, name: str) -> None:  # noqa: F811
+def test_together_they_never_miss_each_other(host: ScriptHost, name: str) -> None:
     for number in range(40):
         waiting = start(host, f"{name}-{number}")
         time.sleep(number * 0.001)
@@ -70,20 +70,20 @@ def test_together_they_never_miss_each_other(host: ScriptHost, name: str) -> Non
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_without_a_release_nothing_is_started_and_nothing_is_left(host: ScriptHost, name: str, shell: str) -> None:  # noqa: F811
+def test_without_a_release_nothing_is_started_and_nothing_is_left(host: ScriptHost, name: str, shell: str) -> None:
     waiting = start(host, name, seconds=0.2, shell=shell)
     assert waiting.communicate(timeout=20)[0] == "tpu-launch 3 waiting\n"
     assert not any(call.startswith("start") for call in host.calls)
     assert not list(Path("/tmp").glob(f"tpu-launch-{name}*"))
 
 
-def test_a_container_that_has_started_is_not_waited_for(host: ScriptHost, name: str) -> None:  # noqa: F811
+def test_a_container_that_has_started_is_not_waited_for(host: ScriptHost, name: str) -> None:
     waiting = start(host, name, status="running")
     assert waiting.communicate(timeout=20)[0] == "tpu-launch 3 started\n"
     assert not any(call.startswith("start") for call in host.calls)
 
 
-def test_a_container_that_can_not_be_started_is_reported(host: ScriptHost, name: str) -> None:  # noqa: F811
+def test_a_container_that_can_not_be_started_is_reported(host: ScriptHost, name: str) -> None:
     host.answer("start", "echo no such device >&2; exit 1")
     host.answer("inspect", "echo created")
     report = host.run(host_scripts.start_script(attempt(name)))
