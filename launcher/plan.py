@@ -12,7 +12,7 @@ from launcher.config import Config
 from launcher.images import local
 from launcher.run import specification
 from launcher.run.attempts import make_attempt
-from launcher.tpu_vm import gcloud, host_scripts, placement, queued, slices
+from launcher.tpu_vm import commands, host_scripts, placement, queued, slices
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Step:
 def steps(config: Config) -> list[Step]:
     """The commands in the order in which they would run."""
     return [
-        Step("up", "look for the slice", gcloud.describe_command(config)),
+        Step("up", "look for the slice", commands.describe_command(config)),
         *_creation(config),
         *_run(config),
         *_deletion(config),
@@ -50,15 +50,15 @@ def _run(config: Config) -> list[Step]:
     builds = [Step("run", "build the image, if nothing has it", command) for command in local.build_commands(config)]
     return [
         *builds,
-        Step("run", "how to reach the hosts", gcloud.ssh_command(config, "true", dry_run=True)),
-        Step("run", f"prepare every host {by_hand}", gcloud.ssh_command(config, prepare)),
+        Step("run", "how to reach the hosts", commands.ssh_command(config, "true", dry_run=True)),
+        Step("run", f"prepare every host {by_hand}", commands.ssh_command(config, prepare)),
         Step(
             "run",
             "start on every host (called before that, each host waits until all are prepared)",
-            gcloud.ssh_command(config, start),
+            commands.ssh_command(config, start),
         ),
-        Step("run", f"look at every host, once a second {by_hand}", gcloud.ssh_command(config, observe)),
-        Step("stop", f"stop on every host {by_hand}", gcloud.ssh_command(config, stop)),
+        Step("run", f"look at every host, once a second {by_hand}", commands.ssh_command(config, observe)),
+        Step("stop", f"stop on every host {by_hand}", commands.ssh_command(config, stop)),
     ]
 
 
@@ -68,7 +68,7 @@ def _creation(config: Config) -> list[Step]:
     for zoned in placement.in_every_zone(config):
         later = "" if zoned.zone == config.zone else ", when the zones before have no capacity"
         if zoned.slice.queued is None:
-            planned.append(Step("up", f"create it: {hosts}{later}", gcloud.create_command(zoned, labels)))
+            planned.append(Step("up", f"create it: {hosts}{later}", commands.create_command(zoned, labels)))
             continue
         request = queued.create_command(zoned, labels, zoned.slice.queued.valid_until_hours * 3600)
         planned += [
@@ -84,5 +84,5 @@ def _deletion(config: Config) -> list[Step]:
     )
     return [
         *([request] if config.slice.queued else []),
-        Step("down", "delete the slice", gcloud.delete_command(config)),
+        Step("down", "delete the slice", commands.delete_command(config)),
     ]

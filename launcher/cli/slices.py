@@ -14,8 +14,10 @@ from launcher.cli import terminal
 from launcher.cli.options import configured, dry_run_option, open_provider, show_plan
 from launcher.config import Config
 from launcher.errors import LaunchError
+from launcher.gcloud.calls import call_gcloud
+from launcher.gcloud.errors import NotFound
 from launcher.home import home
-from launcher.tpu_vm import gcloud, inventory, slices
+from launcher.tpu_vm import inventory, slices
 
 _DELETE_SECONDS = 900.0
 
@@ -132,9 +134,9 @@ def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: b
             terminal.say(f"  {shell.quote(command)}")
             continue
         try:
-            gcloud.call(command, timeout=_DELETE_SECONDS)
+            call_gcloud(command, timeout=_DELETE_SECONDS)
             terminal.say(f"  deleted {item.name}")
-        except gcloud.NotFound:
+        except NotFound:
             terminal.say(f"  {item.name} is gone already")
         except LaunchError as error:  # the others are still deleted
             terminal.error(f"{item.name}: {error}")

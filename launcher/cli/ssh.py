@@ -16,7 +16,8 @@ from launcher.cli import terminal
 from launcher.cli.options import configured
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
-from launcher.tpu_vm import gcloud
+from launcher.gcloud.errors import explain_error
+from launcher.tpu_vm import commands
 
 _DAYS = 7 * 24 * 3600.0
 _TUNNEL_SECONDS = 120.0
@@ -46,8 +47,8 @@ def ssh(config: Config, host: int, command: tuple[str, ...]) -> None:
     """
     _check_host(config, host)
     if command:
-        sys.exit(shell.attached(gcloud.ssh_command(config, remote_script(command), worker=str(host))))
-    sys.exit(shell.attached(gcloud.shell_command(config, host)))
+        sys.exit(shell.attached(commands.ssh_command(config, remote_script(command), worker=str(host))))
+    sys.exit(shell.attached(commands.shell_command(config, host)))
 
 
 def remote_script(command: tuple[str, ...]) -> str:
@@ -75,14 +76,14 @@ def tunnel(config: Config, host: int, port: int, local_port: int | None) -> None
     announcer = threading.Thread(target=_announce, args=(local, port, host, over), daemon=True)
     announcer.start()
     try:
-        result = shell.stream(gcloud.shell_command(config, host, forward), output.append, timeout=_DAYS)
+        result = shell.stream(commands.shell_command(config, host, forward), output.append, timeout=_DAYS)
     except KeyboardInterrupt:
         terminal.say("the tunnel is closed")
         return
     finally:
         over.set()
     if not result.ok:
-        raise gcloud.explain(result.stdout, ["gcloud", "compute", "tpus", "tpu-vm", "ssh", config.slice.name])
+        raise explain_error(result.stdout, ["gcloud", "compute", "tpus", "tpu-vm", "ssh", config.slice.name])
     raise LaunchError(f"the tunnel to host {host} ended by itself")
 
 

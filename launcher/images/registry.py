@@ -10,6 +10,8 @@ import re
 from dataclasses import dataclass
 
 from launcher import shell
+from launcher.gcloud.calls import call_gcloud
+from launcher.gcloud.errors import Conflict, NotFound
 
 _SECONDS = 120.0
 _HOST = "-docker.pkg.dev"
@@ -49,19 +51,18 @@ def parse(repository: str) -> Repository | None:
 def require(repository: str) -> bool:
     """Creates the repository unless it is there; returns whether it was created. Raises the LaunchError that gcloud's
     message means."""
-    from launcher.tpu_vm import gcloud
 
     parsed = parse(repository)
     if parsed is None:
         return False
     try:
-        gcloud.call(parsed.describe_command, timeout=_SECONDS)
+        call_gcloud(parsed.describe_command, timeout=_SECONDS)
         return False
-    except gcloud.NotFound:
+    except NotFound:
         pass
     try:
-        gcloud.call(parsed.create_command, timeout=_SECONDS)
-    except gcloud.Conflict:  # somebody else was quicker
+        call_gcloud(parsed.create_command, timeout=_SECONDS)
+    except Conflict:  # somebody else was quicker
         return False
     return True
 

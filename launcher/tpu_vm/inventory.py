@@ -14,7 +14,7 @@ from typing import Any
 
 from launcher import costs
 from launcher.clock import parse_time
-from launcher.tpu_vm import gcloud
+from launcher.gcloud.calls import call_gcloud
 
 _SECONDS = 120.0
 LABEL = "tpu-launch"
@@ -105,7 +105,7 @@ def list_owned(project: str, zones: Sequence[str]) -> list[OwnedSlice]:
     owned: dict[tuple[str, str], OwnedSlice] = {}
     for zone in zones:
         nodes, queued = (
-            json.loads(gcloud.call(command, timeout=_SECONDS) or "[]") for command in list_commands(project, zone)
+            json.loads(call_gcloud(command, timeout=_SECONDS) or "[]") for command in list_commands(project, zone)
         )
         for slice_ in [*map(parse_queued, queued), *map(parse_node, nodes)]:
             if slice_ is None or slice_.labels.get(LABEL) != "1":

@@ -16,9 +16,11 @@ from dataclasses import replace
 from launcher import shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
+from launcher.gcloud.calls import call_gcloud
+from launcher.gcloud.errors import Preempted, explain_error
 from launcher.images.store import unpacked_size
 from launcher.provider import Attempt, HostReport, Observation, SliceState
-from launcher.tpu_vm import CAPABILITIES, gcloud, host_checks, host_output, host_scripts, slices
+from launcher.tpu_vm import CAPABILITIES, commands, host_checks, host_output, host_scripts, slices
 from launcher.tpu_vm.host_checks import HostFacts, Problem
 from launcher.tpu_vm.log_window import covers
 from launcher.tpu_vm.ssh.connections import SliceConnections
@@ -138,7 +140,7 @@ class TpuVm:
     def _begin_start(self, attempt: Attempt) -> None:
         """Lets gcloud connect to the hosts while they are prepared; the start waits there for `_release_start`."""
         if not self._connections.gcloud_only:
-            argv = gcloud.ssh_command(self.config, host_scripts.start_script(attempt, gated=True))
+            argv = commands.ssh_command(self.config, host_scripts.start_script(attempt, gated=True))
             self._pending_start = PendingStart(argv, timeout=self._start_seconds)
 
     def _release_start(self, attempt: Attempt) -> list[HostReport]:
@@ -191,9 +193,9 @@ class TpuVm:
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """The API's description of the slice, and what the hosts know of a container that failed."""
-        command = gcloud.describe_command(self.config)
+        command = commands.describe_command(self.config)
         try:
-            files = {"slice.json": gcloud.call(command, timeout=_COMMAND_SECONDS * 2)}
+            files = {"slice.json": call_gcloud(command, timeout=_COMMAND_SECONDS * 2)}
         except LaunchError as error:
             files = {"slice.json": str(error)}
         if not self._connections.gcloud_only:
@@ -235,7 +237,7 @@ class TpuVm:
         results = self._connections.run_all(script, timeout=_COMMAND_SECONDS * 2)
         missed = [result.worker for result in results if not result.reached]
         if missed and self._pending_start is not None and (refusal := self._pending_start.refusal()):
-            raise gcloud.explain(refusal, gcloud.ssh_command(self.config, "..."))
+            raise explain_error(refusal, commands.ssh_command(self.config, "..."))
         if missed and not all(result.refused for result in results):
             time.sleep(_RETRY_SECONDS)
             results = self._connections.retry(results, script, timeout=_COMMAND_SECONDS, workers=missed)
@@ -282,7 +284,7 @@ class TpuVm:
                 )
             state = self.describe()
             if state is None or state.gone_for_good:
-                raise gcloud.Preempted(
+                raise Preempted(
                     f"slice {self.config.slice.name} is {state.state if state else 'gone'}: it was taken away as soon "
                     "as it came; run `tpu-launch up` again"
                 )
@@ -313,10 +315,10 @@ class TpuVm:
 
     def _run_through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
         """Runs a script on all hosts with one gcloud call. Raises what gcloud reports when no host did."""
-        argv = gcloud.ssh_command(self.config, script)
+        argv = commands.ssh_command(self.config, script)
         result = shell.run(argv, timeout=timeout)
         if not result.ok and not host_output.has_reports(result.stdout):
-            raise gcloud.explain(result.stderr, argv[:-1])
+            raise explain_error(result.stderr, argv[:-1])
         return host_output.parse_reports(result.stdout, word, self._workers)
 
     def _send(self, script: str, stdin: str, word: str, *, timeout: float) -> list[HostReport]:

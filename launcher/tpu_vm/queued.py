@@ -18,8 +18,10 @@ from launcher import costs
 from launcher.clock import Clock, parse_time
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
+from launcher.gcloud.calls import call_gcloud
+from launcher.gcloud.errors import Conflict, NotFound, PermissionDenied, QuotaExceeded, Refused, Stockout, explain_error
 from launcher.provider import SliceState
-from launcher.tpu_vm import gcloud, placement
+from launcher.tpu_vm import commands, placement
 
 _SECONDS = 120.0  # for one question; creating and deleting a request is quick, providing it is not
 _POLL_SECONDS = 2.0
@@ -68,7 +70,7 @@ def create_command(config: Config, labels: dict[str, str], seconds: float) -> li
         f"--runtime-version={config.runtime_version}",
         f"--valid-until-duration={round(seconds)}s",
     ]
-    return [*_base(config, "create"), *flags, *gcloud.node_flags(config, labels)]
+    return [*_base(config, "create"), *flags, *commands.node_flags(config, labels)]
 
 
 def describe_command(config: Config, name: str | None = None) -> list[str]:
@@ -98,8 +100,8 @@ def parse(text: str) -> Request:
 def describe(config: Config, name: str | None = None) -> Request | None:
     """The request, or None when there is none."""
     try:
-        return parse(gcloud.call(describe_command(config, name), timeout=_SECONDS))
-    except gcloud.NotFound:
+        return parse(call_gcloud(describe_command(config, name), timeout=_SECONDS))
+    except NotFound:
         return None
 
 
@@ -186,8 +188,8 @@ class _Acquisition:
         slice_, left = self.config.slice, self._left()
         self.say(f"asking for a {slice_.accelerator_type} in {self.config.zone}, for {costs.duration(left)} at most")
         try:
-            gcloud.call(create_command(self.config, self.labels, max(1.0, left)), timeout=_SECONDS)
-        except gcloud.Conflict:
+            call_gcloud(create_command(self.config, self.labels, max(1.0, left)), timeout=_SECONDS)
+        except Conflict:
             # There is a request when an earlier try of ours arrived after all; else a node has the name.
             if describe(self.config) is None:
                 raise
@@ -200,11 +202,11 @@ class _Acquisition:
         self._remove()
         if request.state == "FAILED":
             if request.error:
-                error = gcloud.explain(request.error, describe_command(self.config))
-                if isinstance(error, gcloud.QuotaExceeded | gcloud.PermissionDenied | gcloud.Refused):
+                error = explain_error(request.error, describe_command(self.config))
+                if isinstance(error, QuotaExceeded | PermissionDenied | Refused):
                     raise error
             if left <= _LATE_SECONDS / 2:
-                raise gcloud.Stockout(_too_late(self.config, request))
+                raise Stockout(_too_late(self.config, request))
         wait = min(self.pause * (0.5 + random.random()), max(0.0, self._left()))
         reason = request.error or f"by {request.initiator}"
         self.say(f"request {request.name} was {request.state} ({reason}): deleted it, asking again in {wait:.0f} s")
@@ -221,7 +223,7 @@ class _Acquisition:
         grace = self.config.slice.create_minutes * 60 if is_granted else _LATE_SECONDS
         if self._left() < -grace:
             remove(self.config, clock=self.clock)
-            raise gcloud.Stockout(_too_late(self.config, self.request))
+            raise Stockout(_too_late(self.config, self.request))
 
     def _poll(self) -> None:
         self.clock.sleep(_POLL_SECONDS)
@@ -258,9 +260,9 @@ def remove(config: Config, name: str | None = None, *, clock: Clock) -> None:
         # for again.
         if request.state not in ("DELETING", "SUSPENDING"):
             try:
-                gcloud.call(delete_command(config, name), timeout=_DELETE_SECONDS)
+                call_gcloud(delete_command(config, name), timeout=_DELETE_SECONDS)
                 continue
-            except (gcloud.NotFound, gcloud.Conflict):
+            except (NotFound, Conflict):
                 pass  # gone meanwhile, or another operation is on it
         clock.sleep(2.0)
 

@@ -20,8 +20,10 @@ from launcher import costs
 from launcher.clock import Clock, SystemClock
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
+from launcher.gcloud.calls import call_gcloud, call_gcloud_long
+from launcher.gcloud.errors import Conflict, NotFound, PermissionDenied, Preempted, Stockout
 from launcher.provider import SliceState
-from launcher.tpu_vm import gcloud, placement, queued
+from launcher.tpu_vm import commands, placement, queued
 
 _SECONDS = 60.0  # for one question to the API
 _DELETE_MINUTES = 15.0
@@ -95,8 +97,8 @@ def _describe_in_zone(config: Config) -> SliceState | None:
 
 def _describe_node(config: Config) -> SliceState | None:
     try:
-        return parse_state(gcloud.call(gcloud.describe_command(config), timeout=_SECONDS))
-    except gcloud.NotFound:
+        return parse_state(call_gcloud(commands.describe_command(config), timeout=_SECONDS))
+    except NotFound:
         return None
 
 
@@ -104,7 +106,7 @@ def _describe_request(config: Config) -> queued.Request | None:
     """The request in the queue. An account that may not look there has none there, unless the configuration uses it."""
     try:
         return queued.describe(config)
-    except gcloud.PermissionDenied:
+    except PermissionDenied:
         if config.slice.queued is not None:
             raise
         return None
@@ -130,7 +132,7 @@ def create(config: Config, say: Callable[[str], None], *, clock: Clock = _SYSTEM
             placement.save_zone(config, placed.zone)
             try:
                 return _create_in_zone(placed, say, clock)
-            except gcloud.Stockout as error:
+            except Stockout as error:
                 stockout = error
                 if len(zones) > 1:
                     say(str(error).splitlines()[0])
@@ -175,7 +177,7 @@ def _request_node(config: Config, say: Callable[[str], None], clock: Clock) -> N
     if slice_.queued is not None:
         queued.obtain(config, labels, lambda: _describe_node(config), say, clock=clock)
     else:
-        gcloud.call_long(gcloud.create_command(config, labels), timeout=slice_.create_minutes * 60)
+        call_gcloud_long(commands.create_command(config, labels), timeout=slice_.create_minutes * 60)
 
 
 def _wait_ready(config: Config, node: SliceState | None, say: Callable[[str], None], clock: Clock) -> SliceState:
@@ -189,7 +191,7 @@ def _wait_ready(config: Config, node: SliceState | None, say: Callable[[str], No
                 f"`gcloud compute tpus operations list --zone={config.zone}`"
             )
         if node.gone_for_good:
-            raise gcloud.Preempted(
+            raise Preempted(
                 f"slice {node.name} became {node.state} while it was being created; run `tpu-launch up` again"
             )
         if node.state != reported:
@@ -209,7 +211,7 @@ def _check_shape(config: Config, node: SliceState) -> None:
     """The slice is of the type that the configuration names, with all its hosts."""
     wanted = config.slice.accelerator_type
     if node.accelerator_type and node.accelerator_type != wanted:
-        raise gcloud.Conflict(
+        raise Conflict(
             f"slice {node.name} exists and is a {node.accelerator_type}, not a {wanted}: "
             "choose another slice.name, or delete it with `tpu-launch down`"
         )
@@ -255,8 +257,8 @@ def _delete_in_zone(
     while node is not None:
         try:
             if node.state != "DELETING":
-                gcloud.call(gcloud.delete_command(config), timeout=_DELETE_MINUTES * 60)
-        except (gcloud.NotFound, gcloud.Conflict):
+                call_gcloud(commands.delete_command(config), timeout=_DELETE_MINUTES * 60)
+        except (NotFound, Conflict):
             pass  # gone meanwhile, or another operation is on it: the next description tells
         node = _describe_node(config)
         if node is not None:

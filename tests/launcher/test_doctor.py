@@ -9,7 +9,7 @@ import pytest
 
 from launcher.checks import doctor
 from launcher.checks.doctor import Verdict
-from launcher.tpu_vm import gcloud
+from launcher.gcloud.errors import PermissionDenied, explain_error
 
 
 def test_the_sdk_that_was_tested_passes_and_an_older_one_is_doubtful() -> None:
@@ -61,8 +61,8 @@ def test_an_api_that_is_off_is_told_with_the_command_that_turns_it_on() -> None:
         "Cloud TPU API has not been used in project 1 before or it is disabled. "
         "Enable it by visiting https://console.developers.google.com/"
     )
-    error = gcloud.explain(said, ["gcloud"])
-    assert isinstance(error, gcloud.PermissionDenied)
+    error = explain_error(said, ["gcloud"])
+    assert isinstance(error, PermissionDenied)
     assert "gcloud services enable tpu.googleapis.com" in str(error)
 
 

@@ -16,7 +16,7 @@ from launcher.config import Config, load
 from launcher.errors import BadInput
 from launcher.images import overlay
 from launcher.run import env_file
-from launcher.tpu_vm import gcloud, idle_shutdown
+from launcher.tpu_vm import commands, idle_shutdown
 
 FILE = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16, EXTRA}\n"
 
@@ -59,17 +59,17 @@ def test_an_env_file_is_read_as_people_write_it(tmp_path: Path) -> None:
 
 def test_with_iap_ssh_goes_through_it_and_nothing_else_changes(tmp_path: Path) -> None:
     through = config(tmp_path, "iap: true")
-    assert gcloud.ssh_command(through, "true")[:3] == ["gcloud", "alpha", "compute"]
-    assert "--tunnel-through-iap" in gcloud.shell_command(through, 0)
-    assert "alpha" not in gcloud.describe_command(through)
-    assert "alpha" not in gcloud.ssh_command(config(tmp_path), "true")
+    assert commands.ssh_command(through, "true")[:3] == ["gcloud", "alpha", "compute"]
+    assert "--tunnel-through-iap" in commands.shell_command(through, 0)
+    assert "alpha" not in commands.describe_command(through)
+    assert "alpha" not in commands.ssh_command(config(tmp_path), "true")
 
 
 def test_a_timer_is_a_startup_script_that_is_valid_and_only_there_when_it_is_wanted(tmp_path: Path) -> None:
-    assert not [flag for flag in gcloud.create_command(config(tmp_path), {}) if flag.startswith("--metadata")]
+    assert not [flag for flag in commands.create_command(config(tmp_path), {}) if flag.startswith("--metadata")]
     (flag,) = [
         flag
-        for flag in gcloud.create_command(config(tmp_path, "abandoned_hours: 2"), {})
+        for flag in commands.create_command(config(tmp_path, "abandoned_hours: 2"), {})
         if flag.startswith("--metadata")
     ]
     script = flag.removeprefix(f"--metadata=^{idle_shutdown.DELIMITER}^startup-script=")

@@ -6,7 +6,8 @@ import pytest
 
 from launcher.config import Config, load
 from launcher.errors import Exit, LaunchError
-from launcher.tpu_vm import gcloud
+from launcher.gcloud.errors import explain_error
+from launcher.tpu_vm import commands
 from launcher.tpu_vm.slices import parse_state
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 
@@ -21,7 +22,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def test_the_accelerator_type_zone_and_project_are_always_given(config: Config) -> None:
-    command = gcloud.create_command(config, {"tpu-launch": "1"})
+    command = commands.create_command(config, {"tpu-launch": "1"})
     assert "--accelerator-type=v4-16" in command
     assert "--zone=us-central2-b" in command
     assert "--project=p" in command
@@ -31,9 +32,9 @@ def test_the_accelerator_type_zone_and_project_are_always_given(config: Config) 
 
 
 def test_ssh_goes_to_all_hosts_or_one_never_to_a_subset(config: Config) -> None:
-    assert "--worker=all" in gcloud.ssh_command(config, "true")
+    assert "--worker=all" in commands.ssh_command(config, "true")
     with pytest.raises(AssertionError):
-        gcloud.ssh_command(config, "true", worker="1,2")
+        commands.ssh_command(config, "true", worker="1,2")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_ssh_goes_to_all_hosts_or_one_never_to_a_subset(config: Config) -> None:
     ],
 )
 def test_google_s_refusals_are_told_apart(message: str, code: Exit) -> None:
-    error = gcloud.explain(message, ["gcloud"])
+    error = explain_error(message, ["gcloud"])
     assert isinstance(error, LaunchError)
     assert error.exit_code is code
 

@@ -11,7 +11,8 @@ import pytest
 
 from launcher.config import Config, load
 from launcher.errors import BadInput
-from launcher.tpu_vm import gcloud, placement, queued
+from launcher.gcloud.errors import Stockout, explain_error
+from launcher.tpu_vm import commands, placement, queued
 
 SLICE = (
     "{name: s, accelerator_type: v5litepod-8, zones: [us-central1-a, us-west4-a, us-west1-c], capacity: reserved, "
@@ -74,13 +75,17 @@ def test_zones_are_tried_in_order_and_each_once(config: Config) -> None:
 
 
 def test_every_command_goes_to_the_zone_where_the_slice_is(config: Config) -> None:
-    assert "--zone=us-west1-c" in gcloud.describe_command(config)
+    assert "--zone=us-west1-c" in commands.describe_command(config)
     placement.save_zone(config, "us-west4-a")
-    for command in (gcloud.describe_command(config), gcloud.ssh_command(config, "true"), queued.delete_command(config)):
+    for command in (
+        commands.describe_command(config),
+        commands.ssh_command(config, "true"),
+        queued.delete_command(config),
+    ):
         assert "--zone=us-west4-a" in command
     assert placement.in_current_zone(config).zone == "us-west4-a"
     placement.forget_zone(config)
-    assert "--zone=us-west1-c" in gcloud.describe_command(config)
+    assert "--zone=us-west1-c" in commands.describe_command(config)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"zone": "mars-west1-a"}', '{"zone": 3}'])
@@ -103,6 +108,6 @@ def test_an_operations_error_is_told_by_its_message() -> None:
         'Create request issued\nERROR: (gcloud.create) {\n  "code": 8,\n  '
         '"message": "There is no more capacity in the zone \\"z\\""\n}\n'
     )
-    error = gcloud.explain(output, ["gcloud"])
-    assert isinstance(error, gcloud.Stockout)
+    error = explain_error(output, ["gcloud"])
+    assert isinstance(error, Stockout)
     assert str(error).splitlines()[0] == 'gcloud: There is no more capacity in the zone "z"'

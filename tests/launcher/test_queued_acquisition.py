@@ -13,8 +13,9 @@ import pytest
 from launcher.clock import format_time
 from launcher.config import Config, load
 from launcher.errors import LaunchError
+from launcher.gcloud.errors import NotFound, QuotaExceeded, Stockout
 from launcher.provider import SliceState
-from launcher.tpu_vm import gcloud, queued
+from launcher.tpu_vm import queued
 
 HOUR = 3600.0
 
@@ -54,7 +55,7 @@ class Queue:
         verb = argv[4]
         if verb == "describe":
             if self.created is None:
-                raise gcloud.NotFound("no such request")
+                raise NotFound("no such request")
             state = self.state(self.calls.count("create"), self.clock.now - self.created)
             document = {
                 "name": "projects/p/locations/z/queuedResources/s",
@@ -84,7 +85,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 def obtain(config: Config, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(gcloud, "call", queue.call)
+    monkeypatch.setattr(queued, "call_gcloud", queue.call)
     queued.obtain(config, {}, queue.node, said.append, clock=queue.clock)
     return said
 
@@ -102,7 +103,7 @@ def test_one_that_is_there_is_waited_for_and_its_age_counts(config: Config, monk
     queue.request(config)
     queue.clock.now += 5 * HOUR
     begin = queue.clock.now
-    with pytest.raises(gcloud.Stockout, match="within 6 h"):
+    with pytest.raises(Stockout, match="within 6 h"):
         obtain(config, queue, monkeypatch)
     assert HOUR <= queue.clock.now - begin <= HOUR + 120
     assert queue.calls == ["create", "delete"]
@@ -134,7 +135,7 @@ def test_a_lost_request_is_made_again_with_growing_pauses(
 
 def test_a_failure_that_waiting_does_not_mend_ends_it_at_once(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = Queue(Clock(), lambda attempt, age: "FAILED", error="Quota limit 'TPUs' has been exceeded")
-    with pytest.raises(gcloud.QuotaExceeded):
+    with pytest.raises(QuotaExceeded):
         obtain(config, queue, monkeypatch)
     assert queue.calls == ["create", "delete"], "a failed request would keep its quota"
 

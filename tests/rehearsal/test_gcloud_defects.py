@@ -45,7 +45,8 @@ from launcher.emulator.api.catalogue import CODES, ApiError
 from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
 from launcher.emulator.operations import finish_pending_operations
 from launcher.emulator.state import Host, State
-from launcher.tpu_vm import gcloud, queued
+from launcher.gcloud.calls import call_gcloud
+from launcher.tpu_vm import commands, queued
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 from launcher.tpu_vm.ssh.connections import SliceConnections
 
@@ -128,14 +129,14 @@ def hosts_of(state: State) -> list[Host]:
 def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: State, config: Config) -> None:
     """gcloud itself crashes on one worker of a slice without guest attributes; for the launcher that host does not
     answer yet."""
-    crashed = shell.run(gcloud.ssh_command(config, "true", worker="0"), timeout=60)
+    crashed = shell.run(commands.ssh_command(config, "true", worker="0"), timeout=60)
     assert not crashed.ok
     assert "IndexError" in crashed.stderr
     result = SliceConnections(config).run_through_gcloud(0, "true")
     assert (result.reached, "IndexError" in result.problem) == (False, True)
     for host in hosts_of(state):
         host.guest_attributes["hostkeys/ssh-ed25519"] = "AAAAC3NzaC1lZDI1NTE5AAAAIGAbCdEf"
-    addresses = parse_dry_run(gcloud.call(gcloud.ssh_command(config, "true", dry_run=True), timeout=60))
+    addresses = parse_dry_run(call_gcloud(commands.ssh_command(config, "true", dry_run=True), timeout=60))
     assert [address.alias.rsplit("-", 2)[1:] for address in addresses] == [["0", "AbCdEf"], ["1", "AbCdEf"]]
 
 
@@ -160,7 +161,7 @@ def test_without_a_type_gcloud_asks_for_a_v2_8_and_we_always_say_which(
     ]
     shell.run([*words, "--quiet"], timeout=60)
     assert body(asked, "nodes")["acceleratorType"] == "v2-8"
-    shell.run(gcloud.create_command(config, {}), timeout=60)
+    shell.run(commands.create_command(config, {}), timeout=60)
     assert body(asked, "nodes")["acceleratorType"] == "v4-16"
 
 

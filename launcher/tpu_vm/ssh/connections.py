@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 from launcher import shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
+from launcher.gcloud.calls import call_gcloud
+from launcher.gcloud.errors import summarize_error
 from launcher.provider import SliceState
-from launcher.tpu_vm import gcloud
+from launcher.tpu_vm import commands
 from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import KnownSlice
 from launcher.tpu_vm.ssh.result import HostResult
@@ -125,13 +127,13 @@ class SliceConnections:
     def run_through_gcloud(self, worker: int, script: str, stdin: str | None = None) -> HostResult:
         """Runs a script on one host through gcloud, for workstations from which our own ssh does not get through. Takes
         some seconds."""
-        command = gcloud.ssh_command(self.config, script, worker=str(worker))
+        command = commands.ssh_command(self.config, script, worker=str(worker))
         try:
             result = shell.run(command, timeout=_GCLOUD_SECONDS, input=stdin)
         except CommandTimeout as error:
             return HostResult(worker, None, problem=str(error).splitlines()[0])
         if not result.ok:
-            return HostResult(worker, None, problem=gcloud.summarize(result.stderr))
+            return HostResult(worker, None, problem=summarize_error(result.stderr))
         return HostResult(worker, 0, result.stdout, result.stderr)
 
     def run_all_through_gcloud(self, script: str, workers: Sequence[int], stdin: str | None = None) -> list[HostResult]:
@@ -187,7 +189,7 @@ class SliceConnections:
 
     def _list_addresses(self) -> tuple[addresses.Address, ...]:
         """The addresses that gcloud would use, kept for later commands when the slice was seen READY."""
-        output = gcloud.call(gcloud.ssh_command(self.config, "true", dry_run=True), timeout=_GCLOUD_SECONDS)
+        output = call_gcloud(commands.ssh_command(self.config, "true", dry_run=True), timeout=_GCLOUD_SECONDS)
         current = tuple(addresses.parse_dry_run(output))
         with self._lock:
             state = self._state

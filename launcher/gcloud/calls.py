@@ -1,0 +1,43 @@
+"""Calls of gcloud, each with a time-out; its failures are LaunchErrors that say what to do.
+
+A call is tried again in one case only: another operation on the same node has not ended (`Busy`), with a random pause
+and one deadline. tenacity or google.api_core.retry would replace these six lines by as many lines of predicates; other
+errors are not retried here, because gcloud itself retries what passes, and a creation costs money.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+from launcher import shell
+from launcher.errors import CommandTimeout
+from launcher.gcloud.errors import Busy, explain_error
+
+_BUSY_SECONDS = 60.0  # how long another operation on the same node is waited for
+
+
+def call_gcloud(argv: Sequence[str], *, timeout: float) -> str:
+    """Runs a gcloud command and returns its standard output; waits for another operation to end. Raises the LaunchError
+    that its message means."""
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        result = shell.run(argv, timeout=timeout)
+        if result.ok:
+            return result.stdout
+        error = explain_error(result.stderr or result.stdout, argv)
+        if not isinstance(error, Busy) or time.monotonic() > deadline:
+            raise error
+        time.sleep(1.0 + 2.0 * random.random())
+
+
+def call_gcloud_long(argv: Sequence[str], *, timeout: float) -> str:
+    """As `call_gcloud`, for the creation of a node: a time-out says that Google may still be creating it."""
+    try:
+        return call_gcloud(argv, timeout=timeout)
+    except CommandTimeout:
+        raise CommandTimeout(
+            f"no end after {timeout / 60:.0f} minutes of: {shell.quote(argv)}\n"
+            "Google may still be creating it: `tpu-launch up` goes on waiting, `tpu-launch down` deletes it"
+        ) from None

@@ -1,0 +1,107 @@
+"""The gcloud commands of a slice. Pure, so that `plan` prints exactly what would run.
+
+Known defects of the SDK (seen with 528.0.0) decide the shape of every command: `--output-directory` is broken, subsets
+of workers lose exit codes, and ssh's 255 makes gcloud run the whole command again, so commands address `all` or one
+worker, and no remote command returns 255.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launcher.config import Config
+from launcher.tpu_vm import idle_shutdown, placement
+
+# gcloud has no time-outs of its own for ssh: a dead host would hang each call for minutes.
+_SSH_FLAGS = (
+    "--ssh-flag=-oConnectTimeout=10",
+    "--ssh-flag=-oServerAliveInterval=15",
+    "--ssh-flag=-oServerAliveCountMax=3",
+)
+
+
+def _base(config: Config, *words: str) -> list[str]:
+    # Only the alpha track has --tunnel-through-iap (SDK 528).
+    track = ["alpha"] if words[0] == "ssh" and config.slice.iap else []
+    place = [f"--project={config.project}", f"--zone={placement.current_zone(config)}"]
+    return ["gcloud", *track, "compute", "tpus", "tpu-vm", *words, *place, "--quiet"]
+
+
+def create_command(config: Config, labels: dict[str, str]) -> list[str]:
+    """Creates the node and waits for the operation."""
+    return [
+        *_base(config, "create", config.slice.name),
+        f"--version={config.runtime_version}",
+        *node_flags(config, labels),
+    ]
+
+
+def node_flags(config: Config, labels: dict[str, str]) -> list[str]:
+    """The flags that describe a node, for its creation and for a request in the queue. The type is always given:
+    gcloud's default is a v2-8."""
+    wanted = config.slice
+    command = [f"--accelerator-type={wanted.accelerator_type}"]
+    if wanted.capacity != "on-demand":
+        command.append(f"--{wanted.capacity}")
+    if wanted.network:
+        command.append(f"--network={wanted.network}")
+    if wanted.subnetwork:
+        command.append(f"--subnetwork={wanted.subnetwork}")
+    if wanted.internal_ips:
+        command.append("--internal-ips")
+    if wanted.service_account:
+        command.append(f"--service-account={wanted.service_account}")
+    command.append("--scopes=https://www.googleapis.com/auth/cloud-platform")
+    both = {**labels, **wanted.labels}
+    command += idle_shutdown.metadata_flags(config)
+    command.append("--labels=" + ",".join(f"{key}={value}" for key, value in sorted(both.items())))
+    return command
+
+
+def describe_command(config: Config) -> list[str]:
+    """Describes the node as JSON."""
+    return [*_base(config, "describe", config.slice.name), "--format=json"]
+
+
+def delete_command(config: Config) -> list[str]:
+    """Deletes the node and waits for the operation."""
+    return _base(config, "delete", config.slice.name)
+
+
+def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bool = False) -> list[str]:
+    """Runs `script` (POSIX shell) on all hosts, or on one. Its output has no host prefix: scripts print their own."""
+    assert worker == "all" or worker.isdigit(), "a subset of workers loses exit codes"
+    command = [*_base(config, "ssh", config.slice.name), f"--worker={worker}", *_SSH_FLAGS]
+    command += _network_path(config)
+    if dry_run:
+        command.append("--dry-run")
+    return [*command, f"--command={script}"]
+
+
+def shell_command(config: Config, worker: int, flags: Sequence[str] = ()) -> list[str]:
+    """A person's own ssh session on one host, or (with flags of ssh's) a tunnel to it."""
+    command = [
+        *_base(config, "ssh", config.slice.name),
+        f"--worker={worker}",
+        *_SSH_FLAGS,
+        *(f"--ssh-flag={flag}" for flag in flags),
+    ]
+    return [*command, *_network_path(config)]
+
+
+def _network_path(config: Config) -> list[str]:
+    """How hosts without an external address are reached."""
+    if config.slice.iap:
+        return ["--tunnel-through-iap"]
+    return ["--internal-ip"] if config.slice.internal_ips else []
+
+
+def accelerator_types_command(config: Config) -> list[str]:
+    """Lists the accelerator types that the zone offers; fails when the project, the API or the permissions are not in
+    order."""
+    return [*_base(config, "accelerator-types", "list"), "--format=value(name.basename())"]
+
+
+def runtime_versions_command(config: Config) -> list[str]:
+    """Lists the software versions that the zone offers for TPU VMs."""
+    return [*_base(config, "versions", "list"), "--format=value(name.basename())"]
