@@ -1,7 +1,7 @@
 """Runs tests inside the `test` stage of an image: container_tests.py [PLACE] [pytest's arguments]
 
   torch-xla           tests/container in the torch-xla image (also when no place is named)
-  virtual-tpu         those of tests/container that need one host, on a virtual v3-8 with 8 devices
+  virtual-tpu         tests/virtual_tpu in the torch-xla image, on a virtual v3-8 with 8 devices
   tensorflow          tests/tensorflow in the tensorflow image
   beam                tests/beam in the environment with Apache Beam that the tensorflow image's test stage has
   oracle-torch-xla    tests/oracle/torch_xla: what the torch-xla image's libtpu understands
@@ -40,18 +40,9 @@ class Place:
     virtual_tpu: bool = False
 
 
-ON_ONE_HOST = (
-    "test_golden_losses",
-    "test_train_one_host",
-    "test_classification_runs",
-    "test_checkpoint_uses",
-    "test_faults",
-    "test_kill_anywhere",
-    "test_stop_in_every_phase",
-)
 PLACES = {
     "torch-xla": Place("torch-xla", ("tests/container",)),
-    "virtual-tpu": Place("torch-xla", tuple(f"tests/container/{name}.py" for name in ON_ONE_HOST), virtual_tpu=True),
+    "virtual-tpu": Place("torch-xla", ("tests/virtual_tpu",), virtual_tpu=True),
     "tensorflow": Place("tensorflow", ("tests/tensorflow",)),
     "beam": Place("tensorflow", ("tests/beam",), python="/opt/beam/bin/python"),
     "oracle-torch-xla": Place("torch-xla", ("tests/oracle/torch_xla",)),

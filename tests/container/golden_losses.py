@@ -47,9 +47,8 @@ def assert_golden(task: str, backend: str, folder: Path) -> None:
     seen = {"losses": small_runs.losses(folder, "golden"), "evaluation": summary["eval_loss"]}
     expected = json.loads(GOLDEN.read_text())[backend].get(task)
     assert expected is not None, f"no golden losses of {task} with {backend}; seen: {json.dumps(seen)}"
-    print(
-        f"{backend} {task}: {'the same bits as' if seen == expected else 'not the same bits as'} the golden losses: {json.dumps(seen)}"
-    )
+    verdict = "the same bits as" if seen == expected else "not the same bits as"
+    print(f"{backend} {task}: {verdict} the golden losses: {json.dumps(seen)}")
     assert len(seen["losses"]) == STEPS
     assert seen["losses"] == pytest.approx(expected["losses"], rel=RELATIVE), json.dumps(seen)
     assert seen["evaluation"] == pytest.approx(expected["evaluation"], rel=RELATIVE)

@@ -1,5 +1,5 @@
-"""TensorFlow on TPUs: the real libtpu of the tensorflow image understands what a container is told, and without chips it
-ends with a message."""
+"""TensorFlow on TPUs: the real libtpu of the tensorflow image understands what a container is told, and without chips
+it ends with a message."""
 
 from __future__ import annotations
 

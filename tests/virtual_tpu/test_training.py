@@ -1,0 +1,137 @@
+"""A run on a virtual v3-8: PJRT_DEVICE=TPU, one process, eight devices. The code that trains on chips trains here, and
+what holds on CPUs holds: losses, counts of programs, exact evaluation, the same bits after a stop and after kills.
+
+Each trainer is a process, because torch_xla chooses its device once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.container import small_runs
+from tests.container.faulty_trainers import Fault, Run
+from tests.container.golden_losses import DOCUMENTS, GOLDEN, STEPS
+from tests.container.test_kill_anywhere import finish_and_compare, kill
+
+SECONDS = 300.0
+PRECISION = 1e-5  # relative: eight devices add gradients up in another order than one
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_runs.prepare(tmp_path_factory.mktemp("runs"))
+
+
+def train(folder: Path, run_id: str, config: dict[str, Any], **environment: str) -> dict[str, Any]:
+    (host,) = small_runs.start(folder, run_id, config, **environment)
+    assert host.finish(SECONDS) == 0, host.text()
+    return small_runs.summary(folder, run_id)
+
+
+def test_this_process_would_train_on_a_tpu() -> None:
+    assert os.environ["PJRT_DEVICE"] == "TPU"
+    assert os.environ["TPU_ACCELERATOR_TYPE"] == "v3-8"
+
+
+@pytest.mark.parametrize("task", DOCUMENTS)
+def test_losses_are_those_of_one_cpu_to_the_fifth_digit(task: str, tmp_path: Path) -> None:
+    """In strict mode, with one program for each shape, one for evaluations, and no transfer that nobody asked for."""
+    config = {**DOCUMENTS[task](tmp_path, "torch-xla")}
+    config["train"] = {**config["train"], "strict": True, "precision": "fp32"}
+    summary = train(tmp_path, "golden", config)
+    golden = json.loads(GOLDEN.read_text())["torch-xla"][task]
+    assert summary["devices"] == 8
+    assert summary["compilations"] == summary["graphs"] == (2 if task == "mlm" else 4)
+    assert summary["device_to_host_syncs"] == 0
+    assert summary["host_fallbacks"] == []
+    losses = small_runs.losses(tmp_path, "golden")
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(golden["losses"], rel=PRECISION)
+    assert summary["eval_loss"] == pytest.approx(golden["evaluation"], rel=PRECISION)
+
+
+def test_the_published_settings_train_in_strict_mode(folder: Path) -> None:
+    """bert-large's depth and heads at a small width, bf16, a global batch of 128 over eight devices."""
+    sizes = {"name": "bert-large", "hidden_size": 64, "layers": 24, "heads": 16, "intermediate_size": 128}
+    config = small_runs.document(
+        folder,
+        model={**sizes, "max_positions": small_runs.SEQUENCE},
+        train__steps=3,
+        train__global_batch_size=128,
+        train__precision="bf16",
+        train__strict=True,
+        evaluation__at_end=False,
+    )
+    summary = train(folder, "large", config)
+    assert summary["devices"] == 8
+    assert summary["compilations"] == 1
+    assert summary["last_loss"] < summary["first_loss"]
+
+
+def test_accumulation_changes_no_more_than_rounding(folder: Path) -> None:
+    whole = train(folder, "whole", small_runs.document(folder, train__global_batch_size=16, train__dropout=0.0))
+    pieces = small_runs.document(
+        folder, train__global_batch_size=16, train__dropout=0.0, train__gradient_accumulation=2
+    )
+    assert train(folder, "pieces", pieces)["last_loss"] == pytest.approx(whole["last_loss"], rel=PRECISION)
+
+
+def test_stopped_and_resumed_it_ends_with_the_same_bits(folder: Path) -> None:
+    straight = train(folder, "straight", small_runs.document(folder))
+    config = small_runs.document(folder)
+    (host,) = small_runs.start(folder, "stopped", config)
+    host.wait_for("step  5/12", SECONDS)
+    host.process.terminate()
+    assert host.finish(SECONDS) == 75, host.text()
+    (host,) = small_runs.start(folder, "stopped", config, attempt=1)
+    assert host.finish(SECONDS) == 0, host.text()
+    resumed = small_runs.summary(folder, "stopped")
+    for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
+        assert resumed[key] == straight[key], key
+
+
+@pytest.mark.timeout(1200)
+def test_killed_at_points_of_a_save_it_ends_with_the_same_bits(folder: Path) -> None:
+    """Each record once in each epoch, and the weights of a run that nothing disturbed."""
+    config = small_runs.document(
+        folder,
+        train__steps=32,
+        checkpoint__every_steps=2,
+        checkpoint__keep_last=2,
+        export__at_end=False,
+        model__layers=1,
+        model__hidden_size=16,
+        data__evaluation=None,
+    )
+    run = Run(folder, "killed", 1, config)
+    for point in ("before the part", "within the part", "within the manifest", "a step"):
+        kill(run, {0: Fault(point, 2)})
+    assert run.newest() > 0
+    finish_and_compare(run, folder)
+
+
+def test_a_run_knows_the_programs_that_preflight_compiled(folder: Path) -> None:
+    """Preflight traces on a CPU and compiles with the real libtpu; the run traces on the (virtual) TPU. They must be
+    the same programs, and one that is kept back is told."""
+    config = small_runs.document(folder, train__precision="bf16", train__steps=2)
+    path = folder / "checked.yaml"
+    path.write_text(json.dumps(config))  # JSON is YAML
+    command = [sys.executable, "-m", "training.cli", "preflight", str(path), "--json", "--accelerator", "v3-8"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
+    answer = subprocess.run(
+        command, env={**environment, "PJRT_DEVICE": "CPU"}, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert answer.returncode == 0, answer.stderr
+    (result,) = json.loads(answer.stdout)["accelerators"]
+    training, evaluation = (graph["hash"] for graph in result["graphs"])
+    both = train(folder, "checked", config, TPU_LAUNCH_PREFLIGHT=f"{training},{evaluation}")
+    assert both["preflight"] == "2 programs, all as checked"
+    one = train(folder, "half", config, TPU_LAUNCH_PREFLIGHT=training)
+    assert one["preflight"] == f"1 of 2 programs are not what was checked: {evaluation}"
