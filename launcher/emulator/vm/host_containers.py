@@ -3,8 +3,8 @@
 Every function is idempotent.
 
 A host is one container of images/host on the emulator's own network, with a fixed address. Its /home, /tmp, /run and
-/dev/shm are volumes, so that containers which run on the host can bind-mount from them (engine_view.py); a kill loses /run
-and /dev/shm, as a reboot does. It needs no privilege but NET_ADMIN in its own namespace, for the metadata server's
+/dev/shm are volumes, so that containers which run on the host can bind-mount from them (engine_view.py); a kill loses
+/run and /dev/shm, as a reboot does. It needs no privilege but NET_ADMIN in its own namespace, for the metadata server's
 address on its loopback interface.
 """
 
