@@ -145,7 +145,7 @@ class Compilations:
         if self._training > before and not is_first:
             shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in batch.arrays.items())
             message = (
-                f"step {number} compiled another program, the {self._training}th of training; its arrays were {shapes}"
+                f"step {number} compiled another program (training has {self._training} now); its arrays were {shapes}"
             )
             if self._strict:
                 raise TrainError(f"{message} (train.strict)")

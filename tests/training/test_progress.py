@@ -1,0 +1,102 @@
+"""What the loop knows of its run: steps and losses, evaluations, compilations. No framework, no clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from training.batch import HostBatch, Signals, StepResult
+from training.checkpoint.retention import Best
+from training.errors import TrainError
+from training.progress import Compilations, Evaluations, Progress
+from training.telemetry.phase_timer import PhaseTimer
+
+
+def batch(length: int = 8) -> HostBatch:
+    return HostBatch({"input_ids": np.zeros((2, length), np.int32)}, np.array([40, 41]))
+
+
+def result(loss: float, signals: Signals = Signals()) -> StepResult:  # noqa: B008
+    return StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, signals)
+
+
+def test_losses_and_signals_are_those_of_finished_steps() -> None:
+    progress = Progress()
+    for _ in range(3):
+        progress.start_step()
+    progress.finish_step(result(5.0, Signals(save=True)), batch())
+    progress.finish_step(result(4.0, Signals(stop=True)), batch())
+    assert (progress.step, progress.finished, progress.trained) == (3, 2, 3)
+    assert (progress.first_loss, progress.last_loss) == (5.0, 4.0)
+    assert progress.signals == Signals(stop=True, save=True)
+
+
+def test_a_resumed_run_keeps_its_first_loss_and_counts_its_own_steps() -> None:
+    progress = Progress()
+    progress.resume(40, {"first_loss": 9.0, "last_loss": 3.0})
+    progress.start_step()
+    progress.finish_step(result(2.5), batch())
+    assert (progress.step, progress.finished, progress.trained) == (41, 41, 1)
+    assert (progress.first_loss, progress.last_loss) == (9.0, 2.5)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_records() -> None:
+    progress = Progress()
+    progress.finish_step(result(5.0), batch())
+    with pytest.raises(TrainError, match=r"loss of step 1 is nan; the last finite one was 5.0\. Records .*: 40, 41"):
+        progress.finish_step(result(float("nan")), batch())
+
+
+def test_the_best_evaluation_is_the_first_of_equal_ones() -> None:
+    evaluations = Evaluations(Best("accuracy", "max"))
+    for step, accuracy in ((10, 0.5), (20, 0.7), (30, 0.7), (40, float("nan"))):
+        evaluations.record(step, {"accuracy": accuracy}, None)
+        assert evaluations.is_best(step) == (step in (10, 20))
+    assert evaluations.best == {"step": 20, "metric": "accuracy", "value": 0.7}
+    assert evaluations.state(40)["evaluated"] == 40
+    assert evaluations.state(41)["figures"] is None
+    again = Evaluations(Best("accuracy", "max"))
+    again.resume(evaluations.state(41))
+    assert (again.best, again.step, again.figures) == (evaluations.best, 40, {})
+
+
+class Backend:
+    """Counts what it is told to have compiled."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+
+    def compilations(self) -> tuple[int, float]:
+        return self.count, self.seconds
+
+
+def test_each_shape_compiles_once_and_another_program_is_a_warning_or_an_error() -> None:
+    warnings: list[str] = []
+    backend: Any = Backend()
+    watch = Compilations(backend, PhaseTimer(lambda: 0.0), 2, strict=False, warn=warnings.append)
+    for length in (8, 16):
+        backend.count += 1
+        watch.check_step(0, batch(length))
+    with watch.evaluation():
+        backend.count += 1  # not a training program
+    watch.check_step(1, batch(8))
+    assert warnings == []
+    backend.count += 1
+    watch.check_step(2, batch(16))
+    assert warnings == ["step 2 compiled another program (training has 3 now); its arrays were input_ids [2, 16]"]
+    strict = Compilations(backend, PhaseTimer(lambda: 0.0), 1, strict=True, warn=warnings.append)
+    strict.check_step(0, batch(8))
+    backend.count += 1
+    with pytest.raises(TrainError, match=r"train\.strict"):
+        strict.check_step(1, batch(8))
+
+
+def test_seconds_of_compiling_are_moved_out_of_the_phase() -> None:
+    now = iter((0.0, 0.0, 10.0, 10.0))
+    backend: Any = Backend()
+    timer = PhaseTimer(lambda: next(now))
+    with Compilations(backend, timer, 1, strict=False, warn=print).timed("step"):
+        backend.seconds = 4.0
+    assert timer.seconds == {"step": 6.0, "compile": 4.0}
