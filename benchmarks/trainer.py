@@ -265,15 +265,15 @@ def measure_overhead(file: str, run_id: str) -> float:
             inside.append(0.0)
             pending = step(*of)
             inside[-1] += time.perf_counter() - began[-1]
-            outcome = pending.outcome
+            read_result = pending.result
 
-            def timed_outcome() -> Any:
+            def timed_result() -> Any:
                 start = time.perf_counter()
-                found = outcome()
+                result = read_result()
                 inside[-1] += time.perf_counter() - start
-                return found
+                return result
 
-            pending.outcome = timed_outcome
+            pending.result = timed_result
             return pending
 
         backend.step = timed_step
@@ -294,7 +294,7 @@ def measure_overhead(file: str, run_id: str) -> float:
     return 100 * (outside + reading) / whole
 
 
-PARTS = {each.__name__: each for each in (mlm, banking77, overhead)}
+PARTS = {part.__name__: part for part in (mlm, banking77, overhead)}
 
 
 def main() -> None:
