@@ -194,7 +194,8 @@ class TrainerConfig(Section):
     """Decides the order of records, masking, dropout and random weights. The same seed gives the same run."""
 
     task: TaskName = "mlm"
-    """What is learnt: `mlm`, masked-language modelling, or `classification` of texts into labels."""
+    """What is learnt: `mlm`, masked-language modelling; `classification` of texts into labels; or `regression`, one
+    number for each text."""
 
     backend: BackendName = "torch-xla"
     """The framework that trains: PyTorch/XLA or TensorFlow. Both give the same losses."""

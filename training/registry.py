@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 # Each name is listed twice, here and in the table below: a checked configuration needs the literal type.
-TaskName = Literal["mlm", "classification"]
+TaskName = Literal["mlm", "classification", "regression"]
 OptimizerName = Literal["adamw"]
 BackendName = Literal["torch-xla", "tensorflow"]
 
@@ -95,6 +95,19 @@ TASKS: dict[str, TaskEntry] = {
             ("data", "cache"): "classification does not read through a cache: remove data.cache",
             ("data", "masking"): (
                 "classification predicts labels, not masked tokens: remove data.masking, or set task: mlm"
+            ),
+        },
+    ),
+    "regression": TaskEntry(
+        data="training.tasks.regression.task:Regression",
+        torch="training.tasks.regression.torch:sums",
+        tensorflow="training.tasks.regression.tf:sums",
+        tensorflow_rows="training.tasks.regression.tf:host_rows",
+        head=Head("ForSequenceClassification", "text-classification", "regression"),
+        unused_keys={
+            ("data", "cache"): "regression does not read through a cache: remove data.cache",
+            ("data", "masking"): (
+                "regression predicts numbers, not masked tokens: remove data.masking, or set task: mlm"
             ),
         },
     ),

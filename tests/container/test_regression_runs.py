@@ -1,0 +1,156 @@
+"""A regression is trained, from a CSV file to predictions: it learns, its figures are those of its predictions, and
+going on changes no bit. tests/tensorflow does the same with TensorFlow."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from tests.container import small_runs
+from training.cli.main import tpu_train
+from training.errors import BadInput, StopRequested
+from training.models.hugging_face import read_config
+from training.models.predict import classify
+
+LONGEST = 16
+EVALUATED = 37
+Example = tuple[str, float]
+
+
+def examples(count: int, seed: int) -> list[Example]:
+    """Texts of words below 100 and above; the label is the balance of the two, between -1 and 1."""
+    chance = random.Random(seed)
+    made = []
+    for number in range(count):
+        size, share = (4, 5, 6, 12)[number % 4], chance.random()
+        words = [
+            chance.randrange(100, 190) if chance.random() < share else chance.randrange(5, 95) for _ in range(size)
+        ]
+        balance = 2 * sum(word >= 100 for word in words) / size - 1
+        made.append((" ".join(f"w{word}" for word in words), balance))
+    return made
+
+
+def write_csv(path: Path, rows: list[Example]) -> Path:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("text", "score"), *rows])
+    return path
+
+
+def shards(folder: Path, train: Path, evaluation: Path) -> Any:
+    lengths = ["--sequence-length", str(LONGEST), "--lengths", f"8,{LONGEST}"]
+    columns = ["--task", "regression", "--label", "score", *lengths]
+    corpora = ["--corpus", str(train), "--evaluation-corpus", str(evaluation)]
+    return CliRunner().invoke(
+        tpu_train, ["shards", *columns, *corpora, "--tokenizer", str(folder / "tokenizer"), "--out", str(folder)]
+    )
+
+
+def prepare(folder: Path) -> Path:
+    """Tokenizer and shards, by the command that users have."""
+    small_runs.write_tokenizer(folder / "tokenizer")
+    train = write_csv(folder / "train.csv", examples(160, 1))
+    made = shards(folder, train, write_csv(folder / "evaluation.csv", examples(EVALUATED, 2)))
+    assert made.exit_code == 0, made.output
+    return folder
+
+
+def document(folder: Path, **changes: Any) -> dict[str, Any]:
+    sizes = {"name": "bert-tiny", "hidden_size": 32, "layers": 1, "heads": 2, "max_positions": LONGEST}
+    steps = {
+        "train__steps": 60,
+        "train__global_batch_size": 16,
+        "train__learning_rate": 0.01,
+        "train__strict": True,
+        "checkpoint__every_steps": 20,
+        "evaluation__every": 30,
+    }
+    return small_runs.document(folder, **{"task": "regression", "model": sizes, **steps, **changes})
+
+
+def assert_figures_are_those_of_predictions(folder: Path, summary: dict[str, Any]) -> None:
+    """Each example of the evaluation set once: predicted one by one by the exported model."""
+    texts, labels = zip(*examples(EVALUATED, 2), strict=True)
+    predictions = np.array([classify(summary["model"], text, 1)[0].score for text in texts])
+    errors = predictions - np.array(labels)
+    assert summary["eval_mse"] == pytest.approx((errors**2).mean(), rel=1e-4)
+    assert summary["eval_mae"] == pytest.approx(np.abs(errors).mean(), rel=1e-4)
+    assert summary["eval_pearson"] == pytest.approx(np.corrcoef(predictions, labels)[0, 1], abs=1e-4)
+    assert read_config(summary["model"])["problem_type"] == "regression"
+
+
+def assert_learnt(summary: dict[str, Any]) -> None:
+    assert summary["last_loss"] < summary["first_loss"] / 3
+    assert summary["eval_loss"] == summary["eval_mse"]
+    assert summary["eval_pearson"] > 0.9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("regression"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[str, Any]:
+    return small_runs.train_here(document(folder), "undisturbed")
+
+
+def test_it_learns(undisturbed: dict[str, Any]) -> None:
+    assert_learnt(undisturbed)
+
+
+def test_its_figures_are_those_of_its_predictions(folder: Path, undisturbed: dict[str, Any]) -> None:
+    assert_figures_are_those_of_predictions(folder, undisturbed)
+
+
+def test_predict_prints_a_number(undisturbed: dict[str, Any]) -> None:
+    high, low = (
+        CliRunner().invoke(tpu_train, ["predict", undisturbed["model"], text])
+        for text in ("w110 w120 w130 w140", "w10 w20 w30 w40")
+    )
+    assert high.exit_code == low.exit_code == 0
+    assert float(high.output.split()[0]) > 0.3
+    assert float(low.output.split()[0]) < -0.3
+
+
+def test_a_run_and_its_model_are_evaluated_alike(folder: Path, undisturbed: dict[str, Any]) -> None:
+    for place in (str(folder / "runs" / "undisturbed"), undisturbed["model"]):
+        evaluated = small_runs.evaluate_here(document(folder), place)
+        assert (evaluated.examples, evaluated.labels, evaluated.confusion) == (EVALUATED, None, None)
+        for name, value in evaluated.figures.items():
+            assert value == pytest.approx(undisturbed[f"eval_{name}"], rel=1e-5)
+
+
+def test_going_on_changes_no_bit(folder: Path, undisturbed: dict[str, Any]) -> None:
+    with pytest.raises(StopRequested):
+        small_runs.train_here(document(folder), "stopped", small_runs.StopAfter(25))
+    resumed = small_runs.train_here(document(folder), "stopped", attempt=1)
+    assert resumed["final_weights_crc32c"] == undisturbed["final_weights_crc32c"]
+    assert resumed["eval_pearson"] == undisturbed["eval_pearson"]
+
+
+def test_two_hosts_train_as_one(folder: Path, undisturbed: dict[str, Any]) -> None:
+    hosts = small_runs.start(folder, "pair", document(folder), hosts=2)
+    assert [host.finish() for host in hosts] == [0, 0], hosts[0].text()
+    pair = small_runs.summary(folder, "pair")
+    for name in ("first_loss", "eval_mse", "eval_mae", "eval_pearson"):
+        assert pair[name] == pytest.approx(undisturbed[name], rel=0.02), name
+
+
+def test_a_label_that_is_no_number_is_one_message_with_its_line(folder: Path, tmp_path: Path) -> None:
+    small_runs.write_tokenizer(tmp_path / "tokenizer")
+    bad = write_csv(tmp_path / "bad.csv", [("w5 w6", 0.5), ("w7", "much")])  # type: ignore[list-item]
+    made = shards(tmp_path, bad, folder / "evaluation.csv")
+    assert isinstance(made.exception, BadInput)
+    assert f"{bad}:3: label 'much' is not a number" in str(made.exception)
+
+
+def test_data_of_another_task_is_refused(folder: Path) -> None:
+    with pytest.raises(BadInput, match="holds regression records, and the task needs classification"):
+        small_runs.train_here(document(folder, task="classification"), "other")

@@ -1,0 +1,54 @@
+"""A regression is trained with TensorFlow: it learns, its figures are those of its predictions, on one device and on
+two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.container import small_runs
+from tests.container.test_regression_runs import (
+    assert_figures_are_those_of_predictions,
+    assert_learnt,
+    document,
+    prepare,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("regression"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> dict[str, Any]:
+    return small_runs.train_here(document(folder, backend="tensorflow"), "undisturbed")
+
+
+def test_it_learns(undisturbed: dict[str, Any]) -> None:
+    assert_learnt(undisturbed)
+
+
+def test_its_figures_are_those_of_its_predictions(folder: Path, undisturbed: dict[str, Any]) -> None:
+    assert_figures_are_those_of_predictions(folder, undisturbed)
+
+
+def test_a_run_and_its_model_are_evaluated_alike(folder: Path, undisturbed: dict[str, Any]) -> None:
+    for place in (str(folder / "runs" / "undisturbed"), undisturbed["model"]):
+        figures = small_runs.evaluate_here(document(folder, backend="tensorflow"), place).figures
+        for name, value in figures.items():
+            assert value == pytest.approx(undisturbed[f"eval_{name}"], rel=1e-5)
+
+
+def test_two_devices_train_as_one_and_read_for_themselves(folder: Path, undisturbed: dict[str, Any]) -> None:
+    """MirroredStrategy is TPUStrategy's path: the rows come from the task's tf.data dataset."""
+    config = document(folder, backend="tensorflow", train__dropout=0.0)
+    alone = small_runs.train_here(config, "alone")
+    (host,) = small_runs.start(folder, "devices", config, CPU_NUM_DEVICES="2")
+    assert host.finish() == 0, host.text()
+    devices = small_runs.summary(folder, "devices")
+    assert devices["devices"] == 2
+    for name in ("first_loss", "eval_mse", "eval_pearson"):
+        assert devices[name] == pytest.approx(alone[name], rel=1e-3), name

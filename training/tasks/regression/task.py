@@ -1,0 +1,63 @@
+"""Regression of one number for each text: what must stay the same for a run to be continued, and its figures.
+
+The loss is the squared error. An evaluation adds up the totals of `COUNTS` over all hosts, so its figures are of
+exactly the evaluation set. Devices add up in float32: pearson is good to about 1e-5 where the mean of the labels is at
+most ten of their standard deviations from 0, and loses two digits for each further factor of ten. Such labels are
+learnt slowly too: shift and scale them first.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from training.batch import StepResult
+from training.data.formats.dataset import Dataset
+from training.data.loading.labelled_batches import LabelledBatch
+from training.errors import BadInput
+from training.tasks.labelled import LabelledTask
+
+# What an evaluation adds up over rows, in this order: the absolute error, prediction p and label l, their squares and
+# product.
+COUNTS = ("absolute", "p", "l", "pp", "ll", "pl")
+
+
+class Regression(LabelledTask):
+    """The data of one run."""
+
+    has_labels = False
+    label_dtype = np.float32
+    labels: tuple[str, ...] | None = None
+    figure_names: tuple[str, ...] = ("loss", "mse", "mae", "pearson")
+
+    def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
+        """Raises BadInput for a label that is not finite."""
+        for row in np.flatnonzero(~np.isfinite(batch.labels))[:1]:
+            raise BadInput(
+                f"{dataset.url}: record {batch.records[row]} has label {batch.labels[row]}: "
+                "write the shards again with `tpu-train shards --task regression`"
+            )
+
+    def figures(self, total: StepResult) -> dict[str, float]:
+        assert total.counts is not None
+        count = total.sums["weight"]
+        return {
+            "loss": total.loss,
+            "mse": total.loss,
+            "mae": float(total.counts[0] / count) if count else float("nan"),
+            "pearson": pearson(count, total.counts[1:]),
+        }
+
+
+def pearson(count: float, totals: npt.NDArray[np.float64]) -> float:
+    """The correlation of predictions and labels, between -1 and 1; 0 where either is constant.
+
+    Args:
+        count: of rows.
+        totals: (5,), of the last five of `COUNTS`.
+    """
+    p, label, pp, ll, pl = totals.tolist()
+    spread = (count * pp - p * p) * (count * ll - label * label)
+    return max(-1.0, min(1.0, (count * pl - p * label) / math.sqrt(spread))) if spread > 0 else 0.0

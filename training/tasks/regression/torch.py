@@ -1,0 +1,22 @@
+"""Regression in torch: the squared error and an evaluation's totals over this host's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """(3,): squared errors, weights, 0 (training.batch.SUMS), over this host's rows; and (6,): the totals of
+    training.tasks.regression.task.COUNTS."""
+    logits = network(input_ids=batch["input_ids"].long(), attention_mask=batch["attention_mask"].long()).logits
+    predictions = logits.float()[:, 0]  # (rows,)
+    labels, weights = batch["labels"], batch["weights"]  # (rows,)
+    errors = predictions - labels
+    report = torch.stack([(errors.square() * weights).sum(), weights.sum(), torch.zeros_like(weights[0])])
+    values = [
+        errors.abs(), predictions, labels, predictions.square(), labels.square(), predictions * labels,
+    ]  # fmt: skip
+    return report, torch.stack([(value * weights).sum() for value in values])
