@@ -49,9 +49,19 @@ def build(model: Model, needs: ModelRequirements, *, dropout: float, seed: int) 
 
 
 def patch_modules(network: Any, remat: Remat | None, *, otherwise: Remat) -> Noise | None:
-    """Puts our dropout and self-attention into a network of BERT's or RoBERTa's family, and says what backwards is
-    computed again: `otherwise` when the file does not say. Returns what the dropouts draw from; None when the network
-    is of another family, which stays as it is. Raises BadInput."""
+    """Replaces dropout and self-attention in a network of BERT's or RoBERTa's family by those of this folder.
+
+    Args:
+        network: is changed; one of another family stays as it is.
+        remat: train.remat, what is computed a second time in the backward pass.
+        otherwise: the same where the file does not say.
+
+    Returns:
+        What the dropouts draw from; None for another family.
+
+    Raises:
+        BadInput: remat is given for another family.
+    """
     config = network.config
     if (
         config.model_type not in FAMILIES
