@@ -41,12 +41,13 @@ import pytest
 from launcher import shell
 from launcher.config import Config, load
 from launcher.emulator.api import nodes as tpu_api
+from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import CODES, ApiError
 from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
 from launcher.emulator.operations import finish_pending_operations
 from launcher.emulator.state import Host, State
 from launcher.gcloud.calls import call_gcloud
-from launcher.tpu_vm import commands, queued
+from launcher.tpu_vm import commands, inventory, queued, slices
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 from launcher.tpu_vm.ssh.connections import SliceConnections
 
@@ -86,11 +87,17 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
                 said = request.json()
                 asked.append((request.path, said))
                 call = tpu_api.parse(request.method, request.segments[1:], request.query, said)
-                return json_response(tpu_api.answer(found, call, time.time()))
+                api = queued_resources if queued_resources.concerns(call) else tpu_api
+                return json_response(api.answer(found, call, time.time()))
             except ApiError as error:
                 return json_response(error.as_json(), CODES[error.code][0])
             finally:
                 finish_pending_operations(found)
+                for name, node in list(found.nodes.items()):
+                    if node.state == "DELETING":
+                        del found.nodes[name]
+                    else:
+                        node.resource |= {"state": "READY", "health": "HEALTHY"}
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     acceptor = Acceptor()
@@ -221,3 +228,26 @@ def test_scp_to_several_hosts_wants_its_key_in_the_agent_so_files_travel_on_stan
         process.wait(10)
     assert not refused.ok
     assert "ssh-add" in refused.stderr
+
+
+def test_a_slice_is_deleted_created_and_found_again(
+    state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole life of a slice with the real gcloud; the emulated API provides it at once."""
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
+    path = tmp_path / "life.yaml"
+    section = "slice:\n  name: demo\n  accelerator_type: v4-16\n  runtime_version: tpu-ubuntu2204-base\n"
+    path.write_text(f"project: p\nzone: us-central2-b\n{section}")
+    config = load(path, command=["true"])
+    said: list[str] = []
+    assert slices.delete(config, said.append)
+    assert slices.describe(config) is None
+    created = slices.create(config, said.append)
+    assert created.ready
+    assert slices.describe(config) == created
+    assert slices.create(config, said.append) == created, "an existing slice is used"
+    (owned,) = inventory.list_owned("p", ["us-central2-b"])
+    assert (owned.name, owned.state, owned.request) == ("demo", "READY", "")
+    assert slices.delete(config, said.append)
+    assert not slices.delete(config, said.append)
+    assert state.nodes == {}
