@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from training.accelerators import ACCELERATORS, accelerator
@@ -178,8 +178,10 @@ def test_it_ends_soon_where_the_edge_is_expected(edge: int, start: int, off: flo
 
 
 @given(st.integers(1, 5000), st.floats(1.0, 3.0))
+@example(11, 2.375)
 def test_it_ends_soon_where_the_compiler_makes_room_at_the_edge(full: int, further: float) -> None:
-    """From `full` rows on the memory in use is all there is, and yet more rows fit."""
+    """From `full` rows on the memory in use is all there is, and yet more rows fit. Of all edges up to three times
+    `full` none takes more than 11 tries, and those of about 25 rows that many."""
     edge, tried = int(full * further), [full]
 
     def fits(rows: int) -> bool:
@@ -190,7 +192,7 @@ def test_it_ends_soon_where_the_compiler_makes_room_at_the_edge(full: int, furth
     assert good is not None
     assert bad is not None
     assert good <= edge < bad
-    assert len(tried) <= 10  # with the first, which is known
+    assert len(tried) <= 11  # with the first, which is known
 
 
 def test_the_search_ends_when_nothing_fits() -> None:
