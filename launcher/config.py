@@ -239,7 +239,8 @@ class RunSection(_Documented):
     """User inside the container, a name or number; the image's own when absent."""
 
     stop_seconds: int = Field(default=30, ge=1, le=600)
-    """Seconds between SIGTERM and SIGKILL when the run is stopped: the time to save a checkpoint."""
+    """Seconds between SIGTERM and SIGKILL when the run is stopped or its host shuts down: the time to save a
+    checkpoint."""
 
     host_lost_seconds: float = Field(default=120, gt=0)
     """Seconds after which a host that does not answer, while others do, counts as lost."""

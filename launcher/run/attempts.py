@@ -94,6 +94,7 @@ def make_attempt(
         environment={**config.run.environment, **checked},
         files={CONFIG_FILE: config.document.dump().encode()},
         shm_size=config.run.shm_size,
+        stop_seconds=config.run.stop_seconds,
         user=config.run.user,
         secrets=secrets or {},
         overlay=overlay,

@@ -28,6 +28,8 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
     arguments += ["--label", f"{LABEL_RUN}={attempt.run_id}", "--label", f"{LABEL_ATTEMPT}={attempt.number}"]
     arguments += ["--privileged", "--network", "host", "--init"]
     arguments += ["--shm-size", attempt.shm_size, "--ulimit", "memlock=-1:-1"]
+    # Of the engine's own stops too: when its host shuts down, a container has 10 s without it.
+    arguments += ["--stop-timeout", str(attempt.stop_seconds)]
     if attempt.user:
         arguments += ["--user", attempt.user]
     for key, value in container_environment(attempt, hosts, accelerator_type).items():

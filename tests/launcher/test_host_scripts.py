@@ -102,6 +102,13 @@ def test_the_container_is_told_who_it_is() -> None:
     assert environment["MINE"] == "1"
 
 
+def test_a_host_that_shuts_down_gives_the_container_its_time_to_save(host: ScriptHost) -> None:
+    host.run(prepare(stop_seconds=25))
+    words = host.created
+    assert words[words.index("--stop-timeout") + 1] == "25"
+    assert words.index("--stop-timeout") < words.index("sha256:ab"), "an option of the engine, not of the command"
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_host_that_another_run_uses_is_left_alone(host: ScriptHost, shell: str) -> None:
     host.answer("ps", "echo demo-1 tpu-launch-demo-1-9 exited; echo other tpu-launch-other-0 running")

@@ -182,6 +182,17 @@ def test_the_hosts_see_only_their_own_containers_and_no_image_is_copied(two_host
     assert running.end(60).code == 14
 
 
+def test_the_engines_of_all_hosts_know_how_long_a_container_may_take_to_save(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    begin = ("--emulated", "run", "--new", "-f", file, "--set", "run.stop_seconds=17")
+    running = work.begin(*begin, *command("echo up; exec sleep 60"))
+    running.wait_for(r"^\[1\] up")
+    names = [entry.split()[0] for entry in work.containers_of_runs()]
+    assert [docker("inspect", "--format", "{{.Config.StopTimeout}}", name).strip() for name in names] == ["17", "17"]
+    work.good("--emulated", "stop", "-f", file, "--grace", "1")
+    assert running.end(60).code == 14
+
+
 def test_plan_prints_every_command_and_touches_nothing(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
     before = work.good("emulator", "status", "--json").output
