@@ -325,7 +325,8 @@ class GkeSection(_Documented):
     themselves."""
 
     privileged: bool = False
-    """Runs the container privileged, which GKE before 1.28 needs to reach the TPU."""
+    """Runs the container privileged, which GKE before 1.28 needs to reach the TPU. Otherwise it has the capability
+    SYS_RESOURCE alone, to raise its locked-memory limit."""
 
 
 class Root(_Documented):

@@ -22,6 +22,16 @@ from launcher.gke.workload import (
 )
 from training.accelerators import gke_nodes
 
+# Google: "You must raise the locked memory limit so the driver can communicate with the TPU chips over DMA"; this is
+# its command (https://cloud.google.com/kubernetes-engine/docs/how-to/tpus). A shell counts in KiB: these are 64 TiB,
+# more than any host has. A pod has no key for it, and a container's default may be 64 KiB.
+LOCKED_MEMORY_KIB = 68719476736
+RAISE_LOCKED_MEMORY = f"""\
+ulimit -l {LOCKED_MEMORY_KIB} ||
+  echo "tpu-launch: the locked-memory limit stays low, and a TPU may hang on it: run as root (run.user)" >&2
+exec "$@"
+"""
+
 
 def pod_template(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
     """The template of every pod of the workload."""
@@ -79,14 +89,18 @@ def _pod_security(config: Config, work: Workload) -> Any:
 def _container_security(config: Config) -> dict[str, Any]:
     if config.gke.privileged:
         return {"privileged": True}
-    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    added = Commented(["SYS_RESOURCE"], "For `ulimit` above, and nothing else.")
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": added}}
 
 
 def _container(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
     return {
         "name": CONTAINER,
         "image": Commented(work.image, "By digest: every host runs the same."),
-        "command": list(work.command),
+        "command": Commented(
+            ["sh", "-c", RAISE_LOCKED_MEMORY, "sh", *work.command],
+            f"The TPU's driver locks memory for DMA: {LOCKED_MEMORY_KIB} KiB may be; then the command itself.",
+        ),
         "env": _environment(config, work, kind),
         "ports": [{"name": name, "containerPort": number} for name, number in PORTS],
         "resources": _resources(config),

@@ -3,6 +3,8 @@ words."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,11 @@ from launcher.gke import standalone
 from launcher.gke.checks import check_name
 from launcher.gke.commented_yaml import strip_comments
 from launcher.gke.manifest import make_objects
+from launcher.gke.pod_template import LOCKED_MEMORY_KIB, RAISE_LOCKED_MEMORY
 from launcher.gke.workload import Kind, Restarts, host_name
 from tests.kubernetes import golden, schemas
 from tests.kubernetes.golden import EXAMPLE, IMAGE
+from tests.launcher.script_host import SHELLS
 from training.accelerators import ACCELERATORS, gke_nodes
 from training.distributed.cluster import Cluster, from_environment
 
@@ -167,11 +171,44 @@ def test_no_pod_is_privileged_or_on_the_nodes_network_unless_asked(kind: str) ->
     assert "hostNetwork" not in pod
     assert pod["containers"][0]["securityContext"] == {
         "allowPrivilegeEscalation": False,
-        "capabilities": {"drop": ["ALL"]},
+        "capabilities": {"drop": ["ALL"], "add": ["SYS_RESOURCE"]},
     }
     assert pod_of(rendered("gke.privileged=true", kind=kind))["containers"][0]["securityContext"] == {
         "privileged": True
     }
+
+
+@pytest.mark.parametrize("kind", ["jobset", "job"])
+@pytest.mark.parametrize("privileged", ["true", "false"])
+def test_every_container_may_lock_its_memory_before_its_command_begins(kind: str, privileged: str) -> None:
+    container = pod_of(rendered(f"gke.privileged={privileged}", kind=kind))["containers"][0]
+    shell, option, script, *_ = container["command"]
+    assert (shell, option) == ("sh", "-c")
+    assert f"ulimit -l {64 * 2**40 // 1024} " in script, "KiB, which are 64 TiB"
+    security = container["securityContext"]
+    assert security.get("privileged") or "SYS_RESOURCE" in security["capabilities"]["add"]
+    assert "$(" not in script, "Kubernetes would look for a variable"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_command_gets_the_limit_and_its_own_words(shell: str) -> None:
+    """With a limit that every process may set, lower than the one it has."""
+    script = RAISE_LOCKED_MEMORY.replace(str(LOCKED_MEMORY_KIB), "16")
+    program = "import os, resource, sys; print(os.getpid(), resource.getrlimit(resource.RLIMIT_MEMLOCK), sys.argv[1:])"
+    words = ["it's", "", "$HOME", "a b"]
+    process = subprocess.Popen(
+        [shell, "-c", script, "sh", sys.executable, "-c", program, *words], stdout=subprocess.PIPE, text=True
+    )
+    output, _ = process.communicate(timeout=20)
+    assert output == f"{process.pid} {(16 * 1024, 16 * 1024)} {words}\n", "the command is the process itself"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_container_that_may_not_raise_the_limit_says_so_and_goes_on(shell: str) -> None:
+    script = RAISE_LOCKED_MEMORY.replace(str(LOCKED_MEMORY_KIB), "refused")  # any failure; root may raise it here
+    ended = subprocess.run([shell, "-c", script, "sh", "echo", "goes on"], capture_output=True, text=True, check=True)
+    assert ended.stdout == "goes on\n"
+    assert "tpu-launch: the locked-memory limit stays low" in ended.stderr
 
 
 def test_secrets_come_from_kubernetes_secrets_only() -> None:
@@ -241,4 +278,4 @@ def test_the_command_prints_a_manifest_and_nothing_else() -> None:
     documents = list(yaml.safe_load_all(result.stdout))
     assert [each["kind"] for each in documents] == ["ConfigMap", "Service", "Job"]
     assert {each["metadata"]["name"] for each in documents} == {"other"}
-    assert pod_of(documents)["containers"][0]["command"] == ["true"]
+    assert pod_of(documents)["containers"][0]["command"][-2:] == ["sh", "true"]

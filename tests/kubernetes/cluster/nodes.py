@@ -230,6 +230,9 @@ class Nodes:
             arguments += ["--user", ":".join(user)]
         for capability in security.get("capabilities", {}).get("drop", []):
             arguments += ["--cap-drop", capability]
+        for capability in security.get("capabilities", {}).get("add", []):
+            if capability != "SYS_RESOURCE" or _may_raise_limits():
+                arguments += ["--cap-add", capability]
         if security.get("allowPrivilegeEscalation") is False:
             arguments += ["--security-opt", "no-new-privileges"]
         arguments += self._volumes(spec, container)
@@ -327,3 +330,9 @@ class Nodes:
 def _tolerated(spec: Object, node: Object) -> bool:
     tolerated = {each["key"] for each in spec.get("tolerations", [])}
     return all(taint["key"] in tolerated for taint in node["spec"]["taints"])
+
+
+def _may_raise_limits() -> bool:
+    """Whether this machine can give a container CAP_SYS_RESOURCE (24). One that is a container itself often can't."""
+    status = Path("/proc/self/status").read_text()
+    return bool(int(status.partition("CapBnd:")[2].split()[0], 16) >> 24 & 1)
