@@ -15,6 +15,8 @@ import pytest
 from tests.container import small_runs
 from tests.container.test_classification_runs import document as classification_document
 from tests.container.test_classification_runs import write as write_classification
+from tests.container.test_regression_runs import document as regression_settings
+from tests.container.test_regression_runs import prepare as prepare_regression
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "losses.json"
 STEPS = 20
@@ -37,7 +39,13 @@ def labelled_document(folder: Path, backend: str) -> dict[str, Any]:
     return classification_document(folder, backend=backend, train__steps=STEPS, train__learning_rate=0.003)
 
 
-DOCUMENTS = {"mlm": mlm_document, "classification": labelled_document}
+def regression_document(folder: Path, backend: str) -> dict[str, Any]:
+    """Twenty steps of regression, over batches of several lengths."""
+    prepare_regression(folder)
+    return regression_settings(folder, backend=backend, train__steps=STEPS, train__learning_rate=0.003)
+
+
+DOCUMENTS = {"mlm": mlm_document, "classification": labelled_document, "regression": regression_document}
 
 
 def assert_golden(task: str, backend: str, folder: Path) -> None:
