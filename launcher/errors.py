@@ -30,6 +30,8 @@ class Exit(enum.IntEnum):
     """Somebody stopped the run, and it did not save."""
     DOES_NOT_FIT = 15
     """Preflight: the step does not fit on the accelerator, or does not compile for it; nothing was started."""
+    DEVICES = 16
+    """Device check: a host or its devices are not as a run needs them; no run was started."""
     STOCKOUT = 20
     """No capacity in any of the zones within the time given. The only one of 20, 21 and 22 that is tried again."""
     QUOTA = 21

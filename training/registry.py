@@ -72,6 +72,7 @@ class BackendEntry:
     tpu_environment: str  # (cluster, environment) -> variables to set before the import, on a TPU
     tracer: str  # a class with the protocol training.preflight.programs.ProgramTracer
     step_watcher: str  # a class with the protocol training.lint.steps.StepWatcher
+    devices: str  # a class with the protocol training.device_check.measure.Devices
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
 
 
@@ -129,6 +130,7 @@ BACKENDS: dict[str, BackendEntry] = {
         tpu_environment="training.distributed.cluster:torch_xla_environment",
         tracer="training.backends.torch_xla.tracer:TorchTracer",
         step_watcher="training.backends.torch_xla.lint:TorchStepWatcher",
+        devices="training.device_check.torch:TorchDevices",
     ),
     "tensorflow": BackendEntry(
         backend="training.backends.tensorflow.backend:TensorFlow",
@@ -138,6 +140,7 @@ BACKENDS: dict[str, BackendEntry] = {
         tpu_environment="training.distributed.cluster:tensorflow_environment",
         tracer="training.backends.tensorflow.lowered:TensorFlowTracer",
         step_watcher="training.lint.counting:CountingWatcher",
+        devices="training.device_check.tf:TensorFlowDevices",
         defaults={
             "TF_CPP_MIN_LOG_LEVEL": "2",
             # A block of a shard is at most 256 KB; TensorFlow's gs:// would fetch 64 MB for it.

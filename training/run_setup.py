@@ -19,7 +19,7 @@ from training.checkpoint.retention import Keep
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig, batch_mistake
 from training.distributed.agreement import agree, code_hash
-from training.distributed.cluster import Cluster, device_kind
+from training.distributed.cluster import Cluster, device_kind, tensorflow_environment
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput
@@ -242,9 +242,7 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
 def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Task, token: str) -> Backend:
     """Imports the framework and builds the model. Raises BadInput when the batch does not divide over the devices that
     there are."""
-    os.environ["PJRT_DEVICE"] = device_kind()
-    if os.environ["PJRT_DEVICE"] == "TPU":
-        os.environ.update(load(BACKENDS[config.backend].tpu_environment)(cluster, os.environ))
+    set_device_environment(config.backend, cluster)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     tokens = task.data.tokens
     requirements = ModelRequirements(
@@ -255,6 +253,23 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
     if mistake:
         raise BadInput(mistake)
     return backend
+
+
+def prepare_devices(name: str, cluster: Cluster) -> None:
+    """Sets the environment in which a backend's framework is to be imported to open devices alone. Raises BadInput."""
+    if name == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU":
+        os.environ["PJRT_DEVICE"] = "TPU"
+        os.environ.update(tensorflow_environment(cluster, {"TPU_NAME": "grpc"}))  # workers have the chips
+    else:
+        set_device_environment(name, cluster)
+    prepare_framework(name)
+
+
+def set_device_environment(name: str, cluster: Cluster) -> None:
+    """Sets PJRT_DEVICE, and on a TPU what the framework of that backend must be told. Raises BadInput."""
+    os.environ["PJRT_DEVICE"] = device_kind()
+    if os.environ["PJRT_DEVICE"] == "TPU":
+        os.environ.update(load(BACKENDS[name].tpu_environment)(cluster, os.environ))
 
 
 def import_backend(name: str) -> OpenBackend:

@@ -11,6 +11,7 @@ import click
 from launcher import costs, shell
 from launcher.checks import inputs, preflight
 from launcher.cli import terminal
+from launcher.cli.doctor import show_devices
 from launcher.cli.options import configured, dry_run_option, open_provider, show_plan
 from launcher.config import Config
 from launcher.errors import LaunchError
@@ -30,9 +31,10 @@ _DELETE_SECONDS = 900.0
     help="Refuse a slice that costs more an hour.",
 )
 @click.option("--no-preflight", is_flag=True, help="Go on although preflight found before that the step does not fit.")
+@click.option("--check-devices", is_flag=True, help="Then try the devices of all hosts, as `doctor --devices` does.")
 @dry_run_option
 @configured
-def up(config: Config, max_cost: float | None, dry_run: bool, no_preflight: bool) -> None:
+def up(config: Config, max_cost: float | None, dry_run: bool, no_preflight: bool, check_devices: bool) -> None:
     """Create the slice and wait until every host answers. Idempotent: goes on waiting for a slice that is on its
     way."""
     if max_cost is not None:
@@ -55,6 +57,9 @@ def up(config: Config, max_cost: float | None, dry_run: bool, no_preflight: bool
         raise
     hosts, devices = config.accelerator.hosts, config.accelerator.devices
     terminal.say(f"slice {config.slice.name} is READY: {hosts} hosts, {devices} devices")
+    if check_devices:
+        provider.close()
+        show_devices(config)
 
 
 @click.command()

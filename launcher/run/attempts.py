@@ -345,7 +345,7 @@ def _start_everywhere(provider: Provider, attempt: Attempt, ledger: Ledger) -> N
     if len(images) != 1 or not all(report.ok for report in prepared):
         ready = [report.worker for report in prepared if report.ok]
         _clean_up(lambda: provider.stop(attempt.container, grace=1, remove=True, workers=ready))
-    _require_all(prepared, "prepare")
+    require_all(prepared, "prepare")
     if len(images) != 1:
         raise LaunchError(
             "the hosts do not have the same image: "
@@ -355,7 +355,7 @@ def _start_everywhere(provider: Provider, attempt: Attempt, ledger: Ledger) -> N
     started = provider.start(attempt)
     if not all(report.ok for report in started):
         _clean_up(lambda: provider.stop(attempt.container, grace=1, remove=True))
-    _require_all(started, "start")
+    require_all(started, "start")
     ledger.append(events.Started(attempt.number))
 
 
@@ -365,8 +365,8 @@ def _clean_up(stop: Callable[[], Sequence[HostReport]]) -> None:
         stop()
 
 
-def _require_all(reports: Sequence[HostReport], verb: str) -> None:
-    """Raises LaunchError unless every host did what it was told."""
+def require_all(reports: Sequence[HostReport], verb: str) -> None:
+    """Raises LaunchError unless every host did what it was told: `verb`."""
     failed = [report for report in reports if not report.ok]
     if not failed:
         return

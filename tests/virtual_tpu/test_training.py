@@ -19,6 +19,7 @@ from tests.container import small_runs
 from tests.container.faulty_trainers import Fault, Run
 from tests.container.golden_losses import DOCUMENTS, GOLDEN, STEPS
 from tests.container.test_kill_anywhere import finish_and_compare, kill
+from training.device_check.facts import parse_facts
 
 SECONDS = 300.0
 PRECISION = 1e-5  # relative: eight devices add gradients up in another order than one
@@ -38,6 +39,15 @@ def train(folder: Path, run_id: str, config: dict[str, Any], **environment: str)
 def test_this_process_would_train_on_a_tpu() -> None:
     assert os.environ["PJRT_DEVICE"] == "TPU"
     assert os.environ["TPU_ACCELERATOR_TYPE"] == "v3-8"
+
+
+def test_the_device_check_finds_and_tries_eight_devices() -> None:
+    command = [sys.executable, "-m", "training.cli", "check-devices"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 0, ended.stderr
+    facts = parse_facts(ended.stdout.splitlines())
+    assert (facts["kind"], facts["devices"], facts["devices_expected"], facts["slice_devices"]) == ("TPU", 8, 8, 8)
+    assert (facts["wrong_products"], facts["sum"], facts["phase"]) == (0, 8.0, "done")
 
 
 @pytest.mark.parametrize("task", DOCUMENTS)

@@ -11,6 +11,7 @@
     tpu-train predict FOLDER TEXT           fill the mask in a text, or name its class
     tpu-train exec SCRIPT ...               start a PyTorch program of the user's own (training/cli/script.py)
     tpu-train check CONFIG                  what in a step will be slow on a TPU (training/cli/lint.py)
+    tpu-train check-devices                 try the devices of all hosts        (training/cli/train.py)
     tpu-train report RUN                    write report.html of a run  (training/cli/run_folder.py)
     tpu-train checkpoint list|show|verify   look at a run's checkpoints
     tpu-train checkpoint restore RUN NEW    begin another run with one
@@ -33,6 +34,7 @@ from training.errors import Exit, TrainError
 _BEGAN = time.monotonic()  # of the process, as nearly as can be known
 _COMMANDS = {
     "check": LazyCommand("training.cli.lint:check", "Run a few steps on the CPU and report what XLA is slow at."),
+    "check-devices": LazyCommand("training.cli.train:check_devices", "Try the devices of all hosts of the slice."),
     "checkpoint": LazyCommand(
         "training.cli.run_folder:checkpoint", "Look at the checkpoints of a run, and verify them."
     ),

@@ -1,4 +1,4 @@
-"""`tpu-train train` and `tpu-train evaluate`: the commands that all hosts of a slice run."""
+"""`tpu-train train`, `evaluate` and `check-devices`: the commands that all hosts of a slice run."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 
 from training.cli.host_process import exit_overdue, join_cluster, run_and_exit
 from training.cli.options import set_option, step_option
+from training.registry import BACKENDS
 
 
 @click.command()
@@ -84,5 +85,48 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
         if cluster.is_first:
             text = f"{result.model}, {result.examples} examples: {format_figures(result.figures)}"
             print(json.dumps(result.as_json()) if as_json else text, file=out, flush=True)
+
+    run_and_exit(rendezvous, run)
+
+
+@click.command("check-devices")
+@click.option("--backend", type=click.Choice(list(BACKENDS)), default="torch-xla", show_default=True, help="Framework.")
+@click.option("--output", metavar="URL", help="Folder in Cloud Storage whose speed is measured.")
+@click.option(
+    "--seconds", type=click.FloatRange(1), default=120, show_default=True, help="To wait for the other hosts."
+)
+def check_devices(backend: str, output: str | None, seconds: float) -> None:
+    """Look at this host's devices and try them, together with all hosts of the slice: number, memory, a matrix product,
+    a sum over all devices; and clock, disk and bucket.
+
+    Prints a line for each fact. Exits with 0 when all is well, with 1 when something is wrong.
+    """
+    from training.device_check import measure
+    from training.device_check.facts import find_problems, print_fact
+    from training.distributed.cluster import discover
+    from training.distributed.rendezvous import join
+    from training.distributed.shutdown import install_signal_handlers
+    from training.errors import LostPeer, TrainError
+    from training.run_setup import prepare_devices
+
+    facts: dict[str, object] = {}
+
+    def report(name: str, value: object) -> None:
+        facts[name] = value
+        print_fact(name, value)
+
+    shutdown, cluster = install_signal_handlers(), discover()
+    rendezvous = join(cluster, shutdown, start_seconds=seconds, seconds=seconds, lost_seconds=30)
+
+    def run() -> None:
+        try:
+            prepare_devices(backend, cluster)
+            measure.check(backend, output, cluster, rendezvous, report)
+        except TrainError as error:
+            report("lost" if isinstance(error, LostPeer) else "error", str(error))
+            raise
+        problems = find_problems(facts, cluster.hosts, cluster.accelerator_type)
+        if fatal := [problem.message for problem in problems if problem.fatal]:
+            raise TrainError("; ".join(fatal))
 
     run_and_exit(rendezvous, run)

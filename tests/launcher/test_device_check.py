@@ -1,0 +1,201 @@
+"""Claims about `doctor --devices`: what the hosts' reports mean, and that it disturbs no run and leaves nothing. No
+container; tests/rehearsal/test_device_check.py has real ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.config import load
+from launcher.device_check.check import check_devices, make_attempt
+from launcher.device_check.judge import COLUMNS, HostResult, judge
+from launcher.errors import Exit, LaunchError
+from launcher.provider import ContainerState, HostReport, LogLine, Observation
+from tests.kubernetes.golden import EXAMPLE
+from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, start_and_lose_sight
+from training.device_check import measure
+from training.device_check.facts import PREFIX
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import SingleHost
+
+GOOD = {
+    "clock": 1000.0,
+    "disk_free_bytes": 100 << 30,
+    "bucket_write_mb_s": 50.0,
+    "bucket_read_mb_s": 80.0,
+    "kind": "TPU",
+    "devices_expected": 8,
+    "devices": 8,
+    "slice_devices": 32,
+    "memory_bytes": 16 << 30,
+    "wrong_products": 0,
+    "sum": 32.0,
+    "phase": "done",
+}
+
+
+def host(worker: int, code: int | None = 0, last: str = "", **facts: Any) -> Observation:
+    lines = [PREFIX + json.dumps({name: value}) for name, value in {**GOOD, **facts}.items() if value is not None]
+    state = ContainerState("running") if code is None else ContainerState("exited", code)
+    return Observation(worker, state, tuple(LogLine("", text) for text in [*lines, last]))
+
+
+def judged(*odd: Observation) -> list[HostResult]:
+    """The results of a v3-32, of which all hosts but the odd ones are well."""
+    by_worker = {observation.worker: observation for observation in odd}
+    return judge([by_worker.get(worker) or host(worker) for worker in range(4)], "v3-32", 300)
+
+
+def test_hosts_that_are_well_have_a_row_each_and_no_problem() -> None:
+    results = judged()
+    assert all(result.ok and not result.problems for result in results)
+    row = dict(zip(COLUMNS, results[1].row(), strict=True))
+    assert row["devices"] == "8 of 8 TPU"
+    assert row["memory"] == "16.0 GiB"
+    assert (row["bf16 product"], row["sum over all"]) == ("right", "right")
+    assert (row["clock"], row["disk free"], row["bucket w / r"]) == ("+0.0 s", "100 GiB", "50 / 80 MB/s")
+
+
+@pytest.mark.parametrize(
+    ("observation", "message"),
+    [
+        (host(2, devices=6), "6 TPU devices, and it should have 8"),
+        (host(2, slice_devices=8, sum=8.0), "it sees 8 devices in the slice, which should have 32"),
+        (host(2, wrong_products=3), "3 elements of a matrix product are wrong"),
+        (host(2, sum=31.0), "ones of 32 devices add up to 31"),
+        (host(2, bucket_error="gs://b: 403"), "output: gs://b: 403"),
+        (host(2, 1, phase="opening the devices", error="Couldn't mmap"), "opening the devices: Couldn't mmap"),
+        (host(2, None, phase="opening the devices"), "not done after 300 s, in phase 'opening the devices'"),
+        (
+            host(2, 134, phase="opening the devices", last="F0000 check failed"),
+            "opening the devices: ended with exit code 134: F0000 check failed",
+        ),
+        (Observation(2, None, problem="no route to host"), "does not answer: no route to host"),
+    ],
+)
+def test_what_is_wrong_with_a_host_is_told_in_one_line(observation: Observation, message: str) -> None:
+    results = judged(observation)
+    assert [result.ok for result in results] == [True, True, False, True]
+    (problem,) = results[2].problems
+    assert (problem.message, "\n" in problem.message) == (message, False)
+    assert problem.fix
+    assert results[2].row()[-1] == "FAIL"
+
+
+def test_on_v2_and_v3_the_older_torch_xla_is_named() -> None:
+    failed = host(0, 1, phase="opening the devices", error="Couldn't mmap")
+    assert "REQUIREMENTS: requirements-2.8.txt" in judge([failed], "v3-8", 300)[0].problems[0].fix
+    assert "REQUIREMENTS" not in judge([failed], "v4-8", 300)[0].problems[0].fix
+
+
+def test_a_host_that_lost_another_is_a_symptom_and_says_so() -> None:
+    results = judged(host(2, 1, error="x", phase="opening the devices"), host(3, 76, phase="opening", lost="host 2"))
+    assert results[3].problems[0].message == "not finished, because of another host: host 2"
+
+
+def test_a_clock_that_is_off_and_a_full_disk_are_told_and_keep_no_run_from_starting() -> None:
+    results = judged(host(1, clock=1042.0), host(3, disk_free_bytes=1 << 30))
+    assert all(result.ok for result in results)
+    assert results[1].problems[0].message == "its clock is +42 s off the others'"
+    assert results[3].problems[0].message == "1.0 GiB of disk are free"
+
+
+# -- on hosts ---------------------------------------------------------------------------------------------------------
+
+
+class CheckedHosts(FakeProvider):
+    """Two hosts that report what they are told to; host 1 may refuse the container."""
+
+    refusing = False
+
+    def prepare(self, attempt: Any) -> list[HostReport]:
+        reports = super().prepare(attempt)
+        return [reports[0], HostReport(1, False, "no engine")] if self.refusing else list(reports)
+
+    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+        return host(worker, slice_devices=2, devices=1, devices_expected=1, sum=2.0, kind="CPU")
+
+
+def checked(work: Workstation, provider: type[CheckedHosts] = CheckedHosts) -> list[HostResult]:
+    context = work.context()
+    object.__setattr__(context, "make_provider", lambda config: provider(config, work.hosts))
+    return check_devices(work.config(), context, seconds=1)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Workstation:
+    return Workstation(tmp_path, Hosts([0] * 9))
+
+
+def test_the_container_runs_once_on_every_host_and_is_removed(work: Workstation) -> None:
+    assert [result.ok for result in checked(work)] == [True, True]
+    (attempt,) = work.hosts.attempts
+    assert attempt.command[:2] == ("tpu-train", "check-devices")
+    assert attempt.secrets == {}
+    assert work.hosts.state == {}
+
+
+def test_it_does_not_start_beside_a_run(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_and_lose_sight(work, monkeypatch)
+    with pytest.raises(LaunchError, match="has a run") as refused:
+        checked(work)
+    assert refused.value.exit_code is Exit.CONFLICT
+    assert len(work.hosts.attempts) == 1
+
+
+def test_a_run_of_another_workstation_is_left_alone(tmp_path: Path) -> None:
+    work = Workstation(tmp_path, Hosts([0], busy="other-1"))
+    with pytest.raises(LaunchError) as refused:
+        checked(work)
+    assert refused.value.exit_code is Exit.CONFLICT
+    assert work.hosts.attempts == []
+
+
+def test_a_host_that_refuses_the_container_is_the_one_that_is_named(work: Workstation) -> None:
+    class Refusing(CheckedHosts):
+        refusing = True
+
+    first, second = checked(work, Refusing)
+    assert first.ok
+    assert second.problems[0].message == "could not prepare the container: no engine"
+    assert work.hosts.attempts == []
+
+
+def test_the_bucket_of_the_file_is_what_is_measured() -> None:
+    config = load(EXAMPLE)
+    assert config.trainer is not None
+    attempt = make_attempt(config, "device-check-1", "image")
+    assert attempt.command[-2:] == ("--output", config.trainer.output)
+
+
+# -- in the container -------------------------------------------------------------------------------------------------
+
+
+class Broken:
+    """Devices whose driver fails."""
+
+    local = total = 1
+
+    def __init__(self, *_: object) -> None:
+        raise RuntimeError("Couldn't mmap: Resource temporarily unavailable.\nmore")
+
+
+def test_an_error_of_the_driver_is_one_line_with_the_phase_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: dict[str, Any] = {}
+    monkeypatch.setattr(measure, "load", lambda reference: Broken)
+    with pytest.raises(Exception, match=r"^RuntimeError: Couldn't mmap: Resource temporarily unavailable\.$"):
+        measure.check("torch-xla", None, Cluster(0, ("localhost",)), SingleHost(), facts.__setitem__)
+    assert facts["phase"] == "opening the devices"
+
+
+def test_the_bucket_is_measured_and_left_clean(tmp_path: Path) -> None:
+    facts: dict[str, Any] = {}
+    measure.measure_bucket(f"{tmp_path}/object", facts.__setitem__)
+    assert facts["bucket_write_mb_s"] > 0
+    assert facts["bucket_read_mb_s"] > 0
+    assert list(tmp_path.iterdir()) == []
+    measure.measure_bucket("/proc/no/such", facts.__setitem__)
+    assert "/proc/no" in facts["bucket_error"]

@@ -1,0 +1,91 @@
+"""The devices of a slice, opened and tried by TensorFlow: `training.device_check.measure.Devices`.
+
+On a TPU slice of several hosts host 0 drives all devices through a worker on every host, as in training (pod.py): the
+others wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from training.backends.tensorflow import pod
+from training.backends.tensorflow.replicas import Replicas
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Rendezvous
+from training.distributed.tcp_allreduce import TcpAllReduce
+
+_SIDE = 256
+_SECONDS = 60.0
+
+
+class TensorFlowDevices:
+    """See `training.device_check.measure.Devices`."""
+
+    def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str) -> None:
+        """Opens the devices."""
+        self._wrong: int | None = None
+        self._sum: float | None = None
+        self._exchange: TcpAllReduce | None = None
+        self._replicas: Replicas | None = None
+        if cluster.hosts > 1 and os.environ.get("PJRT_DEVICE") == "TPU":
+            self._use_workers(cluster, rendezvous)
+            return
+        self._replicas = Replicas()
+        self.local = self._replicas.count
+        self.total = self.local * cluster.hosts
+        if cluster.hosts > 1:
+            self._exchange = TcpAllReduce(cluster, rendezvous, token, _SECONDS)
+
+    def _use_workers(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
+        """Host 0 tries all devices while the workers of all hosts serve; every host learns what it found."""
+        port = int(os.environ.get("TPU_TASK_PORT") or pod.WORKER_PORT)
+        found: dict[str, Any] = {}
+        environment = {**pod.worker_environment(cluster), "TPU_LOAD_LIBRARY": "1"}
+        with pod.worker(environment, port, _SECONDS):
+            addresses = rendezvous.meet("workers", f"{cluster.addresses[cluster.worker]}:{port}")
+            if cluster.is_first:
+                os.environ["TPU_NAME"] = ",".join(f"grpc://{address}" for address in addresses)
+                self._replicas = Replicas()
+                names = [device.name for device in tf.config.list_logical_devices("TPU")]
+                on_hosts = [sum(f"/task:{worker}/" in name for name in names) for worker in range(cluster.hosts)]
+                found = {"hosts": on_hosts, "wrong": self.wrong_products(), "sum": self.sum_ones()}
+            found = rendezvous.meet("devices tried", found)[0]
+        self.local, self.total = found["hosts"][cluster.worker], sum(found["hosts"])
+        self._wrong, self._sum = found["wrong"], found["sum"]
+
+    def memory_bytes(self) -> int | None:
+        """TensorFlow does not tell."""
+        return None
+
+    def wrong_products(self) -> int:
+        """Factors of -1, 0 and 1 whose product bfloat16 holds exactly: integers up to 256."""
+        if self._wrong is not None or self._replicas is None:
+            return self._wrong or 0
+        random = np.random.default_rng(0)
+        rows = random.integers(-1, 2, (_SIDE, _SIDE)).astype(np.float32)
+        columns = random.integers(-1, 2, (_SIDE, _SIDE)).astype(np.float32)
+        replicas = self._replicas
+
+        def multiply() -> Any:
+            product = tf.cast(tf.cast(rows, tf.bfloat16) @ tf.cast(columns, tf.bfloat16), tf.float32)
+            return replicas.sum(tf.reduce_sum(tf.cast(product != rows @ columns, tf.float32)))
+
+        return int(replicas.run(tf.function(multiply)))
+
+    def sum_ones(self) -> float:
+        """By the strategy's all-reduce; between CPU hosts over TCP."""
+        if self._sum is not None or self._replicas is None:
+            return self._sum or 0.0
+        replicas = self._replicas
+
+        def add() -> Any:
+            return replicas.sum(tf.constant(1.0))
+
+        total = float(replicas.run(tf.function(add)))
+        if self._exchange:
+            total = float(self._exchange.sum(np.array([total], np.float32))[0])
+        return total

@@ -1,0 +1,62 @@
+"""The devices of a slice, opened and tried by PyTorch/XLA: `training.device_check.measure.Devices`."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime as xla_runtime
+
+from training.backends.torch_xla.sharding import DataParallel
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import Rendezvous
+
+_ROWS, _INNER, _COLUMNS = 128, 256, 128  # of a device
+_SECONDS = 60.0
+
+
+class TorchDevices:
+    """See `training.device_check.measure.Devices`. Under SPMD both attempts are programs of all hosts."""
+
+    def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str) -> None:
+        """Opens the devices."""
+        self._sharding, self._exchange = DataParallel(cluster), None
+        self.total = self._sharding.devices
+        self.local: int = xla_runtime.addressable_runtime_device_count() if self._sharding.is_spmd else 1
+        if cluster.hosts > 1 and not self._sharding.is_spmd:
+            from training.backends.torch_xla.gloo import Exchange
+
+            self._exchange = Exchange(cluster, rendezvous, token, _SECONDS)
+
+    def memory_bytes(self) -> int | None:
+        """As PJRT tells; None where it does not, as of CPUs."""
+        with contextlib.suppress(RuntimeError, KeyError):
+            device = "TPU:0" if self._sharding.is_spmd else str(self._sharding.device)
+            return int(xm.get_memory_info(device)["bytes_limit"]) or None
+        return None
+
+    def wrong_products(self) -> int:
+        """Factors of -1, 0 and 1 whose product bfloat16 holds exactly: integers up to 256."""
+        random = np.random.default_rng(0)
+        rows = random.integers(-1, 2, (self.local * _ROWS, _INNER)).astype(np.float32)
+        columns = random.integers(-1, 2, (_INNER, _COLUMNS)).astype(np.float32)
+        sent = self._sharding.send_rows({"rows": rows, "product": rows @ columns})
+        factor = self._sharding.send_replicated(columns).to(torch.bfloat16)
+        wrong = (sent["rows"].to(torch.bfloat16) @ factor).to(torch.float32) != sent["product"]
+        return int(self._read(wrong.to(torch.float32).sum()))
+
+    def sum_ones(self) -> float:
+        """By XLA's all-reduce; between CPU hosts by gloo."""
+        ones = self._sharding.send_rows({"ones": np.ones((self.local, 1), np.float32)})["ones"]
+        total = torch.tensor([self._read(ones.sum())])
+        if self._exchange:
+            self._exchange.sum(total)
+        return float(total.item())
+
+    def _read(self, value: torch.Tensor) -> float:
+        report = self._sharding.replicate_report(value.reshape(1))
+        torch_xla.sync()
+        return float(report.cpu().item())
