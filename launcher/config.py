@@ -201,8 +201,8 @@ class ImageSection(_Documented):
     """Stage of the Dockerfile at which the build stops; the last one when absent."""
 
     build_args: dict[str, str] = {}
-    """Arguments of the build (`ARG`). They stay visible in the image: no secrets. `{REQUIREMENTS: requirements-2.8.txt}`
-    takes torch_xla 2.8, for v2 and v3 hosts on which the newest does not open the chips."""
+    """Arguments of the build (`ARG`). They stay visible in the image: no secrets. `{REQUIREMENTS:
+    requirements-2.8.txt}` takes torch_xla 2.8, for v2 and v3 hosts on which the newest does not open the chips."""
 
     ca_bundle: str | None = None
     """A file of CA certificates, given to the build as a secret. For networks behind a TLS proxy."""

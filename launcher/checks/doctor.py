@@ -57,6 +57,7 @@ def examine(config: Config) -> list[Row]:
     """The results of all checks, in the order in which they should be mended."""
     checks: list[Callable[[], list[Row]]] = [
         lambda: [_cost(config)],
+        lambda: old_generation_rows(config),
         _gcloud_and_account,
         *(functools.partial(_zone, zoned) for zoned in placement.in_every_zone(config)),
         *(functools.partial(_runtime, zoned) for zoned in placement.in_every_zone(config)),
@@ -83,6 +84,19 @@ def _cost(config: Config) -> Row:
         return Row("cost", Verdict.FAIL, str(error), "change slice.max_cost_per_hour, or the slice")
     price = costs.line(config)
     return Row("cost", Verdict.WARN if "unknown" in price else Verdict.PASS, price.removeprefix("cost: "))
+
+
+def old_generation_rows(config: Config) -> list[Row]:
+    """What is reported of the newest PyTorch/XLA on old generations: jax-ml/jax#30834, pytorch/xla#9604."""
+    generation = config.accelerator.generation.name
+    older = config.image.build_args.get("REQUIREMENTS") == "requirements-2.8.txt"
+    if config.backend != "torch-xla" or generation not in ("v2", "v3") or (older and generation == "v3"):
+        return []
+    detail = f"there are reports of {generation} hosts whose chips the newest libtpu can't open"
+    if generation == "v2":
+        detail += ", and torch_xla's own tests leave several devices (SPMD) out on v2, because it crashes there"
+    fix = "tpu-launch doctor --devices tells; if so, image.build_args: {REQUIREMENTS: requirements-2.8.txt}"
+    return [Row("generation", Verdict.WARN, detail, fix)]
 
 
 # -- gcloud and what it can reach --------------------------------------------------------------------------------------

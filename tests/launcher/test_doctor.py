@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 
 from launcher.checks import doctor
 from launcher.checks.doctor import Verdict
+from launcher.config import load
 from launcher.gcloud.errors import PermissionDenied, explain_error
+from tests.kubernetes.golden import EXAMPLE
 
 
 def test_the_sdk_that_was_tested_passes_and_an_older_one_is_doubtful() -> None:
@@ -70,3 +73,32 @@ def test_only_a_failed_row_fails() -> None:
     rows = [doctor.Row("a", Verdict.PASS, ""), doctor.Row("b", Verdict.WARN, "")]
     assert not doctor.failed(rows)
     assert doctor.failed([*rows, doctor.Row("c", Verdict.FAIL, "")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (("slice.accelerator_type=v2-8",), ["can't open", "SPMD", "requirements-2.8.txt"]),
+        (("slice.accelerator_type=v3-8",), ["can't open", "requirements-2.8.txt"]),
+        (("slice.accelerator_type=v3-8", "image.build_args={REQUIREMENTS: requirements-2.8.txt}"), []),
+        (("slice.accelerator_type=v4-8",), []),
+        (("slice.accelerator_type=v3-8", "backend=tensorflow"), []),
+    ],
+)
+def test_reports_of_the_newest_libtpu_on_old_generations_are_told(changes: tuple[str, ...], words: list[str]) -> None:
+    rows = doctor.old_generation_rows(load(EXAMPLE, ("train.global_batch_size=128", *changes)))
+    assert [row.verdict for row in rows] == [Verdict.WARN] * bool(words)
+    for word in words:
+        assert word in rows[0].detail + rows[0].fix
+
+
+def test_the_older_torch_xla_is_locked_with_the_libtpu_it_was_released_with() -> None:
+    folder = Path(__file__).resolve().parents[2] / "images" / "torch-xla"
+    locks = {
+        name: dict(re.findall(r"^([\w-]+)==(\S+)", (folder / f"{name}.txt").read_text(), re.MULTILINE))
+        for name in ("requirements", "requirements-2.8")
+    }
+    newest, older = locks["requirements"], locks["requirements-2.8"]
+    assert (older["torch"], older["torch-xla"], older["libtpu"]) == ("2.8.0", "2.8.0", "0.0.17")
+    own = [name for name in newest if not name.startswith(("torch", "nvidia", "jax", "libtpu", "triton"))]
+    assert {name: older[name] for name in own} == {name: newest[name] for name in own}
