@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from launcher.tpu_vm.host_scripts import LABEL_RUN
+from launcher.tpu_vm.host_scripts import LABEL_RUN, huge_pages_file
 from launcher.tpu_vm.scripts import load, render
 
 _CLOCK_SECONDS = 30.0  # hosts that differ more spoil tokens, certificates, and the order of log lines
@@ -51,10 +51,11 @@ class Problem:
     """Id of another run that uses the host, when that is the problem."""
 
 
-def check_script(image: str, run_id: str) -> str:
+def check_script(image: str, run_id: str, accelerator_type: str) -> str:
     """The script that prints a host's facts."""
-    holders = load("list_tpu_holders")
-    return render("check_host", image=image, run_id=run_id, label_run=LABEL_RUN, list_holders=holders)
+    holders, pages = load("list_tpu_holders"), huge_pages_file(accelerator_type)
+    parameters = {"image": image, "run_id": run_id, "label_run": LABEL_RUN}
+    return render("check_host", **parameters, list_holders=holders, huge_pages=pages)
 
 
 def parse_facts(output: str) -> dict[str, str]:
@@ -82,6 +83,7 @@ def find_problems(hosts: Sequence[HostFacts], host_count: int, *, image_bytes: i
     for facts in hosts:
         if facts.values.get("done") == "yes":
             problems += [*_identity(facts), *_occupation(facts), *_disk(facts, image_bytes), *_clock(facts)]
+            problems += _huge_pages(facts)
         else:
             message = "the host's shell did not answer the checks"
             problems.append(Problem(facts.worker, message, "log in and look: gcloud compute tpus tpu-vm ssh"))
@@ -130,6 +132,14 @@ def _clock(facts: HostFacts) -> Iterator[Problem]:
     if skew > _CLOCK_SECONDS:
         fix = "sudo systemctl restart chrony, on that host"
         yield Problem(facts.worker, f"its clock is {skew:.0f} s off the workstation's", fix, fatal=False)
+
+
+def _huge_pages(facts: HostFacts) -> Iterator[Problem]:
+    """Transparent huge pages are on, or `prepare` can switch them on."""
+    if pages := facts.values.get("huge_pages_kept"):
+        message = f"transparent huge pages are off ({pages}) and can't be switched on: starts take longer"
+        fix = "echo always | sudo tee /sys/kernel/mm/transparent_hugepage/enabled, on that host"
+        yield Problem(facts.worker, message, fix, fatal=False)
 
 
 def format_table(problems: Sequence[Problem]) -> str:

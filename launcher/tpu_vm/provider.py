@@ -217,7 +217,8 @@ class TpuVm:
         if self._connections.gcloud_only:
             return  # gcloud takes seconds for it; `prepare` finds what matters most
         begin = time.time()
-        results = self._run_checks(host_checks.check_script(attempt.image, attempt.run_id))
+        accelerator_type = self.config.slice.accelerator_type
+        results = self._run_checks(host_checks.check_script(attempt.image, attempt.run_id, accelerator_type))
         if all(result.refused for result in results):
             return  # gcloud may still get through: `prepare` tries
         end = time.time()

@@ -44,6 +44,10 @@ class ScriptHost:
             program.chmod(0o755)
         self.environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "HOST": str(folder)}
 
+    def replace(self, program: str, shell: str) -> None:
+        """That program runs these shell lines instead."""
+        (self.folder / "bin" / program).write_text(f"#!/bin/sh\n{shell}\n")
+
     def answer(self, call: str, shell: str) -> None:
         """Docker calls that begin with `call` run these shell lines."""
         (self.folder / "answers" / call.replace(" ", "_")).write_text(shell)

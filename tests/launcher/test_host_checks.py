@@ -5,6 +5,7 @@ import time
 import pytest
 
 from launcher.tpu_vm.host_checks import HostFacts, check_script, find_problems, format_table, parse_facts
+from launcher.tpu_vm.host_scripts import HUGE_PAGES
 from tests.launcher.script_host import SHELLS, ScriptHost
 
 GOOD = {
@@ -72,10 +73,35 @@ def test_a_host_prints_its_facts_and_other_runs_than_this_one(host: ScriptHost, 
     host.answer("info", "echo 20.10 /")
     host.answer("image inspect", "echo sha256:ab")
     host.answer("ps", 'printf "run\'1\\nother-1\\nother-2\\n"')
-    values = parse_facts(host.run(check_script("repo@sha256:ab", "run'1"), shell))
+    values = parse_facts(host.run(check_script("repo@sha256:ab", "run'1", "v4-8"), shell))
     assert (values["worker"], values["engine"], values["image"]) == ("3", "20.10", "sha256:ab")
     assert values["runs"] == "other-1 other-2"
     assert values["free_kb"].isdigit()
     assert values["done"] == "yes"
     (problem,) = find_problems([HostFacts(3, {**values, "holders": ""}, time.time(), time.time())], 1)
     assert problem.occupied_by == "other-1"
+
+
+@pytest.mark.parametrize(
+    ("setting", "writable", "told"),
+    [
+        ("[always] madvise never", False, False),
+        ("always [madvise] never", True, False),
+        ("madvise [never]", False, True),
+    ],
+)
+@pytest.mark.parametrize("shell", SHELLS)
+def test_huge_pages_that_can_not_be_switched_on_are_told(
+    host: ScriptHost, shell: str, setting: str, *, writable: bool, told: bool
+) -> None:
+    path = host.folder / "pages"
+    path.write_text(setting + "\n")
+    if not writable:
+        host.replace("sudo", "exit 1")
+    script = check_script("repo@sha256:ab", "run-1", "v5litepod-8").replace(HUGE_PAGES, str(path))
+    values = parse_facts(host.run(script, shell))
+    assert values["done"] == "yes"
+    assert path.read_text() == setting + "\n", "a check changes nothing"
+    problems = find_problems([facts(3, huge_pages_kept=values.get("huge_pages_kept", ""))], 1)
+    assert [problem.fatal for problem in problems] == [False] * told
+    assert all(setting in problem.message for problem in problems)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from launcher.provider import Attempt, Overlay
 from launcher.tpu_vm import host_checks, host_scripts, scripts
+from launcher.tpu_vm.host_scripts import HUGE_PAGES
 from tests.launcher.script_host import SHELLS, ScriptHost
 
 TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=30)
@@ -50,7 +51,7 @@ def prepare(**changes: object) -> str:
         host_scripts.stacks_script("demo"),
         host_scripts.secrets_script(attempt()),
         host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's here", b"x"))),
-        host_checks.check_script("repo@sha256:ab", "run'1"),
+        host_checks.check_script("repo@sha256:ab", "run'1", "v5p-8"),
         scripts.load("await_secrets"),
         scripts.load("receive_secrets"),
         scripts.load("dump_stacks"),
@@ -107,6 +108,22 @@ def test_a_host_that_shuts_down_gives_the_container_its_time_to_save(host: Scrip
     words = host.created
     assert words[words.index("--stop-timeout") + 1] == "25"
     assert words.index("--stop-timeout") < words.index("sha256:ab"), "an option of the engine, not of the command"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("may", [True, False])
+@pytest.mark.parametrize(("kind", "wanted"), [("v4-8", False), ("v5litepod-8", True), ("v5p-8", True), ("v6e-8", True)])
+def test_huge_pages_are_switched_on_where_they_help_and_a_refusal_is_no_failure(
+    host: ScriptHost, shell: str, kind: str, *, wanted: bool, may: bool
+) -> None:
+    path = host.folder / "pages"
+    path.write_text("always [madvise] never\n")
+    if not may:
+        host.replace("sudo", "echo no >&2; exit 1")
+    host.answer("inspect --format {{.Image}}", "echo sha256:ab")
+    script = host_scripts.prepare_script(attempt(), ["10.0.0.1"], kind).replace(HUGE_PAGES, str(path))
+    assert host.run(script, shell) == "tpu-launch 3 ready sha256:ab\n"
+    assert (path.read_text() == "always\n") == (wanted and may)
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -3,7 +3,7 @@
 # $list_holders: the script that finds the processes which hold the TPU, as root.
 # shellcheck disable=SC2046,SC2086 # unquoted: a value of several lines becomes one, without a process
 . ./engine.sh
-: "${image:?}" "${run_id:?}" "${label_run:?}" "${list_holders:?}"
+: "${image:?}" "${run_id:?}" "${label_run:?}" "${list_holders:?}" "${huge_pages?}"
 set -f
 fact() { echo tpu-launch-fact $1 $2; }
 metadata=http://metadata.google.internal/computeMetadata/v1/instance
@@ -21,4 +21,8 @@ fact free_kb "$(
   echo "${4:-}"
 )"
 fact holders "$(sudo -n sh -c "$list_holders" 2>/dev/null)"
+# Transparent huge pages that are off, and that prepare.sh can't switch on.
+[ -z "$huge_pages" ] || grep -qF '[always]' "$huge_pages" 2>/dev/null ||
+  sudo -n test -w "$huge_pages" 2>/dev/null ||
+  fact huge_pages_kept "$(cat "$huge_pages" 2>/dev/null)"
 fact "done" yes

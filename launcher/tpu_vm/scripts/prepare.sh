@@ -5,7 +5,7 @@
 # Reports `ready <image id>`, `busy <id of the other run>` or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh
-: "${container:?}" "${image:?}" "${run_id:?}" "${label_run:?}" "${pull:?}" "${registry?}" "${files?}"
+: "${container:?}" "${image:?}" "${run_id:?}" "${label_run:?}" "${pull:?}" "${registry?}" "${files?}" "${huge_pages?}"
 
 if [ -z "$worker" ]; then report failed "the metadata server does not tell the worker index"; exit 1; fi
 # The token of the host's service account is in $login; it is removed again.
@@ -41,6 +41,10 @@ if ! $docker inspect "$container" >/dev/null 2>&1; then
   [ "$pull" = no ] || pull_image || fail "the image can not be pulled"
   $docker create --env TPU_WORKER_ID="$worker" "$@" >/dev/null 2>"$errors" || fail "the container can not be created"
 fi
+
+# Of use, not needed: check_host.sh says where it can't be done.
+[ -z "$huge_pages" ] || grep -qF '[always]' "$huge_pages" 2>/dev/null ||
+  sudo -n sh -c 'echo always >"$0"' "$huge_pages" >/dev/null 2>&1 </dev/null
 
 if [ -n "$files" ]; then
   umask 022 && mkdir "$folder/tpu-launch"
