@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from launcher.cli.main import cli
 from launcher.config import load
 from launcher.device_check.check import check_devices, make_attempt
 from launcher.device_check.judge import COLUMNS, HostResult, judge
@@ -199,3 +201,22 @@ def test_the_bucket_is_measured_and_left_clean(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     measure.measure_bucket("/proc/no/such", facts.__setitem__)
     assert "/proc/no" in facts["bucket_error"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_prints_a_row_a_host_and_ends_with_its_code(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch, *, as_json: bool
+) -> None:
+    work.config()
+    monkeypatch.setattr("launcher.device_check.check.check_devices", lambda *_: judged(host(2, devices=6)))
+    words = ["doctor", "--devices", "-f", str(work.folder / "run.yaml"), *(["--json"] if as_json else [])]
+    ended = CliRunner().invoke(cli, words)
+    assert ended.exit_code == Exit.DEVICES == 16
+    if as_json:
+        assert [result["ok"] for result in json.loads(ended.stdout)] == [True, True, False, True]
+        return
+    heading, *rows = ended.stdout.splitlines()
+    assert heading.split()[:2] == ["host", "devices"]
+    assert [row.split()[0] for row in rows[:4]] == ["0", "1", "2", "3"]
+    assert rows[4] == "host 2: 6 TPU devices, and it should have 8"
+    assert rows[5].strip().startswith("to mend it: ")
