@@ -149,7 +149,7 @@ def compile_theirs(case: Case, *, first: bool = False) -> tuple[StepCosts, int]:
         return xm.send_cpu_data_to_device([tensor], device, input_sharding=spmd.ShardingSpec(mesh, ("data", None)))[0]
 
     ids = torch.zeros(case.batch, case.length, dtype=torch.long)
-    state_ids = tracing.tensor_ids(state)
+    state_buffers = tracing.buffer_names(state)
     inputs = {name: send(ids) for name in ("input_ids", "attention_mask", "labels")}
     with torch.autocast("xla", dtype=torch.bfloat16):
         loss = network(**inputs).loss
@@ -159,7 +159,7 @@ def compile_theirs(case: Case, *, first: bool = False) -> tuple[StepCosts, int]:
     moments_made = []
     if first:
         moments_made = [kept[moment] for kept in optimizer.state.values() for moment in ("exp_avg", "exp_avg_sq")]
-    program = tracing.extract_program([loss.detach(), *state.values(), *moments_made], state_ids)
+    program = tracing.extract_program([loss.detach(), *state.values(), *moments_made], state_buffers)
     return compile_step(program, case, 12 * parameters), parameters
 
 

@@ -109,8 +109,9 @@ class Train(ScheduleSettings, AdamWSettings):
     dropout: float = Field(default=0.1, ge=0, lt=1)
     """The share of activations that is dropped in training."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """The precision of matrix products. Weights and the optimizer's state are fp32 in either case."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """The precision of matrix products: `auto` is `bf16` on TPUs and `fp32` on CPUs. `fp32` on a TPU takes six times
+    the products of `bf16`. Weights and the optimizer's state are fp32 in any case."""
 
     remat: Remat | None = None
     """What is computed again in the backward pass instead of being kept, which saves memory: `none`, the `attention`'s
@@ -226,6 +227,14 @@ class TrainerConfig(Section):
 
     output: str
     """The folder of all runs (`gs://`, or a folder that all hosts share); a run writes into its run id below it."""
+
+    def for_device(self, kind: str) -> TrainerConfig:
+        """With `train.precision: auto` decided for this kind of device, TPU or CPU. Hashes and checkpoints have the
+        file's own value."""
+        if self.train.precision != "auto":
+            return self
+        precision = "bf16" if kind == "TPU" else "fp32"
+        return self.model_copy(update={"train": self.train.model_copy(update={"precision": precision})})
 
     @property
     def evaluation_batch_size(self) -> int:

@@ -70,6 +70,7 @@ class BackendEntry:
     inference_requires: str  # the module that must be installed to use a trained model
     open_pipeline: str  # (pipeline's name, model folder) -> a transformers.pipeline on the CPU
     tpu_environment: str  # (cluster, environment) -> variables to set before the import, on a TPU
+    libtpu_defaults: str  # (generation, the user's LIBTPU_INIT_ARGS) -> flags that a training process has beside them
     tracer: str  # a class with the protocol training.preflight.programs.ProgramTracer
     step_watcher: str  # a class with the protocol training.lint.steps.StepWatcher
     devices: str  # a class with the protocol training.device_check.measure.Devices
@@ -128,6 +129,7 @@ BACKENDS: dict[str, BackendEntry] = {
         inference_requires="torch",
         open_pipeline="training.models.torch_pipeline:open_pipeline",
         tpu_environment="training.distributed.cluster:torch_xla_environment",
+        libtpu_defaults="training.distributed.libtpu_flags:torch_xla_defaults",
         tracer="training.backends.torch_xla.tracer:TorchTracer",
         step_watcher="training.backends.torch_xla.lint:TorchStepWatcher",
         devices="training.device_check.torch:TorchDevices",
@@ -138,6 +140,7 @@ BACKENDS: dict[str, BackendEntry] = {
         inference_requires="tensorflow",
         open_pipeline="training.backends.tensorflow.inference:open_pipeline",
         tpu_environment="training.distributed.cluster:tensorflow_environment",
+        libtpu_defaults="training.distributed.libtpu_flags:no_defaults",
         tracer="training.backends.tensorflow.lowered:TensorFlowTracer",
         step_watcher="training.lint.counting:CountingWatcher",
         devices="training.device_check.tf:TensorFlowDevices",

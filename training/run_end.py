@@ -81,6 +81,7 @@ def build_summary(
         "attempt": cluster.attempt,
         "hosts": cluster.hosts,
         "devices": backend.devices,
+        "precision": run.precision,
         "steps": progress.step,
         "first_loss": progress.first_loss,
         "last_loss": progress.last_loss,

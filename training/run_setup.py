@@ -65,6 +65,11 @@ class Run:
         """Where the result goes."""
         return join(self.folder, "model")
 
+    @property
+    def precision(self) -> str:
+        """Of matrix products, fp32 or bf16, on this host's devices."""
+        return self.config.for_device(device_kind()).train.precision
+
     def model_config(self) -> dict[str, Any]:
         """The values of the model's config.json."""
         tokens = self.task.data.tokens
@@ -248,6 +253,7 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
     requirements = ModelRequirements(
         tokens.vocabulary, tokens.pad, task.data.sequence_length, TASKS[config.task].head, task.labels
     )
+    config = config.for_device(device_kind())
     backend = import_backend(config.backend)(config, cluster, rendezvous, requirements, token)
     mistake = batch_mistake(config, cluster.hosts, backend.devices)
     if mistake:

@@ -85,7 +85,7 @@ def open_trainer(run: Run, context: AttemptContext) -> Trainer:
         trainer = Trainer(run, backend, checkpoints)
         run.console.print(
             f"run {cluster.run_id}, attempt {cluster.attempt}: {cluster.hosts} host(s), {backend.devices} device(s), "
-            f"{run.task.data.train.records} records"
+            f"{run.precision}, {run.task.data.train.records} records"
         )
         if restored:
             trainer.resume(restored.manifest.step, restored.manifest.state, restored.damaged)

@@ -26,6 +26,7 @@ from launcher.images.specification import compute_tag
 from training import storage
 from training.accelerators import UnknownAccelerator, accelerator
 from training.data.formats.dataset import MANIFEST
+from training.distributed import libtpu_flags
 from training.storage.hub import is_on_hub
 
 FORMAT = 1
@@ -185,7 +186,8 @@ def _path(config: Config, home: Path, name: str) -> Path | None:
     except storage.StorageError:
         return None
     image = config.image.reference or compute_tag(local.image_spec(config), {})
-    question = json.dumps([FORMAT, trainer, contents, name, image], sort_keys=True)
+    flags = config.run.environment.get(libtpu_flags.VARIABLE, "")
+    question = json.dumps([FORMAT, trainer, contents, name, image, flags], sort_keys=True)
     return home / "preflight" / f"{name}-{hashlib.sha256(question.encode()).hexdigest()[:16]}.json"
 
 

@@ -15,6 +15,7 @@ import yaml
 from tests.container import small_runs
 from training.accelerators import accelerator
 from training.backends.torch_xla import tracing
+from training.distributed.cluster import Cluster, torch_xla_environment
 from training.preflight import compiler
 from training.preflight.compiler import CompilerUnavailable, DataDependentProgram, Program
 from training.preflight.programs import TracedProgram
@@ -81,16 +82,18 @@ def test_the_gradients_are_added_over_the_devices(v4: dict[str, Any]) -> None:
     parameters = sum(small_runs_sizes())
     exchanged = sum(item["elements"] for item in training["collectives"] if item["kind"] == "all-reduce")
     assert parameters <= exchanged < 2 * parameters
+    types = {dtype for item in training["collectives"] for dtype in item["dtypes"]}
+    assert types == {"bf16", "f32"}, "those of products travel as bf16"
     assert sum(item["bytes"] for item in evaluation["collectives"] if item["kind"] == "all-reduce") < 1000
 
 
-def small_runs_sizes() -> list[int]:
+def small_runs_sizes(width: int = 32) -> list[int]:
     from training.backends.torch_xla.model import build
     from training.config import Model
     from training.models.hugging_face import ModelRequirements
 
     network = build(
-        Model(name="bert-tiny", hidden_size=32, layers=2, heads=2, max_positions=32),
+        Model(name="bert-tiny", hidden_size=width, layers=2, heads=2, max_positions=32),
         ModelRequirements(vocabulary=200, pad=3, sequence_length=32),
         dropout=0.1,
         seed=1,
@@ -104,6 +107,77 @@ def test_the_state_is_counted_once(v4: dict[str, Any]) -> None:
     memory = training["memory"]
     assert memory["donated"] >= 3 * 4 * sum(small_runs_sizes())
     assert evaluation["memory"]["resident"] >= 2 * 4 * sum(small_runs_sizes()), "the moments wait beside an evaluation"
+
+
+def traced_step(folder: Path, name: str, target: str, **changes: Any) -> dict[str, Any]:
+    """Of the small run at width 128: on a TPU the tensors of a narrower one are mostly padding."""
+    model = {"name": "bert-tiny", "hidden_size": 128, "layers": 2, "heads": 2, "max_positions": 32}
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(small_runs.document(folder, model=model, train__global_batch_size=32, **changes)))
+    command = [sys.executable, "-m", "tests.container.traced_step", str(path), target]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert ended.returncode == 0, ended.stderr
+    figures: dict[str, Any] = json.loads(ended.stdout)
+    return figures
+
+
+@pytest.mark.parametrize("evaluation", ["with evaluation", "without"])
+def test_all_of_the_state_is_donated_whatever_was_traced_before(folder: Path, evaluation: str) -> None:
+    changes: dict[str, Any] = {} if evaluation == "with evaluation" else {"data__evaluation": None}
+    step = traced_step(folder, "donors", "v3-8", train__precision="bf16", **changes)
+    assert step["donated_bytes"] == 3 * 4 * sum(small_runs_sizes(width=128))
+    assert step["resident_bytes"] == 0, "nothing of the state waits beside a step"
+
+
+def test_every_device_of_a_slice_of_hosts_gets_all_of_the_state(folder: Path) -> None:
+    """What one device of a v3-32 makes has the shapes of the whole: no output is split."""
+    step = traced_step(folder, "replicated", "v3-32", train__precision="bf16")
+    assert len(step["output_shapes"]) == 3 * len(small_runs_sizes(width=128)) + 1
+    assert step["local_output_shapes"] == step["output_shapes"]
+
+
+def test_products_of_fp32_are_not_rounded_to_bf16(folder: Path) -> None:
+    """Otherwise a TPU rounds their factors. Without a precision in the file, a TPU has bf16."""
+    step = traced_step(folder, "exact", "v3-8", train__precision="fp32")
+    assert step["exact_products"] > 0
+    assert step["types_of_products"] == ["f32"]
+    assert traced_step(folder, "default", "v3-8")["types_of_products"] == ["bf16"]
+
+
+def test_two_preflights_at_once_share_the_compiler(folder: Path) -> None:
+    """libtpu has a lock file in /tmp for chips, which nobody has here."""
+    program = (
+        "import sys\n"
+        "from tests.container.test_preflight import DOUBLED\n"
+        "from training.accelerators import accelerator\n"
+        "from training.preflight.compiler import Program, compile_program\n"
+        "compile_program(Program(DOUBLED), accelerator('v3-8'))\n"
+        "print('compiled', flush=True)\n"
+        "sys.stdin.read()\n"  # libtpu stays loaded
+    )
+    both = [
+        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    lines = [process.stdout.readline() for process in both if process.stdout]
+    for process in both:
+        process.communicate(timeout=60)
+    assert lines == ["compiled\n", "compiled\n"]
+
+
+def test_programs_are_compiled_with_the_flags_that_the_run_has(folder: Path) -> None:
+    """torch_xla's own, those of the generation, and the file's. The compiler refuses flags that it does not know, so it
+    has read these."""
+    run = {"environment": {"LIBTPU_INIT_ARGS": "--xla_latency_hiding_scheduler_rerun=2"}}
+    answer = preflight(folder, "--accelerator", "v5litepod-8,v3-8", name="flags", run=run)
+    assert answer.code == 0, answer.text
+    for name, result in answer.accelerators.items():
+        own = {"LIBTPU_INIT_ARGS": "--xla_latency_hiding_scheduler_rerun=2"}
+        addresses = ("localhost",) * accelerator(name).hosts
+        assert result["flags"] == torch_xla_environment(Cluster(0, addresses, name), own)["LIBTPU_INIT_ARGS"]
+        assert ("xla_enable_async_all_gather=true" in result["flags"]) == (name == "v5litepod-8")
+    with pytest.raises(compiler.CompilationRefused, match="No such compile option"):
+        compiler.compile_program(Program(DOUBLED), accelerator("v3-8"), {"no_such_flag": "1"})
 
 
 def test_a_run_says_whether_it_runs_what_was_checked(folder: Path, v4: dict[str, Any]) -> None:

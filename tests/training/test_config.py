@@ -125,7 +125,17 @@ def test_the_hash_tells_configurations_apart_and_not_their_spelling() -> None:
     other = from_document(parse(changed("seed: 1", "seed: 2"), "run.yaml"))
     config = from_document(parse(GOOD, "run.yaml"))
     assert config.hash == same.hash != other.hash
-    assert config.hash == "89e18b4e9db1ed77", "what earlier versions computed: a run of theirs is continued by its hash"
+    as_before = changed("global_batch_size: 64", "global_batch_size: 64\n  precision: fp32")  # once the default
+    assert from_document(parse(as_before, "run.yaml")).hash == "89e18b4e9db1ed77", "what earlier versions computed"
+
+
+def test_precision_follows_the_device_unless_the_file_says_it() -> None:
+    config = from_document(parse(GOOD, "run.yaml"))
+    assert [config.for_device(kind).train.precision for kind in ("TPU", "CPU")] == ["bf16", "fp32"]
+    exact = from_document(
+        parse(changed("global_batch_size: 64", "global_batch_size: 64\n  precision: fp32"), "run.yaml")
+    )
+    assert exact.for_device("TPU") == exact
 
 
 def test_a_changed_width_takes_heads_and_intermediate_size_along() -> None:

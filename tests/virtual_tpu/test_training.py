@@ -19,7 +19,9 @@ from tests.container import small_runs
 from tests.container.faulty_trainers import Fault, Run
 from tests.container.golden_losses import DOCUMENTS, GOLDEN, STEPS
 from tests.container.test_kill_anywhere import finish_and_compare, kill
+from training.accelerators import accelerator
 from training.device_check.facts import parse_facts
+from training.distributed.cluster import Cluster, torch_xla_environment
 
 SECONDS = 300.0
 PRECISION = 1e-5  # relative: eight devices add gradients up in another order than one
@@ -86,10 +88,9 @@ def test_the_published_settings_train_in_strict_mode(folder: Path) -> None:
 
 
 def test_accumulation_changes_no_more_than_rounding(folder: Path) -> None:
-    whole = train(folder, "whole", small_runs.document(folder, train__global_batch_size=16, train__dropout=0.0))
-    pieces = small_runs.document(
-        folder, train__global_batch_size=16, train__dropout=0.0, train__gradient_accumulation=2
-    )
+    exact = {"train__global_batch_size": 16, "train__dropout": 0.0, "train__precision": "fp32"}
+    whole = train(folder, "whole", small_runs.document(folder, **exact))
+    pieces = small_runs.document(folder, **exact, train__gradient_accumulation=2)
     assert train(folder, "pieces", pieces)["last_loss"] == pytest.approx(whole["last_loss"], rel=PRECISION)
 
 
@@ -105,6 +106,64 @@ def test_stopped_and_resumed_it_ends_with_the_same_bits(folder: Path) -> None:
     resumed = small_runs.summary(folder, "stopped")
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
         assert resumed[key] == straight[key], key
+
+
+def test_without_a_precision_in_the_file_a_tpu_has_bf16(folder: Path) -> None:
+    config = small_runs.document(folder, train__steps=2, evaluation__at_end=False, export__at_end=False)
+    (host,) = small_runs.start(folder, "default", config)
+    assert host.finish(SECONDS) == 0, host.text()
+    default = small_runs.summary(folder, "default")
+    assert default["precision"] == "bf16"
+    assert "8 device(s), bf16, 64 records" in host.text()
+    bf16 = train(folder, "bf16", {**config, "train": {**config["train"], "precision": "bf16"}})
+    fp32 = train(folder, "fp32", {**config, "train": {**config["train"], "precision": "fp32"}})
+    assert default["final_weights_crc32c"] == bf16["final_weights_crc32c"] != fp32["final_weights_crc32c"]
+
+
+def test_every_device_holds_all_of_the_state(folder: Path) -> None:
+    """After the first step and after the first of a resumed run: the shards themselves, not what torch_xla notes."""
+    answer = subprocess.run(
+        [sys.executable, "-m", "tests.virtual_tpu.shards", str(folder)], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert answer.returncode == 0, answer.stderr
+    assert json.loads(answer.stdout.splitlines()[-1]) == {
+        "fresh": {"devices": 8, "split": [], "different": []},
+        "resumed": {"devices": 8, "split": [], "different": []},
+    }
+
+
+ONE_HOST = {
+    "v2-8": 8, "v3-8": 8, "v4-8": 4, "v5litepod-1": 1, "v5litepod-4": 4, "v5litepod-8": 8, "v5p-8": 4, "v6e-1": 1,
+    "v6e-4": 4, "v6e-8": 8,
+}  # fmt: skip
+
+SHARDED_SUM = """
+import numpy, torch, torch_xla.runtime, torch_xla.core.xla_model as xm, torch_xla.distributed.spmd as spmd
+torch_xla.runtime.use_spmd()
+devices = torch_xla.runtime.global_runtime_device_count()
+mesh = spmd.Mesh(numpy.arange(devices), (devices,), ("data",))
+rows = torch.arange(devices * 1000, dtype=torch.float32).reshape(devices, 1000)
+spec = spmd.ShardingSpec(mesh, ("data", None))
+sent = xm.send_cpu_data_to_device([rows], torch_xla.device(), input_sharding=spec)[0]
+print(devices, torch_xla.runtime.device_type(), int(sent.sum(0).cpu().sum(dtype=torch.float64)))
+"""
+
+
+@pytest.mark.parametrize("name", ONE_HOST)
+def test_every_slice_of_one_host_shows_its_own_devices(name: str) -> None:
+    """And they add up what is split over them."""
+    variables = torch_xla_environment(Cluster(0, ("localhost",), name), {})
+    answer = subprocess.run(
+        [sys.executable, "-c", SHARDED_SUM],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert answer.returncode == 0, answer.stderr
+    count = ONE_HOST[name]
+    assert answer.stdout.split() == [str(count), "TPU", str(sum(range(count * 1000)))]
+    assert accelerator(name).devices == count
 
 
 @pytest.mark.timeout(1200)

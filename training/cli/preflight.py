@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,7 @@ def preflight(
 
     document = load(config, overrides)
     settings, targets = _parse_settings(document), _parse_targets(document, accelerators)
+    _take_libtpu_flags(document)
     if vocabulary is not None and lengths is not None:
         facts = assume_facts(settings, vocabulary, _parse_lengths(lengths), labels)
     elif vocabulary is None and lengths is None:
@@ -87,6 +89,16 @@ def _parse_settings(document: Document) -> TrainerConfig:
     from training.config import from_document
 
     return from_document(document)
+
+
+def _take_libtpu_flags(document: Document) -> None:
+    """The run's containers have the variables of run.environment, so the compiler gets its own from there too."""
+    from training.distributed.libtpu_flags import VARIABLE
+
+    run = document.value.get("run")
+    variables = run.get("environment") if isinstance(run, dict) else None
+    if isinstance(variables, dict) and VARIABLE in variables:
+        os.environ[VARIABLE] = str(variables[VARIABLE])
 
 
 def _parse_targets(document: Document, names: str | None) -> list[Accelerator]:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from training.accelerators import UnknownAccelerator, accelerator
+from training.distributed import libtpu_flags
 from training.errors import BadInput
 
 RENDEZVOUS_PORT = 8490
@@ -156,7 +157,11 @@ def tpu_environment(cluster: Cluster) -> dict[str, str]:
 
 def torch_xla_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
     """What torch_xla needs of the environment on a TPU, before it is imported, whatever is set. Raises BadInput."""
-    return tpu_environment(cluster)
+    variables = tpu_environment(cluster)
+    generation = accelerator(variables["TPU_ACCELERATOR_TYPE"]).generation.name
+    own = environment.get(libtpu_flags.VARIABLE, "")
+    flags = libtpu_flags.join(own, libtpu_flags.torch_xla_defaults(generation, own))
+    return {**variables, libtpu_flags.VARIABLE: flags}
 
 
 def tensorflow_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 from training.accelerators import Accelerator
@@ -41,15 +42,15 @@ _ENVIRONMENT_WITHOUT_TPU = {
     "TPU_ACCELERATOR_TYPE": "v3-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    "TPU_MIN_LOG_LEVEL": "3",
-    "TPU_STDERR_LOG_LEVEL": "3",
     "JAX_PLATFORMS": "cpu",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a second preflight in the same /tmp aborts on libtpu's lock file
 }
+_QUIET = {"TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3"}
 
 # Where memory is nearly used up, the compiler rematerializes much, in deep recursions. With the default stacks of its
 # threads it crashed each time (SIGSEGV, "stack overflow") on bert-base with 328 rows of 512 tokens for v6e; with 64 MiB
 # on two of a dozen such programs.
-_DEEP_STACKS = "--xla_internal_thread_stack_size_bytes=268435456"
+DEEP_STACKS = "--xla_internal_thread_stack_size_bytes=268435456"
 
 _loading = threading.Lock()  # libtpu is loaded once, by whichever thread comes first
 
@@ -135,8 +136,15 @@ def hash_hlo(hlo: str) -> str:
     return hashlib.sha256(hlo.encode()).hexdigest()[:16]
 
 
-def compile_program(program: Program, target: Accelerator) -> CompiledProgram:
+def compile_program(
+    program: Program, target: Accelerator, flags: Mapping[str, str] = MappingProxyType({})
+) -> CompiledProgram:
     """Compiles a program for all devices of a slice.
+
+    Args:
+        program: to compile.
+        target: the slice.
+        flags: of libtpu, by name without dashes, beside LIBTPU_INIT_ARGS, which count for the whole process.
 
     Raises:
         CompilerUnavailable: there is no compiler here, or it does not know the slice.
@@ -149,6 +157,7 @@ def compile_program(program: Program, target: Accelerator) -> CompiledProgram:
     from jaxlib import _jax, xla_client
 
     options = _compile_options(len(devices), replicated=program.replicated)
+    options.env_option_overrides = list(flags.items())
     with mlir.make_ir_context():
         module = mlir.module_to_bytecode(_with_donors(program))
     began = time.monotonic()
@@ -180,6 +189,8 @@ def _compile_options(devices: int, *, replicated: bool) -> Any:
     options.num_replicas, options.num_partitions = replicas, partitions
     build = options.executable_build_options
     build.num_replicas, build.num_partitions, build.use_spmd_partitioning = replicas, partitions, not replicated
+    if not replicated:
+        build.allow_spmd_sharding_propagation_to_output = [True]  # as torch_xla compiles
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(devices).reshape(replicas, partitions))
     return options
 
@@ -188,8 +199,10 @@ def _compile_options(devices: int, *, replicated: bool) -> Any:
 def _topology(target: Accelerator) -> tuple[Any, tuple[Any, ...]]:
     """The compile-only client, and the devices of the slice as PJRT shows them on its TPU VMs."""
     os.environ.update(_ENVIRONMENT_WITHOUT_TPU)
-    if _DEEP_STACKS not in (given := os.environ.get("LIBTPU_INIT_ARGS", "")):
-        os.environ["LIBTPU_INIT_ARGS"] = f"{_DEEP_STACKS} {given}".strip()
+    for variable, level in _QUIET.items():
+        os.environ.setdefault(variable, level)
+    if DEEP_STACKS not in (given := os.environ.get("LIBTPU_INIT_ARGS", "")):
+        os.environ["LIBTPU_INIT_ARGS"] = f"{DEEP_STACKS} {given}".strip()
     from jax.experimental import topologies
 
     options: dict[str, Any] = {}

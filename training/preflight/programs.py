@@ -85,6 +85,7 @@ def trace_programs(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     require_versions()
     prepare_framework(config.backend)
+    config = config.for_device("TPU")
 
     def open_backend(backend_class: Any) -> Any:
         longest = max((*facts.lengths, *facts.evaluation_lengths))

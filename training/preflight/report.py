@@ -99,6 +99,7 @@ class AcceleratorResult:
     capacity: int
     graphs: Sequence[GraphResult]
     max_batch: LargestBatch | None = None
+    flags: str = ""  # LIBTPU_INIT_ARGS that the run has, and that the programs were compiled with
 
     @property
     def fits(self) -> bool:
@@ -292,6 +293,8 @@ def _accelerator_lines(result: AcceleratorResult) -> list[str]:
         lines += [f"  {line}" for line in _graph_lines(graph, result.devices)]
     if result.max_batch:
         lines.append(f"  {_largest_batch_line(result.max_batch)}")
+    if result.flags:
+        lines.append(f"  compiled with the run's LIBTPU_INIT_ARGS: {result.flags}")
     return lines
 
 

@@ -3,16 +3,20 @@ batch that fits."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import MappingProxyType
 
 from training.accelerators import Accelerator
 from training.config import TrainerConfig, batch_mistake
+from training.distributed import libtpu_flags
 from training.errors import BadInput
 from training.preflight import report
 from training.preflight.compiler import (
+    DEEP_STACKS,
     CompilationRefused,
     CompiledProgram,
     compile_program,
@@ -22,6 +26,7 @@ from training.preflight.compiler import (
 from training.preflight.programs import TracedProgram, trace_programs
 from training.preflight.report import AcceleratorResult, GraphResult, LargestBatch, Report
 from training.preflight.shapes import DataFacts, Graph, list_graphs
+from training.registry import BACKENDS, load
 
 MOST_ROWS = 1 << 14  # a device
 
@@ -60,7 +65,8 @@ def run_preflight(
         if target.devices not in traced:
             show(f"tracing for {target.devices} devices")
             traced[target.devices] = trace_programs(config, facts, list_graphs(config, facts), target.devices)
-        result = compile_all(traced[target.devices], target, show)
+        flags = libtpu_defaults(config, target)
+        result = compile_all(traced[target.devices], target, show, flags)
         result = _advise_remat(config, facts, result, target, show)
         if search_batch:
             largest = _search_batch(config, facts, target, result.graphs[0], show)
@@ -69,20 +75,30 @@ def run_preflight(
     return Report(compiler_version(), accelerators)
 
 
+def libtpu_defaults(config: TrainerConfig, target: Accelerator) -> dict[str, str]:
+    """The flags that a run on this slice has beside the LIBTPU_INIT_ARGS of the environment."""
+    flags: dict[str, str] = load(BACKENDS[config.backend].libtpu_defaults)(
+        target.generation.name, os.environ.get(libtpu_flags.VARIABLE, "")
+    )
+    return flags
+
+
 def compile_all(
     programs: Sequence[TracedProgram],
     target: Accelerator,
     show: ShowProgress,
+    flags: Mapping[str, str] = MappingProxyType({}),
     now: Callable[[], float] = time.monotonic,
 ) -> AcceleratorResult:
-    """Compiles the programs of one run for one accelerator. Raises CompilerUnavailable."""
+    """Compiles the programs of one run for one accelerator, with these flags of libtpu beside LIBTPU_INIT_ARGS. Raises
+    CompilerUnavailable."""
 
     def compile_one(traced: TracedProgram) -> tuple[CompiledProgram | str, float]:
         """The executable's facts or the refusal, and the seconds that took."""
         show(f"compiling {traced.graph} for {target.name}")
         began = now()
         try:
-            return compile_program(traced.program, target), now() - began
+            return compile_program(traced.program, target, flags), now() - began
         except CompilationRefused as error:
             return str(error), now() - began
 
@@ -97,7 +113,10 @@ def compile_all(
         for traced, (outcome, seconds) in zip(programs, outcomes, strict=True)
     ]
     capacity = target.generation.usable_hbm_bytes_per_device
-    return AcceleratorResult(target.name, target.devices, target.hosts, capacity, graphs)
+    own = os.environ.get(libtpu_flags.VARIABLE, "").replace(DEEP_STACKS, "")
+    return AcceleratorResult(
+        target.name, target.devices, target.hosts, capacity, graphs, flags=libtpu_flags.join(own, flags)
+    )
 
 
 def _advise_remat(
@@ -114,7 +133,7 @@ def _advise_remat(
         programs = trace_programs(remat_config, facts, [graph], target.devices)
     except BadInput:  # layers of this family can't be recomputed
         return result
-    with_remat = compile_all(programs, target, show).graphs[0]
+    with_remat = compile_all(programs, target, show, libtpu_defaults(config, target)).graphs[0]
     return replace(result, graphs=[report.add_remat_advice(longest, with_remat), *result.graphs[1:]])
 
 
@@ -124,11 +143,12 @@ def _search_batch(
     """The largest training batch, by bisection over rows a device, from the file's batch on."""
     step = target.devices * config.train.gradient_accumulation
     known = {config.train.global_batch_size // step: first}
+    flags = libtpu_defaults(config, target)
 
     def fits(rows: int) -> bool:
         graph = Graph("training", rows * step, max(facts.lengths))
         programs = trace_programs(_with_batch(config, rows * step), facts, [graph], target.devices)
-        known[rows] = compile_all(programs, target, show).graphs[0]
+        known[rows] = compile_all(programs, target, show, flags).graphs[0]
         if known[rows].reason:
             show(f"{graph}: {known[rows].reason}")
         return known[rows].fits

@@ -83,8 +83,9 @@ def format_upload(hub: dict[str, Any]) -> str:
 
 def format_summary(summary: dict[str, Any]) -> str:
     """A few lines of the summary for people; summary.json has all of it."""
+    precision = f", {summary['precision']}" if "precision" in summary else ""
     lines = [
-        f"finished {summary['steps']} steps on {summary['hosts']} host(s), {summary['devices']} device(s): "
+        f"finished {summary['steps']} steps on {summary['hosts']} host(s), {summary['devices']} device(s){precision}: "
         f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
     ]
     if summary.get("eval_loss") is not None:

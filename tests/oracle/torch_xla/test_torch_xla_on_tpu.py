@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.oracle import libtpu
-from training.distributed.cluster import Cluster, tpu_environment
+from training.distributed.cluster import Cluster, torch_xla_environment, tpu_environment
 
 # Without hardware libtpu takes the machine for a v2, which has no configuration named as later generations' are.
 NO_CHIPS = {
@@ -35,3 +35,31 @@ def test_initialisation_without_chips_ends_with_a_message(name: str) -> None:
     )
     assert ended.returncode == 1, ended.stderr
     assert re.search(NO_CHIPS[name], ended.stderr), ended.stderr
+
+
+FLAGS_OF_TORCH_XLA = """
+import os, torch_xla
+torch_xla._setup_libtpu_flags()
+print(os.environ["LIBTPU_INIT_ARGS"])
+"""
+
+
+@pytest.mark.parametrize("name", ["v2-8", "v3-8", "v4-8", "v5litepod-8", "v5p-8", "v6e-8"])
+def test_the_compilers_flags_are_torch_xlas_own(name: str) -> None:
+    """On chips torch_xla adds flags when it is imported. The environment of a run has them all before, so none is
+    added, and libtpu understands them."""
+    variables = tpu_environment(Cluster(0, ("localhost",), name))
+    added = subprocess.run(
+        [sys.executable, "-c", FLAGS_OF_TORCH_XLA],
+        env={**os.environ, **variables, "PJRT_DEVICE": "CPU"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    ours = torch_xla_environment(Cluster(0, ("localhost",), name), {})
+    assert set(ours["LIBTPU_INIT_ARGS"].split()) == set(added.split())
+    understood = libtpu.ask(ours).flags
+    for flag in ours["LIBTPU_INIT_ARGS"].split():
+        variable, _, value = flag.removeprefix("--").partition("=")
+        assert understood[variable] == value

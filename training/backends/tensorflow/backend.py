@@ -50,6 +50,8 @@ class TensorFlow:
         token: str,
     ) -> None:
         """Opens the devices, connects the hosts and builds the model. `token`: of this group of processes."""
+        # XLA's products of fp32 keep their factors, which a TPU would round to bf16; those of bf16 stay as they are.
+        tf.config.experimental.enable_tensor_float_32_execution(False)
         self._config = config
         self._checked = CheckedPrograms(os.environ, comparable=False, warns=cluster.is_first)
         self._replicas = self._open_replicas()

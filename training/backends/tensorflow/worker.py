@@ -19,6 +19,8 @@ import tensorflow as tf
 
 def main(port: int) -> None:
     """Serves on `port` until standard input ends."""
+    # Programs are compiled here: products of fp32 keep their factors, which a TPU would round to bf16.
+    tf.config.experimental.enable_tensor_float_32_execution(False)
     server = tf.distribute.Server(
         {"tpu_worker": [f"localhost:{port}"]}, job_name="tpu_worker", task_index=0, protocol="grpc", start=True
     )

@@ -9,6 +9,7 @@ The training step itself is in `step.py`, the state in `state.py`, the network i
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Generator, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch_xla
 from torch import Tensor
+from torch_xla.backends import set_mat_mul_precision
 
 from training.backends.torch_xla import counters
 from training.backends.torch_xla.model import build, patch_modules
@@ -47,6 +49,9 @@ class TorchXla:
         token: str,
     ) -> None:
         """Opens the devices, connects the hosts and builds the model. `token`: of this group of processes."""
+        # fp32 products are products of fp32; TPUs would round their factors to bf16. Products of bf16 stay as they are.
+        logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # it warns of every call
+        set_mat_mul_precision("highest")
         self._sharding = DataParallel(cluster)
         self.devices = self._sharding.devices
         self._exchange = None
@@ -63,6 +68,7 @@ class TorchXla:
         self._compiled_before, self._transfers_before = counters.compiled(), counters.transfers()
         self._fallbacks_before = counters.fallbacks()
         self._state = State(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise)
+        self._stepped = False
         task_sums = load(TASKS[config.task].torch)
         self._step = TrainingStep(config, cluster, self._state, self._sharding, task_sums)
 
@@ -79,6 +85,9 @@ class TorchXla:
             )
             self._state.wait_before_mutation()
             torch_xla.sync()
+            if not self._stepped:
+                self._sharding.require_replicated(self.state_tensors())
+                self._stepped = True
             return _PendingStep(self._state, report)
         scalars = self._step.begin(number)
         flat = self._step.flatten(*self._step.gradients(number, batch, signals))

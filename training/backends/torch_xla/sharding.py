@@ -8,7 +8,7 @@ a process there is no mesh. Another layout (a model axis, sharded state) belongs
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import numpy as np
@@ -18,11 +18,14 @@ import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xla_runtime
 from torch import Tensor
+from torch_xla import _XLAC
 
 from training.batch import SUMS, Arrays, Signals
 from training.distributed.cluster import Cluster
+from training.errors import TrainError
 
 SIGNALS = 2  # stop, save
+_REPLICATED = "{replicated}"
 REPORT = len(SUMS) + SIGNALS  # numbers that every step gives: the sums, and how many hosts raise each signal
 
 
@@ -68,8 +71,22 @@ class DataParallel:
         return report
 
     def replicate_state(self, tensors: Iterable[Tensor]) -> None:
-        """Declares tensors on the devices as replicated. To be said before the first step; else its outputs say it, and
-        the second step is another program."""
+        """Declares tensors on the devices as replicated, and with them what later programs make of them in place. To be
+        said before the first step; else its outputs say it, and the second step is another program."""
         if self._mesh:
             for tensor in tensors:
                 spmd.mark_sharding(tensor, self._mesh, (None,) * tensor.ndim)
+
+    def require_replicated(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raises TrainError for tensors whose next value the compiler may split over the devices: reading one would be
+        a program of all hosts, and hosts that read at different times would wait for each other forever."""
+        if not self._mesh:
+            return
+        names = list(tensors)
+        specs = _XLAC._get_xla_sharding_specs([tensors[name] for name in names])
+        split = [name for name, spec in zip(names, specs, strict=True) if spec != _REPLICATED]
+        if split:
+            raise TrainError(
+                f"{len(split)} of {len(names)} tensors of the state are not declared as replicated after the first "
+                f"step, for example {split[0]}: the optimizer must change its tensors in place"
+            )

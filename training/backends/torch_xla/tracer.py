@@ -34,7 +34,7 @@ class TorchTracer:
         backend = self._backend
         assert backend is not None
         network = backend.upload()
-        state = tracing.tensor_ids(backend.state_tensors())
+        state = tracing.buffer_names(backend.state_tensors())
         with tracing.record_module_names(network), tracing.forbid_data_dependence():
             if kind == "training":
                 self._state_is_lost = True

@@ -30,10 +30,15 @@ from training.preflight.hlo import BACKWARD
 _DATA_DEPENDENT_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def tensor_ids(state: Mapping[str, Any]) -> dict[int, str]:
-    """Number -> name of tensors that are on the device. Call it before the program is traced: in-place changes give
-    tensors other numbers."""
-    return {_XLAC._xla_get_tensor_id(value): name for name, value in state.items()}
+def buffer_names(state: Mapping[str, Any]) -> dict[int, str]:
+    """Handle -> name of the device buffers of tensors whose values are on the device. Call it before a program that
+    changes them is traced.
+
+    A buffer stays the same whichever program reads it. A tensor's number, by which torch_xla itself finds donors, does
+    not: an evaluation that was traced before leaves other numbers in the arguments.
+    """
+    handles = _XLAC._get_tensors_handle(list(state.values()))
+    return dict(zip(handles, state, strict=True))
 
 
 def simulate_devices(count: int) -> None:
@@ -127,7 +132,7 @@ def extract_program(outputs: Sequence[Any], state: Mapping[int, str]) -> Program
 
     Args:
         outputs: tensors on the device.
-        state: of `tensor_ids`: tensors that the program may overwrite.
+        state: of `buffer_names`: tensors that the program may overwrite.
 
     Raises:
         CompilerUnavailable: jaxlib is not here, or another version.
@@ -136,8 +141,9 @@ def extract_program(outputs: Sequence[Any], state: Mapping[int, str]) -> Program
     from jaxlib import xla_client
 
     outputs = list(outputs)
-    ids, _ = _XLAC._get_tensors_xla_device_data_node(outputs)  # in the order of the arguments
-    arguments = {number: state[tensor_id] for number, tensor_id in enumerate(ids) if tensor_id in state}
+    _, values = _XLAC._get_tensors_xla_device_data_node(outputs)  # in the order of the arguments
+    handles = _XLAC._get_tensors_handle(values)
+    arguments = {number: state[handle] for number, handle in enumerate(handles) if handle in state}
     computation = xla_client.XlaComputation(_XLAC._get_xla_tensors_hlo_proto(outputs))
     text: str = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
     return Program(text, frozenset(arguments), arguments, hash_program(outputs))

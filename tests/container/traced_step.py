@@ -1,0 +1,54 @@
+"""The training program of a configuration as preflight traces and compiles it, in figures: for tests. A process of its
+own, because torch_xla then simulates the devices of a slice.
+
+    python -m tests.container.traced_step CONFIG ACCELERATOR      prints one JSON object
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from typing import Any
+
+from training.accelerators import accelerator
+from training.config import load
+from training.preflight.compiler import compile_program
+from training.preflight.programs import trace_programs
+from training.preflight.shapes import list_graphs, read_facts
+
+
+def describe(path: str, name: str) -> dict[str, Any]:
+    """What the claims of the tests are about."""
+    config, target = load(path), accelerator(name)
+    facts = read_facts(config)
+    traced = trace_programs(config, facts, list_graphs(config, facts), target.devices)[0]
+    text = traced.program.stablehlo
+    signature = next(line for line in text.splitlines() if "func.func" in line and "@main" in line)
+    inputs, _, outputs = signature.partition(") -> ")
+    sizes = [_bytes(shape) for shape in re.findall(r"%arg\d+: tensor<([^>]*)>", inputs)]
+    compiled = compile_program(traced.program, target).text
+    local = re.search(r"entry_computation_layout=\{.*->\((.*)\)\}", compiled)
+    assert local is not None
+    return {
+        "donated_bytes": sum(sizes[number] for number in traced.program.donated),
+        "resident_bytes": traced.resident_bytes,
+        "output_shapes": [shape.rpartition("x")[0] for shape in re.findall(r"tensor<([^>]*)>", outputs)],
+        "local_output_shapes": [
+            dims.replace(",", "x") for dims in re.findall(r"[a-z]\w*\[([\d,]*)\]", local.group(1).replace(" ", ""))
+        ],
+        "exact_products": text.count("HIGHEST"),
+        "types_of_products": sorted(set(re.findall(r"dot_general.*-> tensor<[^>]*x(\w+)>", text))),
+    }
+
+
+def _bytes(shape: str) -> int:
+    """Of "8x32xf32"."""
+    *dims, dtype = shape.split("x")
+    width = re.search(r"\d+", dtype)
+    return math.prod(map(int, dims)) * (int(width.group()) if width else 8) // 8
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe(*sys.argv[1:3])))

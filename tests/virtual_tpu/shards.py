@@ -1,0 +1,59 @@
+"""What each device holds of the state after a step, fresh and restored, on the virtual TPU: for a test.
+
+python -m tests.virtual_tpu.shards FOLDER        prints one JSON object
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.container import small_runs
+from training.backends.protocol import Backend
+from training.batch import Signals
+from training.config import from_document
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import SingleHost
+from training.run_setup import open_backend, open_task
+from training.yaml_file import Document
+
+
+def step_and_look(folder: Path, state: dict[str, bytes] | None) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """One step from fresh weights or from `state`. Returns what the devices hold, and the state as a checkpoint would
+    have it."""
+    document = Document("here", small_runs.document(folder), {})
+    config, cluster = from_document(document), Cluster(0, ("localhost",), "v3-8")
+    task = open_task(config, cluster)
+    backend: Any = open_backend(config, cluster, SingleHost(), task, "token")
+    specs = backend.tensor_specs()
+    if state:
+        backend.load_state({name: (specs[name], memoryview(data)) for name, data in state.items()})
+    backend.step(0, next(backend.batches(task, 0)).arrays, Signals()).result()
+    buffers = {name: bytearray(spec.size) for name, spec in specs.items()}
+    backend.snapshot_state({name: memoryview(buffer) for name, buffer in buffers.items()}).wait()
+    return look(backend), {name: bytes(buffer) for name, buffer in buffers.items()}
+
+
+def look(backend: Backend | Any) -> dict[str, Any]:
+    """Tensors that are split over the devices, and tensors whose copies differ."""
+    from torch_xla import _XLAC
+
+    split, different = [], []
+    for name, value in backend.state_tensors().items():
+        (shards,) = _XLAC._get_local_shards([value])
+        copies = [shard for shard, _ in shards]
+        if len(copies) != backend.devices or any(copy.shape != value.shape for copy in copies):
+            split.append(name)
+        elif any(not copy.equal(copies[0]) for copy in copies):
+            different.append(name)
+    return {"devices": backend.devices, "split": split, "different": different}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v3-8")
+    fresh, state = step_and_look(Path(sys.argv[1]), None)
+    resumed, _ = step_and_look(Path(sys.argv[1]), state)
+    print(json.dumps({"fresh": fresh, "resumed": resumed}))

@@ -1,0 +1,49 @@
+"""The flags of libtpu and its compiler (LIBTPU_INIT_ARGS) that a run's process has, by framework. Preflight compiles
+with the same, so a program that it compiled is the executable that the run will have.
+
+Pure. A flag that the user sets (run.environment of the file) stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+VARIABLE = "LIBTPU_INIT_ARGS"
+
+# What torch_xla 2.9 adds when it is imported on a machine with TPU chips (_setup_libtpu_flags in
+# https://github.com/pytorch/xla/blob/v2.9.0/torch_xla/__init__.py); tests/oracle compares.
+_TORCH_XLA = {
+    "xla_tpu_use_enhanced_launch_barrier": "false",
+    "xla_latency_hiding_scheduler_rerun": "1",
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
+    "xla_tpu_enable_flash_attention": "false",
+}
+_TORCH_XLA_V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
+
+
+def parse(flags: str) -> dict[str, str]:
+    """Name -> value of flags that are separated by spaces; a flag without a value is "true"."""
+    pairs = (flag.removeprefix("--").partition("=") for flag in flags.split())
+    return {name: value if equals else "true" for name, equals, value in pairs}
+
+
+def torch_xla_defaults(generation: str, own: str) -> dict[str, str]:
+    """What a process that trains with torch_xla has beside the user's flags.
+
+    Args:
+        generation: of the accelerator, for example "v5e".
+        own: LIBTPU_INIT_ARGS as the user sets them.
+    """
+    defaults = {**_TORCH_XLA, **(_TORCH_XLA_V5 if generation.startswith("v5") else {})}
+    given = parse(own)
+    return {name: value for name, value in defaults.items() if name not in given}
+
+
+def no_defaults(generation: str, own: str) -> dict[str, str]:
+    """What a process that trains with TensorFlow has beside the user's flags: nothing."""
+    return {}
+
+
+def join(own: str, defaults: Mapping[str, str]) -> str:
+    """LIBTPU_INIT_ARGS of a process with the user's flags and these."""
+    return " ".join([*own.split(), *(f"--{name}={value}" for name, value in defaults.items())])
