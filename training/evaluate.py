@@ -6,13 +6,14 @@ Each record counts once, on any number of hosts: totals are added over batches a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from training import storage
 from training.backends.protocol import Backend
-from training.batch import Signals, StepResult
+from training.batch import Pending, Signals, StepResult
 from training.checkpoint.admin import find_checkpoints
 from training.checkpoint.format import Manifest
 from training.checkpoint.reader import load_tensors
@@ -89,12 +90,17 @@ def evaluate_all(
         phase: what this is part of, for other hosts' messages.
     """
     total = StepResult.empty()
+    in_flight: deque[Pending] = deque()
     for number, batch in enumerate(task.evaluation_batches()):
         rendezvous.set_phase(f"{phase}, batch {number}")
-        total = total.plus(backend.evaluate(batch.arrays, Signals(stop=shutdown.requested)).result())
+        in_flight.append(backend.evaluate(batch.arrays, Signals(stop=shutdown.requested)))
+        if len(in_flight) > backend.in_flight:
+            total = total.plus(in_flight.popleft().result())
         rendezvous.check()
         if total.signals.stop:
             break
+    for pending in in_flight:
+        total = total.plus(pending.result())
     return total
 
 
