@@ -40,7 +40,7 @@ class RecipeShards:
         self.length = dataset.sequence_length
         self.vocabulary = vocabulary or 1 << 31
         self._shards = [shard for shard in dataset.shards if shard.records]
-        self._stats = find_shards(dataset)
+        self.stats = find_shards(dataset)  # of each shard, by its name
         self._starts = list(itertools.accumulate((shard.records for shard in self._shards), initial=0))
         self.records = self._starts[-1]
         self.unit = 0
@@ -84,7 +84,7 @@ class RecipeShards:
         """The ids of records [first, last) of a shard, or what is wrong with them."""
         url, offsets = storage.join(self.dataset.url, shard.name), self.offsets(shard).tolist()
         start = offsets[first]
-        data = read_shard_bytes(url, start, offsets[last], self._stats[shard.name], first)
+        data = read_shard_bytes(url, start, offsets[last], self.stats[shard.name], first)
         decoded: list[npt.NDArray[np.int32] | BadInput] = []
         for number in range(first, last):
             framed = data[offsets[number] - start : offsets[number + 1] - start]
@@ -111,7 +111,7 @@ class RecipeShards:
         if cached is not None:
             offsets = np.frombuffer(cached, "<i8").astype(np.int64)
         else:
-            data = read_shard_bytes(url, 0, shard.bytes, self._stats[shard.name], 0)
+            data = read_shard_bytes(url, 0, shard.bytes, self.stats[shard.name], 0)
             offsets = np.array(tfrecord.index(data, url), np.int64)
             if len(offsets) != shard.records + 1:
                 raise BadInput(

@@ -1,28 +1,35 @@
 """`training.data.loading.recipe_shards` in TensorFlow operations: records of the public recipe's layout.
 
-Records vary in size, so the process that builds the pipeline reads each shard once to find where its records start.
+Records vary in size, so the process that builds the pipelines of all hosts reads each shard once to find where its
+records start.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from training.data.formats import example_codec, tfrecord
-from training.data.formats.dataset import Dataset
+from training.data.formats.dataset import Dataset, Shard
 from training.data.loading.recipe_shards import RecipeShards
 from training.data.loading.record_source import OnCorrupt
 from training.data.tf.crc32c import Crc32c, read_numbers
 from training.data.tf.record_source import Columns, RecordSource, ShardIndex, describe_record, replace_bad
+from training.storage import Stat
+
+# What `_scan` found, by the state of the shards then.
+_SCANNED: dict[tuple[Stat, ...], list[npt.NDArray[np.int64]]] = {}
 
 
 def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -> RecordSource:
     """The source for a folder in this layout. The options are those of `RecipeShards`. Raises BadInput."""
     source = RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
     shards, length = [shard for shard in dataset.shards if shard.records], dataset.sequence_length
-    index, offsets_of = ShardIndex(dataset, shards), [source.offsets(shard) for shard in shards]
+    index, offsets_of = ShardIndex(dataset, shards), _scan(source, shards)
     offsets = tf.constant(np.concatenate(offsets_of), tf.int64)  # of all shards, one after the other
     begins = tf.constant(np.cumsum([0, *map(len, offsets_of)])[:-1], tf.int64)  # of each shard in `offsets`
     crcs = Crc32c(max(8, max(int(np.diff(shard_offsets).max()) for shard_offsets in offsets_of) - tfrecord.OVERHEAD))
@@ -58,3 +65,12 @@ def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -
         return replace_bad(columns, good, on_corrupt, describe)
 
     return RecordSource(source.records, source.record_bytes, 0, length, {"input_ids": (length, tf.int32)}, read)
+
+
+def _scan(source: RecipeShards, shards: Sequence[Shard]) -> list[npt.NDArray[np.int64]]:
+    """The offsets of each shard's records, as `RecipeShards.offsets`; of shards that have not changed since without
+    reading them again."""
+    state = tuple(source.stats[shard.name] for shard in shards)
+    if state not in _SCANNED:
+        _SCANNED[state] = [source.offsets(shard) for shard in shards]
+    return _SCANNED[state]
