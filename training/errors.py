@@ -46,6 +46,29 @@ class LostPeer(TrainError):
     exit_code = Exit.LOST_PEER
 
 
+class OutOfMemory(TrainError):
+    """The memory of a device, or of the host, is too small for the run."""
+
+    ADVICE = "lower train.global_batch_size, raise train.gradient_accumulation, or take precision: bf16"
+
+    def __init__(self, details: str) -> None:
+        """`details`: the framework's message."""
+        super().__init__(f"out of memory: {self.ADVICE}\n  {details}")
+
+
+class UnusableTpu(TrainError):
+    """The framework could not initialise the TPU."""
+
+    def __init__(self, framework_error: str, accelerator_type: str | None, host: str = "this host") -> None:
+        """`framework_error`: its message, whose last line says why. `host`: whose TPU."""
+        lines = framework_error.strip().splitlines() or ["no reason given"]
+        super().__init__(
+            f"the TPU of {host} could not be initialised: {lines[-1].strip().rstrip('.')}; check that it is one of a "
+            f"{accelerator_type or 'TPU'} (TPU_ACCELERATOR_TYPE), that the container sees its chips (/dev/accel* or "
+            "/dev/vfio/*), and that no other process holds them"
+        )
+
+
 class StopRequested(TrainError):
     """This process was asked to stop (SIGTERM), and the state is committed."""
 

@@ -79,7 +79,7 @@ def build_summary(
     return {
         "run_id": cluster.run_id,
         "attempt": cluster.attempt,
-        "hosts": cluster.hosts,
+        "hosts": len(cluster.all_addresses),
         "devices": backend.devices,
         "precision": run.precision,
         "steps": progress.step,

@@ -22,7 +22,7 @@ from training.distributed.agreement import agree, code_hash
 from training.distributed.cluster import Cluster, device_kind, tensorflow_environment
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
-from training.errors import BadInput
+from training.errors import BadInput, TrainError, UnusableTpu
 from training.models.export import export_checkpoint
 from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config
 from training.registry import BACKENDS, TASKS, load
@@ -113,7 +113,7 @@ def open_run(
             "attempt": cluster.attempt,
             "began": round(wall_time(), 3),
             "accelerator": cluster.accelerator_type if device_kind() == "TPU" else None,
-            "hosts": cluster.addresses,
+            "hosts": cluster.all_addresses,
             "code": code,
             "config": config.canonical(),
         }
@@ -246,7 +246,7 @@ def with_starting_model(config: TrainerConfig, folder: str, cluster: Cluster, re
 
 def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, task: Task, token: str) -> Backend:
     """Imports the framework and builds the model. Raises BadInput when the batch does not divide over the devices that
-    there are."""
+    there are, and UnusableTpu."""
     set_device_environment(config.backend, cluster)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     tokens = task.data.tokens
@@ -254,7 +254,7 @@ def open_backend(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous
         tokens.vocabulary, tokens.pad, task.data.sequence_length, TASKS[config.task].head, task.labels
     )
     config = config.for_device(device_kind())
-    backend = import_backend(config.backend)(config, cluster, rendezvous, requirements, token)
+    backend = _import_for_devices(config.backend, cluster)(config, cluster, rendezvous, requirements, token)
     mistake = batch_mistake(config, cluster.hosts, backend.devices)
     if mistake:
         raise BadInput(mistake)
@@ -276,6 +276,18 @@ def set_device_environment(name: str, cluster: Cluster) -> None:
     os.environ["PJRT_DEVICE"] = device_kind()
     if os.environ["PJRT_DEVICE"] == "TPU":
         os.environ.update(load(BACKENDS[name].tpu_environment)(cluster, os.environ))
+
+
+def _import_for_devices(name: str, cluster: Cluster) -> OpenBackend:
+    """`import_backend`; TensorFlow's import already initialises some TPUs. Raises BadInput, UnusableTpu."""
+    try:
+        return import_backend(name)
+    except (ImportError, TrainError):
+        raise
+    except Exception as error:
+        if os.environ["PJRT_DEVICE"] != "TPU":
+            raise
+        raise UnusableTpu(str(error), cluster.accelerator_type) from None
 
 
 def import_backend(name: str) -> OpenBackend:

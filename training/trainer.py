@@ -84,8 +84,8 @@ def open_trainer(run: Run, context: AttemptContext) -> Trainer:
         restored = restore(checkpoints.folder, run.rendezvous, identity, backend.load_state, warn_here)
         trainer = Trainer(run, backend, checkpoints)
         run.console.print(
-            f"run {cluster.run_id}, attempt {cluster.attempt}: {cluster.hosts} host(s), {backend.devices} device(s), "
-            f"{run.precision}, {run.task.data.train.records} records"
+            f"run {cluster.run_id}, attempt {cluster.attempt}: {len(cluster.all_addresses)} host(s), "
+            f"{backend.devices} device(s), {run.precision}, {run.task.data.train.records} records"
         )
         if restored:
             trainer.resume(restored.manifest.step, restored.manifest.state, restored.damaged)

@@ -14,6 +14,7 @@ import tensorflow as tf
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from training.data.formats import tfrecord
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.tfrecord import Corrupt
@@ -30,7 +31,7 @@ from training.data.tf import mlm_batches as tf_mlm
 from training.data.tf import open_source as tf_source
 from training.data.tf import order as order_tensorflow
 from training.data.tf.record_source import translate_errors
-from training.errors import BadInput
+from training.errors import BadInput, TrainError
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=40_000)
 CLASSES = ClassLabels(("0", "1", "2"))
@@ -178,7 +179,7 @@ def test_damage_stops_the_run_with_its_place_or_is_replaced_as_by_numpy(tmp_path
     how = HostSlice(TOKENS, 130)
     with pytest.raises(Corrupt) as ours:
         mlm_batches.MlmBatches(dataset, how, Masking(), 0).batch(0)
-    with pytest.raises(Corrupt) as theirs, translate_errors():
+    with pytest.raises(Corrupt) as theirs, translate_errors(dataset):
         next(iter(tf_mlm.mlm_batches(dataset, how, Masking(), 0)))
     assert (theirs.value.shard, theirs.value.record, theirs.value.offset) == (
         ours.value.shard,
@@ -202,7 +203,7 @@ def test_every_bit_of_a_record_is_checked(tmp_path: Path) -> None:
     assert np.array_equal(read()["input_ids"].numpy(), ids(1))
     for place in range(len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ (1 << place % 8)]) + good[place + 1 :])
-        with pytest.raises(Corrupt, match="record 0 at byte 0"), translate_errors():
+        with pytest.raises(Corrupt, match="record 0 at byte 0"), translate_errors(dataset):
             read()
 
 
@@ -210,14 +211,37 @@ def test_a_shard_that_is_gone_or_cut_is_a_clear_message(tmp_path: Path) -> None:
     dataset = make(tmp_path, 20)
     batches = tf_mlm.mlm_batches(dataset, HostSlice(TOKENS, 4), Masking(), 0)
     (tmp_path / dataset.shards[0].name).unlink()
-    with pytest.raises(BadInput, match=dataset.shards[0].name), translate_errors():
+    with pytest.raises(BadInput, match=dataset.shards[0].name), translate_errors(dataset):
         next(iter(batches))
+
+
+@pytest.mark.parametrize("error", [tf.errors.NotFoundError, tf.errors.ResourceExhaustedError, tf.errors.AbortedError])
+def test_errors_that_name_no_shard_are_not_of_the_data(tmp_path: Path, error: type[tf.errors.OpError]) -> None:
+    """A step in flight may fail while the program waits for a batch."""
+    dataset = make(tmp_path, 20)
+    with pytest.raises(error), translate_errors(dataset):
+        raise error(None, None, "the program of the step failed on a device")
+    with pytest.raises(TrainError, match=dataset.shards[0].name), translate_errors(dataset):
+        raise error(None, None, f"while it read {dataset.url}/{dataset.shards[0].name}")
+
+
+def test_shards_of_the_public_layout_are_read_once_for_all_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = make(tmp_path, 20, "recipe")
+    scans: list[str] = []
+    scan = tfrecord.index
+    monkeypatch.setattr(tfrecord, "index", lambda data, url: scans.append(url) or scan(data, url))
+    for host in range(2):
+        tf_mlm.mlm_batches(dataset, HostSlice(TOKENS, 4, host, 2), Masking(), 0)
+    assert len(scans) == len(dataset.shards)
 
 
 def test_ids_that_the_tokenizer_lacks_are_refused(tmp_path: Path) -> None:
     few = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
-    part = tf_source.open_source(make(tmp_path, 20), vocabulary=few.vocabulary, on_corrupt="stop")
-    with pytest.raises(BadInput, match="a token id that the tokenizer"), translate_errors():
+    dataset = make(tmp_path, 20)
+    part = tf_source.open_source(dataset, vocabulary=few.vocabulary, on_corrupt="stop")
+    with pytest.raises(BadInput, match="a token id that the tokenizer"), translate_errors(dataset):
         tf.function(part.read)(tf.constant(0, tf.int64), tf.constant(20, tf.int64))
 
 

@@ -1,5 +1,5 @@
-"""Claims about TensorFlow's single program for several hosts, on CPUs: real workers, a real meeting of two hosts, and a
-program in the loop's place.
+"""Claims about TensorFlow's single program for several hosts, on CPUs: real workers, a real meeting of two hosts, and
+the trainer's loop on host 0 with its model on host 1's worker, or a program in its place.
 
 TPUStrategy itself needs TPUs. Each test starts two hosts and their two workers.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ import yaml
 
 from tests.container import small_runs
 
-# One host: what `tpu-train train` does around the loop.
+# One host. What is tested: "read", "next", "idle" (a program in the place of the loop), "train", "evaluate" (the
+# commands of tpu-train themselves).
 HOST = """
 import json, os, sys, time
 from pathlib import Path
@@ -29,6 +31,7 @@ from training.distributed import shutdown as stopping
 from training.distributed.cluster import discover
 from training.config import from_document
 from training.errors import Exit, StopRequested, TrainError
+from training.run_setup import prepare_framework
 from training.distributed.rendezvous import join
 from training.yaml_file import Document
 
@@ -48,25 +51,44 @@ def program(config, cluster, rendezvous, stopping):
                 found.append(batch["input_ids"].numpy().tolist())
         Path("found.json").write_text(json.dumps(found))
         return
+    if WHAT == "next":
+        from training.backends.tensorflow.input import distributed
+        from training.tasks.task import open_data
+        for number, batch in enumerate(distributed(on_worker_of_host_1(), config, open_data(config), 0)):
+            if number == 20:
+                print("under way", flush=True)
     while not stopping.requested:
         rendezvous.check()
         time.sleep(0.05)
     raise StopRequested("committed")
 
+def on_worker_of_host_1():
+    import tensorflow as tf
+    workers = [address.removeprefix("grpc://") for address in os.environ["TPU_NAME"].split(",")]
+    tf.config.experimental_connect_to_cluster(tf.train.ClusterSpec({"tpu_worker": workers}))
+    return tf.distribute.OneDeviceStrategy("/job:tpu_worker/replica:0/task:1/device:CPU:0")
+
 WHAT = sys.argv[1]
+single_client.tensorflow_plugin = dict  # its workers have no chips: TensorFlow is the wheel for CPUs here
+if WHAT in ("train", "evaluate"):
+    from training.cli.main import tpu_train
+    if os.environ["TPU_WORKER_ID"] == "0":
+        prepare_framework("tensorflow")
+        from training.backends.tensorflow import replicas
+        replicas._tpu_strategy = on_worker_of_host_1
+    tpu_train([WHAT, *sys.argv[2:]], standalone_mode=False, obj=None)
 asked = stopping.install_signal_handlers()
 config = from_document(Document("test", yaml.safe_load(Path("config.yaml").read_text()), {}))
 cluster = discover()
 rendezvous = join(cluster, asked, start_seconds=120, seconds=60, lost_seconds=10)
-code = Exit.FINISHED
+code, message = Exit.FINISHED, ""
 try:
     assert single_client.applies(config, cluster)
-    single_client.tensorflow_plugin = dict  # its workers have no chips: TensorFlow is the wheel for CPUs here
     single_client.run(config, cluster, rendezvous, asked, program)
 except TrainError as error:
     print(f"{type(error).__name__}: {error}", flush=True)
-    code = error.exit_code
-rendezvous.close(code)
+    code, message = error.exit_code, str(error)
+rendezvous.close(code, message)
 os._exit(code)
 """
 
@@ -78,7 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def start(folder: Path, what: str) -> list[subprocess.Popen[str]]:
+def start(folder: Path, what: str, *arguments: str) -> list[subprocess.Popen[str]]:
     """Both hosts; they write to 0.log and 1.log."""
     ports, (first, second) = small_runs.free_ports(), small_runs.free_ports()
     hosts = []
@@ -92,7 +114,7 @@ def start(folder: Path, what: str) -> list[subprocess.Popen[str]]:
             "TPU_TASK_PORT": str(port),
         }
         with (folder / f"{worker}.log").open("w") as log:
-            command = [sys.executable, "-c", HOST, what]
+            command = [sys.executable, "-c", HOST, what, *arguments]
             hosts.append(
                 subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
             )
@@ -113,9 +135,9 @@ def ended(folder: Path, hosts: list[subprocess.Popen[str]], seconds: float = 150
     return [host.returncode for host in hosts]
 
 
-def wait_for_program(folder: Path) -> None:
+def wait_for_program(folder: Path, line: str = "program 1") -> None:
     deadline = time.monotonic() + 150
-    while "program 1" not in (folder / "0.log").read_text():
+    while line not in (folder / "0.log").read_text():
         assert time.monotonic() < deadline, (folder / "0.log").read_text()
         time.sleep(0.05)
 
@@ -148,23 +170,53 @@ def small_runs_batch(folder: Path) -> list[list[int]]:
 
 
 def test_a_host_that_is_asked_to_stop_stops_the_program_and_all_end_saved(folder: Path) -> None:
-    hosts = start(folder, "stop")
+    hosts = start(folder, "idle")
     wait_for_program(folder)
     hosts[1].send_signal(signal.SIGTERM)
     assert ended(folder, hosts) == [75, 75]
 
 
-def test_a_worker_that_ends_ends_the_run_and_is_the_cause(folder: Path) -> None:
-    hosts = start(folder, "wait")
-    wait_for_program(folder)
+TRAIN = ["config.yaml", "--set", "data.evaluation=null"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["idle"], "program 1"),
+        (["next"], "under way"),
+        (["train", *TRAIN, "--set", "train.steps=1000000", "--set", "checkpoint.every_steps=1000000"], "step       3/"),
+    ],
+    ids=["idle", "next", "train"],
+)
+def test_a_worker_that_ends_ends_the_run_and_is_the_cause(folder: Path, arguments: list[str], line: str) -> None:
+    """Host 0 notices it as an operation that fails, often before host 1 notices it."""
+    hosts = start(folder, *arguments)
+    wait_for_program(folder, line)
     [worker] = children(hosts[1])
     os.kill(worker, signal.SIGKILL)
-    assert ended(folder, hosts) == [76, 1]
-    assert "the TPU worker of this host ended with code -9" in (folder / "1.log").read_text()
+    logs = [folder / "0.log", folder / "1.log"]
+    assert ended(folder, hosts) == [76, 1], [log.read_text() for log in logs]
+    assert "the TPU worker of this host ended with code -9" in logs[1].read_text()
+    cause = "(LostPeer|lost peer): host 1 .*the TPU worker of this host ended with code -9"
+    assert re.search(cause, logs[0].read_text()), logs[0].read_text()
+
+
+def test_training_and_evaluation_know_all_hosts_of_the_slice(folder: Path) -> None:
+    hosts = start(folder, "train", *TRAIN, "--run-id", "trained", "--set", "train.steps=2")
+    assert ended(folder, hosts) == [0, 0], (folder / "0.log").read_text()
+    assert small_runs.summary(folder, "trained")["hosts"] == 2
+    assert "2 host(s), 1 device(s)" in (folder / "0.log").read_text()
+    [record] = (folder / "runs" / "trained" / "attempts").glob("attempt-0000.????????.json")
+    assert len(json.loads(record.read_text())["hosts"]) == 2
+
+    hosts = start(folder, "evaluate", str(folder / "runs" / "trained" / "model"), "-c", "config.yaml")
+    assert ended(folder, hosts) == [0, 0], (folder / "0.log").read_text() + (folder / "1.log").read_text()
+    assert "19 examples" in (folder / "0.log").read_text()
+    assert "examples" not in (folder / "1.log").read_text()
 
 
 def test_when_a_host_is_killed_the_other_has_lost_a_peer_and_no_worker_is_left(folder: Path) -> None:
-    hosts = start(folder, "wait")
+    hosts = start(folder, "idle")
     wait_for_program(folder)
     workers = [children(host)[0] for host in hosts]
     hosts[0].kill()

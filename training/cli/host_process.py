@@ -12,15 +12,13 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from training.errors import Exit, LostPeer, StopRequested, TrainError, is_out_of_memory
+from training.errors import Exit, LostPeer, OutOfMemory, StopRequested, TrainError, is_out_of_memory
 
 if TYPE_CHECKING:
     from training.config import TrainerConfig
     from training.distributed.cluster import Cluster
     from training.distributed.rendezvous import Rendezvous
     from training.distributed.shutdown import ShutdownRequest
-
-OUT_OF_MEMORY_ADVICE = "lower train.global_batch_size, raise train.gradient_accumulation, or take precision: bf16"
 
 
 def join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Cluster, Rendezvous]:
@@ -51,7 +49,7 @@ def run_and_exit(rendezvous: Rendezvous, work: Callable[[], None]) -> NoReturn:
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         if is_out_of_memory(error):
-            message = f"out of memory: {OUT_OF_MEMORY_ADVICE}\n  {message}"
+            message = str(OutOfMemory(message))
             print(f"tpu-train: error: {message}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from typing import TYPE_CHECKING
 
 import click
 
 from training.cli.host_process import exit_overdue, join_cluster, run_and_exit
 from training.cli.options import set_option, step_option
 from training.registry import BACKENDS
+
+if TYPE_CHECKING:
+    from training.config import TrainerConfig
+    from training.distributed.cluster import Cluster
+    from training.distributed.rendezvous import Rendezvous
+    from training.distributed.shutdown import ShutdownRequest
 
 
 @click.command()
@@ -40,15 +47,10 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
     def run() -> None:
         from functools import partial
 
-        from training.backends.tensorflow import pod
-        from training.distributed.cluster import tensorflow_environment
+        from training.backends.tensorflow.pod import run_program
         from training.trainer import train as run_training
 
-        if pod.applies(settings, cluster):
-            tensorflow_environment(cluster, {})  # raises where TensorFlow can't drive this slice
-            pod.run(settings, cluster, rendezvous, shutdown, partial(run_training, timer=timer))
-        else:
-            run_training(settings, cluster, rendezvous, shutdown, timer)
+        run_program(settings, cluster, rendezvous, shutdown, partial(run_training, timer=timer))
 
     run_and_exit(rendezvous, run)
 
@@ -77,14 +79,19 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
     os.dup2(2, 1)
     cluster, rendezvous = join_cluster(settings, shutdown)
 
-    def run() -> None:
+    def program(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest) -> None:
         from training import evaluate as evaluation
 
-        result = evaluation.evaluate(model, settings, cluster, rendezvous, shutdown, step)
+        result = evaluation.evaluate(model, config, cluster, rendezvous, shutdown, step)
         rendezvous.meet("end")
         if cluster.is_first:
             text = f"{result.model}, {result.examples} examples: {format_figures(result.figures)}"
             print(json.dumps(result.as_json()) if as_json else text, file=out, flush=True)
+
+    def run() -> None:
+        from training.backends.tensorflow.pod import run_program
+
+        run_program(settings, cluster, rendezvous, shutdown, program)
 
     run_and_exit(rendezvous, run)
 

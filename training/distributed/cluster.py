@@ -23,7 +23,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from training.accelerators import UnknownAccelerator, accelerator
 from training.distributed import libtpu_flags
@@ -36,7 +36,13 @@ METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attribut
 
 @dataclass(frozen=True)
 class Cluster:
-    """This process's place. `addresses` has one entry a host, in worker order."""
+    """This process's place.
+
+    Attributes:
+        worker: of this host.
+        addresses: one a host that runs the loop, in worker order.
+        slice_addresses: one a host of the slice, where host 0 alone runs the loop and drives the devices of all.
+    """
 
     worker: int
     addresses: tuple[str, ...]
@@ -45,11 +51,21 @@ class Cluster:
     attempt: int = 0
     rendezvous_port: int = RENDEZVOUS_PORT
     gloo_port: int = GLOO_PORT
+    slice_addresses: tuple[str, ...] = ()
 
     @property
     def hosts(self) -> int:
-        """How many hosts there are."""
+        """How many hosts run the loop."""
         return len(self.addresses)
+
+    @property
+    def all_addresses(self) -> tuple[str, ...]:
+        """One a host of the slice, in worker order, whether it runs the loop or not."""
+        return self.slice_addresses or self.addresses
+
+    def alone(self) -> Cluster:
+        """The cluster of host 0 where it alone runs the loop, for all hosts of the slice."""
+        return replace(self, addresses=self.addresses[:1], slice_addresses=self.addresses)
 
     @property
     def is_first(self) -> bool:

@@ -7,9 +7,11 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from tests.container import small_runs
 from tests.oracle import libtpu
 from training.distributed.cluster import Cluster, torch_xla_environment, tpu_environment
 
@@ -20,21 +22,20 @@ NO_CHIPS = {
     "v6e-8": "Failed to get global TPU topology",
 }
 
-PROGRAM = "import torch_xla; print(torch_xla.device())"
-
 
 def test_libtpu_understands_every_accelerator_type_as_the_device_plugin_means_it() -> None:
     assert libtpu.compare("torch-xla") == []
 
 
 @pytest.mark.parametrize("name", NO_CHIPS)
-def test_initialisation_without_chips_ends_with_a_message(name: str) -> None:
-    environment = {**os.environ, "PJRT_DEVICE": "TPU", **tpu_environment(Cluster(0, ("localhost",), name))}
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert ended.returncode == 1, ended.stderr
-    assert re.search(NO_CHIPS[name], ended.stderr), ended.stderr
+def test_training_without_chips_ends_with_one_message(name: str, tmp_path: Path) -> None:
+    folder = small_runs.prepare(tmp_path)
+    config = small_runs.document(folder, backend="torch-xla")
+    [trainer] = small_runs.start(folder, "no-chips", config, PJRT_DEVICE="TPU", TPU_ACCELERATOR_TYPE=name)
+    assert trainer.finish(150) == 1, trainer.text()
+    message = f"tpu-train: error: the TPU of this host could not be initialised: .*{NO_CHIPS[name]}.*; check that"
+    assert len(re.findall(message, trainer.text())) == 1, trainer.text()
+    assert "Traceback" not in trainer.text()
 
 
 FLAGS_OF_TORCH_XLA = """

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from training.backends.tensorflow.failures import translate_failures
 from training.backends.tensorflow.input import distributed
 from training.backends.tensorflow.model import Noise, Parameter, build
 from training.backends.tensorflow.replicas import Replicas
@@ -39,8 +40,10 @@ from training.tasks.task import Task
 
 
 class TensorFlow:
-    """A model and its optimizer on the devices of this slice."""
+    """A model and its optimizer on the devices of this slice. Every method raises LostPeer when a worker of the slice
+    is gone, and OutOfMemory."""
 
+    @translate_failures()
     def __init__(
         self,
         config: TrainerConfig,
@@ -92,6 +95,7 @@ class TensorFlow:
             return task.batches(start)
         return distributed(self._replicas.strategy, self._config, task.data, start)
 
+    @translate_failures()
     def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingStep:
         seed, scalars = self._step.scalars(number)
         rows = self._replicas.send_rows(batch)
@@ -102,6 +106,7 @@ class TensorFlow:
         self._call("update", tf.constant(total[: -len(_as_array(signals))]), scalars)
         return _PendingStep(total[len(gradients) - len(SUMS) :])
 
+    @translate_failures()
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
         sums = self._call("evaluate", self._replicas.send_rows(batch))
         if not self._exchange:
@@ -125,9 +130,11 @@ class TensorFlow:
     def tensor_specs(self) -> dict[str, TensorSpec]:
         return self._state.tensor_specs()
 
+    @translate_failures()
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
         return self._state.snapshot(buffers)
 
+    @translate_failures()
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         self._state.load(tensors)
 
@@ -180,6 +187,7 @@ class _PendingStep:
     def __init__(self, sums: Any, signals: Signals | None = None) -> None:
         self._sums, self._signals = sums, signals
 
+    @translate_failures()
     def result(self) -> StepResult:
         values: list[float] = np.asarray(self._sums).tolist()
         further = values[len(SUMS) :]

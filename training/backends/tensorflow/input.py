@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from training.backends.tensorflow.failures import translate_failures
 from training.batch import HostBatch
 from training.config import TrainerConfig
 from training.data.tf.record_source import translate_errors
@@ -32,7 +33,8 @@ class Distributed:
 
 
 def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) -> Generator[HostBatch, None, None]:
-    """Global batch `start`, `start` + 1, ..., endless, read ahead by tf.data. Raises BadInput, StorageError."""
+    """Global batch `start`, `start` + 1, ..., endless, read ahead by tf.data. Raises BadInput, StorageError,
+    LostPeer, OutOfMemory."""
     per_replica = config.train.global_batch_size // strategy.num_replicas_in_sync
     names = tuple(task_class(config.task).empty_batch(config, 1, data.sequence_length))
 
@@ -46,7 +48,7 @@ def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) ->
             config.train.prefetch
         )
 
-    with translate_errors():
+    with translate_failures(), translate_errors(data.train):
         batches = iter(strategy.distribute_datasets_from_function(of_host))
         while True:
             values: Mapping[str, Any] = next(batches)

@@ -1,6 +1,7 @@
 """TensorFlow on a TPU slice of several hosts: one program on host 0 drives all devices, through a worker on every host.
 
-`tpu-train train` is started on all hosts alike, as for PyTorch, and keeps the exit codes that the launcher knows:
+`tpu-train train` and `tpu-train evaluate` are started on all hosts alike, as for PyTorch, and keep the exit codes that
+the launcher knows:
 
   every host  starts a worker (training.backends.tensorflow.worker) and meets the others once it listens
   host 0      runs the loop with TPU_NAME=grpc://...; to the loop it is the only host. Its rows are read by the workers
@@ -8,8 +9,9 @@
   76
 
 The rendezvous of all hosts stays open meanwhile: a host that is gone, or whose worker has ended, ends the others too; a
-host that is asked to stop tells host 0 through the name of its phase. This was never run on TPUs; the workers and the
-barriers are tested on CPUs.
+host that is asked to stop tells host 0 through the name of its phase. Host 0 may notice the end of a worker before
+that worker's host does, as an operation that fails: it has lost a peer, and waits for that host to say why. This was
+never run on TPUs; the workers, operations on them and the barriers are tested on CPUs.
 
 Ports: 8470 (TPU_TASK_PORT) the workers, 8476 libtpu's mesh controller on host 0.
 """
@@ -24,7 +26,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from training.config import TrainerConfig
@@ -32,11 +33,15 @@ from training.distributed.agreement import agree, code_hash
 from training.distributed.cluster import Cluster, device_kind, tensorflow_plugin, tpu_environment
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
-from training.errors import Exit, StopRequested, TrainError
+from training.errors import Exit, LostPeer, StopRequested, TrainError
 
 WORKER_PORT = 8470
 ASKED = "asked to stop"  # the phase of a host that was
 _ALWAYS = 10 * 365 * 86400.0  # seconds
+CAUSE_SECONDS = 5.0  # that host 0, whose operations failed for a lost worker, waits for that worker's host to say so
+# That a host which lost host 0 waits for the end of its own worker: a dying process closes its connections first. Less
+# than rendezvous.GRACE.
+WORKER_END_SECONDS = 0.5
 
 # What host 0 runs: (config, cluster, rendezvous, shutdown).
 Program = Callable[[TrainerConfig, Cluster, Rendezvous, ShutdownRequest], Any]
@@ -47,14 +52,25 @@ def applies(config: TrainerConfig, cluster: Cluster) -> bool:
     return config.backend == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU"
 
 
+def run_program(
+    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest, program: Program
+) -> None:
+    """Runs the program on every host; or, where it `applies`, on host 0 for all (see `run`)."""
+    if applies(config, cluster):
+        run(config, cluster, rendezvous, shutdown, program)
+    else:
+        program(config, cluster, rendezvous, shutdown)
+
+
 def run(
     config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest, program: Program
 ) -> None:
     """Starts this host's worker. Then host 0 runs the program, and the others serve until it ends. Raises StopRequested
     once host 0 has committed, LostPeer, TrainError, and whatever the program raises."""
+    environment = worker_environment(cluster)  # raises where TensorFlow can't drive this slice
     agree(rendezvous, {"configuration": config.hash, "code": code_hash()}, config.rendezvous.start_seconds)
     port = int(os.environ.get("TPU_TASK_PORT") or WORKER_PORT)
-    with worker(worker_environment(cluster), port, config.rendezvous.start_seconds) as serving:
+    with worker(environment, port, config.rendezvous.start_seconds) as serving:
         rendezvous.set_phase("waiting for the workers of all hosts")
         workers = rendezvous.meet(
             "workers", f"{cluster.addresses[cluster.worker]}:{port}", config.rendezvous.start_seconds
@@ -62,15 +78,14 @@ def run(
         if not cluster.is_first:
             return _serve(rendezvous, shutdown, serving)
         os.environ["TPU_NAME"] = ",".join(f"grpc://{address}" for address in workers)
+        chief = Chief(rendezvous, shutdown, serving)
         try:
-            program(
-                config,
-                replace(cluster, addresses=cluster.addresses[:1]),
-                Chief(rendezvous, shutdown, serving),
-                shutdown,
-            )
+            program(config, cluster.alone(), chief, shutdown)
         except StopRequested:
             rendezvous.meet("done", int(Exit.SAVED))
+            raise
+        except LostPeer:
+            chief.await_cause(CAUSE_SECONDS)
             raise
         rendezvous.meet("done", int(Exit.FINISHED))
         return None
@@ -120,6 +135,8 @@ def _await_serving(process: subprocess.Popen[bytes], port: int, seconds: float) 
             line = process.stdout.readline()
             if line.strip() == b"serving":
                 return
+            if line.startswith(b"unusable: "):
+                raise TrainError(line.decode().removeprefix("unusable: ").strip())
             if not line:
                 raise TrainError(
                     f"the TPU worker of this host (port {port}) ended with code {process.wait()} before it served; "
@@ -154,7 +171,9 @@ def _serve(rendezvous: Rendezvous, shutdown: ShutdownRequest, serving: subproces
             raise error
         waiting.join(0.2)
     if isinstance(end[0], TrainError):
-        raise end[0]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            serving.wait(WORKER_END_SECONDS)
+        raise _ended(serving) or end[0]
     if end[0] == Exit.SAVED:
         raise StopRequested("host 0 has committed and stopped")
 
@@ -188,6 +207,14 @@ class Chief:
         self._outer.check()
         if error := _ended(self._serving):
             raise error
+
+    def await_cause(self, seconds: float) -> None:
+        """After an operation failed because a worker is lost: waits until the host of that worker says so, for at most
+        `seconds`. Raises LostPeer, which names the host, or TrainError where the worker is this host's own."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.check()
+            time.sleep(0.05)
 
     def phases(self) -> str:
         return self._outer.phases()

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from training.backends.tensorflow.failures import translate_tpu_failures
 from training.backends.tensorflow.input import Distributed
 from training.batch import Arrays
 
@@ -20,7 +21,7 @@ class Replicas:
     """The devices that this process drives."""
 
     def __init__(self) -> None:
-        """Opens the devices: TPUStrategy where PJRT_DEVICE says TPU, else this host's CPU."""
+        """Opens the devices: TPUStrategy where PJRT_DEVICE says TPU, else this host's CPU. Raises UnusableTpu."""
         self.is_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
         self.strategy = _tpu_strategy() if self.is_tpu else _cpu_strategy(int(os.environ.get("CPU_NUM_DEVICES") or 1))
         self.count: int = self.strategy.num_replicas_in_sync
@@ -50,6 +51,7 @@ class Replicas:
         return self.strategy.experimental_distribute_values_from_function(of_replica)
 
 
+@translate_tpu_failures()
 def _tpu_strategy() -> Any:
     """Over the chips of this host, or of the gRPC workers that TPU_NAME lists:
     grpc://10.0.0.2:8470,grpc://10.0.0.3:8470."""

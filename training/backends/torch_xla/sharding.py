@@ -22,7 +22,7 @@ from torch_xla import _XLAC
 
 from training.batch import SUMS, Arrays, Signals
 from training.distributed.cluster import Cluster
-from training.errors import TrainError
+from training.errors import TrainError, UnusableTpu
 
 SIGNALS = 2  # stop, save
 _REPLICATED = "{replicated}"
@@ -33,13 +33,20 @@ class DataParallel:
     """The devices of all hosts, each with its rows of the batch and a whole copy of the state."""
 
     def __init__(self, cluster: Cluster) -> None:
-        """Opens the devices. SPMD is on where this process has, or preflight pretends to have, several devices."""
-        several = os.environ.get("PJRT_DEVICE") == "TPU" or int(os.environ.get("CPU_NUM_DEVICES") or 1) > 1
+        """Opens the devices. SPMD is on where this process has, or preflight pretends to have, several devices. Raises
+        UnusableTpu."""
+        is_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
+        several = is_tpu or int(os.environ.get("CPU_NUM_DEVICES") or 1) > 1
         self.is_spmd = several or xla_runtime.is_spmd()  # preflight says so, where there is one device
         if self.is_spmd and not xla_runtime.is_spmd():
             xla_runtime.use_spmd()
-        self.device = torch_xla.device()
-        self.devices: int = xla_runtime.global_runtime_device_count() if self.is_spmd else cluster.hosts
+        try:
+            self.device = torch_xla.device()
+            self.devices: int = xla_runtime.global_runtime_device_count() if self.is_spmd else cluster.hosts
+        except RuntimeError as error:
+            if not is_tpu:
+                raise
+            raise UnusableTpu(str(error), cluster.accelerator_type) from None
         self._hosts = cluster.hosts
         self._mesh = spmd.Mesh(np.arange(self.devices), (self.devices,), ("data",)) if self.is_spmd else None
 

@@ -55,9 +55,21 @@ class RecordSource:
         return {**columns, REPLACED: tf.zeros((0,), tf.bool)}
 
 
+# What TensorFlow's file systems say of an access that failed before it concerned a file.
+_STORAGE_ACCESS = re.compile(r"Error executing an HTTP request|libcurl|bearer token")
+
+
 @contextmanager
-def translate_errors() -> Iterator[None]:
-    """Turns errors of the operations in this package into ours, wherever they ran. Raises BadInput, StorageError."""
+def translate_errors(dataset: Dataset) -> Iterator[None]:
+    """Turns errors of the operations in this package into ours, wherever they ran.
+
+    Only those that name a shard or an access to storage: whoever waits for a batch also gets the errors of what
+    runs meanwhile, such as a step on the devices.
+
+    Raises:
+        BadInput: A shard is missing or damaged.
+        StorageError: A shard could not be read.
+    """
     try:
         yield
     except tf.errors.OpError as error:
@@ -65,11 +77,14 @@ def translate_errors() -> Iterator[None]:
         record = re.search(r"<bad record>(.*?)\|(-?\d+)\|(-?\d+)\|(.*?)</bad record>", message, re.DOTALL)
         if record:
             raise tfrecord.Corrupt(record[1], int(record[2]), int(record[3]), record[4]) from None
-        if isinstance(error, tf.errors.NotFoundError):
-            raise BadInput(f"a shard is missing: {error.message}") from None
         if "<bad shard>" in message:
             raise BadInput(re.sub(r"(?s).*<bad shard>(.*?)</bad shard>.*", r"\1", message)) from None
-        raise storage.StorageError(f"TensorFlow could not read the dataset: {error.message}") from None
+        names_shard = any(storage.join(dataset.url, shard.name) in message for shard in dataset.shards)
+        if names_shard and isinstance(error, tf.errors.NotFoundError):
+            raise BadInput(f"a shard is missing: {message}") from None
+        if names_shard or _STORAGE_ACCESS.search(message):
+            raise storage.StorageError(f"TensorFlow could not read the dataset: {message}") from None
+        raise
 
 
 class ShardIndex:

@@ -1,0 +1,69 @@
+"""TensorFlow's errors as the trainer's: what one means does not depend on the call in which it surfaces.
+
+Operations run ahead of the program, so an error comes from whatever waits next: a step, a batch, a copy of the state.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import tensorflow as tf
+
+from training.errors import LostPeer, OutOfMemory, UnusableTpu
+
+# What gRPC says of a worker that is gone; TensorFlow passes it on under various codes.
+_NO_CONNECTION = re.compile(r"socket closed|connection (reset|refused)|failed to connect|broken pipe", re.IGNORECASE)
+_LOST = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+
+
+@contextmanager
+def translate_failures() -> Iterator[None]:
+    """Around everything that waits for operations. Errors without a meaning of their own pass unchanged.
+
+    Raises:
+        OutOfMemory: of a device, or of a host.
+        LostPeer: the worker of a host of this slice is gone.
+    """
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError as error:
+        raise OutOfMemory(error.message) from None
+    except tf.errors.OpError as error:
+        if not _is_lost_worker(error):
+            raise
+        raise LostPeer(f"a worker of this slice is gone: {error.message.splitlines()[0][:300]}") from None
+
+
+@contextmanager
+def translate_tpu_failures() -> Iterator[None]:
+    """Around the initialisation of the TPU. Raises UnusableTpu."""
+    try:
+        yield
+    except (tf.errors.OpError, RuntimeError, ValueError) as error:
+        if isinstance(error, tf.errors.OpError) and _is_lost_worker(error):
+            raise
+        raise describe_tpu_failure(str(error)) from None
+
+
+def describe_tpu_failure(message: str) -> UnusableTpu:
+    """The error for TensorFlow's message about a TPU that it could not initialise.
+
+    Of several errors the first is the cause. Those of a slice name the worker, and all name operations.
+    """
+    worker = re.search(r"remote target /job:\w+/replica:\d+/task:(\d+)", message)
+    first = re.search(r"^ *\(0\) (.*)$", message, re.MULTILINE)
+    lines = [line.strip() for line in message.splitlines()]
+    reason = first[1] if first else "\n".join(line for line in lines if line and not line.startswith("[["))
+    host = f"host {worker[1]}" if worker else "a host of this slice" if _has_workers() else "this host"
+    return UnusableTpu(re.sub(r"\{\{.*?\}\} *", "", reason), os.environ.get("TPU_ACCELERATOR_TYPE"), host)
+
+
+def _is_lost_worker(error: tf.errors.OpError) -> bool:
+    return _has_workers() and (isinstance(error, _LOST) or _NO_CONNECTION.search(error.message or "") is not None)
+
+
+def _has_workers() -> bool:
+    return os.environ.get("TPU_NAME", "local") != "local"
