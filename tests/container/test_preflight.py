@@ -130,9 +130,10 @@ def test_all_of_the_state_is_donated_whatever_was_traced_before(folder: Path, ev
 
 
 def test_every_device_of_a_slice_of_hosts_gets_all_of_the_state(folder: Path) -> None:
-    """What one device of a v3-32 makes has the shapes of the whole: no output is split."""
+    """The program says so of every output, and what one device of a v3-32 makes has the shapes of the whole."""
     step = traced_step(folder, "replicated", "v3-32", train__precision="bf16")
     assert len(step["output_shapes"]) == 3 * len(small_runs_sizes(width=128)) + 1
+    assert step["free_outputs"] == 0
     assert step["local_output_shapes"] == step["output_shapes"]
 
 

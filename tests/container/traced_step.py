@@ -38,9 +38,18 @@ def describe(path: str, name: str) -> dict[str, Any]:
         "local_output_shapes": [
             dims.replace(",", "x") for dims in re.findall(r"[a-z]\w*\[([\d,]*)\]", local.group(1).replace(" ", ""))
         ],
+        "free_outputs": _free_outputs(text),
         "exact_products": text.count("HIGHEST"),
         "types_of_products": sorted(set(re.findall(r"dot_general.*-> tensor<[^>]*x(\w+)>", text))),
     }
+
+
+def _free_outputs(text: str) -> int:
+    """Outputs whose layout over the devices the program leaves to the compiler."""
+    main = text.partition("@main(")[2]
+    returned = re.findall(r"%[\w#:]+", next(line for line in main.splitlines() if line.strip().startswith("return")))
+    pinned = set(re.findall(r'(%\w+) = stablehlo\.custom_call @Sharding\(.*sharding = "\{replicated\}"', main))
+    return len([name for name in returned if name not in pinned])
 
 
 def _bytes(shape: str) -> int:
