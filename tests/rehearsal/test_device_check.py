@@ -15,7 +15,9 @@ from tests.rehearsal.workstation import Workstation
 
 @pytest.fixture(scope="module")
 def one_host(emulator: Workstation) -> Iterator[str]:
-    name = emulator.file("one.yaml", SLICE.replace("NAME", "one").replace("TYPE", "v3-8"))
+    name = emulator.file(
+        "one.yaml", SLICE.replace("NAME", "one").replace("TYPE", "v3-8").replace("us-central2-b", "europe-west4-a")
+    )
     yield name
     emulator.launch("--emulated", "down", "-f", name)
 
