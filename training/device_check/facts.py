@@ -59,11 +59,11 @@ def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None)
     problems = []
     if error := facts.get("error"):
         problems.append(Problem(f"{facts.get('phase', 'beginning')}: {error}", anew))
-    expected, found = facts.get("devices_expected", 0), facts.get("devices")
-    if found is not None and found != expected:
-        problems.append(Problem(f"{found} {facts['kind']} devices, and it should have {expected}", anew))
+    expected, count = facts.get("devices_expected", 0), facts.get("devices")
+    if count is not None and count != expected:
+        problems.append(Problem(f"{count} {facts['kind']} devices, and it should have {expected}", anew))
     total = facts.get("slice_devices")
-    if found == expected and total is not None and total != expected * hosts:
+    if count == expected and total is not None and total != expected * hosts:
         message = f"it sees {total} devices in the slice, which should have {expected * hosts}"
         problems.append(Problem(message, anew))
     if facts.get("wrong_products"):

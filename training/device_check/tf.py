@@ -41,9 +41,9 @@ class TensorFlowDevices:
             self._exchange = TcpAllReduce(cluster, rendezvous, token, _SECONDS)
 
     def _use_workers(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
-        """Host 0 tries all devices while the workers of all hosts serve; every host learns what it found."""
+        """Host 0 tries all devices while the workers of all hosts serve; every host learns what it results."""
         port = int(os.environ.get("TPU_TASK_PORT") or pod.WORKER_PORT)
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         environment = {**pod.worker_environment(cluster), "TPU_LOAD_LIBRARY": "1"}
         with pod.worker(environment, port, _SECONDS):
             addresses = rendezvous.meet("workers", f"{cluster.addresses[cluster.worker]}:{port}")
@@ -52,10 +52,10 @@ class TensorFlowDevices:
                 self._replicas = Replicas()
                 names = [device.name for device in tf.config.list_logical_devices("TPU")]
                 on_hosts = [sum(f"/task:{worker}/" in name for name in names) for worker in range(cluster.hosts)]
-                found = {"hosts": on_hosts, "wrong": self.wrong_products(), "sum": self.sum_ones()}
-            found = rendezvous.meet("devices tried", found)[0]
-        self.local, self.total = found["hosts"][cluster.worker], sum(found["hosts"])
-        self._wrong, self._sum = found["wrong"], found["sum"]
+                results = {"hosts": on_hosts, "wrong": self.wrong_products(), "sum": self.sum_ones()}
+            results = rendezvous.meet("devices tried", results)[0]
+        self.local, self.total = results["hosts"][cluster.worker], sum(results["hosts"])
+        self._wrong, self._sum = results["wrong"], results["sum"]
 
     def memory_bytes(self) -> int | None:
         """TensorFlow does not tell."""
