@@ -37,8 +37,13 @@ def buffer_names(state: Mapping[str, Any]) -> dict[int, str]:
     A buffer stays the same whichever program reads it. A tensor's number, by which torch_xla itself finds donors, does
     not: an evaluation that was traced before leaves other numbers in the arguments.
     """
-    handles = _XLAC._get_tensors_handle(list(state.values()))
-    return dict(zip(handles, state, strict=True))
+    names = {}
+    for name, tensor in state.items():
+        # A tensor that was moved, and not computed yet, has no buffer of its own: the one that it comes from counts.
+        _, values = _XLAC._get_tensors_xla_device_data_node([tensor])
+        if len(values) == 1:
+            names[_XLAC._get_tensors_handle(values)[0]] = name
+    return names
 
 
 def simulate_devices(count: int) -> None:
