@@ -58,7 +58,7 @@ FAULTS = tuple(
 STAGES = (
     (Stage("lint", ("make", "--no-print-directory", "lint"), 300, runs_tests=False),),
     (Stage("fast", (*PYTEST, "--durations=5"), 600),),
-    (Stage("container", (sys.executable, "tools/container_tests.py"), 1500),),
+    (Stage("container", (sys.executable, "tools/container_tests.py"), 2400),),
     (Stage("virtual-tpu", (sys.executable, "tools/container_tests.py", "virtual-tpu"), 1200),),
     (Stage("tensorflow", (sys.executable, "tools/container_tests.py", "tensorflow"), 900),),
     (Stage("oracle-torch-xla", (sys.executable, "tools/container_tests.py", "oracle-torch-xla", "-s"), 600),),
