@@ -1,0 +1,1 @@
+"""Whether the devices of every host work, tried by a container on each: run, then judged."""

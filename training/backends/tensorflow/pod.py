@@ -13,7 +13,7 @@ host that is asked to stop tells host 0 through the name of its phase. Host 0 ma
 that worker's host does, as an operation that fails: it has lost a peer, and waits for that host to say why. This was
 never run on TPUs; the workers, operations on them and the barriers are tested on CPUs.
 
-Ports: 8470 (TPU_TASK_PORT) the workers, 8476 libtpu's mesh controller on host 0.
+Ports: 8470 (TPU_TASK_PORT) the workers; 8471 libtpu's, by which it finds its peers in TPU_WORKER_HOSTNAMES.
 """
 
 from __future__ import annotations
