@@ -1,0 +1,673 @@
+"""Deterministic cooperative tasks over a virtual clock: the ground that both simulators stand on.
+
+Blocking code runs unchanged, each task in a greenlet of one thread. A task runs until it blocks in a primitive of this
+file; then the scheduler picks the next of those that can run, by the random numbers of the life's seed. When none can,
+the clock jumps to the next timer. The same seed gives the same life, line by line.
+
+Every task belongs to a `Process`, which can be killed (nothing of it runs any more: its stack is unwound by `Killed`,
+and whatever it calls here meanwhile raises that again), frozen and thawed (its clock goes on, it does not).
+
+`SimulatedClock` and `SimulatedThreads` have the methods of `time`, `threading`, `queue` and `concurrent.futures` that
+the programs use, with the same names and meaning, so they fit the programs' protocols.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import queue
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from greenlet import getcurrent, greenlet
+
+Function = Callable[..., Any]
+PREEMPT = 0.1  # probability that another task runs when one sets an event, releases a lock, starts a task, and the like
+
+
+class Killed(BaseException):
+    """Unwinds the tasks of a process that was killed. No code of a program may act on it."""
+
+
+class Stuck(Exception):
+    """A life that does not end. The message names the tasks and what each waits for."""
+
+
+class Process:
+    """What is killed and frozen as one: a program on a host, or a part of the world."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.alive, self.frozen = True, False
+        self.tasks: dict[Task, None] = {}
+        self.held: list[Task] = []  # could run, but the process is frozen
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+class Task:
+    """A thread of a process. `join` and `is_alive` are as threading.Thread has them."""
+
+    def __init__(self, scheduler: Scheduler, function: Function, args: tuple[Any, ...], name: str, process: Process):
+        self.name, self.process, self.daemon = name, process, True
+        self.error: BaseException | None = None  # what ended it
+        self.result: Any = None
+        self.waits_for = ""
+        self._scheduler, self._function, self._args = scheduler, function, args
+        self._greenlet = greenlet(self._run, scheduler.hub)
+        self._outcome: Any = None  # of the wait that has just ended
+        self._waits: dict[Task, None] | None = None  # the waiters among which it is
+        self._generation = 0  # counts its waits: a timer of an earlier one is void
+        self._done = False
+        self._joining: dict[Task, None] = {}
+
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return not self._done
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits until it has ended."""
+        deadline = Deadline(self._scheduler, timeout)
+        while not self._done and self._scheduler.wait(self._joining, deadline.left(), f"the end of {self.name}"):
+            pass
+
+    def _run(self) -> None:
+        try:
+            self.result = self._function(*self._args)
+        except Killed:
+            pass
+        except BaseException as error:
+            self.error = error
+            if self.process.alive:
+                self._scheduler.crashed.append(self)
+        finally:
+            self._done = True
+            self.process.tasks.pop(self, None)
+            self._scheduler.wake_all(self._joining)
+
+    def __repr__(self) -> str:
+        return f"{self.process}/{self.name}"
+
+
+class Scheduler:
+    """Runs the tasks of one life."""
+
+    def __init__(self, randomness: random.Random, now: float = 0.0, preempt: float = PREEMPT) -> None:
+        """
+        Args:
+            randomness: decides which task runs next.
+            now: seconds, at the beginning.
+            preempt: the probability that another task runs at a point where nobody waits.
+        """
+        self.random, self.now, self.preempt = randomness, now, preempt
+        self.hub = getcurrent()
+        self.world = Process("world")
+        self.current: Task | None = None
+        self.crashed: list[Task] = []  # tasks that ended with an exception
+        self.steps = 0
+        self.story: list[str] | None = None  # lines, when they are wanted
+        self.processes: dict[Process, None] = {}  # that ever had a task
+        self._ready: list[Task] = []
+        self._dying: list[Task] = []
+        self._timers: list[tuple[float, int, Task | Function, int]] = []
+        self._numbers = itertools.count()
+
+    # --- the life
+
+    def run(self, until: Callable[[], bool] | None = None, *, seconds: float, steps: int = 1_000_000) -> None:
+        """Runs tasks until `until()` or, without it, until none can run ever again.
+
+        Raises:
+            Stuck: the clock has passed `seconds`, or so many `steps` were taken, or all wait for each other.
+        """
+        ready, rand = self._ready, self.random.random
+        while until is None or not until():
+            while self._dying:
+                self._unwind(self._dying.pop())
+            if not ready and not self._fire_timers():
+                if until is None:
+                    return
+                raise Stuck(f"all tasks wait for each other: {self.describe()}")
+            if not ready:
+                continue
+            self.steps += 1
+            if self.now > seconds or self.steps > steps:
+                raise Stuck(f"still running after {self.now:.0f} s and {self.steps} steps: {self.describe()}")
+            index = int(rand() * len(ready))
+            task = ready[index]
+            last = ready.pop()
+            if last is not task:
+                ready[index] = last
+            self.current = task
+            task._greenlet.switch()
+            self.current = None
+
+    def close(self) -> None:
+        """Unwinds every task that is left: call it at the end of each life."""
+        for process in self.processes:
+            self.kill(process)
+        while self._dying:
+            self._unwind(self._dying.pop())
+
+    def note(self, text: str) -> None:
+        """Adds a line to the story, where one is wanted."""
+        if self.story is not None:
+            who = self.current.process.name if self.current else "world"
+            self.story.append(f"{self.now:10.3f}  {who:<16} {text}")
+
+    def describe(self) -> str:
+        """What every task waits for."""
+        lines = [f"{task} waits for {task.waits_for or '?'}" for process in self.processes for task in process.tasks]
+        return "; ".join(lines) or "no task is left"
+
+    # --- processes
+
+    def spawn(self, function: Function, *args: Any, name: str, process: Process | None = None) -> Task:
+        """Starts a task, in the process of whoever starts it unless one is given."""
+        if process is None:
+            process = self.current.process if self.current else self.world
+        if not process.alive:
+            raise Killed
+        task = Task(self, function, args, name, process)
+        process.tasks[task] = None
+        self.processes[process] = None
+        self._make_ready(task)
+        return task
+
+    def kill(self, process: Process) -> None:
+        """Ends a process at once: none of its tasks runs any more. Raises Killed when it is the caller's own."""
+        if process.alive:
+            process.alive = False
+            self._dying += [task for task in process.tasks if task is not self.current]
+            process.held.clear()
+        if self.current is not None and self.current.process is process:
+            raise Killed
+
+    def freeze(self, process: Process) -> None:
+        """Nothing of the process runs until it is thawed; time goes on."""
+        process.frozen = True
+        mine = [task for task in self._ready if task.process is process]
+        self._ready[:] = [task for task in self._ready if task.process is not process]
+        process.held += mine
+        if self.current is not None and self.current.process is process:
+            self.pause()
+
+    def thaw(self, process: Process) -> None:
+        """Lets a frozen process run on."""
+        process.frozen = False
+        self._ready += process.held
+        process.held.clear()
+
+    # --- what blocks
+
+    def sleep(self, seconds: float) -> None:
+        """Blocks the caller for so long."""
+        self.wait(None, max(0.0, seconds), "time to pass")
+
+    def pause(self) -> None:
+        """Lets any other task run first; the caller can run on at once."""
+        task = self._caller()
+        if task is not None:
+            task._generation += 1
+            self._make_ready(task)
+            self.hub.switch()
+            self._resumed(task)
+
+    def maybe_pause(self) -> None:
+        """A point at which the operating system may let another thread run."""
+        if self.current is not None and (not self.current.process.alive or self.random.random() < self.preempt):
+            self.pause()
+
+    def wait(self, waiters: dict[Task, None] | None, timeout: float | None, what: str = "") -> bool:
+        """Blocks the caller until it is woken, or `timeout` seconds have passed. Returns whether it was woken.
+
+        Args:
+            waiters: where `wake` finds it; None to wait for the time only.
+            timeout: None for no limit.
+            what: it waits for, for messages.
+        """
+        task = self._caller()
+        if task is None:
+            raise RuntimeError(f"the scheduler itself can't wait for {what}")
+        task._generation += 1
+        if waiters is not None:
+            waiters[task] = None
+        task._waits, task.waits_for = waiters, what
+        if timeout is not None:
+            heapq.heappush(self._timers, (self.now + timeout, next(self._numbers), task, task._generation))
+        self.hub.switch()
+        self._resumed(task)
+        task.waits_for = ""
+        return bool(task._outcome)
+
+    def wake(self, waiters: dict[Task, None], count: int = 1) -> None:
+        """Wakes the `count` tasks that have waited longest."""
+        while waiters and count:
+            task = next(iter(waiters))
+            self._wake(task, True)
+            count -= 1
+
+    def wake_all(self, waiters: dict[Task, None]) -> None:
+        """Wakes all waiters."""
+        for task in list(waiters):
+            self._wake(task, True)
+
+    def call_at(self, when: float, function: Callable[[], None]) -> None:
+        """Calls a function that does not block, at a time."""
+        heapq.heappush(self._timers, (when, next(self._numbers), function, 0))
+
+    def check_alive(self) -> None:
+        """Raises Killed in a task whose process was killed: for operations of the world that do not block."""
+        if self.current is not None and not self.current.process.alive:
+            raise Killed
+
+    # --- inside
+
+    def _caller(self) -> Task | None:
+        task = self.current
+        if task is not None and not task.process.alive:
+            raise Killed
+        return task
+
+    def _resumed(self, task: Task) -> None:
+        self.current = task
+        if not task.process.alive:
+            raise Killed
+
+    def _make_ready(self, task: Task) -> None:
+        (task.process.held if task.process.frozen else self._ready).append(task)
+
+    def _wake(self, task: Task, outcome: bool) -> None:
+        if task._waits is not None:
+            task._waits.pop(task, None)
+            task._waits = None
+        task._generation += 1
+        task._outcome = outcome
+        if task.process.alive:
+            self._make_ready(task)
+
+    def _fire_timers(self) -> bool:
+        """Moves the clock to the next timer, and lets it act. Returns whether there was one."""
+        timers = self._timers
+        while timers:
+            when, _, subject, generation = heapq.heappop(timers)
+            if isinstance(subject, Task):
+                if subject._generation != generation or subject._done or not subject.process.alive:
+                    continue
+                self.now = max(self.now, when)
+                self._wake(subject, False)
+            else:
+                self.now = max(self.now, when)
+                subject()
+            return True
+        return False
+
+    def _unwind(self, task: Task) -> None:
+        """Ends a task of a killed process. Whatever it does while its stack is unwound raises Killed again."""
+        if task in self._ready:
+            self._ready.remove(task)
+        if task._waits is not None:
+            task._waits.pop(task, None)
+            task._waits = None
+        self.current = task
+        if not task._greenlet:  # it never ran, or has ended
+            task._done = True
+            task.process.tasks.pop(task, None)
+        while task._greenlet:
+            task._greenlet.throw(Killed)
+        self.current = None
+
+
+class Deadline:
+    """How much is left of a time-out."""
+
+    def __init__(self, scheduler: Scheduler, timeout: float | None) -> None:
+        self._scheduler = scheduler
+        self._at = None if timeout is None else scheduler.now + timeout
+
+    def left(self) -> float | None:
+        """Seconds, never negative; None without a limit."""
+        return None if self._at is None else max(0.0, self._at - self._scheduler.now)
+
+
+class SimulatedClock:
+    """The clock of a host: virtual time, from an origin of the host's own, with a wall clock that may be wrong."""
+
+    def __init__(self, scheduler: Scheduler, *, started: float = 0.0, wall: float = 1_800_000_000.0) -> None:
+        """
+        Args:
+            started: the virtual time at which `monotonic` was 0.
+            wall: the Unix time that the host takes for virtual time 0; change it to make the clock jump.
+        """
+        self._scheduler, self.started, self.wall = scheduler, started, wall
+
+    def monotonic(self) -> float:
+        """Seconds since the host started."""
+        return self._scheduler.now - self.started
+
+    def time(self) -> float:
+        """Unix seconds, as the host believes."""
+        return self._scheduler.now + self.wall
+
+    def sleep(self, seconds: float) -> None:
+        """Returns after so many virtual seconds."""
+        self._scheduler.sleep(seconds)
+
+    __call__ = monotonic
+
+
+class Event:
+    """threading.Event."""
+
+    def __init__(self, scheduler: Scheduler, name: str = "an event") -> None:
+        self._scheduler, self._name = scheduler, name
+        self._is_set, self._waiters = False, dict[Task, None]()
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def set(self) -> None:
+        self._is_set = True
+        self._scheduler.wake_all(self._waiters)
+        self._scheduler.maybe_pause()
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        deadline = Deadline(self._scheduler, timeout)
+        while not self._is_set and self._scheduler.wait(self._waiters, deadline.left(), self._name):
+            pass
+        return self._is_set
+
+
+class Lock:
+    """threading.Lock; `reentrant` makes it threading.RLock."""
+
+    def __init__(self, scheduler: Scheduler, *, reentrant: bool = False) -> None:
+        self._scheduler, self._reentrant = scheduler, reentrant
+        self._holder: Task | None = None
+        self._depth, self._waiters = 0, dict[Task, None]()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        scheduler = self._scheduler
+        scheduler.maybe_pause()
+        deadline = Deadline(scheduler, None if timeout < 0 else timeout)
+        while self._depth and not (self._reentrant and self._holder is scheduler.current):
+            if not blocking or not scheduler.wait(self._waiters, deadline.left(), f"a lock that {self._holder} holds"):
+                return False
+        self._holder, self._depth = scheduler.current, self._depth + 1
+        return True
+
+    def release(self) -> None:
+        if not self._depth:
+            raise RuntimeError("release unlocked lock")
+        self._depth -= 1
+        if not self._depth:
+            self._holder = None
+            self._scheduler.wake(self._waiters)
+
+    def locked(self) -> bool:
+        return self._depth > 0
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+class Condition:
+    """threading.Condition."""
+
+    def __init__(self, scheduler: Scheduler, lock: Lock | None = None) -> None:
+        self._scheduler = scheduler
+        self._lock = lock or Lock(scheduler, reentrant=True)
+        self._waiters: dict[Task, None] = {}
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def wait(self, timeout: float | None = None) -> bool:
+        depth = self._lock._depth
+        for _ in range(depth):
+            self._lock.release()
+        try:
+            return self._scheduler.wait(self._waiters, timeout, "a condition")
+        finally:
+            for _ in range(depth):
+                self._lock.acquire()
+
+    def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        deadline = Deadline(self._scheduler, timeout)
+        result = predicate()
+        while not result and self.wait(deadline.left()):
+            result = predicate()
+        return result or predicate()
+
+    def notify(self, n: int = 1) -> None:
+        self._scheduler.wake(self._waiters, n)
+
+    def notify_all(self) -> None:
+        self._scheduler.wake_all(self._waiters)
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._lock.release()
+
+
+class Semaphore:
+    """threading.Semaphore."""
+
+    def __init__(self, scheduler: Scheduler, value: int = 1) -> None:
+        self._scheduler, self._value, self._waiters = scheduler, value, dict[Task, None]()
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        deadline = Deadline(self._scheduler, timeout)
+        while not self._value:
+            if not blocking or not self._scheduler.wait(self._waiters, deadline.left(), "a semaphore"):
+                return False
+        self._value -= 1
+        return True
+
+    def release(self, n: int = 1) -> None:
+        self._value += n
+        self._scheduler.wake(self._waiters, n)
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+class Queue:
+    """queue.Queue, with its exceptions."""
+
+    def __init__(self, scheduler: Scheduler, maxsize: int = 0) -> None:
+        self._scheduler, self.maxsize = scheduler, maxsize
+        self._items: deque[Any] = deque()
+        self._getters, self._putters, self._joiners = dict[Task, None](), dict[Task, None](), dict[Task, None]()
+        self._unfinished = 0
+
+    def qsize(self) -> int:
+        return len(self._items)
+
+    def empty(self) -> bool:
+        return not self._items
+
+    def full(self) -> bool:
+        return 0 < self.maxsize <= len(self._items)
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        self._scheduler.check_alive()
+        deadline = Deadline(self._scheduler, timeout)
+        while self.full():
+            if not block or not self._scheduler.wait(self._putters, deadline.left(), "room in a queue"):
+                raise queue.Full
+        self._items.append(item)
+        self._unfinished += 1
+        self._scheduler.wake(self._getters)
+        self._scheduler.maybe_pause()
+
+    def put_nowait(self, item: Any) -> None:
+        self.put(item, block=False)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        self._scheduler.check_alive()
+        deadline = Deadline(self._scheduler, timeout)
+        while not self._items:
+            if not block or not self._scheduler.wait(self._getters, deadline.left(), "an item of a queue"):
+                raise queue.Empty
+        item = self._items.popleft()
+        self._scheduler.wake(self._putters)
+        return item
+
+    def get_nowait(self) -> Any:
+        return self.get(block=False)
+
+    def task_done(self) -> None:
+        self._unfinished -= 1
+        if not self._unfinished:
+            self._scheduler.wake_all(self._joiners)
+
+    def join(self) -> None:
+        while self._unfinished:
+            self._scheduler.wait(self._joiners, None, "a queue's items to be done")
+
+
+class Future:
+    """concurrent.futures.Future, as far as a pool's callers need it."""
+
+    def __init__(
+        self, scheduler: Scheduler, function: Function, args: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> None:
+        self._scheduler, self._call = scheduler, (function, args, keywords)
+        self._finished = Event(scheduler, f"the result of {getattr(function, '__name__', function)}")
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._cancelled, self._running = False, False
+
+    def run(self) -> None:
+        """Calls the function, unless it was cancelled."""
+        if self._cancelled:
+            return
+        self._running = True
+        function, args, keywords = self._call
+        try:
+            self._result = function(*args, **keywords)
+        except Killed:
+            raise
+        except BaseException as error:
+            self._error = error
+        self._finished.set()
+
+    def cancel(self) -> bool:
+        if self._running:
+            return False
+        self._cancelled = True
+        self._finished.set()
+        return True
+
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    def done(self) -> bool:
+        return self._finished.is_set()
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self._finished.wait(timeout):
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self._finished.wait(timeout):
+            raise TimeoutError
+        return self._error
+
+
+class Pool:
+    """concurrent.futures.ThreadPoolExecutor."""
+
+    def __init__(self, scheduler: Scheduler, workers: int, name: str = "pool") -> None:
+        self._scheduler, self._workers, self._name = scheduler, workers, name
+        self._waiting: deque[Future] = deque()
+        self._tasks: dict[Task, None] = {}
+
+    def submit(self, function: Function, /, *args: Any, **keywords: Any) -> Future:
+        future = Future(self._scheduler, function, args, keywords)
+        self._waiting.append(future)
+        if len(self._tasks) < self._workers:
+            task = self._scheduler.spawn(self._work, name=f"{self._name}-{len(self._tasks)}")
+            self._tasks[task] = None
+        return future
+
+    def map(self, function: Function, *iterables: Iterable[Any], timeout: float | None = None) -> Iterator[Any]:
+        futures = [self.submit(function, *args) for args in zip(*iterables, strict=False)]
+        deadline = Deadline(self._scheduler, timeout)
+        return (future.result(deadline.left()) for future in futures)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if cancel_futures:
+            for future in self._waiting:
+                future.cancel()
+            self._waiting.clear()
+        if wait:
+            for task in list(self._tasks):
+                task.join()
+
+    def _work(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().run()
+        self._tasks.pop(self._scheduler.current, None)  # type: ignore[arg-type]
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+
+class SimulatedThreads:
+    """The threads of simulated programs: a task started here belongs to the process of whoever starts it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def start(self, function: Function, *args: Any, name: str = "thread") -> Task:
+        """Starts a thread."""
+        task = self._scheduler.spawn(function, *args, name=name)
+        self._scheduler.maybe_pause()
+        return task
+
+    def timer(self, seconds: float, function: Callable[[], None]) -> Task:
+        """Calls `function` after `seconds`, in a thread of its own."""
+
+        def run() -> None:
+            self._scheduler.sleep(seconds)
+            function()
+
+        return self._scheduler.spawn(run, name="timer")
+
+    def event(self) -> Event:
+        return Event(self._scheduler)
+
+    def lock(self) -> Lock:
+        return Lock(self._scheduler)
+
+    def condition(self, lock: Lock | None = None) -> Condition:
+        return Condition(self._scheduler, lock)
+
+    def semaphore(self, value: int = 1) -> Semaphore:
+        return Semaphore(self._scheduler, value)
+
+    def queue(self, maxsize: int = 0) -> Queue:
+        return Queue(self._scheduler, maxsize)
+
+    def pool(self, workers: int, name: str = "pool") -> Pool:
+        return Pool(self._scheduler, workers, name)

@@ -1,0 +1,141 @@
+"""The ground of the simulators: a life is a function of its seed, and a killed process does nothing more."""
+
+import queue
+import random
+
+import pytest
+
+from tests.simulation.scheduler import Killed, Process, Scheduler, SimulatedClock, SimulatedThreads, Stuck
+
+
+def play(seed: int) -> list[str]:
+    scheduler = Scheduler(random.Random(seed))
+    threads, clock = SimulatedThreads(scheduler), SimulatedClock(scheduler)
+    items, lines = threads.queue(2), list[str]()
+
+    def produce(name: str) -> None:
+        for number in range(5):
+            clock.sleep(scheduler.random.random())
+            items.put(f"{name}{number}")
+
+    def consume() -> None:
+        try:
+            while True:
+                lines.append(f"{scheduler.now:.6f} {items.get(timeout=3)}")
+        except queue.Empty:
+            lines.append("empty")
+
+    for name in "abc":
+        scheduler.spawn(produce, name, name=name)
+    scheduler.spawn(consume, name="consumer")
+    scheduler.run(seconds=100)
+    return lines
+
+
+def test_a_seed_is_a_life_and_another_seed_another_life():
+    assert play(1) == play(1)
+    assert play(1) != play(2)
+    assert sorted(line.split()[-1] for line in play(3)) == sorted(
+        [f"{name}{number}" for name in "abc" for number in range(5)] + ["empty"]
+    )
+
+
+def test_a_killed_process_does_nothing_more_even_while_it_unwinds():
+    scheduler = Scheduler(random.Random(0))
+    threads, done = SimulatedThreads(scheduler), list[str]()
+    process = Process("victim")
+
+    def victim() -> None:
+        try:
+            threads.event().wait(50)
+            done.append("lived on")
+        finally:
+            scheduler.sleep(1)
+            done.append("cleaned up")
+
+    def stubborn() -> None:
+        try:
+            scheduler.sleep(50)
+        except BaseException:
+            scheduler.sleep(1)
+            done.append("caught it")
+
+    tasks = [scheduler.spawn(function, name="main", process=process) for function in (victim, stubborn)]
+    scheduler.call_at(10, lambda: scheduler.kill(process))
+    scheduler.run(seconds=100)
+    assert done == []
+    assert not any(task.is_alive() for task in tasks)
+
+
+def test_a_process_that_kills_itself_stops_there():
+    scheduler = Scheduler(random.Random(0))
+    done, process = list[str](), Process("victim")
+
+    def leave() -> None:
+        with pytest.raises(Killed):
+            scheduler.kill(process)
+        scheduler.sleep(1)
+        done.append("lived on")
+
+    scheduler.spawn(leave, name="main", process=process)
+    scheduler.run(seconds=100)
+    assert done == []
+
+
+def test_a_frozen_process_waits_and_its_clock_goes_on():
+    scheduler = Scheduler(random.Random(0))
+    process, times = Process("sleeper"), list[float]()
+
+    def sleeper() -> None:
+        for _ in range(3):
+            scheduler.sleep(1)
+            times.append(scheduler.now)
+
+    scheduler.spawn(sleeper, name="main", process=process)
+    scheduler.call_at(1.5, lambda: scheduler.freeze(process))
+    scheduler.call_at(60, lambda: scheduler.thaw(process))
+    scheduler.run(seconds=100)
+    assert times == [1, 60, 61]
+
+
+def test_conditions_locks_and_pools_are_as_their_models():
+    scheduler = Scheduler(random.Random(4), preempt=0.5)
+    threads, results = SimulatedThreads(scheduler), list[object]()
+
+    def main() -> None:
+        with threads.pool(2) as pool:
+            results.extend(pool.map(lambda number: number * number, range(5)))
+            future = pool.submit(int, "x")
+            results.append(type(future.exception()).__name__)
+        changed, ready = threads.condition(), list[int]()
+
+        def notify() -> None:
+            scheduler.sleep(1)
+            with changed:
+                ready.append(1)
+                changed.notify_all()
+
+        threads.start(notify)
+        with changed:
+            results.append(changed.wait_for(lambda: ready, timeout=5))
+            results.append(changed.wait_for(lambda: len(ready) > 1, timeout=5))
+        results.append(scheduler.now)
+
+    scheduler.spawn(main, name="main")
+    scheduler.run(seconds=100)
+    assert results == [0, 1, 4, 9, 16, "ValueError", [1], False, 6]
+
+
+def test_a_deadlock_is_told_with_what_each_waits_for():
+    scheduler = Scheduler(random.Random(0))
+    lock = SimulatedThreads(scheduler).lock()
+
+    def hold() -> None:
+        with lock, lock:
+            pass
+
+    task = scheduler.spawn(hold, name="main", process=Process("program"))
+    with pytest.raises(Stuck, match="program/main waits for a lock that program/main holds"):
+        scheduler.run(until=lambda: not task.is_alive(), seconds=100)
+    scheduler.close()
+    assert not task.is_alive()
