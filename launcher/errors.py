@@ -48,6 +48,11 @@ class Exit(enum.IntEnum):
     """Ctrl-C: detached, and the run goes on; or interrupted before anything ran. The last line says which."""
 
 
+_PERMANENT = frozenset(
+    (Exit.BAD_INPUT, Exit.DOES_NOT_FIT, Exit.DEVICES, Exit.QUOTA, Exit.PERMISSION, Exit.CONFLICT, Exit.STOPPED)
+)
+
+
 class LaunchError(Exception):
     """An error a user can act on. Its message is complete: what, where, what to do."""
 
@@ -57,6 +62,14 @@ class LaunchError(Exception):
         super().__init__(message)
         if exit_code is not None:
             self.exit_code = exit_code
+
+    @property
+    def transient(self) -> bool:
+        """Whether the same may work later although nobody changes anything: what code that has a budget tries again.
+
+        Every error is, unless its kind is known to be permanent: a configuration, a quota, a permission, a conflict.
+        """
+        return self.exit_code not in _PERMANENT
 
 
 class BadInput(LaunchError):

@@ -52,6 +52,11 @@ class Busy(LaunchError):
 
     exit_code = Exit.CONFLICT
 
+    @property
+    def transient(self) -> bool:
+        """The other operation ends."""
+        return True
+
 
 class Refused(LaunchError):
     """Google refuses the request as it is written; asking again changes nothing."""
@@ -59,37 +64,89 @@ class Refused(LaunchError):
     exit_code = Exit.BAD_INPUT
 
 
-# Longest and most specific first: the first that matches explains the error. Messages: terraform-provider-google
-# #21243, skypilot `instance_utils.py`, marin #1612, and the API's own answers.
+class Unavailable(LaunchError):
+    """Google's API can't be reached from here, or fails for a time."""
+
+
+class RateLimited(Unavailable):
+    """Too many requests in a minute: the next minute has others."""
+
+
+class StillRunning(LaunchError):
+    """gcloud stopped waiting for an operation, which goes on."""
+
+
+_NO_CAPACITY = "no capacity in the zone right now: try again later, another zone, or another accelerator type"
+_NO_ACCESS = "the account lacks a permission, the zone is not open to the project, or the zone does not exist"
+_NO_QUOTA = (
+    "quota: ask for more in the Cloud console (IAM & Admin > Quotas), or use what you have elsewhere; waiting does not "
+    "help"
+)
+_SSH = "a host can't be reached with ssh yet, or any more"
+
+# Longest and most specific first: the first that matches explains the error. tests/launcher/test_gcloud_errors.py has
+# each wording with its source.
 _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
-    (r"no more capacity|Insufficient (reserved )?capacity|stockout|ZONE_RESOURCE_POOL_EXHAUSTED", Stockout,
-     "no capacity in the zone right now: try again later, another zone, or another accelerator type"),
-    (r"terminal state \W?(PREEMPTED|TERMINATED)", Preempted,
+    # Of ssh, which gcloud runs: its "Permission denied" and "Connection refused" are not the API's.
+    (r"Permission denied \((publickey|keyboard-interactive|password)", LaunchError, _SSH),
+    (r"ssh: connect to host|kex_exchange_identification|Connection (closed|reset) by .* port \d+", LaunchError, _SSH),
+    (r"no more capacity|[Ii]nsufficient (reserved )?capacity|insufficientCapacity|(?i:stock_?out)|"
+     r"(ZONE_)?RESOURCE_POOL_EXHAUSTED|not have enough resources available|NO_CAPACITY",
+     Stockout, _NO_CAPACITY),
+    (r"(terminal|while in) state \W?(PREEMPTED|TERMINATED)", Preempted,
      "the slice was taken away: `tpu-launch up` deletes it and creates it again"),
-    (r"unable to queue the operation", Busy, "another operation on it has not ended yet: try again in a minute"),
-    (r"Quota limit|[Qq]uota .*(exceeded|exhausted)|RESOURCE_EXHAUSTED", QuotaExceeded,
-     "quota: ask for more in the Cloud console (IAM & Admin > Quotas), or use what you have elsewhere; waiting does "
-     "not "
-     "help"),
+    (r"(?i:unable to queue the operation)|\bABORTED\b|while in state \W?[A-Z]+ING\b|(?i:resource_?not_?ready)|"
+     r"[Aa]nother operation .*in progress", Busy,
+     "another operation on it has not ended yet: try again in a minute"),
+    (r"(?i:has not finished in \d+ seconds)", StillRunning, "Google goes on with it"),
+    (r"(?i:per (minute|second|100 seconds))|RATE_?LIMIT_?EXCEEDED|(?i:rate ?limit ?exceeded|too many requests)|"
+     r"PerMinute|OPERATION_RATE_EXCEEDED|Resource has been exhausted", RateLimited,
+     "too many requests in a short time: try again in a minute"),
+    (r"Quota limit|[Qq]uota .*(exceeded|exhausted)|QUOTA_EXCEEDED|QuotaFailure|quotaExceeded|"
+     r"(?i:reservation for request queue)", QuotaExceeded, _NO_QUOTA),
+    (r'"code": 8\b', Stockout, _NO_CAPACITY),
+    (r"RESOURCE_EXHAUSTED", QuotaExceeded, _NO_QUOTA),
+    (r"Max retries exceeded|NewConnectionError|[Nn]ame or service not known|name resolution|NameResolutionError|"
+     r"Network is unreachable|No route to host|Unable to find the server|RemoteDisconnected|Connection aborted|"
+     r"(Read|Connect)Timeout|[Rr]ead timed out|ConnectionError|SSLEOFError|EOF occurred", Unavailable,
+     "Google's API can't be reached from this machine: look at its network, then try again"),
+    (r"[Bb]illing .*(disabled|not enabled|not found|closed)|BILLING_DISABLED", PermissionDenied,
+     "billing is off in this project: turn it on in the Cloud console (Billing)"),
     (r"SERVICE_DISABLED|has not been used in project|API .*is disabled|is not enabled", PermissionDenied,
      "the Cloud TPU API is off in this project: gcloud services enable tpu.googleapis.com"),
-    (r"PERMISSION_DENIED|[Pp]ermission .*denied|does not have permission|forbidden", PermissionDenied,
-     "the account lacks a permission, the zone is not open to the project, or the zone does not exist"),
+    (r"do not currently have an active account|gcloud auth login|Reauthentication|invalid_grant|UNAUTHENTICATED|"
+     r"not have any valid credentials|invalid authentication credentials", PermissionDenied,
+     "sign in first: gcloud auth login"),
+    (r"PERMISSION_DENIED|[Pp]ermission .*denied|does not have permission|[Ff]orbidden|access is unauthorized|"
+     r"prohibited by organization|CONSUMER_INVALID|not found or deleted", PermissionDenied, _NO_ACCESS),
     (r"ALREADY_EXISTS|already exists", Conflict, "something of that name exists already"),
     (r"NOT_FOUND|was not found|could not be found", NotFound, "it does not exist"),
     (r"INVALID_ARGUMENT|invalid AcceleratorType|invalid RuntimeVersion", Refused,
      "Google refuses the request: correct the file"),
-    (r"do not currently have an active account|gcloud auth login|Reauthentication", PermissionDenied,
-     "sign in first: gcloud auth login"),
-    (r"UNAVAILABLE|DEADLINE_EXCEEDED|Connection (refused|reset)|Max retries exceeded|code=5\d\d",
-     LaunchError, "Google's API can't be reached or has a temporary failure: try again"),
+    (r"unrecognized arguments|Invalid choice|(?i:must be specified)", Refused,
+     "this gcloud does not know the command: gcloud components update"),
+    (r"UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL|internal error|Connection (refused|reset)|code=5\d\d|HTTPError 5\d\d|"
+     r"Bad Gateway|Service Unavailable|[Bb]ackend ?[Ee]rror|[Uu]nknown [Ee]rror", Unavailable,
+     "Google's API has a temporary failure: try again"),
+)  # fmt: skip
+# Of a creation whose operation failed: Google says no more than this where it has no hosts for a large slice.
+_OF_CREATION: tuple[tuple[str, type[LaunchError], str], ...] = (
+    (r'"code": 13\b|an internal error has occurred', Stockout,
+     f"Google does not say why; when hosts are created it is mostly that there are none. {_NO_CAPACITY}"),
 )  # fmt: skip
 
 
+def _is_creation(argv: Sequence[str]) -> bool:
+    """Whether the command asks for hosts: `gcloud compute tpus <kind> create|start ...`."""
+    return list(argv[1:3]) == ["compute", "tpus"] and list(argv[4:5]) in (["create"], ["start"])
+
+
 def explain_error(stderr: str, argv: Sequence[str]) -> LaunchError:
-    """The error that gcloud's message means, with what to do about it."""
+    """The error that gcloud's message means, with what to do about it. Whether it may pass is its `transient`; an error
+    whose wording is not known is."""
     text = summarize_error(stderr)
-    for pattern, kind, advice in _MEANINGS:
+    of_creation = _OF_CREATION if _is_creation(argv) else ()
+    for pattern, kind, advice in (*of_creation, *_MEANINGS):
         if re.search(pattern, stderr):
             if advice.startswith("sign in"):  # gcloud says it in eight lines
                 text = text.splitlines()[0]

@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from launcher.config import Config, load
-from launcher.errors import Exit, LaunchError
-from launcher.gcloud.errors import explain_error
 from launcher.tpu_vm import commands
 from launcher.tpu_vm.slices import parse_state
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
@@ -35,38 +33,6 @@ def test_ssh_goes_to_all_hosts_or_one_never_to_a_subset(config: Config) -> None:
     assert "--worker=all" in commands.ssh_command(config, "true")
     with pytest.raises(AssertionError):
         commands.ssh_command(config, "true", worker="1,2")
-
-
-@pytest.mark.parametrize(
-    ("message", "code"),
-    [
-        (
-            'ERROR: (gcloud.compute.tpus.tpu-vm.create) {"code": 8, "message": "There is no more capacity in the zone '
-            '\\"us-central2-b\\""}',
-            Exit.STOCKOUT,
-        ),
-        (
-            "ERROR: (gcloud.x) RESOURCE_EXHAUSTED: Quota limit 'TPUV4PerProjectPerZone' has been exceeded. Limit: 0 in "
-            "zone us-central2-b.",
-            Exit.QUOTA,
-        ),
-        (
-            "ERROR: (gcloud.x) PERMISSION_DENIED: Permission denied on 'locations/mars-1a' (or it may not exist).",
-            Exit.PERMISSION,
-        ),
-        (
-            "ERROR: (gcloud.x) ALREADY_EXISTS: Resource 'projects/p/locations/z/nodes/demo' already exists",
-            Exit.CONFLICT,
-        ),
-        ("ERROR: (gcloud.x) INVALID_ARGUMENT: CloudTpu received an invalid AcceleratorType", Exit.BAD_INPUT),
-        ("ERROR: gcloud crashed (ConnectionError): Max retries exceeded", Exit.CLOUD_ERROR),
-        ("something new", Exit.CLOUD_ERROR),
-    ],
-)
-def test_google_s_refusals_are_told_apart(message: str, code: Exit) -> None:
-    error = explain_error(message, ["gcloud"])
-    assert isinstance(error, LaunchError)
-    assert error.exit_code is code
 
 
 def test_the_dry_run_says_how_to_reach_every_host() -> None:
