@@ -27,7 +27,7 @@ from training.accelerators import gke_nodes
 # more than any host has. A pod has no key for it, and a container's default may be 64 KiB.
 LOCKED_MEMORY_KIB = 68719476736
 RAISE_LOCKED_MEMORY = f"""\
-ulimit -l {LOCKED_MEMORY_KIB} ||
+ulimit -l {LOCKED_MEMORY_KIB} 2>/dev/null ||
   echo "tpu-launch: the locked-memory limit stays low, and a TPU may hang on it: run as root (run.user)" >&2
 exec "$@"
 """

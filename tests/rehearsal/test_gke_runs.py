@@ -30,6 +30,7 @@ image: {{reference: "{IMAGE}"}}
 run: {{start_minutes: 2}}
 gke: {{context: {CONTEXT}}}
 """
+LOW_LIMIT = "tpu-launch: the locked-memory limit stays low, and a TPU may hang on it: run as root (run.user)"
 SAVING = (
     "import signal,sys,time\nsignal.signal(signal.SIGTERM,lambda "
     "*_:(print('saving',flush=True),sys.exit(75)))\nprint('up',flush=True)\ntime.sleep(600)"
@@ -158,7 +159,9 @@ def test_every_line_arrives_once_although_the_launcher_is_killed_twice(work: Wor
     wanted = Counter([f"line {i}" for i in range(500)] + [f"error {i}" for i in range(0, 500, 3)])
     for worker in (0, 1):
         lines = [line.split(" ", 1)[1] for line in (folder / f"host-{worker}.log").read_text().splitlines()]
-        assert Counter(lines) == wanted
+        counts = Counter(lines)
+        assert counts.pop(LOW_LIMIT, 0) <= 1  # where the engine lets no container raise it
+        assert counts == wanted
 
 
 def test_stop_from_another_terminal_saves_and_no_last_line_is_lost(work: Workstation) -> None:
