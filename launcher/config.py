@@ -189,13 +189,15 @@ class ImageSection(_Documented):
     """Make the repository (private) when a push finds that it does not exist."""
 
     code: str | None = None
-    """A folder of your own, relative to this file: it is copied into our image's working directory."""
+    """A folder of your own, relative to this file: it is copied into our image's working directory, without what its
+    .dockerignore names, and without secrets and caches (`.env`, `.git`, `.tpu-launch`, keys, credentials)."""
 
     dockerfile: str | None = None
     """Your own Dockerfile instead of ours, relative to this file."""
 
     context: str | None = None
-    """Build context of your Dockerfile, relative to this file; the Dockerfile's folder when absent."""
+    """Build context of your Dockerfile, relative to this file; the Dockerfile's folder when absent. Left out is what
+    `<Dockerfile>.dockerignore` or .dockerignore names, and what is left out of image.code."""
 
     target: str | None = None
     """Stage of the Dockerfile at which the build stops; the last one when absent."""

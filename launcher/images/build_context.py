@@ -2,6 +2,8 @@
 
 Only what can change an image counts: names, content, the executable bit, where a symbolic link points. Times, owners,
 umask and the order of listing don't, so that two clones of the same commit have the same hash.
+
+What is a secret or of this machine alone (`LEFT_OUT`) is not part of a user's folder, in a context or an overlay.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -19,29 +22,67 @@ from launcher.errors import BadInput
 # A path inside the context (with "/"), and the file on this machine that it is made from.
 Entry = tuple[str, Path]
 
+LEFT_OUT = (
+    *("**/.git", "**/.hg", "**/.svn", "**/.tpu-launch", "**/.venv", "**/node_modules", "**/.DS_Store"),
+    *("**/__pycache__", "**/*.pyc", "**/.mypy_cache", "**/.ruff_cache", "**/.pytest_cache", "**/.ipynb_checkpoints"),
+    *("**/*.env", "**/.env.*", "**/.envrc", "**/.netrc", "**/.git-credentials", "**/.pypirc", "**/.npmrc"),
+    *("**/.ssh", "**/id_rsa", "**/id_dsa", "**/id_ecdsa", "**/id_ed25519", "**/*.key", "**/*.p12", "**/*.pfx"),
+    *("**/.aws", "**/.azure", "**/.kube", "**/.docker/config.json", "**/.config/gcloud", "**/.boto", "**/.kaggle"),
+    *("**/application_default_credentials.json", "**/*credentials*.json", "**/*service[-_]account*.json"),
+    *("**/.cache/huggingface", "**/.huggingface"),
+)
+"""What never leaves this machine from a user's folder, as .dockerignore patterns: environment files, credentials, this
+machine's state and caches. A line `!PATTERN` of the folder's .dockerignore lets one in."""
+
 
 def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = ()) -> tuple[Entry, ...]:
-    """Every file of `folder`, its path in the context starting with `below`, without what the .dockerignore patterns
-    `ignore` name."""
+    """Every regular file and symbolic link of `folder`, its path in the context starting with `below`, without what the
+    .dockerignore patterns `ignore` name. Raises BadInput."""
     if not folder.is_dir():
         raise BadInput(f"{folder}: there is no such folder to build an image from")
-    matches = _compile(ignore)
+    is_ignored = _compile(ignore)
+    may_keep = any(line.lstrip().startswith("!") for line in ignore)
     entries = []
     for root, folders, files in os.walk(folder):
         here = Path(root)
         links = [name for name in folders if (here / name).is_symlink()]
         for name in (*files, *links):
             path = (here / name).relative_to(folder).as_posix()
-            if not matches(path):
+            if not is_ignored(path) and _is_sent(here / name):
                 entries.append((f"{below}/{path}" if below else path, here / name))
+        if not may_keep:
+            folders[:] = [name for name in folders if not is_ignored((here / name).relative_to(folder).as_posix())]
     return tuple(sorted(entries))
 
 
-def folder(path: Path) -> tuple[Entry, ...]:
-    """A build context as docker sees it: the files of `path` that its .dockerignore leaves in."""
-    ignore_file = path / ".dockerignore"
-    lines = ignore_file.read_text(encoding="utf-8").splitlines() if ignore_file.is_file() else []
-    return tree(path, ignore=(*lines, "/.dockerignore"))
+def folder(path: Path, dockerfile: Path | None = None) -> tuple[Entry, ...]:
+    """A user's folder as a build context: its files without `LEFT_OUT`, and without what its .dockerignore leaves out.
+
+    Args:
+        path: The folder.
+        dockerfile: Of the build. A `<Dockerfile>.dockerignore` beside it counts instead of the folder's .dockerignore
+            (https://docs.docker.com/build/concepts/context/#filename-and-location).
+
+    Raises:
+        BadInput: There is no such folder, or the .dockerignore can't be read.
+    """
+    candidates = [path / ".dockerignore"]
+    if dockerfile is not None:
+        candidates.insert(0, dockerfile.with_name(f"{dockerfile.name}.dockerignore"))
+    ignore_file = next((file for file in candidates if file.is_file()), None)
+    if ignore_file is None:
+        return tree(path, ignore=LEFT_OUT)
+    try:
+        lines = ignore_file.read_text(encoding="utf-8-sig").splitlines()
+        return tree(path, ignore=(*LEFT_OUT, *lines, "/.dockerignore", "/*.dockerignore"))
+    except (OSError, UnicodeDecodeError, re.error) as error:
+        raise BadInput(f"{ignore_file}: can't be used: {error}") from None
+
+
+def _is_sent(path: Path) -> bool:
+    """Whether it is a file or a link: pipes and sockets have no content, and reading one may never end."""
+    mode = path.lstat().st_mode
+    return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
 
 
 def digest(entries: Iterable[Entry]) -> bytes:

@@ -2,7 +2,8 @@
 
 They travel as one archive that is made the same way every time (sorted names, no times, no owners), so that its hash
 says what ran. Every host reports the hash of what it received, and all must equal ours before anything starts. The
-archive is kept in the run's folder (`launcher.run.specification`), so that later attempts get the same files.
+archive is kept in the run's folder (`launcher.run.specification`), so that later attempts get the same files. What
+`build_context.LEFT_OUT` names stays here.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ import tarfile
 from pathlib import Path
 
 from launcher.errors import BadInput
+from launcher.images import build_context
 from launcher.provider import Overlay
 
 _LARGEST_BYTES = 32 * 2**20  # more than code: build an image
-_IGNORED = frozenset(
-    ("__pycache__", ".git", ".venv", ".tpu-launch", ".mypy_cache", ".ruff_cache", ".pytest_cache", "node_modules")
-)
 
 
 def pack(option: str) -> Overlay:
@@ -36,9 +35,7 @@ def pack(option: str) -> Overlay:
     root = Path(folder)
     if not root.is_dir():
         raise BadInput(f"--overlay {option}: {root} is not a folder")
-    paths = sorted(
-        path for path in root.rglob("*") if path.is_file() and not _IGNORED & set(path.relative_to(root).parts)
-    )
+    paths = [path for _, path in build_context.tree(root, ignore=build_context.LEFT_OUT) if path.is_file()]
     if not paths:
         raise BadInput(f"--overlay {option}: {root} holds no files")
     if (size := sum(path.stat().st_size for path in paths)) > _LARGEST_BYTES:

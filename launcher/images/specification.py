@@ -66,11 +66,11 @@ def default_spec(
         build_args: of the Dockerfile.
         ca_bundle: certificates for the build's downloads; None: the file that TPU_LAUNCH_CA_BUNDLE names, if any.
         target: a stage of the Dockerfile.
-        code: a folder of the user's own, which is copied to the image's working directory, except what its
-            .dockerignore names.
+        code: a folder of the user's own, which is copied to the image's working directory, except what
+            `build_context.folder` leaves out.
 
     Raises:
-        BadInput: there is no such backend, folder or bundle.
+        BadInput: there is no such backend, folder or bundle, or the folder holds nothing to copy.
     """
     source = shared_folder("images") / backend
     if not (source / "Dockerfile").is_file():
@@ -83,6 +83,8 @@ def default_spec(
         if code
         else (("code/.none", package / "__init__.py"),)
     )
+    if not own_code:
+        raise BadInput(f"image.code: {code} holds no files for an image")
     context = (
         *build_context.tree(source, ignore=("Dockerfile", "*.in")),
         *build_context.tree(package, below="training", ignore=("**/__pycache__", "**/*.pyc")),
@@ -102,11 +104,12 @@ def folder_spec(
     ca_bundle: Path | None = None,
     target: str | None = None,
 ) -> ImageSpec:
-    """An image of a folder, honouring its .dockerignore, and of its Dockerfile (or `dockerfile`). Raises BadInput."""
+    """An image of a folder as `build_context.folder` sends it, and of its Dockerfile (or `dockerfile`). Raises
+    BadInput."""
     dockerfile = dockerfile or folder / "Dockerfile"
     if not dockerfile.is_file():
         raise BadInput(f"{dockerfile}: there is no such Dockerfile")
-    context = build_context.folder(folder)
+    context = build_context.folder(folder, dockerfile)
     return ImageSpec(name, dockerfile, context, _sort(build_args), target, repository, _find_ca_bundle(ca_bundle))
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from launcher.errors import BadInput
 from launcher.images import build_context
+from launcher.images.specification import folder_spec
 
 names = st.text("abcXYZ09._- ü", min_size=1, max_size=6).filter(
     lambda name: name not in (".", "..") and name == name.strip()
@@ -90,17 +91,17 @@ def test_symbolic_link_counts_by_where_it_points(tmp_path: Path) -> None:
                 "a.py",
                 "data/big.bin",
                 "data/keep.txt",
-                "deep/x/__pycache__/a.pyc",
+                "deep/x/_cache/a.bin",
                 "deep/x/b.py",
                 "log.txt",
             ],
         ),
-        (["data"], ["Dockerfile", "a.py", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"]),
-        (["/data/", "# a comment", "", "*.txt"], ["Dockerfile", "a.py", "deep/x/__pycache__/a.pyc", "deep/x/b.py"]),
-        (["**/__pycache__", "**/*.txt"], ["Dockerfile", "a.py", "data/big.bin", "deep/x/b.py"]),
+        (["data"], ["Dockerfile", "a.py", "deep/x/_cache/a.bin", "deep/x/b.py", "log.txt"]),
+        (["/data/", "# a comment", "", "*.txt"], ["Dockerfile", "a.py", "deep/x/_cache/a.bin", "deep/x/b.py"]),
+        (["**/_cache", "**/*.txt"], ["Dockerfile", "a.py", "data/big.bin", "deep/x/b.py"]),
         (
             ["data/*", "!data/keep.txt"],
-            ["Dockerfile", "a.py", "data/keep.txt", "deep/x/__pycache__/a.pyc", "deep/x/b.py", "log.txt"],
+            ["Dockerfile", "a.py", "data/keep.txt", "deep/x/_cache/a.bin", "deep/x/b.py", "log.txt"],
         ),
         (["*", "!*.py"], ["a.py"]),
         (["**", "!deep/**/b.py"], ["deep/x/b.py"]),
@@ -112,7 +113,7 @@ def test_symbolic_link_counts_by_where_it_points(tmp_path: Path) -> None:
                 "a.py",
                 "data/big.bin",
                 "data/keep.txt",
-                "deep/x/__pycache__/a.pyc",
+                "deep/x/_cache/a.bin",
                 "deep/x/b.py",
                 "log.txt",
             ],
@@ -125,7 +126,7 @@ def test_dockerignore_leaves_out_what_docker_leaves_out(tmp_path: Path, lines: l
         "a.py",
         "data/big.bin",
         "data/keep.txt",
-        "deep/x/__pycache__/a.pyc",
+        "deep/x/_cache/a.bin",
         "deep/x/b.py",
         "log.txt",
     ]:
@@ -138,3 +139,60 @@ def test_dockerignore_leaves_out_what_docker_leaves_out(tmp_path: Path, lines: l
 def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="none: there is no such folder"):
         build_context.folder(tmp_path / "none")
+
+
+def make_folder(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+
+
+PRIVATE = (
+    *(".env", "deploy/.env", "prod.env", ".env.local", ".git/config", "sub/.git/HEAD", ".tpu-launch/runs/r/run.json"),
+    *(".venv/bin/python", "node_modules/a.js", "a/__pycache__/b.pyc", ".mypy_cache/x", ".netrc", ".ssh/config"),
+    *("keys/id_ed25519", "server.key", ".aws/credentials", ".kube/config", ".docker/config.json", ".git-credentials"),
+    *(".config/gcloud/credentials.db", "application_default_credentials.json", "my-service-account.json"),
+)
+
+
+def test_secrets_and_state_of_this_machine_are_not_sent(tmp_path: Path) -> None:
+    make_folder(tmp_path, "train.py", "environment.py", "tokenizer.json", ".github/ci.yaml", *PRIVATE)
+    sent = [path for path, _ in build_context.folder(tmp_path)]
+    assert sent == [".github/ci.yaml", "environment.py", "tokenizer.json", "train.py"]
+
+
+def test_a_run_does_not_change_the_hash_of_the_folder_that_it_was_started_in(tmp_path: Path) -> None:
+    make_folder(tmp_path, "train.py", *PRIVATE)
+    before = build_context.digest(build_context.folder(tmp_path))
+    make_folder(tmp_path, ".tpu-launch/runs/s/events.jsonl", ".git/index")
+    (tmp_path / ".env").write_text("TOKEN=another")
+    assert build_context.digest(build_context.folder(tmp_path)) == before
+
+
+def test_the_folders_dockerignore_can_let_a_private_file_in(tmp_path: Path) -> None:
+    make_folder(tmp_path, "train.py", ".env", "sub/.env")
+    (tmp_path / ".dockerignore").write_text("!sub/.env\n")
+    assert [path for path, _ in build_context.folder(tmp_path)] == ["sub/.env", "train.py"]
+
+
+def test_the_ignore_file_of_the_dockerfile_counts_instead_of_the_folders(tmp_path: Path) -> None:
+    make_folder(tmp_path, "a.py", "b.py", "docker/tpu.Dockerfile")
+    (tmp_path / ".dockerignore").write_text("a.py\n")
+    dockerfile = tmp_path / "docker" / "tpu.Dockerfile"
+    dockerfile.with_name("tpu.Dockerfile.dockerignore").write_text("b.py\ndocker\n")
+    assert [path for path, _ in build_context.folder(tmp_path, dockerfile)] == ["a.py"]
+    assert [path for path, _ in folder_spec("test", tmp_path, dockerfile=dockerfile).context] == ["a.py"]
+
+
+def test_a_pipe_or_socket_in_the_folder_is_not_read(tmp_path: Path) -> None:
+    make_folder(tmp_path, "train.py")
+    os.mkfifo(tmp_path / "pipe")
+    assert [path for path, _ in build_context.folder(tmp_path)] == ["train.py"]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"[z-a]x\n"])
+def test_an_ignore_file_that_can_not_be_used_is_named(tmp_path: Path, content: bytes) -> None:
+    make_folder(tmp_path, "train.py")
+    (tmp_path / ".dockerignore").write_bytes(content)
+    with pytest.raises(BadInput, match=r"\.dockerignore: can't be used: "):
+        build_context.folder(tmp_path)

@@ -1,9 +1,11 @@
 """Claims about what the command line adds to a run: overlays, env files, dry runs; and about IAP and the dead-man timer
 as gcloud is told of them."""
 
+import io
 import os
 import signal
 import subprocess
+import tarfile
 import time
 from pathlib import Path
 
@@ -37,6 +39,14 @@ def test_the_same_files_are_the_same_overlay_and_others_another(tmp_path: Path) 
     assert one.digest == two.digest
     (tmp_path / "b" / "training" / "loop.py").write_text("x = 2\n")
     assert overlay.pack(f"{tmp_path / 'b' / 'training'}=/opt/tpu-launch/training").digest != one.digest
+
+
+def test_an_overlay_holds_no_secrets_of_the_folder(tmp_path: Path) -> None:
+    for name in ("train.py", ".env", "sub/id_rsa", ".git/config"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    with tarfile.open(fileobj=io.BytesIO(overlay.pack(f"{tmp_path}=/app").archive)) as archive:
+        assert archive.getnames() == ["train.py"]
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,12 @@ def test_own_code_is_part_of_the_image_and_of_its_tag(backend: str, tmp_path: Pa
     assert compute_tag(own, BASE) != before
 
 
+def test_own_code_that_is_all_left_out_is_bad_input(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("TOKEN=1")
+    with pytest.raises(BadInput, match=r"image\.code: .* holds no files for an image"):
+        default_spec("torch-xla", code=tmp_path)
+
+
 def test_unknown_backend_is_bad_input_that_lists_the_known_ones() -> None:
     with pytest.raises(BadInput, match=r"no image for backend 'jax'; there are: .*torch-xla"):
         default_spec("jax")
