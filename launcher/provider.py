@@ -125,6 +125,10 @@ class ContainerState:
     finished_at: str = ""
     error: str = ""
     image: str = ""
+    rebooted: bool = False
+    """Its host has booted since it was created."""
+    ended_before_reboot: bool = False
+    """Its command had ended by then."""
 
     @property
     def ended(self) -> bool:

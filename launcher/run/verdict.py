@@ -4,8 +4,9 @@ The first host that fails ends an attempt, and it, not the hosts that failed bec
 data-parallel training the death of one host breaks the others within milliseconds, so order of arrival proves little.
 The rules, most certain first:
 
-1. A host that can't be reached, while others answer, is the cause of failures seen at the same time; so is one that was
-   away and whose container was killed meanwhile.
+1. A host that rebooted under its container is lost, whatever exit code its engine made up when it came back. A host
+   that can't be reached, while others answer, is the cause of failures seen at the same time; so is one that was away
+   and whose container was killed meanwhile.
 2. An exit that says "I lost a peer" (76) is a symptom as long as anything else explains it.
 3. Of other failures, the one that its engine recorded first.
 
@@ -88,6 +89,15 @@ class HostView:
         return self.reachable and self.container is not None and self.container.status == "absent"
 
     @property
+    def rebooted(self) -> bool:
+        """Whether its host rebooted under the container: the exit code says nothing then. An end that only the trainer
+        can have written down before the reboot counts as it is."""
+        state = self.container
+        if state is None or not (state.ended and state.rebooted):
+            return False
+        return not (state.ended_before_reboot and state.exit_code in (*_SUCCESSES, TrainerExit.BAD_INPUT))
+
+    @property
     def exit_code(self) -> int | None:
         """Of its container; None while that runs."""
         return self.container.exit_code if self.container else None
@@ -146,7 +156,7 @@ def judge(
         return Verdict(Kind.PREEMPTED, Cause(-1, "the slice does not exist any more"))
     if slice_state in ("PREEMPTED", "TERMINATED", "STOPPED"):
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {slice_state}"))
-    failed = [view for view in views if view.ended and view.exit_code not in (TrainerExit.FINISHED, TrainerExit.SAVED)]
+    failed = [view for view in views if view.ended and (view.rebooted or view.exit_code not in _SUCCESSES)]
     removed = [view for view in views if view.removed]
     if failed or removed:
         return _judge_failure(views, failed, removed, now, limits, stop_requested=stop_requested)
@@ -184,7 +194,7 @@ def _judge_failure(
     others = [view for view in views if view not in failed and view not in removed]
     silent = [view for view in others if not (view.reachable and view.seen > first_seen)]
     settled = all(not view.reachable and now - view.seen > limits.blip for view in silent)
-    explained = bool(silent) or any(view.exit_code != TrainerExit.LOST_PEER for view in failed)
+    explained = bool(silent) or any(view.rebooted or view.exit_code != TrainerExit.LOST_PEER for view in failed)
     if not (settled and explained) and now - first_seen < limits.settle:
         return Verdict(Kind.SETTLING)
     if stop_requested:
@@ -194,6 +204,10 @@ def _judge_failure(
     def symptoms(cause: HostView) -> tuple[str, ...]:
         return _symptoms([view for view in failed if view is not cause])
 
+    if rebooted := [view for view in failed if view.rebooted]:
+        cause = min(rebooted, key=lambda view: view.worker)
+        what = "the host rebooted, and its container was killed with it"
+        return Verdict(Kind.HOST_LOST, replace(_exit(cause), what=what), symptoms(cause))
     if lost := [view for view in silent if not view.ended]:
         cause = min(lost, key=lambda view: view.seen)
         return Verdict(Kind.HOST_LOST, _lost(cause, now), symptoms(cause))
@@ -210,7 +224,8 @@ def _judge_failure(
     return Verdict(kind, _exit(cause), symptoms(cause))
 
 
-_KILLED = (137, 143)  # how a container ends when its machine goes down
+_SUCCESSES = (TrainerExit.FINISHED, TrainerExit.SAVED)
+_KILLED = (137, 143, 255)  # how a container ends when its machine goes down
 
 
 def _lost(view: HostView, now: float) -> Cause:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
+from launcher.clock import parse_time
 from launcher.provider import ContainerState, HostReport, LogLine, Observation
 from launcher.tpu_vm.host_scripts import LOG_BYTES
 
@@ -47,16 +49,29 @@ def parse_state(line: str) -> ContainerState | None:
         return ContainerState("absent")
     if not line.startswith("{"):
         return None
-    state: Mapping[str, object] = json.loads(line)
+    summary: Mapping[str, Any] = json.loads(line)
+    state: Mapping[str, object] = summary["state"]
     ended = state.get("Status") in ("exited", "dead")
+    finished_at = str(state.get("FinishedAt", "")) if ended else ""
+    # A container that an older launcher created does not say on which boot.
+    rebooted = summary["created_on"] not in ("", summary["boot"])
     return ContainerState(
         status=str(state.get("Status", "")),
         exit_code=int(str(state.get("ExitCode", 0))) if ended else None,
         oom_killed=bool(state.get("OOMKilled")),
         started_at=str(state.get("StartedAt", "")),
-        finished_at=str(state.get("FinishedAt", "")) if ended else "",
+        finished_at=finished_at,
         error=str(state.get("Error", "")),
+        rebooted=rebooted,
+        ended_before_reboot=rebooted and _is_between(finished_at, summary["booted"]),
     )
+
+
+def _is_between(finished_at: str, booted: float) -> bool:
+    """Whether a container had ended before the host booted. The engine writes the end of one that the host took down
+    when it comes up again; some versions leave it out (the year 1)."""
+    finished = parse_time(finished_at)
+    return finished is not None and 0 < finished < booted
 
 
 def parse_observation(worker: int, output: str) -> Observation:

@@ -16,6 +16,7 @@ from training.accelerators import accelerator
 
 LABEL_RUN = "tpu-launch.run"
 LABEL_ATTEMPT = "tpu-launch.attempt"
+LABEL_BOOT = "tpu-launch.boot"  # the boot of the host on which the container was created; the host adds it
 
 LOG_BYTES = 4_000_000  # of one observation: bounds memory and time, not what is delivered
 GATE_SECONDS = 30.0  # a first pull of an image takes longer; then gcloud is called once more
@@ -77,6 +78,7 @@ def prepare_script(attempt: Attempt, hosts: Sequence[str], accelerator_type: str
         image=attempt.image,
         run_id=attempt.run_id,
         label_run=LABEL_RUN,
+        label_boot=LABEL_BOOT,
         huge_pages=huge_pages_file(accelerator_type),
         pull="@" in attempt.image,
         registry=registry if registry.endswith(("pkg.dev", "gcr.io")) else "",
@@ -106,7 +108,13 @@ def start_script(attempt: Attempt, *, gated: bool = False, gate_seconds: float =
     With `gated`, a container that has not started waits for `release_script`; when that does not come within
     `gate_seconds`, the report is `waiting`.
     """
-    return render("start", container=attempt.container, gated=gated, gate_seconds=f"{gate_seconds:g}")
+    return render(
+        "start",
+        container=attempt.container,
+        gated=gated,
+        gate_seconds=f"{gate_seconds:g}",
+        label_boot=LABEL_BOOT,
+    )
 
 
 def release_script(attempt: Attempt) -> str:
@@ -125,7 +133,7 @@ def secrets_input(secrets: Mapping[str, str]) -> str:
 
 
 def observe_script(container: str, since: str | None, *, patience: float = 0.0, tail: int | None = None) -> str:
-    """Prints the container's state on one line, then its log, each line with the engine's time.
+    """Prints the container's state and the host's boot on one line, then the log, each line with the engine's time.
 
     Args:
         container: its name.
@@ -136,7 +144,9 @@ def observe_script(container: str, since: str | None, *, patience: float = 0.0, 
     """
     options = [*(["--tail", str(tail)] if tail else []), *(["--since", since] if since else [])]
     seconds = f"{patience:.1f}" if patience else ""
-    return render("observe", *options, container=container, patience=seconds, log_bytes=LOG_BYTES)
+    return render(
+        "observe", *options, container=container, patience=seconds, log_bytes=LOG_BYTES, label_boot=LABEL_BOOT
+    )
 
 
 def stacks_script(container: str) -> str:

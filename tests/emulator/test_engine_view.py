@@ -98,6 +98,29 @@ def test_privileged_becomes_capabilities_and_inspect_still_says_privileged() -> 
     assert (shown["HostConfig"]["Privileged"], shown["HostConfig"]["NetworkMode"]) == (True, "host")
 
 
+@pytest.mark.parametrize(
+    ("ended", "died", "booted", "code"),
+    [
+        ("2026-01-01T00:00:06Z", "2026-01-01T00:00:05.5Z", "2026-01-01T00:00:11Z", 255),
+        ("2026-01-01T00:00:05Z", "2026-01-01T00:00:05.5Z", "2026-01-01T00:00:11Z", 137),
+        ("2026-01-01T00:00:12Z", "2026-01-01T00:00:05.5Z", "2026-01-01T00:00:11Z", 137),
+        ("2026-01-01T00:00:12Z", "0001-01-01T00:00:00Z", "2026-01-01T00:00:01Z", 137),
+    ],
+    ids=["died with the host", "ended before", "ended since", "never rebooted"],
+)
+def test_an_engine_did_not_see_how_a_container_ended_that_died_with_its_host(
+    ended: str, died: str, booted: str, code: int
+) -> None:
+    answer = {
+        "Name": f"/{VIEW.prefix}c",
+        "Config": {"Image": "i", "Labels": {}},
+        "HostConfig": {},
+        "State": {"Status": "exited", "ExitCode": 137, "FinishedAt": ended},
+    }
+    state = engine.present_container(answer, VIEW, {"FinishedAt": died, "StartedAt": booted})["State"]
+    assert (state["ExitCode"], state["FinishedAt"]) == (code, booted if code == 255 else ended)
+
+
 def test_an_unprivileged_container_gets_no_capability() -> None:
     assert not {"CapAdd", "CapDrop", "SecurityOpt"} & set(create({"HostConfig": {"NetworkMode": "host"}})["HostConfig"])
 

@@ -52,6 +52,10 @@ class ScriptHost:
         """Docker calls that begin with `call` run these shell lines."""
         (self.folder / "answers" / call.replace(" ", "_")).write_text(shell)
 
+    def answer_status(self, status: str) -> None:
+        """`docker inspect` says this of the container's status, and nothing of its labels."""
+        self.answer("inspect", f'case "$*" in *Labels*) ;; *) echo {status} ;; esac')
+
     def popen(self, script: str, shell: str = "sh") -> "subprocess.Popen[str]":
         return subprocess.Popen(
             [shell, "-c", script],

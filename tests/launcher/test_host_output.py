@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from launcher.provider import ContainerState
 from launcher.tpu_vm.host_output import has_reports, parse_observation, parse_reports
 from launcher.tpu_vm.host_scripts import LOG_BYTES
@@ -28,10 +30,32 @@ def test_a_host_that_another_run_uses_says_which() -> None:
     assert "other-1" in report.detail
 
 
+def summary(state: dict[str, object], *, created_on: str = "boot-1", boot: str = "boot-1") -> str:
+    return json.dumps({"state": state, "created_on": created_on, "boot": boot, "booted": 1767225600})
+
+
+@pytest.mark.parametrize(
+    ("created_on", "finished", "expected"),
+    [
+        ("boot-1", "2025-12-31T00:00:00Z", (False, False)),
+        ("", "2026-01-02T00:00:00Z", (False, False)),
+        ("boot-0", "2025-12-31T00:00:00Z", (True, True)),
+        ("boot-0", "2026-01-01T00:00:05Z", (True, False)),
+        ("boot-0", "0001-01-01T00:00:00Z", (True, False)),
+    ],
+    ids=["the same boot", "of an older launcher", "before the reboot", "by the reboot", "by the reboot, unknown when"],
+)
+def test_an_end_is_told_from_a_reboot(created_on: str, finished: str, expected: tuple[bool, bool]) -> None:
+    state: dict[str, object] = {"Status": "exited", "ExitCode": 0, "FinishedAt": finished}
+    container = parse_observation(0, summary(state, created_on=created_on) + "\n").container
+    assert container is not None
+    assert (container.rebooted, container.ended_before_reboot) == expected
+
+
 def test_an_observation_has_state_and_lines() -> None:
     state = {"Status": "exited", "ExitCode": 137, "OOMKilled": True, "FinishedAt": "2026-01-01T00:00:00Z"}
     look = parse_observation(
-        3, json.dumps(state) + "\n2026-01-01T00:00:00.5Z hello world\n2026-01-01T00:00:00.6Z 10%\r20%\u2028x\n"
+        3, summary(state) + "\n2026-01-01T00:00:00.5Z hello world\n2026-01-01T00:00:00.6Z 10%\r20%\u2028x\n"
     )
     assert look.worker == 3
     assert look.container == ContainerState("exited", 137, True, "", "2026-01-01T00:00:00Z")
@@ -39,7 +63,9 @@ def test_an_observation_has_state_and_lines() -> None:
 
 
 def test_a_running_container_has_no_exit_code_and_an_absent_one_is_absent() -> None:
-    running = parse_observation(0, '{"Status":"running","ExitCode":0,"FinishedAt":"0001-01-01T00:00:00Z"}\n')
+    running = parse_observation(
+        0, summary({"Status": "running", "ExitCode": 0, "FinishedAt": "0001-01-01T00:00:00Z"}) + "\n"
+    )
     assert running.container is not None
     assert running.container.exit_code is None
     assert parse_observation(0, "absent\n").container == ContainerState("absent")
@@ -54,6 +80,6 @@ def test_a_host_whose_engine_is_down_is_a_problem_not_an_absent_container() -> N
 def test_a_look_that_was_cut_short_keeps_only_whole_lines() -> None:
     line = "2026-01-01T00:00:00.5Z " + "x" * 70 + "\n"
     log = line * (LOG_BYTES // len(line) + 1)
-    look = parse_observation(0, '{"Status":"running"}\n' + log[:LOG_BYTES])
+    look = parse_observation(0, summary({"Status": "running"}) + "\n" + log[:LOG_BYTES])
     assert look.more
     assert len(look.lines) == LOG_BYTES // len(line)

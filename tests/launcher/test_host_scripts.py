@@ -2,6 +2,7 @@
 tests/rehearsal."""
 
 import hashlib
+import json
 import subprocess
 import tempfile
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from launcher.provider import Attempt, Overlay
 from launcher.tpu_vm import host_checks, host_scripts, scripts
+from launcher.tpu_vm.host_output import parse_observation
 from launcher.tpu_vm.host_scripts import HUGE_PAGES
 from tests.launcher.script_host import SHELLS, ScriptHost
 
@@ -202,12 +204,68 @@ def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> N
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, shell: str) -> None:
-    host.answer("inspect", """echo '{"Status":"running"}'""")
+    answer_inspect(host, {"Status": "running"}, "an earlier boot")
     host.answer("logs", "echo 2026-01-01T00:00:00.5Z hello")
     script = host_scripts.observe_script("demo", "2026-01-01T00:00:00Z", patience=2.0, tail=10)
-    assert host.run(script, shell) == '{"Status":"running"}\n2026-01-01T00:00:00.5Z hello\n'
+    summary, line = host.run(script, shell).splitlines()
+    assert json.loads(summary)["state"] == {"Status": "running"}
+    assert line == "2026-01-01T00:00:00.5Z hello"
     assert host.calls[0] == "wait demo"
     assert host.calls[-1] == "logs --timestamps --tail 10 --since 2026-01-01T00:00:00Z demo"
+
+
+def answer_inspect(host: ScriptHost, state: dict[str, object], created_on: str) -> None:
+    """What `docker inspect` prints of a container, as its Go template says."""
+    (host.folder / "state").write_text(json.dumps(state))
+    host.answer(
+        "inspect",
+        f"""
+format=$(echo "$*" | sed -e 's/^inspect --format //' -e 's/ [^ ]*$//')
+echo "$format" | sed -e "s|{{{{json .State}}}}|$(cat "$HOST/state")|" -e 's|{{{{.State.Status}}}}|{state["Status"]}|' \\
+  -e 's|{{{{json (index .Config.Labels "tpu-launch.boot")}}}}|"{created_on}"|' \\
+  -e 's|{{{{index .Config.Labels "tpu-launch.boot"}}}}|{created_on}|'
+""",
+    )
+
+
+def boot_of(host: ScriptHost, shell: str) -> str:
+    """The label of a container that is created now."""
+    host.run(prepare(), shell)
+    (label,) = [word for word in host.created if word.startswith("tpu-launch.boot=")]
+    return label.removeprefix("tpu-launch.boot=")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("rebooted", [False, True])
+def test_an_end_says_whether_the_host_rebooted_under_the_container(
+    host: ScriptHost, shell: str, *, rebooted: bool
+) -> None:
+    created_on = "another-boot.7" if rebooted else boot_of(host, shell)
+    state = {"Status": "exited", "ExitCode": 255, "FinishedAt": "2999-01-01T00:00:00Z"}
+    answer_inspect(host, state, created_on)
+    container = parse_observation(3, host.run(host_scripts.observe_script("demo", None), shell)).container
+    assert container is not None
+    assert (container.exit_code, container.rebooted, container.ended_before_reboot) == (255, rebooted, False)
+    answer_inspect(host, {**state, "FinishedAt": "2001-01-01T00:00:00Z"}, created_on)
+    container = parse_observation(3, host.run(host_scripts.observe_script("demo", None), shell)).container
+    assert container is not None
+    assert container.ended_before_reboot == rebooted
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_container_that_waits_for_its_start_does_not_outlive_a_reboot(host: ScriptHost, shell: str) -> None:
+    boot = boot_of(host, shell)
+    answer_inspect(host, {"Status": "created"}, boot)
+    host.run(prepare(), shell)
+    assert not any(call.startswith("rm ") for call in host.calls)
+    assert host.run(host_scripts.start_script(attempt()), shell) == "tpu-launch 3 started\n"
+
+    answer_inspect(host, {"Status": "created"}, "another-boot.7")
+    assert "failed the host rebooted after it had been prepared" in host.run(
+        host_scripts.start_script(attempt()), shell
+    )
+    host.run(prepare(), shell)
+    assert any(call.startswith("rm --force") for call in host.calls)
 
 
 @pytest.mark.parametrize(("version", "printed"), [("exit 0", "absent\n"), ("exit 1", "no engine\n")])

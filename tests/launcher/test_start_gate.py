@@ -29,7 +29,7 @@ def start(
     seconds: float = host_scripts.GATE_SECONDS,
     shell: str = "sh",
 ) -> "subprocess.Popen[str]":
-    host.answer("inspect", f"echo {status}")
+    host.answer_status(status)
     return host.popen(host_scripts.start_script(attempt(name), gated=True, gate_seconds=seconds), shell)
 
 
@@ -85,7 +85,7 @@ def test_a_container_that_has_started_is_not_waited_for(host: ScriptHost, name: 
 
 def test_a_container_that_can_not_be_started_is_reported(host: ScriptHost, name: str) -> None:
     host.answer("start", "echo no such device >&2; exit 1")
-    host.answer("inspect", "echo created")
+    host.answer_status("created")
     report = host.run(host_scripts.start_script(attempt(name)))
     assert report == "tpu-launch 3 failed the container can not be started: no such device\n"
 

@@ -1,5 +1,6 @@
 """Claims about `launcher.run.verdict`: who is blamed, and when."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +27,29 @@ def test_all_hosts_running_is_running() -> None:
 
 def test_all_hosts_finished_is_finished() -> None:
     assert judge([exited(0, 0), exited(1, 0)], 100.0, LIMITS).kind is Kind.FINISHED
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 75, 76, 137, 143, 255])
+def test_a_host_that_rebooted_is_lost_whatever_exit_code_its_engine_made_up(code: int) -> None:
+    """And although it was never seen away; finding 3."""
+    rebooted = HostView(1, ContainerState("exited", code, rebooted=True), seen=100.0, ended_seen=99.0)
+    for other in (exited(0, 76), running(0), exited(0, 0)):
+        verdict = judge([other, rebooted], 100.0, LIMITS)
+        assert verdict.kind is Kind.HOST_LOST
+        assert verdict.cause is not None
+        assert (verdict.cause.worker, "rebooted" in verdict.cause.what) == (1, True)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(0, Kind.FINISHED), (75, Kind.SAVED), (2, Kind.BAD_INPUT)])
+def test_what_the_trainer_said_before_its_host_rebooted_counts(code: int, kind: Kind) -> None:
+    state = ContainerState("exited", code, rebooted=True, ended_before_reboot=True)
+    assert judge([HostView(0, state, seen=100.0, ended_seen=99.0)], 100.0, LIMITS).kind is kind
+
+
+@pytest.mark.parametrize("code", [1, 137, 143])
+def test_a_command_that_a_shutdown_killed_before_the_reboot_is_a_lost_host(code: int) -> None:
+    state = ContainerState("exited", code, rebooted=True, ended_before_reboot=True)
+    assert judge([HostView(0, state, seen=100.0, ended_seen=99.0)], 100.0, LIMITS).kind is Kind.HOST_LOST
 
 
 def test_a_host_that_finished_early_does_not_end_the_run() -> None:

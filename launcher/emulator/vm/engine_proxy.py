@@ -165,7 +165,7 @@ class EngineProxy:
                 self._forward(request, f"/containers/{self._own_container(name, view)}")
             case ("GET", [name, "json"]):
                 path = f"/containers/{self._own_container(name, view)}/json"
-                self._call(request, path, None, lambda value: engine_view.present_container(value, view))
+                self._call(request, path, None, lambda value: self._present_container(value, view))
             case ("POST", [name, "rename"]):
                 request.query["name"] = view.prefix + request.query.get("name", "").removeprefix("/")
                 self._call(request, f"/containers/{self._own_container(name, view)}/rename", None, view=view)
@@ -344,6 +344,12 @@ class EngineProxy:
             pushed = {repository: dict(versions) for repository, versions in state.pushed.items()}
         path = f"/images/{quote(image, safe='/:@')}/json"
         self._call(request, path, None, lambda value: registry.with_digests(value, pushed))
+
+    def _present_container(self, value: dict[str, Any], view: HostView) -> dict[str, Any]:
+        host: dict[str, Any] | None = None
+        if value["State"]["Status"] == "exited":
+            host = self._engine.call("GET", f"/containers/{view.hostname}/json")["State"]
+        return engine_view.present_container(value, view, host)
 
     def _call(
         self,

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.clock import parse_time
 from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL
 
@@ -23,6 +24,8 @@ REQUESTED_LABEL = "tpu-launch.emulator.asked"
 # The emulated Cloud Storage, as a host reaches it.
 HOST_STORAGE = "http://127.0.0.1:4443"
 CONTAINER_CA = "/etc/tpu-launch-emulator-ca.pem"
+# What an engine says, after a reboot, of a container whose end it did not see (moby #45800).
+_LOST_EXIT_CODE = 255
 _OURS = (LABEL, HOST_LABEL, MACHINE_LABEL, REQUESTED_LABEL)
 
 # The networks that a host's containers can have.
@@ -211,9 +214,17 @@ def _bind(text: str, bind: Callable[[str], str], volume: Callable[[str], str]) -
 # -- responses
 
 
-def present_container(value: dict[str, Any], view: HostView) -> dict[str, Any]:
-    """GET containers/{id}/json as the host sees it."""
+def present_container(value: dict[str, Any], view: HostView, host: dict[str, Any] | None = None) -> dict[str, Any]:
+    """GET containers/{id}/json as the host sees it.
+
+    Args:
+        value: the engine's answer.
+        view: the host.
+        host: the state of the host's own container; None for a container that has not ended.
+    """
     new = copy.deepcopy(value)
+    if host is not None and _died_with_host(new["State"], host):
+        new["State"] |= {"ExitCode": _LOST_EXIT_CODE, "FinishedAt": host["StartedAt"]}
     requested = _requested(new["Config"].get("Labels"))
     new["Name"] = _strip(new["Name"], view)
     new["Config"]["Labels"] = _user_labels(new["Config"].get("Labels"))
@@ -222,6 +233,14 @@ def present_container(value: dict[str, Any], view: HostView) -> dict[str, Any]:
         if key in requested:
             new["HostConfig"][key] = requested[key]
     return new
+
+
+def _died_with_host(state: dict[str, Any], host: dict[str, Any]) -> bool:
+    """Whether a container ended while its host was down: the engine, restored after a reboot, did not see how."""
+    died, ended, booted = (
+        parse_time(text) or 0.0 for text in (host["FinishedAt"], state["FinishedAt"], host["StartedAt"])
+    )
+    return 0 < died <= ended <= booted
 
 
 def present_listing(

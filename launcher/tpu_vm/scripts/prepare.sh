@@ -5,6 +5,7 @@
 # Reports `ready <image id>`, `busy <id of the other run>` or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh
+. ./boot.sh
 : "${container:?}" "${image:?}" "${run_id:?}" "${label_run:?}" "${pull:?}" "${registry?}" "${files?}" "${huge_pages?}"
 
 if [ -z "$worker" ]; then report failed "the metadata server does not tell the worker index"; exit 1; fi
@@ -37,9 +38,15 @@ done <<EOF
 $runs
 EOF
 
+# One that was created before the host rebooted, and never started, is created anew.
+if [ "$($docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null)" = created ] &&
+  rebooted_since "$container"; then
+  $docker rm --force "$container" >/dev/null 2>&1 </dev/null
+fi
 if ! $docker inspect "$container" >/dev/null 2>&1; then
   [ "$pull" = no ] || pull_image || fail "the image can not be pulled"
-  $docker create --env TPU_WORKER_ID="$worker" "$@" >/dev/null 2>"$errors" || fail "the container can not be created"
+  $docker create --env TPU_WORKER_ID="$worker" --label "$label_boot=$boot" "$@" >/dev/null 2>"$errors" ||
+    fail "the container can not be created"
 fi
 
 # Of use, not needed: check_host.sh says where it can't be done.

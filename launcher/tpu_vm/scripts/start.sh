@@ -4,6 +4,7 @@
 # Reports `started`, `waiting` when it was not released in time, or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh
+. ./boot.sh
 : "${container:?}" "${gated:?}" "${gate_seconds:?}"
 container_status() { $docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null; }
 
@@ -27,6 +28,7 @@ fi
 status=$(container_status)
 if [ -z "$status" ]; then report failed "there is no container $container"; exit 1; fi
 if [ "$status" = created ]; then
+  if rebooted_since "$container"; then report failed "the host rebooted after it had been prepared"; exit 1; fi
   if ! error=$($docker start "$container" 2>&1 >/dev/null); then
     report failed "the container can not be started: $(echo $error | tail -c 600)"
     exit 1
