@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from launcher import shell
+from launcher.clock import SystemClock
 from launcher.config import Config
 from launcher.images import local
 from launcher.run import specification
@@ -63,7 +64,7 @@ def _run(config: Config) -> list[Step]:
 
 
 def _creation(config: Config) -> list[Step]:
-    hosts, labels = f"{config.accelerator.hosts} hosts", slices.owner_labels(config)
+    hosts, labels = f"{config.accelerator.hosts} hosts", slices.owner_labels(config, SystemClock().time())
     planned = []
     for zoned in placement.in_every_zone(config):
         later = "" if zoned.zone == config.zone else ", when the zones before have no capacity"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from launcher import gke, tpu_vm
 from launcher.config import Config
+from launcher.machine import Machine
 from launcher.provider import Capabilities, Provider
 
 DEFAULT = "tpu-vm"
@@ -19,18 +20,18 @@ class ProviderKind:
     """A provider that `--provider` can name."""
 
     capabilities: Capabilities
-    make: Callable[[Config, Say], Provider]
+    make: Callable[[Config, Say, Machine], Provider]
 
 
-def _tpu_vm(config: Config, say: Say) -> Provider:
+def _tpu_vm(config: Config, say: Say, machine: Machine) -> Provider:
     from launcher.checks import inputs
     from launcher.tpu_vm.provider import TpuVm
 
     inputs.tools()
-    return TpuVm(config, say)
+    return TpuVm(config, say, machine)
 
 
-def _gke(config: Config, say: Say) -> Provider:
+def _gke(config: Config, say: Say, _machine: Machine) -> Provider:
     from launcher.gke.provider import Gke
 
     return Gke(config, say)
@@ -42,13 +43,13 @@ PROVIDERS: Mapping[str, ProviderKind] = {
 }
 
 
-def make_provider(config: Config, say: Say) -> Provider:
+def make_provider(config: Config, say: Say, machine: Machine) -> Provider:
     """The provider of a configuration. `say` is given lines for a person.
 
     Raises:
         BadInput: A program that it needs is missing, or the configuration can't be used with it.
     """
-    return PROVIDERS[config.provider].make(config, say)
+    return PROVIDERS[config.provider].make(config, say, machine)
 
 
 def capabilities(name: str) -> Capabilities:

@@ -21,7 +21,7 @@ from launcher import costs, home, shell
 from launcher.checks import inputs
 from launcher.config import Config
 from launcher.errors import LaunchError
-from launcher.gcloud.calls import call_gcloud
+from launcher.gcloud.calls import ask_gcloud
 from launcher.gcloud.errors import PermissionDenied
 from launcher.images import engine
 from launcher.tpu_vm import commands, placement
@@ -106,7 +106,7 @@ def _gcloud_and_account() -> list[Row]:
     try:
         shell.find("gcloud")
         shell.find("ssh")
-        info = json.loads(call_gcloud(["gcloud", "info", "--format=json", "--quiet"], timeout=_SECONDS))
+        info = json.loads(ask_gcloud(["gcloud", "info", "--format=json", "--quiet"], timeout=_SECONDS))
     except LaunchError as error:
         return [Row("gcloud", Verdict.FAIL, str(error).splitlines()[0], "https://cloud.google.com/sdk/docs/install")]
     return [version_row(info), account_row(info)]
@@ -160,7 +160,7 @@ def _zone(config: Config) -> list[Row]:
     accelerator_type = config.slice.accelerator_type
     place = f"{accelerator_type} in {config.zone}"
     try:
-        offered = call_gcloud(commands.accelerator_types_command(config), timeout=_SECONDS).split()
+        offered = ask_gcloud(commands.accelerator_types_command(config), timeout=_SECONDS).split()
     except LaunchError as error:
         return [Row("project, API, zone", Verdict.FAIL, str(error).splitlines()[0], _fix_of(config, error))]
     rows = [Row("project, API, zone", Verdict.PASS, f"{config.project}: the Cloud TPU API answers for {config.zone}")]
@@ -191,7 +191,7 @@ def _fix_of(config: Config, error: LaunchError) -> str:
 
 def _runtime(config: Config) -> list[Row]:
     try:
-        offered = call_gcloud(commands.runtime_versions_command(config), timeout=_SECONDS).split()
+        offered = ask_gcloud(commands.runtime_versions_command(config), timeout=_SECONDS).split()
     except LaunchError:
         return []  # the row of the zone says why
     if config.runtime_version in offered:

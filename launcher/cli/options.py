@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from launcher.cli import terminal
-from launcher.clock import SystemClock
 from launcher.config import Config, load
 from launcher.errors import BadInput
 from launcher.home import home
+from launcher.machine import Machine
 from launcher.provider import Provider
 from launcher.providers import DEFAULT, PROVIDERS, capabilities, make_provider
+from launcher.this_machine import this_machine
 
 if TYPE_CHECKING:  # only the commands on a run need it, and it takes time to import
     from launcher.run.launch import Context
@@ -104,9 +105,15 @@ def _require_support(command: str, provider: str, emulated: bool) -> None:
         raise BadInput("--emulated is a slice of TPU VMs; a cluster is not emulated")
 
 
+@functools.cache
+def machine() -> Machine:
+    """The machine that this process runs on."""
+    return this_machine()
+
+
 def open_provider(config: Config) -> Provider:
     """The provider of a command; the caller closes it."""
-    return make_provider(config, terminal.say)
+    return make_provider(config, terminal.say, machine())
 
 
 def run_context() -> Context:
@@ -114,7 +121,7 @@ def run_context() -> Context:
     from launcher.run.launch import Context
     from launcher.run.supervise import Output
 
-    return Context(home(), os.environ, open_provider, Output(terminal.say, terminal.host_line), SystemClock())
+    return Context(home(), os.environ, open_provider, Output(terminal.say, terminal.host_line), machine())
 
 
 def show_plan(config: Config, command: str) -> None:

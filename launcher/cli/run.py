@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import click
 
 from launcher import costs
 from launcher.cli import terminal
-from launcher.cli.options import configured, dry_run_option, open_provider, run_context, run_option, show_plan
+from launcher.cli.options import configured, dry_run_option, machine, open_provider, run_context, run_option, show_plan
 from launcher.config import Config
 from launcher.errors import Exit
 from launcher.home import home
@@ -67,7 +66,7 @@ def run(
     try:
         outcome = (launch.attach if attach else launch.run)(request, run_context())
     except KeyboardInterrupt:
-        launch.explain_interrupt(config, home(), terminal.say)
+        launch.explain_interrupt(config, run_context())
         raise
     _show_outcome(outcome, as_json)
     sys.exit(outcome.verdict.kind.exit_code)
@@ -124,11 +123,11 @@ def status(config: Config, as_json: bool) -> None:
     created = shown.slice.created if shown.slice is not None else ""
     placed = placement.in_current_zone(config)
     if as_json:
-        terminal.dump({**shown.as_json(), "cost": costs.of_slice(placed, created, time.time())})
+        terminal.dump({**shown.as_json(), "cost": costs.of_slice(placed, created, machine().clock.time())})
         return
     for line in shown.lines():
         click.echo(line)
-    if cost := costs.since(placed, created, time.time()):
+    if cost := costs.since(placed, created, machine().clock.time()):
         click.echo(cost)
     if shown.hosts:
         terminal.table(["host", "address", "container", "last line", ""], shown.rows())
@@ -151,7 +150,7 @@ def logs(config: Config, run_id: str | None, follow: bool, host: int | None) -> 
 @configured
 def events(config: Config, run_id: str | None, as_json: bool) -> None:
     """Tell what happened to a run, oldest first: attempts, hosts lost and back, stops, recoveries, ends."""
-    ledger = ledgers.find(home(), run_id, slice_name=config.slice.name, provider=config.provider)
+    ledger = ledgers.find(home(), machine(), run_id, slice_name=config.slice.name, provider=config.provider)
     if as_json:
         terminal.dump([entry.document for entry in ledger.entries()])
         return

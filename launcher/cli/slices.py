@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 
 import click
@@ -12,7 +11,7 @@ from launcher import costs, shell
 from launcher.checks import inputs, preflight
 from launcher.cli import terminal
 from launcher.cli.doctor import show_devices
-from launcher.cli.options import configured, dry_run_option, open_provider, show_plan
+from launcher.cli.options import configured, dry_run_option, machine, open_provider, show_plan
 from launcher.config import Config
 from launcher.errors import LaunchError
 from launcher.gcloud.calls import call_gcloud
@@ -94,8 +93,8 @@ everywhere_option = click.option(
 @configured
 def list_(config: Config, everywhere: bool, as_json: bool) -> None:
     """List the project's slices that tpu-launch made: state, owner, run, age, cost so far, expiry."""
-    listed = inventory.list_owned(config.project, _zones(config, everywhere))
-    now = time.time()
+    listed = inventory.list_owned(config.project, _zones(config, everywhere), machine())
+    now = machine().clock.time()
     if as_json:
         terminal.dump([item.as_json(now) for item in listed])
     elif listed:
@@ -121,10 +120,10 @@ def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: b
     tpu-launch gc --yes             delete them
     tpu-launch gc --all-owners --all-zones --yes    as a nightly job
     """
-    now = time.time()
+    now = machine().clock.time()
     owner = None if all_owners else slices.owner()
     leftovers = inventory.find_leftovers(
-        inventory.list_owned(config.project, _zones(config, everywhere)), now, owner=owner
+        inventory.list_owned(config.project, _zones(config, everywhere), machine()), now, owner=owner
     )
     if as_json:
         terminal.dump([item.as_json(now) for item in leftovers])
@@ -139,7 +138,7 @@ def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: b
             terminal.say(f"  {shell.quote(command)}")
             continue
         try:
-            call_gcloud(command, timeout=_DELETE_SECONDS)
+            call_gcloud(machine(), command, timeout=_DELETE_SECONDS)
             terminal.say(f"  deleted {item.name}")
         except NotFound:
             terminal.say(f"  {item.name} is gone already")

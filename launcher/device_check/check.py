@@ -8,12 +8,12 @@ judged in `judge.py`.
 from __future__ import annotations
 
 import contextlib
-from concurrent.futures import ThreadPoolExecutor
 
 from launcher.config import Config
 from launcher.device_check.judge import CREATE_ANEW, HostResult, judge
 from launcher.errors import Exit, LaunchError
 from launcher.images import local
+from launcher.machine import Machine
 from launcher.provider import Attempt, HostReport, Observation, Provider
 from launcher.run import ledger as ledgers
 from launcher.run.attempts import require_all, require_ready
@@ -39,7 +39,7 @@ def check_devices(config: Config, context: Context, seconds: float = SECONDS) ->
     Raises:
         LaunchError: A run is on the slice (CONFLICT), the slice is not READY, or there is no image.
     """
-    if under_way(config, context.home):
+    if under_way(config, context.home, context.machine):
         raise LaunchError(
             f"slice {config.slice.name} has a run: its devices are in use; "
             "wait for it, or stop it with `tpu-launch stop`",
@@ -49,7 +49,7 @@ def check_devices(config: Config, context: Context, seconds: float = SECONDS) ->
     with contextlib.closing(provider):
         require_ready(config, provider)
         image = local.image(config, context.output.say)
-        attempt = make_attempt(config, ledgers.new_run_id(_NAME, context.clock), image)
+        attempt = make_attempt(config, ledgers.new_run_id(_NAME, context.machine), image)
         context.output.say(f"trying the devices of {config.accelerator.hosts} hosts")
         try:
             return _run(config, provider, attempt, context, seconds)
@@ -79,13 +79,13 @@ def _run(config: Config, provider: Provider, attempt: Attempt, context: Context,
             require_all(reports, verb)
         if not all(report.ok for report in reports):
             return [_refused(report, verb) for report in reports]
-    deadline = context.clock.monotonic() + seconds
+    deadline = context.machine.clock.monotonic() + seconds
     while True:
-        observations = _observe(provider, attempt, config.accelerator.hosts)
+        observations = _observe(provider, attempt, config.accelerator.hosts, context.machine)
         over = all(observation.container and observation.container.ended for observation in observations)
-        if over or context.clock.monotonic() >= deadline:
+        if over or context.machine.clock.monotonic() >= deadline:
             return judge(observations, config.slice.accelerator_type, seconds)
-        context.clock.sleep(_INTERVAL)
+        context.machine.clock.sleep(_INTERVAL)
 
 
 def _refused(report: HostReport, verb: str) -> HostResult:
@@ -94,6 +94,5 @@ def _refused(report: HostReport, verb: str) -> HostResult:
     return HostResult(report.worker, {}, (Problem(f"could not {verb} the container: {report.detail}", CREATE_ANEW),))
 
 
-def _observe(provider: Provider, attempt: Attempt, hosts: int) -> list[Observation]:
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        return list(pool.map(lambda worker: provider.observe(worker, attempt.container, None), range(hosts)))
+def _observe(provider: Provider, attempt: Attempt, hosts: int, machine: Machine) -> list[Observation]:
+    return machine.tasks.map(lambda worker: provider.observe(worker, attempt.container, None), range(hosts), at_once=64)

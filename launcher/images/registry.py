@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from launcher import shell
-from launcher.gcloud.calls import call_gcloud
+from launcher.gcloud.calls import ask_gcloud
 from launcher.gcloud.errors import Conflict, NotFound
 
 _SECONDS = 120.0
@@ -56,12 +56,12 @@ def require(repository: str) -> bool:
     if parsed is None:
         return False
     try:
-        call_gcloud(parsed.describe_command, timeout=_SECONDS)
+        ask_gcloud(parsed.describe_command, timeout=_SECONDS)
         return False
     except NotFound:
         pass
     try:
-        call_gcloud(parsed.create_command, timeout=_SECONDS)
+        ask_gcloud(parsed.create_command, timeout=_SECONDS)
     except Conflict:  # somebody else was quicker
         return False
     return True

@@ -14,6 +14,7 @@ from pathlib import Path
 from launcher.clock import Clock
 from launcher.config import CONFIG_FILE, Config
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.machine import Machine
 from launcher.provider import Attempt, HostReport, Overlay, Provider
 from launcher.run import events, specification
 from launcher.run import ledger as ledgers
@@ -49,7 +50,7 @@ class Session:
     provider: Provider
     secrets: SecretSource
     output: Output
-    clock: Clock
+    machine: Machine
 
     def say(self, text: str) -> None:
         """Says a line about this run."""
@@ -132,7 +133,7 @@ def drive(session: Session, attempt: AttemptRef | None, *, ready: bool = True) -
                 _report_recovery(session, recovery)
         if verdict is None:
             verdict = _supervise(session, attempt)
-        recovery = _RecoveryTimes(session.clock)
+        recovery = _RecoveryTimes(session.machine.clock)
         if not _recover(session, attempt, verdict, recovery):
             lines = last_lines(session.ledger, attempt.number, verdict)
             return Outcome(session.ledger.run_id, attempt.number, verdict, lines)
@@ -189,7 +190,7 @@ def _supervise(session: Session, attempt: AttemptRef) -> Verdict:
     stall = None if settings.stall_minutes is None else settings.stall_minutes * 60
     limits = Limits(lost=settings.host_lost_seconds, stall=stall)
     return supervise(
-        session.provider, session.ledger, attempt, limits=limits, output=session.output, clock=session.clock
+        session.provider, session.ledger, attempt, limits=limits, output=session.output, machine=session.machine
     )
 
 
@@ -216,7 +217,7 @@ def _recover(session: Session, attempt: AttemptRef, verdict: Verdict, times: _Re
     delay = f" in {decision.delay:.0f} s" if decision.delay else ""
     session.say(f": starting again ({decision.reason}){delay}")
     ledger.append(events.Recovering(attempt.number, verdict.kind.value, decision.reason, decision.delay))
-    session.clock.sleep(decision.delay)
+    session.machine.clock.sleep(decision.delay)
     times.mark()
     _replace_slice_of_bad_host(session)
     session.provider.create()  # finds the slice READY, waits for it, or deletes and creates it, as its state demands
@@ -315,7 +316,7 @@ def _start_next(session: Session, *, ready: bool) -> tuple[AttemptRef, Verdict |
 def _sweep(session: Session) -> None:
     """Ends what earlier attempts left on hosts that were out of reach when they ended: a host that was only cut off
     goes on working, and holds its TPU."""
-    for ledger in ledgers.runs(session.home):
+    for ledger in ledgers.runs(session.home, session.machine):
         if not same_slice(session.config, ledger.record):
             continue
         for left in ledger.left_behind():

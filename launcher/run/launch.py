@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.checks import inputs, preflight
-from launcher.clock import Clock, format_time
+from launcher.clock import format_time
 from launcher.config import Config
 from launcher.errors import BadInput
 from launcher.images import local
 from launcher.images import overlay as overlays
+from launcher.machine import Machine
 from launcher.provider import HostReport, Observation, Overlay, Provider
 from launcher.run import env_file, events, specification
 from launcher.run import ledger as ledgers
@@ -32,7 +32,7 @@ from launcher.run.attempts import (
 )
 from launcher.run.ledger import Ledger, RunRecord
 from launcher.run.specification import SecretSource, Specification
-from launcher.run.supervise import AttemptRef, Output, Say, explain
+from launcher.run.supervise import AttemptRef, Output, explain
 from launcher.run.verdict import Cause, Kind
 
 MakeProvider = Callable[[Config], Provider]
@@ -50,7 +50,7 @@ class Context:
     """Where values of secrets come from."""
     make_provider: MakeProvider
     output: Output
-    clock: Clock
+    machine: Machine
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,9 @@ def attach(request: Request, context: Context) -> Outcome:
     config = request.config
     if request.overlay is not None:
         raise BadInput("--overlay: a run that is there keeps the overlay that it was started with: leave out --attach")
-    ledger = ledgers.find(context.home, request.run_id, slice_name=config.slice.name, provider=config.provider)
+    ledger = ledgers.find(
+        context.home, context.machine, request.run_id, slice_name=config.slice.name, provider=config.provider
+    )
     given = env_file.read(request.env_file).values if request.env_file is not None else {}
     with ledger.supervising():
         if ledger.attempts == 0:
@@ -158,7 +160,7 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
         run_id: Finds the run instead.
         grace: Seconds; None for run.stop_seconds.
     """
-    ledger = ledgers.find(context.home, run_id, slice_name=config.slice.name, provider=config.provider)
+    ledger = _find(config, context, run_id)
     if ledger.attempts == 0:
         raise BadInput(f"run {ledger.run_id} was never started")
     session = open_session(config, context, ledger, SecretSource(context.environment, {}))
@@ -170,17 +172,22 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
         return session.provider.stop(attempt.container, grace=seconds, remove=False)
 
 
+def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
+    """The run of that id, or the newest one of the slice. Raises BadInput when there is none."""
+    return ledgers.find(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
+
+
 def open_session(config: Config, context: Context, ledger: Ledger, secrets: SecretSource) -> Session:
     """The session of a run as its folder says; for a run of an older version as `config` says."""
     spec = specification.read(ledger.folder)
     own = spec.config() if spec is not None else config
     provider = context.make_provider(own)
-    return Session(context.home, ledger, spec, own, provider, secrets, context.output, context.clock)
+    return Session(context.home, ledger, spec, own, provider, secrets, context.output, context.machine)
 
 
-def under_way(config: Config, home: Path) -> bool:
+def under_way(config: Config, home: Path, machine: Machine) -> bool:
     """Whether an attempt was begun on this slice that has not ended, as far as is known here."""
-    return any(ledger.under_way for ledger in ledgers.runs(home) if same_slice(config, ledger.record))
+    return any(ledger.under_way for ledger in ledgers.runs(home, machine) if same_slice(config, ledger.record))
 
 
 # -- before a start ---------------------------------------------------------------------------------------------------
@@ -220,7 +227,7 @@ def _choose(request: Request, context: Context, requested: Specification, overla
     """The run that is meant: an unfinished one that means the same, or a new one."""
     config, home = request.config, context.home
     if request.run_id is not None:
-        ledger = ledgers.find(home, request.run_id, provider=config.provider)
+        ledger = ledgers.find(home, context.machine, request.run_id, provider=config.provider)
         if ledger.record.config_hash != specification.meaning(config):
             raise BadInput(
                 f"run {request.run_id} was started with another configuration or command "
@@ -228,24 +235,26 @@ def _choose(request: Request, context: Context, requested: Specification, overla
             )
         return ledger
     if not request.new:
-        newest = next((run for run in reversed(ledgers.runs(home)) if same_slice(config, run.record)), None)
+        newest = next(
+            (run for run in reversed(ledgers.runs(home, context.machine)) if same_slice(config, run.record)), None
+        )
         if (
             newest is not None
             and newest.outcome != _FINISHED
             and newest.record.config_hash == specification.meaning(config)
         ):
             return newest
-    record = _record(config, ledgers.new_run_id(config.run_name, context.clock), context.clock)
+    record = _record(config, ledgers.new_run_id(config.run_name, context.machine), context.machine)
 
     def keep(folder: Path) -> None:
         if overlay is not None:
             specification.write_overlay(folder, overlay)
         specification.write(folder, requested.model_copy(update={"run": record.run_id}))
 
-    return ledgers.begin(home, record, config.document.dump(), keep)
+    return ledgers.begin(home, context.machine, record, config.document.dump(), keep)
 
 
-def _record(config: Config, run_id: str, clock: Clock) -> RunRecord:
+def _record(config: Config, run_id: str, machine: Machine) -> RunRecord:
     return RunRecord(
         run_id=run_id,
         name=config.run_name,
@@ -255,7 +264,7 @@ def _record(config: Config, run_id: str, clock: Clock) -> RunRecord:
         file=str(Path(config.document.name).absolute()),
         command=list(config.command),
         config_hash=specification.meaning(config),
-        created=clock.time(),
+        created=machine.clock.time(),
         provider=config.provider,
     )
 
@@ -285,7 +294,7 @@ def _start_or_resume(
         spec = specification.resume(kept, spec)
     if extras.overlay is not None:
         specification.write_overlay(ledger.folder, extras.overlay)
-    session = Session(context.home, ledger, spec, config, provider, secrets, context.output, context.clock)
+    session = Session(context.home, ledger, spec, config, provider, secrets, context.output, context.machine)
     require_inputs(session, spec)  # before an image is built
     return drive(with_image(session, _image(request, context, kept, spec)), None, ready=ready)
 
@@ -294,15 +303,15 @@ def _image(request: Request, context: Context, kept: Specification | None, spec:
     """What hosts will run. An overlay goes over the image that ran last, instead of a new build."""
     known: str | None = None
     if request.overlay is not None:
-        known = _last_image(request.config, context.home)
+        known = _last_image(request.config, context)
     elif spec.overlay is not None and kept is not None:
         known = kept.image  # the overlay is resumed, and so is what it was laid over
     return known or local.image(request.config, context.output.say)
 
 
-def _last_image(config: Config, home: Path) -> str | None:
+def _last_image(config: Config, context: Context) -> str | None:
     """What the newest attempt on this slice ran."""
-    for ledger in reversed(ledgers.runs(home)):
+    for ledger in reversed(ledgers.runs(context.home, context.machine)):
         attempt = ledger.last_attempt
         if attempt is not None and same_slice(config, ledger.record):
             return attempt.image
@@ -327,22 +336,22 @@ def _open_attempt(context: Context, config: Config, ledger: Ledger, provider: Pr
 
 def _observe_all(context: Context, provider: Provider, attempt: AttemptRef) -> list[Observation]:
     """One observation of each host, without lines."""
-    now = format_time(context.clock.time())
+    now = format_time(context.machine.clock.time())
 
     def observe(worker: int) -> Observation:
         return provider.observe(worker, attempt.container, now)
 
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        return list(pool.map(observe, attempt.workers))
+    return context.machine.tasks.map(observe, attempt.workers, at_once=64)
 
 
 def _status(observation: Observation) -> str:
     return observation.container.status if observation.container is not None else ""
 
 
-def explain_interrupt(config: Config, home: Path, say: Say) -> None:
+def explain_interrupt(config: Config, context: Context) -> None:
     """Says what Ctrl-C means for the run of this slice."""
-    if under_way(config, home):
+    say = context.output.say
+    if under_way(config, context.home, context.machine):
         say(
             "detached: what was started goes on. `tpu-launch run --attach` watches it again, `tpu-launch stop` stops it"
         )

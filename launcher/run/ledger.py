@@ -20,14 +20,14 @@ import contextlib
 import fcntl
 import json
 import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from launcher.clock import Clock, SystemClock, format_time
+from launcher.clock import Clock, format_time
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private
+from launcher.machine import Machine
 from launcher.run.events import (
     AttemptBegan,
     Ended,
@@ -62,9 +62,9 @@ class RunRecord:
 class Ledger:
     """The folder of one run."""
 
-    def __init__(self, folder: Path, clock: Clock | None = None) -> None:
+    def __init__(self, folder: Path, clock: Clock) -> None:
         self.folder = folder
-        self._clock = clock or SystemClock()
+        self.clock = clock
         self._cached: tuple[int, list[Entry]] = (0, [])  # size of the events that were read, and what they say
 
     @property
@@ -79,7 +79,7 @@ class Ledger:
 
     def append(self, event: Event) -> None:
         """Records an event. It must not hold secrets: the file is kept."""
-        line = json.dumps(to_document(format_time(self._clock.time()), event))
+        line = json.dumps(to_document(format_time(self.clock.time()), event))
         with open(os.open(self._events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
             file.write(line + "\n")
 
@@ -158,15 +158,15 @@ class Ledger:
         Raises:
             LaunchError: Another process supervises the run (Exit.CONFLICT).
         """
-        deadline = self._clock.monotonic() + patience
+        deadline = self.clock.monotonic() + patience
         with open(os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+") as lock:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 except BlockingIOError:
-                    if self._clock.monotonic() < deadline:
-                        self._clock.sleep(_LOCK_POLL_SECONDS)
+                    if self.clock.monotonic() < deadline:
+                        self.clock.sleep(_LOCK_POLL_SECONDS)
                         continue
                     holder = lock.read().strip() or "unknown"
                     raise LaunchError(
@@ -185,17 +185,19 @@ class Ledger:
         return self.folder / "events.jsonl"
 
 
-def runs(home: Path) -> list[Ledger]:
+def runs(home: Path, machine: Machine) -> list[Ledger]:
     """All runs of the launcher's folder, oldest first."""
-    ledgers = [Ledger(path.parent) for path in (home / "runs").glob("*/run.json")]
+    ledgers = [Ledger(path.parent, machine.clock) for path in (home / "runs").glob("*/run.json")]
     return sorted(ledgers, key=lambda ledger: (ledger.record.created, ledger.run_id))
 
 
-def find(home: Path, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None) -> Ledger:
+def find(
+    home: Path, machine: Machine, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None
+) -> Ledger:
     """The run of that id, or the newest one (of that slice, on that provider). Raises BadInput when there is none."""
     known = [
         ledger
-        for ledger in runs(home)
+        for ledger in runs(home, machine)
         if slice_name in (None, ledger.record.slice) and provider in (None, ledger.record.provider)
     ]
     if run_id is not None:
@@ -210,17 +212,21 @@ def find(home: Path, run_id: str | None, *, slice_name: str | None = None, provi
     return known[-1]
 
 
-def new_run_id(name: str, clock: Clock) -> str:
+def new_run_id(name: str, machine: Machine) -> str:
     """An id of a run: the name, the UTC time, and random letters, so that two workstations don't collide."""
-    day, time = format_time(clock.time())[5:10], format_time(clock.time())[11:19]
-    return f"{name}-{day.replace('-', '')}-{time.replace(':', '')}-{secrets.token_hex(2)}"
+    now = format_time(machine.clock.time())
+    day, time = now[5:10], now[11:19]
+    return f"{name}-{day.replace('-', '')}-{time.replace(':', '')}-{machine.random.randrange(1 << 16):04x}"
 
 
-def begin(home: Path, record: RunRecord, document: str, keep: Callable[[Path], None] | None = None) -> Ledger:
+def begin(
+    home: Path, machine: Machine, record: RunRecord, document: str, keep: Callable[[Path], None] | None = None
+) -> Ledger:
     """Makes the folder of a new run.
 
     Args:
         home: The launcher's folder.
+        machine: This machine.
         record: How the run is started; its id names the folder.
         document: The resolved configuration, as YAML.
         keep: Writes what else belongs into the folder, before it counts as a run.
@@ -231,4 +237,4 @@ def begin(home: Path, record: RunRecord, document: str, keep: Callable[[Path], N
     if keep is not None:
         keep(folder)
     write_private(folder / "run.json", json.dumps(asdict(record), indent=1))  # last: a folder without it is no run
-    return Ledger(folder)
+    return Ledger(folder, machine.clock)

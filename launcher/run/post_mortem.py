@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ _LOG_BYTES = 20_000_000  # of the end of each log
 def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Sequence[str]) -> Path:
     """Writes the archive and returns its path. `evidence`: file name -> text, from the provider."""
     target = ledger.folder / f"post-mortem-{attempt}.tar.gz"
+    now = ledger.clock.time()
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     with (
         os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as sink,
@@ -31,9 +31,9 @@ def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Se
     ):
         root = f"{ledger.run_id}-{attempt}"
         for path in _files(ledger, attempt):
-            _add(archive, f"{root}/{path.relative_to(ledger.folder)}", _end_of(path), secrets)
+            _add(archive, f"{root}/{path.relative_to(ledger.folder)}", _end_of(path), secrets, now)
         for name, text in evidence.items():
-            _add(archive, f"{root}/{name}", text.encode(errors="replace"), secrets)
+            _add(archive, f"{root}/{name}", text.encode(errors="replace"), secrets, now)
     os.replace(temporary, target)
     return target
 
@@ -50,10 +50,10 @@ def _end_of(path: Path) -> bytes:
         return file.read()
 
 
-def _add(archive: tarfile.TarFile, name: str, data: bytes, secrets: Sequence[str]) -> None:
+def _add(archive: tarfile.TarFile, name: str, data: bytes, secrets: Sequence[str], now: float) -> None:
     for secret in secrets:
         if secret:
             data = data.replace(secret.encode(), b"***")
     entry = tarfile.TarInfo(name)
-    entry.size, entry.mode, entry.mtime = len(data), 0o600, int(time.time())
+    entry.size, entry.mode, entry.mtime = len(data), 0o600, int(now)
     archive.addfile(entry, io.BytesIO(data))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from launcher import costs
 from launcher.clock import Clock, format_time, parse_time
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
+from launcher.machine import Machine
 from launcher.provider import LogLine, Observation, Provider, SliceState, container_name
 from launcher.run import events
 from launcher.run import ledger as ledgers
@@ -105,7 +105,9 @@ def read_status(config: Config, context: Context, provider: Provider) -> Status:
     """Asks the API and, while an attempt is open, every host once."""
     slice_state = provider.describe()
     try:
-        ledger = ledgers.find(context.home, None, slice_name=config.slice.name, provider=config.provider)
+        ledger = ledgers.find(
+            context.home, context.machine, None, slice_name=config.slice.name, provider=config.provider
+        )
     except BadInput:
         return Status(config.slice.name, slice_state, None, None, None, [], [])
     number = ledger.attempts - 1
@@ -113,9 +115,9 @@ def read_status(config: Config, context: Context, provider: Provider) -> Status:
     addresses: Sequence[str] = ()
     if slice_state is not None and slice_state.ready and number >= 0 and ledger.outcome is None:
         addresses = slice_state.hosts
-        observations = _observe_hosts(provider, ledger, number, len(addresses), context.clock)
+        observations = _observe_hosts(provider, ledger, number, len(addresses), context.machine)
     hosts = [
-        _host_status(observation, addresses[observation.worker], ledger, number, context.clock)
+        _host_status(observation, addresses[observation.worker], ledger, number, context.machine.clock)
         for observation in observations
     ]
     return Status(
@@ -142,7 +144,7 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
         follow: Go on until the attempt has ended.
         host: Worker index; None for all hosts.
     """
-    ledger = ledgers.find(context.home, run_id, slice_name=config.slice.name, provider=config.provider)
+    ledger = ledgers.find(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
     number = ledger.attempts - 1
     if number < 0:
         raise BadInput(f"run {ledger.run_id} was never started: there are no lines")
@@ -163,7 +165,7 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
                     context.output.emit(worker, line)
             if ended or not follow:
                 return
-            context.clock.sleep(_FOLLOW_EVERY)
+            context.machine.clock.sleep(_FOLLOW_EVERY)
     finally:
         session.provider.close()
 
@@ -197,11 +199,10 @@ def _details(entry: Entry) -> str:
     return str(document.get("outcome") or document.get("problem") or document.get("reason") or document.get("path", ""))
 
 
-def _observe_hosts(provider: Provider, ledger: Ledger, number: int, hosts: int, clock: Clock) -> list[Observation]:
+def _observe_hosts(provider: Provider, ledger: Ledger, number: int, hosts: int, machine: Machine) -> list[Observation]:
     container = container_name(ledger.run_id, number)
-    since = format_time(clock.time() - _RECENT_SECONDS)
-    with ThreadPoolExecutor(max_workers=64) as pool:
-        return list(pool.map(lambda worker: provider.observe(worker, container, since), range(hosts)))
+    since = format_time(machine.clock.time() - _RECENT_SECONDS)
+    return machine.tasks.map(lambda worker: provider.observe(worker, container, since), range(hosts), at_once=64)
 
 
 def _host_status(observation: Observation, address: str, ledger: Ledger, number: int, clock: Clock) -> HostStatus:

@@ -1,6 +1,6 @@
 """The supervision of one attempt: observe all hosts, judge, act.
 
-One thread a host observes it again and again; the main thread delivers log lines, judges, and when the attempt has
+One task a host observes it again and again; the main task delivers log lines, judges, and when the attempt has
 ended stops what still runs, fetches the last lines and removes the containers. It holds no state that matters: killed
 at any moment, the run goes on, and another process attaches to it.
 """
@@ -8,19 +8,17 @@ at any moment, the run goes on, and another process attaches to it.
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-from launcher.clock import Clock
 from launcher.errors import LaunchError
+from launcher.machine import Machine
 from launcher.provider import LogLine, Observation, Provider, container_name
 from launcher.run import events, post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, tail
 from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
+from launcher.tasks import Queue
 
 OBSERVE_EVERY = 1.0  # seconds between two observations of a host
 _OBSERVATIONS_A_SECOND = 16  # of all hosts together, so that the cost does not grow with the slice
@@ -32,7 +30,7 @@ _WORTH_A_POST_MORTEM = frozenset((Kind.FAILED, Kind.HOST_LOST, Kind.PREEMPTED, K
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
 _LAST_LINES, _LAST_BYTES = 8, 20_000  # of the host that is the cause, in the report
 _LAST_OBSERVATIONS = 50  # of 4 MB: bounds the fetching of a huge rest of a log
-_THREADS = 64  # for work on all hosts at once
+_AT_ONCE = 64  # for work on all hosts at once
 
 Say = Callable[[str], None]
 Emit = Callable[[int, LogLine], None]
@@ -77,13 +75,13 @@ class SliceNews:
 
 
 def supervise(
-    provider: Provider, ledger: Ledger, attempt: AttemptRef, *, limits: Limits, output: Output, clock: Clock
+    provider: Provider, ledger: Ledger, attempt: AttemptRef, *, limits: Limits, output: Output, machine: Machine
 ) -> Verdict:
     """Watches an attempt to its end, ends it on every host, and records how it ended.
 
     KeyboardInterrupt leaves everything running.
     """
-    supervision = _Supervision(provider, ledger, attempt, limits, output, clock)
+    supervision = _Supervision(provider, ledger, attempt, limits, output, machine)
     verdict, reachable = supervision.watch()
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
         _end_on_hosts(provider, ledger, attempt, verdict, reachable, output.say)
@@ -144,18 +142,18 @@ def _end_on_hosts(
 
 
 class _Supervision:
-    """The state of watching one attempt. The inbox is the only thing that its threads share."""
+    """The state of watching one attempt. The inbox is the only thing that its tasks share."""
 
     def __init__(
-        self, provider: Provider, ledger: Ledger, attempt: AttemptRef, limits: Limits, output: Output, clock: Clock
+        self, provider: Provider, ledger: Ledger, attempt: AttemptRef, limits: Limits, output: Output, machine: Machine
     ) -> None:
         self.provider, self.ledger, self.attempt = provider, ledger, attempt
-        self.limits, self.output, self.clock = limits, output, clock
+        self.limits, self.output, self.clock, self.tasks = limits, output, machine.clock, machine.tasks
         self.logs = {worker: HostLog(ledger.log_file(attempt.number, worker)) for worker in attempt.workers}
-        self.inbox: queue.Queue[Observation | SliceNews] = queue.Queue(maxsize=_INBOX_SIZE)
-        self.over = threading.Event()
+        self.inbox: Queue[Observation | SliceNews] = self.tasks.queue(_INBOX_SIZE)
+        self.over = self.tasks.event()
         self.interval = max(OBSERVE_EVERY, len(attempt.workers) / _OBSERVATIONS_A_SECOND)
-        begun = clock.monotonic()
+        begun = self.clock.monotonic()
         self.views = {worker: HostView(worker, None, seen=begun) for worker in attempt.workers}
         self.slice = SliceNews("READY")
         self.slice_asked = begun - _ASK_SLICE_EVERY
@@ -166,7 +164,7 @@ class _Supervision:
     def watch(self) -> tuple[Verdict, list[int]]:
         """The verdict that ends the attempt, and the hosts that answer."""
         for worker in self.attempt.workers:
-            self._start_thread(self._observe_repeatedly, worker)
+            self._start_task(self._observe_repeatedly, worker)
         try:
             while True:
                 self._take_news()
@@ -185,24 +183,21 @@ class _Supervision:
                 if verdict.kind.ended:
                     return self._with_trouble_of_slice(verdict), self._answering(verdict)
         finally:
-            self.over.set()  # threads are not joined: one may be waiting for a host that is gone
-            with contextlib.suppress(queue.Empty):  # nor may one wait for a place in the inbox
-                while True:
-                    self.inbox.get_nowait()
+            self.over.set()  # tasks are not waited for: one may be waiting for a host that is gone
+            while self.inbox.get(timeout=0.0) is not None:  # nor may one wait for a place in the inbox
+                pass
 
     def fetch_rest(self, workers: Sequence[int]) -> None:
         """Delivers the last lines of these hosts."""
-        with ThreadPoolExecutor(max_workers=_THREADS) as pool:
-            for observations in pool.map(self._observe_rest, workers):
-                for observation in observations:
-                    self._deliver(observation)
+        for observations in self.tasks.map(self._observe_rest, workers, at_once=_AT_ONCE):
+            for observation in observations:
+                self._deliver(observation)
 
-    # -- the main thread ----------------------------------------------------------------------------------------------
+    # -- the main task -----------------------------------------------------------------------------------------------
 
     def _take_news(self) -> None:
-        try:
-            news = self.inbox.get(timeout=_INBOX_SECONDS)
-        except queue.Empty:
+        news = self.inbox.get(timeout=_INBOX_SECONDS)
+        if news is None:
             return
         if isinstance(news, SliceNews):
             if news.trouble and news.trouble != self.slice.trouble:
@@ -246,7 +241,7 @@ class _Supervision:
         now = self.clock.monotonic()
         if any(not view.reachable for view in self.views.values()) and now - self.slice_asked > _ASK_SLICE_EVERY:
             self.slice_asked = now
-            self._start_thread(self._describe_slice)
+            self._start_task(self._describe_slice)
 
     def _complain(self) -> None:
         now = self.clock.monotonic()
@@ -263,7 +258,7 @@ class _Supervision:
         self.hurried = True
         for view in self.views.values():
             if view.ended_seen is None:
-                self._start_thread(self._observe_once, view.worker)
+                self._start_task(self._observe_once, view.worker)
 
     def _answering(self, verdict: Verdict) -> list[int]:
         lost = {verdict.cause.worker} if verdict.kind is Kind.HOST_LOST and verdict.cause else set()
@@ -275,10 +270,10 @@ class _Supervision:
         what = f"{verdict.cause.what} (the slice: {self.slice.trouble})"
         return replace(verdict, cause=replace(verdict.cause, what=what))
 
-    # -- threads ------------------------------------------------------------------------------------------------------
+    # -- tasks ------------------------------------------------------------------------------------------------------
 
-    def _start_thread(self, function: Callable[..., None], *arguments: int) -> None:
-        threading.Thread(target=function, args=arguments, daemon=True).start()
+    def _start_task(self, function: Callable[..., None], *arguments: int) -> None:
+        self.tasks.start(function, *arguments)
 
     def _observe_repeatedly(self, worker: int) -> None:
         """Observes one host until the supervision is over. Every observation goes to the inbox, whatever happened.

@@ -15,6 +15,7 @@ from typing import Any
 from launcher import costs
 from launcher.clock import parse_time
 from launcher.gcloud.calls import call_gcloud
+from launcher.machine import Machine
 
 _SECONDS = 120.0
 LABEL = "tpu-launch"
@@ -97,7 +98,7 @@ def list_commands(project: str, zone: str) -> list[list[str]]:
     return [["gcloud", "compute", "tpus", kind, "list", *ends] for kind in ("tpu-vm", "queued-resources")]
 
 
-def list_owned(project: str, zones: Sequence[str]) -> list[OwnedSlice]:
+def list_owned(project: str, zones: Sequence[str], machine: Machine) -> list[OwnedSlice]:
     """All slices of tpu-launch in the zones, whoever made them.
 
     A queued resource that became a node counts as the node, unless it is dead: then it keeps the quota.
@@ -105,7 +106,8 @@ def list_owned(project: str, zones: Sequence[str]) -> list[OwnedSlice]:
     owned: dict[tuple[str, str], OwnedSlice] = {}
     for zone in zones:
         nodes, queued = (
-            json.loads(call_gcloud(command, timeout=_SECONDS) or "[]") for command in list_commands(project, zone)
+            json.loads(call_gcloud(machine, command, timeout=_SECONDS) or "[]")
+            for command in list_commands(project, zone)
         )
         for slice_ in [*map(parse_queued, queued), *map(parse_node, nodes)]:
             if slice_ is None or slice_.labels.get(LABEL) != "1":

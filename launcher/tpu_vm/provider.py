@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from launcher import shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import Preempted, explain_error
 from launcher.images.store import unpacked_size
+from launcher.machine import Machine
 from launcher.provider import Attempt, HostReport, Observation, SliceState
 from launcher.tpu_vm import CAPABILITIES, commands, host_checks, host_output, host_scripts, slices
 from launcher.tpu_vm.host_checks import HostFacts, Problem
@@ -40,10 +39,11 @@ class TpuVm:
 
     capabilities = CAPABILITIES
 
-    def __init__(self, config: Config, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, say: Callable[[str], None], machine: Machine) -> None:
         self.config = config
         self.say = say
-        self._connections = SliceConnections(config)
+        self._machine = machine
+        self._connections = SliceConnections(config, machine)
         self._pending_start: PendingStart | None = None
 
     @property
@@ -58,7 +58,7 @@ class TpuVm:
 
     def describe(self) -> SliceState | None:
         """The slice, or None when it does not exist."""
-        state = slices.describe(self.config)
+        state = slices.describe(self.config, self._machine)
         self._connections.note_state(state)
         return state
 
@@ -70,7 +70,7 @@ class TpuVm:
         """Creates the slice and waits until every host answers."""
         self.close()  # a new slice has other addresses and keys
         self._connections.forget()
-        self._connections.note_state(slices.create(self.config, self.say))
+        self._connections.note_state(slices.create(self.config, self.say, self._machine))
         self._wait_for_hosts()
         self._connections.close()  # a late observation of the last attempt may have opened some
         if not self._connections.gcloud_only:
@@ -81,7 +81,7 @@ class TpuVm:
         """Deletes the slice and what is kept of it."""
         self.close()
         self._connections.forget()
-        if not slices.delete(self.config, self.say):
+        if not slices.delete(self.config, self.say, self._machine):
             self.say(f"there is no slice {self.config.slice.name}")
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class TpuVm:
         """Lets gcloud connect to the hosts while they are prepared; the start waits there for `_release_start`."""
         if not self._connections.gcloud_only:
             argv = commands.ssh_command(self.config, host_scripts.start_script(attempt, gated=True))
-            self._pending_start = PendingStart(argv, timeout=self._start_seconds)
+            self._pending_start = PendingStart(argv, self._machine, timeout=self._start_seconds)
 
     def _release_start(self, attempt: Attempt) -> list[HostReport]:
         """Releases the waiting start on all hosts, and returns what they reported. It is abandoned when a host can't be
@@ -195,7 +195,7 @@ class TpuVm:
         """The API's description of the slice, and what the hosts know of a container that failed."""
         command = commands.describe_command(self.config)
         try:
-            files = {"slice.json": call_gcloud(command, timeout=_COMMAND_SECONDS * 2)}
+            files = {"slice.json": call_gcloud(self._machine, command, timeout=_COMMAND_SECONDS * 2)}
         except LaunchError as error:
             files = {"slice.json": str(error)}
         if not self._connections.gcloud_only:
@@ -216,12 +216,12 @@ class TpuVm:
         the run fail; reports the others."""
         if self._connections.gcloud_only:
             return  # gcloud takes seconds for it; `prepare` finds what matters most
-        begin = time.time()
+        begin = self._machine.clock.time()
         accelerator_type = self.config.slice.accelerator_type
         results = self._run_checks(host_checks.check_script(attempt.image, attempt.run_id, accelerator_type))
         if all(result.refused for result in results):
             return  # gcloud may still get through: `prepare` tries
-        end = time.time()
+        end = self._machine.clock.time()
         problems = self._find_problems(attempt, results, begin, end)
         fatal = [problem for problem in problems if problem.fatal]
         if fatal:
@@ -240,7 +240,7 @@ class TpuVm:
         if missed and self._pending_start is not None and (refusal := self._pending_start.refusal()):
             raise explain_error(refusal, commands.ssh_command(self.config, "..."))
         if missed and not all(result.refused for result in results):
-            time.sleep(_RETRY_SECONDS)
+            self._machine.clock.sleep(_RETRY_SECONDS)
             results = self._connections.retry(results, script, timeout=_COMMAND_SECONDS, workers=missed)
         return results
 
@@ -275,10 +275,10 @@ class TpuVm:
 
         Raises CommandTimeout, and Preempted when the slice is taken away meanwhile.
         """
-        deadline = time.monotonic() + _FIRST_CONTACT_SECONDS
+        deadline = self._machine.clock.monotonic() + _FIRST_CONTACT_SECONDS
         reported = ""
         while missing := self._hosts_not_up():
-            if time.monotonic() > deadline:
+            if self._machine.clock.monotonic() > deadline:
                 raise CommandTimeout(
                     f"slice {self.config.slice.name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts "
                     f"are: {'; '.join(missing)}"
@@ -292,7 +292,7 @@ class TpuVm:
             if missing != [reported]:
                 self.say("waiting for the hosts: " + "; ".join(missing))
                 reported = missing[0]
-            time.sleep(3.0)
+            self._machine.clock.sleep(3.0)
 
     def _hosts_not_up(self) -> list[str]:
         """Why hosts can't be used yet, one line each; empty when all can."""
@@ -317,7 +317,7 @@ class TpuVm:
     def _run_through_gcloud(self, script: str, word: str, *, timeout: float) -> list[HostReport]:
         """Runs a script on all hosts with one gcloud call. Raises what gcloud reports when no host did."""
         argv = commands.ssh_command(self.config, script)
-        result = shell.run(argv, timeout=timeout)
+        result = self._machine.run(argv, timeout=timeout)
         if not result.ok and not host_output.has_reports(result.stdout):
             raise explain_error(result.stderr, argv[:-1])
         return host_output.parse_reports(result.stdout, word, self._workers)

@@ -9,17 +9,17 @@ quota: it is deleted, with force, and made again while there is time.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from launcher import costs
-from launcher.clock import Clock, parse_time
+from launcher.clock import parse_time
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import Conflict, NotFound, PermissionDenied, QuotaExceeded, Refused, Stockout, explain_error
+from launcher.machine import Machine
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, placement
 
@@ -97,10 +97,10 @@ def parse(text: str) -> Request:
     )
 
 
-def describe(config: Config, name: str | None = None) -> Request | None:
+def describe(config: Config, machine: Machine, name: str | None = None) -> Request | None:
     """The request, or None when there is none."""
     try:
-        return parse(call_gcloud(describe_command(config, name), timeout=_SECONDS))
+        return parse(call_gcloud(machine, describe_command(config, name), timeout=_SECONDS))
     except NotFound:
         return None
 
@@ -110,8 +110,7 @@ def obtain(
     labels: dict[str, str],
     node: Callable[[], SliceState | None],
     say: Callable[[str], None],
-    *,
-    clock: Clock,
+    machine: Machine,
 ) -> None:
     """Returns when the request is ACTIVE and its node READY. Makes the request when there is none, and goes on waiting
     for one that there is.
@@ -121,14 +120,14 @@ def obtain(
         labels: of a node that is created.
         node: describes the node, None when there is none.
         say: is given lines for a person.
-        clock: the time, and how to wait.
+        machine: asks gcloud, and waits.
 
     Raises:
         Stockout: the time is over; the request is deleted then.
         LaunchError: what Google reports about quota, permission or the request itself.
     """
     try:
-        _Acquisition(config, labels, node, say, clock).run()
+        _Acquisition(config, labels, node, say, machine).run()
     except KeyboardInterrupt:
         say("the request goes on waiting: `tpu-launch up` goes on with it, `tpu-launch down` deletes it")
         raise
@@ -143,13 +142,13 @@ class _Acquisition:
         labels: dict[str, str],
         node: Callable[[], SliceState | None],
         say: Callable[[str], None],
-        clock: Clock,
+        machine: Machine,
     ) -> None:
         assert config.slice.queued is not None
-        self.config, self.labels, self.node, self.say, self.clock = config, labels, node, say, clock
-        self.request = describe(config)
+        self.config, self.labels, self.node, self.say, self.machine = config, labels, node, say, machine
+        self.request = describe(config, machine)
         self.pause = 0.0  # before the next request, when one was lost
-        begin = clock.monotonic() - self._age()
+        begin = machine.clock.monotonic() - self._age()
         self.deadline = begin + config.slice.queued.valid_until_hours * 3600
         self.progress = _Progress(say, config, begin, self.deadline)
 
@@ -179,19 +178,19 @@ class _Acquisition:
         request = self.request
         if request is None or request.created is None or request.state in _DEAD:
             return 0.0
-        return self.clock.time() - request.created
+        return self.machine.clock.time() - request.created
 
     def _left(self) -> float:
-        return self.deadline - self.clock.monotonic()
+        return self.deadline - self.machine.clock.monotonic()
 
     def _make_request(self) -> None:
         slice_, left = self.config.slice, self._left()
         self.say(f"asking for a {slice_.accelerator_type} in {self.config.zone}, for {costs.duration(left)} at most")
         try:
-            call_gcloud(create_command(self.config, self.labels, max(1.0, left)), timeout=_SECONDS)
+            call_gcloud(self.machine, create_command(self.config, self.labels, max(1.0, left)), timeout=_SECONDS)
         except Conflict:
             # There is a request when an earlier try of ours arrived after all; else a node has the name.
-            if describe(self.config) is None:
+            if describe(self.config, self.machine) is None:
                 raise
         self.progress.reset()
 
@@ -207,14 +206,14 @@ class _Acquisition:
                     raise error
             if left <= _LATE_SECONDS / 2:
                 raise Stockout(_too_late(self.config, request))
-        wait = min(self.pause * (0.5 + random.random()), max(0.0, self._left()))
+        wait = min(self.pause * (0.5 + self.machine.random.random()), max(0.0, self._left()))
         reason = request.error or f"by {request.initiator}"
         self.say(f"request {request.name} was {request.state} ({reason}): deleted it, asking again in {wait:.0f} s")
-        self.clock.sleep(wait)
+        self.machine.clock.sleep(wait)
         self.pause = min(max(10.0, self.pause * 2), _LONGEST_PAUSE)
 
     def _remove(self) -> None:
-        remove(self.config, clock=self.clock)
+        remove(self.config, self.machine)
         self.request = None
 
     def _check_deadline(self) -> None:
@@ -222,17 +221,17 @@ class _Acquisition:
         is_granted = self.request is not None and self.request.state in ("PROVISIONING", "ACTIVE")
         grace = self.config.slice.create_minutes * 60 if is_granted else _LATE_SECONDS
         if self._left() < -grace:
-            remove(self.config, clock=self.clock)
+            remove(self.config, self.machine)
             raise Stockout(_too_late(self.config, self.request))
 
     def _poll(self) -> None:
-        self.clock.sleep(_POLL_SECONDS)
-        before, self.request = self.request, describe(self.config)
+        self.machine.clock.sleep(_POLL_SECONDS)
+        before, self.request = self.request, describe(self.config, self.machine)
         if self.request is None and before is not None:
             raise LaunchError(
                 f"request {self.config.slice.name} was deleted while it was waited for; `tpu-launch up` asks again"
             )
-        self.progress.report(self.request, self.clock.monotonic())
+        self.progress.report(self.request, self.machine.clock.monotonic())
 
 
 def _too_late(config: Config, request: Request | None) -> str:
@@ -246,12 +245,12 @@ def _too_late(config: Config, request: Request | None) -> str:
     )
 
 
-def remove(config: Config, name: str | None = None, *, clock: Clock) -> None:
+def remove(config: Config, machine: Machine, name: str | None = None) -> None:
     """Deletes the request, with its node if it has one, and waits until the API says that it is gone. None is fine.
     Raises CommandTimeout."""
-    deadline = clock.monotonic() + _DELETE_SECONDS
-    while (request := describe(config, name)) is not None:
-        if clock.monotonic() > deadline:
+    deadline = machine.clock.monotonic() + _DELETE_SECONDS
+    while (request := describe(config, machine, name)) is not None:
+        if machine.clock.monotonic() > deadline:
             raise CommandTimeout(
                 f"request {request.name} is {request.state} and not gone after {_DELETE_SECONDS / 60:.0f} minutes; "
                 "try again"
@@ -260,11 +259,11 @@ def remove(config: Config, name: str | None = None, *, clock: Clock) -> None:
         # for again.
         if request.state not in ("DELETING", "SUSPENDING"):
             try:
-                call_gcloud(delete_command(config, name), timeout=_DELETE_SECONDS)
+                call_gcloud(machine, delete_command(config, name), timeout=_DELETE_SECONDS)
                 continue
             except (NotFound, Conflict):
                 pass  # gone meanwhile, or another operation is on it
-        clock.sleep(2.0)
+        machine.clock.sleep(2.0)
 
 
 class _Progress:

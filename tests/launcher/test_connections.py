@@ -10,6 +10,7 @@ import pytest
 from launcher.config import Config, load
 from launcher.errors import LaunchError
 from launcher.provider import SliceState
+from launcher.this_machine import this_machine
 from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections
@@ -82,7 +83,7 @@ def test_what_is_remembered_holds_until_the_slice_is_seen_to_be_another(
 ) -> None:
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     known = remembered(tmp_path)
-    connections = SliceConnections(config(tmp_path))
+    connections = SliceConnections(config(tmp_path), this_machine())
     connections.note_state(seen(known))
     assert connections.has_known_slice
     assert connections.pool() is connections.pool()
@@ -98,7 +99,7 @@ def test_gcloud_is_asked_once_where_hosts_are_that_do_not_answer(
     monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
     known = remembered(tmp_path)
     asked = gcloud_says(tmp_path, monkeypatch, [f"127.9.{8 if moved else 9}.{worker + 1}" for worker in range(2)])
-    connections = SliceConnections(config(tmp_path))
+    connections = SliceConnections(config(tmp_path), this_machine())
     before = connections.pool()
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda number: connections.run(number % 2, "true", timeout=5), range(16)))
@@ -124,7 +125,7 @@ def test_looks_that_come_back_late_find_no_slice_and_never_break(
 
     for _ in range(20):
         remembered(tmp_path)
-        connections = SliceConnections(config(tmp_path))
+        connections = SliceConnections(config(tmp_path), this_machine())
         connections.pool()
         with ThreadPoolExecutor(8) as pool:
             looks = [pool.submit(look, connections, number % 2) for number in range(16)]

@@ -65,5 +65,5 @@ def test_age_and_cost_are_counted_from_the_time_of_creation(tmp_path: Path) -> N
 
 
 def test_an_expiry_is_a_label_in_unix_seconds(tmp_path: Path) -> None:
-    assert "tpu-launch-expires" not in slices.owner_labels(config(tmp_path))
+    assert "tpu-launch-expires" not in slices.owner_labels(config(tmp_path), now=1000.0)
     assert slices.owner_labels(config(tmp_path, expires_hours=1.5), now=1000.0)["tpu-launch-expires"] == "6400"

@@ -9,26 +9,27 @@ from pathlib import Path
 
 import pytest
 
-from launcher.clock import SystemClock
 from launcher.errors import Exit, LaunchError
 from launcher.run.events import AttemptBegan, Ended
 from launcher.run.ledger import Ledger, RunRecord, begin, new_run_id
+from launcher.this_machine import this_machine
 
 HOUSE = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys
 from pathlib import Path
 from launcher.run.events import AttemptBegan, Ended
+from launcher.clock import SystemClock
 from launcher.run.ledger import Ledger
-with Ledger(Path(sys.argv[1])).supervising():
+with Ledger(Path(sys.argv[1]), SystemClock()).supervising():
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 def new_run(home: Path) -> Ledger:
-    run_id = new_run_id("r", SystemClock())
-    return begin(home, RunRecord(run_id, "r", "p", "z", "s", "f.yaml", ["true"], "hash", 0.0), "")
+    run_id = new_run_id("r", this_machine())
+    return begin(home, this_machine(), RunRecord(run_id, "r", "p", "z", "s", "f.yaml", ["true"], "hash", 0.0), "")
 
 
 def test_a_second_launcher_on_a_run_is_told_who_the_first_is_and_takes_over_when_it_is_gone(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from launcher.config import Config, load
 from launcher.errors import LaunchError
 from launcher.gcloud.errors import NotFound, QuotaExceeded, Stockout
 from launcher.provider import SliceState
+from launcher.shell import Result
+from launcher.this_machine import this_machine
 from launcher.tpu_vm import queued
 
 HOUR = 3600.0
@@ -51,7 +54,13 @@ class Queue:
         self.created = self.clock.now
         self.calls.append("create")
 
-    def call(self, argv: Sequence[str], *, timeout: float) -> str:
+    def run(self, argv: Sequence[str], **_options: object) -> Result:
+        try:
+            return Result(tuple(argv), 0, self.call(argv), "")
+        except NotFound as error:
+            return Result(tuple(argv), 1, "", f"ERROR: NOT_FOUND: {error}")
+
+    def call(self, argv: Sequence[str]) -> str:
         verb = argv[4]
         if verb == "describe":
             if self.created is None:
@@ -83,48 +92,43 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     return load(tmp_path / "run.yaml")
 
 
-def obtain(config: Config, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def obtain(config: Config, queue: Queue, seed: int = 0) -> list[str]:
     said: list[str] = []
-    monkeypatch.setattr(queued, "call_gcloud", queue.call)
-    queued.obtain(config, {}, queue.node, said.append, clock=queue.clock)
+    machine = replace(this_machine(), clock=queue.clock, run=queue.run, random=random.Random(seed))
+    queued.obtain(config, {}, queue.node, said.append, machine)
     return said
 
 
-def test_a_request_is_made_once_and_waited_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_is_made_once_and_waited_for(config: Config) -> None:
     queue = Queue(Clock(), lambda attempt, age: "ACTIVE" if age > HOUR else "WAITING_FOR_RESOURCES")
-    said = obtain(config, queue, monkeypatch)
+    said = obtain(config, queue)
     assert queue.calls == ["create"]
     reports = [line for line in said if "is WAITING_FOR_RESOURCES" in line]
     assert 55 <= len(reports) <= 65, "once a minute"
 
 
-def test_one_that_is_there_is_waited_for_and_its_age_counts(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_there_is_waited_for_and_its_age_counts(config: Config) -> None:
     queue = Queue(Clock(), lambda attempt, age: "WAITING_FOR_RESOURCES")
     queue.request(config)
     queue.clock.now += 5 * HOUR
     begin = queue.clock.now
     with pytest.raises(Stockout, match="within 6 h"):
-        obtain(config, queue, monkeypatch)
+        obtain(config, queue)
     assert HOUR <= queue.clock.now - begin <= HOUR + 120
     assert queue.calls == ["create", "delete"]
 
 
-def test_one_that_is_being_provided_at_the_end_gets_the_time_of_a_creation(
-    config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_is_being_provided_at_the_end_gets_the_time_of_a_creation(config: Config) -> None:
     late = 6 * HOUR + 300
     queue = Queue(Clock(), lambda attempt, age: "ACTIVE" if age > late else "PROVISIONING")
-    obtain(config, queue, monkeypatch)
+    obtain(config, queue)
     assert queue.calls == ["create"]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_lost_request_is_made_again_with_growing_pauses(
-    config: Config, monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    random.seed(seed)
+def test_a_lost_request_is_made_again_with_growing_pauses(config: Config, seed: int) -> None:
     queue = Queue(Clock(), lambda attempt, age: "ACTIVE" if attempt == 6 else "SUSPENDED" if age > 60 else "ACCEPTED")
-    said = obtain(config, queue, monkeypatch)
+    said = obtain(config, queue, seed)
     assert queue.calls == [*(["create", "delete"] * 5), "create"]
     assert sum("was SUSPENDED (by SERVICE): deleted it" in line for line in said) == 5
     pauses = [seconds for seconds in queue.clock.slept if seconds > 2.0]
@@ -133,10 +137,10 @@ def test_a_lost_request_is_made_again_with_growing_pauses(
     )
 
 
-def test_a_failure_that_waiting_does_not_mend_ends_it_at_once(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_waiting_does_not_mend_ends_it_at_once(config: Config) -> None:
     queue = Queue(Clock(), lambda attempt, age: "FAILED", error="Quota limit 'TPUs' has been exceeded")
     with pytest.raises(QuotaExceeded):
-        obtain(config, queue, monkeypatch)
+        obtain(config, queue)
     assert queue.calls == ["create", "delete"], "a failed request would keep its quota"
 
 
@@ -151,5 +155,5 @@ def test_one_that_somebody_deletes_is_not_made_again(config: Config, monkeypatch
 
     monkeypatch.setattr(queue.clock, "sleep", delete_after_ten_minutes)
     with pytest.raises(LaunchError, match="was deleted while it was waited for"):
-        obtain(config, queue, monkeypatch)
+        obtain(config, queue)
     assert queue.calls == ["create"]

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.clock import SystemClock
 from launcher.config import load
 from launcher.errors import BadInput
 from launcher.provider import Overlay
@@ -128,8 +129,8 @@ EVENTS = [
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_an_event_is_read_back_as_it_was_recorded(tmp_path: Path, event: events.Event) -> None:
-    Ledger(tmp_path).append(event)
-    assert Ledger(tmp_path).events() == [event]
+    Ledger(tmp_path, SystemClock()).append(event)
+    assert Ledger(tmp_path, SystemClock()).events() == [event]
 
 
 def test_every_kind_has_a_name_of_its_own() -> None:
@@ -146,7 +147,7 @@ def test_events_of_other_versions_are_tolerated(tmp_path: Path) -> None:
     ]
     text = "\n".join(json.dumps(line) for line in lines) + '\n{"time": "t", "ev'
     (tmp_path / "events.jsonl").write_text(text)
-    ledger = Ledger(tmp_path)
+    ledger = Ledger(tmp_path, SystemClock())
     assert ledger.events() == [
         events.UnknownEvent(3, "from the future"),
         events.Started(3),

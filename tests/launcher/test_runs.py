@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.clock import SystemClock
 from launcher.config import Config, load
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import local
@@ -31,6 +30,7 @@ from launcher.run import ledger as ledgers
 from launcher.run.attempts import Outcome
 from launcher.run.supervise import Output
 from launcher.run.verdict import Kind
+from launcher.this_machine import this_machine
 
 FILE = """\
 project: p
@@ -139,7 +139,7 @@ class Workstation:
     def context(self, **environment: str) -> launch.Context:
         output = Output(self.messages.append, lambda worker, line: None)
         return launch.Context(
-            self.home, environment, lambda config: FakeProvider(config, self.hosts), output, SystemClock()
+            self.home, environment, lambda config: FakeProvider(config, self.hosts), output, this_machine()
         )
 
     def run(self, config: Config, environment: dict[str, str] | None = None, **options: object) -> Outcome:
@@ -150,7 +150,7 @@ class Workstation:
 
     @property
     def ledger(self) -> ledgers.Ledger:
-        return ledgers.find(self.home, None)
+        return ledgers.find(self.home, this_machine(), None)
 
 
 @pytest.fixture

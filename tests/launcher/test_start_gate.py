@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.provider import Attempt
+from launcher.this_machine import this_machine
 from launcher.tpu_vm import host_scripts
 from launcher.tpu_vm.ssh.start_gate import PendingStart
 from tests.launcher.script_host import SHELLS, ScriptHost
@@ -91,7 +92,7 @@ def test_a_container_that_can_not_be_started_is_reported(host: ScriptHost, name:
 
 
 def test_a_call_that_is_given_up_ends_at_once() -> None:
-    call = PendingStart(["sh", "-c", "echo said; sleep 60"], timeout=90)
+    call = PendingStart(["sh", "-c", "echo said; sleep 60"], this_machine(), timeout=90)
     time.sleep(0.3)
     begun = time.monotonic()
     call.abandon()
@@ -100,7 +101,9 @@ def test_a_call_that_is_given_up_ends_at_once() -> None:
 
 
 def test_what_gcloud_said_is_known_when_it_gave_up_and_not_before() -> None:
-    call = PendingStart(["sh", "-c", "sleep 0.5; echo 'ERROR: terminal state PREEMPTED' >&2; exit 1"], timeout=90)
+    call = PendingStart(
+        ["sh", "-c", "sleep 0.5; echo 'ERROR: terminal state PREEMPTED' >&2; exit 1"], this_machine(), timeout=90
+    )
     assert call.refusal() is None
     assert call.output() == ""
     assert "PREEMPTED" in (call.refusal() or "")

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launcher.clock import SystemClock
 from launcher.run.ledger import Ledger
 from launcher.run.status import recent_history
 
@@ -28,7 +29,7 @@ EVENTS: tuple[tuple[str, dict[str, Any]], ...] = (
 def test_the_story_of_a_recovery_is_a_few_lines(tmp_path: Path) -> None:
     lines = [json.dumps({"time": "2026-11-21T22:00:00Z", "event": name, **details}) for name, details in EVENTS]
     (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
-    assert [line.partition(" ")[2] for line in recent_history(Ledger(tmp_path))] == [
+    assert [line.partition(" ")[2] for line in recent_history(Ledger(tmp_path, SystemClock()))] == [
         "attempt 0: started",
         "attempt 0: host 1 out of reach: timed out",
         "attempt 0: host 1 back",

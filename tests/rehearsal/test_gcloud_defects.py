@@ -47,6 +47,7 @@ from launcher.emulator.http_server import Acceptor, Request, Response, json_resp
 from launcher.emulator.operations import finish_pending_operations
 from launcher.emulator.state import Host, State
 from launcher.gcloud.calls import call_gcloud
+from launcher.this_machine import this_machine
 from launcher.tpu_vm import commands, inventory, queued, slices
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 from launcher.tpu_vm.ssh.connections import SliceConnections
@@ -139,11 +140,13 @@ def test_a_host_whose_guest_agent_is_not_up_yet_is_a_problem_that_passes(state: 
     crashed = shell.run(commands.ssh_command(config, "true", worker="0"), timeout=60)
     assert not crashed.ok
     assert "IndexError" in crashed.stderr
-    result = SliceConnections(config).run_through_gcloud(0, "true")
+    result = SliceConnections(config, this_machine()).run_through_gcloud(0, "true")
     assert (result.reached, "IndexError" in result.problem) == (False, True)
     for host in hosts_of(state):
         host.guest_attributes["hostkeys/ssh-ed25519"] = "AAAAC3NzaC1lZDI1NTE5AAAAIGAbCdEf"
-    addresses = parse_dry_run(call_gcloud(commands.ssh_command(config, "true", dry_run=True), timeout=60))
+    addresses = parse_dry_run(
+        call_gcloud(this_machine(), commands.ssh_command(config, "true", dry_run=True), timeout=60)
+    )
     assert [address.alias.rsplit("-", 2)[1:] for address in addresses] == [["0", "AbCdEf"], ["1", "AbCdEf"]]
 
 
@@ -240,14 +243,14 @@ def test_a_slice_is_deleted_created_and_found_again(
     path.write_text(f"project: p\nzone: us-central2-b\n{section}")
     config = load(path, command=["true"])
     said: list[str] = []
-    assert slices.delete(config, said.append)
-    assert slices.describe(config) is None
-    created = slices.create(config, said.append)
+    assert slices.delete(config, said.append, this_machine())
+    assert slices.describe(config, this_machine()) is None
+    created = slices.create(config, said.append, this_machine())
     assert created.ready
-    assert slices.describe(config) == created
-    assert slices.create(config, said.append) == created, "an existing slice is used"
-    (owned,) = inventory.list_owned("p", ["us-central2-b"])
+    assert slices.describe(config, this_machine()) == created
+    assert slices.create(config, said.append, this_machine()) == created, "an existing slice is used"
+    (owned,) = inventory.list_owned("p", ["us-central2-b"], this_machine())
     assert (owned.name, owned.state, owned.request) == ("demo", "READY", "")
-    assert slices.delete(config, said.append)
-    assert not slices.delete(config, said.append)
+    assert slices.delete(config, said.append, this_machine())
+    assert not slices.delete(config, said.append, this_machine())
     assert state.nodes == {}

@@ -21,20 +21,8 @@ from pathlib import Path
 from launcher import home
 from launcher.config import Config
 from launcher.errors import LaunchError
+from launcher.remote import Address
 from launcher.tpu_vm import placement
-
-
-@dataclass(frozen=True)
-class Address:
-    """How gcloud reaches one host."""
-
-    worker: int
-    host: str
-    user: str
-    key_file: str
-    known_hosts: str
-    alias: str
-    """The name under which the host's key is kept in `known_hosts`."""
 
 
 @dataclass(frozen=True)

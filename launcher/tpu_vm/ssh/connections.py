@@ -9,41 +9,39 @@ waiting for gcloud or a host.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
-from launcher import shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import summarize_error
+from launcher.machine import Machine
 from launcher.provider import SliceState
+from launcher.remote import Address
+from launcher.tasks import Future
 from launcher.tpu_vm import commands
 from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import KnownSlice
+from launcher.tpu_vm.ssh.pool import ConnectionPool
 from launcher.tpu_vm.ssh.result import HostResult
-
-if TYPE_CHECKING:  # it imports Fabric, which takes time that a command without hosts need not spend
-    from launcher.tpu_vm.ssh.pool import ConnectionPool
 
 _GCLOUD_SECONDS = 40.0  # for one call
 _GCLOUD_CALLS = 16  # at once
 
 
 class SliceConnections:
-    """The hosts of the slice that a configuration describes. Threads may run commands at once."""
+    """The hosts of the slice that a configuration describes. Tasks may run commands at once."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, machine: Machine) -> None:
         self.config = config
+        self._machine = machine
         self.gcloud_only = config.run.transport == "gcloud" or config.slice.iap
-        self._lock = threading.Lock()  # of the four that follow
+        self._lock = machine.tasks.lock()  # of the four that follow
         self._state: SliceState | None = None  # as last described
         self._known = None if self.gcloud_only else addresses.load(config)
         self._pool: ConnectionPool | None = None
         self._unverified: KnownSlice | None = None  # where the pool's addresses come from, until gcloud confirmed them
-        self._listing = threading.Lock()  # one thread finds the addresses, others wait for it
+        self._listing = machine.tasks.lock()  # one thread finds the addresses, others wait for it
         self._connecting: Future[None] | None = None
 
     # -- the slice ----------------------------------------------------------------------------------------------------
@@ -91,7 +89,7 @@ class SliceConnections:
     def connect_in_background(self) -> None:
         """Connects to all hosts while other work goes on; what fails is tried again when it is needed."""
         if not self.gcloud_only:
-            self._connecting = ThreadPoolExecutor(1).submit(lambda: self._open_pool().connect_all())
+            self._connecting = self._machine.tasks.submit(lambda: self._open_pool().connect_all())
 
     def pool(self) -> ConnectionPool:
         """The connections of all hosts, each opened when it is used. Raises LaunchError when gcloud can't say where the
@@ -129,7 +127,7 @@ class SliceConnections:
         some seconds."""
         command = commands.ssh_command(self.config, script, worker=str(worker))
         try:
-            result = shell.run(command, timeout=_GCLOUD_SECONDS, input=stdin)
+            result = self._machine.run(command, timeout=_GCLOUD_SECONDS, input=stdin)
         except CommandTimeout as error:
             return HostResult(worker, None, problem=str(error).splitlines()[0])
         if not result.ok:
@@ -138,8 +136,9 @@ class SliceConnections:
 
     def run_all_through_gcloud(self, script: str, workers: Sequence[int], stdin: str | None = None) -> list[HostResult]:
         """As `run_through_gcloud`, one call a host."""
-        with ThreadPoolExecutor(max_workers=_GCLOUD_CALLS) as executor:
-            return list(executor.map(lambda worker: self.run_through_gcloud(worker, script, stdin), workers))
+        return self._machine.tasks.map(
+            lambda worker: self.run_through_gcloud(worker, script, stdin), workers, at_once=_GCLOUD_CALLS
+        )
 
     def replacement_of(self, pool: ConnectionPool) -> ConnectionPool | None:
         """The connections to use after hosts of `pool` did not answer, when its addresses were kept ones and gcloud
@@ -157,14 +156,12 @@ class SliceConnections:
         if current == unverified.addresses:
             return None
         addresses.forget(self.config)
-        from launcher.tpu_vm.ssh.pool import ConnectionPool
-
         with self._lock:
             if self._pool is not pool:
                 return self._pool
             # Internal addresses must be read again, too: hosts are given them.
             self._known, self._state = None, None
-            self._pool = replacement = ConnectionPool(current)
+            self._pool = replacement = ConnectionPool(current, self._machine)
         pool.close()
         return replacement
 
@@ -175,8 +172,6 @@ class SliceConnections:
                 connecting.result()
 
     def _open_pool(self) -> ConnectionPool:
-        from launcher.tpu_vm.ssh.pool import ConnectionPool
-
         with self._listing:
             with self._lock:
                 if self._pool is not None:
@@ -184,12 +179,13 @@ class SliceConnections:
                 known = self._known
             current = known.addresses if known is not None else self._list_addresses()
             with self._lock:
-                self._pool, self._unverified = ConnectionPool(current), known
+                self._pool, self._unverified = ConnectionPool(current, self._machine), known
                 return self._pool
 
-    def _list_addresses(self) -> tuple[addresses.Address, ...]:
+    def _list_addresses(self) -> tuple[Address, ...]:
         """The addresses that gcloud would use, kept for later commands when the slice was seen READY."""
-        output = call_gcloud(commands.ssh_command(self.config, "true", dry_run=True), timeout=_GCLOUD_SECONDS)
+        command = commands.ssh_command(self.config, "true", dry_run=True)
+        output = call_gcloud(self._machine, command, timeout=_GCLOUD_SECONDS)
         current = tuple(addresses.parse_dry_run(output))
         with self._lock:
             state = self._state

@@ -1,97 +1,28 @@
-"""A pool of ssh connections that stay open: Fabric connections, addressed and authenticated as gcloud would.
-
-`addresses` says how gcloud would reach each host: address, user, key, known-hosts file and the alias under which the
-host's key is kept. The pool connects with exactly that, so keys are checked as gcloud checks them. A host that can't be
-reached is a result, not an exception.
-
-Of Fabric, only `Connection.open` and `close` are used, which set up authentication and the transport. Its `run` and
-`Group` start four threads a command and host; an observation of 64 hosts a second would spend its time on them. So
-commands run on a channel of the transport (`_execute`), with one deadline for the whole command.
-"""
+"""A pool of connections that stay open, one a host. A host that can't be reached is a result, not an exception."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 import shlex
-import socket
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Sequence
 
-import paramiko
-from fabric import Config as FabricConfig
-from fabric import Connection
-from paramiko.hostkeys import HostKeys
-
-from launcher.tpu_vm.ssh.addresses import Address
+from launcher.machine import Machine
+from launcher.remote import Address, Connection, ConnectionFailed
 from launcher.tpu_vm.ssh.result import HostResult
 
-# Errors are in the results; paramiko would print tracebacks of its threads as well.
-logging.getLogger("paramiko").addHandler(logging.NullHandler())
-logging.getLogger("paramiko").propagate = False
-
-_SSH_PORT = 22
-_CONNECT_SECONDS = 5.0
-_HANDSHAKE_SECONDS = 20.0
-_KEEPALIVE_SECONDS = 5
 _STALE_SECONDS = 10.0
-_WAKE_SECONDS = 2.0
-_HANDSHAKES = 8  # at once: 64 would run into each other's time-outs
-_CHANNEL_SECONDS = 10.0  # for a host that is connected to answer at all (paramiko would wait for an hour)
-
-
-class HostKeyUnknown(paramiko.SSHException):
-    """No key of that host is known yet: gcloud learns it at its own first connection."""
-
-
-# The host answers, but refuses us; gcloud, which spreads keys and learns those of hosts, may still get through.
-_REFUSALS = (HostKeyUnknown, paramiko.AuthenticationException, paramiko.ssh_exception.IncompatiblePeer)
-
-
-class HostKeyChanged(paramiko.SSHException):
-    """A host shows another key than the known one. It is refused; gcloud would try for 47 s before it said so."""
-
-
-class _AliasKeys(paramiko.MissingHostKeyPolicy):
-    """Checks a host's key under the alias by which gcloud keeps it. An unknown one is refused: gcloud adds keys at its
-    own first connection."""
-
-    def __init__(self, address: Address, known: Callable[[str], HostKeys]) -> None:
-        self.address = address
-        self.known = known
-
-    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
-        """Raises HostKeyChanged or HostKeyUnknown unless the key is the known one."""
-        alias = self.address.alias.lower()  # OpenSSH keeps aliases in lower case
-        keys = self.known(self.address.known_hosts).lookup(alias)
-        kept = None if keys is None else keys.get(key.get_name())
-        subject = f"the host key of worker {self.address.worker} ({hostname})"
-        if kept is None:
-            raise HostKeyUnknown(f"{subject} is not the one gcloud keeps as {self.address.alias}")
-        if kept != key:
-            raise HostKeyChanged(
-                f"{subject} has changed: somebody else answers there, or the host was set up anew; "
-                f"if you know why: ssh-keygen -f {self.address.known_hosts} -R {alias}"
-            )
+_AT_ONCE = 64  # hosts
 
 
 class ConnectionPool:
-    """Open connections to the hosts of one slice. Threads may use the same or different hosts at once."""
+    """Open connections to the hosts of one slice. Tasks may use the same or different hosts at once."""
 
-    def __init__(self, addresses: Sequence[Address]) -> None:
+    def __init__(self, addresses: Sequence[Address], machine: Machine) -> None:
         self.addresses = {address.worker: address for address in addresses}
+        self._machine = machine
         self._connections: dict[int, Connection] = {}
-        self._handshakes = threading.BoundedSemaphore(_HANDSHAKES)
         self._used: dict[int, float] = {}  # time of the last command, by worker
-        self._locks = {worker: threading.Lock() for worker in self.addresses}
-        self._reading = threading.Lock()
-        # By file: reading an RSA key takes longer than the rest of a handshake.
-        self._keys: dict[str, paramiko.PKey] = {}
-        self._host_keys: dict[tuple[str, float], HostKeys] = {}  # by file and its modification time
+        self._locks = {worker: machine.tasks.lock() for worker in self.addresses}
 
     @property
     def workers(self) -> list[int]:
@@ -108,11 +39,12 @@ class ConnectionPool:
             stdin: its standard input.
         """
         # A connection that was idle for a while may be dead without having been noticed.
-        stale = worker in self._connections and time.monotonic() - self._used.get(worker, 0.0) > _STALE_SECONDS
+        idle = self._machine.clock.monotonic() - self._used.get(worker, 0.0)
+        stale = worker in self._connections and idle > _STALE_SECONDS
         result = self._run(worker, script, timeout, stdin)
         if stale and not result.reached and not result.timed_out:
             result = self._run(worker, script, timeout, stdin)
-        self._used[worker] = time.monotonic()
+        self._used[worker] = self._machine.clock.monotonic()
         return result
 
     def _run(self, worker: int, script: str, timeout: float, stdin: str | None) -> HostResult:
@@ -120,21 +52,13 @@ class ConnectionPool:
         try:
             with self._locks[worker]:
                 connection = self._connect(worker)
-            code, out, err = _execute(connection, f"sh -c {shlex.quote(script)}", timeout, stdin)
+            code, out, err = connection.run(f"sh -c {shlex.quote(script)}", timeout=timeout, stdin=stdin)
         except TimeoutError:
             self._drop(worker, connection)
-            if connection is None:
-                return HostResult(worker, None, problem=f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
             return HostResult(worker, None, problem=f"no answer within {timeout:.0f} s", timed_out=True)
-        except paramiko.SSHException as error:
+        except ConnectionFailed as error:
             self._drop(worker, connection)
-            return HostResult(worker, None, problem=_describe(error), refused=isinstance(error, _REFUSALS))
-        except (OSError, EOFError) as error:
-            self._drop(worker, connection)
-            return HostResult(worker, None, problem=_describe(error))
-        if code == -1:  # paramiko: the channel closed without a status
-            self._drop(worker, connection)
-            return HostResult(worker, None, problem="the connection closed before the command ended")
+            return HostResult(worker, None, problem=str(error), refused=error.refused)
         return HostResult(worker, code, out, err)
 
     def run_all(
@@ -144,19 +68,19 @@ class ConnectionPool:
         chosen = self.workers if workers is None else sorted(workers)
         if not chosen:
             return []
-        with ThreadPoolExecutor(max_workers=min(64, len(chosen))) as executor:
-            return list(executor.map(lambda worker: self.run(worker, script, timeout=timeout, stdin=stdin), chosen))
+        return self._machine.tasks.map(
+            lambda worker: self.run(worker, script, timeout=timeout, stdin=stdin), chosen, at_once=_AT_ONCE
+        )
 
     def connect_all(self) -> None:
         """Opens the connections that can be opened; a later command reports the others."""
 
         def connect(worker: int) -> None:
-            with contextlib.suppress(OSError, EOFError, paramiko.SSHException), self._locks[worker]:
+            with contextlib.suppress(ConnectionFailed), self._locks[worker]:
                 self._connect(worker)
-                self._used[worker] = time.monotonic()
+                self._used[worker] = self._machine.clock.monotonic()
 
-        with ThreadPoolExecutor(max_workers=min(64, len(self.addresses))) as executor:
-            list(executor.map(connect, self.workers))
+        self._machine.tasks.map(connect, self.workers, at_once=_AT_ONCE)
 
     def close(self) -> None:
         """Closes all connections."""
@@ -165,102 +89,16 @@ class ConnectionPool:
 
     def _connect(self, worker: int) -> Connection:
         connection = self._connections.get(worker)
-        if connection is not None and connection.is_connected:
+        if connection is not None and connection.is_open:
             return connection
-        address = self.addresses[worker]
-        # A short time for the first packets and a long one for the handshake distinguish dead hosts from slow ones.
-        link = socket.create_connection((address.host, _SSH_PORT), timeout=_CONNECT_SECONDS)
-        # The user's own ssh configuration must not change where these go.
-        connection = Connection(
-            host=address.host,
-            user=address.user,
-            config=FabricConfig(lazy=True, overrides={"load_ssh_configs": False}),
-            connect_timeout=_HANDSHAKE_SECONDS,
-            connect_kwargs={
-                "sock": link,
-                "pkey": self._key(address.key_file),
-                "allow_agent": False,
-                "look_for_keys": False,
-                "banner_timeout": _HANDSHAKE_SECONDS,
-                "auth_timeout": _HANDSHAKE_SECONDS,
-                "channel_timeout": _CHANNEL_SECONDS,
-            },
-        )
-        connection.client.set_missing_host_key_policy(_AliasKeys(address, self._known_hosts))
-        try:
-            with self._handshakes:
-                connection.open()
-        except BaseException:
-            link.close()
-            raise
-        transport = connection.client.get_transport()
-        if transport is not None:
-            transport.set_keepalive(_KEEPALIVE_SECONDS)
-            # A cable that is pulled shows only in what is not acknowledged: by default after a quarter of an hour.
-            transport.sock.settimeout(_WAKE_SECONDS)  # its thread would wake up ten times a second
-            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_CHANNEL_SECONDS * 1000))
+        connection = self._machine.connect(self.addresses[worker])
         self._connections[worker] = connection
         return connection
-
-    def _key(self, path: str) -> paramiko.PKey:
-        with self._reading:
-            if path not in self._keys:
-                try:
-                    self._keys[path] = paramiko.PKey.from_path(path)
-                except (TypeError, ValueError, paramiko.pkey.UnknownKeyType) as error:
-                    raise paramiko.AuthenticationException(
-                        f"the key {path} is locked, or of a kind that only ssh can read"
-                    ) from error
-            return self._keys[path]
-
-    def _known_hosts(self, path: str) -> HostKeys:
-        with self._reading:
-            version = path, os.stat(path).st_mtime if Path(path).exists() else 0.0
-            if version not in self._host_keys:
-                host_keys = HostKeys()
-                if version[1]:
-                    host_keys.load(path)
-                self._host_keys = {version: host_keys}
-            return self._host_keys[version]
 
     def _drop(self, worker: int, connection: Connection | None) -> None:
         """Closes a connection, unless the pool has another one for the host by now: that one stays."""
         if connection is None:
             return
-        if id(self._connections.get(worker)) == id(connection):
+        if self._connections.get(worker) is connection:
             self._connections.pop(worker, None)
-        with contextlib.suppress(OSError, EOFError, paramiko.SSHException, AttributeError):  # it may be broken
-            connection.client.get_transport().sock.shutdown(socket.SHUT_RDWR)  # or its thread would be waited for
-        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
-            connection.close()
-
-
-def _execute(connection: Connection, command: str, timeout: float, stdin: str | None) -> tuple[int, str, str]:
-    """Exit code, output and error output of a command, on a channel of its own.
-
-    Raises TimeoutError, and what paramiko raises for a connection that breaks.
-    """
-    deadline = time.monotonic() + timeout
-    with connection.client.get_transport().open_session(timeout=min(timeout, _CHANNEL_SECONDS)) as channel:
-        channel.settimeout(timeout)
-        channel.exec_command(command)
-        if stdin is not None:
-            channel.sendall(stdin.encode())
-        channel.shutdown_write()
-        parts: dict[str, list[bytes]] = {"recv": [], "recv_stderr": []}
-        for source, received in parts.items():
-            while True:
-                channel.settimeout(max(0.01, deadline - time.monotonic()))
-                if not (data := getattr(channel, source)(1 << 16)):
-                    break
-                received.append(data)
-        if not channel.status_event.wait(max(0.01, deadline - time.monotonic())):
-            raise TimeoutError
-        out, err = (b"".join(received).decode(errors="replace") for received in parts.values())
-        return channel.exit_status, out, err
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, OSError):
-        return f"can't be reached: {error}"
-    return str(error) or type(error).__name__
+        connection.close()

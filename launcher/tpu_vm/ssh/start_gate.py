@@ -10,10 +10,9 @@ not released in time reports `waiting`, and the start is made again without a ga
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
-from launcher import shell
 from launcher.errors import LaunchError
+from launcher.machine import Machine
 
 
 class PendingStart:
@@ -21,15 +20,14 @@ class PendingStart:
 
     Args:
         argv: the command.
+        machine: runs it.
         timeout: seconds after which it is ended.
     """
 
-    def __init__(self, argv: Sequence[str], *, timeout: float) -> None:
+    def __init__(self, argv: Sequence[str], machine: Machine, *, timeout: float) -> None:
         self._terminate: Callable[[], None] | None = None
         self._abandoned = False
-        pool = ThreadPoolExecutor(1)
-        self._result: Future[shell.Result] = pool.submit(shell.run, argv, timeout=timeout, on_start=self._on_start)
-        pool.shutdown(wait=False)
+        self._result = machine.tasks.submit(lambda: machine.run(argv, timeout=timeout, on_start=self._on_start))
 
     def output(self) -> str:
         """Waits for the call's end; the output of the hosts, empty when gcloud could not run or timed out."""

@@ -1,0 +1,43 @@
+"""The machine that the launcher runs on: everything through which its code acts on the outside, as one value.
+
+`cli` makes one (`launcher.this_machine`) and passes it down. No code below it uses `time`, `threading`, `queue`,
+`subprocess` or `random` itself (ruff's banned-api holds that), so a simulation that makes its own `Machine` decides
+what time it is, who runs next, and what gcloud, ssh and hosts answer. Files are not part of it: they are real.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from launcher.clock import Clock
+from launcher.remote import Connect
+from launcher.shell import Result
+from launcher.tasks import Tasks
+
+
+class RunCommand(Protocol):
+    """Runs a local command: `launcher.shell.run`."""
+
+    def __call__(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float,
+        input: str | bytes | None = None,
+        on_start: Callable[[Callable[[], None]], None] | None = None,
+    ) -> Result:
+        """As `launcher.shell.run`."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where time, concurrency, processes, connections and randomness come from."""
+
+    clock: Clock
+    tasks: Tasks
+    run: RunCommand
+    connect: Connect
+    random: random.Random
