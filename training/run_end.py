@@ -114,6 +114,8 @@ def write_summary(run: Run, evaluations: Evaluations, summary: dict[str, Any]) -
     if evaluations.counts is not None and run.task.labels:
         confusion = evaluations.counts.reshape(len(run.task.labels), -1).tolist()
         html.write_confusion(run.folder, run.task.labels, confusion)
-    storage.write(storage.join(run.folder, html.SUMMARY_FILE), json.dumps(summary, indent=1).encode() + b"\n")
+    run.dependencies.storage.write(
+        storage.join(run.folder, html.SUMMARY_FILE), json.dumps(summary, indent=1).encode() + b"\n"
+    )
     run.console.print(format_summary(summary))
     run.console.print("summary: " + json.dumps(summary))

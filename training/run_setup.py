@@ -23,6 +23,7 @@ from training.distributed.cluster import Cluster, device_kind, tensorflow_enviro
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError, UnusableTpu
+from training.machine import SYSTEM, Machine
 from training.models.export import export_checkpoint
 from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config
 from training.registry import BACKENDS, TASKS, load
@@ -54,6 +55,7 @@ class Run:
     token: str  # that only this group of processes has
     model_identity: Mapping[str, Any]  # the network, as far as a checkpoint must agree with it
     fence: Callable[[], None]  # raises when this group of processes may commit no more
+    dependencies: Dependencies
 
     @property
     def folder(self) -> str:
@@ -98,30 +100,31 @@ def open_run(
     shutdown: ShutdownRequest,
     timer: PhaseTimer,
     console: Console,
-    wall_time: Callable[[], float],
+    dependencies: Dependencies,
 ) -> tuple[Run, str]:
     """Opens the data, and makes sure that all hosts are about to run the same thing. Returns the run and the URL of
     this attempt's record. Raises BadInput."""
+    machine, storage = dependencies.machine, dependencies.storage
     with timer.phase("start"):
         rendezvous.set_phase("opening the data")
-        task = open_task(config, cluster)
+        task = dependencies.open_task(config, cluster)
         code = code_hash()
         facts = {"configuration": config.hash, "code": code, **task.data.hashes()}
-        token = agree(rendezvous, facts, config.rendezvous.start_seconds)
+        token = agree(rendezvous, facts, config.rendezvous.start_seconds, machine)
         record = {
             "run_id": cluster.run_id,
             "attempt": cluster.attempt,
-            "began": round(wall_time(), 3),
+            "began": round(machine.wall_time(), 3),
             "accelerator": cluster.accelerator_type if device_kind() == "TPU" else None,
             "hosts": cluster.all_addresses,
             "code": code,
             "config": config.canonical(),
         }
         folder = join(config.output, cluster.run_id)
-        record_url = claim(folder, cluster, rendezvous, token, record)
+        record_url = claim(folder, cluster, rendezvous, token, record, storage)
         run = Run(
             config, cluster, rendezvous, shutdown, timer, console, task, code, token,
-            model_identity(config), fence(folder, cluster),
+            model_identity(config), fence(folder, cluster, storage), dependencies,
         )  # fmt: skip
         return run, record_url
 
@@ -144,6 +147,8 @@ def open_checkpoints(run: Run) -> tuple[CheckpointWriter, dict[str, Any]]:
         background=config.checkpoint.background,
         fence=run.fence,
         warn=warn,
+        storage=run.dependencies.storage,
+        machine=run.dependencies.machine,
     )
     return writer, identity
 
@@ -306,3 +311,13 @@ def prepare_framework(name: str) -> None:
         )
     for variable, value in entry.defaults.items():
         os.environ.setdefault(variable, value)
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """What the training of a run is built on. A simulation gives others."""
+
+    machine: Machine = SYSTEM
+    storage: Storage = default_storage  # where the run's folder is
+    open_task: Callable[[TrainerConfig, Cluster], Task] = open_task
+    open_backend: Callable[[TrainerConfig, Cluster, Rendezvous, Task, str], Backend] = open_backend

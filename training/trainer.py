@@ -9,9 +9,8 @@ in the signals of its next step, and all hosts stop after reading that step's re
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from training import storage
@@ -32,7 +31,7 @@ from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
 from training.progress import Compilations, Evaluations, Progress
 from training.run_end import build_summary, compare_weights, export_model, write_summary
-from training.run_setup import Run, open_backend, open_checkpoints, open_run, warn
+from training.run_setup import Dependencies, Run, open_checkpoints, open_run, warn
 from training.telemetry.attempt_end import AttemptContext, record_attempt_end
 from training.telemetry.console import Console
 from training.telemetry.metrics import MetricsLog
@@ -46,7 +45,7 @@ def train(
     rendezvous: Rendezvous,
     shutdown: ShutdownRequest,
     timer: PhaseTimer,
-    wall_time: Callable[[], float] = time.time,
+    dependencies: Dependencies | None = None,
 ) -> dict[str, Any]:
     """Trains to the last step and returns the summary, on every host.
 
@@ -56,13 +55,15 @@ def train(
         rendezvous: of all hosts.
         shutdown: whether this process was asked to stop.
         timer: where the time of this process goes. It is also the clock of checkpoint.every_minutes.
-        wall_time: seconds since 1970, for the record of the attempt.
+        dependencies: what the training is built on; this machine, unless given.
 
     Raises:
         StopRequested: it was asked to stop, and the state is committed.
         TrainError: everything else that ends a run.
     """
-    run, begin_record = open_run(config, cluster, rendezvous, shutdown, timer, Console(cluster.is_first), wall_time)
+    run, begin_record = open_run(
+        config, cluster, rendezvous, shutdown, timer, Console(cluster.is_first), dependencies or Dependencies()
+    )
     context = AttemptContext(run.console)
     recording = record_attempt_end(run.folder, begin_record, timer, context, warn)
     with recording if cluster.is_first else contextlib.nullcontext():
@@ -77,11 +78,14 @@ def open_trainer(run: Run, context: AttemptContext) -> Trainer:
     with run.timer.phase("start"):
         run = run.with_starting_model()
         run.rendezvous.set_phase("loading the framework")
-        backend = open_backend(run.config, cluster, run.rendezvous, run.task, run.token)
+        backend = run.dependencies.open_backend(run.config, cluster, run.rendezvous, run.task, run.token)
     with run.timer.phase("restore"):
         checkpoints, identity = open_checkpoints(run)
         warn_here = warn if cluster.is_first else lambda _: None
-        restored = restore(checkpoints.folder, run.rendezvous, identity, backend.load_state, warn_here)
+        restored = restore(
+            checkpoints.folder, run.rendezvous, identity, backend.load_state, warn_here,
+            run.dependencies.storage, run.dependencies.machine.threads,
+        )  # fmt: skip
         trainer = Trainer(run, backend, checkpoints)
         run.console.print(
             f"run {cluster.run_id}, attempt {cluster.attempt}: {len(cluster.all_addresses)} host(s), "

@@ -15,7 +15,6 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +27,8 @@ from training.checkpoint.slices import Slice, copy_into, key_in_part
 from training.checkpoint.store import committed_steps, read_manifest
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
+from training.machine import SYSTEM
+from training.machine.threads import Future, Threads
 from training.storage import NotFound, Storage, crc32c, is_remote, join
 
 _HEAD = 1 << 18  # bytes that a part's header hardly ever exceeds
@@ -64,6 +65,7 @@ def restore(
     load_state: LoadState,
     warn: Callable[[str], None],
     storage: Storage = default_storage,
+    threads: Threads = SYSTEM.threads,
 ) -> Restored | None:
     """Loads the newest good checkpoint. Every host must call it.
 
@@ -88,7 +90,7 @@ def restore(
         try:
             manifest = read_manifest(folder, step, storage)
             _require_identity(folder, manifest, identity)
-            load_tensors(folder, manifest, load_state, storage)
+            load_tensors(folder, manifest, load_state, storage, threads)
         except Damaged as error:
             why = str(error)
         errors = rendezvous.meet(f"restore {step}", why)
@@ -115,7 +117,13 @@ def verify(folder: str, step: int, storage: Storage = default_storage) -> Manife
     return manifest
 
 
-def load_tensors(folder: str, manifest: Manifest, load_state: LoadState, storage: Storage = default_storage) -> None:
+def load_tensors(
+    folder: str,
+    manifest: Manifest,
+    load_state: LoadState,
+    storage: Storage = default_storage,
+    threads: Threads = SYSTEM.threads,
+) -> None:
     """Gives every tensor of a checkpoint to `load_state`, some at a time; their bytes are valid until it returns.
 
     Raises:
@@ -129,7 +137,7 @@ def load_tensors(folder: str, manifest: Manifest, load_state: LoadState, storage
     assembly = _Assembly(load_state)
     for url, part, plan in zip(urls, manifest.parts, plans, strict=True):
         with _naming(part):
-            _load_part(url, part, plan, assembly, storage)
+            _load_part(url, part, plan, assembly, storage, threads)
 
 
 def tensors_of(manifest: Manifest, headers: Sequence[Header]) -> Mapping[str, StoredTensor]:
@@ -179,7 +187,7 @@ def read_part(folder: str, step: int, part: Part, storage: Storage = default_sto
     """Returns the verified bytes of a part. Raises Damaged."""
     data = memoryview(bytearray(part.size))
     starts = list(range(0, part.size, _RANGE)) or [0]
-    for start, chunk in _read_ranges(_part_url(folder, step, part, storage), part, starts, storage):
+    for start, chunk in _read_ranges(_part_url(folder, step, part, storage), part, starts, storage, SYSTEM.threads):
         data[start : start + len(chunk)] = chunk
     return data
 
@@ -209,14 +217,16 @@ class _Assembly:
         self._load_state(complete)
 
 
-def _load_part(url: str, part: Part, plan: Sequence[StoredBytes], assembly: _Assembly, storage: Storage) -> None:
+def _load_part(
+    url: str, part: Part, plan: Sequence[StoredBytes], assembly: _Assembly, storage: Storage, threads: Threads
+) -> None:
     """Reads a part once, in ranges that end between tensors. Raises Damaged."""
     starts = [0]
     for entry in plan:
         if entry.place.start - starts[-1] >= _RANGE:
             starts.append(entry.place.start)
     waiting = deque(plan)
-    for start, chunk in _read_ranges(url, part, starts, storage):
+    for start, chunk in _read_ranges(url, part, starts, storage, threads):
         entries: list[tuple[StoredBytes, memoryview]] = []
         while waiting and waiting[0].place.stop <= start + len(chunk):
             entry = waiting.popleft()
@@ -255,7 +265,9 @@ def _naming(part: Part) -> Iterator[None]:
         raise (error if part.name in str(error) else Damaged(f"part {part.name}: {error}")) from None
 
 
-def _read_ranges(url: str, part: Part, starts: list[int], storage: Storage) -> Iterator[tuple[int, memoryview]]:
+def _read_ranges(
+    url: str, part: Part, starts: list[int], storage: Storage, threads: Threads
+) -> Iterator[tuple[int, memoryview]]:
     """Yields the bytes of a part as ranges that begin at `starts`, in order, each valid until the next is asked for;
     several threads read ahead.
 
@@ -268,7 +280,7 @@ def _read_ranges(url: str, part: Part, starts: list[int], storage: Storage) -> I
     buffers = [host_memory.allocate(max(sizes, default=0)) for _ in range(readers)]
     checksum = 0
 
-    with ThreadPoolExecutor(readers, thread_name_prefix="restore") as pool:
+    with threads.pool(readers, "restore") as pool:
 
         def begin(number: int) -> Future[int]:
             return pool.submit(storage.read_into, url, starts[number], buffers[number % len(buffers)][: sizes[number]])

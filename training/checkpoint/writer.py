@@ -14,8 +14,6 @@ share and no more; it is written from where it was copied to. An error in the ba
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +29,8 @@ from training.checkpoint.store import delete_checkpoint, list_folders
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.errors import TrainError
+from training.machine import SYSTEM, Machine
+from training.machine.threads import Thread
 from training.storage import AlreadyExists, Storage, StorageError, crc32c, is_remote, join
 
 _LATE = 0.5  # seconds that a save may wait for the one before without a warning
@@ -76,7 +76,7 @@ class CheckpointWriter:
         fence: Callable[[], None] = lambda: None,
         warn: Callable[[str], None] = lambda message: None,
         storage: Storage = default_storage,
-        clock: Callable[[], float] = time.monotonic,
+        machine: Machine = SYSTEM,
     ) -> None:
         """Creates a writer for the checkpoint folder `folder`.
 
@@ -85,7 +85,7 @@ class CheckpointWriter:
             fence: Raises when this process group may not commit any more.
             warn: Shows a message to the user.
             storage: Where checkpoints are written.
-            clock: Seconds, for the time that saves cost.
+            machine: What this process runs on.
         """
         self.folder = folder
         self.blocked_seconds = 0.0  # that the loop has waited, without what the save under way will still cost it
@@ -93,21 +93,20 @@ class CheckpointWriter:
         self.newest: int | None = None  # the newest step that was restored or whose save has begun
         self._cluster, self._rendezvous, self._description, self._keep = cluster, rendezvous, description, keep
         self._background, self._fence, self._warn = background, fence, warn
-        self._storage, self._clock = storage, clock
+        self._storage, self._machine, self._clock = storage, machine, machine.clock
         self._warn_of_deletes = True  # until a warning was shown
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._error: BaseException | None = None
         self._damaged: frozenset[int] = frozenset()
         self._buffer: _PartBuffer | None = None
-        self._preparing: threading.Thread | None = None
+        self._preparing: Thread | None = None
         self._snapshot: Snapshot | None = None
         self._late = 0  # saves in a row that had to wait for the one before
 
     def prepare(self, specs: Mapping[str, TensorSpec]) -> None:
         """Allocates the memory for snapshots in the background, so that the first save finds it."""
         self._buffer = _PartBuffer(specs, self._cluster)
-        self._preparing = threading.Thread(target=self._buffer.fault_in, name="checkpoint-memory", daemon=True)
-        self._preparing.start()
+        self._preparing = self._machine.threads.start(self._buffer.fault_in, name="checkpoint-memory")
 
     def restored(self, step: int, damaged: Iterable[int]) -> None:
         """Sets the step that this attempt continues from, and the newer checkpoints that did not verify: their folders
@@ -143,13 +142,9 @@ class CheckpointWriter:
             attempt=self._cluster.attempt,
             hosts=self._cluster.hosts,
         )
-        self._thread = threading.Thread(
-            target=self._run,
-            args=(manifest, self._snapshot, self._buffer.data),
-            name=f"checkpoint-{step}",
-            daemon=True,
+        self._thread = self._machine.threads.start(
+            self._run, manifest, self._snapshot, self._buffer.data, name=f"checkpoint-{step}"
         )
-        self._thread.start()
         if not self._background:
             self.wait()
 

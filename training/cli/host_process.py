@@ -6,13 +6,13 @@ a framework may not survive an orderly end of the interpreter.
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from training.errors import Exit, LostPeer, OutOfMemory, StopRequested, TrainError, is_out_of_memory
+from training.machine import SYSTEM, Machine
 
 if TYPE_CHECKING:
     from training.config import TrainerConfig
@@ -37,7 +37,7 @@ def join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Clus
     return cluster, rendezvous
 
 
-def run_and_exit(rendezvous: Rendezvous, work: Callable[[], None]) -> NoReturn:
+def run_and_exit(rendezvous: Rendezvous, work: Callable[[], None], machine: Machine = SYSTEM) -> NoReturn:
     """Does this host's work, reports to the other hosts how it ended, and leaves with its exit code."""
     code, message = Exit.FAILED, "unexpected error"
     try:
@@ -55,10 +55,10 @@ def run_and_exit(rendezvous: Rendezvous, work: Callable[[], None]) -> NoReturn:
             traceback.print_exc()
     finally:
         rendezvous.close(code, message)
-        _exit(code)
+        _exit(code, machine)
 
 
-def exit_overdue(rendezvous: Rendezvous, seconds: float) -> NoReturn:
+def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYSTEM) -> NoReturn:
     """Leaves while the main thread is in a call that does not end within `seconds` of a stop request. The other hosts
     leave too."""
     message = (
@@ -67,7 +67,7 @@ def exit_overdue(rendezvous: Rendezvous, seconds: float) -> NoReturn:
     )
     print(f"tpu-train: stopped: {message}", file=sys.stderr, flush=True)
     rendezvous.close(Exit.SAVED, message, overdue=True)
-    _exit(Exit.SAVED)
+    _exit(Exit.SAVED, machine)
 
 
 def print_error(error: TrainError) -> None:
@@ -76,7 +76,7 @@ def print_error(error: TrainError) -> None:
     print(f"tpu-train: {kind}: {error}", file=sys.stderr, flush=True)
 
 
-def _exit(code: int) -> NoReturn:
+def _exit(code: int, machine: Machine) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    machine.exit(code)

@@ -24,19 +24,18 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import sys
-import threading
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from training.distributed.barrier_state import Message
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous_server import RendezvousServer, detect_silence, send_line
+from training.distributed.rendezvous_server import RendezvousServer, send_line
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import Exit, LostPeer, StopRequested, TrainError
+from training.machine import SYSTEM, Machine
+from training.machine.network import Connection
 
 STOP_PATIENCE = 10.0  # seconds that a host waits for others at start-up after it was asked to stop
 GRACE = 1.0  # seconds that a main thread gets to end by itself once a peer is lost
@@ -99,7 +98,7 @@ def join(
     start_seconds: float,
     seconds: float,
     lost_seconds: float,
-    clock: Callable[[], float] = time.monotonic,
+    machine: Machine = SYSTEM,
 ) -> Rendezvous:
     """Starts the server on host 0 and connects to it.
 
@@ -109,7 +108,7 @@ def join(
         start_seconds: How long to try to connect.
         seconds: Time-out of a barrier, unless its caller gives one.
         lost_seconds: How long a host's network may be silent.
-        clock: Seconds.
+        machine: What this process runs on.
 
     Raises:
         LostPeer: Host 0 did not answer in time.
@@ -118,22 +117,14 @@ def join(
     """
     if cluster.hosts == 1:
         return SingleHost()
-    server = RendezvousServer(cluster, lost_seconds, clock) if cluster.is_first else None
+    server = RendezvousServer(cluster, lost_seconds, machine) if cluster.is_first else None
     try:
-        connection, unread = _connect(cluster, shutdown, start_seconds, lost_seconds, clock)
+        connection, unread = _connect(cluster, shutdown, start_seconds, lost_seconds, machine)
     except BaseException:
         if server:
             server.close(0)
         raise
-    return RendezvousClient(
-        cluster, server, shutdown, connection, unread, seconds=seconds, on_stuck=_exit_stuck, clock=clock
-    )
-
-
-def _exit_stuck(message: str, code: int) -> None:
-    """The last resort: the main thread is stuck in a collective that will never end."""
-    print(f"tpu-train: {'stopped' if code == Exit.SAVED else 'lost peer'}: {message}", file=sys.stderr, flush=True)
-    os._exit(code)
+    return RendezvousClient(cluster, server, shutdown, connection, unread, seconds=seconds, machine=machine)
 
 
 class RendezvousClient:
@@ -144,12 +135,11 @@ class RendezvousClient:
         cluster: Cluster,
         server: RendezvousServer | None,
         shutdown: ShutdownRequest,
-        connection: socket.socket,
+        connection: Connection,
         unread: bytes,
         *,
         seconds: float,
-        on_stuck: Callable[[str, int], None],
-        clock: Callable[[], float] = time.monotonic,
+        machine: Machine = SYSTEM,
     ) -> None:
         """Takes over a connection that host 0 has accepted.
 
@@ -157,26 +147,24 @@ class RendezvousClient:
             server: The server of this process, which closes with the client; None except on host 0.
             unread: What was received on `connection` after the acceptance.
             seconds: Time-out of a barrier, unless its caller gives one.
-            on_stuck: Is called with a message and an exit code when a peer is lost and the main thread does not end.
-            clock: Seconds.
+            machine: What this process runs on.
         """
         self._cluster = cluster
         self._server = server
         self._shutdown = shutdown
         self._socket = connection
         self._seconds = seconds
-        self._on_stuck = on_stuck
-        self._clock = clock
-        self._changed = threading.Condition()
-        self._sending = threading.Lock()
+        self._machine, self._clock = machine, machine.clock
+        self._changed = machine.threads.condition()
+        self._sending = machine.threads.lock()
         self._answers: dict[str, list[Any]] = {}
         self._lost: str | None = None
         self._lost_code = int(Exit.LOST_PEER)
-        self._closing = threading.Event()
+        self._closing = machine.threads.event()
         self._main_phase, self._background_phase, self._reported_phase = "connected", "", ""
         self._phases: list[str] = []
-        threading.Thread(target=self._listen, args=(unread,), name="rendezvous-listener", daemon=True).start()
-        threading.Thread(target=self._report_phases, name="rendezvous-phase", daemon=True).start()
+        machine.threads.start(self._listen, unread, name="rendezvous-listener")
+        machine.threads.start(self._report_phases, name="rendezvous-phase")
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
         wait = self._seconds if seconds is None else seconds
@@ -273,15 +261,16 @@ class RendezvousClient:
                 self._phases = message["phases"]
             elif "lost" in message and self._lost is None and not self._closing.is_set():
                 self._lost, self._lost_code = message["lost"], message.get("code", int(Exit.LOST_PEER))
-                threading.Thread(
-                    target=self._end_if_stuck, args=(self._lost, self._lost_code), name="rendezvous-lost", daemon=True
-                ).start()
+                self._machine.threads.start(self._end_if_stuck, self._lost, self._lost_code, name="rendezvous-lost")
             self._changed.notify_all()
 
     def _end_if_stuck(self, message: str, code: int) -> None:
-        """Lets the main thread end by itself; ends the process when it does not."""
+        """Lets the main thread end by itself; ends the process when it does not: it may be stuck in a collective that
+        will never end."""
         if not self._closing.wait(GRACE):
-            self._on_stuck(message, code)
+            kind = "stopped" if code == Exit.SAVED else "lost peer"
+            print(f"tpu-train: {kind}: {message}", file=sys.stderr, flush=True)
+            self._machine.exit(code)
 
 
 class _StopPatience:
@@ -300,14 +289,14 @@ class _StopPatience:
 
 
 def _connect(
-    cluster: Cluster, shutdown: ShutdownRequest, start_seconds: float, lost_seconds: float, clock: Callable[[], float]
-) -> tuple[socket.socket, bytes]:
+    cluster: Cluster, shutdown: ShutdownRequest, start_seconds: float, lost_seconds: float, machine: Machine
+) -> tuple[Connection, bytes]:
     """Tries until host 0 accepts this host, for at most `start_seconds`.
 
     Returns:
         The connection, and what was received on it after the acceptance.
     """
-    host = f"host 0 ({cluster.addresses[0]}:{cluster.rendezvous_port})"
+    host, clock = f"host 0 ({cluster.addresses[0]}:{cluster.rendezvous_port})", machine.clock
     deadline = clock() + start_seconds
     patience = _StopPatience(shutdown, clock)
     why = "no answer"
@@ -315,7 +304,7 @@ def _connect(
         if patience.is_over():
             raise StopRequested("asked to stop while waiting for host 0; nothing was trained and nothing is lost")
         try:
-            connection, answer, unread = _say_hello(cluster, min(lost_seconds, start_seconds), lost_seconds)
+            connection, answer, unread = _say_hello(cluster, min(lost_seconds, start_seconds), lost_seconds, machine)
             if "welcome" in answer:
                 connection.settimeout(lost_seconds)
                 return connection, unread
@@ -325,11 +314,13 @@ def _connect(
                 raise TrainError(f"{host} refused this host (worker {cluster.worker}): {answer['refused']}")
         except (OSError, ValueError) as error:
             why = str(error) or type(error).__name__
-        time.sleep(CONNECT_INTERVAL)
+        machine.sleep(CONNECT_INTERVAL)
     raise LostPeer(f"{host} did not accept this host (worker {cluster.worker}) within {start_seconds:g} s: {why}")
 
 
-def _say_hello(cluster: Cluster, timeout: float, lost_seconds: float) -> tuple[socket.socket, Message, bytes]:
+def _say_hello(
+    cluster: Cluster, timeout: float, lost_seconds: float, machine: Machine
+) -> tuple[Connection, Message, bytes]:
     """Connects to host 0 once.
 
     Returns:
@@ -338,9 +329,9 @@ def _say_hello(cluster: Cluster, timeout: float, lost_seconds: float) -> tuple[s
     Raises:
         OSError, ValueError: Host 0 could not be reached, or did not answer as it should.
     """
-    connection = socket.create_connection((cluster.addresses[0], cluster.rendezvous_port), timeout=timeout)
+    connection = machine.network.connect(cluster.addresses[0], cluster.rendezvous_port, timeout)
     try:
-        detect_silence(connection, lost_seconds)
+        machine.network.detect_silence(connection, lost_seconds)
         identity = {"run_id": cluster.run_id, "attempt": cluster.attempt, "hosts": cluster.hosts}
         send_line(connection, {"hello": cluster.worker, **identity})
         received = b""

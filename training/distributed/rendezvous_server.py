@@ -4,43 +4,23 @@ protocol is in `rendezvous.py`, what it decides in `barrier_state.py`."""
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import selectors
-import socket
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from training.distributed.barrier_state import BarrierState, Identity, Message, Outgoing
 from training.distributed.cluster import Cluster
-from training.errors import TrainError
+from training.machine import SYSTEM, Machine
+from training.machine.network import Connection
 
 TICK = 0.25  # seconds between checks of deadlines
 PHASES_INTERVAL = 1.0  # seconds between broadcasts of all hosts' phases
 LONGEST_LINE = 4 << 20
-NAME_SECONDS = 60.0  # for a cluster's name service to learn of this host
-
-
-def detect_silence(connection: socket.socket, lost_seconds: float) -> None:
-    """Makes the kernel break a connection to a machine that has vanished, within about `lost_seconds`, whatever this
-    process is busy with."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option, value in (
-        ("TCP_KEEPIDLE", 1),
-        ("TCP_KEEPINTVL", 1),
-        ("TCP_KEEPCNT", max(1, int(lost_seconds) - 1)),
-        ("TCP_USER_TIMEOUT", int(lost_seconds * 1000)),
-    ):
-        if hasattr(socket, option):  # Linux has all four
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 @dataclass
 class _Connection:
-    socket: socket.socket
+    socket: Connection
     worker: int | None = None  # None until it has been admitted
     unread: bytes = b""
 
@@ -48,24 +28,23 @@ class _Connection:
 class RendezvousServer:
     """Host 0's thread that keeps the barrier state."""
 
-    def __init__(self, cluster: Cluster, lost_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, cluster: Cluster, lost_seconds: float, machine: Machine = SYSTEM) -> None:
         """Listens and serves from now on. Raises TrainError when it can't listen."""
         self._state = BarrierState(Identity(cluster.run_id, cluster.attempt, cluster.hosts))
         self._lost_seconds = lost_seconds
-        self._clock = clock
-        self._selector = selectors.DefaultSelector()
+        self._machine, self._clock = machine, machine.clock
+        self._selector = machine.network.selector()
         self._connections: dict[int, _Connection] = {}  # by worker
-        self._stop = threading.Event()
-        self._listener = listen(cluster.addresses[0], cluster.rendezvous_port)
+        self._stop = machine.threads.event()
+        self._listener = machine.network.listen(cluster.addresses[0], cluster.rendezvous_port)
         self._selector.register(self._listener, selectors.EVENT_READ, None)
-        self._thread = threading.Thread(target=self._serve, name="rendezvous-server", daemon=True)
-        self._thread.start()
+        self._thread = machine.threads.start(self._serve, name="rendezvous-server")
 
     def close(self, wait_seconds: float) -> None:
         """Ends once every other host has left, or after `wait_seconds`."""
         deadline = self._clock() + wait_seconds
         while self._clock() < deadline and any(worker != 0 for worker in list(self._connections)):
-            time.sleep(0.02)
+            self._machine.sleep(0.02)
         self._stop.set()
         self._thread.join(timeout=5)
 
@@ -93,7 +72,7 @@ class RendezvousServer:
             accepted, _ = self._listener.accept()
         except OSError:
             return  # the client has given up already
-        detect_silence(accepted, self._lost_seconds)
+        self._machine.network.detect_silence(accepted, self._lost_seconds)
         accepted.settimeout(self._lost_seconds)  # for sending; reading happens only when there is something
         self._selector.register(accepted, selectors.EVENT_READ, _Connection(accepted))
 
@@ -152,35 +131,7 @@ class RendezvousServer:
             self._send(self._state.disconnect(connection.worker))
 
 
-def listen(address: str, port: int) -> socket.socket:
-    """Listens on this host's own address, waiting for its name to be known. Raises TrainError."""
-    deadline = time.monotonic() + NAME_SECONDS
-    while True:
-        try:
-            socket.getaddrinfo(address, port)
-            break
-        except socket.gaierror as error:
-            if time.monotonic() > deadline:
-                raise TrainError(
-                    f"this host is worker 0, but its own name {address} was not known within {NAME_SECONDS:g} s: "
-                    f"{error}"
-                ) from None
-            time.sleep(0.5)
-    try:
-        return socket.create_server((address, port), backlog=1024, reuse_port=False)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise TrainError(
-                f"port {port} on {address} is in use, so the hosts can't meet there; does another trainer run on this "
-                "host?"
-            ) from None
-        raise TrainError(
-            f"this host is worker 0, but can't listen on {address}:{port}: {error.strerror or error}; is "
-            "TPU_WORKER_HOSTNAMES in worker order?"
-        ) from None
-
-
-def send_line(connection: socket.socket, message: Message) -> bool:
+def send_line(connection: Connection, message: Message) -> bool:
     """Sends a message. Returns whether it could be sent."""
     try:
         connection.sendall(json.dumps(message).encode() + b"\n")

@@ -14,32 +14,25 @@ that hangs.
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType
 
+from training.machine import SYSTEM, Machine
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-def start_timer(seconds: float, function: Callable[[], None]) -> None:
-    """Calls `function` after `seconds`, in a thread of its own that does not keep the process alive."""
-    timer = threading.Timer(seconds, function)
-    timer.daemon = True
-    timer.start()
 
 
 class ShutdownRequest:
     """Whether this host was asked to stop."""
 
-    def __init__(self, start_timer: Callable[[float, Callable[[], None]], None] = start_timer) -> None:
-        self._requested = threading.Event()
-        self._requested_elsewhere = threading.Event()
+    def __init__(self, machine: Machine = SYSTEM) -> None:
+        self._requested = machine.threads.event()
+        self._requested_elsewhere = machine.threads.event()
         self._deadline: tuple[float, Callable[[], None]] | None = None
-        self._start_timer = start_timer
+        self._machine = machine
         self.nothing_to_save = True  # until all hosts are ready for the first step: exiting before loses nothing
 
     @property
@@ -61,7 +54,7 @@ class ShutdownRequest:
 
     def _count_down(self) -> None:
         if self._deadline:
-            self._start_timer(*self._deadline)
+            self._machine.threads.start_timer(*self._deadline)
 
     def note_other_host(self) -> None:
         """Another host was asked to stop, and this one stops with it. A signal of its own that follows is still a first
@@ -76,7 +69,7 @@ class ShutdownRequest:
             print(
                 "tpu-train: asked to stop a second time: leaving at once, without saving", file=sys.stderr, flush=True
             )
-            os._exit(128 + signal.SIGTERM)
+            self._machine.exit(128 + signal.SIGTERM)
         self._requested.set()
         self._count_down()
         print(
@@ -106,5 +99,5 @@ def install_signal_handlers() -> ShutdownRequest:
                 if number in SIGNALS:
                     shutdown.request()
 
-    threading.Thread(target=watch, name="signals", daemon=True).start()
+    SYSTEM.threads.start(watch, name="signals")
     return shutdown

@@ -20,8 +20,8 @@ import numpy.typing as npt
 
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
-from training.distributed.rendezvous_server import listen
 from training.errors import LostPeer
+from training.machine.network import listen
 
 NAMING_SECONDS = 5.0  # for the rendezvous to learn which host is lost
 HANGING_SECONDS = 10.0  # for the hosts that do not hang to arrive at the barrier that shows which one does
