@@ -1,14 +1,24 @@
-"""All providers, by the name that `--provider` takes. A provider is imported when it is used."""
+"""All providers, by the name that `--provider` takes, and the machine that they are given. A provider is imported when
+it is used."""
 
 from __future__ import annotations
 
+import functools
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from launcher import gke, tpu_vm
+from launcher import gke, shell, tpu_vm
+from launcher.clock import SystemClock
 from launcher.config import Config
 from launcher.machine import Machine
+from launcher.machine.remote import Address, Connection
+from launcher.machine.tasks import Threads
 from launcher.provider import Capabilities, Provider
+
+if TYPE_CHECKING:  # it imports Fabric, which takes time that a command without hosts need not spend
+    from launcher.tpu_vm.ssh.transport import SshClient
 
 DEFAULT = "tpu-vm"
 
@@ -55,3 +65,18 @@ def make_provider(config: Config, say: Say, machine: Machine) -> Provider:
 def capabilities(name: str) -> Capabilities:
     """What the provider of that name can do, without making one."""
     return PROVIDERS[name].capabilities
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on; the command line makes it once."""
+
+    @functools.cache
+    def client() -> SshClient:
+        from launcher.tpu_vm.ssh.transport import SshClient
+
+        return SshClient()
+
+    def connect(address: Address) -> Connection:
+        return client().connect(address)
+
+    return Machine(SystemClock(), Threads(), shell.run, connect, random.SystemRandom())

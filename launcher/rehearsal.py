@@ -21,8 +21,8 @@ from launcher.config import Config, load
 from launcher.emulator import control
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home
+from launcher.providers import this_machine
 from launcher.run import ledger as ledgers
-from launcher.this_machine import this_machine
 from training import storage
 
 _STEP_SECONDS = 1800.0  # of any one step; a first image build is the longest

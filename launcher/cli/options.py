@@ -18,8 +18,7 @@ from launcher.errors import BadInput
 from launcher.home import home
 from launcher.machine import Machine
 from launcher.provider import Provider
-from launcher.providers import DEFAULT, PROVIDERS, capabilities, make_provider
-from launcher.this_machine import this_machine
+from launcher.providers import DEFAULT, PROVIDERS, capabilities, make_provider, this_machine
 
 if TYPE_CHECKING:  # only the commands on a run need it, and it takes time to import
     from launcher.run.launch import Context

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 from launcher.errors import LaunchError
 from launcher.machine import Machine
+from launcher.machine.tasks import Queue
 from launcher.provider import LogLine, Observation, Provider, container_name
 from launcher.run import events, post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, tail
 from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
-from launcher.tasks import Queue
 
 OBSERVE_EVERY = 1.0  # seconds between two observations of a host
 _OBSERVATIONS_A_SECOND = 16  # of all hosts together, so that the cost does not grow with the slice

@@ -10,7 +10,7 @@ import pytest
 from launcher.config import Config, load
 from launcher.errors import LaunchError
 from launcher.provider import SliceState
-from launcher.this_machine import this_machine
+from launcher.providers import this_machine
 from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections

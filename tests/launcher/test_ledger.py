@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import Exit, LaunchError
+from launcher.providers import this_machine
 from launcher.run.events import AttemptBegan, Ended
 from launcher.run.ledger import Ledger, RunRecord, begin, new_run_id
-from launcher.this_machine import this_machine
 
 HOUSE = Path(__file__).resolve().parents[2]
 HOLD = """

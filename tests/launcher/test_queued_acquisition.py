@@ -16,8 +16,8 @@ from launcher.config import Config, load
 from launcher.errors import LaunchError
 from launcher.gcloud.errors import NotFound, QuotaExceeded, Stockout
 from launcher.provider import SliceState
+from launcher.providers import this_machine
 from launcher.shell import Result
-from launcher.this_machine import this_machine
 from launcher.tpu_vm import queued
 
 HOUR = 3600.0

@@ -25,12 +25,12 @@ from launcher.provider import (
     Observation,
     SliceState,
 )
+from launcher.providers import this_machine
 from launcher.run import events, launch, specification
 from launcher.run import ledger as ledgers
 from launcher.run.attempts import Outcome
 from launcher.run.supervise import Output
 from launcher.run.verdict import Kind
-from launcher.this_machine import this_machine
 
 FILE = """\
 project: p

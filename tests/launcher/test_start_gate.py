@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.provider import Attempt
-from launcher.this_machine import this_machine
+from launcher.providers import this_machine
 from launcher.tpu_vm import host_scripts
 from launcher.tpu_vm.ssh.start_gate import PendingStart
 from tests.launcher.script_host import SHELLS, ScriptHost

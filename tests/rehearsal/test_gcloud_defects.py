@@ -47,7 +47,7 @@ from launcher.emulator.http_server import Acceptor, Request, Response, json_resp
 from launcher.emulator.operations import finish_pending_operations
 from launcher.emulator.state import Host, State
 from launcher.gcloud.calls import call_gcloud
-from launcher.this_machine import this_machine
+from launcher.providers import this_machine
 from launcher.tpu_vm import commands, inventory, queued, slices
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 from launcher.tpu_vm.ssh.connections import SliceConnections

@@ -21,7 +21,7 @@ from pathlib import Path
 from launcher import home
 from launcher.config import Config
 from launcher.errors import LaunchError
-from launcher.remote import Address
+from launcher.machine.remote import Address
 from launcher.tpu_vm import placement
 
 

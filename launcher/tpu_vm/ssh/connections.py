@@ -16,9 +16,9 @@ from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import summarize_error
 from launcher.machine import Machine
+from launcher.machine.remote import Address
+from launcher.machine.tasks import Future
 from launcher.provider import SliceState
-from launcher.remote import Address
-from launcher.tasks import Future
 from launcher.tpu_vm import commands
 from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import KnownSlice

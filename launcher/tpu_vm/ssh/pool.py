@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 
 from launcher.machine import Machine
-from launcher.remote import Address, Connection, ConnectionFailed
+from launcher.machine.remote import Address, Connection, ConnectionFailed
 from launcher.tpu_vm.ssh.result import HostResult
 
 _STALE_SECONDS = 10.0

@@ -24,7 +24,7 @@ from fabric import Config as FabricConfig
 from fabric import Connection as FabricConnection
 from paramiko.hostkeys import HostKeys
 
-from launcher.remote import Address, ConnectionFailed
+from launcher.machine.remote import Address, ConnectionFailed
 
 # Errors are in the results; paramiko would print tracebacks of its threads as well.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -149,7 +149,7 @@ class SshClient:
 
 
 class SshConnection:
-    """A connection that Fabric opened; see `launcher.remote.Connection`."""
+    """A connection that Fabric opened; see `launcher.machine.remote.Connection`."""
 
     def __init__(self, connection: FabricConnection) -> None:
         self._connection = connection

@@ -1,8 +1,8 @@
 """The machine that the launcher runs on: everything through which its code acts on the outside, as one value.
 
-`cli` makes one (`launcher.this_machine`) and passes it down. No code below it uses `time`, `threading`, `queue`,
-`subprocess` or `random` itself (ruff's banned-api holds that), so a simulation that makes its own `Machine` decides
-what time it is, who runs next, and what gcloud, ssh and hosts answer. Files are not part of it: they are real.
+`cli` makes one (`launcher.providers.this_machine`) and passes it down. No code below it uses `time`, `threading`,
+`queue`, `subprocess` or `random` itself (ruff's banned-api holds that), so a simulation that makes its own `Machine`
+decides what time it is, who runs next, and what gcloud, ssh and hosts answer. Files are not part of it: they are real.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from launcher.clock import Clock
-from launcher.remote import Connect
+from launcher.machine.remote import Connect
+from launcher.machine.tasks import Tasks
 from launcher.shell import Result
-from launcher.tasks import Tasks
 
 
 class RunCommand(Protocol):
