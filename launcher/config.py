@@ -146,7 +146,7 @@ class SliceSection(_Documented):
     labels: Annotated[dict[str, str], AfterValidator(_labels)] = {}
     """More labels of the node, for example to attribute its costs."""
 
-    create_minutes: float = Field(default=30, gt=0)
+    create_minutes: float = Field(default=30, gt=0, le=7 * 24 * 60)
     """Minutes that `up` waits until the slice is READY."""
 
     zones: list[Zone] = []
@@ -165,7 +165,7 @@ class SliceSection(_Documented):
     """Hours without a run after which the slice deletes itself. Guards against forgotten slices even when this machine
     is off."""
 
-    expires_hours: float | None = Field(default=None, gt=0)
+    expires_hours: float | None = Field(default=None, gt=0, le=10 * 365 * 24)
     """Hours after which `tpu-launch gc` removes the slice, whatever it does."""
 
     max_cost_per_hour: float | None = Field(default=None, gt=0)
@@ -248,7 +248,7 @@ class RunSection(_Documented):
     host_lost_seconds: float = Field(default=120, gt=0)
     """Seconds after which a host that does not answer, while others do, counts as lost."""
 
-    start_minutes: float = Field(default=15, gt=0)
+    start_minutes: float = Field(default=15, gt=0, le=24 * 60)
     """Minutes for pulling the image and starting it, on all hosts."""
 
     stall_minutes: float | None = Field(default=None, gt=0)

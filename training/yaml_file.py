@@ -31,9 +31,12 @@ class ConfigError(Exception):
 
 
 class Section(BaseModel):
-    """Base of every section: immutable, no unknown keys, no silent conversions (an integer may stand for a float)."""
+    """Base of every section: immutable, no unknown keys, no silent conversions (an integer may stand for a float), and
+    every number finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 Model = TypeVar("Model", bound=BaseModel)

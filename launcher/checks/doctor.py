@@ -200,18 +200,24 @@ def _runtime(config: Config) -> list[Row]:
     return [Row("runtime version", Verdict.FAIL, f"{config.zone} has no runtime version {config.runtime_version}", fix)]
 
 
+# How the names of quotas begin, where that is not TPU and the generation: TPUV5sLitepodPerProjectPerZoneForTPUAPI.
+_QUOTA_PREFIX = {"v5e": "TPUV5s"}
+
+
 def quota_row(config: Config) -> Row:
-    """The quota that the slice needs, and the command that shows it: the Cloud Quotas API, for which most accounts have
-    no rights, is not asked."""
-    kind = {"spot": "Preemptible"}.get(config.slice.capacity, "")
-    name = f"TPU{config.accelerator.generation.name.upper()}{kind}PerProjectPerZoneForTPUAPI"
-    command = f"gcloud beta quotas info describe {name} --service=tpu.googleapis.com --project={config.project}"
+    """The quotas that the slice needs, and the command that shows them: the Cloud Quotas API, for which most accounts
+    have no rights, is not asked. There is one a zone and one a region, and pods of some generations have their own."""
+    generation = config.accelerator.generation.name
+    begin = _QUOTA_PREFIX.get(generation, f"TPU{generation.upper()}")
+    preemptible = ".*Preemptible" if config.slice.capacity == "spot" else ""
+    scopes = f"the zone {config.zone} and the region {config.zone.rsplit('-', 1)[0]}"
     return Row(
         "quota",
         Verdict.WARN,
-        f"not looked at: a {config.slice.accelerator_type} needs {name} in {config.zone}; "
-        "`up` says at once when it lacks",
-        command,
+        f"not looked at: a {config.slice.accelerator_type} ({config.slice.capacity}) needs quota {begin}... for "
+        f"{scopes}; `up` says at once when it lacks",
+        f"gcloud beta quotas info list --service=tpu.googleapis.com --project={config.project} "
+        f"--filter='quotaId~^{begin}{preemptible}.*PerProjectPer'",
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
+from typing import Any
 
 import click
 
@@ -22,10 +24,20 @@ from launcher.tpu_vm import inventory, slices
 _DELETE_SECONDS = 900.0
 
 
+class _Dollars(click.FloatRange):
+    """A finite amount above 0: nothing costs more than NaN or infinity."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        amount = super().convert(value, param, ctx)
+        if not math.isfinite(amount):
+            self.fail(f"{value} is not an amount of dollars", param, ctx)
+        return amount
+
+
 @click.command()
 @click.option(
     "--max-cost",
-    type=click.FloatRange(0, min_open=True),
+    type=_Dollars(0, min_open=True),
     metavar="DOLLARS",
     help="Refuse a slice that costs more an hour.",
 )

@@ -98,6 +98,11 @@ def test_an_unknown_option_is_named(folder: Path) -> None:
     refused(launch(folder, "up", "--colour"), "--colour")
 
 
+@pytest.mark.parametrize("amount", ["nan", "inf"])
+def test_a_limit_of_costs_that_refuses_nothing_is_refused(folder: Path, amount: str) -> None:
+    refused(launch(folder, "up", "-f", "run.yaml", "--max-cost", amount), f"{amount} is not an amount of dollars")
+
+
 def test_logs_of_no_run_say_so(folder: Path) -> None:
     refused(launch(folder, "logs", "--file", "run.yaml"), "no run was started from this folder yet")
     refused(launch(folder, "logs", "-f", "run.yaml"), "no run was started from this folder yet")

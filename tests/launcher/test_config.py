@@ -47,6 +47,10 @@ def test_set_changes_a_key(tmp_path: Path) -> None:
         ),
         (("name: demo", "name: Demo_1"), "run.yaml:4: slice.name: 'Demo_1' must be a lower-case letter"),
         (("project: my-project\n", ""), "missing key 'project'"),
+        (("v4-16", "v4-16\n  expires_hours: .inf"), "run.yaml:6: slice.expires_hours: should be a finite number"),
+        (("v4-16", "v4-16\n  max_cost_per_hour: .nan"), "run.yaml:6: slice.max_cost_per_hour: should be a finite"),
+        (("v4-16", "v4-16\n  expires_hours: 1e300"), "run.yaml:6: slice.expires_hours: should be less than"),
+        (("v4-16", "v4-16\n  create_minutes: 1e12"), "run.yaml:6: slice.create_minutes: should be less than"),
         (("slice:", "slcie:"), "run.yaml:3: unknown key 'slcie'; did you mean 'slice'?"),
         (("zone: us-central2-b", "zone: [a"), "not valid YAML"),
         (

@@ -3,6 +3,7 @@ as gcloud is told of them."""
 
 import io
 import os
+import re
 import signal
 import subprocess
 import tarfile
@@ -125,7 +126,13 @@ def test_the_timer_waits_while_a_run_is_there_and_then_asks_for_the_deletion(tmp
 def test_the_quota_that_a_slice_needs_is_named(tmp_path: Path) -> None:
     row = quota_row(config(tmp_path))
     assert row.verdict is Verdict.WARN
-    assert "TPUV4PreemptiblePerProjectPerZoneForTPUAPI" in row.detail
+    assert "TPUV4... for the zone us-central2-b and the region us-central2" in row.detail
+    pattern = re.search(r"quotaId~(\S+)'", row.fix)
+    assert pattern is not None
+    # Names that users quote: marin #1612 and skypilot's failover handler have them of zones, regions and pods.
+    for name in ("TPUV4sPreemptiblePodPerProjectPerRegionForTPUAPI", "TPUV4PreemptiblePerProjectPerZoneForTPUAPI"):
+        assert re.search(pattern[1], name)
+    assert not re.search(pattern[1], "TPUV4PerProjectPerZoneForTPUAPI"), "on demand"
 
 
 @pytest.mark.parametrize(
