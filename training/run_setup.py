@@ -319,5 +319,6 @@ class Dependencies:
 
     machine: Machine = SYSTEM
     storage: Storage = default_storage  # where the run's folder is
+    trackers: tuple[str, ...] = ("jsonl", "tensorboard")  # where its numbers go
     open_task: Callable[[TrainerConfig, Cluster], Task] = open_task
     open_backend: Callable[[TrainerConfig, Cluster, Rendezvous, Task, str], Backend] = open_backend

@@ -65,7 +65,7 @@ def train(
         config, cluster, rendezvous, shutdown, timer, Console(cluster.is_first), dependencies or Dependencies()
     )
     context = AttemptContext(run.console)
-    recording = record_attempt_end(run.folder, begin_record, timer, context, warn)
+    recording = record_attempt_end(run.folder, begin_record, timer, context, warn, run.dependencies.storage)
     with recording if cluster.is_first else contextlib.nullcontext():
         trainer = open_trainer(run, context)
         trainer.loop()
@@ -95,7 +95,10 @@ def open_trainer(run: Run, context: AttemptContext) -> Trainer:
             trainer.resume(restored.manifest.step, restored.manifest.state, restored.damaged)
         if cluster.is_first:
             step = trainer.progress.step
-            trainer.log = MetricsLog(run.folder, cluster.attempt, step, trackers=("jsonl", "tensorboard"))
+            trainer.log = MetricsLog(
+                run.folder, cluster.attempt, step, trackers=run.dependencies.trackers,
+                now=run.dependencies.machine.clock, storage=run.dependencies.storage,
+            )  # fmt: skip
             context.log, context.step = trainer.log, lambda: trainer.progress.step
         if cluster.is_first and config.hub:
             trainer.uploader = BackgroundUploader(config.hub, run.folder, warn)

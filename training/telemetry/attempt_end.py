@@ -6,7 +6,9 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from training import storage as default_storage
 from training.errors import StopRequested
+from training.storage import Storage
 from training.telemetry import attempts, html
 from training.telemetry.console import Console
 from training.telemetry.metrics import MetricsLog
@@ -25,7 +27,12 @@ class AttemptContext:
 
 @contextlib.contextmanager
 def record_attempt_end(
-    folder: str, start_url: str, timer: PhaseTimer, context: AttemptContext, warn: Callable[[str], None]
+    folder: str,
+    start_url: str,
+    timer: PhaseTimer,
+    context: AttemptContext,
+    warn: Callable[[str], None],
+    storage: Storage = default_storage,
 ) -> Iterator[None]:
     """Runs a whole attempt on host 0, and records how it ended.
 
@@ -38,6 +45,7 @@ def record_attempt_end(
         timer: of the attempt.
         context: what is known of the attempt by then.
         warn: shows a warning.
+        storage: where the run's folder is.
     """
     error: BaseException | None = None
     try:
@@ -52,8 +60,8 @@ def record_attempt_end(
                 close()
             if context.log:
                 context.log.flush()
-            attempts.write_end(start_url, error, context.step(), timer.report())
+            attempts.write_end(start_url, error, context.step(), timer.report(), storage=storage)
             if not isinstance(error, StopRequested):
-                context.console.print(f"report: {html.write_report(folder)}")
+                context.console.print(f"report: {html.write_report(folder, storage=storage)}")
         except Exception as problem:
             warn(f"the end of the attempt is not recorded in {folder}: {type(problem).__name__}: {problem}")

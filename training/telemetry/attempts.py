@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from training import storage
+from training import storage as default_storage
 from training.errors import Exit, StopRequested, TrainError
+from training.storage import Storage, join, name_of
 
 _NAME = re.compile(r"attempt-(\d+)\.([^.]+)(\.end)?\.json")
 _END = ".end.json"
@@ -38,6 +39,7 @@ def write_end(
     step: int,
     seconds: Mapping[str, float],
     now: Callable[[], float] = time.time,
+    storage: Storage = default_storage,
 ) -> None:
     """Writes the end record of an attempt.
 
@@ -47,6 +49,7 @@ def write_end(
         step: the steps that were done.
         seconds: by phase, as of PhaseTimer.report.
         now: the time source, in seconds since the epoch.
+        storage: where the run's folder is.
     """
     record = {
         "how": classify_end(error),
@@ -69,11 +72,11 @@ def classify_end(error: BaseException | None) -> str:
     return "lost a host" if isinstance(error, TrainError) and error.exit_code == Exit.LOST_PEER else "failed"
 
 
-def read_attempts(folder: str) -> list[Attempt]:
+def read_attempts(folder: str, storage: Storage = default_storage) -> list[Attempt]:
     """All attempts of the run in `folder`, in the order in which they began."""
     records: dict[tuple[int, str], dict[str, Any]] = {}  # (number, token) -> "start" and "end"
-    for info in storage.listing(storage.join(folder, "attempts")):
-        match = _NAME.fullmatch(storage.name_of(info.url))
+    for info in storage.listing(join(folder, "attempts")):
+        match = _NAME.fullmatch(name_of(info.url))
         if match:
             record = records.setdefault((int(match[1]), match[2]), {})
             record["end" if match[3] else "start"] = json.loads(storage.read(info.url))

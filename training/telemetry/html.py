@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from training import storage
+from training import storage as default_storage
 from training.checkpoint.format import Manifest
 from training.checkpoint.safetensors_file import Damaged
 from training.checkpoint.store import committed_steps, read_manifest
 from training.errors import BadInput
+from training.storage import NotFound, Storage, join
 from training.telemetry import svg, text
 from training.telemetry.attempts import Attempt, read_attempts
 from training.telemetry.metrics import read_history
@@ -60,45 +61,44 @@ class RunRecord:
         return str(end["how"]) if end else _UNFINISHED
 
 
-def read_run(folder: str) -> RunRecord:
+def read_run(folder: str, storage: Storage = default_storage) -> RunRecord:
     """Reads a run's folder. Raises BadInput for what is not one."""
-    attempts, lines = read_attempts(folder), read_history(folder)
-    checkpoints_folder = storage.join(folder, "checkpoints")
-    steps = committed_steps(checkpoints_folder)
+    attempts, lines = read_attempts(folder, storage), read_history(folder, storage)
+    checkpoints_folder = join(folder, "checkpoints")
+    steps = committed_steps(checkpoints_folder, storage)
     if not (attempts or lines or steps):
         raise BadInput(
             f"{folder} is not a run's folder: it has no attempts, metrics or checkpoints (it is <output>/<run id>)"
         )
-    checkpoints = [(step, _manifest_or_damage(checkpoints_folder, step)) for step in steps]
-    return RunRecord(
-        folder, lines, attempts, _read_json(folder, SUMMARY_FILE), checkpoints, _read_json(folder, CONFUSION_FILE)
-    )
+    checkpoints = [(step, _manifest_or_damage(checkpoints_folder, step, storage)) for step in steps]
+    summary, confusion = (_read_json(folder, name, storage) for name in (SUMMARY_FILE, CONFUSION_FILE))
+    return RunRecord(folder, lines, attempts, summary, checkpoints, confusion)
 
 
-def write_report(folder: str, out: str | None = None) -> str:
+def write_report(folder: str, out: str | None = None, storage: Storage = default_storage) -> str:
     """Writes the page of a run to `out` (report.html in its folder, unless given). Raises BadInput.
 
     Returns:
         where the page is.
     """
-    url = out or storage.join(folder, NAME)
-    storage.write(url, render_report(read_run(folder)).encode())
+    url = out or join(folder, NAME)
+    storage.write(url, render_report(read_run(folder, storage)).encode())
     return url
 
 
 def write_confusion(folder: str, labels: Sequence[str], counts: Sequence[Sequence[float]]) -> None:
     """Writes the confusion matrix of the last evaluation to the run's folder: its numbers, and a picture."""
     matrix = {"labels": list(labels), "counts": [[round(count) for count in row] for row in counts]}
-    storage.write(storage.join(folder, CONFUSION_FILE), json.dumps(matrix).encode() + b"\n")
+    default_storage.write(join(folder, CONFUSION_FILE), json.dumps(matrix).encode() + b"\n")
     picture = svg.standalone(svg.confusion_matrix(labels, counts))
-    storage.write(storage.join(folder, "confusion.svg"), picture.encode())
+    default_storage.write(join(folder, "confusion.svg"), picture.encode())
 
 
 def render_report(run: RunRecord, now: Callable[[], float] = time.time) -> str:
     """The page as XHTML, which is valid XML too. `now` gives the time of its making, in seconds since the epoch."""
     start = run.attempts[-1].start if run.attempts else {}
     end = (run.attempts[-1].end or {}) if run.attempts else {}
-    name = str((run.summary or start).get("run_id", storage.name_of(run.folder)))
+    name = str((run.summary or start).get("run_id", default_storage.name_of(run.folder)))
     message = str(end.get("message", ""))
     state_class = "faint" if run.state == "finished" else "bad"
     made = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now()))
@@ -263,16 +263,16 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _manifest_or_damage(checkpoints_folder: str, step: int) -> Manifest | str:
+def _manifest_or_damage(checkpoints_folder: str, step: int, storage: Storage) -> Manifest | str:
     try:
-        return read_manifest(checkpoints_folder, step)
+        return read_manifest(checkpoints_folder, step, storage)
     except Damaged as error:
         return str(error)
 
 
-def _read_json(folder: str, name: str) -> dict[str, Any] | None:
+def _read_json(folder: str, name: str, storage: Storage) -> dict[str, Any] | None:
     try:
-        document: dict[str, Any] = json.loads(storage.read(storage.join(folder, name)))
-    except storage.NotFound:
+        document: dict[str, Any] = json.loads(storage.read(join(folder, name)))
+    except NotFound:
         return None
     return document

@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from training import storage
+from training import storage as default_storage
+from training.storage import Storage, join, name_of
 from training.telemetry.tracker import AttemptInfo, Values, open_tracker
 
 LINES = 1000
@@ -37,6 +38,7 @@ class MetricsLog:
         *,
         trackers: Sequence[str] = ("jsonl",),
         now: Callable[[], float] = time.monotonic,
+        storage: Storage = default_storage,
     ) -> None:
         """Starts the trackers.
 
@@ -47,8 +49,9 @@ class MetricsLog:
             trackers: names in `training.telemetry.tracker.TRACKERS`. Reports and later attempts read the one
                 that is named "jsonl".
             now: the time source, in seconds.
+            storage: where the run's folder is.
         """
-        info = AttemptInfo(folder, attempt, resumed_at, unused_file_number(folder, attempt))
+        info = AttemptInfo(folder, attempt, resumed_at, unused_file_number(folder, attempt, storage), storage)
         self._trackers = [open_tracker(name, info) for name in trackers]
         self._now = now
         self._flushed = now()
@@ -93,7 +96,7 @@ class JsonLinesTracker:
         """Rewrites the newest object, and begins another when it is full."""
         if self._dirty:
             name = f"attempt-{self._info.file_number:04d}.{self._chunk:05d}.jsonl"
-            storage.write(storage.join(self._info.folder, "metrics", name), _join(self._lines))
+            self._info.storage.write(join(self._info.folder, "metrics", name), _join(self._lines))
             self._dirty = False
         if len(self._lines) >= LINES:
             self._chunk, self._lines = self._chunk + 1, []
@@ -101,17 +104,18 @@ class JsonLinesTracker:
     def finish(self) -> None:
         """Flushes, and writes the run's whole history to metrics.jsonl."""
         self.flush()
-        history = read_history(self._info.folder)
-        storage.write(storage.join(self._info.folder, "metrics.jsonl"), _join(json.dumps(values) for values in history))
+        folder, storage = self._info.folder, self._info.storage
+        history = read_history(folder, storage)
+        storage.write(join(folder, "metrics.jsonl"), _join(json.dumps(values) for values in history))
 
 
-def read_history(folder: str) -> list[dict[str, Any]]:
+def read_history(folder: str, storage: Storage = default_storage) -> list[dict[str, Any]]:
     """All lines of a run in the order of its steps, without those that a later attempt trained again.
 
     Each has its "step", and "loss", "learning_rate" and "examples_per_second" or the "eval_..." of an evaluation.
     """
     attempts: dict[int, list[dict[str, Any]]] = {}
-    for (attempt, _), url in sorted(_objects(folder).items()):
+    for (attempt, _), url in sorted(_objects(folder, storage).items()):
         attempts.setdefault(attempt, []).extend(json.loads(line) for line in storage.read(url).splitlines())
     return merge_attempts(attempts[attempt] for attempt in sorted(attempts))
 
@@ -128,16 +132,16 @@ def merge_attempts(attempts: Iterable[list[dict[str, Any]]]) -> list[dict[str, A
     return history
 
 
-def unused_file_number(folder: str, attempt: int) -> int:
+def unused_file_number(folder: str, attempt: int, storage: Storage = default_storage) -> int:
     """`attempt`, or the next number that no object of the run's metrics has: a local run has only attempts 0."""
-    return max([attempt, *(used + 1 for used, _ in _objects(folder))])
+    return max([attempt, *(used + 1 for used, _ in _objects(folder, storage))])
 
 
-def _objects(folder: str) -> dict[tuple[int, int], str]:
+def _objects(folder: str, storage: Storage) -> dict[tuple[int, int], str]:
     """(file number of the attempt, number of the object) -> URL of each object of a run's metrics."""
     urls = {}
-    for info in storage.listing(storage.join(folder, "metrics")):
-        match = _NAME.fullmatch(storage.name_of(info.url))
+    for info in storage.listing(join(folder, "metrics")):
+        match = _NAME.fullmatch(name_of(info.url))
         if match:
             urls[int(match[1]), int(match[2])] = info.url
     return urls

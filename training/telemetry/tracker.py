@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from training import storage as default_storage
+from training.storage import Storage
+
 Values = Mapping[str, float | None]
 
 
@@ -22,6 +25,7 @@ class AttemptInfo:
     attempt: int
     resumed_at: int  # steps that were done before
     file_number: int  # for names of files: no earlier attempt has used it, even where all attempts have number 0
+    storage: Storage = default_storage
 
 
 class Tracker(Protocol):
