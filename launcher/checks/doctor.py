@@ -65,7 +65,7 @@ def examine(config: Config) -> list[Row]:
         lambda: [_ssh_key(Path.home() / ".ssh" / "google_compute_engine")],
         lambda: [_engine(config)],
         lambda: [_registry(config)],
-        lambda: [_buckets(config)],
+        lambda: [examine_buckets(config)],
         lambda: [_folder()],
     ]
     with ThreadPoolExecutor(len(checks)) as pool:
@@ -306,14 +306,18 @@ def registry_row(host: str, settings: dict[str, Any]) -> Row:
     return Row("registry", Verdict.WARN, f"docker has no credentials for {host}", f"docker login {host}")
 
 
-def _buckets(config: Config) -> Row:
+def examine_buckets(config: Config) -> Row:
+    """Whether the buckets that the file names are there, as far as this account may see."""
     if config.trainer is None:
         return Row("buckets", Verdict.PASS, "the file names none")
+    unknown: list[str] = []
     try:
-        inputs.buckets(config)
+        inputs.buckets(config, unknown.append)
     except LaunchError as error:
         text, _, fix = str(error).partition(": create it with ")
-        return Row("buckets", Verdict.FAIL, text, fix or "gcloud auth application-default login")
+        return Row("buckets", Verdict.FAIL, text, fix)
+    if unknown:
+        return Row("buckets", Verdict.WARN, "; ".join(unknown), "have roles/storage.objectViewer on it, to be sure")
     return Row("buckets", Verdict.PASS, "every bucket that the file names is there")
 
 

@@ -5,15 +5,17 @@ Each check raises BadInput that says what is missing and what to do, before a sl
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from launcher import shell
 from launcher.config import Config
-from launcher.errors import BadInput, Exit, LaunchError
+from launcher.errors import BadInput, LaunchError
 from training.errors import TrainError
 from training.storage import is_remote, split_remote
 
-_SECONDS = 30.0
+_SECONDS = 30.0  # for one bucket, with all retries
+_REQUEST_SECONDS = 10.0
 
 
 def tools() -> None:
@@ -22,8 +24,17 @@ def tools() -> None:
     shell.find("ssh")
 
 
-def buckets(config: Config) -> None:
-    """Raises BadInput unless every bucket that the trainer's sections name exists."""
+def buckets(config: Config, say: Callable[[str], None]) -> None:
+    """Raises BadInput unless every bucket that the trainer's sections name exists.
+
+    Args:
+        config: Names the buckets.
+        say: Is given a line for a bucket that this account may not look at: the hosts' account may.
+
+    Raises:
+        BadInput: A bucket does not exist, or there are no valid credentials.
+        LaunchError: Cloud Storage did not answer in time.
+    """
     if config.trainer is None:
         return
     data = config.trainer.data
@@ -35,7 +46,7 @@ def buckets(config: Config) -> None:
         if is_remote(url):
             names.setdefault(split_remote(url)[0], key)
     for name, key in names.items():
-        _bucket(config.project, name, f"{config.document.place(key)}: {'.'.join(key)}")
+        _require_bucket(config.project, name, f"{config.document.place(key)}: {'.'.join(key)}", say)
 
 
 def data(config: Config) -> None:
@@ -70,25 +81,51 @@ def _datasets(config: Config) -> Iterable[tuple[tuple[str, str], str]]:
         yield ("data", "evaluation"), config.trainer.data.evaluation
 
 
-def _bucket(project: str, name: str, place: str) -> None:
+def _require_bucket(project: str, name: str, place: str, say: Callable[[str], None]) -> None:
     from google.api_core import exceptions
-    from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
-    from google.cloud import storage
+    from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError, RefreshError
 
     try:
-        bucket = storage.Client(project=project).lookup_bucket(name, timeout=_SECONDS)
-    except DefaultCredentialsError:
+        exists = _bucket_exists(project, name)
+    except (DefaultCredentialsError, RefreshError) as error:
         raise BadInput(
-            f"{place}: gs://{name} can't be looked at without credentials: gcloud auth application-default login"
+            f"{place}: gs://{name} can't be looked at without valid credentials ({error}): "
+            "gcloud auth application-default login"
         ) from None
     except exceptions.Forbidden as error:
+        say(
+            f"{place}: whether gs://{name} exists is not known: this account may neither look at it nor list its "
+            f"objects ({error.message}); the hosts' account must"
+        )
+        return
+    except (exceptions.GoogleAPIError, GoogleAuthError, OSError) as error:
+        cause = error.cause if isinstance(error, exceptions.RetryError) else error
         raise LaunchError(
-            f"{place}: no permission to look at gs://{name}: {error.message}", exit_code=Exit.PERMISSION
+            f"{place}: Cloud Storage does not answer about gs://{name} within {_SECONDS:.0f} s ({cause}): "
+            "is this machine online?"
         ) from None
-    except (exceptions.GoogleAPICallError, GoogleAuthError, OSError) as error:
-        raise LaunchError(f"{place}: Cloud Storage does not answer about gs://{name}: {error}") from None
-    if bucket is None:
+    if not exists:
         raise BadInput(
             f"{place}: bucket gs://{name} does not exist: "
             f"create it with `gcloud storage buckets create gs://{name}`, or correct the name"
         )
+
+
+def _bucket_exists(project: str, name: str) -> bool:
+    """Looks at the bucket; where only its objects may be seen (Storage Object User has no storage.buckets.get), at the
+    first of them. Raises google.api_core's and google.auth's errors."""
+    from google.api_core.exceptions import Forbidden, NotFound
+    from google.cloud import storage
+    from google.cloud.storage.retry import DEFAULT_RETRY
+
+    limits: dict[str, Any] = {"timeout": _REQUEST_SECONDS, "retry": DEFAULT_RETRY.with_timeout(_SECONDS)}
+    client = storage.Client(project=project)
+    try:
+        return client.lookup_bucket(name, **limits) is not None
+    except Forbidden:
+        pass
+    try:
+        next(iter(client.list_blobs(name, max_results=1, fields="items(name)", **limits)), None)
+    except NotFound:
+        return False
+    return True

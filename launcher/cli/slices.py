@@ -53,7 +53,7 @@ def up(config: Config, max_cost: float | None, dry_run: bool, no_preflight: bool
     if dry_run:
         show_plan(config, "up")
         return
-    inputs.buckets(config)
+    inputs.buckets(config, terminal.say)
     if not no_preflight:
         preflight.require(config, home(), terminal.say)
     provider = open_provider(config)

@@ -1,7 +1,7 @@
 """Makes an image, as far as that is needed: pulls its bases, builds it, pushes it.
 
-Failure model: a build or push that breaks off leaves no tag behind, and the next call does it again. Two processes that
-want the same image take turns (a lock on its log).
+Failure model: a build that breaks off leaves no tag behind, a push no record, and the next call does it again. Two
+processes that want the same image take turns (a lock on its log).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO
 from launcher import shell
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home
-from launcher.images import build_context, engine, registry, store
+from launcher.images import build_context, engine, pushed, registry, store
 from launcher.images.plan import ImagePlan, build_command, make_plan, refresh
 from launcher.images.specification import ImageSpec, compute_tag
 
@@ -63,10 +63,11 @@ def ensure_image(spec: ImageSpec, on_line: Callable[[str], None]) -> Image:
             plan = refresh(plan)  # another process may have built it while we waited
             if not plan.image_id:
                 _build(spec, plan, log, on_line)
-            if plan.remote and not plan.pushed:
+                plan = refresh(plan)
+            if plan.remote and plan.image_id and not plan.pushed:
                 if spec.create_repository and registry.require(plan.remote):
                     on_line(f"made the repository of {spec.repository}: private, as the project's")
-                _push(plan, plan.remote, log, on_line)
+                _push(plan, plan.remote, plan.image_id, log, on_line)
             plan = refresh(plan)
     if not plan.reference:
         raise LaunchError(
@@ -106,12 +107,23 @@ def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], on_line: Callable[[st
     on_line(f"built {plan.local} in {time.monotonic() - begin:.0f} s")
 
 
-def _push(plan: ImagePlan, remote: str, log: IO[str], on_line: Callable[[str], None]) -> None:
+def _push(plan: ImagePlan, remote: str, image_id: str, log: IO[str], on_line: Callable[[str], None]) -> None:
+    """Pushes the image, and records it once docker has said that it is done."""
     on_line(f"pushing {remote}")
     tag, push = [plan.docker, "tag", plan.local, remote], [plan.docker, "push", remote]
     _stream(tag, log, _ignore, store.SECONDS, f"{remote} could not be tagged")
+    digests: list[str] = []
+
+    def keep_digest(line: str) -> None:
+        if match := re.search(r"\bdigest: (sha256:[0-9a-f]{64})\b", line):
+            digests.append(match[1])
+
     advice = registry.advice(remote)
-    _stream(push, log, _ignore, _PUSH_SECONDS, f"{remote} could not be pushed", missing_repository=advice)
+    _stream(push, log, keep_digest, _PUSH_SECONDS, f"{remote} could not be pushed", missing_repository=advice)
+    digests = digests or store.find_digests(plan.docker, remote)
+    if not digests:
+        raise LaunchError(f"docker pushed {remote} and did not say under which digest; all that it said: {log.name}")
+    pushed.record(plan.tag, pushed.Push(remote, image_id, digests[-1], pushed.current_engine()))
 
 
 def _ignore(line: str) -> None:

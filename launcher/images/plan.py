@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.home import where
-from launcher.images import engine, registry, store
+from launcher.images import engine, pushed, registry, store
 from launcher.images.specification import ImageSpec, base_images, compute_tag
 
 _UNKNOWN_TAG = "TAG"  # in printed commands, while a base image still has to be pulled
@@ -63,12 +63,19 @@ def make_plan(spec: ImageSpec) -> ImagePlan:
 
 
 def refresh(plan: ImagePlan) -> ImagePlan:
-    """The plan with what the store has now."""
+    """The plan with what the store has now, and what of it was pushed."""
     if plan.missing_bases:
         return plan
     image_id = store.find_id(plan.docker, plan.local)
-    pushed = store.find_pushed(plan.docker, plan.remote) if plan.remote and image_id else None
-    return replace(plan, image_id=image_id, pushed=pushed)
+    return replace(plan, image_id=image_id, pushed=_find_pushed(plan, image_id) if image_id else None)
+
+
+def _find_pushed(plan: ImagePlan, image_id: str) -> str | None:
+    """repository@sha256:... of an image whose push is recorded, and that the engine knows by that digest."""
+    push = pushed.find(plan.tag, plan.remote, image_id) if plan.remote else None
+    if push is None or push.digest not in store.find_digests(plan.docker, push.remote):
+        return None
+    return f"{push.remote.rpartition(':')[0]}@{push.digest}"
 
 
 def list_commands(spec: ImageSpec) -> list[list[str]]:

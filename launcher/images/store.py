@@ -18,11 +18,14 @@ def find_id(docker: str, image: str) -> str | None:
     return _inspect(docker, image, "{{.Id}}")
 
 
-def find_pushed(docker: str, remote: str) -> str | None:
-    """repository@sha256:... under which an image of the store is known to its registry; None when it was not pushed."""
+def find_digests(docker: str, remote: str) -> list[str]:
+    """The sha256:... that an image of the store has in the repository of `remote` (repository:tag). With the containerd
+    image store they are known before anything was pushed (launcher.images.pushed)."""
     repository = remote.rpartition(":")[0].removeprefix("docker.io/")
-    digests = json.loads(_inspect(docker, remote, "{{json .RepoDigests}}") or "null") or []
-    return next((str(digest) for digest in digests if str(digest).startswith(f"{repository}@")), None)
+    references = json.loads(_inspect(docker, remote, "{{json .RepoDigests}}") or "null") or []
+    return [
+        str(reference).rpartition("@")[2] for reference in references if str(reference).startswith(f"{repository}@")
+    ]
 
 
 def unpacked_size(reference: str) -> int | None:

@@ -101,7 +101,7 @@ def run(request: Request, context: Context) -> Outcome:
     config, say = request.config, context.output.say
     extras = read_extras(request)
     config.require_something_to_run()
-    inputs.buckets(config)
+    inputs.buckets(config, say)
     inputs.data(config)
     checked = preflight.require(config, context.home, say) if request.preflight else ()
     provider = context.make_provider(config)

@@ -324,6 +324,17 @@ def test_image_that_was_built_before_is_pushed_without_another_build(spec: Image
     assert [line.split()[0] for line in said] == ["pushing"]
 
 
+def test_a_push_that_the_registry_broke_off_is_done_again(spec: ImageSpec, registry: str) -> None:
+    wanted = dataclasses.replace(spec, repository=f"{registry}/project/name")
+    _Registry.refuse = True
+    with pytest.raises(LaunchError, match="could not be pushed"):
+        ensure_image(wanted, print)
+    _Registry.refuse = False
+    assert [command[1] for command in list_commands(wanted)] == ["tag", "push"]
+    image = ensure_image(wanted, print)
+    assert _Registry.manifests[f"/v2/project/name/manifests/{make_plan(wanted).tag}"] == image.digest
+
+
 def test_the_size_of_an_image_that_only_the_registry_has_is_known(spec: ImageSpec, registry: str) -> None:
     """Hosts are asked for room before they pull. A registry knows packed layers: what they take unpacked is
     estimated."""

@@ -1,0 +1,98 @@
+"""Claims about the look at the buckets before anything is created: what the account may see decides, and what doesn't
+answer is named in time."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.checks import inputs
+from launcher.checks.doctor import Verdict, examine_buckets
+from launcher.config import Config, load
+from launcher.emulator.http_server import Request, Response
+from launcher.emulator.storage.api import error_response
+from launcher.emulator.storage.bucket import StorageError
+from launcher.errors import BadInput, Exit, LaunchError
+from tests.bucket_server import BucketServer
+
+FILE = """\
+project: p
+zone: us-central2-b
+slice: {name: demo, accelerator_type: v4-16}
+model: {name: bert-base}
+data: {train: "gs://bucket/data", tokenizer: "gs://bucket/tokenizer"}
+train: {steps: 10, global_batch_size: 8}
+output: gs://BUCKET/out
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BucketServer]:
+    storage = BucketServer(tmp_path / "storage")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", storage.url)
+    yield storage
+    storage.close()
+
+
+def config(folder: Path, bucket: str = "bucket") -> Config:
+    path = folder / "run.yaml"
+    path.write_text(FILE.replace("BUCKET", bucket))
+    return load(path)
+
+
+def refuse(*paths: str) -> Callable[[Request], Response | None]:
+    """A service that refuses what matches one of the paths."""
+
+    def fault(request: Request) -> Response | None:
+        if any(re.fullmatch(path, request.path) for path in paths):
+            return error_response(StorageError(403, "forbidden", "me@x does not have storage.buckets.get access"))
+        return None
+
+    return fault
+
+
+LOOKING_AT_IT, LISTING_ITS_OBJECTS = r"/storage/v1/b/[^/]+", r"/storage/v1/b/[^/]+/o"
+
+
+def test_a_role_without_buckets_get_is_enough(server: BucketServer, tmp_path: Path) -> None:
+    server.fault = refuse(LOOKING_AT_IT)
+    said: list[str] = []
+    inputs.buckets(config(tmp_path), said.append)
+    assert said == []
+
+
+def test_a_missing_bucket_is_named_with_that_role_too(server: BucketServer, tmp_path: Path) -> None:
+    server.fault = refuse(LOOKING_AT_IT)
+    with pytest.raises(BadInput, match=r"run\.yaml:7: output: bucket gs://none does not exist"):
+        inputs.buckets(config(tmp_path, "none"), print)
+
+
+def test_an_account_that_may_see_nothing_of_a_bucket_is_warned_and_goes_on(
+    server: BucketServer, tmp_path: Path
+) -> None:
+    server.fault = refuse(LOOKING_AT_IT, LISTING_ITS_OBJECTS)
+    said: list[str] = []
+    inputs.buckets(config(tmp_path), said.append)
+    (line,) = said
+    assert "run.yaml:7: output: whether gs://bucket exists is not known" in line
+    assert "storage.buckets.get" in line
+    assert examine_buckets(config(tmp_path)).verdict is Verdict.WARN
+
+
+@pytest.mark.parametrize("answer", ["503", "nothing listens"])
+def test_a_service_that_does_not_answer_is_named_in_time(
+    server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    monkeypatch.setattr(inputs, "_SECONDS", 2.0)
+    server.fault = lambda _: error_response(StorageError(503, "backendError", "try again"))
+    if answer == "nothing listens":
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
+    begin = time.monotonic()
+    with pytest.raises(LaunchError, match=r"output: Cloud Storage does not answer about gs://bucket .*online\?") as bad:
+        inputs.buckets(config(tmp_path), print)
+    assert bad.value.exit_code is Exit.CLOUD_ERROR
+    assert time.monotonic() - begin < 10

@@ -1,0 +1,113 @@
+"""Claims about what counts as pushed: only a push that docker reported as done, of this image, through this engine.
+
+Docker is a script here that behaves as with the containerd image store: an image has a digest of the repository from
+`docker tag` on (moby's documentation of the store; `docker push` need never have run)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import LaunchError
+from launcher.images.build import ensure_image
+from launcher.images.plan import list_commands, make_plan
+from launcher.images.specification import ImageSpec, folder_spec
+
+DIGEST = "sha256:" + "d" * 64
+REFERENCE = f"r.example/p/n@{DIGEST}"
+DOCKER = f"""#!/bin/sh
+cd "$(dirname "$0")" || exit 9
+echo "$*" >>calls
+case "$1 $2" in
+  "--version "*) echo "Docker version 20.10.24" ;;
+  "version "*) echo 20.10.24 ;;
+  "build "*) echo sha256:1 >image ;;
+  "tag "*) touch tagged ;;
+  "push "*)
+    echo "abc: Pushing"
+    [ ! -e interrupted ] || exit 1
+    echo "x: digest: {DIGEST} size: 1" ;;
+  "image inspect")
+    case "$4 $5" in
+      *debian*) echo sha256:0 ;;
+      *RepoDigests*) [ -e tagged ] && echo '["{REFERENCE}"]' ;;
+      *) cat image 2>/dev/null ;;
+    esac ;;
+esac
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the script, its state and its calls."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "docker").write_text(DOCKER)
+    (folder / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("DOCKER_HOST", raising=False)
+    return folder
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> ImageSpec:
+    context = tmp_path / "context"
+    context.mkdir()
+    (context / "Dockerfile").write_text("FROM debian:bookworm-slim\n")
+    return dataclasses.replace(folder_spec("test/image", context), repository="r.example/p/n")
+
+
+def count_pushes(docker: Path) -> int:
+    return (docker / "calls").read_text().count("\npush ")
+
+
+def test_an_interrupted_push_is_done_again(docker: Path, spec: ImageSpec) -> None:
+    (docker / "interrupted").touch()
+    with pytest.raises(LaunchError, match="could not be pushed"):
+        ensure_image(spec, print)
+    assert [command[1] for command in list_commands(spec)] == ["tag", "push"]
+    (docker / "interrupted").unlink()
+    assert ensure_image(spec, print).reference == REFERENCE
+    assert count_pushes(docker) == 2
+
+
+def test_a_push_that_is_done_is_not_repeated(docker: Path, spec: ImageSpec) -> None:
+    ensure_image(spec, print)
+    assert ensure_image(spec, print).reference == REFERENCE
+    assert list_commands(spec) == []
+    assert count_pushes(docker) == 1
+
+
+def test_another_image_of_the_same_tag_is_pushed(docker: Path, spec: ImageSpec) -> None:
+    """The image was removed and built again: other bytes, the same sources."""
+    ensure_image(spec, print)
+    (docker / "image").write_text("sha256:2\n")
+    ensure_image(spec, print)
+    assert count_pushes(docker) == 2
+
+
+def test_a_push_through_another_engine_does_not_count(
+    docker: Path, spec: ImageSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An emulated slice's engine pushes to an emulated registry of the same name."""
+    with monkeypatch.context() as emulated:
+        emulated.setenv("DOCKER_HOST", "unix:///emulated/engine.sock")
+        ensure_image(spec, print)
+    assert make_plan(spec).pushed is None
+
+
+def test_what_the_engine_does_not_know_by_that_digest_is_pushed(docker: Path, spec: ImageSpec) -> None:
+    ensure_image(spec, print)
+    (docker / "tagged").unlink()
+    assert make_plan(spec).pushed is None
+
+
+def test_a_damaged_record_means_another_push(docker: Path, spec: ImageSpec, tmp_path: Path) -> None:
+    ensure_image(spec, print)
+    (record,) = (tmp_path / "home" / "images").glob("*.pushed.json")
+    record.write_text('[{"remote": ')
+    assert ensure_image(spec, print).reference == REFERENCE
+    assert count_pushes(docker) == 2
