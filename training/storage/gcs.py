@@ -1,10 +1,11 @@
 """The Cloud Storage side of `training.storage`: the unmodified client library, with our own time-outs and messages.
 
-A call is repeated on 408, 429, any 5xx, and broken or silent connections, by `google.api_core.retry`, after a delay
-that doubles and is drawn at random (so that the hosts of a slice do not come back together), until the deadline; then
-one StorageError names the object and the last cause. The client's own retries are off: their error at the end does not
-say which object, which range and what was tried, and each has its own deadline. A server that sends a few bytes now and
-then never runs into a socket's time-out; it is cut off at the deadline.
+A call is repeated on 408, 429, any 5xx, broken or silent connections, and while the metadata server gives no token, by
+`google.api_core.retry`, after a delay that doubles and is drawn at random (so that the hosts of a slice do not come
+back together), until the deadline; then one StorageError names the object and the last cause. The client's own retries
+are off: their error at the end does not say which object, which range and what was tried, and each has its own
+deadline. A server that sends a few bytes now and then never runs into a socket's time-out; it is cut off at the
+deadline.
 
 The client is not fork-safe and is made once a process. STORAGE_EMULATOR_HOST is honoured by the client itself.
 """
@@ -312,6 +313,11 @@ def _final_error(url: str, activity: str, error: Exception, pinned: bool) -> Exc
             f"{url}: no Google credentials: run `gcloud auth application-default login`, or give the TPU's service "
             f"account access to gs://{bucket}"
         )
+    if isinstance(error, auth.GoogleAuthError) and not _may_pass(error):
+        return StorageError(
+            f"{url}: {activity} it failed because Google's credentials were refused: {_cause(error)}. Run `gcloud auth "
+            "application-default login` again, or check the service account of this host"
+        )
     code = error.code if isinstance(error, api.GoogleAPICallError) else None
     if code is not None and code not in (408, 429) and code < 500:
         return StorageError(f"{url}: {activity} it was refused: {code} {_answer(error)[0]}")
@@ -350,6 +356,10 @@ def _may_pass(error: Exception) -> bool:
     from google.auth import exceptions as auth
     from google.cloud.storage import exceptions as storage
 
+    if isinstance(error, auth.GoogleAuthError):
+        # Credentials of a VM turn the metadata server's TransportError into a RefreshError.
+        broken_transport = (auth.TransportError, auth.TimeoutError, auth.ResponseError)
+        return error.retryable or isinstance(error, broken_transport) or isinstance(error.__cause__, broken_transport)
     if isinstance(error, storage.InvalidResponse):
         status = getattr(error.response, "status_code", 500)
         return status in (308, 408, 429) or status >= 500
@@ -357,7 +367,6 @@ def _may_pass(error: Exception) -> bool:
         OSError,
         requests.exceptions.RequestException,
         urllib3.exceptions.HTTPError,
-        auth.TransportError,
         storage.DataCorruption,
     )
     return isinstance(error, (api.GoogleAPICallError, *broken))

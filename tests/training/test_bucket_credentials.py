@@ -1,0 +1,104 @@
+"""Claims about `training.storage` on gs:// when Google's credentials are refreshed: the library's own credentials of a
+Compute Engine VM, and a metadata server that also misbehaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from launcher.emulator.http_server import Acceptor, Response, serve_http
+from training import storage
+from training.storage import gcs as bucket
+from training.storage import types
+
+Answer = Callable[[], Response | None]
+
+
+class MetadataServer:
+    """A metadata server with one service account. `fault()` may return a response to send instead of the token."""
+
+    def __init__(self) -> None:
+        """Starts it on a loopback port."""
+        self.fault: Answer = lambda: None
+        self.tokens = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._acceptor = Acceptor()
+        self._acceptor.start()
+        self._acceptor.add(self._listener, lambda connection: serve_http(connection, self.answer))
+
+    def answer(self, request: Any) -> Response:
+        """Answers one request."""
+        if fault := self.fault():
+            return fault
+        content: dict[str, object] = {"email": "tpu@project.iam.gserviceaccount.com", "scopes": ["storage"]}
+        if request.path.partition("?")[0].endswith("/token"):
+            self.tokens += 1
+            content = {"access_token": f"token-{self.tokens}", "expires_in": 3600, "token_type": "Bearer"}
+        return Response(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
+
+    def close(self) -> None:
+        """Stops accepting connections."""
+        self._acceptor.remove(self._listener, close=True)
+
+
+@pytest.fixture
+def metadata(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
+    """A client whose credentials are those of a VM. They ask the metadata server for a token before each request."""
+    from google.auth.compute_engine import Credentials, _metadata
+    from google.cloud.storage import Client
+
+    server = MetadataServer()
+    monkeypatch.setattr(_metadata, "_GCE_METADATA_HOST", server.address)
+    monkeypatch.setenv("GCE_METADATA_HOST", server.address)
+    credentials = Credentials(universe_domain="googleapis.com")
+    client = Client(project="project", credentials=credentials, client_options={"api_endpoint": gcs.url})
+    monkeypatch.setitem(bucket._clients, (os.getpid(), gcs.url), client)
+    yield server
+    server.close()
+
+
+def test_a_metadata_server_that_answers_nonsense_for_a_moment_changes_nothing(metadata: MetadataServer) -> None:
+    hiccups = [Response(200, b"{", {"Content-Type": "application/json"}), Response(404, b"not yet")]
+    metadata.fault = lambda: hiccups.pop() if hiccups else None
+    storage.write("gs://bucket/x", b"data")
+    assert not hiccups
+    assert storage.read("gs://bucket/x") == b"data"
+
+
+def test_a_metadata_server_that_stays_away_is_a_storage_error_that_names_the_object(
+    metadata: MetadataServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket, "patience", bucket.Patience(deadline=1, first_delay=0.01, longest_delay=0.1))
+    metadata.fault = lambda: Response(404, b"no such service account")
+    with pytest.raises(
+        types.StorageError, match=r"^gs://bucket/x: reading it failed for \d s, \d+ times; last: RefreshError.*404"
+    ):
+        storage.read("gs://bucket/x")
+
+
+def test_credentials_that_google_refuses_are_a_storage_error_at_once(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from google.auth.credentials import Credentials
+    from google.auth.exceptions import RefreshError
+    from google.cloud.storage import Client
+
+    refreshed = []
+
+    class Revoked(Credentials):  # type: ignore[misc]  # google.auth has no types here
+        """A user's credentials after `gcloud auth revoke`."""
+
+        def refresh(self, request: object) -> None:
+            """Fails as `google.oauth2.credentials` does."""
+            refreshed.append(request)
+            raise RefreshError("invalid_grant: Token has been expired or revoked.")
+
+    client = Client(project="project", credentials=Revoked(), client_options={"api_endpoint": gcs.url})
+    monkeypatch.setitem(bucket._clients, (os.getpid(), gcs.url), client)
+    with pytest.raises(types.StorageError, match=r"^gs://bucket/x: reading it failed because .*invalid_grant.*login"):
+        storage.read("gs://bucket/x")
+    assert len(refreshed) < 4, "trying again changes nothing"
