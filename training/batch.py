@@ -27,6 +27,7 @@ class HostBatch:
 
     arrays: Arrays
     records: np.ndarray  # (rows,) int64
+    replaced: int = 0  # rows in which another record has the place of a damaged one (data.on_corrupt: skip)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError
 from training.models.hugging_face import WEIGHTS, read_config, read_labels
 from training.registry import task_of_model
-from training.run_setup import open_backend, open_task
+from training.run_setup import open_backend, open_task, warn
 from training.storage.hub import model_folder
 from training.tasks.task import Task, task_class
 
@@ -89,10 +89,11 @@ def evaluate_all(
         shutdown: whether this process was asked to stop.
         phase: what this is part of, for other hosts' messages.
     """
-    total = StepResult.empty()
+    total, replaced = StepResult.empty(), 0
     in_flight: deque[Pending] = deque()
     for number, batch in enumerate(task.evaluation_batches()):
         rendezvous.set_phase(f"{phase}, batch {number}")
+        replaced += batch.replaced
         in_flight.append(backend.evaluate(batch.arrays, Signals(stop=shutdown.requested)))
         if len(in_flight) > backend.in_flight:
             total = total.plus(in_flight.popleft().result())
@@ -101,6 +102,12 @@ def evaluate_all(
             break
     for pending in in_flight:
         total = total.plus(pending.result())
+    if replaced:
+        assert task.data.evaluation is not None
+        warn(
+            f"{phase}: {replaced} damaged records of this host's part of {task.data.evaluation.url} were replaced by "
+            "others (data.on_corrupt: skip), so the figures are not exact; write its shards again"
+        )
     return total
 
 

@@ -30,6 +30,7 @@ class Progress:
     step: int = 0  # steps of the run that were started
     finished: int = 0  # steps of the run whose result was read
     trained: int = 0  # steps that this attempt has started
+    replaced: int = 0  # rows of this host and attempt in the place of damaged records (data.on_corrupt: skip)
     first_loss: float | None = None
     last_loss: float | None = None
     signals: Signals = field(default_factory=Signals)
@@ -46,6 +47,7 @@ class Progress:
     def finish_step(self, result: StepResult, batch: HostBatch) -> None:
         """Takes the result of the oldest step in flight. Raises TrainError for a loss that is not finite."""
         self.signals = self.signals.union(result.signals)
+        self.replaced += batch.replaced
         loss = result.loss
         if not math.isfinite(loss):
             records = ", ".join(map(str, batch.records[:_SHOWN_RECORDS]))

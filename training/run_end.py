@@ -21,20 +21,25 @@ from training.telemetry import html
 from training.telemetry.text import format_summary
 
 
-def compare_weights(run: Run, backend: Backend) -> tuple[str, int]:
+def compare_weights(run: Run, backend: Backend, replaced: int) -> tuple[str, int]:
     """Raises TrainError when the hosts have ended with different weights.
 
+    Args:
+        run: of this host.
+        backend: with the weights.
+        replaced: rows of this host in the place of damaged records.
+
     Returns:
-        The checksum of the weights, and the damaged records that all hosts together have replaced.
+        The checksum of the weights, and such rows of all hosts.
     """
-    reports = run.rendezvous.meet("end", [weights_crc32c(backend), run.task.skipped])
+    reports = run.rendezvous.meet("end", [weights_crc32c(backend), replaced])
     checksums = [checksum for checksum, _ in reports]
     if len(set(checksums)) > 1:
         raise TrainError(
             f"the hosts ended with different weights (crc32c by host: {', '.join(checksums)}): "
             "they did not train the same model"
         )
-    return checksums[0], sum(skipped for _, skipped in reports)
+    return checksums[0], sum(replaced for _, replaced in reports)
 
 
 def weights_crc32c(backend: Backend) -> str:

@@ -228,7 +228,7 @@ class Trainer:
                 self.stop()
         with run.timer.phase("checkpoint"):
             self.checkpoints.wait()
-        checksum, skipped = compare_weights(run, self.backend)
+        checksum, skipped = compare_weights(run, self.backend, self.progress.replaced)
         if run.cluster.is_first and config.export.at_end:
             export_model(run, self.backend)
         if any(run.rendezvous.meet("exported", run.shutdown.requested, config.rendezvous.start_seconds)):

@@ -97,7 +97,7 @@ def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Pat
         "41.2%",
         "90.0%",
         "4 graphs",
-        "3 damaged records",
+        "3 rows of damaged records",
         "hub: org/bank has step 30: https://hub/org/bank/commit/1",
         "card <lost> taken for card stolen: 3 of 10",
     ):

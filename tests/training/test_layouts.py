@@ -24,6 +24,7 @@ from training.data.prepare import dataset_writer
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.sampling.order import geometry
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
@@ -121,6 +122,37 @@ def test_a_damaged_member_is_replaced_from_its_block(samples: Any, tmp_path: Pat
         batches(dataset).batch(0)
     read_rows = FixedShards(dataset, on_corrupt="skip").read(0, 64, 64)["input_ids"]
     assert np.array_equal(read_rows, expected[[*range(4), 8, 8, 8, 8, *range(8, 64)]])
+
+
+def test_a_member_that_is_a_whole_block_is_replaced_from_the_next_good_one_on_every_host(
+    samples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of 256 and more tokens: a block is one member, in which one damaged byte leaves no good record."""
+    monkeypatch.setattr(dataset_writer, "MEMBER_RECORDS", 64)
+    dataset, expected = samples.make(tmp_path, 300, per_shard=128, compression="gzip"), samples.ids(300)
+    assert geometry(300, dataset.shards[0].bytes // 128, 64).block == 64
+    damage(tmp_path / "train-00000.tfrecord", dataset.shards[0].members[0] + 40)  # records 64 to 127
+    damage(tmp_path / "train-00001.tfrecord", 40)  # and 128 to 191
+    damage(tmp_path / "train-00002.tfrecord", 40)  # and 256 to 299, the short block at the end
+    with pytest.raises(Corrupt, match=r"the gzip member there is damaged.*or set data.on_corrupt to skip"):
+        [batches(dataset).batch(k) for k in range(19)]
+    replaced = {record: 192 + record % 64 for record in range(64, 192)} | {256 + row: row for row in range(44)}
+    alone = batches(dataset, on_corrupt="skip")
+    hosts = [batches(dataset, on_corrupt="skip", host=host, hosts=4) for host in range(4)]
+    for k in (0, 7, 19, 40):
+        batch, parts = alone.batch(k), [host.batch(k) for host in hosts]
+        shown, used = batch.input_ids.copy(), batch.weights > 0
+        shown[np.nonzero(used)[0], batch.positions[used]] = batch.labels[used]
+        assert np.array_equal(shown, expected[[replaced.get(record, record) for record in batch.records]])
+        for name, values in vars(batch).items():
+            assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), values)
+        assert batch.replaced.tolist() == [record in replaced for record in batch.records]
+
+
+def damage(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
 
 
 def test_text_takes_less_than_half_of_the_recipe(tmp_path: Path) -> None:

@@ -248,5 +248,12 @@ def test_batches_for_trainers_are_static_and_typed(samples: Any, tmp_path: Path)
         for k in range(5)
     }
     assert shapes == {
-        (((12, 8), "int32"), ((12, 2), "int32"), ((12, 2), "int32"), ((12, 2), "float32"), ((12,), "int64"))
+        (
+            ((12, 8), "int32"),
+            ((12, 2), "int32"),
+            ((12, 2), "int32"),
+            ((12, 2), "float32"),
+            ((12,), "int64"),
+            ((12,), "bool"),
+        )
     }

@@ -19,8 +19,8 @@ from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.host_slice import HostSlice
-from training.data.loading.mlm_batches import MlmBatches
-from training.data.loading.record_source import replacement_row
+from training.data.loading.mlm_batches import MlmBatches, mlm_evaluation
+from training.data.loading.record_source import read_replacing
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import geometry
 from training.errors import BadInput
@@ -131,6 +131,7 @@ def test_a_bad_record_is_replaced_by_the_next_good_one_of_its_block_on_every_hos
     with pytest.raises(Corrupt):
         [batches(dataset).batch(k) for k in range(10)]
     alone = batches(dataset, on_corrupt="skip")
+    counts = [0, 0]  # of replaced rows: on one host, on two together
     pair = [batches(dataset, on_corrupt="skip", host=host, hosts=2) for host in (0, 1)]
     for k in range(30):
         batch = alone.batch(k)
@@ -140,13 +141,31 @@ def test_a_bad_record_is_replaced_by_the_next_good_one_of_its_block_on_every_hos
         assert np.array_equal(shown, expected[[replaced.get(record, record) for record in batch.records]])
         halves = [host.batch(k) for host in pair]
         assert np.array_equal(np.concatenate([half.input_ids for half in halves]), batch.input_ids)
-    assert alone.skipped == 5
+        assert batch.replaced.tolist() == [record in replaced for record in batch.records]
+        counts[0] += batch.replaced.sum()
+        counts[1] += sum(half.replaced.sum() for half in halves)
+    assert counts[0] == counts[1] > 5, "a replaced row counts once, on the host that holds it"
 
 
-def test_a_block_without_a_good_record_stops_even_when_skipping(samples: Any, tmp_path: Path) -> None:
+def test_a_replaced_record_of_an_evaluation_is_counted_once_on_any_number_of_hosts(
+    samples: Any, tmp_path: Path
+) -> None:
+    dataset = samples.make(tmp_path, 150, per_shard=50)
+    flip(tmp_path / "train-00001.tfrecord", 20)  # record 50
+    for hosts in (1, 2, 4):
+        slices = [HostSlice(TOKENS, 8, host, hosts, on_corrupt="skip") for host in range(hosts)]
+        counts = [sum(int(batch.replaced.sum()) for batch in mlm_evaluation(dataset, how, Masking())) for how in slices]
+        assert sum(counts) == 1
+
+
+def test_a_dataset_without_a_good_record_stops_even_when_skipping_and_does_not_advise_it(
+    samples: Any, tmp_path: Path
+) -> None:
     dataset = samples.make(tmp_path, 5)
     (tmp_path / "train-00000.tfrecord").write_bytes(bytes(dataset.shards[0].bytes))
-    with pytest.raises(Corrupt, match="record 0 at byte 0"):
+    with pytest.raises(
+        Corrupt, match=r"record 0 at byte 0.* skip does not help, because the dataset has no good record"
+    ):
         batches(dataset, on_corrupt="skip").batch(0)
 
 
@@ -365,10 +384,31 @@ def test_a_layout_is_that_of_a_single_encoded_record() -> None:
     }
 
 
-def test_replacement_goes_round_the_block() -> None:
-    error = BadInput("none")
-    assert replacement_row(5, {5}, 4, 12, error) == 6
-    assert replacement_row(7, {7}, 4, 12, error) == 4
-    assert replacement_row(9, {8, 9}, 4, 11, error) == 10
-    with pytest.raises(BadInput, match="none"):
-        replacement_row(8, {8, 9, 10}, 4, 11, error)
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ({5}, [0, 1, 2, 3, 4, 6, 6, 7, 8, 9, 10]),
+        ({7}, [0, 1, 2, 3, 4, 5, 6, 4, 8, 9, 10]),  # round the block
+        ({8, 9}, [0, 1, 2, 3, 4, 5, 6, 7, 10, 10, 10]),
+        ({0, 1, 2, 3}, [4, 5, 6, 7, 4, 5, 6, 7, 8, 9, 10]),  # the next block
+        ({0, 1, 2, 3, 4, 6}, [5, 5, 7, 7, 5, 5, 7, 7, 8, 9, 10]),  # its good ones
+        ({0, 1, 2, 3, 4, 5, 6, 7}, [8, 9, 10, 8, 8, 9, 10, 8, 8, 9, 10]),  # a shorter one, two blocks on
+        ({8, 9, 10}, [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2]),  # round the dataset
+        ({4, 5, 6, 7, 8, 9, 10, 0}, [1, 1, 2, 3, 1, 1, 2, 3, 1, 1, 2]),
+    ],
+)
+def test_bad_records_of_blocks_of_four_are_replaced(bad: set[int], expected: list[int]) -> None:
+    """The same however many blocks are read together."""
+
+    def load(first: int, last: int) -> Any:
+        return {"input_ids": np.arange(first, last)[:, None]}, {
+            record - first: BadInput(str(record)) for record in bad if first <= record < last
+        }
+
+    for length in (4, 8, 12):
+        replaced_rows = [
+            read_replacing(load, first, min(first + length, 11), block=4, records=11, on_corrupt="skip")
+            for first in range(0, 11, length)
+        ]
+        assert np.concatenate([arrays["input_ids"] for arrays in replaced_rows])[:, 0].tolist() == expected
+        assert set(np.flatnonzero(np.concatenate([arrays["replaced"] for arrays in replaced_rows]))) == bad

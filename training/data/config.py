@@ -41,4 +41,4 @@ class Data(Section):
 
     on_corrupt: Literal["stop", "skip"] = "stop"
     """What a record with a wrong checksum does: `stop` ends the run and names the record; `skip` replaces it by another
-    one, always the same, and reports the count at the end."""
+    one, always the same, and reports at the end how many rows of the attempt's steps were replaced."""

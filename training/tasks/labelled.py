@@ -63,10 +63,6 @@ class LabelledTask:
         batches = labelled_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice))
         return map(self._host_batch(self.data.evaluation), batches)
 
-    @property
-    def skipped(self) -> int:
-        return self._source.skipped
-
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
         """Raises BadInput for a label that can't be."""
 
@@ -74,6 +70,6 @@ class LabelledTask:
         def convert(batch: LabelledBatch) -> HostBatch:
             self.check_batch(dataset, batch)
             arrays = {name: getattr(batch, name) for name in ("input_ids", "attention_mask", "labels", "weights")}
-            return HostBatch(arrays, batch.records)
+            return HostBatch(arrays, batch.records, int(batch.replaced.sum()))
 
         return convert

@@ -40,10 +40,6 @@ class Task(Protocol):
     def evaluation_batches(self) -> Iterator[HostBatch]:
         """This host's rows of the whole evaluation set, each record once and the same each time."""
 
-    @property
-    def skipped(self) -> int:
-        """Damaged training records that this host has replaced (data.on_corrupt: skip)."""
-
     def figures(self, total: StepResult) -> dict[str, float]:
         """Over exactly the evaluation set."""
 

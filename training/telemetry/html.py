@@ -139,7 +139,7 @@ def _figures(run: RunRecord) -> str:
     if summary.get("hub"):
         notes.append(text.format_upload(summary["hub"]))
     if summary.get("skipped_records"):
-        notes.append(f"{summary['skipped_records']} damaged records were replaced (data.on_corrupt: skip)")
+        notes.append(f"{summary['skipped_records']} rows of damaged records were replaced (data.on_corrupt: skip)")
     return f"<ul class='figures'>{items}</ul>" + "".join(f"<p>{escape(note)}</p>" for note in notes)
 
 

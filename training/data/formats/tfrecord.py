@@ -23,14 +23,23 @@ MASK_DELTA = 0xA282EAD8
 
 
 class Corrupt(BadInput):
-    """A shard is damaged. `record` is the number of the record in the shard, `offset` its first byte there."""
+    """A shard is damaged. `record` is the number of the record in the shard, `offset` its first byte there.
 
-    def __init__(self, shard: str, record: int, offset: int, reason: str) -> None:
+    `irreplaceable` says why `data.on_corrupt: skip` does not help; None: it would.
+    """
+
+    def __init__(self, shard: str, record: int, offset: int, reason: str, irreplaceable: str | None = None) -> None:
         self.shard, self.record, self.offset, self.reason = shard, record, offset, reason
-        super().__init__(
-            f"{shard}: record {record} at byte {offset}: {reason}. Write the shard again (tpu-train shards "
-            "--overwrite), or set data.on_corrupt to skip to train without such records"
-        )
+        advice = "Write the shard again (tpu-train shards --overwrite)"
+        if irreplaceable is None:
+            advice += ", or set data.on_corrupt to skip to train without such records"
+        else:
+            advice += f": data.on_corrupt: skip does not help, because {irreplaceable}"
+        super().__init__(f"{shard}: record {record} at byte {offset}: {reason}. {advice}")
+
+    def without_replacement(self, irreplaceable: str) -> Corrupt:
+        """The same damage where `data.on_corrupt: skip` does not help."""
+        return Corrupt(self.shard, self.record, self.offset, self.reason, irreplaceable)
 
 
 def mask(crc: int) -> int:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from training.data.formats import fixed_records
 from training.data.formats.dataset import Dataset, Shard, find_shards
 from training.data.formats.tfrecord import HEADER, Corrupt
 from training.data.loading.cache import Cache
-from training.data.loading.record_source import Arrays, OnCorrupt, read_shard_bytes, replacement_row
+from training.data.loading.record_source import REPLACED, Arrays, OnCorrupt, read_replacing, read_shard_bytes
 from training.errors import BadInput
 
 
@@ -73,20 +72,29 @@ class FixedShards:
         self._starts = list(itertools.accumulate((shard.records for shard in self._shards), initial=0))
         self.records, self.record_bytes = self._starts[-1], self._layout.size
         self._cache = Cache(cache / dataset.hash[:16]) if cache and storage.is_remote(dataset.url) else None
-        self._bad: set[int] = set()
-        self._lock = threading.Lock()
 
     def empty(self, count: int) -> Arrays:
-        return {
+        columns = {
             column.name: np.empty((count, column.count), column.dtype.newbyteorder("="))
             for column in self._layout.columns
         }
-
-    def skipped(self) -> int:
-        return len(self._bad)
+        return {**columns, REPLACED: np.empty((count, 1), np.bool_)}
 
     def read(self, first: int, last: int, block: int) -> Arrays:
         assert 0 <= first < last <= self.records
+        arrays = read_replacing(
+            lambda first, last: self._load(first, last, block),
+            first,
+            last,
+            block=block,
+            records=self.records,
+            on_corrupt=self.on_corrupt,
+        )
+        self._check_ids(arrays, first)
+        return arrays
+
+    def _load(self, first: int, last: int, block: int) -> tuple[Arrays, dict[int, BadInput]]:
+        """Records [first, last), and what is wrong with bad rows."""
         data = self._read_cached(first, last, block)
         bad = fixed_records.find_broken(self._layout, data)
         if bad and self._cache is not None:  # the cache may be damaged and the bucket not
@@ -94,21 +102,11 @@ class FixedShards:
             bad = fixed_records.find_broken(self._layout, data)
             for start in range(first, last, block):
                 self._cache.drop(self._cache_name(start))
-        if bad and self.on_corrupt == "stop":
-            raise self._corrupt(first + bad[0], data[bad[0] * self.record_bytes : (bad[0] + 1) * self.record_bytes])
-        columns = self._layout.columns
         arrays: Arrays = {
-            column.name: fixed_records.read_column(self._layout, data, column.name) for column in columns
+            column.name: fixed_records.read_column(self._layout, data, column.name) for column in self._layout.columns
         }  # (n, count) each
-        if bad:
-            taken = np.arange(last - first)  # (n,) the row that is used for each row
-            for row in bad:
-                taken[row] = replacement_row(row, set(bad), block, last - first, self._corrupt(first + row, b""))
-            arrays = {name: values[taken] for name, values in arrays.items()}
-            with self._lock:
-                self._bad.update(first + row for row in bad)
-        self._check_ids(arrays, first)
-        return arrays
+        size = self.record_bytes
+        return arrays, {row: self._corrupt(first + row, data[row * size : (row + 1) * size]) for row in bad}
 
     def locate(self, record: int) -> tuple[Shard, int]:
         """The shard of a record, and the record's number in it."""

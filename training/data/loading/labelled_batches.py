@@ -24,7 +24,7 @@ from training.data.formats.dataset import LABEL, Dataset
 from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.host_slice import HostSlice
 from training.data.loading.reader import Reader
-from training.data.loading.record_source import Arrays
+from training.data.loading.record_source import REPLACED, Arrays
 from training.data.sampling.bucket_schedule import batch_of_step, group_lengths
 from training.data.sampling.order import Ints, Sequential, Shuffled, geometry
 from training.data.sampling.random_bits import bucket_seed
@@ -42,6 +42,7 @@ class LabelledBatch:
         labels: (rows,) int32 class numbers or float32, as the dataset says.
         weights: (rows,) float32, 0 in a row that only fills an evaluation batch.
         records: (rows,) int64, -1 in such a row.
+        replaced: (rows,) bool, the record is damaged, and another one has its place.
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -49,6 +50,7 @@ class LabelledBatch:
     labels: Labels
     weights: npt.NDArray[np.float32]
     records: npt.NDArray[np.int64]
+    replaced: npt.NDArray[np.bool_]
 
 
 class JoinedLengths:
@@ -62,9 +64,6 @@ class JoinedLengths:
 
     def empty(self, count: int) -> Arrays:
         return self.sources[-1].empty(count)
-
-    def skipped(self) -> int:
-        return sum(source.skipped() for source in self.sources)
 
     def read(self, first: int, last: int, block: int) -> Arrays:
         if len(self.sources) == 1:
@@ -114,11 +113,6 @@ class LabelledBatches:
     def steps_per_epoch(self) -> int:
         """Steps in which as many rows are read as there are records."""
         return -(-self.dataset.records // self.global_batch_size)
-
-    @property
-    def skipped(self) -> int:
-        """Damaged records that this host has replaced (on_corrupt: skip)."""
-        return sum(bucket.skipped() for bucket in self._buckets)
 
     def batch(self, k: int) -> LabelledBatch:
         """This host's rows of global batch k. Raises BadInput, StorageError."""
@@ -177,7 +171,8 @@ def label_dtype(stored: np.dtype[np.generic]) -> np.dtype[np.int32 | np.float32]
 def _labelled_batch(arrays: Arrays, records: Ints, pad: int) -> LabelledBatch:
     ids = arrays["input_ids"].astype(np.int32)  # (rows, length)
     labels = arrays[LABEL][:, 0].astype(label_dtype(arrays[LABEL].dtype))  # (rows,)
-    return LabelledBatch(ids, (ids != pad).astype(np.int32), labels, np.ones(len(ids), np.float32), records)
+    weights, replaced = np.ones(len(ids), np.float32), arrays[REPLACED][:, 0]  # (rows,), (rows,)
+    return LabelledBatch(ids, (ids != pad).astype(np.int32), labels, weights, records, replaced)
 
 
 def _fill(batch: LabelledBatch, rows: int, pad: int) -> LabelledBatch:
@@ -195,4 +190,5 @@ def _fill(batch: LabelledBatch, rows: int, pad: int) -> LabelledBatch:
         np.concatenate([batch.labels, np.zeros(missing, batch.labels.dtype)]),
         np.concatenate([batch.weights, np.zeros(missing, np.float32)]),
         np.concatenate([batch.records, np.full(missing, -1)]),
+        np.concatenate([batch.replaced, np.zeros(missing, np.bool_)]),
     )

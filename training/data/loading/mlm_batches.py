@@ -20,7 +20,7 @@ from training.data.formats.dataset import Dataset
 from training.data.loading.host_slice import HostSlice
 from training.data.loading.open_source import open_source
 from training.data.loading.reader import Reader
-from training.data.loading.record_source import RecordSource
+from training.data.loading.record_source import REPLACED, Arrays, RecordSource
 from training.data.sampling.masking import Masked, Masker, Masking
 from training.data.sampling.order import Ints, Order, Sequential, Shuffled, geometry
 from training.errors import BadInput
@@ -40,6 +40,7 @@ class MlmBatch:
         labels: (rows, places) int32, the ids at these positions; 0 where nothing is predicted.
         weights: (rows, places) float32, 1 for a prediction and 0 where there is none.
         records: (rows,) int64, -1 in a row that only fills the last evaluation batch.
+        replaced: (rows,) bool, the record is damaged, and another one has its place.
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -47,6 +48,7 @@ class MlmBatch:
     labels: npt.NDArray[np.int32]
     weights: npt.NDArray[np.float32]
     records: npt.NDArray[np.int64]
+    replaced: npt.NDArray[np.bool_]
 
 
 class MlmBatches:
@@ -66,17 +68,12 @@ class MlmBatches:
         """Steps after which every record has been seen at least once."""
         return -(-self.dataset.records // self.global_batch_size)
 
-    @property
-    def skipped(self) -> int:
-        """Damaged records that this host has replaced (on_corrupt: skip)."""
-        return self._reader.source.skipped()
-
     def batch(self, k: int) -> MlmBatch:
         """This host's rows of global batch k. Raises BadInput, StorageError."""
         epochs, records, arrays = self._reader.rows(k * self.global_batch_size, (k + 1) * self.global_batch_size)
         one_epoch = bool((epochs == epochs[0]).all())
         masked = self._masker(arrays["input_ids"].astype(np.int32), int(epochs[0]) if one_epoch else epochs, records)
-        return _mlm_batch(masked, records)
+        return _mlm_batch(masked, records, arrays)
 
     def close(self) -> None:
         """Ends the threads."""
@@ -107,7 +104,7 @@ def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, se
         for start in range(0, source.records, batch_size):
             _, records, arrays = reader.rows(start, min(start + batch_size, source.records))
             input_ids = arrays["input_ids"].astype(np.int32)
-            batch = _mlm_batch(masker(input_ids, EVALUATION_EPOCH, records), records)
+            batch = _mlm_batch(masker(input_ids, EVALUATION_EPOCH, records), records, arrays)
             yield _fill(batch, last - first, host_slice.tokenizer.pad)
 
 
@@ -130,8 +127,9 @@ def _threads(dataset: Dataset) -> int:
     return 16 if storage.is_remote(dataset.url) else 2
 
 
-def _mlm_batch(masked: Masked, records: Ints) -> MlmBatch:
-    return MlmBatch(masked.input_ids, masked.positions, masked.labels, masked.weights, records)
+def _mlm_batch(masked: Masked, records: Ints, arrays: Arrays) -> MlmBatch:
+    replaced = arrays[REPLACED][:, 0]  # (rows,)
+    return MlmBatch(masked.input_ids, masked.positions, masked.labels, masked.weights, records, replaced)
 
 
 def _fill(batch: MlmBatch, rows: int, pad: int) -> MlmBatch:
@@ -143,6 +141,6 @@ def _fill(batch: MlmBatch, rows: int, pad: int) -> MlmBatch:
     def append(values: npt.NDArray[np.generic], value: float) -> npt.NDArray[np.generic]:
         return np.concatenate([values, np.full((missing, *values.shape[1:]), value, values.dtype)])
 
-    fillers = (pad, 0, 0, 0, -1)
+    fillers = (pad, 0, 0, 0, -1, False)
     filled = (append(values, filler) for values, filler in zip(vars(batch).values(), fillers, strict=True))
     return MlmBatch(*filled)  # type: ignore[arg-type]

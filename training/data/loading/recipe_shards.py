@@ -20,7 +20,7 @@ from training import storage
 from training.data.formats import recipe_layout, tfrecord
 from training.data.formats.dataset import Dataset, Shard, find_shards
 from training.data.loading.cache import Cache
-from training.data.loading.record_source import Arrays, OnCorrupt, read_shard_bytes, replacement_row
+from training.data.loading.record_source import REPLACED, Arrays, OnCorrupt, read_replacing, read_shard_bytes
 from training.errors import BadInput
 
 
@@ -47,17 +47,17 @@ class RecipeShards:
         self.record_bytes = -(-sum(shard.bytes for shard in self._shards) // self.records)
         self._cache = Cache(cache / dataset.hash[:16]) if cache else None
         self._offsets: dict[str, npt.NDArray[np.int64]] = {}
-        self._bad: set[int] = set()
         self._lock = threading.Lock()
 
     def empty(self, count: int) -> Arrays:
-        return {"input_ids": np.empty((count, self.length), np.int32)}
-
-    def skipped(self) -> int:
-        return len(self._bad)
+        return {"input_ids": np.empty((count, self.length), np.int32), REPLACED: np.empty((count, 1), np.bool_)}
 
     def read(self, first: int, last: int, block: int) -> Arrays:
-        rows = self.empty(last - first)["input_ids"]  # (n, length)
+        return read_replacing(self._load, first, last, block=block, records=self.records, on_corrupt=self.on_corrupt)
+
+    def _load(self, first: int, last: int) -> tuple[Arrays, dict[int, BadInput]]:
+        """Records [first, last), and what is wrong with bad rows."""
+        rows = np.zeros((last - first, self.length), np.int32)  # (n, length)
         bad: dict[int, BadInput] = {}
         record = first
         while record < last:
@@ -71,14 +71,7 @@ class RecipeShards:
                 else:
                     rows[row] = ids
             record += stop - number
-        if bad and self.on_corrupt == "stop":
-            raise bad[min(bad)]
-        for row, error in bad.items():
-            rows[row] = rows[replacement_row(row, set(bad), block, last - first, error)]
-        if bad:
-            with self._lock:
-                self._bad.update(first + row for row in bad)
-        return {"input_ids": rows}
+        return {"input_ids": rows}, bad
 
     def _decode(self, shard: Shard, first: int, last: int) -> list[npt.NDArray[np.int32] | BadInput]:
         """The ids of records [first, last) of a shard, or what is wrong with them."""
@@ -112,7 +105,14 @@ class RecipeShards:
             offsets = np.frombuffer(cached, "<i8").astype(np.int64)
         else:
             data = read_shard_bytes(url, 0, shard.bytes, self.stats[shard.name], 0)
-            offsets = np.array(tfrecord.index(data, url), np.int64)
+            try:
+                offsets = np.array(tfrecord.index(data, url), np.int64)
+            except tfrecord.Corrupt as error:
+                if self.on_corrupt == "stop":
+                    raise
+                raise error.without_replacement(
+                    "records of this layout vary in size, so those behind this one can't be found"
+                ) from None
             if len(offsets) != shard.records + 1:
                 raise BadInput(
                     f"{url} holds {len(offsets) - 1} records, and its name says {shard.records}: it was cut or "

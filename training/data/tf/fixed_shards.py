@@ -19,7 +19,7 @@ from training.data.tf.record_source import (
     ShardIndex,
     describe_record,
     join_strings,
-    replace_bad,
+    replacing,
     single_element,
 )
 
@@ -42,7 +42,7 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
     template = tf.constant(np.frombuffer(layout.template, np.uint8)[fixed])  # (fixed,)
     columns_of = {column.name: (column.count, tf.as_dtype(column.dtype.newbyteorder("="))) for column in layout.columns}
 
-    def read(first: Any, last: Any) -> Columns:
+    def load(first: Any, last: Any) -> tuple[Columns, Any]:
         data = index.join_pieces(first, last, stored)
         raw = tf.reshape(tf.io.decode_raw(data, tf.uint8), (-1, size))  # (n, size)
         payloads, stored_crcs = raw[:, tfrecord.HEADER : -tfrecord.FOOTER], raw[:, -tfrecord.FOOTER :]
@@ -52,7 +52,14 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
         for column in layout.columns:
             values = tf.reshape(raw[:, column.start : column.stop], (-1, column.count, column.dtype.itemsize))
             columns[column.name] = tf.bitcast(values, columns_of[column.name][1])  # (n, count)
-        columns = replace_bad(columns, good, on_corrupt, lambda row: describe_record(index, first + row, offset))
+        return columns, good
+
+    replace = replacing(
+        load, source.records, on_corrupt, lambda record: describe_record(index, record, offset, on_corrupt)
+    )
+
+    def read(first: Any, last: Any) -> Columns:
+        columns = replace(first, last)
         _check_ids(columns["input_ids"], vocabulary, index.urls[index.shard_of(first)])
         return columns
 

@@ -16,13 +16,14 @@ import tensorflow as tf
 from training.data.formats.dataset import LABEL, Dataset
 from training.data.loading.host_slice import HostSlice
 from training.data.loading.labelled_batches import label_dtype
+from training.data.loading.record_source import REPLACED
 from training.data.sampling.bucket_schedule import batches_before, epoch_of_step, group_lengths
 from training.data.sampling.order import Shuffled, geometry
 from training.data.sampling.random_bits import bucket_seed
 from training.data.tf.bucket_schedule import buckets_of_steps
 from training.data.tf.open_source import open_source
 from training.data.tf.reader import evaluation_batches, training_batches
-from training.data.tf.record_source import REPLACED, Columns, RecordSource
+from training.data.tf.record_source import Columns, RecordSource
 
 
 def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: int = 0) -> Any:

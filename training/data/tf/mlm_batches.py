@@ -18,12 +18,13 @@ import tensorflow as tf
 from training.data.formats.dataset import Dataset
 from training.data.loading.host_slice import HostSlice
 from training.data.loading.mlm_batches import EVALUATION_EPOCH
+from training.data.loading.record_source import REPLACED
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import Shuffled, geometry
 from training.data.tf.masking import mask
 from training.data.tf.open_source import open_source
 from training.data.tf.reader import evaluation_batches, training_batches
-from training.data.tf.record_source import REPLACED, Columns, RecordSource
+from training.data.tf.record_source import Columns, RecordSource
 
 
 def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int, start: int = 0) -> Any:

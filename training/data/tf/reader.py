@@ -12,9 +12,10 @@ import numpy as np
 import tensorflow as tf
 
 from training.data.loading.host_slice import HostSlice
+from training.data.loading.record_source import REPLACED
 from training.data.sampling.order import Order, Sequential, geometry
 from training.data.tf.order import ENDLESS, rows_of_window, window_of_place
-from training.data.tf.record_source import REPLACED, Columns, RecordSource
+from training.data.tf.record_source import Columns, RecordSource
 
 CONCURRENT_BLOCKS = 16  # blocks read at a time
 

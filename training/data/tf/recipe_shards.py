@@ -18,7 +18,7 @@ from training.data.formats.dataset import Dataset, Shard
 from training.data.loading.recipe_shards import RecipeShards
 from training.data.loading.record_source import OnCorrupt
 from training.data.tf.crc32c import Crc32c, read_numbers
-from training.data.tf.record_source import Columns, RecordSource, ShardIndex, describe_record, replace_bad
+from training.data.tf.record_source import Columns, RecordSource, ShardIndex, describe_record, replacing
 from training.storage import Stat
 
 # What `_scan` found, by the state of the shards then.
@@ -42,7 +42,7 @@ def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -
         shard = tf.searchsorted(index.starts, record, side="right", out_type=tf.int64) - 1
         return tf.gather(begins, shard) + record - tf.gather(index.starts, shard)
 
-    def read(first: Any, last: Any) -> Columns:
+    def load(first: Any, last: Any) -> tuple[Columns, Any]:
         data = index.join_pieces(first, last, stored)
         places = offset_index(tf.range(first, last))  # (n,)
         sizes = tf.gather(offsets, places + 1) - tf.gather(offsets, places)  # (n,) with framing
@@ -57,13 +57,12 @@ def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -
         ragged = tf.io.parse_example(examples, {"input_ids": tf.io.RaggedFeature(tf.int64)})["input_ids"]
         ids = ragged.to_tensor(0, shape=(None, length))  # (n, length)
         good &= (ragged.row_lengths() == length) & tf.reduce_all((ids >= 0) & (ids < vocabulary), axis=1)
-        columns = {"input_ids": tf.cast(ids, tf.int32)}
+        return {"input_ids": tf.cast(ids, tf.int32)}, good
 
-        def describe(row: Any) -> Any:
-            return describe_record(index, first + row, lambda _, __: offsets[places[row]])
+    def describe(record: Any) -> Any:
+        return describe_record(index, record, lambda _, __: offsets[offset_index(record[None])[0]], on_corrupt)
 
-        return replace_bad(columns, good, on_corrupt, describe)
-
+    read = replacing(load, source.records, on_corrupt, describe)
     return RecordSource(source.records, source.record_bytes, 0, length, {"input_ids": (length, tf.int32)}, read)
 
 

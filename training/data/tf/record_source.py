@@ -23,11 +23,12 @@ import tensorflow as tf
 from training import storage
 from training.data.formats import tfrecord
 from training.data.formats.dataset import Dataset, Shard
-from training.data.loading.record_source import OnCorrupt
+from training.data.loading.record_source import NO_GOOD_RECORD, REPLACED, OnCorrupt
 from training.errors import BadInput
 
-Columns = dict[str, Any]  # feature -> (n, count); and REPLACED: (n,) bool, a bad record that was replaced by another
-REPLACED = "replaced"
+Columns = dict[str, Any]  # feature -> (n, count); and REPLACED: (n,) bool
+# Loads the records [first, last), int64 scalars at most a block apart: feature -> (n, count), and which are good (n,).
+Load = Callable[[Any, Any], tuple[dict[str, Any], Any]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class RecordSource:
         length: tokens of a row.
         columns: feature -> (numbers per record, their dtype).
         read: (first, last), int64 scalars at most a block apart -> columns of the records [first, last). The
-            replacement of a bad record comes from those that are read together.
+            replacement of a bad record comes from those that are read together, as far as one of them is good.
     """
 
     records: int
@@ -74,9 +75,10 @@ def translate_errors(dataset: Dataset) -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         message = error.message or ""
-        record = re.search(r"<bad record>(.*?)\|(-?\d+)\|(-?\d+)\|(.*?)</bad record>", message, re.DOTALL)
+        record = re.search(r"<bad record>(.*?)\|(-?\d+)\|(-?\d+)\|(.*?)\|(.*?)</bad record>", message, re.DOTALL)
         if record:
-            raise tfrecord.Corrupt(record[1], int(record[2]), int(record[3]), record[4]) from None
+            irreplaceable = NO_GOOD_RECORD if record[5] == "skip" else None
+            raise tfrecord.Corrupt(record[1], int(record[2]), int(record[3]), record[4], irreplaceable) from None
         if "<bad shard>" in message:
             raise BadInput(re.sub(r"(?s).*<bad shard>(.*?)</bad shard>.*", r"\1", message)) from None
         names_shard = any(storage.join(dataset.url, shard.name) in message for shard in dataset.shards)
@@ -137,36 +139,72 @@ def single_element(dataset: Any) -> Any:
     return dataset.with_options(options).get_single_element()
 
 
-def replace_bad(columns: Columns, good: Any, on_corrupt: OnCorrupt, describe: Callable[[Any], Any]) -> Columns:
-    """The columns with the next good row instead of each bad one.
+def replacing(
+    load: Load, records: int, on_corrupt: OnCorrupt, describe: Callable[[Any], Any]
+) -> Callable[[Any, Any], Columns]:
+    """A function from (first, last) to the columns of the records [first, last): the twin of `read_replacing`.
 
     Args:
-        columns: feature -> (n, count).
-        good: (n,) bool.
-        on_corrupt: "stop": the pipeline fails at the first bad row; "skip": only where no row is good.
-        describe: row -> what `translate_errors` makes a Corrupt of.
-
-    Returns:
-        The columns, with REPLACED.
+        load: loads records of the source.
+        records: in the source.
+        on_corrupt: "stop": the pipeline fails at the first bad row; "skip": only where no record is good.
+        describe: record -> what `translate_errors` makes a Corrupt of.
     """
-    first_bad = tf.argmin(tf.cast(good, tf.int32), output_type=tf.int64)
-    acceptable = tf.reduce_all(good) if on_corrupt == "stop" else tf.reduce_any(good)
-    text = tf.cond(acceptable, lambda: tf.constant(""), lambda: describe(first_bad))
-    tf.debugging.Assert(acceptable, [text])
-    if on_corrupt == "stop":
-        return {**columns, REPLACED: ~good}
-    candidates = tf.where(good)[:, 0]  # (good rows,)
-    following = tf.searchsorted(candidates, tf.range(tf.size(good, tf.int64)), side="left", out_type=tf.int64)
-    taken = tf.gather(candidates, following % tf.size(candidates, tf.int64))  # (n,)
-    return {**{name: tf.gather(values, taken) for name, values in columns.items()}, REPLACED: ~good}
+
+    def read(first: Any, last: Any) -> Columns:
+        columns, good = load(first, last)
+        size = tf.size(good, tf.int64)
+        replaced = ~good
+        if on_corrupt == "skip":
+            columns, good = tf.cond(
+                tf.reduce_any(good), lambda: (columns, good), lambda: _next_good_block(load, records, first, last)
+            )
+        usable = tf.reduce_all(good) if on_corrupt == "stop" else tf.reduce_any(good)
+        first_bad = first + tf.argmax(tf.cast(replaced, tf.int32), output_type=tf.int64)
+        text = tf.cond(usable, lambda: tf.constant(""), lambda: describe(first_bad))
+        with tf.control_dependencies([tf.debugging.Assert(usable, [text])]):
+            good = tf.identity(good)
+        if on_corrupt == "stop":
+            return {**columns, REPLACED: replaced}
+        candidates = tf.where(good)[:, 0]  # (good rows,)
+        wanted = tf.range(size) % tf.size(good, tf.int64)  # (n,) rows of `columns`
+        following = tf.searchsorted(candidates, wanted, side="left", out_type=tf.int64)
+        taken = tf.gather(candidates, following % tf.size(candidates, tf.int64))  # (n,)
+        return {**{name: tf.gather(values, taken) for name, values in columns.items()}, REPLACED: replaced}
+
+    return read
 
 
-def describe_record(index: ShardIndex, record: Any, offset: Callable[[Any, Any], Any]) -> Any:
+def _next_good_block(load: Load, records: int, first: Any, last: Any) -> tuple[dict[str, Any], Any]:
+    """The columns of the first block behind the records [first, last) that has a good record, and which are good; the
+    last one that was tried where none has."""
+
+    def load_after(end: Any) -> tuple[Any, dict[str, Any], Any]:
+        begin = end % records
+        stop = tf.minimum(begin + last - first, records)
+        return (stop, *load(begin, stop))
+
+    def advance(end: Any, tried: Any, _columns: Any, _good: Any) -> tuple[Any, Any, dict[str, Any], Any]:
+        stop, columns, good = load_after(end)
+        return stop, tried + tf.size(good, tf.int64), columns, good
+
+    def is_missing(_end: Any, tried: Any, _columns: Any, good: Any) -> Any:
+        return ~tf.reduce_any(good) & (tried < records)
+
+    stop, columns, good = load_after(last)
+    start = (stop, last - first + tf.size(good, tf.int64), columns, good)
+    shapes = tf.nest.map_structure(lambda value: tf.TensorShape([None, *value.shape[1:]]), (columns, good))
+    scalar = tf.TensorShape([])
+    *_, columns, good = tf.while_loop(is_missing, advance, start, (scalar, scalar, *shapes), parallel_iterations=1)
+    return columns, good
+
+
+def describe_record(index: ShardIndex, record: Any, offset: Callable[[Any, Any], Any], on_corrupt: OnCorrupt) -> Any:
     """The text of a bad record for `translate_errors`. offset: (shard, number in it) -> byte."""
     shard = index.shard_of(record)
     number = record - index.starts[shard]
     reason = "its checksum (CRC-32C) does not match, or it is not what this dataset's records are"
     numbers = [tf.strings.as_string(number), tf.strings.as_string(offset(shard, number))]
     return tf.strings.join(
-        ["<bad record>", index.urls[shard], "|", numbers[0], "|", numbers[1], f"|{reason}</bad record>"]
+        ["<bad record>", index.urls[shard], "|", numbers[0], "|", numbers[1], f"|{reason}|{on_corrupt}</bad record>"]
     )

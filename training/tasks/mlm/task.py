@@ -67,10 +67,6 @@ class MaskedLanguageModeling:
             mlm_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice), self._masking),
         )
 
-    @property
-    def skipped(self) -> int:
-        return self._source.skipped
-
     def figures(self, total: StepResult) -> dict[str, float]:
         weight = total.sums["weight"] or float("nan")
         return {
@@ -87,7 +83,7 @@ def masking_of(config: TrainerConfig) -> Masking:
 
 def _host_batch(batch: MlmBatch) -> HostBatch:
     arrays = {name: getattr(batch, name) for name in ("input_ids", "positions", "labels", "weights")}
-    return HostBatch(arrays, batch.records)
+    return HostBatch(arrays, batch.records, int(batch.replaced.sum()))
 
 
 def _perplexity(loss: float) -> float:
