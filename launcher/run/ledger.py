@@ -123,6 +123,10 @@ class Ledger:
                 return None
         return None
 
+    def has_ended(self, attempt: int) -> bool:
+        """Whether an attempt is known to have ended, whether or not another one follows."""
+        return attempt < self.attempts - 1 or self.outcome is not None
+
     def stop_requested(self, attempt: int) -> bool:
         """Whether the run's owner asked this attempt to stop."""
         return any(isinstance(event, StopRequested) and event.attempt == attempt for event in self.events())

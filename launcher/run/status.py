@@ -9,7 +9,7 @@ from typing import Any
 from launcher import costs
 from launcher.clock import Clock, format_time, parse_time
 from launcher.config import Config
-from launcher.errors import BadInput, LaunchError
+from launcher.errors import BadInput, Exit, LaunchError
 from launcher.machine import Machine
 from launcher.provider import LogLine, Observation, Provider, SliceState, container_name
 from launcher.run import events
@@ -141,7 +141,7 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
         config: Finds the run: the newest one of its slice.
         context: This process.
         run_id: Finds the run instead.
-        follow: Go on until the attempt has ended.
+        follow: Go on until the attempt, or without a supervisor its containers, have ended.
         host: Worker index; None for all hosts.
     """
     ledger = ledgers.find(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
@@ -154,16 +154,25 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
         raise BadInput(f"--host {host}: a {own.slice.accelerator_type} has hosts 0 to {own.accelerator.hosts - 1}")
     workers = range(own.accelerator.hosts) if host is None else [host]
     offsets = dict.fromkeys(workers, 0)
+    fetcher = _Fetcher(ledger, session.provider, number, workers, context.output)
     try:
         while True:
-            ended = ledger.outcome is not None
+            ended = ledger.has_ended(number)
             if not ended:
-                _fetch(ledger, session.provider, number, list(workers), context.output)
+                fetcher.fetch()
             for worker in workers:
                 lines, offsets[worker] = read_from(ledger.log_file(number, worker), offsets[worker])
                 for line in lines:
                     context.output.emit(worker, line)
-            if ended or not follow:
+            if ended or not (follow or fetcher.more):
+                return
+            if fetcher.more or (fetcher.containers_ended and ledger.has_ended(number)):
+                continue
+            if fetcher.containers_ended:
+                context.output.say(
+                    f"run {ledger.run_id}: its containers have ended, and no tpu-launch watches the run: "
+                    "`tpu-launch run --attach` says how it ended and goes on as the file says"
+                )
                 return
             context.machine.clock.sleep(_FOLLOW_EVERY)
     finally:
@@ -216,19 +225,50 @@ def _host_status(observation: Observation, address: str, ledger: Ledger, number:
     return HostStatus(observation.worker, address, _describe_container(observation), last.text, quiet)
 
 
-def _fetch(ledger: Ledger, provider: Provider, number: int, workers: Sequence[int], output: Output) -> None:
-    """Brings the hosts' new lines into the run's files, unless a supervisor does."""
-    container = container_name(ledger.run_id, number)
-    try:
-        with ledger.supervising(patience=0.0):
-            for worker in workers:
-                log = HostLog(ledger.log_file(number, worker))
-                observation = provider.observe(worker, container, log.cursor.since)
-                if observation.problem:
-                    output.say(f"host {worker} does not answer: {observation.problem}")
-                log.take(observation.lines)
-    except LaunchError:
-        return  # supervised by another process: its files are read
+class _Fetcher:
+    """Brings the lines of an attempt's hosts into the run's files while no other process supervises the run."""
+
+    def __init__(self, ledger: Ledger, provider: Provider, number: int, workers: Sequence[int], output: Output) -> None:
+        self._ledger, self._provider, self._workers, self._output = ledger, provider, workers, output
+        self._number = number
+        self._problems = dict.fromkeys(workers, "")
+        self._next_page: dict[int, str] = {}
+        """Where the lines begin that the last observation of a host had no room for."""
+        self.containers_ended = False
+        """Whether the last fetch saw that no host runs its container any more."""
+
+    @property
+    def more(self) -> bool:
+        """Whether hosts have lines that the last fetch had no room for."""
+        return bool(self._next_page)
+
+    def fetch(self) -> None:
+        """Observes every host once, unless another process supervises the run: then its files are read."""
+        pages, self._next_page, self.containers_ended = self._next_page, {}, False
+        try:
+            with self._ledger.supervising(patience=0.0):
+                running = [self._fetch_from(worker, pages.get(worker)) for worker in self._workers]
+                self.containers_ended = not any(running)
+        except LaunchError as error:
+            if error.exit_code is not Exit.CONFLICT:
+                raise
+
+    def _fetch_from(self, worker: int, page: str | None) -> bool:
+        """Whether the host's container may go on writing."""
+        log = HostLog(self._ledger.log_file(self._number, worker))
+        container = container_name(self._ledger.run_id, self._number)
+        try:
+            observation = self._provider.observe(worker, container, page or log.cursor.since)
+        except LaunchError as error:
+            observation = Observation(worker, None, problem=str(error).splitlines()[0])
+        if observation.problem not in ("", self._problems[worker]):
+            self._output.say(f"host {worker} does not answer: {observation.problem}")
+        self._problems[worker] = observation.problem
+        if log.take(observation.lines) and observation.more:
+            # From its last line on, without the overlap: that may hold more than an observation does.
+            self._next_page[worker] = observation.lines[-1].timestamp
+        state = observation.container
+        return state is None or not (state.ended or state.status == "absent")
 
 
 def _describe_container(observation: Observation) -> str:

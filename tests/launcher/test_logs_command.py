@@ -1,0 +1,134 @@
+"""Claims about `tpu-launch logs` of a run that no other process watches: every line, and an end."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from launcher.config import Config, load
+from launcher.errors import LaunchError
+from launcher.provider import ContainerState, LogLine, Observation
+from launcher.providers import this_machine
+from launcher.run import events, launch, status
+from launcher.run.ledger import Ledger, find
+from launcher.run.supervise import Output
+from tests.launcher.test_runs import FILE, FakeProvider, Hosts
+
+PAGE = 1000  # lines of one observation
+
+
+def line(number: int) -> LogLine:
+    return LogLine(f"2026-01-01T00:{number // 60 % 60:02}:{number % 60:02}.{number:09}Z", f"line {number}")
+
+
+class WritingHosts(FakeProvider):
+    """Two hosts whose containers have written `lines`, a page of which is shown at once."""
+
+    def __init__(self, config: Config, lines: list[LogLine], states: list[ContainerState | LaunchError]) -> None:
+        super().__init__(config, Hosts([]))
+        self.lines = lines
+        self.states = states
+        """Of one observation after another; the last one stays."""
+
+    def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+        state = self.states.pop(0) if len(self.states) > 1 else self.states[0]
+        if isinstance(state, LaunchError):
+            raise state
+        lines = [each for each in self.lines if since is None or each.timestamp >= since]
+        return Observation(worker, state, tuple(lines[:PAGE]), more=len(lines) > PAGE)
+
+
+RUNNING, EXITED = ContainerState("running"), ContainerState("exited", 1, finished_at="2026-01-01T01:00:00Z")
+
+
+@dataclass
+class Terminal:
+    """A run that was begun, and what `logs` prints of it."""
+
+    folder: Path
+    lines: list[LogLine]
+    states: list[ContainerState | LaunchError]
+    printed: list[tuple[int, str]] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        path = self.folder / "run.yaml"
+        path.write_text(FILE)
+        self.config = load(path)
+        begun = launch.Request(self.config)
+        provider = WritingHosts(self.config, self.lines, self.states)
+        self.context = launch.Context(
+            self.folder / "home",
+            {},
+            lambda config: provider,
+            Output(self.messages.append, lambda worker, shown: self.printed.append((worker, shown.text))),
+            this_machine(),
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("launcher.run.launch.drive", lambda *_arguments, **_options: None)
+            launch.run(begun, self.context)
+        self.ledger.append(events.AttemptBegan(0, image="r/i@sha256:0", command=("train",)))
+
+    @property
+    def ledger(self) -> Ledger:
+        return find(self.folder / "home", this_machine(), None)
+
+    def logs(self, *, follow: bool, seconds: float = 20.0) -> None:
+        """Prints them; fails when that has not ended in time."""
+        command = threading.Thread(
+            target=status.print_logs,
+            args=(self.config, self.context, None),
+            kwargs={"follow": follow, "host": None},
+            daemon=True,
+        )
+        command.start()
+        command.join(seconds)
+        assert not command.is_alive(), f"`logs` has not ended within {seconds} s"
+
+
+def everything(count: int) -> list[tuple[int, str]]:
+    return [(worker, f"line {number}") for worker in (0, 1) for number in range(count)]
+
+
+def test_logs_print_all_lines_of_a_backlog_that_exceeds_one_look(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, [line(number) for number in range(3000)], [RUNNING])
+    terminal.logs(follow=False)
+    assert sorted(terminal.printed) == sorted(everything(3000))
+
+
+def test_following_without_a_supervisor_ends_with_the_containers_and_says_what_is_next(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, [line(number) for number in range(2500)], [RUNNING, RUNNING, EXITED])
+    terminal.logs(follow=True)
+    assert sorted(terminal.printed) == sorted(everything(2500))
+    (message,) = terminal.messages
+    assert "its containers have ended" in message
+    assert "tpu-launch run --attach" in message
+    assert terminal.ledger.outcome is None  # only a supervisor says how it ended
+
+
+def test_a_host_that_can_not_be_asked_is_named_once_and_asked_again(tmp_path: Path) -> None:
+    away = LaunchError("ssh: connection refused\nand more")
+    terminal = Terminal(tmp_path, [line(0)], [away, RUNNING, away, RUNNING, EXITED])
+    terminal.logs(follow=True)
+    assert sorted(terminal.printed) == sorted(everything(1))
+    assert [text for text in terminal.messages if "does not answer" in text] == [
+        "host 0 does not answer: ssh: connection refused"
+    ]
+
+
+def test_following_an_attempt_ends_although_the_next_one_has_begun(tmp_path: Path) -> None:
+    terminal = Terminal(tmp_path, [line(0)], [RUNNING])
+    follower = threading.Timer(
+        1.5,
+        lambda: [
+            terminal.ledger.append(events.Ended(0, "host lost", None)),
+            terminal.ledger.append(events.AttemptBegan(1, image="r/i@sha256:0", command=("train",))),
+        ],
+    )
+    follower.start()
+    terminal.logs(follow=True)
+    follower.join()
+    assert sorted(terminal.printed) == sorted(everything(1))
