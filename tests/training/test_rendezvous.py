@@ -55,7 +55,7 @@ try:
         elif what == "fail":
             raise TrainError(rest)
         elif what == "connect":
-            exchange = TcpAllReduce(discover(), meeting, rest, 20)
+            exchange = TcpAllReduce(discover(), meeting, 20)
         elif what == "sum":
             print(json.dumps(exchange.sum(np.array(json.loads(rest), np.float32)).tolist()), flush=True)
     code = 0

@@ -12,6 +12,10 @@ from collections.abc import Iterator
 import pytest
 
 from tests.training.test_rendezvous import Hosts, end, wait_for_line
+from training.distributed.barrier_state import Identity
+from training.distributed.connection import introduce
+from training.distributed.protocol.greeting import GRADIENT_EXCHANGE, SECONDS, Credentials
+from training.distributed.protocol.messages import Malformed
 from training.errors import Exit
 
 
@@ -39,7 +43,7 @@ def test_the_sum_is_in_worker_order_and_the_same_on_all_hosts(
         hosts.start(
             worker,
             3,
-            "connect token",
+            "connect",
             f"sum [{number}, {worker}, 2.5]",
             "sum [1]",
             "meet end",
@@ -55,7 +59,7 @@ def test_the_sum_is_in_worker_order_and_the_same_on_all_hosts(
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, port: str, victim: int) -> None:
-    lines = ("connect token", "phase step 7", "sum [1]", "sleep 1.5", "say now")
+    lines = ("connect", "phase step 7", "sum [1]", "sleep 1.5", "say now")
     processes = [
         hosts.start(worker, 2, *lines, "hang 60" if worker == victim else "sum [1]", TPU_LAUNCH_GLOO_PORT=port)
         for worker in (0, 1)
@@ -71,20 +75,34 @@ def test_a_host_that_dies_in_a_sum_is_named_by_the_others_at_once(hosts: Hosts, 
     )
 
 
-def test_who_has_another_token_is_not_added(hosts: Hosts, port: str) -> None:
-    first = hosts.start(0, 2, "say open", "connect token", "sum [1]", TPU_LAUNCH_GLOO_PORT=port)
+def test_strangers_are_not_added_and_hold_nobody_up(hosts: Hosts, port: str) -> None:
+    """Some say nothing, some say noise, and one tries to be worker 1 without the secret."""
+    environment = {"TPU_LAUNCH_GLOO_PORT": port, "TPU_LAUNCH_SECRET": "a secret of this attempt"}
+    first = hosts.start(0, 2, "say open", "connect", "sum [1]", **environment)
     wait_for_line(first, "open")
+    strangers = [connect(int(port)) for _ in range(20)]
+    for number, stranger in enumerate(strangers):
+        if number % 2:
+            stranger.sendall(b"another token!!!" + b"\1\0\0\0")
+    own = Credentials(Identity("run", 0, 2), GRADIENT_EXCHANGE, b"not the secret of this attempt")
+    with connect(int(port)) as impostor, pytest.raises((OSError, Malformed)):
+        introduce(impostor, own, 1, 3.0)
+    began = time.monotonic()
+    second = hosts.start(1, 2, "connect", "sum [2]", **environment)
+    for process in (first, second):
+        code, text = end(process)
+        assert (code, json.loads(text.splitlines()[-1])) == (0, [3]), text
+    assert time.monotonic() - began < SECONDS
+    for stranger in strangers:
+        stranger.close()
+
+
+def connect(port: int) -> socket.socket:
+    """A connection, once somebody listens."""
     deadline = time.monotonic() + 20
-    while True:  # until host 0 listens
+    while True:
         try:
-            stranger = socket.create_connection(("127.0.0.1", int(port)), timeout=5)
-            break
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
         except OSError:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-    with stranger:
-        stranger.sendall(b"another token!!!" + b"\1\0\0\0")
-        second = hosts.start(1, 2, "connect token", "sum [2]", TPU_LAUNCH_GLOO_PORT=port)
-        for process in (first, second):
-            code, text = end(process)
-            assert (code, json.loads(text.splitlines()[-1])) == (0, [3]), text

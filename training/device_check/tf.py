@@ -38,7 +38,7 @@ class TensorFlowDevices:
         self.local = self._replicas.count
         self.total = self.local * cluster.hosts
         if cluster.hosts > 1:
-            self._exchange = TcpAllReduce(cluster, rendezvous, token, _SECONDS)
+            self._exchange = TcpAllReduce(cluster, rendezvous, _SECONDS)
 
     def _use_workers(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
         """Host 0 tries all devices while the workers of all hosts serve; every host learns what it results."""

@@ -1,7 +1,8 @@
 """The state of an attempt's rendezvous on host 0: pure, without sockets and without a clock of its own.
 
 Every event (a host connects, reports its phase, arrives at a barrier, leaves, its connection breaks, time passes) is a
-method that returns the messages to send, as (worker, message). `rendezvous_server.py` gives it sockets and a clock. Two
+method that returns the messages to send, as (worker, message); a message to several hosts is one object.
+`protocol/server.py` makes bytes of them, and `rendezvous_server.py` gives it sockets and a clock. Two
 rules make repeated messages harmless: an event counts once (an arrival is counted once, and a completed barrier answers
 for ever with the same payloads), and an attempt that was lost stays lost.
 """
@@ -118,7 +119,7 @@ class BarrierState:
         self.completed[name] = [barrier.payloads[number] for number in range(self.identity.hosts)]
         while len(self.completed) > REMEMBERED:
             self.completed.popitem(last=False)
-        return [(number, {"complete": name, "payloads": self.completed[name]}) for number in self._connected()]
+        return self._to_all({"complete": name, "payloads": self.completed[name]})
 
     def leave(self, worker: int, code: int, reason: str, overdue: bool = False) -> Outgoing:
         """`worker` is about to exit with `code`.
@@ -167,13 +168,13 @@ class BarrierState:
         seconds = max(0.0, now - member.last_heard)
         return f"host {worker} was last heard of {seconds:.0f} s ago in phase {member.phase!r}"
 
-    def _connected(self) -> list[int]:
-        return [worker for worker, member in self.members.items() if member.connected]
+    def _to_all(self, message: Message) -> Outgoing:
+        return [(worker, message) for worker, member in self.members.items() if member.connected]
 
     def _lose(self, reason: str) -> Outgoing:
         if self.lost is None:
             self.lost = reason
-        return [(worker, self._lost_message()) for worker in self._connected()]
+        return self._to_all(self._lost_message())
 
     def _lost_message(self) -> Message:
         return {"lost": self.lost, "code": int(self.lost_code)}

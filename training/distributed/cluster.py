@@ -23,7 +23,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from training.accelerators import UnknownAccelerator, accelerator
 from training.distributed import libtpu_flags
@@ -31,6 +31,8 @@ from training.errors import BadInput
 
 RENDEZVOUS_PORT = 8490
 GLOO_PORT = 8491
+SECRET_VARIABLE = "TPU_LAUNCH_SECRET"  # by which the hosts of an attempt know each other (protocol/greeting.py)
+_SHORTEST_SECRET = 16  # characters
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 
 
@@ -42,6 +44,7 @@ class Cluster:
         worker: of this host.
         addresses: one a host that runs the loop, in worker order.
         slice_addresses: one a host of the slice, where host 0 alone runs the loop and drives the devices of all.
+        secret: by which the hosts of this attempt know each other; empty without one.
     """
 
     worker: int
@@ -52,6 +55,7 @@ class Cluster:
     rendezvous_port: int = RENDEZVOUS_PORT
     gloo_port: int = GLOO_PORT
     slice_addresses: tuple[str, ...] = ()
+    secret: bytes = field(default=b"", repr=False)
 
     @property
     def hosts(self) -> int:
@@ -228,7 +232,17 @@ def _cluster(
             "TPU_LAUNCH_RENDEZVOUS_PORT", environment.get("TPU_LAUNCH_RENDEZVOUS_PORT") or str(RENDEZVOUS_PORT)
         ),
         gloo_port=_number("TPU_LAUNCH_GLOO_PORT", environment.get("TPU_LAUNCH_GLOO_PORT") or str(GLOO_PORT)),
+        secret=_secret(environment),
     )
+
+
+def _secret(environment: Mapping[str, str]) -> bytes:
+    secret = environment.get(SECRET_VARIABLE, "")
+    if secret and len(secret) < _SHORTEST_SECRET:
+        raise BadInput(
+            f"{SECRET_VARIABLE} has {len(secret)} characters; it must have {_SHORTEST_SECRET} at least, and be random"
+        )
+    return os.fsencode(secret)
 
 
 def _number(name: str, text: str) -> int:

@@ -9,11 +9,11 @@ A lost host is noticed by the kernel, not by a Python heartbeat, which a long co
 closes its connection at once, and a machine that vanished stops acknowledging keep-alive probes (`lost_seconds`). A
 process that hangs but lives is caught by the time-outs of the barriers.
 
-On the wire, one JSON object a line:
-    host -> server   {"hello": worker, "run_id", "attempt", "hosts"}   {"phase"}
-                     {"arrive": name, "payload", "seconds"}   {"goodbye": code, "reason", "overdue"}
-    server -> host   {"welcome"}   {"refused": reason, "final": bool}   {"complete": name, "payloads"}
-                     {"lost": reason, "code"}   {"phases": [...]}
+On the wire, after both sides have proved that they know the attempt's secret (`protocol/greeting.py`), one JSON object
+a line, each checked before it is acted on (`protocol/messages.py`):
+    host -> server   {"phase"}   {"arrive": name, "payload", "seconds"}   {"goodbye": code, "reason", "overdue"}
+    server -> host   {"complete": name, "payloads"}   {"same": name, "payload"}: all payloads are this one
+                     {"lost": reason, "code"}   {"news": what all hosts do, "host_0": phase}
 
 What can fail half-way: a server that dies after answering some hosts. Those hosts continue, and learn of it from their
 broken connection within moments; whoever builds on a barrier must therefore tolerate that only some hosts know it
@@ -23,15 +23,18 @@ completed (a checkpoint is committed by its manifest, not here).
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from training.distributed.barrier_state import Message
 from training.distributed.cluster import Cluster
-from training.distributed.rendezvous_server import RendezvousServer, send_line
+from training.distributed.connection import describe, introduce
+from training.distributed.protocol import messages
+from training.distributed.protocol.greeting import RENDEZVOUS, Credentials, Refused, credentials
+from training.distributed.protocol.messages import FROM_SERVER, LineBuffer, Malformed, Message, decode, encode
+from training.distributed.protocol.server import summarize
+from training.distributed.rendezvous_server import RendezvousServer
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import Exit, LostPeer, StopRequested, TrainError
 from training.machine import SYSTEM, Machine
@@ -40,7 +43,8 @@ from training.machine.network import Connection
 STOP_PATIENCE = 10.0  # seconds that a host waits for others at start-up after it was asked to stop
 GRACE = 1.0  # seconds that a main thread gets to end by itself once a peer is lost
 ANSWER_MARGIN = 10.0  # seconds beyond a barrier's time-out: the server's message says more than the client's could
-PHASE_INTERVAL = 0.5  # seconds between reports of a changed phase
+PHASE_INTERVAL = 0.5  # seconds between reports of a changed phase, with up to PHASES_A_SECOND / 2 hosts
+PHASES_A_SECOND = 128  # that host 0 is to read in all: with 512 hosts, one a host every 4 s
 CONNECT_INTERVAL = 0.2  # seconds between attempts to connect
 
 
@@ -111,20 +115,22 @@ def join(
         machine: What this process runs on.
 
     Raises:
+        BadInput: The hosts have no secret by which they know each other.
         LostPeer: Host 0 did not answer in time.
         TrainError: Host 0 refused this host, or this is host 0 and it can't listen.
         StopRequested: This host was asked to stop meanwhile.
     """
     if cluster.hosts == 1:
         return SingleHost()
+    own = credentials(cluster, RENDEZVOUS)
     server = RendezvousServer(cluster, lost_seconds, machine) if cluster.is_first else None
     try:
-        connection, unread = _connect(cluster, shutdown, start_seconds, lost_seconds, machine)
+        connection, lines = _connect(cluster, own, shutdown, start_seconds, lost_seconds, machine)
     except BaseException:
         if server:
             server.close(0)
         raise
-    return RendezvousClient(cluster, server, shutdown, connection, unread, seconds=seconds, machine=machine)
+    return RendezvousClient(cluster, server, shutdown, connection, lines, seconds=seconds, machine=machine)
 
 
 class RendezvousClient:
@@ -136,7 +142,7 @@ class RendezvousClient:
         server: RendezvousServer | None,
         shutdown: ShutdownRequest,
         connection: Connection,
-        unread: bytes,
+        lines: LineBuffer,
         *,
         seconds: float,
         machine: Machine = SYSTEM,
@@ -145,7 +151,7 @@ class RendezvousClient:
 
         Args:
             server: The server of this process, which closes with the client; None except on host 0.
-            unread: What was received on `connection` after the acceptance.
+            lines: What was received on `connection` after the greeting.
             seconds: Time-out of a barrier, unless its caller gives one.
             machine: What this process runs on.
         """
@@ -162,14 +168,13 @@ class RendezvousClient:
         self._lost_code = int(Exit.LOST_PEER)
         self._closing = machine.threads.event()
         self._main_phase, self._background_phase, self._reported_phase = "connected", "", ""
-        self._phases: list[str] = []
-        machine.threads.start(self._listen, unread, name="rendezvous-listener")
+        self._news, self._phase_of_host_0 = "", "unknown"
+        machine.threads.start(self._listen, lines, name="rendezvous-listener")
         machine.threads.start(self._report_phases, name="rendezvous-phase")
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
         wait = self._seconds if seconds is None else seconds
-        self._post({"phase": self._phase})
-        self._post({"arrive": name, "payload": payload, "seconds": wait})
+        self._post({"phase": self._phase}, {"arrive": name, "payload": payload, "seconds": wait})
         deadline = self._clock() + wait + ANSWER_MARGIN
         patience = _StopPatience(self._shutdown, self._clock)
         with self._changed:
@@ -196,7 +201,8 @@ class RendezvousClient:
 
     @property
     def _phase(self) -> str:
-        return f"{self._main_phase}, {self._background_phase}" if self._background_phase else self._main_phase
+        phase = f"{self._main_phase}, {self._background_phase}" if self._background_phase else self._main_phase
+        return messages.clip(phase)
 
     def check(self) -> None:
         if self._lost:
@@ -206,8 +212,8 @@ class RendezvousClient:
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
         if self._closing.is_set():
             return
-        self._post({"phase": self._phase})
-        self._post({"goodbye": int(code), "reason": reason.splitlines()[0][:500] if reason else "", "overdue": overdue})
+        why = messages.clip(reason.splitlines()[0]) if reason else ""
+        self._post({"phase": self._phase}, {"goodbye": int(code), "reason": why, "overdue": overdue})
         self._closing.set()
         if self._server:
             self._server.close(5 if code in (Exit.FINISHED, Exit.SAVED) else 1)
@@ -222,45 +228,63 @@ class RendezvousClient:
             raise StopRequested(self._lost) if self._lost_code == Exit.SAVED else LostPeer(self._lost)
 
     def phases(self) -> str:
-        return ", ".join(f"host {worker} {phase!r}" for worker, phase in enumerate(self._phases)) or "none"
+        return (summarize(self._server.phases()) if self._server else self._news) or "none"
 
-    def _post(self, message: Message) -> None:
+    def _post(self, *posts: Message) -> None:
+        data = b"".join(map(encode, posts))
         with self._sending:
-            send_line(self._socket, message)  # that a connection is broken is noticed by the listener
+            try:
+                self._socket.sendall(data)
+            except OSError:  # nothing may follow a part of a message; the listener notices, and says what is lost
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
 
     def _report_phases(self) -> None:
-        while not self._closing.wait(PHASE_INTERVAL):
+        while not self._closing.wait(max(PHASE_INTERVAL, self._cluster.hosts / PHASES_A_SECOND)):
             phase = self._phase
             if phase != self._reported_phase:
                 self._reported_phase = phase
                 self._post({"phase": phase})
 
-    def _listen(self, unread: bytes) -> None:
-        while True:
-            while b"\n" in unread:
-                line, unread = unread.split(b"\n", 1)
-                self._handle(json.loads(line))
-            try:
-                data = self._socket.recv(1 << 16)
-            except OSError as error:
-                if isinstance(error, TimeoutError) and error.errno is None:
-                    continue  # the socket's own time-out; the kernel's "connection timed out" has an errno
-                data = b""
-            if not data:
-                phase = self._phases[0] if self._phases else "unknown"
-                gone = f"host 0 is gone: its connection broke in phase {phase!r}"
-                self._handle({"lost": "this host, host 0, has lost its network" if self._cluster.is_first else gone})
-                return
-            unread += data
+    def _listen(self, lines: LineBuffer) -> None:
+        lines.limit = messages.SERVER_BYTES
+        data = b""  # what came with the greeting is in `lines`
+        try:
+            while True:
+                for line in lines.feed(data):
+                    self._handle(*decode(line, FROM_SERVER))
+                data = self._receive()
+                if not data:
+                    break
+            gone = f"host 0 is gone: its connection broke in phase {self._phase_of_host_0!r}"
+        except Malformed as error:
+            gone = f"host 0 sends what is not of the rendezvous: {error}"
+        except Exception as error:  # or this host would wait for answers that nobody reads
+            gone = f"the connection to host 0 can't be read: {describe(error)}"
+        if self._cluster.is_first:
+            gone = "this host, host 0, has lost its network"
+        self._handle("lost", {"lost": gone, "code": int(Exit.LOST_PEER)})
 
-    def _handle(self, message: Message) -> None:
+    def _receive(self) -> bytes:
+        """The next bytes from host 0; none when the connection is broken."""
+        while True:
+            try:
+                return self._socket.recv(1 << 16)
+            except OSError as error:
+                if not isinstance(error, TimeoutError) or error.errno is not None:
+                    return b""
+                # The socket's own time-out; the kernel's "connection timed out" has an errno.
+
+    def _handle(self, kind: str, message: Message) -> None:
         with self._changed:
-            if "complete" in message:
+            if kind == "complete":
                 self._answers[message["complete"]] = message["payloads"]
-            elif "phases" in message:
-                self._phases = message["phases"]
-            elif "lost" in message and self._lost is None and not self._closing.is_set():
-                self._lost, self._lost_code = message["lost"], message.get("code", int(Exit.LOST_PEER))
+            elif kind == "same":
+                self._answers[message["same"]] = [message["payload"]] * self._cluster.hosts
+            elif kind == "news":
+                self._news, self._phase_of_host_0 = message["news"], message["host_0"]
+            elif self._lost is None and not self._closing.is_set():
+                self._lost, self._lost_code = message["lost"], message["code"]
                 self._machine.threads.start(self._end_if_stuck, self._lost, self._lost_code, name="rendezvous-lost")
             self._changed.notify_all()
 
@@ -289,14 +313,21 @@ class _StopPatience:
 
 
 def _connect(
-    cluster: Cluster, shutdown: ShutdownRequest, start_seconds: float, lost_seconds: float, machine: Machine
-) -> tuple[Connection, bytes]:
+    cluster: Cluster,
+    own: Credentials,
+    shutdown: ShutdownRequest,
+    start_seconds: float,
+    lost_seconds: float,
+    machine: Machine,
+) -> tuple[Connection, LineBuffer]:
     """Tries until host 0 accepts this host, for at most `start_seconds`.
 
     Returns:
-        The connection, and what was received on it after the acceptance.
+        The connection, and what was received on it after the greeting.
     """
-    host, clock = f"host 0 ({cluster.addresses[0]}:{cluster.rendezvous_port})", machine.clock
+    address = (cluster.addresses[0], cluster.rendezvous_port)
+    host = f"host 0 ({address[0]}:{address[1]})"
+    clock = machine.clock
     deadline = clock() + start_seconds
     patience = _StopPatience(shutdown, clock)
     why = "no answer"
@@ -304,44 +335,28 @@ def _connect(
         if patience.is_over():
             raise StopRequested("asked to stop while waiting for host 0; nothing was trained and nothing is lost")
         try:
-            connection, answer, unread = _say_hello(cluster, min(lost_seconds, start_seconds), lost_seconds, machine)
-            if "welcome" in answer:
+            connection, answer = _say_hello(cluster, own, min(lost_seconds, start_seconds), lost_seconds, machine)
+            if not isinstance(answer, Refused):
                 connection.settimeout(lost_seconds)
-                return connection, unread
+                return connection, answer
             connection.close()
-            why = f"refused: {answer.get('refused')}"
-            if answer.get("final"):
-                raise TrainError(f"{host} refused this host (worker {cluster.worker}): {answer['refused']}")
-        except (OSError, ValueError) as error:
-            why = str(error) or type(error).__name__
+            why = f"refused: {answer.reason}"
+            if answer.final:
+                raise TrainError(f"{host} refused this host (worker {cluster.worker}): {answer.reason}")
+        except (OSError, Malformed) as error:
+            why = describe(error)
         machine.sleep(CONNECT_INTERVAL)
     raise LostPeer(f"{host} did not accept this host (worker {cluster.worker}) within {start_seconds:g} s: {why}")
 
 
 def _say_hello(
-    cluster: Cluster, timeout: float, lost_seconds: float, machine: Machine
-) -> tuple[Connection, Message, bytes]:
-    """Connects to host 0 once.
-
-    Returns:
-        The connection, host 0's answer, and what was received after it.
-
-    Raises:
-        OSError, ValueError: Host 0 could not be reached, or did not answer as it should.
-    """
+    cluster: Cluster, own: Credentials, timeout: float, lost_seconds: float, machine: Machine
+) -> tuple[Connection, LineBuffer | Refused]:
+    """Connects to host 0 once. See `introduce`."""
     connection = machine.network.connect(cluster.addresses[0], cluster.rendezvous_port, timeout)
     try:
         machine.network.detect_silence(connection, lost_seconds)
-        identity = {"run_id": cluster.run_id, "attempt": cluster.attempt, "hosts": cluster.hosts}
-        send_line(connection, {"hello": cluster.worker, **identity})
-        received = b""
-        while b"\n" not in received:
-            data = connection.recv(1 << 16)
-            if not data:
-                raise ConnectionResetError("closed the connection")
-            received += data
-        line, unread = received.split(b"\n", 1)
-        return connection, json.loads(line), unread
+        return connection, introduce(connection, own, cluster.worker, timeout, machine)
     except BaseException:
         connection.close()
         raise

@@ -1,28 +1,37 @@
-"""Host 0's side of the rendezvous: a thread that keeps the barrier state and talks to every host over TCP. The
-protocol is in `rendezvous.py`, what it decides in `barrier_state.py`."""
+"""Host 0's side of the rendezvous: a thread that talks to every host over TCP. What is said is in `protocol/`, what it
+means in `barrier_state.py`; here are sockets and a clock.
+
+No connection can hold up another one: nothing here waits for a peer to read or to write. One that takes nothing for
+`lost_seconds`, or on whose behalf anything goes wrong, is closed. When the thread itself ends, for whatever reason, it
+closes all connections, so that no host waits for an answer that will not come.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import selectors
-from dataclasses import dataclass
+import sys
+from collections import deque
+from dataclasses import dataclass, field
 
-from training.distributed.barrier_state import BarrierState, Identity, Message, Outgoing
 from training.distributed.cluster import Cluster
+from training.distributed.connection import accept, describe
+from training.distributed.protocol.greeting import NONCE_BYTES, RENDEZVOUS, credentials
+from training.distributed.protocol.server import Actions, ServerProtocol
 from training.machine import SYSTEM, Machine
 from training.machine.network import Connection
 
 TICK = 0.25  # seconds between checks of deadlines
-PHASES_INTERVAL = 1.0  # seconds between broadcasts of all hosts' phases
-LONGEST_LINE = 4 << 20
+_ACCEPTED_AT_ONCE = 64  # then those that are in have their turn
+_CHUNK = 1 << 16
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connection:
+    number: int
     socket: Connection
-    worker: int | None = None  # None until it has been admitted
-    unread: bytes = b""
+    unsent: deque[memoryview] = field(default_factory=deque)
+    watched_for_writing: bool = False
+    progress: float = 0.0  # when the peer last took something of what was to be sent; seconds of the clock
 
 
 class RendezvousServer:
@@ -30,111 +39,150 @@ class RendezvousServer:
 
     def __init__(self, cluster: Cluster, lost_seconds: float, machine: Machine = SYSTEM) -> None:
         """Listens and serves from now on. Raises TrainError when it can't listen."""
-        self._state = BarrierState(Identity(cluster.run_id, cluster.attempt, cluster.hosts))
+        own = credentials(cluster, RENDEZVOUS)
+        self._protocol = ServerProtocol(own, lambda: machine.token_hex(NONCE_BYTES))
         self._lost_seconds = lost_seconds
         self._machine, self._clock = machine, machine.clock
-        self._selector = machine.network.selector()
-        self._connections: dict[int, _Connection] = {}  # by worker
         self._stop = machine.threads.event()
+        self._connections: dict[int, _Connection] = {}
+        self._opened = 0
         self._listener = machine.network.listen(cluster.addresses[0], cluster.rendezvous_port)
+        self._listener.settimeout(0.0)
+        self._selector = machine.network.selector()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._thread = machine.threads.start(self._serve, name="rendezvous-server")
+
+    def phases(self) -> list[str]:
+        """What each host was last known to do, in worker order."""
+        return self._protocol.state.phases()
 
     def close(self, wait_seconds: float) -> None:
         """Ends once every other host has left, or after `wait_seconds`."""
         deadline = self._clock() + wait_seconds
-        while self._clock() < deadline and any(worker != 0 for worker in list(self._connections)):
+        while self._clock() < deadline and self._thread.is_alive() and self._protocol.workers not in ([], [0]):
             self._machine.sleep(0.02)
         self._stop.set()
         self._thread.join(timeout=5)
 
     def _serve(self) -> None:
-        sent: list[str] = []
-        next_phases = 0.0
-        while not self._stop.is_set():
-            for key, _ in self._selector.select(timeout=TICK):
-                if key.fileobj is self._listener:
-                    self._accept()
-                else:
-                    self._read(key.data)
-            now = self._clock()
-            self._send(self._state.check_deadlines(now))
-            if now >= next_phases and (phases := self._state.phases()) != sent:
-                sent, next_phases = phases, now + PHASES_INTERVAL
-                self._send([(worker, {"phases": phases}) for worker in list(self._connections)])
-        for connection in list(self._connections.values()):
-            connection.socket.close()
-        self._listener.close()
-        self._selector.close()
+        next_tick = 0.0
+        try:
+            while not self._stop.is_set():
+                for key, events in self._selector.select(timeout=TICK):
+                    if key.data is None:
+                        self._accept()
+                    else:
+                        self._handle(key.data, events)
+                now = self._clock()
+                if now >= next_tick:
+                    next_tick = now + TICK
+                    self._perform(self._protocol.tick(now))
+                    self._drop_stuck(now)
+        finally:
+            self._listener.close()
+            for connection in self._connections.values():
+                connection.socket.close()
+            self._selector.close()
 
     def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            accepted = accept(self._listener.accept, self._shed, self._machine.sleep)
+            if accepted is None:
+                return
+            try:
+                accepted.settimeout(0.0)
+                self._machine.network.detect_silence(accepted, self._lost_seconds)
+            except OSError:
+                accepted.close()  # it broke at once
+                continue
+            connection = _Connection(self._opened, accepted)
+            self._opened += 1
+            self._connections[connection.number] = connection
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
+            self._perform(self._protocol.opened(connection.number, self._clock()))
+
+    def _shed(self) -> bool:
+        """Closes the oldest connection of a stranger: this process can have no more."""
+        oldest = self._protocol.oldest_stranger()
+        if oldest is not None:
+            self._perform(self._protocol.drop(oldest))
+        return oldest is not None
+
+    def _handle(self, connection: _Connection, events: int) -> None:
+        if self._connections.get(connection.number) is not connection:
+            return  # closed since the selector looked
         try:
-            accepted, _ = self._listener.accept()
-        except OSError:
-            return  # the client has given up already
-        self._machine.network.detect_silence(accepted, self._lost_seconds)
-        accepted.settimeout(self._lost_seconds)  # for sending; reading happens only when there is something
-        self._selector.register(accepted, selectors.EVENT_READ, _Connection(accepted))
+            if events & selectors.EVENT_WRITE and not self._flush(connection):
+                self._lose(connection)
+            elif events & selectors.EVENT_READ:
+                self._read(connection)
+        except Exception as error:  # a defect of ours costs one host, and not all of them their server
+            print(f"tpu-train: the rendezvous closes a connection: {describe(error)}", file=sys.stderr, flush=True)
+            self._perform(self._protocol.drop(connection.number))
 
     def _read(self, connection: _Connection) -> None:
         try:
-            data = connection.socket.recv(1 << 16)
+            data = connection.socket.recv(_CHUNK)
+        except BlockingIOError:
+            return
         except OSError:
             data = b""
-        connection.unread += data
-        if not data or len(connection.unread) > LONGEST_LINE:
-            self._drop(connection)
-            return
-        while b"\n" in connection.unread:
-            line, connection.unread = connection.unread.split(b"\n", 1)
-            try:
-                self._handle(connection, json.loads(line))
-            except (ValueError, KeyError, TypeError):
-                self._drop(connection)  # does not speak this protocol
-                return
+        if data:
+            self._perform(self._protocol.received(connection.number, data, self._clock()))
+        else:
+            self._lose(connection)
 
-    def _handle(self, connection: _Connection, message: Message) -> None:
-        now, worker = self._clock(), connection.worker
-        if worker is None:
-            self._admit(connection, message, now)
-        elif "phase" in message:
-            self._state.set_phase(worker, message["phase"], now)
-        elif "arrive" in message:
-            self._send(self._state.arrive(worker, message["arrive"], message["payload"], message["seconds"], now))
-        elif "goodbye" in message:
-            self._send(self._state.leave(worker, message["goodbye"], message["reason"], message.get("overdue", False)))
+    def _lose(self, connection: _Connection) -> None:
+        """A connection broke."""
+        self._close(connection)
+        self._perform(self._protocol.closed(connection.number))
 
-    def _admit(self, connection: _Connection, message: Message, now: float) -> None:
-        """The first message of a connection."""
-        worker = int(message["hello"])
-        refusal = self._state.connect(worker, Identity(message["run_id"], message["attempt"], message["hosts"]), now)
-        if refusal:
-            send_line(connection.socket, {"refused": refusal.reason, "final": refusal.final})
-            self._drop(connection)
-            return
-        connection.worker = worker
-        self._connections[worker] = connection
-        self._send([(worker, {"welcome": True})])
+    def _perform(self, actions: Actions) -> None:
+        pending = deque(actions)
+        while pending:
+            number, data = pending.popleft()
+            connection = self._connections.get(number)
+            if connection is None:
+                continue
+            if data is None:
+                self._close(connection)
+            elif not self._send(connection, data):
+                self._close(connection)
+                pending += self._protocol.closed(number)
 
-    def _send(self, outgoing: Outgoing) -> None:
-        for worker, message in outgoing:
-            connection = self._connections.get(worker)
-            if connection and not send_line(connection.socket, message):
-                self._drop(connection)
+    def _send(self, connection: _Connection, data: bytes) -> bool:
+        """Sends what the peer takes now, and keeps the rest. False when the connection is broken."""
+        waiting = bool(connection.unsent)
+        connection.unsent.append(memoryview(data))
+        return waiting or self._flush(connection)
 
-    def _drop(self, connection: _Connection) -> None:
-        with contextlib.suppress(KeyError, ValueError):
-            self._selector.unregister(connection.socket)
+    def _flush(self, connection: _Connection) -> bool:
+        unsent = connection.unsent
+        connection.progress = self._clock()
+        try:
+            while unsent:
+                sent = connection.socket.send(unsent[0])
+                if sent == len(unsent[0]):
+                    unsent.popleft()
+                else:
+                    unsent[0] = unsent[0][sent:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        if bool(unsent) != connection.watched_for_writing:
+            connection.watched_for_writing = bool(unsent)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+            self._selector.modify(connection.socket, events, connection)
+        return True
+
+    def _drop_stuck(self, now: float) -> None:
+        """Closes the connections whose peers take nothing, though their kernels answer: such processes are stopped."""
+        for connection in list(self._connections.values()):
+            if connection.unsent and now - connection.progress > self._lost_seconds:
+                self._lose(connection)
+
+    def _close(self, connection: _Connection) -> None:
+        del self._connections[connection.number]
+        self._selector.unregister(connection.socket)
         connection.socket.close()
-        if connection.worker is not None and self._connections.get(connection.worker) is connection:
-            del self._connections[connection.worker]
-            self._send(self._state.disconnect(connection.worker))
-
-
-def send_line(connection: Connection, message: Message) -> bool:
-    """Sends a message. Returns whether it could be sent."""
-    try:
-        connection.sendall(json.dumps(message).encode() + b"\n")
-    except OSError:
-        return False
-    return True

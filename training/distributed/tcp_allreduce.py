@@ -1,8 +1,9 @@
 """An all-reduce across hosts over TCP, with numpy alone: for CPU hosts of a framework whose own does not fail fast.
 
 Host 0 adds what the others send, in worker order, and sends all of them the sum: the order is fixed, so the same hosts
-give the same bits, and all hosts get the same ones. On the wire, after a greeting (token, worker index): the raw bytes
-of the array, one way and then the other, nothing else; all hosts know its size. A peer that dies closes its connection
+give the same bits, and all hosts get the same ones. On the wire, after both sides have proved that they know the
+attempt's secret (`protocol/greeting.py`): the raw bytes of the array, one way and then the other, nothing else; all
+hosts know its size. A peer that dies closes its connection
 and the sum fails at once; a peer that vanishes is noticed by the rendezvous, which ends the process even while it waits
 in here. All traffic goes through host 0, which is fine for a rehearsal's few hosts and small models.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import struct
 import time
 from typing import NoReturn
 
@@ -19,15 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from training.distributed.cluster import Cluster
+from training.distributed.connection import introduce, let_in
+from training.distributed.protocol.greeting import GRADIENT_EXCHANGE, Credentials, Refused, credentials
+from training.distributed.protocol.messages import Malformed
 from training.distributed.rendezvous import Rendezvous
 from training.errors import LostPeer
-from training.machine.network import listen
+from training.machine.network import connect, listen
 
 NAMING_SECONDS = 5.0  # for the rendezvous to learn which host is lost
 HANGING_SECONDS = 10.0  # for the hosts that do not hang to arrive at the barrier that shows which one does
-GREETING_SECONDS = 10.0  # for a host that connects to send its greeting
-_TOKEN = 16  # bytes
-_WORKER = struct.Struct("<I")
+TRY_SECONDS = 10.0  # for one try to connect
 
 Flat = npt.NDArray[np.float32]
 
@@ -35,32 +36,33 @@ Flat = npt.NDArray[np.float32]
 class TcpAllReduce:
     """The connections of one attempt."""
 
-    def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str, seconds: float) -> None:
+    def __init__(self, cluster: Cluster, rendezvous: Rendezvous, seconds: float) -> None:
         """Connects all hosts. Every host must call it.
 
         Args:
-            token: Tells this attempt from others; the same on all hosts.
-            seconds: Time-out of each sending and receiving.
+            cluster: This host's place; its secret is what the hosts know each other by.
+            rendezvous: Names the host that is lost.
+            seconds: Time-out of connecting, and of each sending and receiving.
 
         Raises:
+            BadInput: The hosts have no secret.
             LostPeer: A host did not connect.
         """
         self._rendezvous, self._first = rendezvous, cluster.is_first
         self._peers: list[socket.socket] = []  # on host 0: of worker 1, 2, ...; elsewhere: host 0
-        greeting = token.encode().ljust(_TOKEN)[:_TOKEN]
-        host, port = cluster.addresses[0], cluster.gloo_port
+        own = credentials(cluster, GRADIENT_EXCHANGE)
         rendezvous.set_phase("connecting the gradient exchange")
-        listener = listen(host, port) if self._first else None
-        rendezvous.meet("gradient exchange")  # from here on host 0 listens
+        listener = listen(cluster.addresses[0], cluster.gloo_port) if self._first else None
         try:
+            rendezvous.meet("gradient exchange")  # from here on host 0 listens
             if listener:
-                self._peers = _accept(listener, greeting, cluster.hosts, seconds)
+                peers = let_in(listener, own, seconds)
+                self._peers = [peers[worker] for worker in sorted(peers)]
             else:
-                peer = socket.create_connection((host, port), timeout=seconds)
-                self._peers = [peer]
-                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                peer.sendall(greeting + _WORKER.pack(cluster.worker))
-        except OSError as error:
+                self._peers = [_join(cluster, rendezvous, own, seconds)]
+            for peer in self._peers:
+                peer.settimeout(seconds)
+        except (OSError, Malformed) as error:
             raise_lost_peer(rendezvous, "connecting the hosts", error)
         finally:
             if listener:
@@ -106,26 +108,30 @@ def raise_lost_peer(rendezvous: Rendezvous, activity: str, error: Exception) -> 
     )
 
 
-def _accept(listener: socket.socket, greeting: bytes, hosts: int, seconds: float) -> list[socket.socket]:
-    """The connections of all other hosts, in worker order. One with another token belongs to another attempt and is
-    closed."""
-    peers: dict[int, socket.socket] = {}
+def _join(cluster: Cluster, rendezvous: Rendezvous, own: Credentials, seconds: float) -> socket.socket:
+    """A connection to host 0. Strangers there may cost a host its connection: it tries again.
+
+    Raises:
+        OSError, Malformed: It was not let in within `seconds`.
+        LostPeer: Another host is lost meanwhile.
+    """
     deadline = time.monotonic() + seconds
-    while len(peers) < hosts - 1:
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
-        peer, _ = listener.accept()
-        peer.settimeout(GREETING_SECONDS)
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while True:
         try:
-            received = bytes(_receive(peer, np.empty(_TOKEN + _WORKER.size, np.uint8)))
-        except OSError:
-            received = b""
-        if not received.startswith(greeting):
-            peer.close()
-            continue
-        peer.settimeout(seconds)
-        peers[_WORKER.unpack(received[_TOKEN:])[0]] = peer
-    return [peers[worker] for worker in range(1, hosts)]
+            peer = connect(cluster.addresses[0], cluster.gloo_port, min(seconds, TRY_SECONDS))
+            try:
+                refused = introduce(peer, own, cluster.worker, min(seconds, TRY_SECONDS))
+                if isinstance(refused, Refused):
+                    raise ConnectionRefusedError(refused.reason)
+                return peer
+            except BaseException:
+                peer.close()
+                raise
+        except (OSError, Malformed):
+            if time.monotonic() >= deadline:
+                raise
+        rendezvous.check()
+        time.sleep(0.2)
 
 
 def _receive(peer: socket.socket, array: np.ndarray) -> np.ndarray:

@@ -19,12 +19,16 @@ class Connection(Protocol):
     def sendall(self, data: bytes, /) -> None:
         """Sends everything. Raises OSError."""
 
+    def send(self, data: memoryview, /) -> int:
+        """Sends some bytes; returns how many. Raises OSError, and BlockingIOError when none can be sent now and the
+        time-out is 0."""
+
     def recv(self, size: int, /) -> bytes:
-        """Waits for some bytes, at most `size`; b"" when the other side has closed. Raises OSError, and TimeoutError
-        without an errno after the time of `settimeout`."""
+        """Waits for some bytes, at most `size`; b"" when the other side has closed. Raises OSError, TimeoutError
+        without an errno after the time of `settimeout`, and BlockingIOError at once when that is 0."""
 
     def settimeout(self, seconds: float | None, /) -> None:
-        """How long one call may take."""
+        """How long one call may take; 0: it never waits."""
 
     def shutdown(self, how: int, /) -> None:
         """Closes for sending, receiving, or both (socket.SHUT_...). Raises OSError."""
@@ -37,7 +41,11 @@ class Listener(Protocol):
     """A listening socket."""
 
     def accept(self) -> tuple[Connection, Any]:
-        """A connection that a client has made, and the client's address. Raises OSError."""
+        """A connection that a client has made, and the client's address. Raises OSError, and BlockingIOError when there
+        is none and the time-out is 0."""
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        """How long `accept` may take; 0: it never waits."""
 
     def close(self) -> None:
         """Listens no more."""
@@ -49,11 +57,15 @@ class Selector(Protocol):
     def register(self, fileobj: Any, events: int, data: Any = None) -> Any:
         """Watches a socket."""
 
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> Any:
+        """Watches a socket that is registered for other events."""
+
     def unregister(self, fileobj: Any) -> Any:
         """Watches it no more. Raises KeyError, ValueError."""
 
     def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
-        """Waits until sockets can be read, at most `timeout` seconds. Returns (key, events) of each."""
+        """Waits until sockets can be read or written, as they were registered, at most `timeout` seconds. Returns
+        (key, events) of each."""
 
     def close(self) -> None:
         """Gives it up."""
@@ -83,14 +95,13 @@ class SystemNetwork:
         return listen(address, port)
 
     def connect(self, address: str, port: int, timeout: float) -> socket.socket:
-        return socket.create_connection((address, port), timeout=timeout)
+        return connect(address, port, timeout)
 
     def selector(self) -> Selector:
         return selectors.DefaultSelector()
 
     def detect_silence(self, connection: Any, lost_seconds: float) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option, value in (
             ("TCP_KEEPIDLE", 1),
             ("TCP_KEEPINTVL", 1),
@@ -99,6 +110,13 @@ class SystemNetwork:
         ):
             if hasattr(socket, option):  # Linux has all four
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def connect(address: str, port: int, timeout: float) -> socket.socket:
+    """A connection whose small messages are not held back. Raises OSError."""
+    connection = socket.create_connection((address, port), timeout=timeout)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -116,7 +134,9 @@ def listen(address: str, port: int) -> socket.socket:
                 ) from None
             time.sleep(0.5)
     try:
-        return socket.create_server((address, port), backlog=1024, reuse_port=False)
+        listener = socket.create_server((address, port), backlog=1024, reuse_port=False)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # of the connections that it accepts, too
+        return listener
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise TrainError(

@@ -59,9 +59,7 @@ class TensorFlow:
         self._checked = CheckedPrograms(os.environ, comparable=False, warns=cluster.is_first)
         self._replicas = self._open_replicas()
         self.devices = cluster.hosts * self._replicas.count
-        self._exchange = (
-            TcpAllReduce(cluster, rendezvous, token, config.rendezvous.seconds) if cluster.hosts > 1 else None
-        )
+        self._exchange = TcpAllReduce(cluster, rendezvous, config.rendezvous.seconds) if cluster.hosts > 1 else None
         self.in_flight = 2 if self._replicas.is_tpu else 0
         rendezvous.set_phase("building the model")
         noise = Noise()

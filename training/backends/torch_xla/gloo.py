@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from training.distributed.cluster import Cluster
+from training.distributed.protocol.greeting import derive_token
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.tcp_allreduce import raise_lost_peer
 from training.errors import TrainError
@@ -25,6 +26,8 @@ class Exchange:
         self._rendezvous = rendezvous
         wait = timedelta(seconds=seconds)
         host, port = cluster.addresses[0], cluster.gloo_port
+        # gloo itself lets anybody in; but who does not know the secret can't find the group's addresses in the store.
+        name = derive_token(cluster, token)
         rendezvous.set_phase("connecting gloo")
         try:
             store = (
@@ -42,7 +45,7 @@ class Exchange:
             options = dist.ProcessGroupGloo._Options()
             options._timeout = wait
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=cluster.addresses[cluster.worker])]
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore(token, store), cluster.worker, cluster.hosts, options)
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), cluster.worker, cluster.hosts, options)
         except RuntimeError as error:
             raise_lost_peer(rendezvous, "connecting the hosts", error)
         self._store = store  # host 0's is the server: it lives as long as the group

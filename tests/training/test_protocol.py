@@ -1,0 +1,296 @@
+"""The protocol of the rendezvous without sockets: who is let in, what a stranger can cost, and how much is sent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from training.distributed.barrier_state import Identity
+from training.distributed.protocol.greeting import (
+    RENDEZVOUS,
+    SECONDS,
+    SPARE_CONNECTIONS,
+    Credentials,
+    Doorkeeper,
+    Introduction,
+    Refused,
+    make_nonce,
+)
+from training.distributed.protocol.messages import (
+    FROM_HOST,
+    GREETING_BYTES,
+    HOST_BYTES,
+    LineBuffer,
+    Malformed,
+    decode,
+    encode,
+)
+from training.distributed.protocol.server import Actions, ServerProtocol, summarize
+
+OWN = Credentials(Identity("run", 1, 3), RENDEZVOUS, b"the secret of the attempt")
+
+
+class Meeting:
+    """Host 0's side, and what each connection was sent."""
+
+    def __init__(self, own: Credentials = OWN) -> None:
+        self.own = own
+        self.server = ServerProtocol(own)
+        self.sent: dict[int, list[bytes | None]] = {}
+        self._opened = 0
+
+    def perform(self, actions: Actions) -> Actions:
+        for connection, data in actions:
+            self.sent[connection].append(data)
+        return actions
+
+    def open(self, now: float = 0.0) -> int:
+        connection, self._opened = self._opened, self._opened + 1
+        self.sent[connection] = []
+        self.perform(self.server.opened(connection, now))
+        return connection
+
+    def send(self, connection: int, *posts: Any, now: float = 0.0) -> Actions:
+        data = b"".join(post if isinstance(post, bytes) else encode(post) for post in posts)
+        return self.perform(self.server.received(connection, data, now))
+
+    def join(self, worker: int, own: Credentials | None = None) -> tuple[int, Refused | None]:
+        """A connection that introduces itself, and host 0's answer. Raises Malformed when that proves nothing."""
+        connection = self.open()
+        introduction = Introduction(own or self.own, worker, make_nonce())
+        self.send(connection, introduction.answer_challenge(self.line(connection, 0)))
+        return connection, introduction.check_answer(self.line(connection, 1))
+
+    def line(self, connection: int, place: int) -> bytes:
+        data = self.sent[connection][place]
+        if data is None:
+            raise Malformed("closed")
+        return data.rstrip(b"\n")
+
+    def is_closed(self, connection: int) -> bool:
+        return self.sent[connection][-1] is None
+
+    def read(self, connection: int) -> list[dict[str, Any]]:
+        """What a host was sent after its welcome."""
+        return [json.loads(data) for data in self.sent[connection][2:] if data is not None]
+
+
+def test_who_knows_the_secret_is_let_in_and_knows_that_host_0_does_too() -> None:
+    assert Meeting().join(1)[1] is None
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        replace(OWN, secret=b"another attempt's"),
+        replace(OWN, secret=b""),
+        replace(OWN, purpose="gradient exchange"),
+    ],
+)
+def test_who_does_not_is_closed_without_an_answer(own: Credentials) -> None:
+    meeting = Meeting()
+    with pytest.raises(Malformed, match="closed"):
+        meeting.join(1, own)
+    assert meeting.server.state.members == {}
+    assert meeting.join(1)[1] is None, "the seat is still free"
+
+
+@pytest.mark.parametrize("field", ["hello", "run_id", "attempt", "hosts", "nonce"])
+def test_a_hello_that_was_changed_on_the_way_is_not_believed(field: str) -> None:
+    meeting = Meeting()
+    connection = meeting.open()
+    hello = json.loads(Introduction(OWN, 1, make_nonce()).answer_challenge(meeting.line(connection, 0)))
+    hello[field] = {"hello": 2, "run_id": "other", "attempt": 2, "hosts": 4, "nonce": "0" * 64}[field]
+    meeting.send(connection, hello)
+    assert meeting.is_closed(connection)
+    assert meeting.server.state.members == {}
+
+
+def test_a_hello_that_was_overheard_is_worth_nothing_on_another_connection() -> None:
+    meeting = Meeting()
+    first, second = meeting.open(), meeting.open()
+    hello = Introduction(OWN, 1, make_nonce()).answer_challenge(meeting.line(first, 0))
+    meeting.send(second, hello)
+    assert meeting.is_closed(second)
+
+
+def test_a_stranger_in_host_0s_place_is_not_believed() -> None:
+    """It may even answer with the host's own proof, or repeat what it saw host 0 say to another host."""
+    meeting = Meeting()
+    connection, _ = meeting.join(1)
+    overheard = meeting.line(connection, 1)
+    introduction = Introduction(OWN, 2, make_nonce())
+    hello = json.loads(introduction.answer_challenge(encode({"challenge": "0" * 64}).strip()))
+    for answer in (overheard, encode({"welcome": True, "proof": hello["proof"]}).strip()):
+        with pytest.raises(Malformed, match="does not know the secret"):
+            introduction.check_answer(answer)
+
+
+def test_a_refusal_is_believed_from_host_0_alone() -> None:
+    meeting = Meeting()
+    connection, refused = meeting.join(1, replace(OWN, identity=Identity("run", 0, 3)))
+    assert refused is not None
+    assert refused.final
+    assert "host 0 is in attempt 1 of run 'run', this host in attempt 0" in refused.reason
+    assert meeting.is_closed(connection)
+    introduction = Introduction(OWN, 2, make_nonce())
+    introduction.answer_challenge(encode({"challenge": "0" * 64}).strip())
+    with pytest.raises(Malformed, match="does not know the secret"):
+        introduction.check_answer(encode({"refused": "go away", "final": True, "proof": "0" * 64}).strip())
+
+
+NOISE = {
+    "infinity": b'{"hello": Infinity}\n',
+    "a large exponent": b'{"hello": 1e999, "run_id": "run"}\n',
+    "nested": b"[" * (GREETING_BYTES - 1) + b"\n",
+    "no line": b"x" * (GREETING_BYTES + 1),
+    "another language": b"GET / HTTP/1.1\r\n\r\n",
+    "no text": b"\xff\xfe\n",
+    "a list": b"[]\n",
+    "nothing": b"\n",
+    "other types": b'{"hello": "1", "run_id": 3, "attempt": null, "hosts": true, "nonce": [], "proof": {}}\n',
+    "a long number": b'{"hello": ' + b"9" * 4000 + b"}\n",
+    "an arrival": b'{"arrive": "start", "payload": null, "seconds": 1}\n',
+}
+
+
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
+def test_noise_costs_a_stranger_its_connection_and_nobody_else_anything(noise: bytes) -> None:
+    meeting = Meeting()
+    connection = meeting.open()
+    meeting.send(connection, noise)
+    assert meeting.is_closed(connection)
+    hosts = [meeting.join(worker)[0] for worker in range(3)]
+    for host in hosts:
+        meeting.send(host, {"arrive": "start", "payload": None, "seconds": 10})
+    assert all(meeting.read(host) == [{"same": "start", "payload": None}] for host in hosts)
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        *(noise for name, noise in NOISE.items() if name not in ("no line", "an arrival")),
+        b"[" * 200_000 + b"\n",
+        b'{"arrive": "p", "payload": ' + b"[" * 40 + b"]" * 40 + b', "seconds": 1}\n',
+        b'{"arrive": "p", "payload": NaN, "seconds": 1}\n',
+        b'{"arrive": "p", "payload": 1, "seconds": -1}\n',
+        b'{"arrive": "p", "payload": "\\ud800", "seconds": 1}\n',
+        b'{"phase": "' + b"x" * 601 + b'"}\n',
+        b'{"phase": "x", "more": 1}\n',
+        b'{"goodbye": 1.5, "reason": "", "overdue": false}\n',
+        b"x" * (HOST_BYTES + 1),
+    ],
+)
+def test_noise_of_a_host_that_was_let_in_ends_the_attempt_in_good_order(noise: bytes) -> None:
+    """It is a host after all: the others are told which one is gone."""
+    meeting = Meeting()
+    hosts = [meeting.join(worker)[0] for worker in range(2)]
+    meeting.send(hosts[1], noise)
+    assert meeting.is_closed(hosts[1])
+    [message] = meeting.read(hosts[0])
+    assert message["lost"].startswith("host 1 is gone")
+
+
+def test_what_a_host_said_before_its_noise_counts() -> None:
+    """The barrier is complete: the others must hear of it, though this host is gone."""
+    meeting = Meeting()
+    hosts = [meeting.join(worker)[0] for worker in range(3)]
+    arrival = {"arrive": "checkpoint 1", "payload": None, "seconds": 10}
+    meeting.send(hosts[0], arrival)
+    meeting.send(hosts[1], arrival)
+    meeting.send(hosts[2], arrival, b"noise\n")
+    assert [next(iter(message)) for message in meeting.read(hosts[0])] == ["same", "lost"]
+
+
+def test_nothing_may_follow_a_hello_before_its_answer() -> None:
+    meeting = Meeting()
+    connection = meeting.open()
+    hello = Introduction(OWN, 1, make_nonce()).answer_challenge(meeting.line(connection, 0))
+    meeting.send(connection, hello, {"phase": "in"})
+    assert meeting.is_closed(connection)
+
+
+def test_who_says_nothing_is_cut_off_after_seconds_and_a_slow_host_is_not() -> None:
+    meeting = Meeting()
+    silent, slow = meeting.open(now=0.0), meeting.open(now=0.0)
+    hello = Introduction(OWN, 1, make_nonce()).answer_challenge(meeting.line(slow, 0))
+    for place in range(0, len(hello), 50):
+        meeting.send(slow, hello[place : place + 50], now=SECONDS / 2)
+    meeting.perform(meeting.server.tick(SECONDS - 0.01))
+    assert not meeting.is_closed(silent)
+    meeting.perform(meeting.server.tick(SECONDS))
+    assert meeting.is_closed(silent)
+    assert not meeting.is_closed(slow)
+
+
+def test_the_number_of_connections_is_bounded_and_the_oldest_stranger_goes_first() -> None:
+    meeting = Meeting()
+    hosts = [meeting.join(worker)[0] for worker in range(2)]
+    strangers = [meeting.open() for _ in range(1000)]
+    assert meeting.server.connections == OWN.identity.hosts + SPARE_CONNECTIONS
+    assert meeting.is_closed(strangers[0])
+    assert not meeting.is_closed(strangers[-1])
+    assert not any(meeting.is_closed(host) for host in hosts)
+    assert meeting.join(2)[1] is None, "there is room for a host at any time"
+
+
+def test_a_message_to_all_hosts_is_encoded_once() -> None:
+    own = replace(OWN, identity=Identity("run", 1, 512))
+    meeting = Meeting(own)
+    hosts = [meeting.join(worker)[0] for worker in range(512)]
+    for worker, host in enumerate(hosts):
+        meeting.send(host, {"arrive": "parts", "payload": {"name": worker}, "seconds": 10})
+    answers = [meeting.sent[host][-1] for host in hosts]
+    assert all(answer is answers[0] for answer in answers)
+    assert len(json.loads(answers[0] or b"")["payloads"]) == 512
+
+
+def test_news_have_one_size_whatever_the_number_of_hosts() -> None:
+    own = replace(OWN, identity=Identity("run", 1, 512))
+    meeting = Meeting(own)
+    hosts = [meeting.join(worker)[0] for worker in range(512)]
+    for worker, host in enumerate(hosts):
+        meeting.send(host, {"phase": f"step {worker}"})  # no two alike
+    news = [data for _, data in meeting.server.tick(10.0)]
+    assert len(news) == 512
+    assert all(data is news[0] for data in news)
+    assert len(news[0] or b"") < 2200
+    assert meeting.server.tick(10.1) == []
+
+
+def test_a_summary_names_the_rarest_phase_first() -> None:
+    phases = ["step 7"] * 512
+    phases[3], phases[200] = "saving", "asked to stop"
+    text = "host 3 'saving', host 200 'asked to stop', hosts 0-2 4-199 201-511 'step 7'"
+    assert summarize(phases) == text
+
+
+def test_lines_survive_any_cut() -> None:
+    lines = [encode({"phase": f"step {number}"}) for number in range(50)]
+    stream = b"".join(lines)
+    for size in (1, 2, 7, 64, len(stream)):
+        buffer = LineBuffer(100)
+        received = [
+            bytes(line) for place in range(0, len(stream), size) for line in buffer.feed(stream[place : place + size])
+        ]
+        assert received == [line.rstrip(b"\n") for line in lines]
+
+
+def test_lines_that_were_not_taken_are_kept() -> None:
+    buffer = LineBuffer(100)
+    assert next(buffer.feed(b"first\nsecond\nthi")) == b"first"
+    assert [bytes(line) for line in buffer.feed(b"")] == [b"second"]
+    assert [bytes(line) for line in buffer.feed(b"rd\n")] == [b"third"]
+
+
+def test_an_error_says_what_was_expected() -> None:
+    doorkeeper = Doorkeeper(OWN)
+    doorkeeper.opened(0, 0.0)
+    with pytest.raises(Malformed):
+        doorkeeper.received(0, b"noise\n")
+    assert 0 in doorkeeper, "the caller closes it"
+    with pytest.raises(Malformed, match="none of phase, arrive, goodbye"):
+        decode(b"{}", FROM_HOST)

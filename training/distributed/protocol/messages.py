@@ -1,0 +1,189 @@
+"""The messages of the rendezvous: one JSON object a line. `decode` is the one place where bytes become a message.
+
+Nothing acts on a line before it was found to be shorter than its limit, UTF-8, JSON without NaN, infinities and
+bottomless nesting, an object of a kind that may come now, and to have exactly that kind's fields, each of its type and
+within its limits. Everything else raises Malformed, which costs the sender its connection and nobody anything else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Message = dict[str, Any]
+
+GREETING_BYTES = 4096  # of a line, before the sender has proved who it is
+HOST_BYTES = 4 << 20  # of a line of a host: a payload
+SERVER_BYTES = 256 << 20  # of a line of host 0: the payloads of all hosts
+TEXT_CHARACTERS = 600
+NESTING = 32
+_DAY = 86400.0
+_MANY = 1 << 31
+
+
+class Malformed(ValueError):
+    """Bytes that are no message of this protocol. Says what is wrong with them."""
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MANY
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= TEXT_CHARACTERS and _is_unicode(value)
+
+
+def _is_unicode(text: str) -> bool:
+    """Without lone surrogates, which could not be printed."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_long_text(value: Any) -> bool:
+    return isinstance(value, str) and _is_unicode(value)
+
+
+def _is_digest(value: Any) -> bool:
+    """32 bytes in hexadecimal."""
+    return isinstance(value, str) and len(value) == 64 and all(digit in "0123456789abcdef" for digit in value)
+
+
+def _is_seconds(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 3660 * _DAY
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_payload(value: Any, depth: int = NESTING) -> bool:
+    """JSON that is not nested deeper than NESTING, and can be printed."""
+    if isinstance(value, str):
+        return _is_unicode(value)
+    if isinstance(value, dict):
+        return depth > 0 and all(_is_unicode(key) and _is_payload(item, depth - 1) for key, item in value.items())
+    if isinstance(value, list):
+        return depth > 0 and all(_is_payload(item, depth - 1) for item in value)
+    return True
+
+
+def _are_payloads(value: Any) -> bool:
+    return isinstance(value, list) and _is_payload(value, NESTING + 1)
+
+
+Kinds = Mapping[str, Mapping[str, Callable[[Any], bool]]]
+"""The messages that may come, by the field that tells their kind: each field and what its value must be."""
+
+CHALLENGE: Kinds = {"challenge": {"challenge": _is_digest}}
+"""Host 0's first line to whoever connects."""
+
+HELLO: Kinds = {
+    "hello": {
+        "hello": _is_whole,
+        "run_id": _is_text,
+        "attempt": _is_whole,
+        "hosts": _is_whole,
+        "nonce": _is_digest,
+        "proof": _is_digest,
+    }
+}
+"""A host's first line."""
+
+ANSWER: Kinds = {
+    "welcome": {"welcome": _is_flag, "proof": _is_digest},
+    "refused": {"refused": _is_text, "final": _is_flag, "proof": _is_digest},
+}
+"""Host 0's answer to a hello whose proof is right."""
+
+FROM_HOST: Kinds = {
+    "phase": {"phase": _is_text},
+    "arrive": {"arrive": _is_text, "payload": _is_payload, "seconds": _is_seconds},
+    "goodbye": {"goodbye": _is_whole, "reason": _is_text, "overdue": _is_flag},
+}
+
+FROM_SERVER: Kinds = {
+    "complete": {"complete": _is_text, "payloads": _are_payloads},
+    "same": {"same": _is_text, "payload": _is_payload},
+    "lost": {"lost": _is_long_text, "code": _is_whole},
+    "news": {"news": _is_long_text, "host_0": _is_text},
+}
+
+
+def decode(line: bytes | bytearray, kinds: Kinds) -> tuple[str, Message]:
+    """A message of one of these kinds, and its kind. Raises Malformed."""
+    try:
+        message = json.loads(line.decode(), parse_constant=_refuse_constant, parse_float=_parse_finite)
+    except RecursionError:
+        raise Malformed("nested too deeply") from None
+    except ValueError as error:
+        raise Malformed(f"not JSON: {error}") from None
+    if not isinstance(message, dict):
+        raise Malformed("not an object")
+    kind = next((name for name in kinds if name in message), None)
+    if kind is None:
+        raise Malformed(f"none of {', '.join(kinds)}")
+    fields = kinds[kind]
+    if message.keys() != fields.keys():
+        raise Malformed(f"{kind} has other fields than {', '.join(fields)}")
+    for name, is_valid in fields.items():
+        if not is_valid(message[name]):
+            raise Malformed(f"{kind}: {name} is not what it must be")
+    return kind, message
+
+
+def _refuse_constant(name: str) -> float:
+    raise Malformed(f"{name} is not JSON")
+
+
+def _parse_finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise Malformed(f"{text[:20]} is not a finite number")
+    return number
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """The line of a message. Raises ValueError for a payload with NaN or an infinity."""
+    return json.dumps(message, allow_nan=False).encode() + b"\n"
+
+
+def clip(text: str) -> str:
+    """The beginning of a text of ours, as short as a message may have it and without what can't be encoded."""
+    return text.encode(errors="replace").decode()[:TEXT_CHARACTERS]
+
+
+class LineBuffer:
+    """The lines of a stream, of at most `limit` bytes each."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._bytes = bytearray()
+        self._searched = 0  # how many of the bytes are known to hold no end of a line
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was received after the last line."""
+        return not self._bytes
+
+    def feed(self, data: bytes) -> Iterator[bytearray]:
+        """The lines that are complete with `data`; those that the caller does not take are kept. Raises Malformed for a
+        line that is too long.
+
+        `limit` may be changed between two lines.
+        """
+        self._bytes += data
+        while (end := self._bytes.find(b"\n", self._searched)) >= 0:
+            if end > self.limit:
+                break
+            line = self._bytes[:end]
+            del self._bytes[: end + 1]
+            self._searched = 0
+            yield line
+        self._searched = len(self._bytes)
+        if self._searched > self.limit:
+            raise Malformed(f"a line of more than {self.limit} bytes")
