@@ -58,13 +58,16 @@ class Session:
 
     def attempt(self, number: int) -> AttemptRef:
         """How an attempt that was begun is found on the hosts, and which values are masked in what is kept of it."""
-        if self.specification is not None:
-            values = self.secrets.values(self.specification)
+        if not self.provider.capabilities.sends_secrets:
+            names, values = list(self.config.gke.secrets), dict[str, str]()
+        elif self.specification is not None:
+            names, values = self.specification.secrets, self.secrets.values(self.specification)
         else:
-            environment = self.secrets.environment
-            values = {name: environment[name] for name in self.config.run.secrets if name in environment}
+            names, environment = self.config.run.secrets, self.secrets.environment
+            values = {name: environment[name] for name in names if name in environment}
         workers = range(self.config.accelerator.hosts)
-        return AttemptRef(self.ledger.run_id, number, workers, tuple(values.values()))
+        unknown = [name for name in names if name not in values]
+        return AttemptRef(self.ledger.run_id, number, workers, values, unknown)
 
 
 def make_attempt(

@@ -2,8 +2,9 @@
 
 `.tpu-launch/runs/<run id>/post-mortem-<attempt>.tar.gz` (0600) holds the run's records, the logs and
 stacks of the attempt, what the API says of the slice, and for each host that answers its container's inspection, disks,
-memory, kernel messages and TPU logs. The values of the run's secrets are masked wherever they appear. It is written
-under a temporary name and renamed: a crash leaves nothing half-written.
+memory, kernel messages and TPU logs. The values of the run's secrets are masked wherever they appear, as far as this
+process knows them (`launcher.masking`). It is written under a temporary name and renamed: a crash leaves nothing
+half-written.
 """
 
 from __future__ import annotations
@@ -11,30 +12,45 @@ from __future__ import annotations
 import io
 import os
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from launcher.masking import Masker
 from launcher.run.ledger import Ledger
 
 _RECORDS = ("run.json", "config.yaml", "specification.yaml", "events.jsonl")
 _LOG_BYTES = 20_000_000  # of the end of each log
 
 
-def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Sequence[str]) -> Path:
-    """Writes the archive and returns its path. `evidence`: file name -> text, from the provider."""
+def write(ledger: Ledger, attempt: int, evidence: Mapping[str, str], secrets: Mapping[str, str]) -> Path:
+    """Writes the archive and returns its path.
+
+    Args:
+        ledger: The run.
+        attempt: Its number.
+        evidence: File name -> text, from the provider.
+        secrets: Name of the variable -> value that is masked.
+
+    Raises:
+        OSError: It can't be written, for example because the disk is full; nothing of it is left.
+    """
+    masker = Masker(secrets)
     target = ledger.folder / f"post-mortem-{attempt}.tar.gz"
     now = ledger.clock.time()
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    with (
-        os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as sink,
-        tarfile.open(fileobj=sink, mode="w:gz", compresslevel=3) as archive,
-    ):
-        root = f"{ledger.run_id}-{attempt}"
-        for path in _files(ledger, attempt):
-            _add(archive, f"{root}/{path.relative_to(ledger.folder)}", _end_of(path), secrets, now)
-        for name, text in evidence.items():
-            _add(archive, f"{root}/{name}", text.encode(errors="replace"), secrets, now)
-    os.replace(temporary, target)
+    try:
+        with (
+            os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as sink,
+            tarfile.open(fileobj=sink, mode="w:gz", compresslevel=3) as archive,
+        ):
+            root = f"{ledger.run_id}-{attempt}"
+            for path in _files(ledger, attempt):
+                _add(archive, f"{root}/{path.relative_to(ledger.folder)}", _masked_end(path, masker), now)
+            for name, text in evidence.items():
+                _add(archive, f"{root}/{name}", masker.mask(text.encode(errors="replace")), now)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
     return target
 
 
@@ -44,16 +60,16 @@ def _files(ledger: Ledger, attempt: int) -> Iterable[Path]:
         yield from sorted((ledger.folder / kind / f"attempt-{attempt}").glob("*"))
 
 
-def _end_of(path: Path) -> bytes:
+def _masked_end(path: Path, masker: Masker) -> bytes:
+    """The end of a file. A value that the cut divides is masked, too: more is read, masked, and then cut off."""
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - _LOG_BYTES))
-        return file.read()
+        start = max(0, path.stat().st_size - _LOG_BYTES - masker.longest)
+        file.seek(start)
+        data = masker.mask(file.read())
+    return data[masker.longest :] if start else data
 
 
-def _add(archive: tarfile.TarFile, name: str, data: bytes, secrets: Sequence[str], now: float) -> None:
-    for secret in secrets:
-        if secret:
-            data = data.replace(secret.encode(), b"***")
+def _add(archive: tarfile.TarFile, name: str, data: bytes, now: float) -> None:
     entry = tarfile.TarInfo(name)
     entry.size, entry.mode, entry.mtime = len(data), 0o600, int(now)
     archive.addfile(entry, io.BytesIO(data))

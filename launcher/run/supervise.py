@@ -8,7 +8,7 @@ at any moment, the run goes on, and another process attaches to it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from launcher.errors import LaunchError
@@ -54,8 +54,10 @@ class AttemptRef:
     run_id: str
     number: int
     workers: Sequence[int]
-    secrets: Sequence[str] = field(default=(), repr=False)
-    """Values that nothing which is kept may show."""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Name -> value that nothing which is kept may show."""
+    unknown_secrets: Sequence[str] = ()
+    """Names of those whose values this process does not know."""
 
     @property
     def container(self) -> str:
@@ -96,15 +98,27 @@ def supervise(
         )
     )
     if verdict.kind in _WORTH_A_POST_MORTEM:
-        evidence = provider.evidence(attempt.container, reachable)
-        path = post_mortem.write(ledger, attempt.number, evidence, attempt.secrets)
-        ledger.append(events.PostMortemWritten(attempt.number, str(path)))
-        output.say(f"logs, inspection, TPU logs and the slice's state are kept in {path}")
+        _keep_post_mortem(provider, ledger, attempt, reachable, output.say)
     reports = provider.stop(attempt.container, grace=1, remove=True, workers=reachable)
     cleared = {report.worker for report in reports if report.ok}
     if left := tuple(worker for worker in attempt.workers if worker not in cleared):
         ledger.append(events.LeftBehind(attempt.number, attempt.container, left))
     return verdict
+
+
+def _keep_post_mortem(
+    provider: Provider, ledger: Ledger, attempt: AttemptRef, reachable: Sequence[int], say: Say
+) -> None:
+    """Writes the archive of an attempt that failed. A failure to write it is told, and keeps nothing from following."""
+    evidence = provider.evidence(attempt.container, reachable)
+    try:
+        path = post_mortem.write(ledger, attempt.number, evidence, attempt.secrets)
+    except OSError as error:
+        say(f"no post-mortem of attempt {attempt.number} could be written: {error}")
+        return
+    ledger.append(events.PostMortemWritten(attempt.number, str(path)))
+    unmasked = f"; not masked in it: {', '.join(attempt.unknown_secrets)}" if attempt.unknown_secrets else ""
+    say(f"logs, inspection, TPU logs and the slice's state are kept in {path}{unmasked}")
 
 
 def last_lines(ledger: Ledger, attempt: int, verdict: Verdict) -> list[str]:
