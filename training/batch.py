@@ -8,6 +8,7 @@ same step without a separate barrier.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,9 @@ Arrays = Mapping[str, np.ndarray]
 # What every step adds up over the global batch, in this order: the loss of each counted prediction times its weight,
 # the weights, and the weights of correct predictions.
 SUMS = ("loss", "weight", "correct")
+# What a training step tells of its update, in this order: the norm of the gradient of the mean loss, before clipping;
+# and 1 when the update was left out because the loss or that norm is not finite (train.on_nonfinite: skip), else 0.
+UPDATE = ("gradient_norm", "skipped")
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,8 @@ class StepResult:
     signals: Signals  # of all hosts
     # float64; an evaluation's further totals, of a task that has some: for example the confusion matrix, row by row.
     counts: np.ndarray | None = None
+    gradient_norm: float | None = None  # of a training step: before clipping
+    skipped: bool = False  # the step has left the state as it was
 
     @staticmethod
     def empty() -> StepResult:
@@ -69,6 +75,14 @@ class StepResult:
     def loss(self) -> float:
         """The weighted mean loss over the global batch; nan when nothing was counted."""
         return self.sums["loss"] / self.sums["weight"] if self.sums["weight"] else float("nan")
+
+    def nonfinite(self, step: int) -> str | None:
+        """What of training step number `step` is not finite, for messages; None when everything is."""
+        if not math.isfinite(self.loss):
+            return f"the loss of step {step} is {self.loss}"
+        if self.gradient_norm is not None and not math.isfinite(self.gradient_norm):
+            return f"the gradient norm of step {step} is {self.gradient_norm}"
+        return None
 
 
 class Pending(Protocol):

@@ -106,6 +106,10 @@ class Train(ScheduleSettings, AdamWSettings):
     clip_norm: float | None = Field(default=1.0, gt=0)
     """A gradient with a larger norm is scaled down to this one. `null`: never."""
 
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a step does whose loss or gradient norm is not finite: `stop` ends the attempt before such a state is saved;
+    `skip` leaves weights and moments as they were, counts the step and goes on. 50 such steps in a row end the run."""
+
     dropout: float = Field(default=0.1, ge=0, lt=1)
     """The share of activations that is dropped in training."""
 
@@ -139,6 +143,8 @@ class Train(ScheduleSettings, AdamWSettings):
         values: dict[str, Any] = serialize(self)
         if self.optimizer == "adamw":
             values.pop("optimizer", None)
+        if self.on_nonfinite == "stop":
+            values.pop("on_nonfinite", None)
         return values
 
 

@@ -56,6 +56,15 @@ class OutOfMemory(TrainError):
         super().__init__(f"out of memory: {self.ADVICE}\n  {details}")
 
 
+class NonFinite(TrainError):
+    """The loss, the gradient norm or the state of a run is NaN or infinite. All hosts raise it for the same step."""
+
+    def __init__(self, step: int, message: str) -> None:
+        """`step`: number of the step that gave it, counted from 0."""
+        super().__init__(message)
+        self.step = step
+
+
 class UnusableTpu(TrainError):
     """The framework could not initialise the TPU."""
 

@@ -31,6 +31,7 @@ from training.registry import task_of_model
 from training.run_setup import open_backend, open_task, warn
 from training.storage.hub import model_folder
 from training.tasks.task import Task, task_class
+from training.telemetry.tracker import finite_or_none
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,13 @@ class Evaluated:
     labels: tuple[str, ...] | None
 
     def as_json(self) -> dict[str, Any]:
-        """For people's programs: the figures beside the rest, and the confusion matrix where there is one."""
-        values = {"model": self.model, "step": self.step, "data": self.data, "examples": self.examples, **self.figures}
+        """For people's programs: the figures beside the rest (null for one that is not finite, whose name is in
+        "not_finite"), and the confusion matrix where there is one."""
+        figures = finite_or_none(self.figures)
+        lost = [name for name, value in figures.items() if value is None]
+        values = {"model": self.model, "step": self.step, "data": self.data, "examples": self.examples, **figures}
+        if lost:
+            values["not_finite"] = lost
         return {**values, "labels": self.labels, "confusion": self.confusion} if self.confusion else values
 
 

@@ -1,7 +1,9 @@
-"""What the training loop knows of its run, in a few objects: how far it is, its evaluations, and its compilations.
+"""What the training loop knows of its run, in a few objects: how far it is, the steps that were not finite, its
+evaluations, and its compilations.
 
-No I/O and no clock: the loop feeds them with results, and asks them what to report and what to save. A step is
-*started* when it was given to the backend, and *finished* when its result was read; a few steps may be in between.
+No clock, and no I/O but the records of earlier attempts: the loop feeds them with results, and asks them what to report
+and what to save. A step is *started* when it was given to the backend, and *finished* when its result was read; a few
+steps may be in between.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,16 @@ import numpy as np
 from training.backends.protocol import Backend
 from training.batch import HostBatch, Signals, StepResult
 from training.checkpoint.retention import Best
-from training.errors import TrainError
+from training.distributed.rendezvous import Rendezvous
+from training.errors import BadInput, NonFinite, TrainError
+from training.storage import Storage
+from training.telemetry.attempts import NonFiniteStep, read_nonfinite
 from training.telemetry.phase_timer import PhaseTimer
+from training.telemetry.tracker import finite_or_none
 
 _SHOWN_RECORDS = 64  # of a batch, in the message about a loss that is not finite
+MOST_SKIPPED = 50  # steps in a row whose update was left out: then training goes nowhere
+MOST_STEPS_BACK = 2  # checkpoints that a run may pass over because the first step after them was not finite
 
 
 @dataclass
@@ -33,31 +41,88 @@ class Progress:
     replaced: int = 0  # rows of this host and attempt in the place of damaged records (data.on_corrupt: skip)
     first_loss: float | None = None
     last_loss: float | None = None
+    skipped: int = 0  # steps of the run whose update was left out (train.on_nonfinite: skip)
+    skipped_in_a_row: int = 0
     signals: Signals = field(default_factory=Signals)
 
     def resume(self, step: int, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint of `step` with this state."""
         self.step = self.finished = step
         self.first_loss, self.last_loss = state["first_loss"], state["last_loss"]
+        self.skipped = state.get("skipped_steps", 0)
 
     def start_step(self) -> None:
         """Counts a step that was given to the backend."""
         self.step, self.trained = self.step + 1, self.trained + 1
 
     def finish_step(self, result: StepResult, batch: HostBatch) -> None:
-        """Takes the result of the oldest step in flight. Raises TrainError for a loss that is not finite."""
+        """Takes the result of the oldest step in flight. Raises NonFinite for a loss or a gradient norm that is not
+        finite, unless the step has left its update out, and for too many such steps in a row."""
         self.signals = self.signals.union(result.signals)
         self.replaced += batch.replaced
-        loss = result.loss
-        if not math.isfinite(loss):
-            records = ", ".join(map(str, batch.records[:_SHOWN_RECORDS]))
-            last = "none before was finite" if self.last_loss is None else f"the last finite one was {self.last_loss}"
-            raise TrainError(
-                f"the loss of step {self.finished} is {loss}; {last}. Records of this host's batch: {records}"
-            )
+        problem = result.nonfinite(self.finished)
+        if problem and not result.skipped:
+            raise NonFinite(self.finished, f"{problem}; {self._describe(batch)}")
         self.finished += 1
-        self.first_loss = loss if self.first_loss is None else self.first_loss
-        self.last_loss = loss
+        self.skipped += result.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
+        if self.skipped_in_a_row == MOST_SKIPPED:
+            raise NonFinite(
+                self.finished - 1, f"{MOST_SKIPPED} steps in a row were skipped, and {problem}; {self._describe(batch)}"
+            )
+        if not result.skipped:
+            self.first_loss = result.loss if self.first_loss is None else self.first_loss
+            self.last_loss = result.loss
+
+    def _describe(self, batch: HostBatch) -> str:
+        """What came before a step that is not finite, and what it was trained on."""
+        records = ", ".join(map(str, batch.records[:_SHOWN_RECORDS]))
+        last = "none before was finite" if self.last_loss is None else f"the last finite one was {self.last_loss}"
+        return f"{last}. Records of this host's batch: {records}"
+
+
+@dataclass(frozen=True)
+class NonFiniteHistory:
+    """The steps of a run that were not finite in earlier attempts with the same configuration and code."""
+
+    records: tuple[NonFiniteStep, ...] = ()
+
+    @staticmethod
+    def read(folder: str, program: str, rendezvous: Rendezvous, is_first: bool, storage: Storage) -> NonFiniteHistory:
+        """Of the run in `folder`, as host 0 sees it: all hosts call it. `program`: of this attempt."""
+        records = [asdict(record) for record in read_nonfinite(folder, storage)] if is_first else None
+        shared = [NonFiniteStep(**record) for record in rendezvous.meet("nonfinite", records)[0]]
+        return NonFiniteHistory(tuple(record for record in shared if record.program == program))
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        """The checkpoints whose first step was not finite: the one before is tried instead."""
+        return frozenset(
+            record.checkpoint for record in self.records if record.checkpoint and record.step == record.restored
+        )
+
+    def judge(self, error: NonFinite, restored: int) -> TrainError:
+        """What ends an attempt that had restored step `restored` (0: none): a failure, after which another attempt may
+        help, or BadInput where trying again changes nothing."""
+        advice = "lower train.learning_rate or train.clip_norm, look at these records, or set train.on_nonfinite: skip"
+        earlier = [record for record in self.records if record.step == error.step]
+        if earlier:
+            return BadInput(
+                f"{error}. The same step was not finite in an earlier attempt that began at step "
+                f"{earlier[-1].restored} (this one at step {restored}): trying again changes nothing; {advice}"
+            )
+        if not restored or error.step != restored:
+            return NonFinite(error.step, f"{error}. No later step is saved; {advice}")
+        if len(self.suspects) >= MOST_STEPS_BACK:
+            return BadInput(
+                f"{error}. The run has gone back {len(self.suspects)} checkpoints already, and the first step after "
+                f"each was not finite: trying again changes nothing; {advice}"
+            )
+        return NonFinite(
+            error.step,
+            f"{error}. This is the first step after restoring: the next attempt goes back one "
+            f"checkpoint, before step {restored}",
+        )
 
 
 @dataclass
@@ -73,7 +138,8 @@ class Evaluations:
     def resume(self, state: Mapping[str, Any]) -> None:
         """Continues from a checkpoint with this state."""
         self.best, self.step = state.get("best"), state.get("evaluated", -1)
-        self.figures = state.get("figures") or {}
+        figures = state.get("figures") or {}
+        self.figures = {name: math.nan if value is None else value for name, value in figures.items()}
 
     def record(self, step: int, figures: dict[str, float], counts: np.ndarray | None) -> None:
         """Takes the figures of the evaluation after `step` steps."""
@@ -82,6 +148,11 @@ class Evaluations:
             value = figures[self.rule.metric]
             if self.rule.better(value, self.best["value"] if self.best else None):
                 self.best = {"step": step, "metric": self.rule.metric, "value": value}
+
+    @property
+    def nonfinite(self) -> list[str]:
+        """The figures of the last evaluation that are NaN or infinite."""
+        return [name for name, value in self.figures.items() if not math.isfinite(value)]
 
     def is_best(self, step: int) -> bool:
         """Whether the state after `step` steps was evaluated, and was better than all before. Then its checkpoint says
@@ -92,7 +163,7 @@ class Evaluations:
         """What a checkpoint of `step` keeps."""
         return {
             "evaluated": self.step,
-            "figures": self.figures if self.step == step else None,
+            "figures": finite_or_none(self.figures) if self.step == step else None,
             "best": self.best,
         }
 

@@ -19,6 +19,7 @@ from training.progress import Evaluations, Progress
 from training.run_setup import Run
 from training.telemetry import html
 from training.telemetry.text import format_summary
+from training.telemetry.tracker import finite_or_none
 
 
 def compare_weights(run: Run, backend: Backend, replaced: int) -> tuple[str, int]:
@@ -81,6 +82,7 @@ def build_summary(
     config, cluster = run.config, run.cluster
     count, compile_seconds = backend.compilations()
     step_seconds, seconds = run.step_seconds(), run.timer.report()
+    figures = finite_or_none(evaluations.figures)
     return {
         "run_id": cluster.run_id,
         "attempt": cluster.attempt,
@@ -90,7 +92,7 @@ def build_summary(
         "steps": progress.step,
         "first_loss": progress.first_loss,
         "last_loss": progress.last_loss,
-        **{f"eval_{name}": evaluations.figures.get(name) for name in run.task.figure_names},
+        **{f"eval_{name}": figures.get(name) for name in run.task.figure_names},
         "best": evaluations.best,
         "examples_per_second": (
             progress.trained * config.train.global_batch_size / step_seconds if step_seconds else 0.0
@@ -108,6 +110,8 @@ def build_summary(
         "checkpoint_blocked_seconds": round(checkpoints.blocked_seconds, 3),
         "host_fallbacks": backend.fallbacks(),
         "skipped_records": skipped,
+        "skipped_steps": progress.skipped,
+        "not_finite": [f"eval_{name}" for name in evaluations.nonfinite],
         "final_weights_crc32c": checksum,
         "goodput": round(seconds.get("step", 0.0) / seconds["total"], 4),
         "seconds": seconds,
@@ -120,7 +124,7 @@ def write_summary(run: Run, evaluations: Evaluations, summary: dict[str, Any]) -
         confusion = evaluations.counts.reshape(len(run.task.labels), -1).tolist()
         html.write_confusion(run.folder, run.task.labels, confusion)
     run.dependencies.storage.write(
-        storage.join(run.folder, html.SUMMARY_FILE), json.dumps(summary, indent=1).encode() + b"\n"
+        storage.join(run.folder, html.SUMMARY_FILE), json.dumps(summary, indent=1, allow_nan=False).encode() + b"\n"
     )
     run.console.print(format_summary(summary))
-    run.console.print("summary: " + json.dumps(summary))
+    run.console.print("summary: " + json.dumps(summary, allow_nan=False))

@@ -68,6 +68,11 @@ class Run:
         return join(self.folder, "model")
 
     @property
+    def program(self) -> str:
+        """Equal for attempts that train in the same way: of the configuration and the code."""
+        return f"{self.config.hash}.{self.code}"
+
+    @property
     def precision(self) -> str:
         """Of matrix products, fp32 or bf16, on this host's devices."""
         return self.config.for_device(device_kind()).train.precision

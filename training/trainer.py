@@ -10,29 +10,29 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 from training import storage
 from training.backends.protocol import Backend
-from training.batch import HostBatch, Pending, Signals
+from training.batch import HostBatch, Pending, Signals, StepResult
 from training.checkpoint.format import step_folder
-from training.checkpoint.reader import restore
+from training.checkpoint.reader import Restored, checkpoint_name, restore
 from training.checkpoint.retention import Best, EveryMinutes, EverySteps
 from training.checkpoint.writer import CheckpointWriter
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
-from training.errors import StopRequested
+from training.errors import NonFinite, StopRequested, TrainError
 from training.evaluate import evaluate_all
 from training.models.flops import WorkCounter
 from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
-from training.progress import Compilations, Evaluations, Progress
+from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
 from training.run_end import build_summary, compare_weights, export_model, write_summary
 from training.run_setup import Dependencies, Run, open_checkpoints, open_run, warn
 from training.telemetry.attempt_end import AttemptContext, record_attempt_end
+from training.telemetry.attempts import NonFiniteStep, write_nonfinite
 from training.telemetry.console import Console
 from training.telemetry.metrics import MetricsLog
 from training.telemetry.phase_timer import PhaseTimer
@@ -68,8 +68,11 @@ def train(
     recording = record_attempt_end(run.folder, begin_record, timer, context, warn, run.dependencies.storage)
     with recording if cluster.is_first else contextlib.nullcontext():
         trainer = open_trainer(run, context)
-        trainer.loop()
-        return trainer.finish()
+        try:
+            trainer.loop()
+            return trainer.finish()
+        except NonFinite as error:
+            raise trainer.judge(error, begin_record) from None
 
 
 def open_trainer(run: Run, context: AttemptContext) -> Trainer:
@@ -82,17 +85,20 @@ def open_trainer(run: Run, context: AttemptContext) -> Trainer:
     with run.timer.phase("restore"):
         checkpoints, identity = open_checkpoints(run)
         warn_here = warn if cluster.is_first else lambda _: None
+        history = NonFiniteHistory.read(
+            run.folder, run.program, run.rendezvous, cluster.is_first, run.dependencies.storage
+        )
         restored = restore(
             checkpoints.folder, run.rendezvous, identity, backend.load_state, warn_here,
-            run.dependencies.storage, run.dependencies.machine.threads,
+            run.dependencies.storage, run.dependencies.machine.threads, history.suspects,
         )  # fmt: skip
-        trainer = Trainer(run, backend, checkpoints)
+        trainer = Trainer(run, backend, checkpoints, history)
         run.console.print(
             f"run {cluster.run_id}, attempt {cluster.attempt}: {len(cluster.all_addresses)} host(s), "
             f"{backend.devices} device(s), {run.precision}, {run.task.data.train.records} records"
         )
         if restored:
-            trainer.resume(restored.manifest.step, restored.manifest.state, restored.damaged)
+            trainer.resume(restored)
         if cluster.is_first:
             step = trainer.progress.step
             trainer.log = MetricsLog(
@@ -109,8 +115,12 @@ def open_trainer(run: Run, context: AttemptContext) -> Trainer:
 class Trainer:
     """The loop of one attempt, and what it works on."""
 
-    def __init__(self, run: Run, backend: Backend, checkpoints: CheckpointWriter) -> None:
-        """A run at step 0."""
+    def __init__(
+        self, run: Run, backend: Backend, checkpoints: CheckpointWriter, history: NonFiniteHistory | None = None
+    ) -> None:
+        """A run at step 0. `history`: of earlier attempts."""
+        self.history = history or NonFiniteHistory()
+        self.restored: Restored | None = None
         train, best = run.config.train, run.config.checkpoint.best
         self.run, self.backend, self.checkpoints = run, backend, checkpoints
         self.progress = Progress()
@@ -123,11 +133,13 @@ class Trainer:
         self._saved_at = run.timer.total()  # seconds; of the last save
         self._rate = StepRate()
 
-    def resume(self, step: int, state: Mapping[str, Any], damaged: tuple[int, ...]) -> None:
-        """Continues from the checkpoint of `step`; newer ones that were `damaged` may be written again."""
+    def resume(self, restored: Restored) -> None:
+        """Continues from a checkpoint; newer ones that were passed over may be written again."""
+        step, state = restored.manifest.step, restored.manifest.state
+        self.restored = restored
         self.progress.resume(step, state)
         self.evaluations.resume(state)
-        self.checkpoints.restored(step, damaged)
+        self.checkpoints.restored(step, restored.damaged)
         self.run.console.print(f"going on from {self._checkpoint_url(step)}")
 
     # --- the loop
@@ -191,7 +203,7 @@ class Trainer:
         self.run.rendezvous.set_phase(f"copying the state of step {progress.step}")
         with self.run.timer.phase("checkpoint"):
             losses = {"first_loss": progress.first_loss, "last_loss": progress.last_loss}
-            state = {**losses, **self.evaluations.state(progress.step)}
+            state = {**losses, **self.evaluations.state(progress.step), "skipped_steps": progress.skipped}
             self.checkpoints.save(progress.step, self.backend.tensor_specs(), self.backend.snapshot_state, state)
 
     def evaluate(self) -> None:
@@ -205,6 +217,8 @@ class Trainer:
             return
         self.evaluations.record(step, run.task.figures(total), total.counts)
         run.console.print(format_evaluation(step, self.evaluations.figures))
+        if self.evaluations.nonfinite and run.cluster.is_first:
+            warn(f"the evaluation after step {step} is not finite: {', '.join(self.evaluations.nonfinite)}")
         if self.log:
             self.log.log(step, {f"eval_{name}": value for name, value in self.evaluations.figures.items()})
 
@@ -247,6 +261,19 @@ class Trainer:
             write_summary(run, self.evaluations, summary)
         return summary
 
+    def judge(self, error: NonFinite, record_url: str) -> TrainError:
+        """What ends an attempt whose step, or whose state, was not finite. Host 0 records it for later attempts."""
+        manifest = self.restored.manifest if self.restored else None
+        restored = manifest.step if manifest else 0
+        if self.run.cluster.is_first:
+            name = checkpoint_name(manifest) if manifest else None
+            try:
+                record = NonFiniteStep(error.step, restored, name, self.run.program)
+                write_nonfinite(record_url, record, self.run.dependencies.storage)
+            except storage.StorageError as problem:
+                warn(f"that step {error.step} was not finite is not recorded: {problem}")
+        return self.history.judge(error, restored)
+
     # --- results of steps
 
     def finish_steps(self) -> None:
@@ -272,17 +299,26 @@ class Trainer:
         for result, batch in finished:
             self.progress.finish_step(result, batch)
             step = self.progress.finished
+            if self.log and result.skipped and (self.progress.skipped <= 5 or self.progress.skipped % 100 == 0):
+                warn(f"{result.nonfinite(step - 1)}: its update was skipped ({self.progress.skipped} so far)")
             if self.log and (step % train.log_every == 0 or step == train.steps):
-                self._report(self.log, step, result.loss)
+                self._report(self.log, step, result)
 
-    def _report(self, log: MetricsLog, step: int, loss: float) -> None:
-        """The progress line, and the same for the trackers."""
-        train = self.run.config.train
+    def _report(self, log: MetricsLog, step: int, result: StepResult) -> None:
+        """The progress line, and the same for the trackers. The line of a skipped step has the last finite loss."""
+        train, loss = self.run.config.train, result.loss
+        if result.skipped and self.progress.last_loss is not None:
+            loss = self.progress.last_loss
         seconds = self._rate.update(self.run.step_seconds(), self.progress.trained)
         rate = train.global_batch_size / seconds if seconds > 0 else 0.0
         self.run.console.progress(format_progress(step, train.steps, loss, rate, (train.steps - step) * seconds))
-        values = {"loss": loss, "learning_rate": learning_rate(train, step - 1), "examples_per_second": rate}
-        log.log(step, values)
+        values = {
+            "loss": result.loss,
+            "gradient_norm": result.gradient_norm,
+            "learning_rate": learning_rate(train, step - 1),
+            "examples_per_second": rate,
+        }
+        log.log(step, {**values, **({"skipped_steps": self.progress.skipped} if train.on_nonfinite == "skip" else {})})
 
     def _checkpoint_url(self, step: int) -> str:
         return storage.join(self.checkpoints.folder, step_folder(step))

@@ -210,7 +210,7 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(
 def test_when_nothing_verifies_the_run_is_not_started_over(tmp_path: Path) -> None:
     save(tmp_path, [10])
     damage_byte(tmp_path / "step-00000010")
-    with pytest.raises(BadInput, match="none of the checkpoints of steps 10 verifies"):
+    with pytest.raises(BadInput, match="none of the checkpoints of steps 10 can be used"):
         load(tmp_path)
 
 
@@ -359,7 +359,7 @@ def test_the_commands_show_list_and_verify(tmp_path: Path) -> None:
     assert [line.split()[0] for line in inspect.render_table(str(tmp_path)).splitlines()] == ["step", "20", "10"]
     assert '"step": 10' in inspect.render_manifest(str(tmp_path), 10)
     assert inspect.verify_checkpoints(str(tmp_path), None) == (
-        "step 20: good, 652 bytes in 2 part(s)\nstep 10: good, 652 bytes in 2 part(s)",
+        "step 20: good, finite, 652 bytes in 2 part(s)\nstep 10: good, finite, 652 bytes in 2 part(s)",
         True,
     )
     with pytest.raises(BadInput, match="no committed step 15; it has 20, 10"):

@@ -18,6 +18,7 @@ import pytest
 from tests.container import small_runs
 from tests.container.faulty_trainers import Fault, Run
 from tests.container.golden_losses import DOCUMENTS, GOLDEN, STEPS
+from tests.container.poisoned_runs import check_skips, poisoned_document
 from tests.container.test_kill_anywhere import finish_and_compare, kill
 from training.accelerators import accelerator
 from training.config import from_document
@@ -72,6 +73,12 @@ def test_losses_are_those_of_one_cpu_to_the_fifth_digit(task: str, tmp_path: Pat
     assert len(losses) == STEPS
     assert losses == pytest.approx(golden["losses"], rel=PRECISION)
     assert summary["eval_loss"] == pytest.approx(golden["evaluation"], rel=PRECISION)
+
+
+def test_a_skipped_step_leaves_the_state_bit_for_bit_on_eight_devices(tmp_path: Path) -> None:
+    """In strict mode: the select is part of the step's program."""
+    config = poisoned_document(tmp_path, "torch-xla", 1e19, train__on_nonfinite="skip", train__precision="fp32")
+    check_skips(tmp_path, train(tmp_path, "skip", config))
 
 
 def test_the_published_settings_train_in_strict_mode(folder: Path) -> None:

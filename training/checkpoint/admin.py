@@ -150,7 +150,7 @@ def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
     for chosen in steps if step is None else [_require_step(checkpoints, steps, step)]:
         try:
             manifest = verify(checkpoints, chosen)
-            lines.append(f"step {chosen}: good, {manifest.size:,} bytes in {len(manifest.parts)} part(s)")
+            lines.append(f"step {chosen}: good, finite, {manifest.size:,} bytes in {len(manifest.parts)} part(s)")
         except Damaged as error:
             good = False
             lines.append(f"step {chosen}: damaged: {error}")

@@ -20,14 +20,14 @@ class BestSection(Section):
 
 
 class Checkpoint(Section):
-    """When the state of training is saved, and which checkpoints are kept. Without `every_steps` and `every_minutes`
-    it is saved when training ends or is asked to stop."""
+    """When the state of training is saved, and which checkpoints are kept. It is also saved when training ends or is
+    asked to stop."""
 
     every_steps: int | None = Field(default=None, ge=1)
     """Save after every so many steps. A run that is killed repeats at most this many."""
 
-    every_minutes: float | None = Field(default=None, gt=0)
-    """Save when so many minutes have passed since the last save began. May be combined with `every_steps`."""
+    every_minutes: float | None = Field(default=15.0, gt=0)
+    """Save when so many minutes have passed since the last save began, also one of `every_steps`. `null`: never."""
 
     keep_last: int = Field(default=2, ge=1)
     """How many of the newest checkpoints are kept. With one, a checkpoint that turns out to be damaged has none before

@@ -15,6 +15,8 @@ or nothing) but may lose or flip what it holds. So:
   reported the size and crc32c of the part that it has finished writing. Nothing is renamed, ever.
 * Parts carry a token of the process group that wrote them (`9f31c2d4`), so a host of an earlier attempt that resumes
   late writes beside a committed checkpoint, never over it.
+* Only a finite state is committed: the loop ends at the step that was not, and each host looks at its part in host
+  memory. One that is not finite (of a program without this rule) is passed over like a damaged one.
 * Only the newest start of a run commits: host 0 looks for later claims before and after it writes the manifest
   (`training.run_setup.fence`). If two look at the same moment, the create-only write decides.
 * A manifest names its parts with size and crc32c, and carries a crc32c of itself. Restoring verifies all of it, and

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from training.checkpoint import host_memory
 from training.checkpoint.format import Manifest, Part, StoredTensor
 from training.checkpoint.safetensors_file import Damaged, TensorSpec, header_end, parse_header
 from training.checkpoint.slices import Slice, copy_into, key_in_part
+from training.checkpoint.snapshot import find_nonfinite
 from training.checkpoint.store import committed_steps, read_manifest
 from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
@@ -42,7 +43,7 @@ Header = Mapping[str, tuple[TensorSpec, slice]]  # of a part: name -> (specifica
 
 @dataclass(frozen=True)
 class Restored:
-    """Where to continue. `damaged` are newer committed steps that did not verify."""
+    """Where to continue. `damaged` are newer committed steps that did not verify, or were passed over."""
 
     manifest: Manifest
     damaged: tuple[int, ...]
@@ -66,6 +67,7 @@ def restore(
     warn: Callable[[str], None],
     storage: Storage = default_storage,
     threads: Threads = SYSTEM.threads,
+    suspects: Collection[str] = (),
 ) -> Restored | None:
     """Loads the newest good checkpoint. Every host must call it.
 
@@ -74,6 +76,7 @@ def restore(
         identity: What the checkpoint must have been made from.
         load_state: Is given the tensors, some at a time. What a damaged checkpoint has given, the next overwrites.
         warn: Shows a message about each damaged checkpoint.
+        suspects: Checkpoints, by `checkpoint_name`, that are passed over: the first step after them was not finite.
 
     Returns:
         What was restored; None when there is no checkpoint.
@@ -90,7 +93,9 @@ def restore(
         try:
             manifest = read_manifest(folder, step, storage)
             _require_identity(folder, manifest, identity)
-            load_tensors(folder, manifest, load_state, storage, threads)
+            if checkpoint_name(manifest) in suspects:
+                raise Damaged("the first step after it was not finite in an earlier attempt")
+            load_tensors(folder, manifest, finite(load_state), storage, threads)
         except Damaged as error:
             why = str(error)
         errors = rendezvous.meet(f"restore {step}", why)
@@ -101,20 +106,36 @@ def restore(
             assert manifest is not None
             return Restored(manifest, tuple(damaged))
         damaged.append(step)
-        warn(f"checkpoint {join(folder, form.step_folder(step))} is damaged ({failures[0]}); trying the one before")
+        warn(f"checkpoint {join(folder, form.step_folder(step))} can't be used ({failures[0]}); trying the one before")
     if damaged:
         raise BadInput(
-            f"{folder}: none of the checkpoints of steps {', '.join(map(str, damaged))} verifies; to start over, use "
-            "another run id or output"
+            f"{folder}: none of the checkpoints of steps {', '.join(map(str, damaged))} can be used; to start over, "
+            "use another run id or output"
         )
     return None
 
 
 def verify(folder: str, step: int, storage: Storage = default_storage) -> Manifest:
-    """Reads every byte of a checkpoint and compares. Raises Damaged."""
+    """Reads every byte of a checkpoint and compares. Raises Damaged, also for a state that is not finite."""
     manifest = read_manifest(folder, step, storage)
-    load_tensors(folder, manifest, lambda tensors: None, storage)
+    load_tensors(folder, manifest, finite(lambda tensors: None), storage)
     return manifest
+
+
+def checkpoint_name(manifest: Manifest) -> str:
+    """A name that no other checkpoint of the run has, not even one of the same step by a later attempt."""
+    return f"{manifest.step}/{manifest.parts[0].name}"
+
+
+def finite(load_state: LoadState) -> LoadState:
+    """`load_state` of finite tensors only: it raises Damaged for others."""
+
+    def load(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        if name := find_nonfinite(tensors):
+            raise Damaged(f"not finite: tensor {name} has a NaN or an infinity")
+        load_state(tensors)
+
+    return load
 
 
 def load_tensors(

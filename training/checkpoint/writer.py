@@ -3,8 +3,9 @@ background thread.
 
     loop thread          starts the copy of this host's tensors, straight into the bytes of its part, in memory that is
                          reused from save to save; waits for its end before it changes the state (`snapshot.py`)
-    background thread    waits for the copy, writes the part
-                         meets "checkpoint 40", where every host reports the name, size and crc32c of its part
+    background thread    waits for the copy, looks whether it is finite, writes the part
+                         meets "checkpoint 40", where every host reports the name, size and crc32c of its part, or the
+                         tensor that is not finite: then nothing is committed
                          host 0: writes the manifest, deletes what the retention policy does not keep
 
 At most one save is under way: the next one waits for it (back-pressure), so host memory holds one copy of this host's
@@ -24,11 +25,11 @@ from training.checkpoint import host_memory
 from training.checkpoint.format import Manifest, Part
 from training.checkpoint.retention import Keep
 from training.checkpoint.safetensors_file import TensorSpec, encode
-from training.checkpoint.snapshot import Snapshot, StartSnapshot
+from training.checkpoint.snapshot import Snapshot, StartSnapshot, find_nonfinite
 from training.checkpoint.store import delete_checkpoint, list_folders
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
-from training.errors import TrainError
+from training.errors import NonFinite, TrainError
 from training.machine import SYSTEM, Machine
 from training.machine.threads import Thread
 from training.storage import AlreadyExists, Storage, StorageError, crc32c, is_remote, join
@@ -56,6 +57,10 @@ class _PartBuffer:
         self.tensors = form.whole_tensors(specs, shares)
         share = [(name, specs[name]) for name in shares[cluster.worker]]
         self.data, self.views = encode(share, allocate=host_memory.allocate)
+
+    def find_nonfinite(self) -> str | None:
+        """The name of a tensor of this host's part that is not finite."""
+        return find_nonfinite({name: (self.specs[name], view) for name, view in self.views.items()})
 
     def fault_in(self) -> None:
         host_memory.fault_in(self.data)
@@ -143,7 +148,7 @@ class CheckpointWriter:
             hosts=self._cluster.hosts,
         )
         self._thread = self._machine.threads.start(
-            self._run, manifest, self._snapshot, self._buffer.data, name=f"checkpoint-{step}"
+            self._run, manifest, self._snapshot, self._buffer, name=f"checkpoint-{step}"
         )
         if not self._background:
             self.wait()
@@ -173,27 +178,37 @@ class CheckpointWriter:
             self._snapshot = None
         self.check()
 
-    def _run(self, manifest: Manifest, snapshot: Snapshot, data: memoryview) -> None:
+    def _run(self, manifest: Manifest, snapshot: Snapshot, buffer: _PartBuffer) -> None:
         try:
             self._rendezvous.set_background_phase(f"saving {manifest.step}: copying the state")
             snapshot.wait()
-            self._commit(manifest, data)
+            self._commit(manifest, buffer)
             self.committed = manifest.step
         except BaseException as error:
             self._error = error
         finally:
             self._rendezvous.set_background_phase("")
 
-    def _commit(self, manifest: Manifest, data: memoryview) -> None:
-        """Writes this host's part, and on host 0 the manifest once all hosts have written theirs."""
+    def _commit(self, manifest: Manifest, buffer: _PartBuffer) -> None:
+        """Writes this host's part, and on host 0 the manifest once all hosts have written theirs. Raises NonFinite on
+        all hosts when a part of one is not finite."""
         step, cluster = manifest.step, self._cluster
         folder = join(self.folder, form.step_folder(step))
-        self._rendezvous.set_background_phase(f"saving {step}: writing its part")
-        part = self._write_part(folder, form.part_name(cluster.worker, cluster.hosts, self._description.token), data)
+        report: dict[str, Any] = {"nonfinite": buffer.find_nonfinite()}
+        if not report["nonfinite"]:
+            self._rendezvous.set_background_phase(f"saving {step}: writing its part")
+            name = form.part_name(cluster.worker, cluster.hosts, self._description.token)
+            part = self._write_part(folder, name, buffer.data)
+            report = {"name": part.name, "size": part.size, "crc32c": part.crc32c}
         self._rendezvous.set_background_phase(f"saving {step}: waiting for all parts")
-        reports = self._rendezvous.meet(
-            f"checkpoint {step}", {"name": part.name, "size": part.size, "crc32c": part.crc32c}
-        )
+        reports = self._rendezvous.meet(f"checkpoint {step}", report)
+        for worker, report in enumerate(reports):
+            if tensor := report.get("nonfinite"):
+                raise NonFinite(
+                    step - 1,
+                    f"the state after {step} steps is not finite (host {worker}: tensor {tensor} has a NaN or an "
+                    "infinity), so it was not saved",
+                )
         if cluster.is_first:
             self._rendezvous.set_background_phase(f"saving {step}: committing")
             self._write_manifest(folder, replace(manifest, parts=tuple(Part(**report) for report in reports)))

@@ -65,7 +65,7 @@ def restore_checkpoint(folder: str, new_run: str, step: int | None) -> None:
 @click.argument("folder")
 @click.option("--step", type=int, help="Only this one.")
 def verify_checkpoint(folder: str, step: int | None) -> None:
-    """Read every byte of the checkpoints below FOLDER. Exits with 1 if one is damaged."""
+    """Read every byte of the checkpoints below FOLDER. Exits with 1 if one is damaged, or its state is not finite."""
     from training.checkpoint import admin
 
     text, good = admin.verify_checkpoints(folder, step)

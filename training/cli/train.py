@@ -86,7 +86,7 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
         rendezvous.meet("end")
         if cluster.is_first:
             text = f"{result.model}, {result.examples} examples: {format_figures(result.figures)}"
-            print(json.dumps(result.as_json()) if as_json else text, file=out, flush=True)
+            print(json.dumps(result.as_json(), allow_nan=False) if as_json else text, file=out, flush=True)
 
     def run() -> None:
         from training.backends.tensorflow.pod import run_program

@@ -2,6 +2,7 @@
 
     attempts/attempt-0002.<token>.json        written when all hosts have agreed: hosts, code, configuration
     attempts/attempt-0002.<token>.end.json    written by host 0 when the attempt ends in any way that Python sees
+    attempts/attempt-0002.<token>.nonfinite.json    before that, by host 0, when a step ended it that was not finite
 
 An attempt without the second file is running, or was killed: preempted, out of memory, stopped hard. The token belongs
 to one group of processes, so no record is ever overwritten.
@@ -9,11 +10,12 @@ to one group of processes, so no record is ever overwritten.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from training import storage as default_storage
@@ -21,7 +23,7 @@ from training.errors import Exit, StopRequested, TrainError
 from training.storage import Storage, join, name_of
 
 _NAME = re.compile(r"attempt-(\d+)\.([^.]+)(\.end)?\.json")
-_END = ".end.json"
+_END, _NON_FINITE = ".end.json", ".nonfinite.json"
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,33 @@ class Attempt:
     number: int
     start: Mapping[str, Any] = field(default_factory=dict)
     end: Mapping[str, Any] | None = None  # how, message, step, ended, seconds
+
+
+@dataclass(frozen=True)
+class NonFiniteStep:
+    """An attempt's record of a step that was not finite. Later attempts choose their checkpoint by it."""
+
+    step: int  # its number
+    restored: int  # the step of the checkpoint that the attempt had restored; 0 when it had none
+    checkpoint: str | None  # that checkpoint: a name that no other has
+    program: str  # hash of configuration and code: another program may do better
+
+
+def write_nonfinite(start_url: str, record: NonFiniteStep, storage: Storage = default_storage) -> None:
+    """Writes the record of an attempt, beside its start record."""
+    url = start_url.removesuffix(".json") + _NON_FINITE
+    storage.write(url, json.dumps(asdict(record), indent=1).encode() + b"\n")
+
+
+def read_nonfinite(folder: str, storage: Storage = default_storage) -> list[NonFiniteStep]:
+    """The records of all attempts of the run in `folder`, in the order of their numbers. One that can't be read is as
+    good as none."""
+    records = []
+    for info in storage.listing(join(folder, "attempts")):
+        if info.url.endswith(_NON_FINITE):
+            with contextlib.suppress(ValueError, TypeError):
+                records.append(NonFiniteStep(**json.loads(storage.read(info.url))))
+    return records
 
 
 def write_end(

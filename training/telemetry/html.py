@@ -138,6 +138,9 @@ def _figures(run: RunRecord) -> str:
     notes = [text.format_program_counts(dict(summary))] if summary else []
     if summary.get("hub"):
         notes.append(text.format_upload(summary["hub"]))
+    skipped = summary.get("skipped_steps") or max((line.get("skipped_steps", 0) for line in run.lines), default=0)
+    if skipped:
+        notes.append(text.format_skipped_steps(skipped))
     if summary.get("skipped_records"):
         notes.append(f"{summary['skipped_records']} rows of damaged records were replaced (data.on_corrupt: skip)")
     return f"<ul class='figures'>{items}</ul>" + "".join(f"<p>{escape(note)}</p>" for note in notes)
@@ -147,13 +150,15 @@ def _training_figures(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str
     figures: list[tuple[str, str]] = []
     if lines:
         figures.append(("steps", f"{lines[-1]['step']:,}"))
-    losses = [line["loss"] for line in lines if "loss" in line]
+    losses = [line["loss"] for line in lines if line.get("loss") is not None]
     if losses:
         figures.append(("loss", f"{losses[0]:.4f} → {losses[-1]:.4f}"))
     evaluations = [line for line in lines if any(key.startswith("eval_") for key in line)]
     if evaluations:
         figures += [
-            (f"evaluation {_words(key)}", f"{value:.4f}") for key, value in evaluations[-1].items() if key != "step"
+            (f"evaluation {_words(key)}", "not finite" if value is None else f"{value:.4f}")
+            for key, value in evaluations[-1].items()
+            if key.startswith("eval_")
         ]
     return figures
 
@@ -187,6 +192,7 @@ def _curves(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         svg.line_chart("Loss", [curve("training", "loss"), curve("evaluation", "eval_loss")]),
         *(svg.line_chart(f"Evaluation: {_words(key)}", [curve(key, key)]) for key in evaluated),
         svg.line_chart("Examples/s", [curve("examples/s", "examples_per_second")]),
+        svg.line_chart("Gradient norm", [curve("gradient norm", "gradient_norm")]),
         svg.line_chart("Learning rate", [curve("learning rate", "learning_rate")]),
     ]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from training import storage as default_storage
 from training.storage import Storage, join, name_of
-from training.telemetry.tracker import AttemptInfo, Values, open_tracker
+from training.telemetry.tracker import AttemptInfo, Values, finite_or_none, open_tracker
 
 LINES = 1000
 FLUSH_SECONDS = 20.0
@@ -86,8 +86,11 @@ class JsonLinesTracker:
         self._dirty = True
 
     def log(self, step: int, values: Values) -> None:
-        """Adds a line. Floats keep all their digits."""
-        self._lines.append(json.dumps({"step": step, **values}))
+        """Adds a line. Floats keep all their digits; one that is NaN or infinite is null, and its name is in
+        "not_finite"."""
+        finite = finite_or_none(values)
+        lost = [name for name, value in values.items() if value is not None and finite[name] is None]
+        self._lines.append(json.dumps({"step": step, **finite, **({"not_finite": lost} if lost else {})}))
         self._dirty = True
         if len(self._lines) >= LINES:
             self.flush()

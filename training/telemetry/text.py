@@ -86,9 +86,13 @@ def format_summary(summary: dict[str, Any]) -> str:
     precision = f", {summary['precision']}" if "precision" in summary else ""
     lines = [
         f"finished {summary['steps']} steps on {summary['hosts']} host(s), {summary['devices']} device(s){precision}: "
-        f"loss {summary['first_loss']:.4f} -> {summary['last_loss']:.4f}"
+        f"loss {_number(summary['first_loss'])} -> {_number(summary['last_loss'])}"
     ]
-    if summary.get("eval_loss") is not None:
+    if summary.get("skipped_steps"):
+        lines.append(format_skipped_steps(summary["skipped_steps"]))
+    if summary.get("not_finite"):
+        lines.append(f"evaluation: {', '.join(summary['not_finite'])} is not finite")
+    elif summary.get("eval_loss") is not None:
         prefix = "eval_"
         figures = {key.removeprefix(prefix): value for key, value in summary.items() if key.startswith(prefix)}
         shown = [
@@ -103,6 +107,16 @@ def format_summary(summary: dict[str, Any]) -> str:
     if summary.get("hub"):
         lines.append(format_upload(summary["hub"]))
     return "\n".join(lines)
+
+
+def format_skipped_steps(count: int) -> str:
+    """Steps whose update was left out."""
+    return f"{count} step(s) were skipped, whose loss or gradient norm was not finite (train.on_nonfinite: skip)"
+
+
+def _number(value: float | None) -> str:
+    """A loss; of a run without a finite one, nan."""
+    return "nan" if value is None else f"{value:.4f}"
 
 
 def _format_speed(summary: dict[str, Any]) -> str:

@@ -7,14 +7,22 @@ To add a tracker (Weights & Biases, MLflow, ...), write a module with a class th
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from training import storage as default_storage
 from training.storage import Storage
 
 Values = Mapping[str, float | None]
+
+
+def finite_or_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values as JSON can have them: None for a float that is NaN or infinite."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
+    }
 
 
 @dataclass(frozen=True)

@@ -98,20 +98,21 @@ class TensorFlow:
         seed, scalars = self._step.scalars(number)
         rows = self._replicas.send_rows(batch)
         if not self._exchange:
-            return _PendingStep(self._call("train", rows, seed, scalars), signals)
+            return _PendingStep(self._call("train", rows, seed, scalars), signals, trains=True)
         gradients = self._call("gradients", rows, seed).numpy()
         total = self._exchange.sum(np.concatenate([gradients, _as_array(signals)]))
-        self._call("update", tf.constant(total[: -len(_as_array(signals))]), scalars)
-        return _PendingStep(total[len(gradients) - len(SUMS) :])
+        update = self._call("update", tf.constant(total[: -len(_as_array(signals))]), scalars).numpy()
+        return _PendingStep(np.concatenate([total[len(gradients) - len(SUMS) :], update]), trains=True)
 
     @translate_failures()
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
         sums = self._call("evaluate", self._replicas.send_rows(batch))
         if not self._exchange:
-            return _PendingStep(sums, signals)
+            return _PendingStep(sums, signals, trains=False)
         values = sums.numpy()
         return _PendingStep(
-            self._exchange.sum(np.concatenate([values[: len(SUMS)], _as_array(signals), values[len(SUMS) :]]))
+            self._exchange.sum(np.concatenate([values[: len(SUMS)], _as_array(signals), values[len(SUMS) :]])),
+            trains=False,
         )
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -180,10 +181,11 @@ def _as_array(signals: Signals) -> npt.NDArray[np.float32]:
 
 
 class _PendingStep:
-    """`sums` are of this host alone when `signals` are given: then there is no other."""
+    """`sums` are of this host alone when `signals` are given: then there is no other. Those of a step that `trains` end
+    with training.batch.UPDATE, others with the task's counts."""
 
-    def __init__(self, sums: Any, signals: Signals | None = None) -> None:
-        self._sums, self._signals = sums, signals
+    def __init__(self, sums: Any, signals: Signals | None = None, *, trains: bool) -> None:
+        self._sums, self._signals, self._trains = sums, signals, trains
 
     @translate_failures()
     def result(self) -> StepResult:
@@ -193,4 +195,8 @@ class _PendingStep:
         if signals is None:
             stop, save, *further = further
             signals = Signals(stop > 0, save > 0)
-        return StepResult(dict(zip(SUMS, values, strict=False)), signals, np.array(further) if further else None)
+        sums = dict(zip(SUMS, values, strict=False))
+        if self._trains:
+            norm, skipped = further
+            return StepResult(sums, signals, gradient_norm=norm, skipped=skipped > 0)
+        return StepResult(sums, signals, np.array(further) if further else None)

@@ -51,12 +51,11 @@ class TrainingStep:
         return tf.constant(seed, tf.int32), tf.constant(np.array(scalars, np.float32))
 
     def train_program(self, rows: Any, seed: Any, scalars: Any) -> Any:
-        """A step on a host without others. Returns the sums: (3,)."""
+        """A step on a host without others. Returns the sums and what `update` returns: (3 + 2,)."""
 
         def replica(rows: Any) -> Any:
             gradients, sums = self.gradients(rows, seed)
-            self.update(gradients, sums, scalars)
-            return sums
+            return tf.concat([sums, self.update(gradients, sums, scalars)], 0)
 
         return self._replicas.run(replica, rows)
 
@@ -70,14 +69,13 @@ class TrainingStep:
         return self._replicas.run(replica, rows)
 
     def update_program(self, flat: Any, scalars: Any) -> Any:
-        """The rest of the step, with what hosts have added up."""
+        """The rest of the step, with what hosts have added up. Returns what `update` returns: (2,)."""
 
         def replica() -> Any:
             variables = [parameter.variable for parameter in self._parameters]
             *pieces, sums = tf.split(flat, [*(variable.shape.num_elements() for variable in variables), len(SUMS)])
             gradients = [tf.reshape(piece, variable.shape) for piece, variable in zip(pieces, variables, strict=True)]
-            self.update(gradients, sums, scalars)
-            return sums
+            return self.update(gradients, sums, scalars)
 
         return self._replicas.run(replica)
 
@@ -114,14 +112,36 @@ class TrainingStep:
         *gradients, total = self._replicas.sum([*gradients, total])
         return gradients, total
 
-    def update(self, gradients: list[Any], sums: Any, scalars: Any) -> None:
-        """Clips gradients of the summed loss, and lets the optimizer change the state."""
+    def update(self, gradients: list[Any], sums: Any, scalars: Any) -> Any:
+        """Clips gradients of the summed loss, and lets the optimizer change the state. Returns what
+        training.batch.UPDATE names: (2,)."""
         scalars = tf.unstack(scalars)
-        scale = 1 / tf.maximum(sums[SUMS.index("weight")], 1e-6)  # of the sum's gradient, to the mean's
+        loss, weight = sums[SUMS.index("loss")], sums[SUMS.index("weight")]
+        scale = 1 / tf.maximum(weight, 1e-6)  # of the sum's gradient, to the mean's
+        norm = tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in gradients])) * scale
         if self._train.clip_norm is not None:
-            norm = tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(gradient)) for gradient in gradients])) * scale
             scale = scale * tf.minimum(self._train.clip_norm / (norm + 1e-6), 1)
+        if self._train.on_nonfinite == "stop":
+            self._optimizer.update(gradients, scale, *scalars)
+            return tf.stack([norm, tf.zeros_like(norm)])
+        is_finite = tf.math.is_finite(norm) & tf.math.is_finite(loss / weight)
+        before = [tf.identity(variable) for variable in self._state_variables()]
         self._optimizer.update(gradients, scale, *scalars)
+        tf.distribute.get_replica_context().merge_call(self._keep_if, args=(is_finite, before))
+        return tf.stack([norm, tf.cast(~is_finite, norm.dtype)])
+
+    def _keep_if(self, strategy: Any, is_finite: Any, before: list[Any]) -> None:
+        """Puts the state back to what it was `before`, unless its update is finite."""
+
+        def select(variable: Any, old: Any, is_finite: Any) -> None:
+            variable.assign(tf.where(is_finite, variable, old))
+
+        for variable, old in zip(self._state_variables(), before, strict=True):
+            strategy.extended.update(variable, select, args=(old, is_finite))
+
+    def _state_variables(self) -> list[Any]:
+        moments = [variable for group in self._optimizer.state().values() for variable in group]
+        return [*(parameter.variable for parameter in self._parameters), *moments]
 
 
 def _piece(array: Any, number: int, pieces: int) -> Any:

@@ -88,17 +88,17 @@ class TorchXla:
             if not self._stepped:
                 self._sharding.require_replicated(self.state_tensors())
                 self._stepped = True
-            return _PendingStep(self._state, report)
+            return _PendingStep(self._state, report, trains=True)
         scalars = self._step.begin(number)
         flat = self._step.flatten(*self._step.gradients(number, batch, signals))
         torch_xla.sync()
         total = self._state.to_host(flat)
         self._exchange.sum(total)
         flat = total.to(self._sharding.device)
-        self._step.update(*self._step.unflatten(flat), scalars)
+        update = self._step.update(*self._step.unflatten(flat), scalars)
         self._state.wait_before_mutation()
         torch_xla.sync()
-        return _PendingStep(self._state, total[-REPORT:])
+        return _PendingStep(self._state, total[-REPORT:], update, trains=True)
 
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
         report = self.trace_evaluation(batch, signals)
@@ -107,7 +107,7 @@ class TorchXla:
         if self._exchange:
             report = self._state.to_host(report)
             self._exchange.sum(report)
-        return _PendingStep(self._state, report)
+        return _PendingStep(self._state, report, trains=False)
 
     def trace_step(self, number: int, batch: Arrays, signals: Signals) -> Tensor:
         """The report of a step that has not run: what a host without other hosts runs at the next sync."""
@@ -164,13 +164,18 @@ def _shapes(batch: Arrays) -> list[tuple[int, ...]]:
 
 
 class _PendingStep:
-    """A report that may not have been computed yet."""
+    """A report in one or several tensors that may not have been computed yet. One of a step that `trains` ends with
+    training.batch.UPDATE, others with the task's counts."""
 
-    def __init__(self, state: State, report: Tensor) -> None:
-        self._state, self._report = state, report
+    def __init__(self, state: State, *report: Tensor, trains: bool) -> None:
+        self._state, self._report, self._trains = state, report, trains
 
     def result(self) -> StepResult:
-        values = self._state.to_host(self._report).tolist()
+        values = [value for tensor in self._report for value in self._state.to_host(tensor).tolist()]
         stop, save = values[len(SUMS) : REPORT]
-        counts = np.array(values[REPORT:]) if len(values) > REPORT else None
-        return StepResult(dict(zip(SUMS, values, strict=False)), Signals(stop > 0, save > 0), counts)
+        sums, signals = dict(zip(SUMS, values, strict=False)), Signals(stop > 0, save > 0)
+        further = values[REPORT:]
+        if self._trains:
+            norm, skipped = further
+            return StepResult(sums, signals, gradient_norm=norm, skipped=skipped > 0)
+        return StepResult(sums, signals, np.array(further) if further else None)

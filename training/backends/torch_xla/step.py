@@ -44,11 +44,11 @@ class TrainingStep:
         self._state, self._sharding, self._task_sums = state, sharding, task_sums
 
     def trace(self, number: int, batch: Arrays, signals: Signals) -> Tensor:
-        """A step that has not run: its report (5,), and the state becomes what the step makes of it."""
+        """A step that has not run: its report (5 + 2,), and the state becomes what the step makes of it."""
         scalars = self.begin(number)
         gradients, report = self.gradients(number, batch, signals)
-        self.update(gradients, report, scalars)
-        return self._sharding.replicate_report(report)
+        update = self.update(gradients, report, scalars)
+        return self._sharding.replicate_report(torch.cat([report, update]))
 
     def begin(self, number: int) -> Tensor:
         """Puts the state on the devices and seeds PyTorch's generator, for networks that use it. Returns what changes
@@ -77,15 +77,24 @@ class TrainingStep:
             report = torch.cat([report[: len(SUMS)] + sums.detach(), report[len(SUMS) :]])
         return gradients, report
 
-    def update(self, gradients: list[Tensor], report: Tensor, scalars: Tensor) -> None:
-        """Clips gradients of the summed loss, and lets the optimizer change the state."""
-        weight = report[SUMS.index("weight")]
+    def update(self, gradients: list[Tensor], report: Tensor, scalars: Tensor) -> Tensor:
+        """Clips gradients of the summed loss, and lets the optimizer change the state. Returns what
+        training.batch.UPDATE names: (2,)."""
+        loss, weight = report[SUMS.index("loss")], report[SUMS.index("weight")]
         with torch.no_grad():
             scale = 1 / weight.clamp(min=1e-6)  # of the sum's gradient, to the mean's
+            norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt() * scale
             if self._train.clip_norm is not None:
-                norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt() * scale
                 scale = scale * (self._train.clip_norm / (norm + 1e-6)).clamp(max=1)
+            if self._train.on_nonfinite == "stop":
+                self._state.optimizer.update(self._state.parameters, gradients, scale, *scalars.unbind())
+                return torch.stack([norm, torch.zeros_like(norm)])
+            is_finite = torch.isfinite(norm) & torch.isfinite(loss / weight)
+            before = [value.clone() for value in self._state.tensors().values()]
             self._state.optimizer.update(self._state.parameters, gradients, scale, *scalars.unbind())
+            for value, old in zip(self._state.tensors().values(), before, strict=True):
+                value.copy_(torch.where(is_finite, value, old))
+            return torch.stack([norm, (~is_finite).to(norm.dtype)])
 
     def trace_evaluation(self, batch: Arrays, signals: Signals) -> Tensor:
         """The report and the counts, (5 + counts,), of an evaluation that has not run."""

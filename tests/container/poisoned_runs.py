@@ -1,0 +1,55 @@
+"""Regressions on data with one absurd label, which makes a step not finite: 1e30, whose loss overflows; or 1e19, whose
+loss is finite and whose gradient norm is not. tests/container and tests/tensorflow train on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.container import small_runs
+from tests.container.test_regression_runs import document, examples, shards, write_csv
+from training.checkpoint.store import committed_steps, read_manifest
+from training.errors import NonFinite
+from training.telemetry.metrics import read_history
+
+STEPS = 8
+
+
+def poisoned_document(folder: Path, backend: str, label: float, **changes: Any) -> dict[str, Any]:
+    """Eight steps over all of the data, in strict mode, with a checkpoint after each."""
+    small_runs.write_tokenizer(folder / "tokenizer")
+    rows = examples(95, 1)
+    rows[40] = (rows[40][0], label)
+    made = shards(folder, write_csv(folder / "train.csv", rows), write_csv(folder / "e.csv", examples(19, 2)))
+    assert made.exit_code == 0, made.output
+    settings = {"train__steps": STEPS, "checkpoint__every_steps": 1, "checkpoint__keep_last": STEPS}
+    return document(folder, backend=backend, **{**settings, **changes})
+
+
+def assert_skip_leaves_the_state_alone(folder: Path, backend: str, label: float) -> None:
+    """Bit for bit, moments included, in one program, and the step is counted."""
+    config = poisoned_document(folder, backend, label, train__on_nonfinite="skip")
+    check_skips(folder, small_runs.train_here(config, "skip"))
+
+
+def check_skips(folder: Path, summary: dict[str, Any]) -> None:
+    """Of the run "skip" in `folder`."""
+    lines = [line for line in read_history(str(folder / "runs" / "skip")) if "learning_rate" in line]
+    skipped = [line["step"] for line in lines if line.get("not_finite")]
+    assert len(skipped) == summary["skipped_steps"] == lines[-1]["skipped_steps"]
+    assert max(skipped) > 1, "no step was skipped that has a checkpoint before it"
+    place = str(folder / "runs" / "skip" / "checkpoints")
+    checksums = [read_manifest(place, step).parts[0].crc32c for step in range(1, STEPS + 1)]
+    unchanged = [step for step in range(2, STEPS + 1) if checksums[step - 1] == checksums[step - 2]]
+    assert unchanged == [step for step in skipped if step > 1]
+    assert all(line["gradient_norm"] > 0 for line in lines if line["step"] not in skipped)
+
+
+def assert_stop_commits_nothing_behind_it(folder: Path, backend: str, label: float) -> None:
+    """The attempt ends at the step whose update is not finite, although the loss may be."""
+    with pytest.raises(NonFinite) as raised:
+        small_runs.train_here(poisoned_document(folder, backend, label), "stop")
+    committed = committed_steps(str(folder / "runs" / "stop" / "checkpoints"))
+    assert committed[:1] == ([raised.value.step] if raised.value.step else [])

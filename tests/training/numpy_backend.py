@@ -1,0 +1,140 @@
+"""A backend of a few numbers, so that the real loop, `training.trainer.train`, trains in milliseconds and without a
+framework: one weight vector, moved by each batch's records. Steps can be told to be not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.container import small_runs
+from training.batch import Arrays, HostBatch, Signals, StepResult
+from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.snapshot import Snapshot
+from training.config import TrainerConfig, from_document
+from training.distributed.rendezvous import SingleHost
+from training.distributed.shutdown import ShutdownRequest
+from training.tasks.task import Task
+from training.telemetry.phase_timer import PhaseTimer
+from training.telemetry.tracker import TRACKERS, AttemptInfo, Values
+from training.trainer import train
+from training.yaml_file import Document
+
+# What of a step is not finite: "loss" and its update, or the "update" alone.
+Fault = Callable[[int], str | None]
+
+
+class Result:
+    """A result that is there."""
+
+    def __init__(self, value: StepResult) -> None:
+        self.value = value
+
+    def result(self) -> StepResult:
+        return self.value
+
+
+class NumpyBackend:
+    """`training.backends.protocol.Backend` of one device."""
+
+    devices, in_flight = 1, 2
+
+    def __init__(self, config: TrainerConfig, fault: Fault, evaluation_loss: float) -> None:
+        self.config, self.fault, self.evaluation_loss = config, fault, evaluation_loss
+        self.state = {"model/w": np.full(4, 9.0, np.float32), "adam_m/w": np.zeros(4, np.float32)}
+
+    def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
+        return task.batches(start)
+
+    def step(self, number: int, batch: Arrays, signals: Signals) -> Result:
+        fault, loss, norm = self.fault(number), float(np.abs(self.state["model/w"]).mean()), 0.5
+        if fault:
+            norm = float("nan")
+            loss = float("nan") if fault == "loss" else loss
+        skipped = fault is not None and self.config.train.on_nonfinite == "skip"
+        if not skipped:
+            for value in self.state.values():
+                value[...] = value * 0.98 + (np.nan if fault else 1e-3 * (int(batch["input_ids"].sum()) % 7))
+        sums = {"loss": loss, "weight": 1.0, "correct": 0.0}
+        return Result(StepResult(sums, signals, gradient_norm=norm, skipped=skipped))
+
+    def evaluate(self, batch: Arrays, signals: Signals) -> Result:
+        return Result(StepResult({"loss": self.evaluation_loss, "weight": 1.0, "correct": 0.0}, signals))
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec("F32", value.shape, value.nbytes) for name, value in self.state.items()}
+
+    def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
+        for name, buffer in buffers.items():
+            buffer[:] = self.state[name].tobytes()
+        return Snapshot()
+
+    def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        for name, (_, data) in tensors.items():
+            self.state[name] = np.frombuffer(bytes(data), np.float32).copy()
+
+    def compilations(self) -> tuple[int, float]:
+        return 0, 0.0
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def fallbacks(self) -> list[str]:
+        return []
+
+    def preflight(self) -> str | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class NoTracker:
+    """Instead of TensorBoard's, whose package only the images have."""
+
+    def __init__(self, info: AttemptInfo) -> None:
+        self.info = info
+
+    def log(self, step: int, values: Values) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class Runs:
+    """Runs in one folder; each call of `train` is an attempt."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.monkeypatch = small_runs.prepare(folder), monkeypatch
+        monkeypatch.setitem(TRACKERS, "tensorboard", f"{__name__}:NoTracker")
+
+    def train(
+        self,
+        run_id: str,
+        attempt: int,
+        fault: Fault = lambda number: None,
+        *,
+        evaluation_loss: float = 2.0,
+        shutdown: ShutdownRequest | None = None,
+        **changes: Any,
+    ) -> dict[str, Any]:
+        """The summary of an attempt."""
+        document = small_runs.document(
+            self.folder, **{"train__steps": 40, "checkpoint__every_steps": 10, "export__at_end": False, **changes}
+        )
+        settings = from_document(Document("test", document, {}))
+        self.monkeypatch.setattr(
+            "training.trainer.open_backend", lambda config, *others: NumpyBackend(config, fault, evaluation_loss)
+        )
+        stop = shutdown or ShutdownRequest()
+        return train(settings, small_runs.this_host(run_id, attempt), SingleHost(), stop, PhaseTimer())
+
+    def path(self, run_id: str) -> Path:
+        return self.folder / "runs" / run_id
