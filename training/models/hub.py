@@ -9,15 +9,17 @@ go through the Hub's LFS protocol; its newer Xet store is not used.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from training import storage
 from training.config import Hub
@@ -30,6 +32,9 @@ from training.telemetry.metrics import read_history
 TOKEN = "HF_TOKEN"
 CARD = "README.md"
 _TRIES, _RETRY_SECONDS = 2, 3.0  # of an upload
+_POLL_SECONDS = 0.2  # between looks whether the run still waits for an upload
+_CLOSE_SECONDS = 5.0  # that the thread has to end its process
+_SHOWN_BYTES = 1 << 16  # of what an upload printed
 
 
 def push_model(
@@ -88,7 +93,11 @@ def last_figures(run: str, step: int) -> dict[str, float]:
     ]
     if not evaluations:
         return {}
-    return {name.removeprefix("eval_"): value for name, value in evaluations[-1].items() if name != "step"}
+    return {
+        name.removeprefix("eval_"): value
+        for name, value in evaluations[-1].items()
+        if name.startswith("eval_") and value is not None
+    }
 
 
 def render_card(repository: str, config: Mapping[str, Any], figures: Mapping[str, float]) -> str:
@@ -116,32 +125,44 @@ def render_card(repository: str, config: Mapping[str, Any], figures: Mapping[str
 
 
 class BackgroundUploader:
-    """The uploads of one attempt, on host 0: one at a time. Commits during an upload are left out, except the last."""
+    """The uploads of one attempt, on host 0: one at a time, by a thread that starts a process for each and reads what
+    it printed. Commits during an upload are left out, except the last. Nothing that goes wrong here reaches the loop.
+    """
 
-    def __init__(self, settings: Hub, run: str, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        settings: Hub,
+        run: str,
+        warn: Callable[[str], None],
+        command: Sequence[str] = (sys.executable, "-m", "training.cli", "push"),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Uploads nothing yet.
 
         Args:
             settings: the section hub of the configuration.
             run: the run's folder.
             warn: shows a warning.
+            command: that uploads; the run, the repository and options follow.
+            now: seconds, for `hub.wait_seconds`.
         """
         self.settings, self.run, self.warn = settings, run, warn
         self.pushed: int | None = None  # the newest step on the Hub
         self.commit: str | None = None  # its URL
         self.error: str | None = None  # of the newest upload
-        self._started_for: int | None = None  # the newest commit that an upload was started for
-        self._process: subprocess.Popen[bytes] | None = None
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # as long as this object
+        self._command, self._now = tuple(command), now
+        self._requested: int | None = None  # the newest commit that an upload was wanted for
+        self._waiting: int | None = None  # a step to upload next
+        self._deadline: float | None = None  # of the upload under way, once the run waits for it
+        self._is_busy = self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._serve, name="hub", daemon=True)
+        self._thread.start()
 
     def committed(self, step: int | None) -> None:
-        """Starts the upload of a newly committed step, if that is wanted and none is under way. Called after every
-        step."""
-        if self._process is not None and self._process.poll() is not None:
-            self._read_result(self._process.returncode)
-        is_new = step is not None and step != self._started_for
-        if step is not None and is_new and self._process is None and self.settings.every == "checkpoint":
-            self._start(step)
+        """Uploads a newly committed step some time, if that is wanted. Called after every step."""
+        if step is not None and step != self._requested and self.settings.every == "checkpoint":
+            self._request(step)
 
     def finish(self, step: int) -> dict[str, Any]:
         """Uploads the last step, unless it is there, and waits for it as long as the settings say.
@@ -149,57 +170,103 @@ class BackgroundUploader:
         Returns:
             What the summary says under "hub".
         """
-        self._wait()
+        self._wait_until_idle()
         if self.pushed != step and (self.settings.at_end or self.settings.every):
-            self._start(step)
-            self._wait()
+            self._request(step)
+            self._wait_until_idle()
         return {"repository": self.settings.repository, "step": self.pushed, "commit": self.commit, "error": self.error}
 
     def close(self) -> None:
         """Ends an upload that is under way: the Hub takes a commit whole or not at all."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join(_CLOSE_SECONDS)
 
-    def _start(self, step: int) -> None:
-        self._started_for = step
+    def _request(self, step: int) -> None:
+        with self._changed:
+            self._requested = self._waiting = step
+            self._changed.notify_all()
+
+    def _wait_until_idle(self) -> None:
+        """At most `hub.wait_seconds`: then the thread ends the upload itself."""
+        with self._changed:
+            self._deadline = self._now() + self.settings.wait_seconds
+            self._changed.wait_for(
+                lambda: not self._is_busy and self._waiting is None, self.settings.wait_seconds + _CLOSE_SECONDS
+            )
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._is_busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_closed or self._waiting is not None)
+                if self._is_closed or self._waiting is None:
+                    return
+                step, self._waiting, self._is_busy = self._waiting, None, True
+            try:
+                self._upload(step)
+            except Exception as error:
+                self._fail(f"{type(error).__name__}: {error}")
+
+    def _upload(self, step: int) -> None:
         if not os.environ.get(TOKEN):
             self._fail(f"{TOKEN} is not in the environment (name it in run.secrets)")
             return
-        command = [sys.executable, "-m", "training.cli", "push", self.run, self.settings.repository]
-        command += ["--step", str(step), "--beside", "--private" if self.settings.private else "--public"]
-        self._output.seek(0)
-        self._output.truncate()
-        try:
+        arguments = [self.run, self.settings.repository, "--step", str(step), "--beside"]
+        arguments.append("--private" if self.settings.private else "--public")
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             # A session of its own: Ctrl-C is for the trainer, which then ends the upload too.
-            self._process = subprocess.Popen(
-                command, stdout=self._output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            process = subprocess.Popen(
+                [*self._command, *arguments], stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True
             )
-        except OSError as error:
-            self._fail(f"can't start a process: {error}")
-
-    def _wait(self) -> None:
-        if self._process is None:
-            return
-        try:
-            self._read_result(self._process.wait(self.settings.wait_seconds))
-        except subprocess.TimeoutExpired:
-            self.close()
-            self._fail(f"not done within hub.wait_seconds ({self.settings.wait_seconds:g} s)")
-
-    def _read_result(self, code: int) -> None:
-        self._process = None
-        self._output.seek(0)
-        lines = self._output.read().decode(errors="replace").strip().splitlines()
-        if code == 0 and lines:
-            result = json.loads(lines[-1])
+            try:
+                code = self._await_end(process)
+            finally:
+                process.kill()
+                process.wait()
+            if self._is_closed:
+                return
+            if code is None:
+                self._fail(f"not done within hub.wait_seconds ({self.settings.wait_seconds:g} s)")
+                return
+            result, last_line = find_result(_lines(out)), (_lines(err) or _lines(out) or [""])[-1]
+        if code == 0 and result:
             self.pushed, self.commit, self.error = result["step"], result["commit"], None
+        elif code == 0:
+            self._fail(f"the upload told no commit: {last_line[:400]}")
         else:
-            self._fail(lines[-1].removeprefix("tpu-train: error: ") if lines else f"the upload ended with {code}")
+            self._fail(last_line.removeprefix("tpu-train: error: ") or f"the upload ended with {code}")
+
+    def _await_end(self, process: subprocess.Popen[bytes]) -> int | None:
+        """The exit code; None when the run would wait no longer."""
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return process.wait(_POLL_SECONDS)
+            if self._is_closed or (self._deadline is not None and self._now() >= self._deadline):
+                return None
 
     def _fail(self, reason: str) -> None:
         reason = reason.replace(os.environ.get(TOKEN) or "\0", "***")
         if self.error is None:
             self.warn(f"hub: {reason}; the run goes on")
         self.error = reason
+
+
+def find_result(lines: Sequence[str]) -> dict[str, Any] | None:
+    """The step and the commit that `push --beside` printed, whatever a library printed before or after; None when they
+    are not there."""
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            value = json.loads(line)
+            if isinstance(value, dict) and isinstance(value.get("step"), int) and isinstance(value.get("commit"), str):
+                return value
+    return None
+
+
+def _lines(file: IO[bytes]) -> list[str]:
+    """The lines at the end of what a process has printed."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _SHOWN_BYTES))
+    return file.read().decode(errors="replace").strip().splitlines()
