@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.container import small_runs
+from training import storage as default_storage
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig, from_document
 from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
+from training.run_setup import Dependencies
+from training.storage import Storage
 from training.tasks.task import Task
 from training.telemetry.phase_timer import PhaseTimer
-from training.telemetry.tracker import TRACKERS, AttemptInfo, Values
 from training.trainer import train
 from training.yaml_file import Document
 
@@ -92,28 +93,11 @@ class NumpyBackend:
         pass
 
 
-class NoTracker:
-    """Instead of TensorBoard's, whose package only the images have."""
-
-    def __init__(self, info: AttemptInfo) -> None:
-        self.info = info
-
-    def log(self, step: int, values: Values) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
 class Runs:
     """Runs in one folder; each call of `train` is an attempt."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.folder, self.monkeypatch = small_runs.prepare(folder), monkeypatch
-        monkeypatch.setitem(TRACKERS, "tensorboard", f"{__name__}:NoTracker")
+    def __init__(self, folder: Path, storage: Storage = default_storage) -> None:
+        self.folder, self.storage = small_runs.prepare(folder), storage
 
     def train(
         self,
@@ -130,11 +114,13 @@ class Runs:
             self.folder, **{"train__steps": 40, "checkpoint__every_steps": 10, "export__at_end": False, **changes}
         )
         settings = from_document(Document("test", document, {}))
-        self.monkeypatch.setattr(
-            "training.trainer.open_backend", lambda config, *others: NumpyBackend(config, fault, evaluation_loss)
+        dependencies = Dependencies(
+            storage=self.storage,
+            trackers=("jsonl",),
+            open_backend=lambda config, *others: NumpyBackend(config, fault, evaluation_loss),
         )
         stop = shutdown or ShutdownRequest()
-        return train(settings, small_runs.this_host(run_id, attempt), SingleHost(), stop, PhaseTimer())
+        return train(settings, small_runs.this_host(run_id, attempt), SingleHost(), stop, PhaseTimer(), dependencies)
 
     def path(self, run_id: str) -> Path:
         return self.folder / "runs" / run_id

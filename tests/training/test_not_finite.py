@@ -20,8 +20,8 @@ from training.telemetry.metrics import read_history
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
-    return Runs(tmp_path, monkeypatch)
+def runs(tmp_path: Path) -> Runs:
+    return Runs(tmp_path)
 
 
 def steps(runs: Runs, run_id: str) -> list[int]:
