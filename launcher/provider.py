@@ -7,10 +7,13 @@
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
+
+from training.distributed.cluster import SECRET_VARIABLE
 
 LOG_OVERLAP = timedelta(seconds=1)  # how far before the newest known line `observe` is asked to begin again
 
@@ -102,6 +105,13 @@ class Attempt:
         default_factory=dict, repr=False
     )  # environment variables that nothing but the command may see
     overlay: Overlay | None = None  # files over the image's own
+    host_secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False, compare=False)
+    """By which the hosts of this attempt know each other, and no other attempt's. It travels as secrets do, and is kept
+    nowhere: the next attempt has another one."""
+
+    def all_secrets(self, hosts: int) -> dict[str, str]:
+        """The variables that nothing but the command may see, on a slice of so many hosts. One host meets nobody."""
+        return {**({SECRET_VARIABLE: self.host_secret} if hosts > 1 else {}), **self.secrets}
 
     @property
     def container(self) -> str:

@@ -39,7 +39,7 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
         arguments += ["--user", attempt.user]
     for key, value in container_environment(attempt, hosts, accelerator_type).items():
         arguments += ["--env", f"{key}={value}"]
-    if not attempt.secrets:
+    if not attempt.all_secrets(len(hosts)):
         return [*arguments, attempt.image, *attempt.command]
     tmpfs = ["--tmpfs", f"{_SECRETS_FOLDER}:mode=1777,size=1m"]
     return [*arguments, *tmpfs, attempt.image, "sh", "-c", load("await_secrets"), "sh", *attempt.command]
@@ -128,8 +128,10 @@ def secrets_script(attempt: Attempt) -> str:
 
 
 def secrets_input(secrets: Mapping[str, str]) -> str:
-    """The standard input of `secrets_script`: shell assignments, so that any value survives."""
-    return "".join(f"export {key}={shlex.quote(value)}\n" for key, value in sorted(secrets.items()))
+    """The standard input of `secrets_script`: shell assignments, so that any value survives, and a last line by which
+    the host knows that nothing was cut off."""
+    assignments = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in sorted(secrets.items()))
+    return f"{assignments}# end\n"
 
 
 def observe_script(container: str, since: str | None, *, patience: float = 0.0, tail: int | None = None) -> str:

@@ -132,9 +132,10 @@ class TpuVm:
         if not all(report.ok for report in reports):
             script = host_scripts.start_script(attempt)
             reports = self._run_through_gcloud(script, "started", timeout=self._start_seconds)
-        if not attempt.secrets or not all(report.ok for report in reports):
+        values = attempt.all_secrets(len(self._workers))
+        if not values or not all(report.ok for report in reports):
             return reports
-        secrets = host_scripts.secrets_input(attempt.secrets)
+        secrets = host_scripts.secrets_input(values)
         return self._send(host_scripts.secrets_script(attempt), secrets, "delivered", timeout=_SECRETS_SECONDS)
 
     def _begin_start(self, attempt: Attempt) -> None:

@@ -140,7 +140,7 @@ def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: S
     host.answer("ps", "echo demo-1 tpu-launch-demo-1-9 running; echo other tpu-launch-other-0 exited")
     host.answer("inspect --format {{.Image}}", "echo sha256:ab")
     assert host.run(prepare(), shell) == "tpu-launch 3 ready sha256:ab\n"
-    assert [call for call in host.calls if call.startswith("rm")] == ["rm --force tpu-launch-demo-1-9"]
+    assert [call for call in host.calls if call.startswith("rm --force")] == ["rm --force tpu-launch-demo-1-9"]
     assert not any(call.startswith("pull") for call in host.calls), "an image that is named by its id is there"
 
 
@@ -257,7 +257,7 @@ def test_a_container_that_waits_for_its_start_does_not_outlive_a_reboot(host: Sc
     boot = boot_of(host, shell)
     answer_inspect(host, {"Status": "created"}, boot)
     host.run(prepare(), shell)
-    assert not any(call.startswith("rm ") for call in host.calls)
+    assert not any(call.startswith("rm --force") for call in host.calls)
     assert host.run(host_scripts.start_script(attempt()), shell) == "tpu-launch 3 started\n"
 
     answer_inspect(host, {"Status": "created"}, "another-boot.7")
@@ -288,3 +288,35 @@ def test_secrets_reach_the_command_and_stay_nowhere(tmp_path: Path, shell: str) 
         subprocess.run([shell, "-c", receive], input=host_scripts.secrets_input({"KEY": value}).encode(), check=True)
     assert command.communicate(timeout=20)[0].decode() == value
     assert not (folder / "secrets").exists()
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_secrets_that_were_cut_off_are_not_taken(tmp_path: Path, shell: str) -> None:
+    """A connection that breaks half-way ends standard input like any other end."""
+    receive = scripts.load("receive_secrets").replace("/run/tpu-launch", str(tmp_path))
+    text = host_scripts.secrets_input({"KEY": "value", "OTHER": "two\nlines"}).encode()
+    for end in range(len(text) - 1):
+        ended = subprocess.run([shell, "-c", receive], input=text[:end], check=False) if end % 7 == 0 else None
+        assert ended is None or ended.returncode != 0
+        assert not (tmp_path / "ready").exists()
+    subprocess.run([shell, "-c", receive], input=text, check=True)
+    assert (tmp_path / "ready").exists()
+    assert (tmp_path / "secrets").read_bytes() == text
+
+
+def test_the_hosts_of_an_attempt_are_given_a_secret_that_no_script_and_no_other_attempt_holds() -> None:
+    one, other = attempt(), attempt()
+    hosts = ["10.0.0.1", "10.0.0.2"]
+    secret = one.all_secrets(2)["TPU_LAUNCH_SECRET"]
+    assert len(secret) == 64
+    assert secret != other.all_secrets(2)["TPU_LAUNCH_SECRET"]
+    arguments = host_scripts.create_arguments(one, hosts, "v4-16")
+    assert "/run/tpu-launch:mode=1777,size=1m" in arguments, "the container waits for it"
+    shown = [*arguments, host_scripts.secrets_script(one), host_scripts.start_script(one), repr(one)]
+    assert not any(secret in text for text in shown)
+    assert secret in host_scripts.secrets_input(one.all_secrets(2))
+
+
+def test_one_host_meets_nobody_and_waits_for_no_secret() -> None:
+    assert attempt().all_secrets(1) == {}
+    assert "--tmpfs" not in host_scripts.create_arguments(attempt(), ["10.0.0.1"], "v4-8")
