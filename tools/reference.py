@@ -58,7 +58,7 @@ class Key:
 def configuration_page() -> str:
     """Every key of the YAML file."""
     lines = [
-        *_title("Configuration", "launcher/config.py", "training/config.py"),
+        *_title("Configuration", "launcher/config/sections.py", "launcher/config/gke.py", "training/config.py"),
         "One YAML file describes a run. Unknown keys, wrong types and contradictions are refused, with their line,",
         "before anything is created. `--set slice.capacity=spot` changes a key for one command; the value is YAML.",
         "",
@@ -396,7 +396,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _title(title: str, *sources: str) -> list[str]:
-    made_from = " and ".join(f"`{source}`" for source in sources)
+    *others, last = (f"`{source}`" for source in sources)
+    made_from = " and ".join(filter(None, (", ".join(others), last)))
     return [f"# {title}", "", f"Made from {made_from} by `make reference`; do not edit.", ""]
 
 

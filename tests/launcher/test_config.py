@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.config import load
+from launcher.config import load, restore
 from launcher.errors import BadInput, Exit
 from launcher.run.specification import meaning
 
@@ -115,3 +115,53 @@ def test_a_run_may_go_on_with_the_other_backend_and_with_no_other_difference(tmp
     path = written(tmp_path, GOOD + TRAINS)
     assert meaning(load(path)) == meaning(load(path, ["backend=tensorflow"]))
     assert meaning(load(path)) != meaning(load(path, ["train.steps=2"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "refused"),
+    [
+        ("HF_TOKEN", "x", True),
+        ("AWS_SECRET_ACCESS_KEY", "x", True),
+        ("PRIVATE_KEY", "x", True),
+        ("SSH_PRIVATE_KEY_BASE64", "x", True),
+        ("WANDB_API_KEY", "x", True),
+        ("AZURE_STORAGE_ACCOUNT_KEY", "x", True),
+        ("PGPASSWORD", "x", True),
+        ("MYSQL_PWD", "x", True),
+        ("CLIENT_SECRET_JSON", "x", True),
+        ("PIP_INDEX_URL", "https://me:s3cret@pypi.example/simple", True),
+        ("SOURCE", "git+https://abcdefghijklmnopqrstuv@host/x", True),
+        ("CERTIFICATE", "-----BEGIN PRIVATE KEY-----", True),
+        ("AWS_ACCESS_KEY_ID", "x", False),
+        ("SECRET_NAME", "x", False),
+        ("TOKENIZERS_PARALLELISM", "true", False),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/etc/key.json", False),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "{...}", True),
+        ("AWS_SHARED_CREDENTIALS_FILE", "/etc/aws", False),
+        ("PIP_INDEX_URL", "https://pypi.example/simple", False),
+        ("REMOTE", "ssh://git@host:22/repository", False),
+        ("PRIMARY_KEY", "id", False),
+        ("PWD", "/app", False),
+    ],
+)
+@pytest.mark.parametrize("place", ["run.environment", "image.build_args"])
+def test_a_variable_that_looks_like_a_secret_is_refused_where_it_would_be_visible(
+    tmp_path: Path, place: str, name: str, value: str, refused: bool
+) -> None:
+    section, key = place.split(".")
+    path = written(tmp_path, GOOD + f"{section}:\n  {key}:\n    {name}: '{value}'\n")
+    if not refused:
+        load(path, command=["true"])
+        return
+    with pytest.raises(BadInput) as caught:
+        load(path, command=["true"])
+    assert f"run.yaml:8: {place}: {name} looks like a secret" in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_run_that_was_started_with_a_secret_in_its_file_can_still_be_stopped(tmp_path: Path) -> None:
+    """An earlier version accepted it, and its specification holds it."""
+    config = load(written(tmp_path, GOOD), command=["true"])
+    document = {**config.document.value, "run": {"environment": {"PRIVATE_KEY": "x"}}}
+    restored = restore(document, name=config.document.name, command=["true"], provider="tpu-vm")
+    assert restored.run.environment == {"PRIVATE_KEY": "x"}

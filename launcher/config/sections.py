@@ -1,0 +1,198 @@
+"""The sections `slice`, `image` and `run`, and the launcher's half of the file that holds them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from launcher.config.gke import GkeSection
+from launcher.config.values import (
+    IMAGE_BY_DIGEST,
+    AcceleratorType,
+    Environment,
+    Labels,
+    Name,
+    VariableNames,
+    Zone,
+)
+from training.registry import BackendName
+from training.yaml_file import Section
+
+
+class QueuedSection(Section):
+    """`slice.queued`: ask through a queued resource, which waits for capacity, instead of creating the node at once."""
+
+    valid_until_hours: float = Field(default=24, gt=0)
+    """Hours after which the request is no longer granted. Change it when capacity is worth a longer wait."""
+
+
+class SliceSection(Section):
+    """`slice`: the TPU node to create."""
+
+    name: Name
+    """Name of the TPU node (on GKE: label of the run's objects). Give each slice that exists at the same time its
+    own."""
+
+    accelerator_type: AcceleratorType
+    """Size and generation, as Google names it: v2-8 ... v6e-256. The number counts cores (v2 to v4, v5p) or chips."""
+
+    runtime_version: str | None = None
+    """Software version of the TPU VM; the generation's recommended one when absent."""
+
+    capacity: Literal["on-demand", "spot", "reserved"] = "on-demand"
+    """What is paid for. `spot` is cheap and can be taken away at any time: set run.preemption_retries with it.
+    `reserved` uses a reservation of the project."""
+
+    network: str | None = None
+    """VPC network of the hosts; the project's `default` when absent."""
+
+    subnetwork: str | None = None
+    """Subnetwork of the hosts; needed in networks without automatic subnetworks."""
+
+    internal_ips: bool = False
+    """The hosts have no external addresses, and ssh goes to the internal ones. For workstations inside the network."""
+
+    service_account: str | None = None
+    """E-mail address of the service account that the hosts act as; the project's default one when absent."""
+
+    labels: Labels = {}
+    """More labels of the node, for example to attribute its costs."""
+
+    create_minutes: float = Field(default=30, gt=0, le=7 * 24 * 60)
+    """Minutes that `up` waits until the slice is READY."""
+
+    zones: list[Zone] = []
+    """Zones that are tried after `zone`, in this order, when there is no capacity."""
+
+    stockout_minutes: float = Field(default=0, ge=0)
+    """Minutes to go on trying when no zone has capacity; 0 gives up at once."""
+
+    queued: QueuedSection | None = None
+    """Ask through a queued resource, which waits for capacity; `{}` for its defaults."""
+
+    iap: bool = False
+    """ssh goes through Identity-Aware Proxy: the hosts need no external addresses and no open port. Slower."""
+
+    abandoned_hours: float | None = Field(default=None, gt=0)
+    """Hours without a run after which the slice deletes itself. Guards against forgotten slices even when this machine
+    is off."""
+
+    expires_hours: float | None = Field(default=None, gt=0, le=10 * 365 * 24)
+    """Hours after which `tpu-launch gc` removes the slice, whatever it does."""
+
+    max_cost_per_hour: float | None = Field(default=None, gt=0)
+    """US dollars an hour, by list prices. A slice that costs more, or whose price is not known, is not created."""
+
+
+class ImageSection(Section):
+    """`image`: what runs on every host."""
+
+    reference: Annotated[str, Field(pattern=IMAGE_BY_DIGEST)] | None = None
+    """REPOSITORY@sha256:...: run this image, and build nothing."""
+
+    backend: BackendName | None = None
+    """Whose image is built: torch-xla or tensorflow; the trainer's `backend` when absent. For programs of your own."""
+
+    repository: str | None = None
+    """REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME: where the image is pushed. When absent the hosts must have the
+    image, as emulated ones do."""
+
+    create_repository: bool = False
+    """Make the repository (private) when a push finds that it does not exist."""
+
+    code: str | None = None
+    """A folder of your own, relative to this file: it is copied into our image's working directory, without what its
+    .dockerignore names, and without secrets and caches (`.env`, `.git`, `.tpu-launch`, keys, credentials)."""
+
+    dockerfile: str | None = None
+    """Your own Dockerfile instead of ours, relative to this file."""
+
+    context: str | None = None
+    """Build context of your Dockerfile, relative to this file; the Dockerfile's folder when absent. Left out is what
+    `<Dockerfile>.dockerignore` or .dockerignore names, and what is left out of image.code."""
+
+    target: str | None = None
+    """Stage of the Dockerfile at which the build stops; the last one when absent."""
+
+    build_args: dict[str, str] = {}
+    """Arguments of the build (`ARG`). They stay visible in the image: no secrets. `{REQUIREMENTS:
+    requirements-2.8.txt}` takes torch_xla 2.8, for v2 and v3 hosts on which the newest does not open the chips."""
+
+    ca_bundle: str | None = None
+    """A file of CA certificates, given to the build as a secret. For networks behind a TLS proxy."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> ImageSection:
+        if self.code and (self.dockerfile or self.reference):
+            raise ValueError(
+                "code comes into our image: copy it in your own Dockerfile, "
+                "or leave out image.dockerfile and image.reference"
+            )
+        return self
+
+
+class RunSection(Section):
+    """`run`: one training job on the slice."""
+
+    name: Name | None = None
+    """Prefix of run ids; the slice's name when absent."""
+
+    command: list[str] | None = None
+    """Program and arguments that run in the container on every host, instead of the trainer."""
+
+    environment: Environment = {}
+    """Environment variables of the command. They are visible in files and to `docker inspect`: no secrets."""
+
+    secrets: VariableNames = []
+    """Names of variables of this machine's environment that only the command may see. Values travel on standard input
+    and are kept nowhere. Not used on GKE, which has `gke.secrets`."""
+
+    shm_size: Annotated[str, Field(pattern=r"^[0-9]+[kmg]$")] = "16g"
+    """Size of the container's /dev/shm: a number and k, m or g. Raise it when data loader workers run out of it."""
+
+    user: str | None = None
+    """User inside the container, a name or number; the image's own when absent."""
+
+    stop_seconds: int = Field(default=30, ge=1, le=600)
+    """Seconds between SIGTERM and SIGKILL when the run is stopped or its host shuts down: the time to save a
+    checkpoint."""
+
+    host_lost_seconds: float = Field(default=120, gt=0)
+    """Seconds after which a host that does not answer, while others do, counts as lost."""
+
+    start_minutes: float = Field(default=15, gt=0, le=24 * 60)
+    """Minutes for pulling the image and starting it, on all hosts."""
+
+    stall_minutes: float | None = Field(default=None, gt=0)
+    """Minutes without a line from any host after which the stacks of all processes are saved and the attempt ends;
+    absent: never."""
+
+    transport: Literal["auto", "gcloud"] = "auto"
+    """How hosts are watched: `auto` keeps ssh connections open, and falls back to gcloud; `gcloud` uses gcloud
+    alone."""
+
+    preemption_retries: int = Field(default=0, ge=0)
+    """Attempts started again after a preemption or a lost host, in the whole run."""
+
+    failure_retries: int = Field(default=0, ge=0)
+    """Attempts started again after the command failed, in the whole run; the delay before each doubles from 5 s."""
+
+    replace_after: int | None = Field(default=None, ge=1)
+    """Attempts in a row with the same host as first cause after which the slice is deleted and created again; absent:
+    never."""
+
+
+class Root(Section):
+    """The launcher's half of the file."""
+
+    project: Annotated[str, Field(min_length=1)]
+    """Google Cloud project that owns and pays for the slice."""
+
+    zone: Zone
+    """Zone in which the slice is created, like us-central2-b."""
+
+    slice: SliceSection
+    image: ImageSection = ImageSection()
+    run: RunSection = RunSection()
+    gke: GkeSection = GkeSection()
