@@ -97,7 +97,7 @@ def evaluate_all(
     """
     total, replaced = StepResult.empty(), 0
     in_flight: deque[Pending] = deque()
-    for number, batch in enumerate(task.evaluation_batches()):
+    for number, batch in enumerate(backend.evaluation_batches(task)):
         rendezvous.set_phase(f"{phase}, batch {number}")
         replaced += batch.replaced
         in_flight.append(backend.evaluate(batch.arrays, Signals(stop=shutdown.requested)))

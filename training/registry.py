@@ -48,6 +48,7 @@ class TaskEntry:
     torch: str  # sums(network, batch) of torch tensors
     tensorflow: str  # sums(network, batch, training) of TensorFlow tensors
     tensorflow_rows: str  # host_rows(config, slice, data, start): a tf.data dataset
+    tensorflow_evaluation_rows: str  # evaluation_rows(config, slice, data): a tf.data dataset
     head: Head
     # Keys of the configuration that the task does not use, with the message for a file that sets them.
     unused_keys: Mapping[tuple[str, ...], str] = field(default_factory=dict)
@@ -85,6 +86,7 @@ TASKS: dict[str, TaskEntry] = {
         torch="training.tasks.mlm.torch:sums",
         tensorflow="training.tasks.mlm.tf:sums",
         tensorflow_rows="training.tasks.mlm.tf:host_rows",
+        tensorflow_evaluation_rows="training.tasks.mlm.tf:evaluation_rows",
         head=MASKED_LM,
     ),
     "classification": TaskEntry(
@@ -92,6 +94,7 @@ TASKS: dict[str, TaskEntry] = {
         torch="training.tasks.classification.torch:sums",
         tensorflow="training.tasks.classification.tf:sums",
         tensorflow_rows="training.tasks.classification.tf:host_rows",
+        tensorflow_evaluation_rows="training.tasks.classification.tf:evaluation_rows",
         head=Head("ForSequenceClassification", "text-classification", "single_label_classification"),
         unused_keys={
             ("data", "cache"): "classification does not read through a cache: remove data.cache",
@@ -105,6 +108,7 @@ TASKS: dict[str, TaskEntry] = {
         torch="training.tasks.regression.torch:sums",
         tensorflow="training.tasks.regression.tf:sums",
         tensorflow_rows="training.tasks.regression.tf:host_rows",
+        tensorflow_evaluation_rows="training.tasks.regression.tf:evaluation_rows",
         head=Head("ForSequenceClassification", "text-classification", "regression"),
         unused_keys={
             ("data", "cache"): "regression does not read through a cache: remove data.cache",

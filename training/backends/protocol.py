@@ -3,7 +3,7 @@ them imports a framework. The words of the signatures (batches, signals, results
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
 from training.batch import Arrays, HostBatch, Pending, Signals
@@ -26,6 +26,9 @@ class Backend(Protocol):
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
         """The input iterator: the task's batches from step `start` on, as `step` takes them. To be closed in the
         end."""
+
+    def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
+        """The task's evaluation set, as `evaluate` takes its batches."""
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> Pending:
         """Trains on this host's rows of batch `number`. What it does is a function of the state, `number` and the

@@ -5,6 +5,7 @@ A subclass says what a label is, checks it, and turns totals into figures.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -62,6 +63,13 @@ class LabelledTask:
         assert self.data.evaluation is not None
         batches = labelled_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice))
         return map(self._host_batch(self.data.evaluation), batches)
+
+    @property
+    def evaluation_batch_count(self) -> int:
+        assert self.data.evaluation is not None
+        records, size = self.data.evaluation.records_of_length, self._config.evaluation_batch_size
+        groups = bucket_schedule.group_lengths(records, size)
+        return sum(math.ceil(sum(records[length] for length in lengths) / size) for lengths in groups)
 
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
         """Raises BadInput for a label that can't be."""

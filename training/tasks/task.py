@@ -40,6 +40,10 @@ class Task(Protocol):
     def evaluation_batches(self) -> Iterator[HostBatch]:
         """This host's rows of the whole evaluation set, each record once and the same each time."""
 
+    @property
+    def evaluation_batch_count(self) -> int:
+        """How many `evaluation_batches` gives."""
+
     def figures(self, total: StepResult) -> dict[str, float]:
         """Over exactly the evaluation set."""
 

@@ -11,9 +11,10 @@ The training step itself is in `step.py`, the state in `state.py`, devices in `r
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from training.backends.tensorflow.failures import translate_failures
-from training.backends.tensorflow.input import distributed
+from training.backends.tensorflow.input import dataset_of, distributed, distributed_evaluation, is_upcoming
 from training.backends.tensorflow.model import Noise, Parameter, build
 from training.backends.tensorflow.replicas import Replicas
 from training.backends.tensorflow.state import State
@@ -30,6 +31,8 @@ from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
+from training.data.formats.dataset import Dataset
+from training.data.tf.record_source import translate_errors
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.tcp_allreduce import TcpAllReduce
@@ -64,7 +67,7 @@ class TensorFlow:
         rendezvous.set_phase("building the model")
         noise = Noise()
         network, parameters, optimizer = _build(config, requirements, self._replicas, noise)
-        self._state = State(parameters, optimizer)
+        self._state = State(parameters, optimizer, self._replicas.assign)
         task_sums = load(TASKS[config.task].tensorflow)
         self._step = TrainingStep(config, cluster, network, parameters, optimizer, noise, self._replicas, task_sums)
         # Not on a TPU, where the whole program is compiled anyway.
@@ -73,9 +76,11 @@ class TensorFlow:
             name: tf.function(function, jit_compile=compiled or None, autograph=False)
             for name, function in (
                 ("train", self._step.train_program),
+                ("train next", self._step.train_next_program),
                 ("gradients", self._step.gradients_program),
                 ("update", self._step.update_program),
                 ("evaluate", self._step.evaluation_program),
+                ("evaluate next", self._step.evaluation_next_program),
             )
         }
         self._tracing_seconds = 0.0
@@ -88,15 +93,28 @@ class TensorFlow:
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
         """The hosts of the strategy read for their devices. With one device, with hosts outside the strategy, or to
         count skipped records here, the loop's own batches."""
-        counts_skipped = self._config.data.on_corrupt == "skip" and not os.environ.get("TPU_NAME")
-        if self._replicas.count == 1 or self._exchange or counts_skipped:
+        if not self._hosts_read:
             return task.batches(start)
         return distributed(self._replicas.strategy, self._config, task.data, start)
+
+    def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
+        """As `batches`: on a slice host 0 reads no rows of other hosts."""
+        if not self._hosts_read:
+            return task.evaluation_batches()
+        return distributed_evaluation(self._replicas.strategy, self._config, task)
+
+    @property
+    def _hosts_read(self) -> bool:
+        """Whether the hosts of the strategy read batches for their devices, by tf.data."""
+        counts_skipped = self._config.data.on_corrupt == "skip" and not os.environ.get("TPU_NAME")
+        return self._replicas.count > 1 and not self._exchange and not counts_skipped
 
     @translate_failures()
     def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingStep:
         seed, scalars = self._step.scalars(number)
         rows = self._replicas.send_rows(batch)
+        if is_upcoming(batch):
+            return self._pending_of_upcoming(batch, True, signals, rows, seed, scalars)
         if not self._exchange:
             return _PendingStep(self._call("train", rows, seed, scalars), signals, trains=True)
         gradients = self._call("gradients", rows, seed).numpy()
@@ -106,7 +124,10 @@ class TensorFlow:
 
     @translate_failures()
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
-        sums = self._call("evaluate", self._replicas.send_rows(batch))
+        rows = self._replicas.send_rows(batch)
+        if is_upcoming(batch):
+            return self._pending_of_upcoming(batch, False, signals, rows)
+        sums = self._call("evaluate", rows)
         if not self._exchange:
             return _PendingStep(sums, signals, trains=False)
         values = sums.numpy()
@@ -114,6 +135,14 @@ class TensorFlow:
             self._exchange.sum(np.concatenate([values[: len(SUMS)], _as_array(signals), values[len(SUMS) :]])),
             trains=False,
         )
+
+    def _pending_of_upcoming(self, batch: Arrays, trains: bool, signals: Signals, *arguments: Any) -> _PendingStep:
+        """Runs a program that takes its rows itself: what is wrong with them is an error of this call, or of whoever
+        waits for it."""
+        dataset = dataset_of(batch)
+        with translate_errors(dataset):
+            sums = self._call("train next" if trains else "evaluate next", *arguments)
+        return _PendingStep(sums, signals, dataset, trains=trains)
 
     def _call(self, name: str, *arguments: Any) -> Any:
         """Runs a program, and counts the seconds of calls that trace."""
@@ -167,7 +196,12 @@ def _build(
     try:
         with replicas.strategy.scope():
             network, parameters = build(
-                config.model, requirements, dropout=train.dropout, seed=config.seed, noise=noise
+                config.model,
+                requirements,
+                dropout=train.dropout,
+                seed=config.seed,
+                noise=noise,
+                assign=replicas.assign,
             )
             names, variables = zip(*((parameter.name, parameter.variable) for parameter in parameters), strict=True)
             optimizer = load(OPTIMIZERS[train.optimizer].tensorflow)(train, names, variables)
@@ -184,12 +218,16 @@ class _PendingStep:
     """`sums` are of this host alone when `signals` are given: then there is no other. Those of a step that `trains` end
     with training.batch.UPDATE, others with the task's counts."""
 
-    def __init__(self, sums: Any, signals: Signals | None = None, *, trains: bool) -> None:
-        self._sums, self._signals, self._trains = sums, signals, trains
+    def __init__(
+        self, sums: Any, signals: Signals | None = None, dataset: Dataset | None = None, *, trains: bool
+    ) -> None:
+        """`dataset`: whose rows the program took itself."""
+        self._sums, self._signals, self._dataset, self._trains = sums, signals, dataset, trains
 
     @translate_failures()
     def result(self) -> StepResult:
-        values: list[float] = np.asarray(self._sums).tolist()
+        with translate_errors(self._dataset) if self._dataset else contextlib.nullcontext():
+            values: list[float] = np.asarray(self._sums).tolist()
         further = values[len(SUMS) :]
         signals = self._signals
         if signals is None:

@@ -1,4 +1,4 @@
-"""Training batches for `tf.distribute`: every host of the strategy reads its own rows with TensorFlow's ops alone, and
+"""Batches for `tf.distribute`: every host of the strategy reads its own rows with TensorFlow's ops alone, and
 each of its devices gets its part.
 
 The rows of replica r are those that `np.split` of the global batch would give it, so the training is that of any other
@@ -9,19 +9,21 @@ summary of a run on several TPU hosts does not count them.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from training.backends.tensorflow.failures import translate_failures
-from training.batch import HostBatch
+from training.batch import Arrays, HostBatch
 from training.config import TrainerConfig
+from training.data.formats.dataset import Dataset
 from training.data.tf.record_source import translate_errors
 from training.registry import TASKS, load
-from training.tasks.task import Data, task_class, training_slice
+from training.tasks.task import Data, Task, evaluation_slice, task_class, training_slice
 
 
 @dataclass(frozen=True)
@@ -32,14 +34,56 @@ class Distributed:
     shape: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Upcoming:
+    """A global array of the batch that the step's program itself takes from the strategy's iterator next."""
+
+    iterator: Any
+    shape: tuple[int, ...]
+    dataset: Dataset  # for messages
+
+
+def is_upcoming(batch: Arrays) -> bool:
+    """Whether the program that gets this batch takes its rows from the iterator itself."""
+    return any(isinstance(array, Upcoming) for array in batch.values())
+
+
+def dataset_of(batch: Arrays) -> Dataset:
+    """Of a batch that is upcoming."""
+    return next(array.dataset for array in batch.values() if isinstance(array, Upcoming))
+
+
 def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) -> Generator[HostBatch, None, None]:
     """Global batch `start`, `start` + 1, ..., endless, read ahead by tf.data. Raises BadInput, StorageError,
-    LostPeer, OutOfMemory."""
-    per_replica = config.train.global_batch_size // strategy.num_replicas_in_sync
-    names = tuple(task_class(config.task).empty_batch(config, 1, data.sequence_length))
+    LostPeer, OutOfMemory; where batches are `Upcoming`, the step's program does."""
+
+    def read_rows(host: int, hosts: int) -> Any:
+        return host_rows(config, data, host, hosts, start)
+
+    yield from _batches(strategy, config, data.train, read_rows, config.train.global_batch_size)
+
+
+def distributed_evaluation(strategy: Any, config: TrainerConfig, task: Task) -> Iterator[HostBatch]:
+    """The evaluation set once, as the task's own `evaluation_batches`. Raises as `distributed`."""
+    data, batch_size = task.data, config.evaluation_batch_size
+    assert data.evaluation is not None
+
+    def read_rows(host: int, hosts: int) -> Any:
+        how = evaluation_slice(config, training_slice(config, data, host, hosts))
+        return load(TASKS[config.task].tensorflow_evaluation_rows)(config, how, data)
+
+    return islice(_batches(strategy, config, data.evaluation, read_rows, batch_size), task.evaluation_batch_count)
+
+
+def _batches(
+    strategy: Any, config: TrainerConfig, dataset: Dataset, read_rows: Callable[[int, int], Any], batch_size: int
+) -> Generator[HostBatch, None, None]:
+    """`read_rows`: (host, hosts) -> the tf.data dataset of that host's rows."""
+    per_replica = batch_size // strategy.num_replicas_in_sync
+    names = tuple(task_class(config.task).empty_batch(config, 1, dataset.sequence_length))
 
     def of_host(context: Any) -> Any:
-        rows = host_rows(config, data, context.input_pipeline_id, context.num_input_pipelines, start)
+        rows = read_rows(context.input_pipeline_id, context.num_input_pipelines)
         arrays = rows.map(lambda batch: {name: batch[name] for name in names})
         parts = arrays.flat_map(
             lambda batch: tf.data.Dataset.from_tensor_slices(batch).batch(per_replica, drop_remainder=True)
@@ -48,12 +92,28 @@ def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) ->
             config.train.prefetch
         )
 
-    with translate_failures(), translate_errors(data.train):
+    with translate_failures(), translate_errors(dataset):
         batches = iter(strategy.distribute_datasets_from_function(of_host))
+        upcoming = _upcoming(strategy, batches, dataset)
         while True:
-            values: Mapping[str, Any] = next(batches)
-            arrays: Any = {name: Distributed(value, _shape(strategy, value)) for name, value in values.items()}
-            yield HostBatch(arrays, np.zeros(0, np.int64))
+            yield HostBatch(upcoming or _next_batch(strategy, batches), np.zeros(0, np.int64))
+
+
+def _upcoming(strategy: Any, batches: Any, dataset: Dataset) -> Any:
+    """The arrays of every batch, where all have the same shapes: then the step's program takes them from the iterator
+    itself. `next(batches)` here would cost a call for each replica and step. None where shapes differ."""
+    shapes = {
+        name: tf.nest.flatten(spec, expand_composites=True)[0].shape for name, spec in batches.element_spec.items()
+    }
+    if not all(shape.is_fully_defined() for shape in shapes.values()):
+        return None
+    replicas = strategy.num_replicas_in_sync
+    return {name: Upcoming(batches, (shape[0] * replicas, *shape[1:]), dataset) for name, shape in shapes.items()}
+
+
+def _next_batch(strategy: Any, batches: Any) -> Any:
+    values: Mapping[str, Any] = next(batches)
+    return {name: Distributed(value, _shape(strategy, value)) for name, value in values.items()}
 
 
 def host_rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: int) -> Any:

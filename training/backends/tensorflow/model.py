@@ -9,7 +9,7 @@ needs torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,8 @@ from training.storage.hub import model_folder
 _DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16}
 
 Array = npt.NDArray[np.float32]
+# Gives variables their values: see training.backends.tensorflow.replicas.Replicas.assign.
+Assign = Callable[[Iterable[tuple[Any, Array]]], None]
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,9 @@ class Parameter:
         value: Array = variable.numpy()
         return np.ascontiguousarray(value.T if self.transposed else value)
 
-    def assign(self, variable: Any, value: Array) -> None:
-        """Replaces the value of this variable, or of one of its shape, by PyTorch's `value`."""
-        variable.assign(value.T if self.transposed else value)
+    def array_of(self, value: Array) -> Array:
+        """PyTorch's `value` in the variable's own shape."""
+        return value.T if self.transposed else value
 
 
 class Noise:
@@ -72,11 +74,11 @@ class Noise:
 
 
 def build(
-    model: Model, needs: ModelRequirements, *, dropout: float, seed: int, noise: Noise
+    model: Model, needs: ModelRequirements, *, dropout: float, seed: int, noise: Noise, assign: Assign
 ) -> tuple[Any, list[Parameter]]:
     """A network with the task's head, and its parameters. The same weights on every host, and as in the torch backend.
 
-    Raises BadInput for a folder that is not a model's, or not this one's."""
+    `assign` gives variables their values. Raises BadInput for a folder that is not a model's, or not this one's."""
     values = build_model_config(
         model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
     )
@@ -103,11 +105,14 @@ def build(
         "model_type": values["model_type"],
         "pad": network.config.pad_token_id,
     }
-    for parameter in parameters:
+
+    def value_of(parameter: Parameter) -> Array:
         value = weights.get(parameter.name)
         if value is None:
             value = initial_weight(parameter.name, parameter.shape, seed=seed, **about)
-        parameter.assign(parameter.variable, value)
+        return parameter.array_of(value)
+
+    assign((parameter.variable, value_of(parameter)) for parameter in parameters)
     _stateless_dropout(network, noise)
     return network, parameters
 

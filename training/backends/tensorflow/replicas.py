@@ -6,14 +6,14 @@ There is one layout: data parallelism, by tf.distribute's strategies. Another la
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from training.backends.tensorflow.failures import translate_tpu_failures
-from training.backends.tensorflow.input import Distributed
+from training.backends.tensorflow.input import Distributed, Upcoming
 from training.batch import Arrays
 
 
@@ -36,8 +36,28 @@ class Replicas:
             return values
         return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, values)
 
+    def assign(self, values: Iterable[tuple[Any, np.ndarray]]) -> None:
+        """Replaces variables by arrays, on every replica.
+
+        An array leaves this process once for each host, and the host's other devices copy it from the first. Through
+        `variable.assign` it would leave once for each replica: 1.3 GB of BERT-base with its moments, 32 times on a
+        v3-32.
+        """
+        for variable, array in values:
+            first_of_host: dict[str, Any] = {}
+            for own in self.strategy.experimental_local_results(variable):
+                host = own.device.rpartition("/device:")[0]
+                if host in first_of_host:
+                    own.assign(first_of_host[host].read_value())
+                else:
+                    own.assign(array)
+                    first_of_host[host] = own
+
     def send_rows(self, batch: Arrays) -> Any:
-        """This host's rows; with more than one replica, the rows of each."""
+        """This host's rows; with more than one replica, the rows of each. Of a batch that is upcoming, the iterator."""
+        upcoming = [array.iterator for array in batch.values() if isinstance(array, Upcoming)]
+        if upcoming:
+            return upcoming[0]
         on_devices = {name: array.value for name, array in batch.items() if isinstance(array, Distributed)}
         if on_devices:
             return on_devices

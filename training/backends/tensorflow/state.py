@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from training.backends.tensorflow.model import Parameter
+from training.backends.tensorflow.model import Assign, Parameter
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.snapshot import Snapshot
 
@@ -15,9 +15,9 @@ from training.checkpoint.snapshot import Snapshot
 class State:
     """Variables under PyTorch's names and in PyTorch's shapes."""
 
-    def __init__(self, parameters: Sequence[Parameter], optimizer: Any) -> None:
-        """`optimizer`: of training.registry.OPTIMIZERS, over the same parameters."""
-        self.parameters, self.optimizer = parameters, optimizer
+    def __init__(self, parameters: Sequence[Parameter], optimizer: Any, assign: Assign) -> None:
+        """`optimizer`: of training.registry.OPTIMIZERS, over the same parameters; `assign` replaces values."""
+        self.parameters, self.optimizer, self._assign = parameters, optimizer, assign
 
     def variables(self) -> dict[str, tuple[Parameter, Any]]:
         """Each variable by its name in a checkpoint, with the parameter that it is or belongs to."""
@@ -46,9 +46,14 @@ class State:
     def load(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         """Replaces variables by copies. Raises Damaged for one that has no place here."""
         variables, specs = self.variables(), self.tensor_specs()
-        for name, (spec, data) in tensors.items():
+        for name, (spec, _) in tensors.items():
             if specs.get(name) != spec:
                 raise Damaged(f"tensor {name} is {spec.dtype} {list(spec.shape)}, which has no place in this model")
+
+        def value_of(name: str) -> tuple[Any, np.ndarray]:
             parameter, variable = variables[name]
+            spec, data = tensors[name]
             # A variable may keep the memory that it is given.
-            parameter.assign(variable, np.frombuffer(data, np.float32).reshape(spec.shape).copy())
+            return variable, parameter.array_of(np.frombuffer(data, np.float32).reshape(spec.shape).copy())
+
+        self._assign(map(value_of, tensors))

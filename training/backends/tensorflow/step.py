@@ -59,6 +59,10 @@ class TrainingStep:
 
         return self._replicas.run(replica, rows)
 
+    def train_next_program(self, batches: Any, seed: Any, scalars: Any) -> Any:
+        """The same, on what the strategy's iterator gives next."""
+        return self.train_program(next(batches), seed, scalars)
+
     def gradients_program(self, rows: Any, seed: Any) -> Any:
         """(all parameters + 3,): what hosts add up."""
 
@@ -88,6 +92,10 @@ class TrainingStep:
             return self._replicas.sum(flat)
 
         return self._replicas.run(replica, rows)
+
+    def evaluation_next_program(self, batches: Any) -> Any:
+        """The same, on what the strategy's iterator gives next."""
+        return self.evaluation_program(next(batches))
 
     def gradients(self, rows: Mapping[str, Any], seed: Any) -> tuple[list[Any], Any]:
         """Of the summed loss over the rows of all replicas of this host, with the sums: (3,)."""

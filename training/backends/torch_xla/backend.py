@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -76,6 +76,9 @@ class TorchXla:
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
         return task.batches(start)
+
+    def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
+        return task.evaluation_batches()
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingStep:
         if not self._exchange:

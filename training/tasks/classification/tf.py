@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from training.config import TrainerConfig
 from training.data.loading.host_slice import HostSlice
-from training.data.tf.labelled_batches import labelled_batches
+from training.data.tf.labelled_batches import labelled_batches, labelled_evaluation
 from training.tasks.task import Data
 from training.tasks.tf_sums import cross_entropy_sums
 
@@ -32,3 +32,9 @@ def sums(network: Any, batch: Mapping[str, Any], training: bool) -> tuple[Any, A
 def host_rows(config: TrainerConfig, how: HostSlice, data: Data, start: int) -> Any:
     """One host's rows of global batch `start`, `start` + 1, ... as a tf.data dataset. Raises BadInput."""
     return labelled_batches(data.train, how, config.seed, start)
+
+
+def evaluation_rows(config: TrainerConfig, how: HostSlice, data: Data) -> Any:
+    """One host's rows of the evaluation set as a tf.data dataset. Raises BadInput."""
+    assert data.evaluation is not None
+    return labelled_evaluation(data.evaluation, how)

@@ -67,6 +67,11 @@ class MaskedLanguageModeling:
             mlm_evaluation(self.data.evaluation, evaluation_slice(self._config, self._slice), self._masking),
         )
 
+    @property
+    def evaluation_batch_count(self) -> int:
+        assert self.data.evaluation is not None
+        return math.ceil(self.data.evaluation.records / self._config.evaluation_batch_size)
+
     def figures(self, total: StepResult) -> dict[str, float]:
         weight = total.sums["weight"] or float("nan")
         return {

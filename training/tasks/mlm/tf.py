@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from training.config import TrainerConfig
 from training.data.loading.host_slice import HostSlice
-from training.data.tf.mlm_batches import mlm_batches
+from training.data.tf.mlm_batches import mlm_batches, mlm_evaluation
 from training.tasks.mlm.task import masking_of
 from training.tasks.task import Data
 from training.tasks.tf_sums import cross_entropy_sums
@@ -31,3 +31,9 @@ def sums(network: Any, batch: Mapping[str, Any], training: bool) -> tuple[Any, N
 def host_rows(config: TrainerConfig, how: HostSlice, data: Data, start: int) -> Any:
     """One host's rows of global batch `start`, `start` + 1, ... as a tf.data dataset. Raises BadInput."""
     return mlm_batches(data.train, how, masking_of(config), config.seed, start)
+
+
+def evaluation_rows(config: TrainerConfig, how: HostSlice, data: Data) -> Any:
+    """One host's rows of the evaluation set as a tf.data dataset. Raises BadInput."""
+    assert data.evaluation is not None
+    return mlm_evaluation(data.evaluation, how, masking_of(config))

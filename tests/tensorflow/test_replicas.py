@@ -1,0 +1,75 @@
+"""Claims about the devices of a strategy: what leaves the program's process, and who asks for a batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tests.container import small_runs
+from tests.container.golden_losses import labelled_document, mlm_document
+from training.backends.tensorflow.input import Distributed, Upcoming, distributed, distributed_evaluation
+from training.config import from_document
+from training.run_setup import open_task
+from training.tasks.task import open_data
+from training.yaml_file import Document
+
+# Four logical devices of one CPU, which are one host. An array is read as often as it leaves this process.
+ASSIGN = """
+import numpy as np, tensorflow as tf
+from training.backends.tensorflow.replicas import Replicas
+
+class Counted:
+    reads = 0
+    def __array__(self, dtype=None, copy=None):
+        Counted.reads += 1
+        return np.array([1.5, -0.0, 1e-42, np.nan], np.float32)
+
+replicas = Replicas()
+with replicas.strategy.scope():
+    variable = tf.Variable(tf.zeros(4))
+replicas.assign([(variable, Counted())])
+for own in replicas.strategy.experimental_local_results(variable):
+    assert own.numpy().tobytes() == np.asarray(Counted()).tobytes(), own
+print(Counted.reads - replicas.count, replicas.count)
+"""
+
+
+def test_an_array_leaves_the_process_once_for_a_host_and_every_device_has_its_bits() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ASSIGN],
+        env={**os.environ, "CPU_NUM_DEVICES": "4"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stdout.split() == ["1", "4"], ended.stderr[-3000:]
+
+
+def array_types(document: dict[str, Any]) -> set[type]:
+    config = from_document(Document("test", document, {}))
+    strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
+    batch = next(distributed(strategy, config, open_data(config), 0))
+    return {type(array) for array in batch.arrays.values()}
+
+
+def test_the_step_takes_its_rows_itself_where_all_batches_have_one_shape(tmp_path: Path) -> None:
+    assert array_types(mlm_document(tmp_path / "mlm", "tensorflow")) == {Upcoming}
+    assert array_types(labelled_document(tmp_path / "labelled", "tensorflow")) == {Distributed}
+
+
+def test_the_hosts_of_a_strategy_read_as_many_evaluation_batches_as_there_are(tmp_path: Path) -> None:
+    """Batches of 37 rows in several lengths: the last of each length is filled up."""
+    config = from_document(Document("test", labelled_document(tmp_path, "tensorflow"), {}))
+    task = open_task(config, small_runs.this_host())
+    batches = list(task.evaluation_batches())
+    assert task.evaluation_batch_count == len(batches) > 1
+    strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
+    for batch, of_hosts in zip(batches, distributed_evaluation(strategy, config, task), strict=True):
+        for name, array in batch.arrays.items():
+            assert np.array_equal(array, of_hosts.arrays[name].value.numpy()), name
