@@ -28,9 +28,10 @@ from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError
 from training.models.hugging_face import WEIGHTS, read_config, read_labels
 from training.registry import task_of_model
-from training.run_setup import open_backend, open_task, warn
+from training.run_setup import open_backend, open_task
 from training.storage.hub import model_folder
 from training.tasks.task import Task, task_class
+from training.telemetry.console import warn
 from training.telemetry.tracker import finite_or_none
 
 

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -29,15 +28,10 @@ from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, bui
 from training.registry import BACKENDS, TASKS, load
 from training.storage import NotFound, Storage, StorageError, is_remote, join, name_of
 from training.tasks.task import Task, task_class
-from training.telemetry.console import Console
+from training.telemetry.console import Console, warn
 from training.telemetry.phase_timer import PhaseTimer
 
 _CLAIM = re.compile(r"attempt-\d+\.[0-9a-f]+\.json")
-
-
-def warn(message: str) -> None:
-    """Shows a warning on standard error."""
-    print(f"tpu-train: warning: {message}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

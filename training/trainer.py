@@ -30,13 +30,17 @@ from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
 from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
 from training.run_end import build_summary, compare_weights, export_model, write_summary
-from training.run_setup import Dependencies, Run, open_checkpoints, open_run, warn
+from training.run_setup import Dependencies, Run, open_checkpoints, open_run
 from training.telemetry.attempt_end import AttemptContext, record_attempt_end
 from training.telemetry.attempts import NonFiniteStep, write_nonfinite
-from training.telemetry.console import Console
+from training.telemetry.console import Console, warn
 from training.telemetry.metrics import MetricsLog
 from training.telemetry.phase_timer import PhaseTimer
 from training.telemetry.text import format_evaluation, format_progress
+from training.telemetry.writer import MetricsWriter
+
+# That the last metrics may take: at the run's end, and while a machine is taken away.
+_FINISH_SECONDS, _STOP_SECONDS = 60.0, 5.0
 
 
 def train(
@@ -65,7 +69,9 @@ def train(
         config, cluster, rendezvous, shutdown, timer, Console(cluster.is_first), dependencies or Dependencies()
     )
     context = AttemptContext(run.console)
-    recording = record_attempt_end(run.folder, begin_record, timer, context, warn, run.dependencies.storage)
+    recording = record_attempt_end(
+        run.folder, begin_record, timer, context, warn, run.dependencies.storage, run.dependencies.machine
+    )
     with recording if cluster.is_first else contextlib.nullcontext():
         trainer = open_trainer(run, context)
         try:
@@ -100,16 +106,23 @@ def open_trainer(run: Run, context: AttemptContext) -> Trainer:
         if restored:
             trainer.resume(restored)
         if cluster.is_first:
-            step = trainer.progress.step
-            trainer.log = MetricsLog(
-                run.folder, cluster.attempt, step, trackers=run.dependencies.trackers,
-                now=run.dependencies.machine.clock, storage=run.dependencies.storage,
-            )  # fmt: skip
+            trainer.log = open_metrics(run, trainer.progress.step)
             context.log, context.step = trainer.log, lambda: trainer.progress.step
         if cluster.is_first and config.hub:
             trainer.uploader = BackgroundUploader(config.hub, run.folder, warn)
             context.close.append(trainer.uploader.close)
     return trainer
+
+
+def open_metrics(run: Run, step: int) -> MetricsWriter:
+    """The writer of the numbers of an attempt that begins at `step`, on host 0."""
+    dependencies = run.dependencies
+
+    def open_log() -> MetricsLog:
+        trackers, storage = dependencies.trackers, dependencies.storage
+        return MetricsLog(run.folder, run.cluster.attempt, step, trackers=trackers, storage=storage)
+
+    return MetricsWriter(open_log, warn, dependencies.machine)
 
 
 class Trainer:
@@ -127,7 +140,7 @@ class Trainer:
         self.evaluations = Evaluations(Best(best.metric, best.mode) if best else None)
         self.compilations = Compilations(backend, run.timer, run.task.shapes, strict=train.strict, warn=warn)
         self.work = WorkCounter(run.model_config(), run.cluster.hosts)
-        self.log: MetricsLog | None = None  # host 0 only
+        self.log: MetricsWriter | None = None  # host 0 only
         self.uploader: BackgroundUploader | None = None  # host 0 only
         self._in_flight: deque[tuple[Pending, HostBatch]] = deque()
         self._saved_at = run.timer.total()  # seconds; of the last save
@@ -229,7 +242,7 @@ class Trainer:
         self.checkpoints.wait()
         self.run.rendezvous.meet("stop", step)
         if self.log:
-            self.log.finish()
+            self.log.finish(_STOP_SECONDS, whole=True)
         raise StopRequested(f"stopped after step {step}, which is committed: {self._checkpoint_url(step)}")
 
     def finish(self) -> dict[str, Any]:
@@ -257,7 +270,7 @@ class Trainer:
             checksum=checksum, skipped=skipped, hub=hub,
         )  # fmt: skip
         if self.log:
-            self.log.finish()
+            self.log.finish(_FINISH_SECONDS, whole=True)
             write_summary(run, self.evaluations, summary)
         return summary
 
@@ -304,7 +317,7 @@ class Trainer:
             if self.log and (step % train.log_every == 0 or step == train.steps):
                 self._report(self.log, step, result)
 
-    def _report(self, log: MetricsLog, step: int, result: StepResult) -> None:
+    def _report(self, log: MetricsWriter, step: int, result: StepResult) -> None:
         """The progress line, and the same for the trackers. The line of a skipped step has the last finite loss."""
         train, loss = self.run.config.train, result.loss
         if result.skipped and self.progress.last_loss is not None:

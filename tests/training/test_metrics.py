@@ -16,21 +16,12 @@ from training.telemetry import metrics
 from training.telemetry.metrics import MetricsLog, merge_attempts, read_history
 
 
-class Time:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_lines_are_held_back_and_written_in_small_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "LINES", 4)
-    time = Time()
-    log = MetricsLog(str(tmp_path), 0, 0, now=time)
+    log = MetricsLog(str(tmp_path), 0, 0)
     log.log(1, {"loss": 0.1 + 0.2})
     assert not (tmp_path / "metrics").exists()
-    time.now += metrics.FLUSH_SECONDS
+    log.flush()
     for step in range(2, 8):
         log.log(step, {"loss": 1.0})
     log.finish()
@@ -59,6 +50,20 @@ def test_a_run_without_attempt_numbers_never_overwrites_its_past(tmp_path: Path)
         log.log(resumed_at + 1, {"loss": 1.0})
         log.finish()
     assert [line["step"] for line in read_history(str(tmp_path))] == [1, 2]
+
+
+def test_a_line_that_was_cut_is_passed_over_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = MetricsLog(str(tmp_path), 0, 0)
+    for step in (1, 2, 3):
+        log.log(step, {"loss": 1.0})
+    log.flush()
+    [path] = (tmp_path / "metrics").iterdir()
+    path.write_bytes(path.read_bytes()[:-5])
+    again = MetricsLog(str(tmp_path), 1, 2)
+    again.log(3, {"loss": 2.0})
+    again.finish()
+    assert [line["step"] for line in read_history(str(tmp_path))] == [1, 2, 3]
+    assert f"{path}: line 4 of 4 can't be read, and is left out" in capsys.readouterr().err
 
 
 def test_merging_nothing_is_nothing() -> None:

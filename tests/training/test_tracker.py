@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from training.telemetry import metrics, tracker
+from training.telemetry import tracker
 from training.telemetry.metrics import MetricsLog, read_history
 from training.telemetry.tracker import AttemptInfo
 
@@ -34,11 +34,11 @@ def test_every_tracker_receives_the_same_values(monkeypatch: pytest.MonkeyPatch,
     (tmp_path / "recording_tracker.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(tracker.TRACKERS, "recording", "recording_tracker:Tracker")
-    now, run = [100.0], str(tmp_path / "run")
-    log = MetricsLog(run, 2, 40, trackers=("jsonl", "recording"), now=lambda: now[0])
+    run = str(tmp_path / "run")
+    log = MetricsLog(run, 2, 40, trackers=("jsonl", "recording"))
     log.log(41, {"loss": 2.5})
-    now[0] += metrics.FLUSH_SECONDS
     log.log(41, {"eval_loss": 2.25})
+    log.flush()
     log.finish()
     [recording] = importlib.import_module("recording_tracker").OPENED
     assert recording.info == AttemptInfo(run, attempt=2, resumed_at=40, file_number=2)

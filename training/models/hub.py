@@ -258,7 +258,7 @@ def find_result(lines: Sequence[str]) -> dict[str, Any] | None:
     """The step and the commit that `push --beside` printed, whatever a library printed before or after; None when they
     are not there."""
     for line in reversed(lines):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             value = json.loads(line)
             if isinstance(value, dict) and isinstance(value.get("step"), int) and isinstance(value.get("commit"), str):
                 return value

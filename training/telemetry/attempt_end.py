@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 
 from training import storage as default_storage
 from training.errors import StopRequested
+from training.machine import SYSTEM, Machine
 from training.storage import Storage
 from training.telemetry import attempts, html
 from training.telemetry.console import Console
-from training.telemetry.metrics import MetricsLog
 from training.telemetry.phase_timer import PhaseTimer
+from training.telemetry.writer import MetricsWriter
+
+END_SECONDS = 90.0  # that host 0 spends on recording an end: storage may not answer
 
 
 @dataclass
@@ -20,7 +23,7 @@ class AttemptContext:
     """What `record_attempt_end` uses; filled in while the attempt starts up."""
 
     console: Console
-    log: MetricsLog | None = None
+    log: MetricsWriter | None = None
     step: Callable[[], int] = lambda: 0  # steps done so far
     close: list[Callable[[], None]] = field(default_factory=list)  # called first: ends what runs in the background
 
@@ -33,10 +36,12 @@ def record_attempt_end(
     context: AttemptContext,
     warn: Callable[[str], None],
     storage: Storage = default_storage,
+    machine: Machine = SYSTEM,
 ) -> Iterator[None]:
     """Runs a whole attempt on host 0, and records how it ended.
 
-    A failure to record is a warning: it changes neither the attempt's result nor its error. An attempt that was asked
+    A failure to record is a warning: it changes neither the attempt's result nor its error, and delays neither for more
+    than `END_SECONDS`. An attempt that was asked
     to stop leaves at once, without report.html: the next attempt or `tpu-train report` writes it.
 
     Args:
@@ -46,8 +51,22 @@ def record_attempt_end(
         context: what is known of the attempt by then.
         warn: shows a warning.
         storage: where the run's folder is.
+        machine: for the thread that records.
     """
     error: BaseException | None = None
+
+    def record() -> None:
+        try:
+            for close in context.close:
+                close()
+            if context.log:
+                context.log.finish(END_SECONDS / 3)
+            attempts.write_end(start_url, error, context.step(), timer.report(), storage=storage)
+            if not isinstance(error, StopRequested):
+                context.console.print(f"report: {html.write_report(folder, storage=storage)}")
+        except Exception as problem:
+            warn(f"the end of the attempt is not recorded in {folder}: {type(problem).__name__}: {problem}")
+
     try:
         yield
     except BaseException as raised:
@@ -55,13 +74,7 @@ def record_attempt_end(
         raise
     finally:
         context.console.close()
-        try:
-            for close in context.close:
-                close()
-            if context.log:
-                context.log.flush()
-            attempts.write_end(start_url, error, context.step(), timer.report(), storage=storage)
-            if not isinstance(error, StopRequested):
-                context.console.print(f"report: {html.write_report(folder, storage=storage)}")
-        except Exception as problem:
-            warn(f"the end of the attempt is not recorded in {folder}: {type(problem).__name__}: {problem}")
+        recording = machine.threads.start(record, name="attempt-end")
+        recording.join(END_SECONDS)
+        if recording.is_alive():
+            warn(f"the end of the attempt is not recorded in {folder} within {END_SECONDS:g} s")

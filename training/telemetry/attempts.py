@@ -21,6 +21,7 @@ from typing import Any
 from training import storage as default_storage
 from training.errors import Exit, StopRequested, TrainError
 from training.storage import Storage, join, name_of
+from training.telemetry.console import warn
 
 _NAME = re.compile(r"attempt-(\d+)\.([^.]+)(\.end)?\.json")
 _END, _NON_FINITE = ".end.json", ".nonfinite.json"
@@ -101,13 +102,25 @@ def classify_end(error: BaseException | None) -> str:
     return "lost a host" if isinstance(error, TrainError) and error.exit_code == Exit.LOST_PEER else "failed"
 
 
+def _read_document(url: str, storage: Storage) -> dict[str, Any] | None:
+    try:
+        document = json.loads(storage.read(url))
+    except ValueError:
+        document = None
+    if isinstance(document, dict):
+        return document
+    warn(f"{url} can't be read, and is left out")
+    return None
+
+
 def read_attempts(folder: str, storage: Storage = default_storage) -> list[Attempt]:
     """All attempts of the run in `folder`, in the order in which they began."""
     records: dict[tuple[int, str], dict[str, Any]] = {}  # (number, token) -> "start" and "end"
     for info in storage.listing(join(folder, "attempts")):
         match = _NAME.fullmatch(name_of(info.url))
-        if match:
+        document = _read_document(info.url, storage) if match else None
+        if match and document is not None:
             record = records.setdefault((int(match[1]), match[2]), {})
-            record["end" if match[3] else "start"] = json.loads(storage.read(info.url))
+            record["end" if match[3] else "start"] = document
     ordered = sorted(records.items(), key=lambda item: (item[0][0], item[1].get("start", {}).get("began", 0.0)))
     return [Attempt(number, record.get("start", {}), record.get("end")) for (number, _), record in ordered]

@@ -9,6 +9,11 @@ from typing import TextIO
 _CLEAR = "\r\x1b[2K"
 
 
+def warn(message: str) -> None:
+    """Shows a warning on standard error."""
+    print(f"tpu-train: warning: {message}", file=sys.stderr, flush=True)
+
+
 class Console:
     """Standard output, or nothing on other hosts."""
 

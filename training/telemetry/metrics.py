@@ -5,30 +5,30 @@ has, keeps them as JSON lines:
     <run folder>/metrics.jsonl                       the whole history, written when an attempt ends in good order
 
 An object store can't append, and limits how often one name is overwritten. So lines are held back until `flush`, which
-rewrites the newest object whole, at most `LINES` lines of it. A killed attempt loses only the lines it held back. An
-attempt that resumed at step s supersedes the lines of earlier attempts beyond s; `read_history` leaves those out.
+rewrites the newest object whole, at most `LINES` lines of it. A killed attempt loses only the lines it held back, and
+may leave a line that is cut: `read_history` passes over it. An attempt that resumed at step s supersedes the lines of
+earlier attempts beyond s; `read_history` leaves those out.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from training import storage as default_storage
 from training.storage import Storage, join, name_of
+from training.telemetry.console import warn
 from training.telemetry.tracker import AttemptInfo, Values, finite_or_none, open_tracker
 
 LINES = 1000
-FLUSH_SECONDS = 20.0
 _NAME = re.compile(r"attempt-(\d+)\.(\d+)\.jsonl")
 
 
 class MetricsLog:
-    """Passes the numbers of one attempt to all its trackers, and flushes them every `FLUSH_SECONDS`. Host 0 has the
-    only one."""
+    """Passes the numbers of one attempt to all its trackers. Host 0 has the only one; during training
+    `training.telemetry.writer` calls it."""
 
     def __init__(
         self,
@@ -37,7 +37,6 @@ class MetricsLog:
         resumed_at: int,
         *,
         trackers: Sequence[str] = ("jsonl",),
-        now: Callable[[], float] = time.monotonic,
         storage: Storage = default_storage,
     ) -> None:
         """Starts the trackers.
@@ -48,31 +47,34 @@ class MetricsLog:
             resumed_at: steps that were done before.
             trackers: names in `training.telemetry.tracker.TRACKERS`. Reports and later attempts read the one
                 that is named "jsonl".
-            now: the time source, in seconds.
             storage: where the run's folder is.
         """
         info = AttemptInfo(folder, attempt, resumed_at, unused_file_number(folder, attempt, storage), storage)
         self._trackers = [open_tracker(name, info) for name in trackers]
-        self._now = now
-        self._flushed = now()
 
     def log(self, step: int, values: Values) -> None:
-        """Records values that belong to the state after `step` steps."""
+        """Records values that belong to the state after `step` steps, in memory."""
         for tracker in self._trackers:
             tracker.log(step, values)
-        if self._now() - self._flushed >= FLUSH_SECONDS:
-            self.flush()
 
     def flush(self) -> None:
-        """Writes what the trackers hold back."""
-        for tracker in self._trackers:
-            tracker.flush()
-        self._flushed = self._now()
+        """Writes what the trackers hold back. One that fails does not keep the others from it; then the first error is
+        raised, and `flush` may be called again."""
+        self._call([tracker.flush for tracker in self._trackers])
 
     def finish(self) -> None:
-        """Ends the records of an attempt that ends in good order."""
-        for tracker in self._trackers:
-            tracker.finish()
+        """Ends the records of an attempt that ends in good order, as `flush` does."""
+        self._call([tracker.finish for tracker in self._trackers])
+
+    def _call(self, functions: Sequence[Callable[[], None]]) -> None:
+        errors = []
+        for function in functions:
+            try:
+                function()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 class JsonLinesTracker:
@@ -92,17 +94,15 @@ class JsonLinesTracker:
         lost = [name for name, value in values.items() if value is not None and finite[name] is None]
         self._lines.append(json.dumps({"step": step, **finite, **({"not_finite": lost} if lost else {})}))
         self._dirty = True
-        if len(self._lines) >= LINES:
-            self.flush()
 
     def flush(self) -> None:
-        """Rewrites the newest object, and begins another when it is full."""
-        if self._dirty:
+        """Rewrites the newest object, and begins others when it is full."""
+        while self._dirty:
             name = f"attempt-{self._info.file_number:04d}.{self._chunk:05d}.jsonl"
-            self._info.storage.write(join(self._info.folder, "metrics", name), _join(self._lines))
-            self._dirty = False
-        if len(self._lines) >= LINES:
-            self._chunk, self._lines = self._chunk + 1, []
+            self._info.storage.write(join(self._info.folder, "metrics", name), _join(self._lines[:LINES]))
+            self._dirty = len(self._lines) > LINES
+            if len(self._lines) >= LINES:
+                self._chunk, self._lines = self._chunk + 1, self._lines[LINES:]
 
     def finish(self) -> None:
         """Flushes, and writes the run's whole history to metrics.jsonl."""
@@ -112,15 +112,33 @@ class JsonLinesTracker:
         storage.write(join(folder, "metrics.jsonl"), _join(json.dumps(values) for values in history))
 
 
-def read_history(folder: str, storage: Storage = default_storage) -> list[dict[str, Any]]:
-    """All lines of a run in the order of its steps, without those that a later attempt trained again.
+def read_history(
+    folder: str, storage: Storage = default_storage, warn: Callable[[str], None] = warn
+) -> list[dict[str, Any]]:
+    """All lines of a run in the order of its steps, without those that a later attempt trained again, and without those
+    that can't be read: of these it warns.
 
-    Each has its "step", and "loss", "learning_rate" and "examples_per_second" or the "eval_..." of an evaluation.
+    Each has its "step", and "loss", "gradient_norm", "learning_rate" and "examples_per_second" or the "eval_..." of an
+    evaluation; None for a figure that is not finite, whose name is then in "not_finite".
     """
     attempts: dict[int, list[dict[str, Any]]] = {}
     for (attempt, _), url in sorted(_objects(folder, storage).items()):
-        attempts.setdefault(attempt, []).extend(json.loads(line) for line in storage.read(url).splitlines())
+        lines = storage.read(url).splitlines()
+        parsed = [_parse(line) for line in lines]
+        if None in parsed:
+            warn(f"{url}: line {parsed.index(None) + 1} of {len(lines)} can't be read, and is left out")
+        attempts.setdefault(attempt, []).extend(values for values in parsed if values is not None)
     return merge_attempts(attempts[attempt] for attempt in sorted(attempts))
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """A line of an object; None for one that was cut, or is something else."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    is_line = isinstance(values, dict) and isinstance(values.get("step", values.get("resumed_at")), int)
+    return values if is_line else None
 
 
 def merge_attempts(attempts: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:

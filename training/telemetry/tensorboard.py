@@ -56,12 +56,17 @@ class TensorBoardTracker:
             return
         url = f"{self._base}.{self._number:05d}"
         if storage.is_remote(url):
-            self._written += self._pending
-            storage.write(url, bytes(self._written))
+            written = self._written + self._pending
+            storage.write(url, bytes(written))
+            self._written = written
             if len(self._written) >= ROLL_BYTES:
                 self._number, self._written = self._number + 1, bytearray()
         else:
-            storage.append(url, bytes(self._pending))
+            try:
+                storage.append(url, bytes(self._pending))
+            except Exception:
+                self._number += 1  # a frame of this file may be incomplete, and nothing behind it would be read
+                raise
         self._pending.clear()
 
     def finish(self) -> None:

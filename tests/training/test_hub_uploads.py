@@ -1,0 +1,96 @@
+"""Uploads during a run: whatever a process prints, hangs or ends with, the loop goes on and the summary says it."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.config import Hub
+from training.models.hub import BackgroundUploader, find_result
+
+RESULT = '{"step": 8, "commit": "https://hub/commit/1"}'
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+
+
+def uploader(tmp_path: Path, script: str, warnings: list[str], **settings: Any) -> BackgroundUploader:
+    path = tmp_path / "push.py"
+    path.write_text(script)
+    hub = Hub(repository="a/b", every="checkpoint", **settings)
+    return BackgroundUploader(hub, str(tmp_path), warnings.append, command=(sys.executable, str(path)))
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        f"print('{RESULT}'); import atexit; atexit.register(print, 'ResourceWarning: unclosed socket')",
+        f"print('{RESULT}'); print('[1, 2]'); print('12'); print('null')",
+        f"import sys; print('{RESULT}'); print('warning', file=sys.stderr)",
+    ],
+)
+def test_a_line_after_the_result_changes_nothing(tmp_path: Path, noise: str) -> None:
+    warnings: list[str] = []
+    pushes = uploader(tmp_path, noise, warnings)
+    pushes.committed(8)
+    assert pushes.finish(8) == {"repository": "a/b", "step": 8, "commit": "https://hub/commit/1", "error": None}
+    assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("print('done')", "told no commit: done"),
+        ("", "told no commit"),
+        ("raise SystemExit('tpu-train: error: no hf_secret')", r"no \*\*\*"),
+        ("import os; os.write(1, b'\\xff' * 9); os._exit(3)", "\ufffd"),
+        ("import os; os._exit(3)", "ended with 3"),
+        ("import time; time.sleep(60)", "not done within hub.wait_seconds"),
+    ],
+)
+def test_an_upload_that_fails_is_one_warning(tmp_path: Path, script: str, error: str) -> None:
+    warnings: list[str] = []
+    pushes = uploader(tmp_path, script, warnings, wait_seconds=1)
+    pushes.committed(8)
+    began = time.monotonic()
+    summary = pushes.finish(8)
+    assert time.monotonic() - began < 10
+    assert summary["commit"] is None
+    assert re.search(error, summary["error"])
+    assert len(warnings) == 1
+    pushes.close()
+
+
+def test_a_program_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    pushes = BackgroundUploader(
+        Hub(repository="a/b", every="checkpoint"), str(tmp_path), warnings.append, command=("/no/such/program",)
+    )
+    pushes.committed(8)
+    assert "No such file" in pushes.finish(8)["error"]
+    assert len(warnings) == 1
+
+
+def test_close_ends_an_upload_at_once(tmp_path: Path) -> None:
+    pushes = uploader(tmp_path, "import time; time.sleep(60)", [])
+    pushes.committed(8)
+    time.sleep(0.3)
+    began = time.monotonic()
+    pushes.close()
+    assert time.monotonic() - began < 3
+
+
+def test_a_result_is_a_step_and_a_commit_and_nothing_else() -> None:
+    assert find_result(["x", RESULT, "[" * 10, "{}", '{"step": "8", "commit": null}']) == {
+        "step": 8,
+        "commit": "https://hub/commit/1",
+    }
+    assert find_result(["[" * 100_000]) is None
+    assert find_result([]) is None

@@ -1,0 +1,114 @@
+"""Storage that refuses, is slow or loses an answer does not stop training: what could not be written is written later,
+once, or is named."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.numpy_backend import Runs
+from training import storage as default_storage
+from training.storage import Stat, StorageError
+from training.telemetry import attempt_end, writer
+from training.telemetry.metrics import MetricsLog, read_history
+from training.telemetry.writer import MetricsWriter
+
+
+class Weather:
+    """The storage of this machine, which refuses the first `refused` requests for metrics after it has done them."""
+
+    def __init__(self, refused: int) -> None:
+        self.refused = refused
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(default_storage, name)
+
+    def write(self, url: str, data: Any, **options: Any) -> Stat:
+        written = default_storage.write(url, data, **options)
+        self._refuse(url)
+        return written
+
+    def listing(self, url: str) -> Any:
+        self._refuse(url)
+        return default_storage.listing(url)
+
+    def _refuse(self, url: str) -> None:
+        if "/metrics" in url and self.refused:
+            self.refused -= 1
+            raise StorageError(f"{url}: 503 Service Unavailable")
+
+
+@pytest.fixture(autouse=True)
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "FLUSH_SECONDS", 0.01)
+    monkeypatch.setattr(writer, "RETRY_SECONDS", 0.01)
+
+
+def metrics_writer(folder: Path, storage: Any, warnings: list[str]) -> MetricsWriter:
+    return MetricsWriter(lambda: MetricsLog(str(folder), 0, 0, storage=storage), warnings.append)
+
+
+@pytest.mark.parametrize("refused", range(8))
+def test_each_line_is_written_once_however_often_storage_refuses(tmp_path: Path, refused: int) -> None:
+    warnings: list[str] = []
+    log = metrics_writer(tmp_path, Weather(refused), warnings)
+    for step in range(1, 300):
+        log.log(step, {"loss": 1.0})
+    log.finish(30, whole=True)
+    assert [line["step"] for line in read_history(str(tmp_path))] == list(range(1, 300))
+    assert (tmp_path / "metrics.jsonl").exists()
+    assert len(warnings) <= refused
+    assert all("503 Service Unavailable; training goes on" in message for message in warnings)
+
+
+def test_a_run_trains_to_its_end_while_its_metrics_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("training.trainer._FINISH_SECONDS", 0.2)
+    runs = Runs(tmp_path, Weather(1_000_000))
+    assert runs.train("r", 0)["committed_step"] == 40
+    errors = capsys.readouterr().err
+    assert errors.count("metrics can't be written") == 1
+    assert "the last metrics are not written within 0.2 s" in errors
+    assert (runs.path("r") / "summary.json").exists()
+
+
+def test_a_run_ends_well_beside_lines_of_an_earlier_attempt_that_were_cut(tmp_path: Path) -> None:
+    runs = Runs(tmp_path)
+    cut = runs.path("r") / "metrics" / "attempt-0000.00000.jsonl"
+    cut.parent.mkdir(parents=True)
+    cut.write_text('{"attempt": 0, "resumed_at": 0}\n{"step": 1, "lo')
+    assert runs.train("r", 1)["steps"] == 40
+    assert len(read_history(str(runs.path("r")))) == 41  # with the evaluation
+
+
+def test_memory_is_bounded_and_what_is_lost_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MOST_WAITING", 10)
+    warnings: list[str] = []
+    opened = threading.Event()
+
+    def open_log() -> MetricsLog:
+        opened.wait(10)
+        return MetricsLog(str(tmp_path), 0, 0)
+
+    log = MetricsWriter(open_log, warnings.append)
+    for step in range(1, 31):
+        log.log(step, {"loss": 1.0})
+    opened.set()
+    log.finish(10)
+    assert [line["step"] for line in read_history(str(tmp_path))] == list(range(21, 31))
+    assert warnings == ["20 lines of metrics were lost: storage did not take them for too long"]
+
+
+def test_an_end_that_can_not_be_recorded_does_not_delay_the_exit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(attempt_end, "END_SECONDS", 0.2)
+    release = threading.Event()
+    monkeypatch.setattr("training.telemetry.html.write_report", lambda *_, **__: release.wait(30))
+    assert Runs(tmp_path).train("r", 0)["steps"] == 40
+    release.set()
+    assert "is not recorded in" in capsys.readouterr().err

@@ -1,0 +1,112 @@
+"""The one writer of a run's numbers: a thread of host 0, so that storage which is slow or refuses can't stop training.
+
+    loop thread      `log` puts the values into a list in memory, at most `MOST_WAITING` of them; it never waits
+    writer thread    every `FLUSH_SECONDS` passes them to the trackers and flushes those; what fails is tried again,
+                     with one warning. Values are passed on once, and only when everything before them is written
+
+Opening the log lists the run's folder, so that belongs to the thread too. In the end `finish` waits for it, for a
+limited time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from training.machine import SYSTEM, Machine
+from training.telemetry.metrics import MetricsLog
+from training.telemetry.tracker import Values
+
+FLUSH_SECONDS = 20.0
+RETRY_SECONDS = 1.0  # between tries when the run waits for the end
+MOST_WAITING = 10_000  # lines in memory: hours of them, in 3 MB
+
+
+class MetricsWriter:
+    """Writes the numbers of one attempt in the background."""
+
+    def __init__(
+        self, open_log: Callable[[], MetricsLog], warn: Callable[[str], None], machine: Machine = SYSTEM
+    ) -> None:
+        """Starts the thread.
+
+        Args:
+            open_log: makes the log that is written; called in the thread, again after it failed.
+            warn: shows a warning.
+            machine: for the thread.
+        """
+        self._open_log, self._warn = open_log, warn
+        self._log: MetricsLog | None = None  # the thread's
+        self._is_flushed = True  # the thread's
+        self._failure: str | None = None  # of the last try
+        self._waiting: deque[tuple[int, Values]] = deque()
+        self._lost = 0  # lines for which there was no room
+        self._is_ending = self._is_whole = self._was_awaited = False
+        self._changed = machine.threads.condition()
+        self._thread = machine.threads.start(self._serve, name="metrics")
+
+    def log(self, step: int, values: Values) -> None:
+        """Takes values that belong to the state after `step` steps. Without room for them, the oldest are lost."""
+        with self._changed:
+            if len(self._waiting) == MOST_WAITING:
+                self._waiting.popleft()
+                self._lost += 1
+            self._waiting.append((step, dict(values)))
+
+    def finish(self, seconds: float, *, whole: bool = False) -> None:
+        """Writes what is left, and waits for that at most `seconds`. A second call does nothing.
+
+        Args:
+            seconds: to wait.
+            whole: the attempt ends in good order: the run's whole history is written too.
+        """
+        if self._was_awaited:
+            return
+        self._was_awaited = True
+        with self._changed:
+            self._is_ending, self._is_whole = True, whole
+            self._changed.notify_all()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._warn(f"the last metrics are not written within {seconds:g} s: {self._failure or 'storage is slow'}")
+        if self._lost:
+            self._warn(f"{self._lost} lines of metrics were lost: storage did not take them for too long")
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                if not self._is_ending:
+                    self._changed.wait(FLUSH_SECONDS)
+                is_ending = self._is_ending
+            is_written = self._try_to_write(is_ending and self._is_whole)
+            if is_ending and is_written:
+                return
+            if is_ending:
+                with self._changed:
+                    self._changed.wait(RETRY_SECONDS)
+
+    def _try_to_write(self, whole: bool) -> bool:
+        try:
+            self._write(whole)
+        except Exception as error:  # whatever a tracker raises: it must not end the run
+            if self._failure is None:
+                self._warn(f"metrics can't be written: {error}; training goes on, and it is tried again")
+            self._failure = str(error)
+            return False
+        self._failure = None
+        return True
+
+    def _write(self, whole: bool) -> None:
+        if self._log is None:
+            self._log = self._open_log()
+        if not self._is_flushed:
+            self._log.flush()
+        with self._changed:
+            lines, self._waiting = self._waiting, deque()
+        for step, values in lines:
+            self._log.log(step, values)
+        self._is_flushed = False
+        self._log.flush()
+        self._is_flushed = True
+        if whole:
+            self._log.finish()
