@@ -645,7 +645,7 @@ class SimulatedThreads:
         self._scheduler.maybe_pause()
         return task
 
-    def timer(self, seconds: float, function: Callable[[], None]) -> Task:
+    def start_timer(self, seconds: float, function: Callable[[], None]) -> Task:
         """Calls `function` after `seconds`, in a thread of its own."""
 
         def run() -> None:

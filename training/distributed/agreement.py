@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 from training.distributed.rendezvous import Rendezvous
@@ -35,6 +36,7 @@ def disagreements(reports: list[Mapping[str, str]]) -> list[str]:
     return lines
 
 
+@cache
 def code_hash() -> str:
     """A hash of the trainer's source: what a checkpoint was written by, and what all hosts must have alike."""
     digest = hashlib.sha256()

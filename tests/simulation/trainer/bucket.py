@@ -1,0 +1,174 @@
+"""A bucket as Cloud Storage has them, and what can go wrong with it: training.storage's protocol for simulated hosts.
+
+Objects are whole or absent, listings are consistent, and a create-only write has exactly one winner. Each operation
+takes effect at one moment between its call and its answer. The world decides how long both take and whether the
+operation fails: before it took effect, after it did (the answer is lost for good), or when the caller is dead by then
+(a request that was sent is carried out all the same).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import google_crc32c
+
+from tests.simulation.scheduler import Killed, Scheduler
+from training.storage import AlreadyExists, Changed, NotFound, Stat, StorageError, name_of
+
+READ, WRITE, DELETE, LIST = "read", "write", "delete", "list"
+
+
+@dataclass
+class Stored:
+    """An object of the bucket."""
+
+    data: bytes
+    generation: int
+    writer: str  # the process
+    crc32c: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """An operation that a host asks for."""
+
+    host: str
+    kind: str
+    url: str
+    name: str
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """What becomes of a request: seconds until it takes effect and until the answer is there; and whether it fails."""
+
+    before: float
+    after: float
+    fails: str = ""  # "", "before" or "after" it took effect
+
+
+@dataclass
+class Bucket:
+    """All objects, and who watches them change."""
+
+    scheduler: Scheduler
+    randomness: random.Random
+    treat: Callable[[Request], Treatment]
+    changed: Callable[[str, Stored | None, Stored | None, str], None]  # url, before, after, by whom
+    objects: dict[str, Stored] = field(default_factory=dict)
+    generations: int = 0
+
+    def put(self, url: str, data: bytes, writer: str) -> Stored:
+        """An object appears."""
+        self.generations += 1
+        before = self.objects.get(url)
+        stored = self.objects[url] = Stored(data, self.generations, writer, int(google_crc32c.value(data)))
+        self.changed(url, before, stored, writer)
+        return stored
+
+    def remove(self, url: str, by: str) -> None:
+        """An object disappears, if it is there."""
+        before = self.objects.pop(url, None)
+        if before is not None:
+            self.changed(url, before, None, by)
+
+
+class HostStorage:
+    """training.storage as one process sees it."""
+
+    def __init__(self, bucket: Bucket, host: str) -> None:
+        self._bucket, self._host = bucket, host
+
+    def stat(self, url: str) -> Stat | None:
+        return self._call(READ, url, lambda: self._stat(url))
+
+    def listing(self, folder: str) -> list[Stat]:
+        prefix = folder.rstrip("/") + "/"
+        return self._call(
+            LIST, folder, lambda: [self._stat(url) for url in sorted(self._bucket.objects) if url.startswith(prefix)]
+        )
+
+    def read(self, url: str, start: int = 0, end: int | None = None, *, generation: int | None = None) -> bytes:
+        def effect() -> bytes:
+            stored = self._get(url)
+            if generation is not None and stored.generation != generation:
+                raise Changed(f"{url} was replaced while it was in use: start again")
+            return stored.data[start:end]
+
+        return self._call(READ, url, effect)
+
+    def read_into(self, url: str, start: int, place: memoryview) -> int:
+        data = self.read(url, start, start + len(place))
+        place[: len(data)] = data
+        return len(data)
+
+    def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
+        content = bytes(data)  # what is sent; the caller may use its memory again when this has returned
+
+        def effect() -> Stat:
+            if create_only and url in self._bucket.objects:
+                raise AlreadyExists(f"{url} already exists")
+            stored = self._bucket.put(url, content, self._host)
+            return Stat(url, len(content), stored.generation, stored.crc32c)
+
+        return self._call(WRITE, url, effect, len(content))
+
+    def delete(self, url: str) -> None:
+        self._call(DELETE, url, lambda: self._bucket.remove(url, self._host))
+
+    def sweep(self, folder: str, given_up: Callable[[str], bool]) -> None:
+        """A bucket has nothing hidden."""
+
+    def append(self, path: str, data: bytes) -> None:
+        """Objects of a bucket can't grow."""
+        raise AssertionError(path)
+
+    def _get(self, url: str) -> Stored:
+        if url not in self._bucket.objects:
+            raise NotFound(f"{url} does not exist")
+        return self._bucket.objects[url]
+
+    def _stat(self, url: str) -> Stat | None:
+        stored = self._bucket.objects.get(url)
+        return None if stored is None else Stat(url, len(stored.data), stored.generation, stored.crc32c)
+
+    def _call(self, kind: str, url: str, effect: Callable[[], Any], size: int = 0) -> Any:
+        """Carries an operation out as the world treats it."""
+        scheduler = self._bucket.scheduler
+        scheduler.check_alive()
+        request = Request(self._host, kind, url, name_of(url), size)
+        treatment = self._bucket.treat(request)
+        if treatment.fails == "before":
+            scheduler.sleep(treatment.before + treatment.after)
+            scheduler.note(f"{kind} {url}: fails, and nothing was done")
+            raise StorageError(f"{url}: {kind} failed for {treatment.before + treatment.after:.0f} s; last: 503")
+        result: list[Any] = []
+        try:
+            scheduler.sleep(treatment.before)
+        except Killed:
+            # The request is on its way: what a process has sent may be carried out after its end.
+            if kind in (WRITE, DELETE) and self._bucket.randomness.random() < 0.5:
+                when = scheduler.now + treatment.after * self._bucket.randomness.random() * 2
+                scheduler.call_at(when, lambda: _ignore_errors(effect))
+            raise
+        try:
+            result.append(effect())
+        finally:
+            if scheduler.story is not None and kind != READ:
+                scheduler.note(f"{kind} {url}{' (' + str(len(result[0])) + ' objects)' if kind == LIST else ''}")
+            scheduler.sleep(treatment.after)
+        if treatment.fails == "after":
+            scheduler.note(f"{kind} {url}: was done, and the answer is lost")
+            raise StorageError(f"{url}: {kind} failed for {treatment.before + treatment.after:.0f} s; last: 503")
+        return result[0]
+
+
+def _ignore_errors(effect: Callable[[], Any]) -> None:
+    try:
+        effect()
+    except StorageError:
+        pass

@@ -1,0 +1,338 @@
+"""TCP between simulated hosts, with the methods of `socket` and `selectors` that training.machine.network names.
+
+Bytes arrive in order, after a latency. A process that dies closes its connections, and the other side notices. A host
+that is cut off loses every packet: what was sent meanwhile arrives when it is back (TCP sends it again), unless the
+silence lasted longer than the connection's limit; then both sides get an error, each when its own limit is over.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulation.scheduler import Deadline, Process, Scheduler, Task
+from training.errors import TrainError
+
+_LATENCY = 0.002  # seconds, on average
+_CONNECT_RETRY = 1.0  # seconds between SYN packets
+
+
+@dataclass
+class Link:
+    """A host's cable."""
+
+    address: str
+    cut: bool = False
+    ends: dict[End, None] = field(default_factory=dict)  # of its open connections
+
+
+class End:
+    """One end of a connection: a connected socket."""
+
+    def __init__(self, wire: Wire, link: Link, process: Process) -> None:
+        self._wire, self.link, self.process = wire, link, process
+        self.peer: End | None = None
+        self.waiters: dict[Task, None] = {}
+        self.watchers: list[Selector] = []
+        self._received = bytearray()
+        self._end_of_stream, self._error = False, 0
+        self._timeout: float | None = None
+        self.closed = False
+        self.lost_seconds = 900.0  # until a silent connection breaks
+        self._arrives = 0.0  # when the last byte that was sent arrives
+        self._held: deque[bytes | None] = deque()  # sent while a cable was cut
+        link.ends[self] = None
+
+    # --- as a socket
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        self._timeout = seconds
+
+    def setblocking(self, flag: bool, /) -> None:
+        self._timeout = None if flag else 0.0
+
+    def sendall(self, data: bytes, /) -> None:
+        self._wire.scheduler.check_alive()
+        if self.closed:
+            raise OSError(errno.EBADF, "bad file descriptor")
+        if self._error:
+            raise OSError(self._error, "the connection broke")
+        if self._peer.closed:
+            raise BrokenPipeError(errno.EPIPE, "broken pipe")
+        self.send(bytes(data))
+        self._wire.scheduler.maybe_pause()
+
+    def recv(self, size: int, /) -> bytes:
+        scheduler = self._wire.scheduler
+        scheduler.check_alive()
+        deadline = Deadline(scheduler, self._timeout)
+        while not self.readable:
+            if not scheduler.wait(self.waiters, deadline.left(), "bytes of a connection"):
+                raise TimeoutError("timed out")
+        if self.closed:
+            raise OSError(errno.EBADF, "bad file descriptor")
+        if self._received:
+            data = bytes(self._received[:size])
+            del self._received[:size]
+            return data
+        if self._error:
+            raise OSError(self._error, "the connection broke")
+        return b""
+
+    def recv_into(self, view: memoryview) -> int:
+        """As recv, into memory of the caller's."""
+        data = self.recv(len(view))
+        view[: len(data)] = data
+        return len(data)
+
+    def shutdown(self, how: int, /) -> None:
+        if self.closed or self._error:
+            raise OSError(errno.ENOTCONN, "not connected")
+        self.send(None)
+        self._end_of_stream = True
+        self.notify()
+
+    def close(self) -> None:
+        """Gives the socket up: the other side reads what was sent, and then the end."""
+        if not self.closed:
+            self.closed = True
+            self.link.ends.pop(self, None)
+            self.send(None)
+            self.notify()
+
+    # --- below
+
+    @property
+    def readable(self) -> bool:
+        """Whether recv returns at once."""
+        return bool(self._received) or self._end_of_stream or bool(self._error) or self.closed
+
+    @property
+    def _peer(self) -> End:
+        assert self.peer is not None
+        return self.peer
+
+    def send(self, data: bytes | None) -> None:
+        """Puts bytes (or None, the end) on the wire."""
+        if self._held or self.link.cut or self._peer.link.cut:
+            self._held.append(data)
+            return
+        wire = self._wire
+        self._arrives = max(self._arrives, wire.scheduler.now + wire.latency())
+        wire.scheduler.call_at(self._arrives, lambda: self._peer.receive(data, self))
+
+    def receive(self, data: bytes | None, sender: End) -> None:
+        """Bytes arrive, or the end."""
+        if self.closed or self._error:
+            return
+        if self.link.cut or sender.link.cut:
+            sender._held.append(data)
+            return
+        if data is None:
+            self._end_of_stream = True
+        else:
+            self._received += data
+        self.notify()
+
+    def resume(self) -> None:
+        """The cable is whole again: what was held back is sent."""
+        held, self._held = self._held, deque()
+        for data in held:
+            self.send(data)
+
+    def break_off(self, code: int) -> None:
+        """The kernel gives the connection up."""
+        if not self.closed and not self._error:
+            self._error = code
+            self._held.clear()
+            self.notify()
+
+    def notify(self) -> None:
+        """Wakes who reads."""
+        self._wire.scheduler.wake_all(self.waiters)
+        for watcher in self.watchers:
+            self._wire.scheduler.wake_all(watcher.waiters)
+
+
+class Listener:
+    """A listening socket."""
+
+    def __init__(self, wire: Wire, key: tuple[str, int], process: Process) -> None:
+        self._wire, self._key, self.process = wire, key, process
+        self.queue: deque[End] = deque()
+        self.waiters: dict[Task, None] = {}
+        self.watchers: list[Selector] = []
+        self._timeout: float | None = None
+        self.closed = False
+
+    @property
+    def readable(self) -> bool:
+        """Whether accept returns at once."""
+        return bool(self.queue)
+
+    def settimeout(self, seconds: float | None, /) -> None:
+        self._timeout = seconds
+
+    def setblocking(self, flag: bool, /) -> None:
+        self._timeout = None if flag else 0.0
+
+    def accept(self) -> tuple[End, Any]:
+        scheduler = self._wire.scheduler
+        deadline = Deadline(scheduler, self._timeout)
+        while not self.queue:
+            if self._timeout == 0.0:
+                raise BlockingIOError(errno.EAGAIN, "nobody")
+            if not scheduler.wait(self.waiters, deadline.left(), "a connection"):
+                raise TimeoutError("timed out")
+        end = self.queue.popleft()
+        return end, (end.peer.link.address if end.peer else "", 0)
+
+    def close(self) -> None:
+        """Listens no more; who was not accepted is cut off."""
+        if not self.closed:
+            self.closed = True
+            self._wire.listeners.pop(self._key, None)
+            for end in self.queue:
+                end.close()
+            self.queue.clear()
+
+    def offer(self, end: End) -> None:
+        """A client has connected."""
+        self.queue.append(end)
+        self._wire.scheduler.wake_all(self.waiters)
+        for watcher in self.watchers:
+            self._wire.scheduler.wake_all(watcher.waiters)
+
+
+@dataclass(frozen=True)
+class Key:
+    """As selectors.SelectorKey."""
+
+    fileobj: Any
+    data: Any
+
+
+class Selector:
+    """As selectors.DefaultSelector, for reading."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._keys: dict[Any, Key] = {}
+        self.waiters: dict[Task, None] = {}
+
+    def register(self, fileobj: Any, events: int, data: Any = None) -> Key:
+        self._keys[fileobj] = Key(fileobj, data)
+        fileobj.watchers.append(self)
+        return self._keys[fileobj]
+
+    def unregister(self, fileobj: Any) -> Key:
+        fileobj.watchers.remove(self)
+        return self._keys.pop(fileobj)
+
+    def get_map(self) -> dict[Any, Key]:
+        """What is registered."""
+        return self._keys
+
+    def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
+        deadline = Deadline(self._scheduler, timeout)
+        while not (ready := [(key, 1) for fileobj, key in self._keys.items() if fileobj.readable]):
+            if not self._scheduler.wait(self.waiters, deadline.left(), "any connection"):
+                return []
+        return ready
+
+    def close(self) -> None:
+        for fileobj in list(self._keys):
+            self.unregister(fileobj)
+
+
+class Wire:
+    """The network between all hosts of a life."""
+
+    def __init__(self, scheduler: Scheduler, randomness: random.Random) -> None:
+        self.scheduler, self._random = scheduler, randomness
+        self.listeners: dict[tuple[str, int], Listener] = {}
+        self.links: dict[str, Link] = {}
+
+    def latency(self) -> float:
+        """Of one packet, in seconds."""
+        return self._random.random() * 2 * _LATENCY
+
+    def link(self, address: str) -> Link:
+        """The cable of a host."""
+        return self.links.setdefault(address, Link(address))
+
+    def cut(self, address: str) -> None:
+        """A host loses its network. Its connections break, on each side, when the side's limit is over."""
+        link = self.link(address)
+        link.cut = True
+        now = self.scheduler.now
+        for end in link.ends:
+            for side in filter(None, (end, end.peer)):
+                self.scheduler.call_at(now + side.lost_seconds, lambda side=side: self._give_up(side))
+
+    def mend(self, address: str) -> None:
+        """It has its network again."""
+        link = self.link(address)
+        link.cut = False
+        for end in list(link.ends):
+            for side in filter(None, (end, end.peer)):
+                side.resume()
+
+    def kill(self, process: Process) -> None:
+        """The kernel closes what a dead process had open."""
+        for listener in [listener for listener in self.listeners.values() if listener.process is process]:
+            listener.close()
+        for link in self.links.values():
+            for end in [end for end in link.ends if end.process is process]:
+                end.close()
+
+    def _give_up(self, end: End) -> None:
+        peer = end.peer
+        if end.link.cut or (peer is not None and peer.link.cut):
+            end.break_off(errno.ETIMEDOUT)
+            # What the other side sends from now on is answered with a reset, once it can be.
+            if peer is not None:
+                self.scheduler.call_at(self.scheduler.now + peer.lost_seconds, lambda: peer.break_off(errno.ECONNRESET))
+
+
+class HostNetwork:
+    """training.machine.network.Network of one process."""
+
+    def __init__(self, wire: Wire, address: str, process: Process) -> None:
+        self._wire, self._link, self._process = wire, wire.link(address), process
+
+    def listen(self, address: str, port: int) -> Listener:
+        key = (address, port)
+        if key in self._wire.listeners:
+            raise TrainError(f"port {port} on {address} is in use, so the hosts can't meet there")
+        self._wire.listeners[key] = Listener(self._wire, key, self._process)
+        return self._wire.listeners[key]
+
+    def connect(self, address: str, port: int, timeout: float) -> End:
+        scheduler, wire = self._wire.scheduler, self._wire
+        deadline = Deadline(scheduler, timeout)
+        while True:
+            scheduler.sleep(wire.latency())
+            other = wire.link(address)
+            if not self._link.cut and not other.cut:
+                break
+            if not deadline.left():
+                raise TimeoutError("timed out")
+            scheduler.sleep(min(_CONNECT_RETRY, deadline.left() or 0.0))
+        listener = wire.listeners.get((address, port))
+        if listener is None:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "connection refused")
+        own, theirs = End(wire, self._link, self._process), End(wire, other, listener.process)
+        own.peer, theirs.peer = theirs, own
+        own.settimeout(timeout)
+        listener.offer(theirs)
+        return own
+
+    def selector(self) -> Selector:
+        return Selector(self._wire.scheduler)
+
+    def detect_silence(self, connection: Any, lost_seconds: float) -> None:
+        connection.lost_seconds = lost_seconds

@@ -1,0 +1,198 @@
+"""Simulated hosts: a process of `tpu-train train` on each, over a simulated machine, and a group of them is an attempt.
+
+What runs in a host is the trainer's own code, from `rendezvous.join` to `run_and_exit`; only what is below it and what
+computes is simulated.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from tests.simulation.scheduler import Killed, Process, Scheduler, SimulatedClock, SimulatedThreads, Task
+from tests.simulation.trainer.bucket import HostStorage
+from tests.simulation.trainer.connections import HostNetwork
+from tests.simulation.trainer.model import Exchange, SimulatedBackend, SimulatedTask
+from training.cli.host_process import exit_overdue, print_error, run_and_exit
+from training.distributed.cluster import Cluster
+from training.distributed.rendezvous import join
+from training.distributed.shutdown import ShutdownRequest
+from training.errors import TrainError
+from training.machine import Machine
+from training.run_setup import Dependencies
+from training.telemetry.phase_timer import PhaseTimer
+from training.trainer import train
+
+if TYPE_CHECKING:
+    from tests.simulation.trainer.world import World
+
+KILLED = 137  # the exit code of a process that was killed
+
+
+class Group:
+    """The hosts of one attempt."""
+
+    def __init__(self, world: World, label: str, attempt: int, slice_number: int) -> None:
+        self.world, self.label, self.attempt, self.slice_number = world, label, attempt, slice_number
+        self.size = world.plan.hosts
+        self.exchange = Exchange(self.size, lambda message: world.promises.broken("all hosts choose alike", message))
+        self.collective: dict[Task, None] = {}  # who waits in one
+        self.addresses = tuple(f"10.{slice_number}.0.{worker}" for worker in range(self.size))
+        self.glitch: int | None = None  # the step whose update is not finite
+        self.asked_to_stop = False
+        self.disturbed = False  # something bad happened to a host of it, or to its storage
+        self.claimed = False
+        self.began = world.scheduler.now
+        self.hosts = [Host(self, worker) for worker in range(self.size)]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no process of it is left."""
+        return all(host.code is not None for host in self.hosts)
+
+    @property
+    def codes(self) -> list[int | None]:
+        """The hosts' exit codes so far."""
+        return [host.code for host in self.hosts]
+
+
+class Host:
+    """A machine with one process."""
+
+    def __init__(self, group: Group, worker: int) -> None:
+        world = group.world
+        self.group, self.worker, self.world = group, worker, world
+        self.name = f"{group.label}.{worker}"
+        self.address = group.addresses[worker]
+        self.scheduler: Scheduler = world.scheduler
+        self.process = Process(self.name)
+        self.code: int | None = None
+        self.ended = 0.0
+        self.lines: list[str] = []  # that it printed
+        self.frozen, self.cut = False, False
+        self.stops: list[float] = []  # when it was asked to stop
+        self.shutdown: ShutdownRequest | None = None
+        skew = world.random.choice((0.0, 0.0, -3600.0, 86400.0))
+        self.clock = SimulatedClock(self.scheduler, started=-1000 * world.random.random(), wall=1.8e9 + skew)
+        self.machine = Machine(
+            clock=self.clock.monotonic,
+            wall_time=self.clock.time,
+            sleep=self.clock.sleep,
+            threads=SimulatedThreads(self.scheduler),  # type: ignore[arg-type]
+            network=HostNetwork(world.wire, self.address, self.process),  # type: ignore[arg-type]
+            token_hex=lambda size: f"{world.random.getrandbits(8 * size):0{2 * size}x}",
+            exit=self.exit,
+        )
+
+    def start(self, delay: float) -> None:
+        """Starts the process after a while."""
+        self.scheduler.spawn(self._main, delay, name="main", process=self.process)
+
+    def _main(self, delay: float) -> None:
+        self.scheduler.sleep(delay)
+        self.scheduler.note("starts")
+        world, group = self.world, self.group
+        config, machine = world.config, self.machine
+        self.shutdown = shutdown = ShutdownRequest(machine)
+        timer = PhaseTimer(now=machine.clock)
+        cluster = Cluster(self.worker, group.addresses, run_id="run", attempt=group.attempt)
+        try:
+            rendezvous = join(
+                cluster,
+                shutdown,
+                start_seconds=config.rendezvous.start_seconds,
+                seconds=config.rendezvous.seconds,
+                lost_seconds=config.rendezvous.lost_seconds,
+                machine=machine,
+            )
+        except TrainError as error:  # as cli.main does
+            print_error(error)
+            self.exit(error.exit_code)
+        stop_seconds = config.checkpoint.stop_seconds
+        shutdown.limit(stop_seconds, lambda: exit_overdue(rendezvous, stop_seconds, machine))
+        dependencies = Dependencies(
+            machine=machine,
+            storage=HostStorage(world.bucket, self.name),
+            open_task=lambda *_: SimulatedTask(self),  # type: ignore[arg-type, return-value]
+            open_backend=lambda *_: SimulatedBackend(self),  # type: ignore[arg-type, return-value]
+            trackers=("jsonl",),
+        )
+        run_and_exit(rendezvous, lambda: _train(config, cluster, rendezvous, shutdown, timer, dependencies), machine)
+
+    def exit(self, code: int) -> NoReturn:
+        """The process ends by itself."""
+        self.scheduler.check_alive()
+        self._end(int(code))
+        raise Killed
+
+    def kill(self) -> None:
+        """The process is ended from outside."""
+        if self.code is None:
+            self._end(KILLED)
+
+    def _end(self, code: int) -> None:
+        self.code, self.ended = code, self.scheduler.now
+        self.scheduler.note(f"{self.name} exits with {code}")
+        self.world.wire.kill(self.process)
+        self.scheduler.thaw(self.process)
+        self.world.promises.process_ended(self)
+        self.world.changed()
+        self.scheduler.kill(self.process)
+
+    def sigterm(self) -> None:
+        """The engine, or the launcher, asks the process to stop."""
+        self.stops.append(self.scheduler.now)
+        self.group.asked_to_stop = True
+        if self.code is None and self.shutdown is not None:
+            self.scheduler.note(f"SIGTERM for {self.name}")
+            self.scheduler.spawn(self.shutdown.request, name="signals", process=self.process)
+        elif self.code is None:
+            self._end(143)  # no handler yet
+
+    def freeze(self) -> None:
+        """The machine stands still: neither its process nor its network answers."""
+        if not self.frozen and self.code is None:
+            self.frozen = True
+            self.scheduler.note(f"{self.name} stands still")
+            self.world.wire.cut(self.address)
+            self.scheduler.freeze(self.process)
+
+    def thaw(self) -> None:
+        """It wakes up."""
+        if self.frozen:
+            self.frozen = False
+            self.scheduler.note(f"{self.name} wakes up")
+            self.world.wire.mend(self.address)
+            self.scheduler.thaw(self.process)
+
+    def pass_time(self, purpose: str, seconds: float) -> None:
+        """Something that takes about so long."""
+        self.scheduler.sleep(seconds * (0.5 + self.world.random.random()))
+
+
+def _train(*args: object) -> None:
+    train(*args)  # type: ignore[arg-type]
+
+
+class Output:
+    """Standard output and error of all processes: each line belongs to the host that prints it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def write(self, text: str) -> int:
+        task = self._world.scheduler.current
+        host = self._world.host_of(task.process) if task else None
+        if host is None:
+            return sys.__stdout__.write(text) if sys.__stdout__ else 0
+        host.lines += [line for line in text.splitlines() if line]
+        if self._world.scheduler.story is not None:
+            for line in filter(None, text.splitlines()):
+                self._world.scheduler.note(f"| {line[:300]}")
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def isatty(self) -> bool:
+        return False

@@ -1,0 +1,279 @@
+"""What the simulated hosts train: a task and a backend without a framework, whose state tells what was trained on.
+
+The state after k steps is a pure function of k (`Curriculum`): how often each record was seen, and weights that depend
+on the records in whole numbers, so that any number of hosts gives the same bits. A checkpoint, a restored state and the
+end of a run are compared with it. As on real devices, a step is a collective of all hosts: without a peer it hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from training.batch import Arrays, HostBatch, Signals, StepResult
+from training.checkpoint.safetensors_file import TensorSpec
+from training.data.sampling.order import Shuffled, batch_records, geometry, host_rows
+
+if TYPE_CHECKING:
+    from tests.simulation.trainer.hosts import Host
+
+EVALUATION_BATCHES = 2
+RECORD_BYTES = 64
+State = dict[str, np.ndarray]
+
+
+class Curriculum:
+    """What each step trains on, and the state that it leaves behind."""
+
+    def __init__(self, records: int, batch: int, steps: int, seed: int) -> None:
+        order = Shuffled(geometry(records, RECORD_BYTES), seed, batch)
+        self.records, self.batch, self.steps = records, batch, steps
+        self.batches = [batch_records(order, step)[1] for step in range(steps)]
+        self.losses: list[float] = []
+        state = {
+            "model/weight": np.ones(6, np.float32),
+            "model/bias": np.zeros(3, np.float32),
+            "adam_m/weight": np.zeros(6, np.float32),
+            "seen/records": np.zeros(records, np.int64),
+        }
+        self.states = [state]
+        for batch_of_step in self.batches:
+            self.losses.append(loss_of(self.states[-1], batch_of_step))
+            self.states.append(advance(self.states[-1], batch_of_step))
+
+    def check_epochs(self) -> None:
+        """Each record is once in each epoch: what the states rest on."""
+        flat = np.concatenate(self.batches)
+        for start in range(0, len(flat) - self.records + 1, self.records):
+            assert sorted(flat[start : start + self.records]) == list(range(self.records))
+
+
+@lru_cache(maxsize=256)
+def curriculum(records: int, batch: int, steps: int, seed: int) -> Curriculum:
+    """The same for all lives with these sizes."""
+    made = Curriculum(records, batch, steps, seed)
+    made.check_epochs()
+    return made
+
+
+def advance(state: State, records: np.ndarray) -> State:
+    """The state after a step on these records."""
+    total = np.float32(int(records.sum()) % 251)
+    seen = state["seen/records"].copy()
+    np.add.at(seen, records, 1)
+    moment = state["adam_m/weight"] * np.float32(0.5) + total
+    return {
+        "model/weight": state["model/weight"] * np.float32(0.75) + moment * np.float32(0.125),
+        "model/bias": state["model/bias"] + total,
+        "adam_m/weight": moment,
+        "seen/records": seen,
+    }
+
+
+def loss_of(state: State, records: np.ndarray) -> float:
+    """Of a batch, before its step."""
+    return float(abs(float(state["model/weight"][0])) + int(records[0]) % 7 + 1)
+
+
+SPECS = {
+    name: TensorSpec({"f": "F32", "i": "I64"}[array.dtype.kind], array.shape, array.nbytes)
+    for name, array in Curriculum(8, 2, 0, 0).states[0].items()
+    if name != "seen/records"
+}
+
+
+def specs_of(state: State) -> dict[str, TensorSpec]:
+    """The tensors of a state."""
+    seen = state["seen/records"]
+    return {**SPECS, "seen/records": TensorSpec("I64", seen.shape, seen.nbytes)}
+
+
+class SimulatedTask:
+    """training.tasks.task.Task over numbers of records."""
+
+    shapes = 1
+    labels = None
+    figure_names = ("loss",)
+    skipped = 0
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._curriculum = host, host.group.world.curriculum
+        self.data = SimpleNamespace(
+            train=SimpleNamespace(records=self._curriculum.records, url="gs://data/train"),
+            evaluation=SimpleNamespace(records=4, url="gs://data/evaluation"),
+            tokens=SimpleNamespace(vocabulary=64, pad=0),
+            sequence_length=8,
+            hashes=lambda: {"training data": "d1", "evaluation data": "d2", "tokenizer": "t"},
+        )
+
+    def identity(self) -> dict[str, Any]:
+        return {"task": "mlm", "data.train": "d1"}
+
+    def batches(self, start: int) -> Generator[HostBatch, None, None]:
+        host = self._host
+        first, last = host_rows(self._curriculum.batch, host.worker, host.group.size)
+        for records in self._curriculum.batches[start:]:
+            mine = records[first:last]
+            yield HostBatch({"input_ids": mine.reshape(-1, 1)}, mine)
+
+    def evaluation_batches(self) -> Iterator[HostBatch]:
+        for number in range(EVALUATION_BATCHES):
+            yield HostBatch({"input_ids": np.full((1, 1), number)}, np.array([number]))
+
+    def figures(self, total: StepResult) -> dict[str, float]:
+        return {"loss": total.loss}
+
+
+@dataclass
+class Gathering:
+    """One collective operation: what each host brought."""
+
+    kind: str
+    brought: dict[int, tuple[np.ndarray, Signals]]
+    result: StepResult | None = None
+
+
+class Exchange:
+    """The collectives of a group, in order. All hosts must take part in each, in the same one at the same place."""
+
+    def __init__(self, hosts: int, mismatch: Callable[[str], None]) -> None:
+        self._hosts, self._mismatch = hosts, mismatch
+        self._gatherings: list[Gathering] = []
+        self._counts = [0] * hosts
+
+    def enter(self, worker: int, kind: str, records: np.ndarray, signals: Signals) -> Gathering:
+        """A host starts its next collective."""
+        place = self._counts[worker]
+        self._counts[worker] += 1
+        if place == len(self._gatherings):
+            self._gatherings.append(Gathering(kind, {}))
+        gathering = self._gatherings[place]
+        if gathering.kind != kind:
+            self._mismatch(f"host {worker} is in {kind}, where others are in {gathering.kind}")
+        gathering.brought[worker] = (records, signals)
+        return gathering
+
+    def is_complete(self, gathering: Gathering) -> bool:
+        """Whether all hosts take part."""
+        return len(gathering.brought) == self._hosts
+
+
+class SimulatedSnapshot:
+    """A copy of the state that takes its time."""
+
+    def __init__(self, host: Host, pairs: list[tuple[memoryview, np.ndarray]]) -> None:
+        self.blocked_seconds = 0.0
+        self._host, self._pairs = host, pairs
+        self._task = host.scheduler.spawn(self._run, name="copy") if host.scheduler.current else None
+
+    def _run(self) -> None:
+        for buffer, array in self._pairs:
+            self._host.pass_time("copying", 0.05)
+            buffer[:] = array.tobytes()
+
+    def wait(self) -> None:
+        """Waits for the copy."""
+        if self._task:
+            self._task.join()
+
+    def wait_before_mutation(self) -> None:
+        """Waits for the copy, before the state changes."""
+        began = self._host.scheduler.now
+        self.wait()
+        self.blocked_seconds += self._host.scheduler.now - began
+
+
+class SimulatedBackend:
+    """training.backends.protocol.Backend: the state above, a step of which takes a while."""
+
+    devices = 1
+
+    def __init__(self, host: Host) -> None:
+        self._host, self._world = host, host.group.world
+        self.devices, self.in_flight = host.group.size, self._world.plan.in_flight
+        self.state = {name: array.copy() for name, array in self._world.curriculum.states[0].items()}
+        self._snapshot: SimulatedSnapshot | None = None
+        self._compiled = 0
+        host.pass_time("loading the framework", self._world.plan.compile_seconds)
+
+    def batches(self, task: SimulatedTask, start: int) -> Generator[HostBatch, None, None]:
+        self._world.promises.state_is_right(self._host, start, self.state)
+        return task.batches(start)
+
+    def step(self, number: int, batch: Arrays, signals: Signals) -> Pending:
+        if not self._compiled:
+            self._compiled = 1
+            self._host.pass_time("compiling", self._world.plan.compile_seconds)
+        return Pending(self, f"step {number}", batch, signals, number)
+
+    def evaluate(self, batch: Arrays, signals: Signals) -> Pending:
+        self._compiled = max(self._compiled, 2)
+        return Pending(self, f"evaluation {int(batch['input_ids'][0, 0])}", batch, signals, None)
+
+    def finish(self, kind: str, gathering: Gathering, number: int | None) -> StepResult:
+        """Waits for a collective, and changes the state as it says."""
+        host = self._host
+        host.pass_time(kind, self._world.plan.step_seconds)
+        while not host.group.exchange.is_complete(gathering):
+            host.scheduler.wait(host.group.collective, None, f"the other hosts in {kind}")
+        signals = Signals()
+        for _, given in gathering.brought.values():
+            signals = signals.union(given)
+        if number is None:
+            return StepResult({"loss": 2.0, "weight": 1.0, "correct": 0.0}, signals)
+        records = np.concatenate([gathering.brought[worker][0].ravel() for worker in range(host.group.size)])
+        if self._snapshot:
+            self._snapshot.wait_before_mutation()
+            self._snapshot = None
+        loss = loss_of(self.state, records)
+        self.state = advance(self.state, records)
+        glitch = host.group.glitch == number
+        if glitch:
+            self.state["model/weight"][0] = np.nan
+        return StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, signals)
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        return specs_of(self.state)
+
+    def snapshot_state(self, buffers: Mapping[str, memoryview]) -> SimulatedSnapshot:
+        self._snapshot = SimulatedSnapshot(self._host, [(buffer, self.state[name]) for name, buffer in buffers.items()])
+        return self._snapshot
+
+    def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
+        for name, (_, data) in tensors.items():
+            self.state[name] = np.frombuffer(bytes(data), self.state[name].dtype).copy()
+
+    def compilations(self) -> tuple[int, float]:
+        return self._compiled, 0.0
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def fallbacks(self) -> list[str]:
+        return []
+
+    def preflight(self) -> str | None:
+        return None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Pending:
+    """training.batch.Pending: a step that was started."""
+
+    def __init__(
+        self, backend: SimulatedBackend, kind: str, batch: Arrays, signals: Signals, number: int | None
+    ) -> None:
+        host = backend._host
+        self._backend, self._kind, self._number = backend, kind, number
+        self._gathering = host.group.exchange.enter(host.worker, kind, batch["input_ids"], signals)
+        host.scheduler.wake_all(host.group.collective)
+
+    def result(self) -> StepResult:
+        return self._backend.finish(self._kind, self._gathering, self._number)

@@ -1,0 +1,249 @@
+"""What the trainer promises whatever happens, one method each. A promise that is broken is noted with what broke it.
+
+The world knows what no program can: which state is right after each step, which damage it did itself, and who is dead.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tests.simulation.trainer.bucket import Stored
+from training.checkpoint.format import MANIFEST, Manifest, load_manifest, step_of
+from training.checkpoint.safetensors_file import Damaged, decode
+from training.errors import Exit
+from training.storage import name_of
+
+if TYPE_CHECKING:
+    from tests.simulation.trainer.hosts import Host
+    from tests.simulation.trainer.model import State
+    from tests.simulation.trainer.world import World
+
+RUN = "gs://bucket/runs/run"
+CHECKPOINTS = f"{RUN}/checkpoints/"
+SECOND_SIGTERM = 128 + 15
+_CLAIM = re.compile(r"attempt-\d+\.[0-9a-f]+\.json")
+_TELEMETRY = re.compile(r"metrics|report\.html|tensorboard|\.end\.json|events")
+_NAMED = re.compile(r"[Hh]osts? \d|this host|worker \d")
+
+
+class Promises:
+    """Watches a life."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.violations: list[str] = []
+        self.newest_whole = 0
+        self.claims: list[str] = []  # group labels, in the order in which their claims were written
+        self.commits: list[tuple[str, int]] = []  # (group label, step) in the order in which manifests were written
+        self._claimed_at: dict[str, int] = {}  # group label -> commits at its claim
+        self.refused_start = False  # the world destroyed all checkpoints, or somebody else started the run
+
+    def broken(self, promise: str, what: str) -> None:
+        """Notes a violation."""
+        self._world.scheduler.note(f"BROKEN: {promise}: {what}")
+        self.violations.append(f"{promise}: {what}")
+
+    # --- storage
+
+    def object_changed(self, url: str, before: Stored | None, after: Stored | None, by: str) -> None:
+        """An object was written or deleted."""
+        if url.startswith(CHECKPOINTS):
+            if name_of(url) == MANIFEST and after is not None and by != "world":
+                self.one_winner_a_step(url, before, by)
+                self.what_is_committed_is_whole_finite_and_right(url, by)
+                self.only_the_newest_start_commits(url, by)
+            self.newest_commit_never_goes_back(url, by)
+        elif after is not None and before is None and _CLAIM.fullmatch(name_of(url)):
+            label = by.partition(".")[0]
+            self.claims.append(label)
+            self._claimed_at[label] = len(self.commits)
+        elif after is not None and name_of(url) in ("summary.json",):
+            self.summary_is_json(url, after)
+
+    def one_winner_a_step(self, url: str, before: Stored | None, by: str) -> None:
+        """A commit is never replaced by another, unless it was damaged."""
+        if before is not None and self._is_whole(_step_of(url)):
+            self.broken("one winner a step", f"{by} replaced {url}, which {before.writer} had committed")
+
+    def what_is_committed_is_whole_finite_and_right(self, url: str, by: str) -> None:
+        """At the moment of a commit all parts are there, and hold exactly the state after that many steps: each record
+        once in each epoch."""
+        why = self._difference(_step_of(url))
+        if why:
+            self.broken("what is committed is whole, finite and right", f"{by} committed {url}, but {why}")
+
+    def only_the_newest_start_commits(self, url: str, by: str) -> None:
+        """No two groups commit into one run: after a newer start's claim, an older group ends with at most the commit
+        that was under way."""
+        label = by.partition(".")[0]
+        self.commits.append((label, _step_of(url)))
+        if label not in self._claimed_at:
+            self.broken("only the newest start commits", f"{by} committed {url} without a claim")
+            return
+        for newer in self.claims[self.claims.index(label) + 1 :]:
+            since = [step for group, step in self.commits[self._claimed_at[newer] :] if group == label]
+            if len(since) > 1:
+                self.broken(
+                    "only the newest start commits",
+                    f"group {label} committed steps {since} after group {newer} had claimed the run",
+                )
+
+    def newest_commit_never_goes_back(self, url: str, by: str) -> None:
+        """The newest whole checkpoint never becomes an older one by what a program does."""
+        newest = self.find_newest_whole(self.newest_whole)
+        if newest < self.newest_whole and by != "world":
+            self.broken(
+                "the newest commit never goes back",
+                f"it was step {self.newest_whole} and is {newest}, after {by} changed {url}",
+            )
+        self.newest_whole = newest
+
+    def summary_is_json(self, url: str, stored: Stored) -> None:
+        """summary.json has no NaN."""
+
+        def refuse(name: str) -> None:
+            self.broken("summary.json is JSON", f"{url} has {name}")
+
+        json.loads(stored.data, parse_constant=refuse)
+
+    # --- states
+
+    def state_is_right(self, host: Host, step: int, state: State) -> None:
+        """What a host restored is the state after exactly so many steps."""
+        expected = self._world.curriculum.states[step]
+        for name, array in expected.items():
+            if not np.array_equal(state[name], array):
+                self.broken(
+                    "what restores is whole and finite", f"{host.name} begins at step {step} with another {name}"
+                )
+                return
+
+    def find_newest_whole(self, known: int = 0) -> int:
+        """The newest step whose checkpoint is whole; 0 when there is none."""
+        urls = self._world.bucket.objects
+        steps = [_step_of(url) for url in urls if url.startswith(CHECKPOINTS) and name_of(url) == MANIFEST]
+        return next((step for step in sorted(steps, reverse=True) if self._is_whole(step)), 0)
+
+    def _is_whole(self, step: int) -> bool:
+        return self._difference(step) is None
+
+    def _difference(self, step: int) -> str | None:
+        """What of a committed checkpoint is not as it must be; None when all is."""
+        objects = self._world.bucket.objects
+        folder = f"{CHECKPOINTS}step-{step:08d}/"
+        stored = objects.get(folder + MANIFEST)
+        if stored is None:
+            return "there is no manifest"
+        key = (stored.generation, *(objects[folder + name].generation if folder + name in objects else 0
+                for name in self._part_names(stored)))  # fmt: skip
+        cache = self._world.differences
+        if key not in cache:
+            cache[key] = self._compare(step, stored, folder)
+        return cache[key]
+
+    def _part_names(self, stored: Stored) -> list[str]:
+        manifest = self._manifest(stored)
+        return [part.name for part in manifest.parts] if manifest else []
+
+    def _manifest(self, stored: Stored) -> Manifest | None:
+        cache = self._world.manifests
+        if stored.generation not in cache:
+            try:
+                cache[stored.generation] = load_manifest(stored.data)
+            except Damaged:
+                cache[stored.generation] = None
+        return cache[stored.generation]
+
+    def _compare(self, step: int, stored: Stored, folder: str) -> str | None:
+        manifest = self._manifest(stored)
+        if manifest is None:
+            return "its manifest is damaged"
+        if manifest.step != step:
+            return f"its manifest is of step {manifest.step}"
+        expected = dict(self._world.curriculum.states[step])
+        for part in manifest.parts:
+            data = self._world.bucket.objects.get(folder + part.name)
+            if data is None:
+                return f"part {part.name} is missing"
+            if (len(data.data), data.crc32c) != (part.size, part.crc32c):
+                return f"part {part.name} is not what the manifest says"
+            for name, (_, view) in decode(data.data).items():
+                if name not in expected:
+                    return f"it holds tensor {name} twice, or none such"
+                if expected.pop(name).tobytes() != bytes(view):
+                    return f"tensor {name} is not that after {step} steps"
+        return f"it lacks {', '.join(expected)}" if expected else None
+
+    # --- ends
+
+    def process_ended(self, host: Host) -> None:
+        """A process has ended by itself, or was killed."""
+        code, message = host.code, " ".join(host.lines)
+        if "Traceback" in message:
+            self.broken("no traceback", f"{host.name}: {message[-600:]}")
+        if code in (137, 143) and not host.shutdown:
+            return
+        self.exit_codes_are_documented(host, message)
+        if code == Exit.LOST_PEER:
+            self.lost_peers_are_named(host, message)
+        if code == Exit.SAVED:
+            self.saved_means_asked_and_committed(host, message)
+        if code == Exit.FINISHED:
+            self.finished_means_committed(host)
+        if code == Exit.BAD_INPUT:
+            self.bad_input_is_final(host, message)
+        if code not in (0, 75, 137):
+            self.telemetry_stops_nothing(host)
+
+    def exit_codes_are_documented(self, host: Host, message: str) -> None:
+        """0, 1, 2, 75, 76; a second signal's; a kill's."""
+        if host.code not in (0, 1, 2, 75, 76, 137, SECOND_SIGTERM):
+            self.broken("exit codes are documented", f"{host.name} exits with {host.code}: {message[-300:]}")
+        if host.code == Exit.FAILED and not (host.group.disturbed or self._world.disturbed):
+            self.broken("an undisturbed attempt does not fail", f"{host.name}: {message[-300:]}")
+
+    def lost_peers_are_named(self, host: Host, message: str) -> None:
+        """Every wait ends with the missing hosts named; and nobody is lost where nothing happened."""
+        if not _NAMED.search(message):
+            self.broken("missing hosts are named", f"{host.name}: {message[-300:]}")
+        others_failed = re.search(r"stopped in phase .* with exit code (?!76)", message)
+        if not (host.group.disturbed or self._world.disturbed or others_failed or host.group.asked_to_stop):
+            self.broken("an undisturbed attempt loses nobody", f"{host.name}: {message[-300:]}")
+
+    def saved_means_asked_and_committed(self, host: Host, message: str) -> None:
+        """75 is for who was asked to stop; what it says is committed is."""
+        if not host.group.asked_to_stop:
+            self.broken("75 means asked to stop", f"{host.name}: {message[-300:]}")
+        match = re.search(r"stopped after step (\d+), which is committed", message)
+        if match and int(match[1]) > 0 and int(match[1]) > self.newest_whole and not self._world.rotten:
+            self.broken(
+                "75 means committed", f"{host.name} says step {match[1]}, the newest whole is {self.newest_whole}"
+            )
+
+    def finished_means_committed(self, host: Host) -> None:
+        """0 is for who committed the last step."""
+        if self.newest_whole < self._world.plan.steps and not self._world.rotten:
+            self.broken("0 means finished", f"{host.name} exits with 0, the newest whole step is {self.newest_whole}")
+
+    def bad_input_is_final(self, host: Host, message: str) -> None:
+        """2 means never again: only for who was fenced by a newer start, or where all checkpoints are destroyed."""
+        label = host.group.label
+        fenced = label in self.claims and self.claims[-1] != label
+        if not (fenced or self._world.rotten or self._world.refuses(host.group)):
+            self.broken("2 means never again", f"{host.name}: {message[-400:]}")
+
+    def telemetry_stops_nothing(self, host: Host) -> None:
+        """No process ends because of metrics, reports, records or uploads."""
+        errors = [line for line in host.lines if "error:" in line and _TELEMETRY.search(line)]
+        if errors:
+            self.broken("telemetry stops nothing", f"{host.name} exits with {host.code}: {errors[0][:300]}")
+
+
+def _step_of(url: str) -> int:
+    step = step_of(url.rsplit("/", 2)[1])
+    assert step is not None, url
+    return step

@@ -1,0 +1,326 @@
+"""The world of a life: a bucket, a network, hosts, launchers that start one attempt after another, and the faults of the
+plan. In the end it is kind, and then the run must finish."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import lru_cache
+
+from tests.simulation.scheduler import Process, Scheduler, Task
+from tests.simulation.trainer.bucket import WRITE, Bucket, Request, Treatment
+from tests.simulation.trainer.connections import Wire
+from tests.simulation.trainer.hosts import Group, Host
+from tests.simulation.trainer.model import curriculum
+from tests.simulation.trainer.plan import HOSTILE_SECONDS, Fault, Plan
+from tests.simulation.trainer.promises import CHECKPOINTS, RUN, Promises
+from training.config import TrainerConfig
+
+ATTEMPTS = 8  # that a launcher makes
+SETTLING = 12.0  # seconds after the first end that a launcher gives the other hosts
+SAVING = 45.0  # the same, when the first one ended in good order
+KIND_ATTEMPTS = 4  # within which the run must finish once nothing bad happens any more
+LONGEST = 20_000.0  # seconds of a life
+
+
+@lru_cache(maxsize=4096)
+def config_of(
+    steps: int, batch: int, every_steps: int | None, keep_last: int, keep_every: int | None,
+    evaluate_every: int | None, best: bool, background: bool, stop_seconds: float, rendezvous_seconds: float,
+) -> TrainerConfig:  # fmt: skip
+    """The run's configuration."""
+    checkpoint: dict[str, object] = {
+        "every_steps": every_steps, "keep_last": keep_last, "keep_every": keep_every, "background": background,
+        "stop_seconds": stop_seconds,
+    }  # fmt: skip
+    if best and evaluate_every:
+        checkpoint["best"] = {"metric": "loss", "mode": "min"}
+    return TrainerConfig.model_validate(
+        {
+            "model": {"name": "bert-tiny"},
+            "data": {"train": "gs://data/train", "evaluation": "gs://data/evaluation", "tokenizer": "gs://data/t"},
+            "train": {"steps": steps, "global_batch_size": batch, "learning_rate": 0.1, "log_every": 2},
+            "evaluation": {"every": evaluate_every},
+            "checkpoint": checkpoint,
+            "rendezvous": {"start_seconds": 60.0, "seconds": rendezvous_seconds, "lost_seconds": 4.0},
+            "export": {"at_end": False},
+            "output": "gs://bucket/runs",
+        }
+    )
+
+
+class World:
+    """Everything of a life that is not the trainer."""
+
+    def __init__(self, plan: Plan, *, story: bool = False) -> None:
+        self.plan = plan
+        self.random = random.Random(f"world {plan.seed}")
+        self.scheduler = Scheduler(random.Random(f"order {plan.seed}"))
+        if story:
+            self.scheduler.story = []
+        self.config = config_of(
+            plan.steps, plan.batch, plan.every_steps, plan.keep_last, plan.keep_every, plan.evaluate_every,
+            plan.best, plan.background, plan.stop_seconds, plan.rendezvous_seconds,
+        )  # fmt: skip
+        self.curriculum = curriculum(plan.records, plan.batch, plan.steps, 0)
+        self.promises = Promises(self)
+        self.differences: dict[tuple[int, ...], str | None] = {}  # of manifests and parts, by their generations
+        self.manifests: dict[int, object] = {}
+        self.bucket = Bucket(self.scheduler, self.random, self.treat, self.promises.object_changed)
+        self.wire = Wire(self.scheduler, self.random)
+        self.groups: list[Group] = []
+        self.disturbed = False  # storage did not answer as it should
+        self.rotten = False  # a checkpoint was damaged
+        self.finished = False
+        self._hosts: dict[Process, Host] = {}
+        self._waiting: dict[Task, None] = {}  # launchers that wait for something to happen
+        self._launchers = 0
+        self._slices = 0
+        self._late = 0.0
+        self._active: list[tuple[float, Fault]] = []  # faults of storage that last, and until when
+        self._awaited = [[fault, 0] for fault in plan.faults if fault.request]  # and how often their request was seen
+
+    # --- the life
+
+    def live(self) -> None:
+        """From the first start to the last end."""
+        scheduler = self.scheduler
+        for fault in self.plan.faults:
+            scheduler.note(f"fault: {fault}")
+            if fault.request is None:
+                scheduler.call_at(fault.at, lambda fault=fault: self.strike(fault))
+        scheduler.spawn(self._run, name="life", process=scheduler.world)
+        scheduler.run(until=lambda: self._done, seconds=LONGEST)
+
+    _done = False
+
+    def _run(self) -> None:
+        self._launch(0.0)
+        self.wait_until(lambda: self._launchers == 0)
+        if self.scheduler.now < HOSTILE_SECONDS and not self._is_quiet:
+            self.scheduler.sleep(HOSTILE_SECONDS - self.scheduler.now)
+        self.wait_until(lambda: self._launchers == 0)
+        for group in self.groups:
+            for host in group.hosts:
+                host.thaw()
+                self.mend(host)
+        self.wait_until(lambda: all(group.is_over for group in self.groups))
+        if not self.finished:
+            self._in_a_kind_world()
+        if self.promises.newest_whole != self.plan.steps and not self.rotten:
+            self.promises.broken("the end", f"the newest whole checkpoint is of step {self.promises.newest_whole}")
+        self._done = True
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Whether nothing bad can happen any more."""
+        later = any(fault.request is None and fault.at > self.scheduler.now for fault in self.plan.faults)
+        return self.finished and not later
+
+    def _in_a_kind_world(self) -> None:
+        """The run is started once more, and nothing disturbs it."""
+        self._active.clear()
+        self._awaited.clear()
+        self.disturbed = False
+        self.scheduler.note("the world is kind now")
+        self._launch(0.0, attempts=KIND_ATTEMPTS)
+        self.wait_until(lambda: self._launchers == 0)
+        if not self.finished and not self.rotten:
+            last = self.groups[-1]
+            lines = [line for host in last.hosts for line in host.lines[-2:]]
+            self.promises.broken(
+                "a kind world lets the run finish", f"exit codes {last.codes} after {KIND_ATTEMPTS} attempts: {lines}"
+            )
+        self.wait_until(lambda: all(group.is_over for group in self.groups))
+
+    def changed(self) -> None:
+        """Something that a launcher looks at has changed."""
+        self.scheduler.wake_all(self._waiting)
+
+    def wait_until(self, is_so: Callable[[], bool], timeout: float | None = None) -> None:
+        """Waits in a task of the world."""
+        end = None if timeout is None else self.scheduler.now + timeout
+        while not is_so():
+            left = None if end is None else max(0.0, end - self.scheduler.now)
+            if not self.scheduler.wait(self._waiting, left, "a change") and left is not None:
+                return
+
+    def host_of(self, process: Process) -> Host | None:
+        """Whose process it is."""
+        return self._hosts.get(process)
+
+    # --- launchers
+
+    def _launch(self, delay: float, attempts: int = ATTEMPTS) -> None:
+        self._launchers += 1
+        self.scheduler.spawn(self._launcher, delay, attempts, self._launchers, name="launcher")
+
+    def _launcher(self, delay: float, attempts: int, number: int) -> None:
+        """Attempt after attempt, until the run has finished or must not be tried again."""
+        self.scheduler.sleep(delay)
+        self._slices += 1
+        slice_number = self._slices
+        for attempt in range(attempts):
+            group = Group(self, f"{chr(ord('a') + len(self.groups) % 26)}{len(self.groups) // 26 or ''}",
+                          attempt, slice_number)  # fmt: skip
+            self.groups.append(group)
+            late, self._late = self._late, 0.0
+            for host in group.hosts:
+                self._hosts[host.process] = host
+                host.start(3 * self.random.random() + (late if host.worker == group.size - 1 else 0.0))
+            self._watch(group)
+            codes = group.codes
+            self.scheduler.note(f"launcher {number}: attempt {group.label} ended with {codes}")
+            if all(code == 0 for code in codes):
+                self.finished = True
+                break
+            if 2 in codes:
+                break
+            if any(host.code is None for host in group.hosts):  # zombies stay behind, on a slice that is given up
+                self._slices += 1
+                slice_number = self._slices
+            self.scheduler.sleep(1 + 4 * self.random.random())
+        self._launchers -= 1
+        self.changed()
+
+    def _watch(self, group: Group) -> None:
+        """Until the attempt is over, or its hosts can't be reached."""
+        first_end: float | None = None
+        silent_since: float | None = None
+        while not group.is_over:
+            self.wait_until(lambda: group.is_over, timeout=1.0 if first_end or silent_since else 5.0)
+            now = self.scheduler.now
+            ended = [host for host in group.hosts if host.code is not None]
+            if ended and first_end is None:
+                first_end = now
+            silent = any(host.code is None and (host.frozen or host.cut) for host in group.hosts)
+            silent_since = (silent_since or now) if silent else None
+            in_good_order = all(host.code in (0, 75) for host in ended)
+            limit = SAVING if in_good_order else SETTLING
+            if (first_end is not None and now - first_end > limit) or (
+                silent_since is not None and now - silent_since > self.plan.launcher_patience
+            ):
+                for host in group.hosts:
+                    if not host.frozen and not host.cut:
+                        host.kill()
+                return
+
+    # --- faults
+
+    def strike(self, fault: Fault) -> None:
+        """Something bad happens."""
+        scheduler = self.scheduler
+        if scheduler.now > HOSTILE_SECONDS or not self.groups:
+            return
+        group = self.groups[-1]
+        host = group.hosts[fault.worker]
+        until = min(scheduler.now + fault.seconds, HOSTILE_SECONDS)
+        scheduler.note(f"strikes: {fault.kind}")
+        if fault.kind in ("kill", "power", "freeze", "cut", "nan"):
+            group.disturbed = True
+        if fault.kind in ("storm", "slow", "full"):
+            self.disturbed = True
+        if fault.kind in ("storm", "slow", "full", "telemetry"):
+            self._active.append((until, fault))
+        elif fault.kind == "kill":
+            host.kill()
+        elif fault.kind == "power":
+            for each in group.hosts:
+                each.kill()
+        elif fault.kind == "freeze":
+            host.freeze()
+            scheduler.call_at(until, host.thaw)
+        elif fault.kind == "cut":
+            host.cut = True
+            self.wire.cut(host.address)
+            scheduler.call_at(until, lambda: self.mend(host))
+        elif fault.kind.startswith("sigterm"):
+            self._ask_to_stop(fault, group, host)
+        elif fault.kind == "second start":
+            self._launch(0.0)
+        elif fault.kind == "late host":
+            self._late = min(fault.seconds, 40.0)
+        elif fault.kind == "nan":
+            group.glitch = self.random.randrange(self.plan.steps)
+        elif fault.kind == "clock":
+            host.clock.wall += self.random.choice((-1e6, 1e6))
+        elif fault.kind == "rot":
+            self._rot()
+        elif fault.kind == "cut line":
+            self._cut_line()
+        self.changed()
+
+    def mend(self, host: Host) -> None:
+        """A host that was cut off has its network again."""
+        if host.cut:
+            host.cut = False
+            self.wire.mend(host.address)
+            self.changed()
+
+    def _ask_to_stop(self, fault: Fault, group: Group, host: Host) -> None:
+        hosts = group.hosts if fault.kind == "sigterm all" else [host]
+        for each in hosts:
+            each.sigterm()
+            if fault.kind == "sigterm twice":
+                self.scheduler.call_at(self.scheduler.now + self.random.choice((0.2, 2.0, 12.0)), each.sigterm)
+
+    def _rot(self) -> None:
+        newest = self.promises.newest_whole
+        folder = f"{CHECKPOINTS}step-{newest:08d}/"
+        urls = sorted(url for url in self.bucket.objects if url.startswith(folder))
+        if newest and urls:
+            url = self.random.choice(urls)
+            data = bytearray(self.bucket.objects[url].data)
+            data[self.random.randrange(len(data))] ^= 0x40
+            self.rotten = True
+            self.scheduler.note(f"{url} rots")
+            self.bucket.put(url, bytes(data), "world")
+
+    def _cut_line(self) -> None:
+        urls = sorted(url for url in self.bucket.objects if url.startswith(f"{RUN}/metrics/"))
+        if urls:
+            data = self.bucket.objects[urls[-1]].data
+            self.bucket.put(urls[-1], data[: max(1, len(data) - 9)], "world")
+
+    def refuses(self, group: Group) -> bool:
+        """Whether the world gave this group a reason to end for good."""
+        return False
+
+    def treat(self, request: Request) -> Treatment:
+        """How a request to storage fares."""
+        rand, now = self.random.random, self.scheduler.now
+        before, after, fails = rand() * 0.2, rand() * 0.1, ""
+        host = self._hosts.get(self.scheduler.current.process) if self.scheduler.current else None
+        if host is not None and host.cut:
+            return Treatment(30.0, 1.0, "before")
+        self._active = [(until, fault) for until, fault in self._active if until > now]
+        for _, fault in self._active:
+            is_checkpoint = request.url.startswith(CHECKPOINTS.rstrip("/"))
+            if fault.kind == "storm" and rand() < fault.rate:
+                fails, after = self.random.choice(("before", "after")), after + 10 * rand()
+            elif fault.kind == "slow":
+                before += fault.seconds * rand()
+            elif fault.kind == "full" and request.kind == WRITE and request.size > 64:
+                fails = "before"
+            elif fault.kind == "telemetry" and not is_checkpoint and not _is_claim(request):
+                fails, after = "before", after + 20 * rand()
+        for waiting in list(self._awaited):
+            self._count(waiting, request, now + before, after)
+        return Treatment(before, after, fails)
+
+    def _count(self, waiting: list, request: Request, effect: float, after: float) -> None:  # type: ignore[type-arg]
+        fault, seen = waiting
+        kind, name, number = fault.request
+        if request.kind != kind or name not in request.url:
+            return
+        waiting[1] = seen + 1
+        if seen + 1 == number:
+            self._awaited.remove(waiting)
+            when = self.scheduler.now if fault.moment == "before" else effect + after / 2
+            self.scheduler.call_at(when, lambda: self.strike(fault))
+
+
+def _is_claim(request: Request) -> bool:
+    return (
+        request.name.startswith("attempt-") and not request.name.endswith(".end.json")
+    ) or request.name == "attempts"
