@@ -8,6 +8,7 @@ operation fails: before it took effect, after it did (the answer is lost for goo
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -168,7 +169,5 @@ class HostStorage:
 
 
 def _ignore_errors(effect: Callable[[], Any]) -> None:
-    try:
+    with contextlib.suppress(StorageError):
         effect()
-    except StorageError:
-        pass

@@ -51,9 +51,6 @@ class End:
     def settimeout(self, seconds: float | None, /) -> None:
         self._timeout = seconds
 
-    def setblocking(self, flag: bool, /) -> None:
-        self._timeout = None if flag else 0.0
-
     def sendall(self, data: bytes, /) -> None:
         self._wire.scheduler.check_alive()
         if self.closed:
@@ -62,14 +59,20 @@ class End:
             raise OSError(self._error, "the connection broke")
         if self._peer.closed:
             raise BrokenPipeError(errno.EPIPE, "broken pipe")
-        self.send(bytes(data))
+        self.put_on_wire(bytes(data))
         self._wire.scheduler.maybe_pause()
+
+    def send(self, data: bytes | memoryview, /) -> int:
+        self.sendall(bytes(data))
+        return len(data)
 
     def recv(self, size: int, /) -> bytes:
         scheduler = self._wire.scheduler
         scheduler.check_alive()
         deadline = Deadline(scheduler, self._timeout)
         while not self.readable:
+            if self._timeout == 0.0:
+                raise BlockingIOError(errno.EAGAIN, "nothing yet")
             if not scheduler.wait(self.waiters, deadline.left(), "bytes of a connection"):
                 raise TimeoutError("timed out")
         if self.closed:
@@ -91,7 +94,7 @@ class End:
     def shutdown(self, how: int, /) -> None:
         if self.closed or self._error:
             raise OSError(errno.ENOTCONN, "not connected")
-        self.send(None)
+        self.put_on_wire(None)
         self._end_of_stream = True
         self.notify()
 
@@ -100,7 +103,7 @@ class End:
         if not self.closed:
             self.closed = True
             self.link.ends.pop(self, None)
-            self.send(None)
+            self.put_on_wire(None)
             self.notify()
 
     # --- below
@@ -115,7 +118,7 @@ class End:
         assert self.peer is not None
         return self.peer
 
-    def send(self, data: bytes | None) -> None:
+    def put_on_wire(self, data: bytes | None) -> None:
         """Puts bytes (or None, the end) on the wire."""
         if self._held or self.link.cut or self._peer.link.cut:
             self._held.append(data)
@@ -141,7 +144,7 @@ class End:
         """The cable is whole again: what was held back is sent."""
         held, self._held = self._held, deque()
         for data in held:
-            self.send(data)
+            self.put_on_wire(data)
 
     def break_off(self, code: int) -> None:
         """The kernel gives the connection up."""
@@ -175,9 +178,6 @@ class Listener:
 
     def settimeout(self, seconds: float | None, /) -> None:
         self._timeout = seconds
-
-    def setblocking(self, flag: bool, /) -> None:
-        self._timeout = None if flag else 0.0
 
     def accept(self) -> tuple[End, Any]:
         scheduler = self._wire.scheduler
@@ -228,13 +228,12 @@ class Selector:
         fileobj.watchers.append(self)
         return self._keys[fileobj]
 
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> None:
+        """Only reading ever waits here: a connection takes any number of bytes."""
+
     def unregister(self, fileobj: Any) -> Key:
         fileobj.watchers.remove(self)
         return self._keys.pop(fileobj)
-
-    def get_map(self) -> dict[Any, Key]:
-        """What is registered."""
-        return self._keys
 
     def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
         deadline = Deadline(self._scheduler, timeout)

@@ -38,7 +38,7 @@ class Group:
         self.exchange = Exchange(self.size, lambda message: world.promises.broken("all hosts choose alike", message))
         self.collective: dict[Task, None] = {}  # who waits in one
         self.addresses = tuple(f"10.{slice_number}.0.{worker}" for worker in range(self.size))
-        self.glitch: int | None = None  # the step whose update is not finite
+        self.glitch: tuple[int, bool] | None = None  # the step whose update is not finite, and whether its norm tells
         self.asked_to_stop = False
         self.disturbed = False  # something bad happened to a host of it, or to its storage
         self.claimed = False
@@ -95,7 +95,8 @@ class Host:
         config, machine = world.config, self.machine
         self.shutdown = shutdown = ShutdownRequest(machine)
         timer = PhaseTimer(now=machine.clock)
-        cluster = Cluster(self.worker, group.addresses, run_id="run", attempt=group.attempt)
+        secret = f"the secret of {group.label}".encode()
+        cluster = Cluster(self.worker, group.addresses, run_id="run", attempt=group.attempt, secret=secret)
         try:
             rendezvous = join(
                 cluster,

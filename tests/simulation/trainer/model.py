@@ -199,9 +199,11 @@ class SimulatedBackend:
         self.state = {name: array.copy() for name, array in self._world.curriculum.states[0].items()}
         self._snapshot: SimulatedSnapshot | None = None
         self._compiled = 0
+        self._started = 0  # the first step of this attempt
         host.pass_time("loading the framework", self._world.plan.compile_seconds)
 
     def batches(self, task: SimulatedTask, start: int) -> Generator[HostBatch, None, None]:
+        self._started = start
         self._world.promises.state_is_right(self._host, start, self.state)
         return task.batches(start)
 
@@ -230,12 +232,15 @@ class SimulatedBackend:
         if self._snapshot:
             self._snapshot.wait_before_mutation()
             self._snapshot = None
-        loss = loss_of(self.state, records)
+        loss, norm = loss_of(self.state, records), 1.5
         self.state = advance(self.state, records)
-        glitch = host.group.glitch == number
-        if glitch:
+        glitch = host.group.glitch
+        if glitch and glitch[0] == number:
             self.state["model/weight"][0] = np.nan
-        return StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, signals)
+            norm = float("nan") if glitch[1] else norm
+        if self._started == number and self._world.poisoned == number:
+            loss = float("nan")
+        return StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, signals, gradient_norm=norm)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         return specs_of(self.state)

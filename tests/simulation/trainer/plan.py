@@ -49,6 +49,7 @@ KINDS = (
     "cut line",  # a file of metrics ends in the middle of a line
     "rot",  # a byte of the newest checkpoint changes
     "nan",  # an update gives a state that is not finite
+    "poison",  # the first step after the newest checkpoint is not finite, whenever it is restored
     "clock",  # a wall clock jumps
     "late host",  # a host of the next attempt starts much later than the others
 )

@@ -94,7 +94,7 @@ class Promises:
 
     def newest_commit_never_goes_back(self, url: str, by: str) -> None:
         """The newest whole checkpoint never becomes an older one by what a program does."""
-        newest = self.find_newest_whole(self.newest_whole)
+        newest = self.find_whole()[0]
         if newest < self.newest_whole and by != "world":
             self.broken(
                 "the newest commit never goes back",
@@ -122,11 +122,11 @@ class Promises:
                 )
                 return
 
-    def find_newest_whole(self, known: int = 0) -> int:
-        """The newest step whose checkpoint is whole; 0 when there is none."""
+    def find_whole(self) -> list[int]:
+        """The steps whose checkpoints are whole, newest first, and 0, at which every run begins."""
         urls = self._world.bucket.objects
         steps = [_step_of(url) for url in urls if url.startswith(CHECKPOINTS) and name_of(url) == MANIFEST]
-        return next((step for step in sorted(steps, reverse=True) if self._is_whole(step)), 0)
+        return [*(step for step in sorted(steps, reverse=True) if self._is_whole(step)), 0]
 
     def _is_whole(self, step: int) -> bool:
         return self._difference(step) is None
@@ -136,6 +136,8 @@ class Promises:
         objects = self._world.bucket.objects
         folder = f"{CHECKPOINTS}step-{step:08d}/"
         stored = objects.get(folder + MANIFEST)
+        if stored is not None and stored.generation == self._world.poisoned_generation:
+            return "no step after it is finite"
         if stored is None:
             return "there is no manifest"
         key = (stored.generation, *(objects[folder + name].generation if folder + name in objects else 0

@@ -1,5 +1,5 @@
-"""The world of a life: a bucket, a network, hosts, launchers that start one attempt after another, and the faults of the
-plan. In the end it is kind, and then the run must finish."""
+"""The world of a life: a bucket, a network, hosts, launchers that start one attempt after another, and the faults of
+the plan. In the end it is kind, and then the run must finish."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.simulation.trainer.hosts import Group, Host
 from tests.simulation.trainer.model import curriculum
 from tests.simulation.trainer.plan import HOSTILE_SECONDS, Fault, Plan
 from tests.simulation.trainer.promises import CHECKPOINTS, RUN, Promises
+from training.checkpoint.format import MANIFEST
 from training.config import TrainerConfig
 
 ATTEMPTS = 8  # that a launcher makes
@@ -71,6 +72,8 @@ class World:
         self.groups: list[Group] = []
         self.disturbed = False  # storage did not answer as it should
         self.rotten = False  # a checkpoint was damaged
+        self.poisoned: int | None = None  # the step that is not finite when it is the first after a restore
+        self.poisoned_generation = -1  # of the manifest of that checkpoint
         self.finished = False
         self._hosts: dict[Process, Host] = {}
         self._waiting: dict[Task, None] = {}  # launchers that wait for something to happen
@@ -241,7 +244,9 @@ class World:
         elif fault.kind == "late host":
             self._late = min(fault.seconds, 40.0)
         elif fault.kind == "nan":
-            group.glitch = self.random.randrange(self.plan.steps)
+            group.glitch = (self.random.randrange(self.plan.steps), self.random.random() < 0.5)
+        elif fault.kind == "poison":
+            self._poison()
         elif fault.kind == "clock":
             host.clock.wall += self.random.choice((-1e6, 1e6))
         elif fault.kind == "rot":
@@ -282,9 +287,19 @@ class World:
             data = self.bucket.objects[urls[-1]].data
             self.bucket.put(urls[-1], data[: max(1, len(data) - 9)], "world")
 
+    def _poison(self) -> None:
+        """Where an older whole checkpoint is there to go back to."""
+        newest = self.promises.newest_whole
+        manifest = self.bucket.objects.get(f"{CHECKPOINTS}step-{newest:08d}/{MANIFEST}")
+        if self.poisoned is None and manifest and self.promises.find_whole()[1:] and newest < self.plan.steps:
+            self.poisoned, self.poisoned_generation = newest, manifest.generation
+            self.promises.newest_whole = self.promises.find_whole()[0]
+            self.disturbed = True
+
     def refuses(self, group: Group) -> bool:
         """Whether the world gave this group a reason to end for good."""
-        return False
+        glitches = [each.glitch[0] for each in self.groups if each.glitch]
+        return group.glitch is not None and glitches.count(group.glitch[0]) > 1
 
     def treat(self, request: Request) -> Treatment:
         """How a request to storage fares."""
