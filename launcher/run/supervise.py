@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from launcher.errors import LaunchError
 from launcher.machine import Machine
@@ -30,6 +32,7 @@ _WORTH_A_POST_MORTEM = frozenset((Kind.FAILED, Kind.HOST_LOST, Kind.PREEMPTED, K
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
 _LAST_LINES, _LAST_BYTES = 8, 20_000  # of the host that is the cause, in the report
 _LAST_OBSERVATIONS = 50  # of 4 MB: bounds the fetching of a huge rest of a log
+_LAST_TRIES = 3  # of a host that does not answer when its last lines are fetched
 _AT_ONCE = 64  # for work on all hosts at once
 
 Say = Callable[[str], None]
@@ -202,10 +205,10 @@ class _Supervision:
                 pass
 
     def fetch_rest(self, workers: Sequence[int]) -> None:
-        """Delivers the last lines of these hosts."""
-        for observations in self.tasks.map(self._observe_rest, workers, at_once=_AT_ONCE):
-            for observation in observations:
-                self._deliver(observation)
+        """Delivers the last lines of these hosts. A task a host holds one observation until it is its turn to
+        deliver."""
+        turn = self.tasks.lock()
+        self.tasks.map(lambda worker: self._fetch_rest_of(worker, turn), workers, at_once=_AT_ONCE)
 
     # -- the main task -----------------------------------------------------------------------------------------------
 
@@ -327,17 +330,21 @@ class _Supervision:
             news = SliceNews(None) if slice_state is None else SliceNews(slice_state.state, slice_state.trouble)
             self.inbox.put(news)
 
-    def _observe_rest(self, worker: int) -> list[Observation]:
-        """The observations that bring a host's last lines, in order."""
-        observations: list[Observation] = []
-        since = self.logs[worker].cursor.since
+    def _fetch_rest_of(self, worker: int, turn: AbstractContextManager[Any]) -> None:
+        """Delivers a host's last lines. One that does not answer is asked again: its container is removed next."""
+        since, failures = self.logs[worker].cursor.since, 0
         for _ in range(_LAST_OBSERVATIONS):
-            try:
-                observation = self.provider.observe(worker, self.attempt.container, since)
-            except LaunchError:
-                break
-            observations.append(observation)
+            observation = self._observe(worker, since, 0.0)
+            if observation.container is None:
+                failures += 1
+                if failures == _LAST_TRIES:
+                    with turn:
+                        self.output.say(f"host {worker}: its last lines may be missing: {observation.problem}")
+                    return
+                self.clock.sleep(OBSERVE_EVERY)
+                continue
+            with turn:
+                self._deliver(observation)
             if not observation.more:
-                break
+                return
             since = observation.lines[-1].timestamp
-        return observations
