@@ -324,9 +324,9 @@ def _inject_into_rendezvous(injector: _Injector) -> None:
 
     real_meet, real_post = RendezvousClient.meet, RendezvousClient._post
 
-    def post(client: Any, message: dict[str, Any]) -> None:
-        real_post(client, message)
-        if str(message.get("arrive", "")).startswith("checkpoint "):
+    def post(client: Any, *messages: dict[str, Any]) -> None:
+        real_post(client, *messages)
+        if any(str(message.get("arrive", "")).startswith("checkpoint ") for message in messages):
             injector.pass_point("waiting for the others")
 
     def meet(client: Any, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:

@@ -40,7 +40,8 @@ PHASES = {
     ),  # the step that compiles, and the one that tells the others
     "step": (0, Fault("a step", 2, signals=TERM), 4),
     "evaluation": (1, Fault("evaluating", 2, signals=TERM), 6),
-    "save": (1, Fault("before the part", 1, signals=TERM), None),  # of step 8, while further steps run
+    # Of step 8, while further steps run; the engine and the launcher ask.
+    "save": (1, Fault("before the part", 1, signals=TERM * 2), None),
     "final export": (0, Fault("exporting", signals=TERM), 16),
 }
 
@@ -94,10 +95,10 @@ def test_a_compilation_that_outlives_the_budget_is_left_with_the_last_commit_as_
     assert "step 1/4" not in attempt.text(0), "the compilation was to be cut short"
 
 
-def test_a_second_request_in_a_compilation_ends_it_at_once(folder: Path) -> None:
+def test_a_second_ctrl_c_in_a_compilation_ends_it_at_once(folder: Path) -> None:
     run = Run(folder, "twice", 2, small_runs.document(folder, **LONG_COMPILATION))
-    attempt = run.start({1: Fault("compiling", delay=0.2, signals=TERM * 2)})
-    assert attempt.finish(60) == [Exit.LOST_PEER, 128 + signal.SIGTERM], attempt.everything()
+    attempt = run.start({1: Fault("compiling", delay=0.2, signals=(signal.SIGINT, signal.SIGINT))})
+    assert attempt.finish(60) == [Exit.LOST_PEER, 128 + signal.SIGINT], attempt.everything()
     assert "leaving at once, without saving" in attempt.text(1)
     assert "host 1 is gone" in attempt.text(0)
     assert "step 1/4" not in attempt.text(0), "the compilation was to be cut short"

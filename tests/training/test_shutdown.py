@@ -1,4 +1,5 @@
-"""A first SIGTERM is a request, a second one the end, whatever the main thread is doing. Starts small processes."""
+"""A first signal is a request; a second Ctrl-C is the end, whatever the main thread is doing, and further SIGTERMs are
+the same request while there is time to save. Starts small processes."""
 
 from __future__ import annotations
 
@@ -8,8 +9,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
+
+from training.distributed.shutdown import ShutdownRequest
+from training.machine import Machine
 
 HOUSE = Path(__file__).resolve().parents[2]
 
@@ -52,17 +57,62 @@ def test_a_request_is_noted_and_the_work_is_finished(number: signal.Signals) -> 
 
 
 @pytest.mark.parametrize("then", ["time.sleep(60)", STUCK])
-def test_a_second_request_ends_even_a_process_that_hangs(then: str) -> None:
+def test_a_second_ctrl_c_ends_even_a_process_that_hangs(then: str) -> None:
     process = start(then)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     assert process.stdout
     assert process.stdout.readline() == "asked\n"
     began = time.monotonic()
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == 128 + signal.SIGINT
     assert time.monotonic() - began < 2
     assert "without saving" in err
+
+
+@pytest.mark.parametrize("again", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT,)])
+def test_the_engine_and_the_launcher_may_ask_for_the_same_stop(again: tuple[signal.Signals, ...]) -> None:
+    process = start("time.sleep(1)")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout
+    assert process.stdout.readline() == "asked\n"
+    for number in again:
+        time.sleep(0.1)
+        process.send_signal(number)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out) == (75, "saved\n")
+    assert "this host saves first" in err
+
+
+class Left(BaseException):
+    """The process would have ended."""
+
+
+def leave(code: int) -> NoReturn:
+    raise Left(code)
+
+
+@pytest.mark.parametrize(("limit", "one_request"), [(None, 30.0), (25.0, 30.0), (600.0, 600.0)])
+def test_a_sigterm_after_the_time_to_save_ends_the_process(limit: float | None, one_request: float) -> None:
+    now = [1000.0]
+    request = ShutdownRequest(Machine(clock=lambda: now[0], exit=leave))
+    if limit:
+        request.limit(limit, lambda: None)
+    request.request(signal.SIGTERM)
+    now[0] += one_request - 0.1
+    request.request(signal.SIGTERM)
+    assert request.requested
+    now[0] += 0.2
+    with pytest.raises(Left, match="143"):
+        request.request(signal.SIGTERM)
+
+
+def test_a_person_at_the_keyboard_leaves_at_once_after_a_sigterm_too() -> None:
+    request = ShutdownRequest(Machine(clock=lambda: 0.0, exit=leave))
+    request.request(signal.SIGTERM)
+    request.request(signal.SIGINT)
+    with pytest.raises(Left, match="130"):
+        request.request(signal.SIGINT)
 
 
 def test_a_signal_after_another_hosts_is_still_a_first_one() -> None:

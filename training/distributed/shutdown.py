@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C: the first asks for an orderly stop, the second ends the process at once.
+"""SIGTERM and Ctrl-C: the first asks for an orderly stop; somebody who asks again may end the process at once.
 
 The request is only a flag. Every step carries it to all hosts together with the gradients, so all of them see it after
 the same step, commit that step and exit with code 75; no host has to guess how far the others are.
@@ -6,6 +6,11 @@ the same step, commit that step and exit with code 75; no host has to guess how 
 There is a limit: what takes the machine away waits 25 or 30 seconds, and a compilation or a save may take longer. A
 process that is still there `seconds` after the request exits as it is, with exit code 75 too: the run continues from
 its last commit.
+
+Several may ask for the same stop, a moment apart or half a minute: the engine of a host that shuts down, the launcher
+that saw it, a kubelet. So while the time to save runs, a further SIGTERM is the same request and cuts nothing short;
+after it, one ends the process at once. Ctrl-C comes from a person, and the second one ends the process whenever it
+comes.
 
 Python runs signal handlers between bytecodes of the main thread, which may be inside a compilation or a collective for
 minutes. So the signals are read from the interpreter's wake-up pipe by a thread: a second signal ends even a process
@@ -23,6 +28,7 @@ from types import FrameType
 from training.machine import SYSTEM, Machine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+ONE_REQUEST_SECONDS = 30.0  # in which SIGTERMs are one request, at least: what takes a machine away waits that long
 
 
 class ShutdownRequest:
@@ -33,6 +39,8 @@ class ShutdownRequest:
         self._requested_elsewhere = machine.threads.event()
         self._deadline: tuple[float, Callable[[], None]] | None = None
         self._machine = machine
+        self._began: float | None = None  # when the first signal of this host came
+        self._interrupts = 0
         self.nothing_to_save = True  # until all hosts are ready for the first step: exiting before loses nothing
 
     @property
@@ -63,20 +71,30 @@ class ShutdownRequest:
             self._requested_elsewhere.set()
             self._count_down()
 
-    def request(self) -> None:
-        """Notes a first request; a second one ends the process."""
-        if self._requested.is_set():
-            print(
-                "tpu-train: asked to stop a second time: leaving at once, without saving", file=sys.stderr, flush=True
-            )
-            self._machine.exit(128 + signal.SIGTERM)
-        self._requested.set()
-        self._count_down()
-        print(
-            "tpu-train: asked to stop: all hosts will finish this step, save and leave; ask again to leave at once",
-            file=sys.stderr,
-            flush=True,
-        )
+    def request(self, number: int = signal.SIGTERM) -> None:
+        """Notes a request. One that insists ends the process: a second Ctrl-C, or a SIGTERM after the time to save.
+
+        Args:
+            number: of the signal.
+        """
+        now = self._machine.clock()
+        self._interrupts += number == signal.SIGINT
+        if self._began is None:
+            self._began = now
+            self._requested.set()
+            self._count_down()
+            _say("asked to stop: all hosts will finish this step, save and leave; Ctrl-C twice leaves at once")
+            return
+        limit = self._deadline[0] if self._deadline else 0.0
+        is_over = number == signal.SIGTERM and now - self._began >= max(limit, ONE_REQUEST_SECONDS)
+        if is_over or self._interrupts > 1:
+            _say("asked to stop again: leaving at once, without saving")
+            self._machine.exit(128 + number)
+        _say("asked to stop again: it is under way, and this host saves first")
+
+
+def _say(message: str) -> None:
+    print(f"tpu-train: {message}", file=sys.stderr, flush=True)
 
 
 def install_signal_handlers() -> ShutdownRequest:
@@ -97,7 +115,7 @@ def install_signal_handlers() -> ShutdownRequest:
         while True:
             for number in reader.recv(16):
                 if number in SIGNALS:
-                    shutdown.request()
+                    shutdown.request(number)
 
     SYSTEM.threads.start(watch, name="signals")
     return shutdown
