@@ -10,19 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from training.accelerators import UnknownAccelerator, accelerator
 from training.checkpoint.config import Checkpoint
 from training.data.config import Data
 from training.distributed.config import Rendezvous
+from training.errors import BadInput
 from training.optim.adamw import AdamWSettings
 from training.optim.schedule import ScheduleSettings
 from training.registry import TASKS, BackendName, OptimizerName, TaskName
+from training.storage.types import REMOTE, place_mistake
 from training.yaml_file import ConfigError, Document, Section, refuse_unknown, validate
 from training.yaml_file import load as load_document
 
@@ -190,7 +192,7 @@ class Hub(Section):
     private: bool = True
     """Whether a repository that is created is private. An existing one is not changed."""
 
-    wait_seconds: float = Field(default=600.0, gt=0)
+    wait_seconds: float = Field(default=600.0, gt=0, le=30 * 86400)
     """How long the run waits at its end for the last upload."""
 
 
@@ -277,6 +279,18 @@ def from_document(document: Document) -> TrainerConfig:
     return config
 
 
+def restore(values: Mapping[str, Any], place: str) -> TrainerConfig:
+    """The configuration that a checkpoint keeps. `place`: which one, for messages. Raises BadInput."""
+    try:
+        return TrainerConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadInput(
+            f"{place}: the configuration in it can't be read: {'.'.join(map(str, first['loc']))}: {first['msg']}; it "
+            "was written by another program, or by a newer version of this one"
+        ) from None
+
+
 def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None:
     """Explains why the global batches can't be divided evenly over `devices` on `hosts`; None when they can. Called
     again when the real devices are known."""
@@ -296,12 +310,8 @@ def batch_mistake(config: TrainerConfig, hosts: int, devices: int) -> str | None
 def _hub_without_token(config: TrainerConfig, document: Document) -> list[str]:
     """A file for a slice that uploads to the Hub must also give the hosts the token."""
     sections = {name: document.value.get(name) for name in ("slice", "run", "gke")}
-    secrets = [
-        name
-        for section in (sections["run"], sections["gke"])
-        if isinstance(section, dict)
-        for name in section.get("secrets") or ()
-    ]
+    named = [section.get("secrets") for section in (sections["run"], sections["gke"]) if isinstance(section, dict)]
+    secrets = [name for names in named if isinstance(names, list | dict) for name in names]  # the launcher checks them
     if config.hub is None or not isinstance(sections["slice"], dict) or "HF_TOKEN" in secrets:
         return []
     return [
@@ -329,7 +339,9 @@ def _contradictions(config: TrainerConfig, accelerator_name: str | None) -> list
     return [
         *_model_mistakes(config.model),
         *((path, message) for path, message in TASKS[config.task].unused_keys.items() if _is_set(config, path)),
+        *_place_mistakes(config),
         *_evaluation_mistakes(config),
+        *_best_mistakes(config),
         *_training_mistakes(config),
         *_slice_mistakes(config, accelerator_name),
     ]
@@ -354,6 +366,47 @@ def _evaluation_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
         yield ("evaluation", "every"), "evaluation needs data: set data.evaluation, or remove evaluation.every"
     if config.checkpoint.best is not None and config.evaluation.every is None:
         yield ("checkpoint", "best"), "the best checkpoint is known by its evaluations: set evaluation.every"
+
+
+def _best_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
+    best, figures = config.checkpoint.best, TASKS[config.task].figures
+    if best is None:
+        return
+    if best.metric not in figures:
+        yield (
+            ("checkpoint", "best", "metric"),
+            f"an evaluation of task {config.task} has no {best.metric}; it has {', '.join(figures)}",
+        )
+    elif best.mode != figures[best.metric]:
+        right = figures[best.metric]
+        yield (
+            ("checkpoint", "best", "mode"),
+            f"the best {best.metric} is its {right}imum, and this would keep the worst: write {right}",
+        )
+
+
+def _place_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
+    """Folders that can't be, and those that would be made in the container, which is lost with it."""
+    places: dict[tuple[str, ...], str | None] = {
+        ("output",): config.output,
+        ("data", "train"): config.data.train,
+        ("data", "evaluation"): config.data.evaluation,
+        ("data", "tokenizer"): config.data.tokenizer,
+        ("data", "cache"): config.data.cache,
+        ("model", "path"): config.model.path,
+    }
+    for path, place in places.items():
+        mistake = None if place is None else place_mistake(place)
+        if mistake is None and path == ("data", "cache") and place is not None and place.startswith(REMOTE):
+            mistake = "the cache is a folder on the host's disk: it can't be in a bucket"
+        if mistake is not None:
+            yield path, mistake
+    train, evaluation = config.data.train, config.data.evaluation
+    if evaluation is not None and train.rstrip("/") == evaluation.rstrip("/"):
+        yield (
+            ("data", "evaluation"),
+            "this is data.train: figures over the training data say nothing; give the folder of the evaluation split",
+        )
 
 
 def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:

@@ -19,7 +19,7 @@ from training.checkpoint.format import Manifest
 from training.checkpoint.reader import load_tensors
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.store import read_manifest
-from training.config import Model, TrainerConfig
+from training.config import Model, TrainerConfig, restore
 from training.data import tokenizer as tokenizers
 from training.distributed.agreement import agree
 from training.distributed.cluster import Cluster
@@ -192,7 +192,7 @@ def _open_checkpoint(place: str, step: int | None) -> Checkpoint:
         manifest = read_manifest(folder, chosen)
     except Damaged as error:
         raise BadInput(f"{folder}: step {chosen} is damaged: {error}; choose another with --step") from None
-    return Checkpoint(folder, TrainerConfig.model_validate(manifest.config), manifest)
+    return Checkpoint(folder, restore(manifest.config, f"{folder}, step {chosen}"), manifest)
 
 
 def _require_same_task(place: str, task: Task, checkpoint: Checkpoint | None) -> None:

@@ -50,6 +50,8 @@ class TaskEntry:
     tensorflow_rows: str  # host_rows(config, slice, data, start): a tf.data dataset
     tensorflow_evaluation_rows: str  # evaluation_rows(config, slice, data): a tf.data dataset
     head: Head
+    # Of an evaluation: name -> which values are better; in the order in which they are shown.
+    figures: Mapping[str, Literal["min", "max"]]
     # Keys of the configuration that the task does not use, with the message for a file that sets them.
     unused_keys: Mapping[tuple[str, ...], str] = field(default_factory=dict)
 
@@ -88,6 +90,7 @@ TASKS: dict[str, TaskEntry] = {
         tensorflow_rows="training.tasks.mlm.tf:host_rows",
         tensorflow_evaluation_rows="training.tasks.mlm.tf:evaluation_rows",
         head=MASKED_LM,
+        figures={"loss": "min", "perplexity": "min", "accuracy": "max"},
     ),
     "classification": TaskEntry(
         data="training.tasks.classification.task:Classification",
@@ -96,6 +99,7 @@ TASKS: dict[str, TaskEntry] = {
         tensorflow_rows="training.tasks.classification.tf:host_rows",
         tensorflow_evaluation_rows="training.tasks.classification.tf:evaluation_rows",
         head=Head("ForSequenceClassification", "text-classification", "single_label_classification"),
+        figures={"loss": "min", "accuracy": "max", "weighted_f1": "max"},
         unused_keys={
             ("data", "cache"): "classification does not read through a cache: remove data.cache",
             ("data", "masking"): (
@@ -110,6 +114,7 @@ TASKS: dict[str, TaskEntry] = {
         tensorflow_rows="training.tasks.regression.tf:host_rows",
         tensorflow_evaluation_rows="training.tasks.regression.tf:evaluation_rows",
         head=Head("ForSequenceClassification", "text-classification", "regression"),
+        figures={"loss": "min", "mse": "min", "mae": "min", "pearson": "max"},
         unused_keys={
             ("data", "cache"): "regression does not read through a cache: remove data.cache",
             ("data", "masking"): (

@@ -6,12 +6,18 @@ converted silently: `steps: "100"` is an error.
 
 Scalars have their YAML 1.2 meaning: `1e-4` is a number, `010` is ten, and `yes`, `no`, `on`, `off` and `1:30` are
 strings. What `Document.dump` writes means the same to readers of YAML 1.1, such as PyYAML and earlier versions.
+
+Refused whatever the key: keys that are not text, numbers that are not finite, text that no file name or protocol can
+carry (half a surrogate pair, a NUL), a part that contains itself, and documents too deep or too large to be meant.
 """
 
 from __future__ import annotations
 
+import bisect
 import difflib
 import io
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +28,7 @@ from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.representer import SafeRepresenter
 from ruamel.yaml.resolver import implicit_resolvers
 
@@ -41,6 +48,11 @@ class Section(BaseModel):
 
 Model = TypeVar("Model", bound=BaseModel)
 Path_ = tuple[str | int, ...]
+
+_DEEPEST = 32  # sections within sections
+_LARGEST = 100_000  # parts, with all aliases written out
+_TOO_DEEP = f"more than {_DEEPEST} sections or lists within each other"
+_TAG = "tag:yaml.org,2002:"
 
 
 @dataclass(frozen=True)
@@ -88,21 +100,13 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> Document:
 
 def parse(text: str, name: str, overrides: Iterable[str] = ()) -> Document:
     """As `load`, for text that was read already; `name` stands for the file in messages."""
-    places: dict[Path_, str] = {}
-    yaml = YAML(typ="safe", pure=True)
-    try:
-        root = yaml.compose(text)
-        if root is not None and not isinstance(root, MappingNode):
-            raise ConfigError(f"{name}:1: expected `key: value` lines at the top")
-        if root is not None:
-            _collect_places(root, (), name, places)
-        value = {} if root is None else yaml.constructor.construct_document(root)
-    except MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{name}:{line}: not valid YAML: {error.problem or error.context}") from None
-    except YAMLError as error:
-        raise ConfigError(f"{name}: not valid YAML: {error}") from None
-    document = Document(name, value, places)
+    if directive := re.search(r"^%YAML\s+(?!1\.2\s*$).*$", text, re.MULTILINE):
+        line = text.count("\n", 0, directive.start()) + 1
+        raise ConfigError(f"{name}:{line}: files are read as YAML 1.2: remove {directive[0].strip()}")
+    value, places = _read(text, name)
+    if not isinstance(value, dict | None):
+        raise ConfigError(f"{name}:1: expected `key: value` lines at the top")
+    document = Document(name, value or {}, places)
     for override in overrides:
         document = _override(document, override)
     return document
@@ -151,20 +155,84 @@ _Representer.add_representer(str, _Representer.represent_str)
 _Representer.add_representer(float, _Representer.represent_float)
 
 
+def _read(text: str, name: str) -> tuple[Any, dict[Path_, str]]:
+    """The value of a YAML text, and where its parts were written. Raises ConfigError."""
+    places: dict[Path_, str] = {}
+    yaml = YAML(typ="safe", pure=True)
+    try:
+        root = yaml.compose(text)
+        if root is None:
+            return None, places
+        _collect_places(root, (), name, places)
+        return yaml.constructor.construct_document(root), places
+    except MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{name}:{line}: not valid YAML: {error.problem or error.context}") from None
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{name}:{line}: not valid YAML: character U+{error.character:04X} is not allowed") from None
+    except YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{name}:{_failing_line(text, RecursionError)}: {_TOO_DEEP}") from None
+    except ValueError as error:  # of an escape sequence, while it is read
+        raise ConfigError(f"{name}:{_failing_line(text, ValueError)}: not valid YAML: {error}") from None
+
+
+def _failing_line(text: str, kind: type[Exception]) -> int:
+    """The first line with which reading fails in this way: the library does not say."""
+    lines = text.splitlines(keepends=True)
+
+    def fails(count: int) -> bool:
+        try:
+            YAML(typ="safe", pure=True).compose("".join(lines[:count]))
+        except YAMLError:
+            return False
+        except kind:
+            return True
+        return False
+
+    return bisect.bisect_left(range(len(lines)), True, key=fails)
+
+
+def _check_scalar(node: ScalarNode, place: str) -> None:
+    """Raises ConfigError for a scalar that is not what its tag says, a number that is not finite, and text that can't
+    be written. `place`: for messages."""
+    shown, tag = repr(node.value[:40]), str(node.tag)
+    try:
+        value = None if tag == f"{_TAG}merge" else YAML(typ="safe", pure=True).constructor.construct_object(node)
+    except (ValueError, KeyError, OverflowError):
+        raise ConfigError(f"{place}: {shown} is not a value of type {tag.removeprefix(_TAG)}") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{place}: should be a finite number, not {node.value[:40]}")
+    if isinstance(value, str) and any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
+        raise ConfigError(f"{place}: {shown} has a character that can't be written (NUL, or half a surrogate pair)")
+
+
 def _collect_places(
     node: Node, path: Path_, name: str, places: dict[Path_, str], parents: tuple[Node, ...] = ()
 ) -> None:
-    """Notes where each part was written. Raises ConfigError for a key that is given twice, and for a part that
-    contains itself."""
+    """Notes where each part was written. Raises ConfigError for a key that is no text or is given twice, a scalar that
+    can't be, a part that contains itself, and documents that are too deep or too large."""
     line = node.start_mark.line + 1
     if any(node is parent for parent in parents):
         raise ConfigError(f"{name}:{line}: not valid YAML: this part contains itself (an alias of its own anchor)")
+    if len(parents) > _DEEPEST:
+        raise ConfigError(f"{name}:{line}: {_TOO_DEEP}")
+    if len(places) > _LARGEST:
+        raise ConfigError(f"{name}:{line}: the document has more than {_LARGEST} parts, with its aliases written out")
     places[path] = f"{name}:{line}"
-    if isinstance(node, MappingNode):
+    if isinstance(node, ScalarNode):
+        _check_scalar(node, ": ".join(filter(None, (places[path], ".".join(map(str, path))))))
+    elif isinstance(node, MappingNode):
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
-            key = str(key_node.value)
             line = key_node.start_mark.line + 1
+            if key_node.tag not in (f"{_TAG}str", f"{_TAG}merge", f"{_TAG}value"):
+                shown = repr(key_node.value)[:40] if isinstance(key_node, ScalarNode) else "a list or section"
+                raise ConfigError(f"{name}:{line}: the key {shown} is not text: keys are names, or text in quotes")
+            _check_scalar(key_node, f"{name}:{line}")
+            key = str(key_node.value)
             if key in seen:
                 raise ConfigError(f"{name}:{line}: key {key!r} is given twice, first on line {seen[key]}")
             seen[key] = line
@@ -181,9 +249,10 @@ def _override(document: Document, override: str) -> Document:
     if not equals or not all(parts):
         raise ConfigError(f"--set {override}: expected key=value, for example train.steps=100")
     try:
-        new = YAML(typ="safe", pure=True).load(text) if text else ""
-    except YAMLError:
-        raise ConfigError(f"--set {override}: {text!r} is not a YAML value") from None
+        new = _read(text, "")[0] if text else ""
+    except ConfigError as error:
+        reason = str(error).partition(": ")[2].removeprefix("not valid YAML: ")
+        raise ConfigError(f"--set {override[:200]}: {text[:80]!r} is not a YAML value: {reason}") from None
     return Document(document.name, _with(document.value, parts, new, key), {**document.places, parts: f"--set {key}"})
 
 

@@ -16,7 +16,7 @@ from tests.container.test_train_one_host import run
 from training.checkpoint import admin as inspect
 from training.checkpoint.store import committed_steps
 from training.cli.main import tpu_train
-from training.errors import BadInput, StopRequested
+from training.errors import StopRequested
 from training.telemetry import metrics
 
 SMALL = {"model__hidden_size": 16}  # programs of its own: another module of this process counts compilations
@@ -64,14 +64,6 @@ def test_the_best_of_all_evaluations_is_kept_through_stops_and_is_exported(folde
     assert ended.exit_code == 0, ended.output
     assert f"the model after step {best}" in ended.output
     assert json.loads((out / "config.json").read_text())["model_type"] == "bert"
-
-
-def test_a_figure_that_no_evaluation_has_is_refused(folder: Path) -> None:
-    with pytest.raises(
-        BadInput,
-        match=r"checkpoint\.best\.metric: an evaluation of task mlm has no f1; it has loss, perplexity, accuracy",
-    ):
-        run(folder, "no-figure", **{**BEST, "checkpoint__best": {"metric": "f1", "mode": "max"}})
 
 
 def started_from(folder: Path, run_id: str, path: str) -> dict[str, Any]:

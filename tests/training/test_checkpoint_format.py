@@ -56,6 +56,26 @@ def test_what_is_no_manifest_is_damaged(text: bytes) -> None:
         form.load_manifest(text)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("step", "40"), ("step", -1), ("step", True), ("hosts", None), ("identity", []), ("config", "x"),
+        ("state", None), ("run_id", 5), ("code", {}), ("parts", [{"name": "../x", "size": 1, "crc32c": 1}]),
+        ("parts", [{"name": "x", "size": "1", "crc32c": 1}]), ("parts", [{"size": 1}]), ("parts", 5),
+        ("tensors", {"w": {"dtype": "F32", "shape": [2], "size": 8, "slices": [
+            {"part": 0, "offsets": [0, 0], "sizes": [2]}]}}),
+        ("tensors", {"w": {"dtype": "F32", "shape": [2], "size": "8", "slices": [
+            {"part": 0, "offsets": [0], "sizes": [2]}]}}),
+        ("tensors", [1]), ("tensors", {"w": None}), ("further", 1),
+    ],
+)  # fmt: skip
+def test_a_manifest_with_a_right_checksum_and_wrong_values_is_damaged(key: str, value: object) -> None:
+    body = {**form.to_json(MANIFEST), key: value}
+    data = json.dumps({**body, "crc32c": form._checksum(body)}).encode()
+    with pytest.raises(Damaged, match=r"is not of format 2|manifest.json: tensor w"):
+        form.load_manifest(data)
+
+
 def test_a_manifest_of_a_later_format_is_refused_by_its_number() -> None:
     body = json.loads(form.dump_manifest(MANIFEST))
     del body["crc32c"]

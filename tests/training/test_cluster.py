@@ -82,6 +82,14 @@ def test_both_formats_of_the_metadata(text: str, addresses: tuple[str, ...]) -> 
         ({"TPU_WORKER_ID": "one", "TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID is 'one'"),
         ({"JOB_COMPLETION_INDEX": "0", "TPU_LAUNCH_HOST_NAME": "a-*.a"}, "TPU_LAUNCH_HOSTS is ''"),
         ({**LAUNCHER, "TPU_LAUNCH_RENDEZVOUS_PORT": "x"}, "TPU_LAUNCH_RENDEZVOUS_PORT"),
+        ({**LAUNCHER, "TPU_LAUNCH_RENDEZVOUS_PORT": "65536"}, "it must be a whole number, 65535 at most"),
+        (
+            {"TPU_WORKER_ID": "\u00b2", "TPU_WORKER_HOSTNAMES": "a,b,c"},
+            "TPU_WORKER_ID is '\u00b2'; it must be a whole number",
+        ),
+        ({"TPU_WORKER_ID": "\u0662", "TPU_WORKER_HOSTNAMES": "a,b,c"}, "TPU_WORKER_ID is"),
+        ({"TPU_WORKER_ID": "9" * 5000, "TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID is '9999"),
+        ({"JOB_COMPLETION_INDEX": "0", "TPU_LAUNCH_HOST_NAME": "*", "TPU_LAUNCH_HOSTS": "999999999"}, "65536 at most"),
     ],
 )
 def test_contradictions_are_bad_input(environment: dict[str, str], message: str) -> None:

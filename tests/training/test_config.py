@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from training.config import SHAPES, TrainerConfig, batch_mistake, from_document, load
+from training.config import SHAPES, TrainerConfig, batch_mistake, from_document, load, restore
+from training.errors import BadInput
+from training.storage.types import place_mistake
 from training.yaml_file import ConfigError, parse
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -100,6 +102,46 @@ def test_an_unknown_section_is_refused() -> None:
             "  cache: /tmp/blocks\n  tokenizer: gs://b/tokenizer\ntask: classification",
             "run.yaml:10: data.cache: classification does not read through a cache",
         ),
+        ("output: gs://b/runs", "output: ''", "run.yaml:16: output: is empty: give a folder"),
+        ("output: gs://b/runs", "output: ' runs'", "run.yaml:16: output: ' runs' begins or ends with white space"),
+        ("output: gs://b/runs", "output: s3://b/runs", "run.yaml:16: output: 's3://b/runs': s3: is not supported"),
+        ("output: gs://b/runs", "output: file:///b/runs", "run.yaml:16: output: 'file:///b/runs': file: is not"),
+        ("output: gs://b/runs", "output: GS://b/runs", "run.yaml:16: output: 'GS://b/runs' is not gs:// and the name"),
+        ("output: gs://b/runs", "output: gs:/b/runs", "run.yaml:16: output: 'gs:/b/runs' is not gs:// and the name"),
+        ("output: gs://b/runs", "output: gs:///runs", "run.yaml:16: output: 'gs:///runs' is not gs:// and the name"),
+        ("train: gs://b/train", "train: S3://b/train", "run.yaml:8: data.train: 'S3://b/train': S3: is not supported"),
+        ("tokenizer: gs://b/tokenizer", "tokenizer: ''", "run.yaml:10: data.tokenizer: is empty"),
+        ("name: bert-tiny", "path: gs:/b", "run.yaml:6: model.path: 'gs:/b' is not gs:// and the name of a bucket"),
+        (
+            "  tokenizer: gs://b/tokenizer",
+            "  cache: gs://b/cache\n  tokenizer: gs://b/tokenizer",
+            "run.yaml:10: data.cache: the cache is a folder on the host's disk",
+        ),
+        (
+            "evaluation: gs://b/evaluation",
+            "evaluation: gs://b/train/",
+            "run.yaml:9: data.evaluation: this is data.train",
+        ),
+        (
+            "steps: 100",
+            "steps: 100\n  learning_rate: .inf",
+            "run.yaml:13: train.learning_rate: should be a finite number",
+        ),
+        (
+            "output: gs://b/runs",
+            "output: gs://b/runs\nrendezvous: {seconds: 1e300}",
+            "run.yaml:17: rendezvous.seconds: should be less than or equal to 2592000",
+        ),
+        (
+            "output: gs://b/runs",
+            "output: gs://b/runs\ncheckpoint:\n  best: {metric: accurcy, mode: max}",
+            "run.yaml:18: checkpoint.best.metric: an evaluation of task mlm has no accurcy; it has loss, perpl",
+        ),
+        (
+            "output: gs://b/runs",
+            "output: gs://b/runs\ncheckpoint:\n  best: {metric: loss, mode: max}",
+            "run.yaml:18: checkpoint.best.mode: the best loss is its minimum, and this would keep the worst: write min",
+        ),
     ],
 )
 def test_a_mistake_is_named(old: str, new: str, expected: str) -> None:
@@ -180,3 +222,27 @@ def test_a_model_for_the_hub_needs_the_token_on_the_hosts() -> None:
     assert "run.yaml:17: hub.repository: must be a name on the Hub, ORGANISATION/NAME, not 'model'" in mistakes(
         GOOD + "hub: {repository: model}\n"
     )
+
+
+@pytest.mark.parametrize("section", ["run: {secrets: 5}", "run: {secrets: HF_TOKEN}", "gke: {secrets: 5}", "run: 5"])
+def test_secrets_that_are_no_list_name_no_token(section: str) -> None:
+    """What they should be is the launcher's to say; nothing is raised here but the mistake."""
+    text = f"{GOOD}hub: {{repository: a/b}}\n{section}\n"
+    assert (
+        mistakes(text) == "run.yaml:17: hub: uploading needs HF_TOKEN on the hosts: add it to run.secrets (on GKE: "
+        "gke.secrets)"
+    )
+
+
+@pytest.mark.parametrize("place", ["runs", "./gs", "/a b/c", "gs://b", "gs://my_bucket.example.com/a", "C:", "a:b/c"])
+def test_folders_and_buckets_are_places(place: str) -> None:
+    assert place_mistake(place) is None
+
+
+def test_a_checkpoint_of_another_program_is_named_with_what_is_wrong() -> None:
+    config = from_document(parse(GOOD, "run.yaml"))
+    assert restore(config.canonical(), "step 40") == config
+    with pytest.raises(
+        BadInput, match=r"^step 40: the configuration in it can't be read: train: Field required; it was"
+    ):
+        restore({key: value for key, value in config.canonical().items() if key != "train"}, "step 40")

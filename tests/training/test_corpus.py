@@ -66,8 +66,10 @@ def test_lines_do_not_depend_on_where_pieces_are_cut(
         ("a.txt", b"good\n\nb\xff", r"a.txt: not UTF-8 text near byte 7 \(after line 1\)"),
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a.jsonl:2: not JSON"),
         ("a.jsonl", b"[1]\n", r"a.jsonl:1: expected a JSON object"),
-        ("a.jsonl", b'{"body": "x"}\n', r"a row has no 'text', it has: body. Name the text with --field"),
-        ("a.jsonl", b'{"text": 5}\n', r"'text' is not text but int"),
+        ("a.jsonl", b'{"body": "x"}\n', r"a.jsonl:1 has no 'text', it has: 'body'. Name the text with --field"),
+        ("a.jsonl", b'{"text": 5}\n', r"a.jsonl:1: 'text' is not text but int"),
+        ("a.jsonl", b'{"text": "x"}\n' + b"[" * 200_000 + b"\n", r"a.jsonl:2: not JSON: maximum recursion depth"),
+        ("a.csv", b"text,b,text\nx,y,z\n", r"a.csv:1: the header names 'text' more than once: rename the columns"),
         ("a.csv", b"text,b\nx\n", r"a.csv:2: 2 columns expected, as in the header"),
         ("a.csv", b"text\nx,y\n", r"a.csv:2: 1 columns expected, as in the header"),
     ],
@@ -76,6 +78,29 @@ def test_a_mistake_in_a_file_is_named_with_its_place(tmp_path: Path, name: str, 
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BadInput, match=message):
         documents(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b"\xef\xbb\xbftext,b\r\nhigh,1\r\n"),
+        ("a.jsonl", b'\xef\xbb\xbf{"text": "high"}\n'),
+        ("a.txt", b"\xef\xbb\xbfhigh\n"),
+    ],
+)
+def test_the_byte_order_mark_that_excel_writes_is_no_text(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert documents(tmp_path / name) == ["high"]
+
+
+def test_half_a_surrogate_pair_becomes_the_replacement_character(tmp_path: Path) -> None:
+    """Scraped text has them, where a program cut a string of UTF-16 in two."""
+    rows = [r"cut \ud83d", r"\ude00 end", r"whole \ud83d\ude00", r"swapped \ude00\ud83d", "as text \U0001f600"]
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{row}"}}\n' for row in rows))
+    texts = documents(tmp_path / "a.jsonl")
+    assert texts == ["cut \ufffd", "\ufffd end", "whole \U0001f600", "swapped \ufffd\ufffd", "as text \U0001f600"]
+    assert all(text.encode() for text in texts)
+    assert [SplitFilter("train", 50).holds(text) for text in texts].count(True) in range(6)
 
 
 @pytest.mark.parametrize("name", ["builtin:other", "nothing.txt", "datasets:x"])

@@ -200,11 +200,30 @@ def test_writing_again_does_nothing_and_other_labels_are_refused(tmp_path: Path)
 def test_rows_without_text_or_label_are_named() -> None:
     assert list(select_columns([{"text": "a", "label": 3}], "text", "label", "f")) == [("a", "3")]
     with pytest.raises(
-        BadInput, match=r"f: row 2 has no 'label', it has: text. Name the columns with --field and --label"
+        BadInput, match=r"f: row 2 has no 'label', it has: 'text'. Name the columns with --field and --label"
     ):
         list(select_columns([{"text": "a", "label": "x"}, {"text": "a"}], "text", "label", "f"))
     with pytest.raises(BadInput, match="'text' is not text but int"):
         list(select_columns([{"text": 1, "label": "x"}], "text", "label", "f"))
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("", "f: row 2: label '' is empty"),
+        (" \t", r"f: row 2: label ' \\t' is empty"),
+        (" a", "f: row 2: label ' a' begins or ends with white space"),
+        ("a\n", r"f: row 2: label 'a\\n' begins or ends with white space"),
+        ("a\0b", r"f: row 2: label 'a\\x00b' has characters that can't be shown"),
+        ("\ud800", r"f: row 2: label '\\ud800' has characters that can't be shown"),
+        ([1], r"f: row 2: label \[1\] is neither text nor a number but list"),
+        ({"a": 1}, "f: row 2: label .* is neither text nor a number but dict"),
+    ],
+)
+def test_what_no_class_is_called_is_refused_with_its_row(label: object, message: str) -> None:
+    corpus_rows: list[dict[str, Any]] = [{"text": "a", "label": "x"}, {"text": "b", "label": label}]
+    with pytest.raises(BadInput, match=message):
+        list(select_columns(corpus_rows, "text", "label", "f"))
 
 
 @pytest.mark.parametrize(

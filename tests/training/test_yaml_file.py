@@ -19,8 +19,12 @@ TRICKY = [
     "\r", "\x85", "\u2028", "\ufeff", "\xe9", "\U0001f600", "a:", ":a", "-", "a" * 200, "a " * 100, "0.1.2",
     "1e", "0o8", "09", "-0", "1_", "_1", "+.inf",
 ]  # fmt: skip
-strings = st.sampled_from(TRICKY) | st.text(max_size=20) | st.from_regex(r"[-+]?[0-9_.:eExobn]{1,8}", fullmatch=True)
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | strings
+strings = (
+    st.sampled_from(TRICKY)
+    | st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
+    | st.from_regex(r"[-+]?[0-9_.:eExobn]{1,8}", fullmatch=True)
+)
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | strings
 values = st.dictionaries(
     strings,
     st.recursive(
@@ -43,7 +47,7 @@ def same(value: Any, other: Any) -> bool:
 
 @given(values)
 @example({text: text for text in TRICKY})
-@example({"numbers": [1e-05, 1e22, 1e16, 5e-324, 1.5, -0.0, float("inf"), -float("inf"), 10**30]})
+@example({"numbers": [1e-05, 1e22, 1e16, 5e-324, 1.5, -0.0, 10**30]})
 def test_what_is_dumped_means_the_same_in_yaml_1_1_and_1_2(value: dict[str, Any]) -> None:
     """PyYAML reads YAML 1.1, `parse` 1.2."""
     text = Document("run.yaml", value, {}).dump()
@@ -86,7 +90,7 @@ def test_scalars_mean_what_yaml_1_2_says(text: str, value: Any) -> None:
         ("a: 1\n---\nb: 2\n", "run.yaml:2: not valid YAML: but found another document"),
         ("a: !!python/name:os.system x\n", "run.yaml:1: not valid YAML: could not determine a constructor"),
         ("a: 1\nb: &b [*b]\n", "run.yaml:2: not valid YAML: this part contains itself"),
-        ("a: \x01", "run.yaml: not valid YAML: "),
+        ("a: \x01", "run.yaml:1: not valid YAML: "),
     ],
 )
 def test_what_is_not_yaml_is_named_with_its_line(text: str, message: str) -> None:
@@ -127,3 +131,46 @@ def test_a_wrong_override_is_named(override: str, message: str) -> None:
 def test_merged_keys_are_read() -> None:
     text = "base: &base {x: 1, y: 1}\nother:\n  <<: *base\n  y: 2\n"
     assert parse(text, "run.yaml").value["other"] == {"x": 1, "y": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\n1: x\n", "f:2: the key '1' is not text"),
+        ("a:\n  ~: x\n", "f:2: the key '~' is not text"),
+        ("a:\n- 2020-01-01: x\n", "f:2: the key '2020-01-01' is not text"),
+        ("? [1]\n: x\n", "f:1: the key a list or section is not text"),
+        ("a: 1\nb: &b\n  <<: *b\n", "f:2: not valid YAML: this part contains itself"),
+        ("a: 1\nb: " + "[" * 5000, "f:2: more than 32 sections or lists within each other"),
+        ("a: 1\nb: " + "[" * 40 + "]" * 40, "f:2: more than 32 sections or lists within each other"),
+        ("a: 2020-99-99\n", "f:1: a: '2020-99-99' is not a value of type timestamp"),
+        ("a: " + "9" * 5000, "f:1: a: '9999"),
+        ("a: !!int x\n", "f:1: a: 'x' is not a value of type int"),
+        ("a: !!bool x\n", "f:1: a: 'x' is not a value of type bool"),
+        ("b: 1\na: .inf\n", "f:2: a: should be a finite number, not .inf"),
+        ("b: 1\na: 1e999\n", "f:2: a: should be a finite number, not 1e999"),
+        ("a: -.inf\n", "f:1: a: should be a finite number, not -.inf"),
+        ("a: .nan\n", "f:1: a: should be a finite number, not .nan"),
+        ('b: 1\na: "\\ud800"\n', "f:2: a: '\\ud800' has a character that can't be written"),
+        ('b: 1\na: "\\0"\n', "f:2: a: '\\x00' has a character that can't be written"),
+        ("b: 1\na: \0\n", "f:2: not valid YAML: character U+0000 is not allowed"),
+        ('b: 1\na: "\\U00110000"\n', "f:2: not valid YAML"),
+        ("# x\n%YAML 1.1\n---\na: 010\n", "f:2: files are read as YAML 1.2: remove %YAML 1.1"),
+    ],
+)
+def test_what_no_key_may_hold_is_refused_with_its_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse(text, "f")
+    assert str(raised.value).startswith(message)
+
+
+def test_aliases_that_multiply_are_refused_and_not_written_out() -> None:
+    doublings = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9))
+    with pytest.raises(ConfigError, match=r"f:\d: the document has more than 100000 parts"):
+        parse(f"a0: &a0 [1]\n{doublings}\n", "f")
+
+
+@pytest.mark.parametrize("text", [".inf", '"\\ud800"', "[" * 5000, "{1: 2}", "2020-99-99"])
+def test_a_change_on_the_command_line_is_read_as_strictly(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--set train\.steps="):
+        parse("train: {}\n", "f", [f"train.steps={text}"])

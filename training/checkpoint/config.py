@@ -39,7 +39,7 @@ class Checkpoint(Section):
     best: BestSection | None = None
     """Never delete the checkpoint with the best evaluation."""
 
-    stop_seconds: float = Field(default=25.0, gt=0)
+    stop_seconds: float = Field(default=25.0, gt=0, le=86400)
     """How long a host has to save after it was asked to stop (SIGTERM). One that has not saved by then exits, and the
     run continues from the last commit. Spot and preemptible machines are taken away after 30 seconds."""
 

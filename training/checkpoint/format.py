@@ -139,7 +139,7 @@ def load_manifest(data: bytes) -> Manifest:
         body = json.loads(data)
         checksum = body.pop("crc32c")
         version = body["format"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} can't be read ({error})") from None
     if checksum != _checksum(body):
         raise Damaged(f"{MANIFEST} has a wrong crc32c")
@@ -150,11 +150,36 @@ def load_manifest(data: bytes) -> Manifest:
         parts = tuple(Part(**part) for part in body.pop("parts"))
         listed = body.pop("tensors")
         if version == 1:
-            return Manifest(**body, parts=parts, tensors=None, tensor_count=listed)
-        tensors = {name: _load_tensor(name, value, len(parts)) for name, value in listed.items()}
-        return Manifest(**body, parts=parts, tensors=tensors, tensor_count=len(tensors))
-    except (KeyError, TypeError, AttributeError) as error:
+            manifest = Manifest(**body, parts=parts, tensors=None, tensor_count=listed)
+        else:
+            tensors = {name: _load_tensor(name, value, len(parts)) for name, value in listed.items()}
+            manifest = Manifest(**body, parts=parts, tensors=tensors, tensor_count=len(tensors))
+        _check_values(manifest)
+        return manifest
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(f"{MANIFEST} is not of format {version} ({error})") from None
+
+
+def _check_values(manifest: Manifest) -> None:
+    """Raises TypeError or ValueError for values that `dump_manifest` does not write: a right crc32c says only that
+    somebody's program wrote them."""
+    numbers = {"step": manifest.step, "attempt": manifest.attempt, "tensors": manifest.tensor_count}
+    numbers |= {"hosts": manifest.hosts}
+    for part in manifest.parts:
+        if not isinstance(part.name, str) or "/" in part.name or part.name in ("", ".", "..", MANIFEST):
+            raise ValueError(f"a part can't be named {part.name!r:.80}")
+        numbers |= {f"size of {part.name}": part.size, f"crc32c of {part.name}": part.crc32c}
+    for tensor in (manifest.tensors or {}).values():
+        numbers |= {"size of a tensor": tensor.spec.size}
+    for key, number in numbers.items():
+        if type(number) is not int or number < 0:
+            raise TypeError(f"{key} is {number!r:.80}")
+    for key, value, kind in (
+        *((key, getattr(manifest, key), dict) for key in ("identity", "state", "config")),
+        *((key, getattr(manifest, key), str) for key in ("code", "run_id")),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{key} is {value!r:.80}")
 
 
 def _load_tensor(name: str, value: Mapping[str, Any], parts: int) -> StoredTensor:

@@ -58,10 +58,9 @@ def read(url: str) -> Tokenizer:
             f"{url} is not a tokenizer folder: {error}. Make one with `tpu-train tokenizer --out {url}`"
         ) from None
     try:
-        special = special_tokens(json.loads(content), file_url)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadInput(f"{file_url} is not a tokenizer of the `tokenizers` library: {error!r}") from None
-    return Tokenizer(url, content, tokenizer_hash(content), special)
+        return Tokenizer(url, content, tokenizer_hash(content), special_tokens(json.loads(content), file_url))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInput(f"{file_url} is not a tokenizer of the `tokenizers` library: {error!r:.200}") from None
 
 
 def fetch(url: str, folder: Path) -> Path:
@@ -104,8 +103,14 @@ def files(content: bytes) -> dict[str, bytes]:
 
 
 def load(tokenizer: Tokenizer) -> Any:
-    """The `tokenizers.Tokenizer`, without truncation or padding. Raises BadInput where the library is missing."""
-    loaded = library().Tokenizer.from_str(tokenizer.content.decode())
+    """The `tokenizers.Tokenizer`, without truncation or padding. Raises BadInput where the library is missing, or does
+    not take the tokenizer."""
+    tokenizers = library()
+    try:
+        loaded = tokenizers.Tokenizer.from_str(tokenizer.content.decode())
+    except Exception as error:  # the library raises Exception itself
+        place = storage.join(tokenizer.url, FILE)
+        raise BadInput(f"{place} is not a tokenizer of the `tokenizers` library: {error!s:.200}") from None
     loaded.no_truncation()
     loaded.no_padding()
     return loaded

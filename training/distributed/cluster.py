@@ -20,6 +20,7 @@ import glob
 import importlib.metadata
 import importlib.util
 import os
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -108,7 +109,7 @@ def _composed(environment: Mapping[str, str]) -> tuple[str, ...]:
     pattern = environment.get("TPU_LAUNCH_HOST_NAME", "")
     if not pattern:
         return ()
-    hosts = _number("TPU_LAUNCH_HOSTS", environment.get("TPU_LAUNCH_HOSTS", ""))
+    hosts = _number("TPU_LAUNCH_HOSTS", environment.get("TPU_LAUNCH_HOSTS", ""), 65536)
     return tuple(pattern.replace("*", str(worker)) for worker in range(hosts))
 
 
@@ -229,9 +230,9 @@ def _cluster(
         run_id=environment.get("TPU_LAUNCH_RUN_ID") or "local",
         attempt=_number("TPU_LAUNCH_ATTEMPT", environment.get("TPU_LAUNCH_ATTEMPT") or "0"),
         rendezvous_port=_number(
-            "TPU_LAUNCH_RENDEZVOUS_PORT", environment.get("TPU_LAUNCH_RENDEZVOUS_PORT") or str(RENDEZVOUS_PORT)
+            "TPU_LAUNCH_RENDEZVOUS_PORT", environment.get("TPU_LAUNCH_RENDEZVOUS_PORT") or str(RENDEZVOUS_PORT), 65535
         ),
-        gloo_port=_number("TPU_LAUNCH_GLOO_PORT", environment.get("TPU_LAUNCH_GLOO_PORT") or str(GLOO_PORT)),
+        gloo_port=_number("TPU_LAUNCH_GLOO_PORT", environment.get("TPU_LAUNCH_GLOO_PORT") or str(GLOO_PORT), 65535),
         secret=_secret(environment),
     )
 
@@ -245,9 +246,9 @@ def _secret(environment: Mapping[str, str]) -> bytes:
     return os.fsencode(secret)
 
 
-def _number(name: str, text: str) -> int:
-    if not text.isdigit():
-        raise BadInput(f"{name} is {text!r}; it must be a whole number")
+def _number(name: str, text: str, largest: int = 999_999_999) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text) or int(text) > largest:
+        raise BadInput(f"{name} is {text!r:.80}; it must be a whole number, {largest} at most")
     return int(text)
 
 

@@ -20,7 +20,7 @@ from training.checkpoint.reader import load_tensors
 from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
 from training.checkpoint.snapshot import Snapshot, StartSnapshot
 from training.checkpoint.store import read_manifest
-from training.config import TrainerConfig
+from training.config import restore
 from training.data import tokenizer as tokenizers
 from training.errors import BadInput
 from training.models.hugging_face import CONFIG, WEIGHTS, build_model_config
@@ -95,7 +95,7 @@ def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
         raise BadInput(
             f"checkpoint of step {chosen} in {place} is damaged ({error}); choose another with --step"
         ) from None
-    settings = TrainerConfig.model_validate(manifest.config)
+    settings = restore(manifest.config, f"{place}, step {chosen}")
     tokenizer = tokenizers.read(settings.data.tokenizer)
     vocabularies = (spec.shape[0] for name, (spec, _) in tensors.items() if name.endswith(_EMBEDDINGS))
     config = build_model_config(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -121,6 +122,20 @@ def split_remote(url: str) -> tuple[str, str]:
     if not bucket:
         raise BadInput(f"{url}: expected gs://bucket/name")
     return bucket, name
+
+
+def place_mistake(place: str) -> str | None:
+    """Why a text can be no local folder and no gs:// URL; None where it can."""
+    if not place.strip():
+        return "is empty: give a folder, or gs://bucket/folder"
+    if place != place.strip() or any(ord(character) < 32 for character in place):
+        return f"{place!r} begins or ends with white space, or has control characters: remove them"
+    scheme = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", place)
+    if scheme and scheme[1].lower() != "gs":
+        return f"{place!r}: {scheme[1]}: is not supported; give a local folder, or gs://bucket/folder"
+    if scheme and not re.match(r"gs://[a-z0-9][a-z0-9._-]*(/|$)", place):
+        return f"{place!r} is not gs:// and the name of a bucket (lower-case letters, digits, '-', '_' and '.')"
+    return None
 
 
 @contextlib.contextmanager

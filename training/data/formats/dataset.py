@@ -267,7 +267,7 @@ def find_shards(dataset: Dataset) -> Mapping[str, Stat]:
 
 def tokenizer_hash(content: bytes) -> str:
     """SHA-256 of a tokenizer.json, without the truncation and padding settings that `save_pretrained` may add."""
-    parsed = {key: value for key, value in json.loads(content).items() if key not in ("truncation", "padding")}
+    parsed = {key: value for key, value in json.loads(content.decode()).items() if key not in ("truncation", "padding")}
     return hashlib.sha256(json.dumps(parsed, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

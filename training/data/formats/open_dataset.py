@@ -68,5 +68,5 @@ def _read_tokenizer_hash(tokenizer: str) -> str:
         raise BadInput(
             f"{tokenizer} is not a tokenizer folder: {error}. Make one with `tpu-train tokenizer --out {tokenizer}`"
         ) from None
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise BadInput(f"{url} is not a tokenizer of the `tokenizers` library: {error}") from None

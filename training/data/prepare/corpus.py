@@ -10,7 +10,9 @@
                                         `load_dataset` takes)
 
 Everything streams: no corpus is ever held in memory. Documents without text are left out. The split of a document
-follows from its text alone: equal documents are always in the same split, and adding documents moves none.
+follows from its text alone: equal documents are always in the same split, and adding documents moves none. A byte order
+mark at the beginning of a file is no text, and half a surrogate pair, which JSON can hold and UTF-8 can't, becomes
+U+FFFD, as in every decoder.
 """
 
 from __future__ import annotations
@@ -76,18 +78,7 @@ class Corpus:
 
     def text(self, row: dict[str, Any]) -> str:
         """The text of a row. Raises BadInput when the row has none."""
-        if self.field not in row:
-            raise BadInput(
-                f"--corpus {self.name}: a row has no {self.field!r}, it has: {', '.join(row)}. "
-                "Name the text with --field"
-            )
-        text = row[self.field]
-        if not isinstance(text, str):
-            raise BadInput(
-                f"--corpus {self.name}: {self.field!r} is not text but {type(text).__name__}. "
-                "Name the text with --field"
-            )
-        return text
+        return text_of(row, self.field, getattr(row, "place", None) or f"--corpus {self.name}: a row")
 
     def fingerprint(self) -> str:
         """A hash of the text; reads local files once, and no object of a bucket. Raises BadInput, StorageError."""
@@ -117,6 +108,25 @@ class Corpus:
         return urls
 
 
+def text_of(row: Mapping[str, Any], field: str, place: str) -> str:
+    """The text of a row. `place`: where the row is, for messages. Raises BadInput when it has none."""
+    if row.get(field) is None:
+        raise BadInput(f"{place} has no {field!r}, it has: {', '.join(map(repr, row))}. Name the text with --field")
+    text = row[field]
+    if not isinstance(text, str):
+        raise BadInput(f"{place}: {field!r} is not text but {type(text).__name__}. Name the text with --field")
+    return replace_surrogates(text)
+
+
+def replace_surrogates(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 @dataclass(frozen=True)
 class SplitFilter:
     """Selects the documents of a split. `percent` of them are for evaluation; None: every document is in the split."""
@@ -131,12 +141,13 @@ class SplitFilter:
 
 def in_evaluation(text: str, percent: float) -> bool:
     """Whether a document is in the evaluation split, which takes about `percent` of all documents."""
-    digest = int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
     return digest < percent / 100 * 2**64
 
 
 def lines(url: str) -> Iterator[str]:
-    """The lines of a UTF-8 file without their line ends. Raises BadInput where the bytes are not UTF-8."""
+    """The lines of a UTF-8 file without their line ends and byte order mark. Raises BadInput where the bytes are not
+    UTF-8."""
     stat = storage.stat(url)
     if stat is None:
         raise BadInput(f"{url} does not exist")
@@ -150,6 +161,8 @@ def lines(url: str) -> Iterator[str]:
             raise BadInput(
                 f"{url}: not UTF-8 text near byte {start + error.start} (after line {line_number}): convert it"
             ) from None
+        if not start:
+            text = text.removeprefix("\ufeff")
         *whole, rest = text.split("\n")
         line_number += len(whole)
         yield from (line.removesuffix("\r") for line in whole)
@@ -164,7 +177,7 @@ def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:
             if line.strip():
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     raise BadInput(f"{url}:{number}: not JSON: {error}") from None
                 if not isinstance(row, dict):
                     raise BadInput(f"{url}:{number}: expected a JSON object")
@@ -179,11 +192,14 @@ def _file_rows(url: str, field: str) -> Iterator[dict[str, Any]]:
 def _table(url: str) -> Iterator[dict[str, Any]]:
     reader = csv.DictReader(line + "\n" for line in lines(url))
     try:
+        columns = reader.fieldnames or []
+        if twice := sorted({column for column in columns if columns.count(column) > 1}):
+            raise BadInput(
+                f"{url}:1: the header names {', '.join(map(repr, twice))} more than once: rename the columns"
+            )
         for row in reader:
             if None in row or None in row.values():
-                raise BadInput(
-                    f"{url}:{reader.line_num}: {len(reader.fieldnames or [])} columns expected, as in the header"
-                )
+                raise BadInput(f"{url}:{reader.line_num}: {len(columns)} columns expected, as in the header")
             yield Row.at(f"{url}:{reader.line_num}", row)
     except csv.Error as error:
         raise BadInput(f"{url}:{reader.line_num}: {error}") from None

@@ -24,6 +24,7 @@ import numpy as np
 from training.data.formats import fixed_records
 from training.data.formats.dataset import LABEL, Dataset, Dtype, Feature, Kind, Shard
 from training.data.prepare import dataset_writer
+from training.data.prepare.corpus import text_of
 from training.data.prepare.dataset_writer import DatasetPlan, Ids
 from training.data.prepare.pack import Encode
 from training.errors import BadInput
@@ -135,7 +136,7 @@ def select_columns(
     Args:
         rows: column -> value.
         text: the column with the text.
-        label: the column with the label; its value is converted to text.
+        label: the column with the label: text, a number or a truth value, which is converted to text.
         corpus: the corpus's name, for messages.
         labels: what labels must be; None: anything.
 
@@ -147,14 +148,30 @@ def select_columns(
         place = getattr(row, "place", None) or f"{corpus}: row {number}"
         for name in (text, label):
             if row.get(name) is None:
-                raise BadInput(
-                    f"{place} has no {name!r}, it has: {', '.join(row)}. Name the columns with --field and --label"
-                )
-        if not isinstance(row[text], str):
-            raise BadInput(f"{place}: {text!r} is not text but {type(row[text]).__name__}. Name the text with --field")
+                columns = ", ".join(map(repr, row))
+                raise BadInput(f"{place} has no {name!r}, it has: {columns}. Name the columns with --field and --label")
+        if not isinstance(row[label], str | int | float):
+            raise BadInput(
+                f"{place}: label {row[label]!r:.80} is neither text nor a number but {type(row[label]).__name__}: name "
+                "the column with --label"
+            )
+        name = str(row[label])
         if labels is not None:
-            labels.encode(str(row[label]), place)
-        yield row[text], str(row[label])
+            labels.encode(name, place)
+        elif mistake := label_mistake(name):
+            raise BadInput(f"{place}: label {name!r:.80} {mistake}")
+        yield text_of(row, text, place), name
+
+
+def label_mistake(name: str) -> str | None:
+    """Why a text can't be the name of a class; None where it can."""
+    if not name.strip():
+        return "is empty: leave such rows out of the corpus"
+    if name != name.strip():
+        return "begins or ends with white space, so that it would be a class beside the one without: remove it"
+    if not name.isprintable():
+        return "has characters that can't be shown: remove them"
+    return None
 
 
 def write_labelled_rows(

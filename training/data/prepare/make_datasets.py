@@ -25,6 +25,7 @@ from training.data.prepare.labelled_rows import (
     LabelledText,
     LengthBuckets,
     default_lengths,
+    label_mistake,
     select_columns,
     write_labelled_rows,
 )
@@ -251,7 +252,9 @@ def _labels(options: DatasetOptions) -> LabelKind:
         return ClassLabels(tuple(sorted({label for _, label in columns})))
     try:
         names = json.loads(storage.read(options.labels))
-    except ValueError as error:
+    except storage.NotFound as error:
+        raise BadInput(f"--labels: {error}") from None
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"--labels {options.labels}: not JSON: {error}") from None
     if (
         not isinstance(names, list)
@@ -260,4 +263,7 @@ def _labels(options: DatasetOptions) -> LabelKind:
         or len(set(names)) != len(names)
     ):
         raise BadInput(f"--labels {options.labels}: expected a JSON list of different strings")
+    for name in names:
+        if mistake := label_mistake(name):
+            raise BadInput(f"--labels {options.labels}: label {name!r:.80} {mistake}")
     return ClassLabels(tuple(names))

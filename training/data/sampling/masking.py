@@ -64,12 +64,16 @@ def special_tokens(tokenizer: Mapping[str, Any], url: str) -> SpecialTokens:
 
     Raises:
         BadInput: there is no mask or padding token.
+        ValueError, KeyError, TypeError, AttributeError: it is not the content of a tokenizer.json.
     """
     added = tokenizer.get("added_tokens", [])
     special = {token["content"]: token["id"] for token in added if token.get("special")}
     vocabulary = tokenizer["model"]["vocab"]
     ids = range(len(vocabulary)) if isinstance(vocabulary, list) else vocabulary.values()
-    count = max([*ids, *(token["id"] for token in added)]) + 1
+    all_ids = [*ids, *(token["id"] for token in added)]
+    if wrong := [number for number in all_ids if type(number) is not int or not 0 <= number < 1 << 31]:
+        raise ValueError(f"a token has the id {wrong[0]!r:.80}")
+    count = max(all_ids) + 1
 
     def find(role: str, names: tuple[str, ...]) -> int:
         for name in names:

@@ -17,6 +17,7 @@ from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch
 from training.distributed.cluster import Cluster
 from training.errors import BadInput
+from training.registry import TASKS
 from training.tasks.labelled import LabelledTask
 
 
@@ -25,7 +26,7 @@ class Classification(LabelledTask):
 
     has_labels = True
     label_dtype = np.int32
-    figure_names: tuple[str, ...] = ("loss", "accuracy", "weighted_f1")
+    figure_names: tuple[str, ...] = tuple(TASKS["classification"].figures)
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
         """Raises BadInput for anything that does not fit together."""

@@ -14,6 +14,7 @@ from training.data.formats.dataset import Dataset
 from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluation
 from training.data.sampling.masking import Masking
 from training.distributed.cluster import Cluster
+from training.registry import TASKS
 from training.tasks.task import evaluation_slice, open_data, read_ahead, training_slice
 
 
@@ -24,7 +25,7 @@ class MaskedLanguageModeling:
     has_lengths = False
     shapes = 1
     labels: tuple[str, ...] | None = None
-    figure_names: tuple[str, ...] = ("loss", "perplexity", "accuracy")
+    figure_names: tuple[str, ...] = tuple(TASKS["mlm"].figures)
 
     def __init__(self, config: TrainerConfig, cluster: Cluster) -> None:
         """Raises BadInput for anything that does not fit together."""

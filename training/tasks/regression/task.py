@@ -17,6 +17,7 @@ from training.batch import StepResult
 from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch
 from training.errors import BadInput
+from training.registry import TASKS
 from training.tasks.labelled import LabelledTask
 
 # What an evaluation adds up over rows, in this order: the absolute error, prediction p and label l, their squares and
@@ -30,7 +31,7 @@ class Regression(LabelledTask):
     has_labels = False
     label_dtype = np.float32
     labels: tuple[str, ...] | None = None
-    figure_names: tuple[str, ...] = ("loss", "mse", "mae", "pearson")
+    figure_names: tuple[str, ...] = tuple(TASKS["regression"].figures)
 
     def check_batch(self, dataset: Dataset, batch: LabelledBatch) -> None:
         """Raises BadInput for a label that is not finite."""
