@@ -39,7 +39,8 @@ class Exit(enum.IntEnum):
     PERMISSION = 22
     """The account may not do this; the message names the permission."""
     CONFLICT = 23
-    """The name, the slice, its hosts or the run are in use."""
+    """The name, the slice, its hosts or the run are in use; or the slice of that name is not yours; or somebody deleted
+    it while it was waited for."""
     CLOUD_ERROR = 24
     """Google's API, gcloud, ssh or a host failed, or did not answer in time."""
     SAVED = 75

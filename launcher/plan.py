@@ -5,15 +5,17 @@ Nothing is touched. What only exists later (addresses, the image's digest, the r
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from launcher import shell
 from launcher.clock import SystemClock
 from launcher.config import Config
 from launcher.images import local
+from launcher.machine.owner import this_owner
 from launcher.run import specification
 from launcher.run.attempts import make_attempt
-from launcher.tpu_vm import commands, host_scripts, placement, queued, slices
+from launcher.tpu_vm import commands, host_scripts, ownership, placement, queued
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,12 @@ def _run(config: Config) -> list[Step]:
     ]
 
 
+def _labels(config: Config) -> dict[str, str]:
+    return ownership.make_labels(config, this_owner(os.environ), SystemClock().time())
+
+
 def _creation(config: Config) -> list[Step]:
-    hosts, labels = f"{config.accelerator.hosts} hosts", slices.owner_labels(config, SystemClock().time())
+    hosts, labels = f"{config.accelerator.hosts} hosts", _labels(config)
     planned = []
     for zoned in placement.in_every_zone(config):
         later = "" if zoned.zone == config.zone else ", when the zones before have no capacity"

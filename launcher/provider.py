@@ -66,6 +66,12 @@ class SliceState:
     hosts: tuple[str, ...]  # internal addresses in worker order
     detail: str = ""  # what the API says about health or symptoms
     created: str = ""  # when, RFC 3339; empty when the API doesn't say
+    uid: str = ""  # the API's own number of it: another slice of the same name has another one
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def is_same(self, other: SliceState | None) -> bool:
+        """Whether both are descriptions of one slice, and not of two that have the same name one after the other."""
+        return other is not None and (self.name, self.uid, self.created) == (other.name, other.uid, other.created)
 
     @property
     def ready(self) -> bool:

@@ -4,6 +4,7 @@ it is used."""
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from launcher import gke, shell, tpu_vm
 from launcher.clock import SystemClock
 from launcher.config import Config
 from launcher.machine import Machine
+from launcher.machine.owner import this_owner
 from launcher.machine.remote import Address, Connection
 from launcher.machine.tasks import Threads
 from launcher.provider import Capabilities, Provider
@@ -79,4 +81,4 @@ def this_machine() -> Machine:
     def connect(address: Address) -> Connection:
         return client().connect(address)
 
-    return Machine(SystemClock(), Threads(), shell.run, connect, random.SystemRandom())
+    return Machine(SystemClock(), Threads(), shell.run, connect, random.SystemRandom(), this_owner(os.environ))

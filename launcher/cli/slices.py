@@ -15,13 +15,14 @@ from launcher.cli import terminal
 from launcher.cli.doctor import show_devices
 from launcher.cli.options import configured, dry_run_option, machine, open_provider, show_plan
 from launcher.config import Config
-from launcher.errors import LaunchError
-from launcher.gcloud.calls import call_gcloud
-from launcher.gcloud.errors import NotFound
+from launcher.errors import BadInput, LaunchError
 from launcher.home import home
-from launcher.tpu_vm import inventory, slices
+from launcher.providers import capabilities
+from launcher.tpu_vm import inventory, ownership
 
-_DELETE_SECONDS = 900.0
+any_owner_option = click.option(
+    "--any-owner", is_flag=True, help="Also when somebody else made the slice of this name, or no tpu-launch."
+)
 
 
 class _Dollars(click.FloatRange):
@@ -42,12 +43,21 @@ class _Dollars(click.FloatRange):
     help="Refuse a slice that costs more an hour.",
 )
 @click.option("--no-preflight", is_flag=True, help="Go on although preflight found before that the step does not fit.")
+@any_owner_option
 @click.option("--check-devices", is_flag=True, help="Then try the devices of all hosts, as `doctor --devices` does.")
 @dry_run_option
 @configured
-def up(config: Config, max_cost: float | None, dry_run: bool, no_preflight: bool, check_devices: bool) -> None:
-    """Create the slice and wait until every host answers. Idempotent: goes on waiting for a slice that is on its
-    way."""
+def up(
+    config: Config,
+    max_cost: float | None,
+    dry_run: bool,
+    no_preflight: bool,
+    any_owner: bool,
+    check_devices: bool,
+) -> None:
+    """Create the slice and wait until every host answers. Idempotent: goes on waiting for a slice that is on its way,
+    also when another `up` began it; starts a stopped one; waits for one that is being deleted, and creates it anew."""
+    config = _for_owners(config, any_owner)
     if max_cost is not None:
         config = replace(config, slice=config.slice.model_copy(update={"max_cost_per_hour": max_cost}))
     if dry_run:
@@ -57,6 +67,8 @@ def up(config: Config, max_cost: float | None, dry_run: bool, no_preflight: bool
     if not no_preflight:
         preflight.require(config, home(), terminal.say)
     provider = open_provider(config)
+    if provider.capabilities.cloud_tpu_node and (existing := provider.describe()) is not None:
+        ownership.require_ours(config, existing.labels, machine().owner)
     try:
         provider.create()
     except KeyboardInterrupt:
@@ -74,10 +86,16 @@ def up(config: Config, max_cost: float | None, dry_run: bool, no_preflight: bool
 
 
 @click.command()
+@any_owner_option
 @dry_run_option
 @configured
-def down(config: Config, dry_run: bool) -> None:
-    """Delete the slice and wait until it is gone. The runs' folders and what they saved stay."""
+def down(config: Config, any_owner: bool, dry_run: bool) -> None:
+    """Delete the slice and wait until it is gone. The runs' folders and what they saved stay.
+
+    Each zone by itself; ends with the code of the first failure, after all zones were done, and with 23 when the slice
+    of that name is not yours.
+    """
+    config = _for_owners(config, any_owner)
     if dry_run:
         show_plan(config, "down")
         return
@@ -88,6 +106,13 @@ def down(config: Config, dry_run: bool) -> None:
         terminal.say("interrupted: a deletion that Google was asked for goes on; `tpu-launch down` again waits for it")
         raise
     terminal.say(f"slice {config.slice.name} is gone")
+
+
+def _for_owners(config: Config, any_owner: bool) -> Config:
+    """The configuration of a command that may use the slice of any owner."""
+    if any_owner and not capabilities(config.provider).cloud_tpu_node:
+        raise BadInput(f"--any-owner: provider {config.provider} does not look at owners")
+    return replace(config, any_owner=any_owner)
 
 
 def _zones(config: Config, everywhere: bool) -> list[str]:
@@ -105,16 +130,18 @@ everywhere_option = click.option(
 @configured
 def list_(config: Config, everywhere: bool, as_json: bool) -> None:
     """List the project's slices that tpu-launch made: state, owner, run, age, cost so far, expiry."""
-    listed = inventory.list_owned(config.project, _zones(config, everywhere), machine())
+    listing = inventory.list_owned(config.project, _zones(config, everywhere), machine())
     now = machine().clock.time()
     if as_json:
-        terminal.dump([item.as_json(now) for item in listed])
-    elif listed:
-        terminal.table(inventory.COLUMNS, [item.row(now) for item in listed])
+        terminal.dump([item.as_json(now) for item in listing.slices])
+    elif listing.slices:
+        terminal.table(inventory.COLUMNS, [item.row(now) for item in listing.slices])
         terminal.say(f"costs: list prices of {costs.AS_OF}, counted since creation")
-    else:
+    elif not listing.failures:
         zones = "any zone" if everywhere else ", ".join(config.zones)
         terminal.say(f"no slices of tpu-launch in project {config.project}, {zones}")
+    if failures := _show_failures(listing):
+        sys.exit(failures[0].exit_code)
 
 
 @click.command()
@@ -132,32 +159,33 @@ def gc(config: Config, everywhere: bool, all_owners: bool, yes: bool, as_json: b
     tpu-launch gc --yes             delete them
     tpu-launch gc --all-owners --all-zones --yes    as a nightly job
     """
+    listing = inventory.list_owned(config.project, _zones(config, everywhere), machine())
     now = machine().clock.time()
-    owner = None if all_owners else slices.owner()
-    leftovers = inventory.find_leftovers(
-        inventory.list_owned(config.project, _zones(config, everywhere), machine()), now, owner=owner
-    )
+    leftovers = inventory.find_leftovers(listing.slices, now, owner=None if all_owners else machine().owner)
     if as_json:
         terminal.dump([item.as_json(now) for item in leftovers])
-    if not leftovers:
+    if not leftovers and not listing.failures:
         terminal.say("nothing to remove")
-    failure: LaunchError | None = None
+    failures = _show_failures(listing)
     for item in leftovers:
-        kind = f"{item.kind} {item.name} in {item.zone} ({item.accelerator_type}, owner {item.owner})"
+        kind = f"{item.kind} {item.name} in {item.zone} ({item.accelerator_type}, owner {item.owner or 'unknown'})"
         terminal.say(f"{kind} {item.why_leftover(now)}")
-        command = inventory.delete_command(config.project, item)
         if not yes:
-            terminal.say(f"  {shell.quote(command)}")
+            terminal.say(f"  {shell.quote(inventory.delete_command(config.project, item))}")
             continue
         try:
-            call_gcloud(machine(), command, timeout=_DELETE_SECONDS)
-            terminal.say(f"  deleted {item.name}")
-        except NotFound:
-            terminal.say(f"  {item.name} is gone already")
+            terminal.say(f"  {item.name}: {inventory.remove(config.project, item, terminal.say, machine())}")
         except LaunchError as error:  # the others are still deleted
             terminal.error(f"{item.name}: {error}")
-            failure = error
-    if failure is not None:
-        sys.exit(failure.exit_code)
+            failures.append(error)
+    if failures:
+        sys.exit(failures[0].exit_code)
     if leftovers and not yes:
         terminal.say("nothing was deleted: `tpu-launch gc --yes` deletes what is listed")
+
+
+def _show_failures(listing: inventory.Listing) -> list[LaunchError]:
+    """Says which zones could not be listed, and returns why."""
+    for zone, error in listing.failures.items():
+        terminal.error(f"{'all zones' if zone == '-' else zone} could not be listed: {error}")
+    return list(listing.failures.values())

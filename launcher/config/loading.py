@@ -43,6 +43,9 @@ class Config:
     provider: str = "tpu-vm"
     """Name of the provider: the command line's choice, not the file's."""
 
+    any_owner: bool = False
+    """Whether a slice that somebody else made may be used and deleted: the command line's choice, for one command."""
+
     @property
     def accelerator(self) -> Accelerator:
         """Size and generation of the slice."""

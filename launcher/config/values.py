@@ -35,6 +35,8 @@ def _labels(value: dict[str, str]) -> dict[str, str]:
     for key, text in value.items():
         if not _LABEL.fullmatch(key) or not key or not _LABEL.fullmatch(text):
             raise ValueError(f"label {key}={text}: lower-case letters, digits, '_' and '-' only, 63 characters at most")
+        if key.startswith("tpu-launch"):
+            raise ValueError(f"label {key}: tpu-launch gives these labels itself, and deletes slices by them")
     return value
 
 

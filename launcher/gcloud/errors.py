@@ -98,6 +98,7 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
     (r"(?i:unable to queue the operation)|\bABORTED\b|while in state \W?[A-Z]+ING\b|(?i:resource_?not_?ready)|"
      r"[Aa]nother operation .*in progress", Busy,
      "another operation on it has not ended yet: try again in a minute"),
+    (r'"code": 1\b|\bCANCELLED\b|creation of \S+ was cancelled', Conflict, "somebody deleted it meanwhile"),
     (r"(?i:has not finished in \d+ seconds)", StillRunning, "Google goes on with it"),
     (r"(?i:per (minute|second|100 seconds))|RATE_?LIMIT_?EXCEEDED|(?i:rate ?limit ?exceeded|too many requests)|"
      r"PerMinute|OPERATION_RATE_EXCEEDED|Resource has been exhausted", RateLimited,

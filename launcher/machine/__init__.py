@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from launcher.clock import Clock
+from launcher.machine.owner import NOBODY, Owner
 from launcher.machine.remote import Connect
 from launcher.machine.tasks import Tasks
 from launcher.shell import Result
@@ -34,10 +35,12 @@ class RunCommand(Protocol):
 
 @dataclass(frozen=True)
 class Machine:
-    """Where time, concurrency, processes, connections and randomness come from."""
+    """Where time, concurrency, processes, connections and randomness come from, and who works there."""
 
     clock: Clock
     tasks: Tasks
     run: RunCommand
     connect: Connect
     random: random.Random
+    owner: Owner = NOBODY
+    """Who works at it: what is created from here carries their labels."""

@@ -68,6 +68,11 @@ def delete_command(config: Config) -> list[str]:
     return _base(config, "delete", config.slice.name)
 
 
+def start_command(config: Config) -> list[str]:
+    """Starts a node that was stopped, and waits for the operation."""
+    return _base(config, "start", config.slice.name)
+
+
 def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bool = False) -> list[str]:
     """Runs `script` (POSIX shell) on all hosts, or on one. Its output has no host prefix: scripts print their own."""
     assert worker == "all" or worker.isdigit(), "a subset of workers loses exit codes"

@@ -1,24 +1,31 @@
 """The slices of tpu-launch in a project: whose they are, for which run, how old, what they cost so far, and which of
 them should be gone.
 
-A slice of tpu-launch carries the label `tpu-launch=1`, which every creation gets. `find_leftovers` decides what `gc`
-removes; it never names anything else.
+A slice of tpu-launch carries the label `tpu-launch=1`, which every creation gets (ownership.py). `find_leftovers`
+decides what `gc` removes; it never names anything else. `remove` describes a slice again before it deletes it: a list
+may be minutes old, and what has the name now may be another slice, or the same one that was given more time. Between
+that description and the deletion lies one call of gcloud (about a second); the API has no condition on a deletion.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launcher import costs
 from launcher.clock import parse_time
-from launcher.gcloud.calls import call_gcloud
+from launcher.errors import LaunchError
+from launcher.gcloud.calls import Patience, call_gcloud
+from launcher.gcloud.errors import NotFound
 from launcher.machine import Machine
+from launcher.machine.owner import Owner
+from launcher.tpu_vm.ownership import ACCOUNT, EXPIRES, LABEL, OWNER, RUN, why_not_ours
 
 _SECONDS = 120.0
-LABEL = "tpu-launch"
+_DELETE_SECONDS = 900.0
+_POLL_SECONDS = 5.0
 # Nothing runs there any more, and it keeps its name and its quota until it is deleted.
 _DEAD = frozenset(("PREEMPTED", "TERMINATED", "FAILED", "SUSPENDED"))
 
@@ -39,6 +46,7 @@ class OwnedSlice:
     expires: float | None
     labels: dict[str, str]
     request: str = ""  # the queued resource that a node came from
+    uid: str = ""  # the API's own number of a node: another one of the same name has another
 
     def cost(self, now: float) -> float | None:
         """Dollars so far; None when unknown, 0 for a request that holds nothing."""
@@ -98,24 +106,37 @@ def list_commands(project: str, zone: str) -> list[list[str]]:
     return [["gcloud", "compute", "tpus", kind, "list", *ends] for kind in ("tpu-vm", "queued-resources")]
 
 
-def list_owned(project: str, zones: Sequence[str], machine: Machine) -> list[OwnedSlice]:
-    """All slices of tpu-launch in the zones, whoever made them.
+@dataclass(frozen=True)
+class Listing:
+    """What was listed, and the zones that could not be."""
+
+    slices: list[OwnedSlice]
+    failures: Mapping[str, LaunchError]
+
+
+def list_owned(project: str, zones: Sequence[str], machine: Machine) -> Listing:
+    """All slices of tpu-launch in the zones, whoever made them; each zone by itself.
 
     A queued resource that became a node counts as the node, unless it is dead: then it keeps the quota.
     """
     owned: dict[tuple[str, str], OwnedSlice] = {}
+    failures: dict[str, LaunchError] = {}
     for zone in zones:
-        nodes, queued = (
-            json.loads(call_gcloud(machine, command, timeout=_SECONDS) or "[]")
-            for command in list_commands(project, zone)
-        )
+        try:
+            nodes, queued = (
+                json.loads(call_gcloud(machine, command, timeout=_SECONDS) or "[]")
+                for command in list_commands(project, zone)
+            )
+        except LaunchError as error:
+            failures[zone] = error
+            continue
         for slice_ in [*map(parse_queued, queued), *map(parse_node, nodes)]:
             if slice_ is None or slice_.labels.get(LABEL) != "1":
                 continue
             known = owned.get((slice_.zone, slice_.name))
             if known is None or known.state not in _DEAD:
                 owned[slice_.zone, slice_.name] = slice_
-    return sorted(owned.values(), key=lambda slice_: (slice_.zone, slice_.name))
+    return Listing(sorted(owned.values(), key=lambda slice_: (slice_.zone, slice_.name)), failures)
 
 
 def parse_node(node: dict[str, Any]) -> OwnedSlice:
@@ -160,7 +181,7 @@ def _make(
         capacity = "spot"
     else:
         capacity = "reserved" if scheduling.get("reserved") else "on-demand"
-    expires = labels.get(f"{LABEL}-expires", "")
+    expires = labels.get(EXPIRES, "")
     return OwnedSlice(
         name=name,
         zone=zone,
@@ -168,24 +189,109 @@ def _make(
         state=state,
         accelerator_type=node.get("acceleratorType", ""),
         capacity=capacity,
-        owner=labels.get(f"{LABEL}-owner", ""),
-        run=labels.get(f"{LABEL}-run", ""),
+        owner=labels.get(OWNER, ""),
+        run=labels.get(RUN, ""),
         created=parse_time(created),
         expires=float(expires) if expires.isdigit() else None,
         labels=labels,
         request=node.get("queuedResource", "").rsplit("/", 1)[-1],
+        uid=node.get("id", ""),
     )
 
 
-def find_leftovers(slices: Sequence[OwnedSlice], now: float, *, owner: str | None) -> list[OwnedSlice]:
-    """The slices that should be gone: those of one owner, or (None) of everybody who uses this tool."""
-    return [slice_ for slice_ in slices if slice_.why_leftover(now) and owner in (None, slice_.owner)]
+def find_leftovers(slices: Sequence[OwnedSlice], now: float, *, owner: Owner | None) -> list[OwnedSlice]:
+    """The slices that should be gone: those of one owner, or (None) of everybody who uses this tool. One without an
+    owner's label (of an early version) is nobody's in particular."""
+    return [
+        slice_
+        for slice_ in slices
+        if slice_.why_leftover(now) and (owner is None or (slice_.owner and not why_not_ours(slice_.labels, owner)))
+    ]
 
 
 def delete_command(project: str, slice_: OwnedSlice) -> list[str]:
     """Deletes a slice. A node that came from the queue goes with its request, which would keep the quota."""
-    ends = [f"--project={project}", f"--zone={slice_.zone}", "--quiet"]
     if slice_.kind == "node" and not slice_.request:
-        return ["gcloud", "compute", "tpus", "tpu-vm", "delete", slice_.name, *ends]
-    name = slice_.request or slice_.name
-    return ["gcloud", "compute", "tpus", "queued-resources", "delete", name, *ends, "--force"]
+        return _command(project, slice_.zone, "tpu-vm", "delete", slice_.name)
+    return [*_command(project, slice_.zone, "queued-resources", "delete", slice_.request or slice_.name), "--force"]
+
+
+def _command(project: str, zone: str, kind: str, verb: str, name: str) -> list[str]:
+    ends = [f"--project={project}", f"--zone={zone}", "--quiet"]
+    return ["gcloud", "compute", "tpus", kind, verb, name, *ends]
+
+
+def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machine: Machine) -> str:
+    """Deletes a leftover, if what has its name now is what was listed, and is still a leftover.
+
+    Args:
+        project: the leftover's.
+        leftover: as it was listed.
+        say: is given lines for a person.
+        machine: asks gcloud, and waits.
+
+    Returns:
+        What became of it: "deleted", "gone already", or "left alone: " and why.
+
+    Raises:
+        LaunchError: it could not be described or deleted within 15 minutes.
+    """
+    deadline = machine.clock.monotonic() + _DELETE_SECONDS
+    patience = Patience(machine, say, f"{leftover.kind} {leftover.name}")
+    asked = False
+    while True:
+        current = patience.ask(lambda: _describe(project, leftover, machine), deadline)
+        if current is None or (asked and current.uid != leftover.uid):
+            return "deleted" if asked else "gone already"
+        if asked and current.state == "DELETING":
+            return "deleted"
+        if reason := _why_changed(leftover, current, machine.clock.time()):
+            return f"left alone: {reason}"
+        doomed = _with_its_request(project, current, patience, machine, deadline)
+        asked = True
+        try:
+            call_gcloud(machine, delete_command(project, doomed), timeout=_DELETE_SECONDS)
+            return "deleted"
+        except LaunchError as error:  # one that is gone meanwhile is told by the next description
+            if not (error.transient or isinstance(error, NotFound)) or machine.clock.monotonic() > deadline:
+                raise
+            say(f"{leftover.name}: {str(error).splitlines()[0]}; looking again")
+        machine.clock.sleep(_POLL_SECONDS)
+
+
+def _describe(project: str, listed: OwnedSlice, machine: Machine) -> OwnedSlice | None:
+    """What has the name of a listed node or request now."""
+    kind = "tpu-vm" if listed.kind == "node" else "queued-resources"
+    command = [*_command(project, listed.zone, kind, "describe", listed.name), "--format=json"]
+    try:
+        resource = json.loads(call_gcloud(machine, command, timeout=_SECONDS))
+    except NotFound:
+        return None
+    return parse_node(resource) if listed.kind == "node" else parse_queued(resource)
+
+
+def _why_changed(listed: OwnedSlice, current: OwnedSlice, now: float) -> str:
+    """Why what has the name now must not be deleted although the list said so; empty when nothing changed."""
+    if (listed.uid, listed.created) != (current.uid, current.created):
+        return "it was made anew since it was listed"
+    for label in (LABEL, OWNER, ACCOUNT):
+        if listed.labels.get(label) != current.labels.get(label):
+            return f"its label {label} changed since it was listed"
+    if current.state == "DELETING":
+        return "it is being deleted"
+    return "" if current.why_leftover(now) else f"it is {current.state} and no leftover any more"
+
+
+def _with_its_request(
+    project: str, node: OwnedSlice, patience: Patience, machine: Machine, deadline: float
+) -> OwnedSlice:
+    """What is deleted to delete a leftover: with the request that it came from, if that is there and carries the same
+    labels."""
+    if node.kind != "node" or not node.request:
+        return node
+    listed = replace(node, kind="queued resource", name=node.request)
+    request = patience.ask(lambda: _describe(project, listed, machine), deadline)
+    own = request is not None and all(
+        request.labels.get(key) == node.labels.get(key) for key in (LABEL, OWNER, ACCOUNT)
+    )
+    return node if own else replace(node, request="")

@@ -2,26 +2,27 @@
 when nobody wants it any more.
 
 The request has the slice's name, and so has its one node. Waiting can be resumed: it is Google that waits, and every
-step starts from what the API says. A request that is SUSPENDED or FAILED never comes back by itself and keeps its
-quota: it is deleted, with force, and made again while there is time.
+step starts from what the API says. While it waits, errors that may pass are waited out: a request that nobody watches
+may be granted and is billed then. A request that is SUSPENDED or FAILED never comes back by itself and keeps its quota:
+it is deleted, with force, and made again while there is time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from launcher import costs
 from launcher.clock import parse_time
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.calls import call_gcloud
-from launcher.gcloud.errors import Conflict, NotFound, PermissionDenied, QuotaExceeded, Refused, Stockout, explain_error
+from launcher.gcloud.calls import Patience, call_gcloud
+from launcher.gcloud.errors import Conflict, NotFound, Stockout, explain_error
 from launcher.machine import Machine
 from launcher.provider import SliceState
-from launcher.tpu_vm import commands, placement
+from launcher.tpu_vm import commands, ownership, placement
 
 _SECONDS = 120.0  # for one question; creating and deleting a request is quick, providing it is not
 _POLL_SECONDS = 2.0
@@ -29,6 +30,8 @@ _REPORT_SECONDS = 60.0
 _LONGEST_PAUSE = 300.0
 _DELETE_SECONDS = 900.0
 _LATE_SECONDS = 60.0  # the API may be this late in failing a request whose time is over
+_ASKED_AT_MOST = 3  # times in a row that the answer to a creation is lost
+_LAG_SECONDS = 20.0  # the node of an ACTIVE request may not be visible yet
 _DEAD = ("SUSPENDED", "FAILED")
 
 
@@ -50,16 +53,19 @@ class Request:
     created: float | None
     """Unix seconds."""
 
+    labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Of the node that it becomes."""
+
     @property
     def lost(self) -> bool:
         """Its node was taken away."""
         return self.state in ("SUSPENDING", "SUSPENDED")
 
 
-def _base(config: Config, verb: str, name: str | None = None) -> list[str]:
+def _base(config: Config, verb: str) -> list[str]:
     # --zone always: without it `create --reserved` asks for a reservation in "locations/None" (SDK 528).
     ends = [f"--project={config.project}", f"--zone={placement.current_zone(config)}", "--quiet"]
-    return ["gcloud", "compute", "tpus", "queued-resources", verb, name or config.slice.name, *ends]
+    return ["gcloud", "compute", "tpus", "queued-resources", verb, config.slice.name, *ends]
 
 
 def create_command(config: Config, labels: dict[str, str], seconds: float) -> list[str]:
@@ -73,14 +79,14 @@ def create_command(config: Config, labels: dict[str, str], seconds: float) -> li
     return [*_base(config, "create"), *flags, *commands.node_flags(config, labels)]
 
 
-def describe_command(config: Config, name: str | None = None) -> list[str]:
+def describe_command(config: Config) -> list[str]:
     """Describes the request as JSON."""
-    return [*_base(config, "describe", name), "--format=json"]
+    return [*_base(config, "describe"), "--format=json"]
 
 
-def delete_command(config: Config, name: str | None = None) -> list[str]:
+def delete_command(config: Config) -> list[str]:
     """With force: the node goes too."""
-    return [*_base(config, "delete", name), "--force"]
+    return [*_base(config, "delete"), "--force"]
 
 
 def parse(text: str) -> Request:
@@ -88,19 +94,21 @@ def parse(text: str) -> Request:
     resource: dict[str, Any] = json.loads(text)
     state: dict[str, Any] = resource.get("state", {})
     error = state.get("failedData", {}).get("error", {})
+    specs = resource.get("tpu", {}).get("nodeSpec", [])
     return Request(
         name=resource["name"].rsplit("/", 1)[-1],
         state=state.get("state", "STATE_UNSPECIFIED"),
         initiator=state.get("stateInitiator", ""),
         error=error.get("message", ""),
         created=parse_time(resource.get("createTime", "")),
+        labels=specs[0].get("node", {}).get("labels", {}) if specs else {},
     )
 
 
-def describe(config: Config, machine: Machine, name: str | None = None) -> Request | None:
+def describe(config: Config, machine: Machine) -> Request | None:
     """The request, or None when there is none."""
     try:
-        return parse(call_gcloud(machine, describe_command(config, name), timeout=_SECONDS))
+        return parse(call_gcloud(machine, describe_command(config), timeout=_SECONDS))
     except NotFound:
         return None
 
@@ -124,13 +132,23 @@ def obtain(
 
     Raises:
         Stockout: the time is over; the request is deleted then.
-        LaunchError: what Google reports about quota, permission or the request itself.
+        LaunchError: what Google reports about quota, permission or the request itself. It says so when a request is
+            left that may be granted.
     """
+    acquisition = _Acquisition(config, labels, node, say, machine)
     try:
-        _Acquisition(config, labels, node, say, machine).run()
+        acquisition.run()
     except KeyboardInterrupt:
         say("the request goes on waiting: `tpu-launch up` goes on with it, `tpu-launch down` deletes it")
         raise
+    except LaunchError as error:
+        if acquisition.request is None or isinstance(error, Conflict):
+            raise
+        raise type(error)(
+            f"{error}\n  the request goes on waiting without anybody who watches it, and is billed when it is granted: "
+            "`tpu-launch up` goes on with it, `tpu-launch down` deletes it",
+            exit_code=error.exit_code,
+        ) from None
 
 
 class _Acquisition:
@@ -146,32 +164,59 @@ class _Acquisition:
     ) -> None:
         assert config.slice.queued is not None
         self.config, self.labels, self.node, self.say, self.machine = config, labels, node, say, machine
+        self.patience = Patience(machine, say, f"request {config.slice.name}")
         self.request = describe(config, machine)
         self.pause = 0.0  # before the next request, when one was lost
+        self.lost_answers = 0
+        self.node_missing_since: float | None = None
         begin = machine.clock.monotonic() - self._age()
         self.deadline = begin + config.slice.queued.valid_until_hours * 3600
         self.progress = _Progress(say, config, begin, self.deadline)
 
     def run(self) -> None:
         """Until the node is READY."""
+        self._wait_for_deletion()
         while True:
             request = self.request
             if request is None:
                 self._make_request()
-            elif request.state == "ACTIVE":
-                state = self.node()
-                if state is not None and state.ready:
-                    return
-                if state is None or state.gone_for_good:
-                    reason = state.state if state else "gone"
-                    self.say(f"the node of request {request.name} is {reason}: deleting the request, asking again")
-                    self._remove()
+            else:
+                ownership.require_ours(self.config, request.labels, self.machine.owner)
+                if request.state == "ACTIVE":
+                    state = self.patience.ask(self.node, self._patient_until())
+                    if state is not None and state.ready:
+                        return
+                    if self._is_lost(state):
+                        reason = state.state if state else "gone"
+                        self.say(f"the node of request {request.name} is {reason}: deleting the request, asking again")
+                        self._remove()
+                        continue
+                elif request.state in _DEAD:
+                    self._replace(request)
                     continue
-            elif request.state in _DEAD:
-                self._replace(request)
-                continue
             self._check_deadline()
             self._poll()
+
+    def _wait_for_deletion(self) -> None:
+        """A request that was being deleted already when we came is waited out."""
+        if self.request is not None and self.request.state == "DELETING":
+            self.say(f"request {self.request.name} is DELETING: waiting until it is gone, then asking again")
+            self._remove()
+
+    def _is_lost(self, node: SliceState | None) -> bool:
+        """Whether the node of an ACTIVE request will not come: it was taken away, or stays missing."""
+        if node is not None:
+            self.node_missing_since = None
+            return node.gone_for_good
+        now = self.machine.clock.monotonic()
+        if self.node_missing_since is None:
+            self.node_missing_since = now
+        return now - self.node_missing_since >= _LAG_SECONDS
+
+    def _patient_until(self) -> float:
+        """When the last question about this request is asked: not before it could have been granted and made."""
+        now = self.machine.clock.monotonic()
+        return max(now, self.deadline) + self.config.slice.create_minutes * 60
 
     def _age(self) -> float:
         """Seconds since the request was made, while it can still be granted."""
@@ -189,9 +234,18 @@ class _Acquisition:
         try:
             call_gcloud(self.machine, create_command(self.config, self.labels, max(1.0, left)), timeout=_SECONDS)
         except Conflict:
-            # There is a request when an earlier try of ours arrived after all; else a node has the name.
-            if describe(self.config, self.machine) is None:
+            # There is a request when an earlier try of ours arrived after all, or another `up` was quicker; else a
+            # node has the name.
+            self.lost_answers += 1
+            if self.lost_answers >= _ASKED_AT_MOST and describe(self.config, self.machine) is None:
                 raise
+        except LaunchError as error:
+            self.lost_answers += 1
+            if not error.transient or self.lost_answers >= _ASKED_AT_MOST:
+                raise
+            self.say(f"{str(error).splitlines()[0]}: looking whether the request was made nevertheless")
+        else:
+            self.lost_answers = 0
         self.progress.reset()
 
     def _replace(self, request: Request) -> None:
@@ -201,8 +255,8 @@ class _Acquisition:
         self._remove()
         if request.state == "FAILED":
             if request.error:
-                error = explain_error(request.error, describe_command(self.config))
-                if isinstance(error, QuotaExceeded | PermissionDenied | Refused):
+                error = explain_error(request.error, create_command(self.config, self.labels, max(1.0, left)))
+                if not error.transient:
                     raise error
             if left <= _LATE_SECONDS / 2:
                 raise Stockout(_too_late(self.config, request))
@@ -213,22 +267,25 @@ class _Acquisition:
         self.pause = min(max(10.0, self.pause * 2), _LONGEST_PAUSE)
 
     def _remove(self) -> None:
-        remove(self.config, self.machine)
-        self.request = None
+        if self.request is not None:
+            remove(self.config, self.request, self.say, self.machine)
+        self.request, self.node_missing_since = None, None
 
     def _check_deadline(self) -> None:
         """Gives up on a request that was not granted in time. One that is being granted has the time of a creation."""
         is_granted = self.request is not None and self.request.state in ("PROVISIONING", "ACTIVE")
         grace = self.config.slice.create_minutes * 60 if is_granted else _LATE_SECONDS
         if self._left() < -grace:
-            remove(self.config, self.machine)
-            raise Stockout(_too_late(self.config, self.request))
+            request = self.request
+            self._remove()
+            raise Stockout(_too_late(self.config, request))
 
     def _poll(self) -> None:
         self.machine.clock.sleep(_POLL_SECONDS)
-        before, self.request = self.request, describe(self.config, self.machine)
+        before = self.request
+        self.request = self.patience.ask(lambda: describe(self.config, self.machine), self._patient_until())
         if self.request is None and before is not None:
-            raise LaunchError(
+            raise Conflict(
                 f"request {self.config.slice.name} was deleted while it was waited for; `tpu-launch up` asks again"
             )
         self.progress.report(self.request, self.machine.clock.monotonic())
@@ -245,25 +302,33 @@ def _too_late(config: Config, request: Request | None) -> str:
     )
 
 
-def remove(config: Config, machine: Machine, name: str | None = None) -> None:
-    """Deletes the request, with its node if it has one, and waits until the API says that it is gone. None is fine.
-    Raises CommandTimeout."""
+def remove(config: Config, doomed: Request, say: Callable[[str], None], machine: Machine) -> None:
+    """Deletes the request, with its node if it has one, and waits until the API says that it is gone. One that was made
+    anew under its name is left alone. Raises CommandTimeout."""
     deadline = machine.clock.monotonic() + _DELETE_SECONDS
-    while (request := describe(config, machine, name)) is not None:
+    patience = Patience(machine, say, f"request {doomed.name}")
+    request: Request | None = doomed
+    while request is not None and request.created == doomed.created:
         if machine.clock.monotonic() > deadline:
             raise CommandTimeout(
                 f"request {request.name} is {request.state} and not gone after {_DELETE_SECONDS / 60:.0f} minutes; "
-                "try again"
+                "run `tpu-launch down` again"
             )
         # A request that is being suspended must get there first; the API sometimes forgets a deletion, so it is asked
         # for again.
-        if request.state not in ("DELETING", "SUSPENDING"):
+        if request.state in ("DELETING", "SUSPENDING"):
+            machine.clock.sleep(_POLL_SECONDS)
+        else:
             try:
-                call_gcloud(machine, delete_command(config, name), timeout=_DELETE_SECONDS)
-                continue
+                call_gcloud(machine, delete_command(config), timeout=_DELETE_SECONDS)
             except (NotFound, Conflict):
-                pass  # gone meanwhile, or another operation is on it
-        machine.clock.sleep(2.0)
+                machine.clock.sleep(_POLL_SECONDS)  # gone meanwhile, or another operation is on it
+            except LaunchError as error:
+                if not error.transient:
+                    raise
+                say(f"deleting request {request.name}: {str(error).splitlines()[0]}; trying again")
+                machine.clock.sleep(_POLL_SECONDS)
+        request = patience.ask(lambda: describe(config, machine), deadline)
 
 
 class _Progress:

@@ -49,6 +49,10 @@ def test_set_changes_a_key(tmp_path: Path) -> None:
         (("project: my-project\n", ""), "missing key 'project'"),
         (("v4-16", "v4-16\n  expires_hours: .inf"), "run.yaml:6: slice.expires_hours: should be a finite number"),
         (("v4-16", "v4-16\n  max_cost_per_hour: .nan"), "run.yaml:6: slice.max_cost_per_hour: should be a finite"),
+        (
+            ("v4-16", "v4-16\n  labels: {tpu-launch-owner: bob}"),
+            "run.yaml:6: slice.labels: label tpu-launch-owner: tpu",
+        ),
         (("v4-16", "v4-16\n  expires_hours: 1e300"), "run.yaml:6: slice.expires_hours: should be less than"),
         (("v4-16", "v4-16\n  create_minutes: 1e12"), "run.yaml:6: slice.create_minutes: should be less than"),
         (("slice:", "slcie:"), "run.yaml:3: unknown key 'slcie'; did you mean 'slice'?"),

@@ -10,7 +10,8 @@ from launcher import costs
 from launcher.clock import parse_time
 from launcher.config import Config, load
 from launcher.errors import BadInput
-from launcher.tpu_vm import slices
+from launcher.machine.owner import Owner
+from launcher.tpu_vm import ownership
 from training.accelerators import ACCELERATORS
 
 
@@ -65,5 +66,6 @@ def test_age_and_cost_are_counted_from_the_time_of_creation(tmp_path: Path) -> N
 
 
 def test_an_expiry_is_a_label_in_unix_seconds(tmp_path: Path) -> None:
-    assert "tpu-launch-expires" not in slices.owner_labels(config(tmp_path), now=1000.0)
-    assert slices.owner_labels(config(tmp_path, expires_hours=1.5), now=1000.0)["tpu-launch-expires"] == "6400"
+    assert "tpu-launch-expires" not in ownership.make_labels(config(tmp_path), Owner("ann"), 1000.0)
+    labels = ownership.make_labels(config(tmp_path, expires_hours=1.5), Owner("ann"), 1000.0)
+    assert labels["tpu-launch-expires"] == "6400"

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from launcher.machine.owner import Owner
 from launcher.tpu_vm import inventory
+from tests.launcher.emulated_gcloud import ANN, BUSY, UNAVAILABLE, Cloud
 
 NOW = 1_800_000_000.0
 
@@ -55,7 +59,7 @@ def test_leftovers_are_expired_or_dead_and_never_somebody_elses_unless_asked() -
     deleting = inventory.parse_node(node(state="DELETING", labels=expired.labels))
     other = inventory.parse_node(node(state="PREEMPTED", labels={**labels, "tpu-launch-owner": "bob"}))
     found = [fine, expired, dead, deleting, other]
-    assert inventory.find_leftovers(found, NOW, owner="ann") == [expired, dead]
+    assert inventory.find_leftovers(found, NOW, owner=Owner("ann")) == [expired, dead]
     assert inventory.find_leftovers(found, NOW, owner=None) == [expired, dead, other]
     assert expired.why_leftover(NOW) == "expired 1 min ago"
 
@@ -64,7 +68,7 @@ def test_a_dead_request_is_deleted_with_force_and_a_waiting_one_is_left_alone() 
     waiting, suspended = (inventory.parse_queued(queued(state)) for state in ("WAITING_FOR_RESOURCES", "SUSPENDED"))
     assert waiting is not None
     assert suspended is not None
-    assert inventory.find_leftovers([waiting, suspended], NOW, owner="ann") == [suspended]
+    assert inventory.find_leftovers([waiting, suspended], NOW, owner=Owner("ann")) == [suspended]
     assert waiting.cost(NOW) == 0
     assert inventory.delete_command("p", suspended) == [
         *(
@@ -93,3 +97,113 @@ def test_a_request_for_several_slices_is_not_ours_to_count() -> None:
         inventory.parse_queued({"name": "a/b/c/d/e/f", "tpu": {"nodeSpec": [{"multisliceParams": {"nodeCount": 2}}]}})
         is None
     )
+
+
+# -- removing ---------------------------------------------------------------------------------------------------------
+
+EXPIRED = {**node()["labels"], "tpu-launch-expires": "1"}
+
+
+@pytest.fixture
+def cloud() -> Cloud:
+    return Cloud()
+
+
+def leftover(cloud: Cloud) -> inventory.OwnedSlice:
+    """The one leftover of a list that was made now."""
+    listed = inventory.list_owned("p", ["us-central2-b"], cloud.machine()).slices
+    (found,) = inventory.find_leftovers(listed, cloud.clock.now, owner=ANN)
+    return found
+
+
+def remove(cloud: Cloud, listed: inventory.OwnedSlice) -> str:
+    return inventory.remove("p", listed, lambda text: None, cloud.machine())
+
+
+def test_a_leftover_is_described_again_and_deleted(cloud: Cloud) -> None:
+    cloud.made_by(EXPIRED)
+    assert remove(cloud, leftover(cloud)) == "deleted"
+    assert cloud.node() is None
+
+
+def test_a_slice_that_was_made_anew_since_the_list_lives_on(cloud: Cloud) -> None:
+    cloud.made_by(EXPIRED)
+    listed = leftover(cloud)
+    cloud.delete()
+    cloud.clock.sleep(60)
+    assert cloud.node() is None
+    cloud.made_by(EXPIRED)
+    assert remove(cloud, listed) == "left alone: it was made anew since it was listed"
+    assert cloud.node() is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"tpu-launch-expires": "4000000000"}, "it is READY and no leftover any more"),
+        ({"tpu-launch-owner": "bob"}, "its label tpu-launch-owner changed since it was listed"),
+        ({"tpu-launch": "0"}, "its label tpu-launch changed since it was listed"),
+    ],
+)
+def test_a_slice_whose_labels_changed_since_the_list_is_left_alone(
+    cloud: Cloud, change: dict[str, str], reason: str
+) -> None:
+    cloud.made_by(EXPIRED)
+    listed = leftover(cloud)
+    found = cloud.node()
+    assert found is not None
+    found.resource["labels"] |= change
+    assert remove(cloud, listed) == f"left alone: {reason}"
+    assert cloud.node() is found
+
+
+def test_one_that_is_gone_or_being_deleted_needs_nothing(cloud: Cloud) -> None:
+    cloud.made_by(EXPIRED)
+    listed = leftover(cloud)
+    cloud.delete()
+    assert remove(cloud, listed) == "left alone: it is being deleted"
+    cloud.clock.sleep(60)
+    assert remove(cloud, listed) == "gone already"
+
+
+def test_a_slice_that_is_made_anew_while_its_deletion_waits_lives_on(cloud: Cloud) -> None:
+    cloud.made_by(EXPIRED)
+    listed = leftover(cloud)
+
+    def replace_it() -> None:
+        cloud.delete()
+        cloud.clock.sleep(30)
+        assert cloud.node() is None
+        cloud.made_by(EXPIRED)
+
+    cloud.at(90, replace_it)
+    begin = cloud.clock.now
+    cloud.trouble = lambda zone, command, now: BUSY if "delete" in command and now - begin < 200 else None
+    remove(cloud, listed)
+    found = cloud.node()
+    assert found is not None
+    assert found.state == "READY"
+
+
+@pytest.mark.parametrize("answer", [BUSY, UNAVAILABLE])
+def test_a_deletion_that_does_not_get_through_is_tried_for_minutes(cloud: Cloud, answer: str) -> None:
+    cloud.made_by(EXPIRED)
+    listed, begin = leftover(cloud), cloud.clock.now
+    cloud.trouble = lambda zone, command, now: answer if "delete" in command and now - begin < 300 else None
+    assert remove(cloud, listed) == "deleted"
+
+
+def test_a_zone_that_can_not_be_listed_hides_no_other(cloud: Cloud) -> None:
+    cloud.made_by(EXPIRED)
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if zone == "us-west4-a" else None
+    listing = inventory.list_owned("p", ["us-west4-a", "us-central2-b"], cloud.machine())
+    assert [slice_.name for slice_ in listing.slices] == ["demo"]
+    assert list(listing.failures) == ["us-west4-a"]
+
+
+def test_leftovers_of_another_account_are_not_ours_even_with_the_same_user_name() -> None:
+    listed = inventory.parse_node(node(state="PREEMPTED", labels={**node()["labels"], "tpu-launch-account": "b" * 12}))
+    assert inventory.find_leftovers([listed], NOW, owner=ANN) == []
+    early = inventory.parse_node(node(state="PREEMPTED", labels={"tpu-launch": "1"}))
+    assert inventory.find_leftovers([early], NOW, owner=ANN) == []
+    assert inventory.find_leftovers([early], NOW, owner=None) == [early], "of an early version: with --all-owners"

@@ -13,12 +13,15 @@ import pytest
 
 from launcher.clock import format_time
 from launcher.config import Config, load
+from launcher.emulator.state import Fault
 from launcher.errors import LaunchError
-from launcher.gcloud.errors import NotFound, QuotaExceeded, Stockout
+from launcher.gcloud.errors import Conflict, NotFound, PermissionDenied, QuotaExceeded, Stockout
 from launcher.provider import SliceState
 from launcher.providers import this_machine
 from launcher.shell import Result
-from launcher.tpu_vm import queued
+from launcher.tpu_vm import ownership, queued, slices
+from launcher.tpu_vm.ownership import NotOurs
+from tests.launcher.emulated_gcloud import BOB, DENIED, OFFLINE, UNAVAILABLE, Cloud
 
 HOUR = 3600.0
 
@@ -70,6 +73,7 @@ class Queue:
                 "name": "projects/p/locations/z/queuedResources/s",
                 "state": {"state": state, "stateInitiator": "SERVICE"},
                 "createTime": format_time(self.created),
+                "tpu": {"nodeSpec": [{"node": {"labels": {"tpu-launch": "1"}}}]},
             }
             if self.error:
                 document["state"]["failedData"] = {"error": {"message": self.error}}  # type: ignore[index]
@@ -157,3 +161,95 @@ def test_one_that_somebody_deletes_is_not_made_again(config: Config, monkeypatch
     with pytest.raises(LaunchError, match="was deleted while it was waited for"):
         obtain(config, queue)
     assert queue.calls == ["create"]
+
+
+# -- a cloud that does not always answer ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cloud() -> Cloud:
+    cloud = Cloud()
+    cloud.state.faults.append(Fault("stockout", "tpu"))
+    return cloud
+
+
+def create(config: Config, cloud: Cloud) -> tuple[SliceState, list[str]]:
+    said: list[str] = []
+    return slices.create(config, said.append, cloud.machine()), said
+
+
+def request_state(cloud: Cloud) -> str:
+    return "".join(queued.state for queued in cloud.state.queued.values())
+
+
+@pytest.mark.parametrize("answer", [UNAVAILABLE, OFFLINE, DENIED])
+def test_waiting_survives_minutes_of_failures_and_says_so(config: Config, cloud: Cloud, answer: str) -> None:
+    begin = cloud.clock.now
+    cloud.trouble = lambda zone, command, now: answer if 2 * HOUR < now - begin < 2 * HOUR + 400 else None
+    cloud.at(3 * HOUR, cloud.state.faults.clear)
+    node, said = create(config, cloud)
+    assert node.ready
+    assert sum("still waiting, although" in line for line in said) == 1
+    assert not [line for line in said if "sign in" in line]
+    assert cloud.calls.count("us-west1-c queued-resources create") == 1
+
+
+def test_a_night_without_a_network_is_waited_out(config: Config, cloud: Cloud) -> None:
+    begin = cloud.clock.now
+    cloud.trouble = lambda zone, command, now: OFFLINE if HOUR < now - begin < 5 * HOUR else None
+    cloud.at(2 * HOUR, cloud.state.faults.clear)
+    assert create(config, cloud)[0].ready
+
+
+def test_a_permission_that_stays_away_ends_it_and_the_request_that_is_left_is_named(
+    config: Config, cloud: Cloud
+) -> None:
+    begin = cloud.clock.now
+    cloud.trouble = lambda zone, command, now: DENIED if now - begin > HOUR else None
+    with pytest.raises(PermissionDenied, match="is billed when it is granted") as refusal:
+        create(config, cloud)
+    assert "`tpu-launch down` deletes it" in str(refusal.value)
+    assert 600 <= cloud.clock.now - begin - HOUR <= 800
+
+
+def test_a_request_whose_answer_is_lost_is_found_and_made_once(config: Config, cloud: Cloud) -> None:
+    cloud.state.faults.clear()
+    cloud.lost = lambda zone, command, now: UNAVAILABLE if command == "queued-resources create" else None
+    assert create(config, cloud)[0].ready
+    assert cloud.calls.count("us-west1-c queued-resources create") == 1
+
+
+def test_a_request_that_is_being_deleted_is_waited_out_and_made_again(config: Config, cloud: Cloud) -> None:
+    cloud.at(60, lambda: cloud.machine().run(queued.delete_command(config), timeout=60))
+    with pytest.raises(Conflict, match="was deleted while it was waited for"):
+        create(config, cloud)
+    cloud.state.faults.clear()
+    create(config, cloud)
+    for request in cloud.state.queued.values():
+        request.state = "DELETING"
+    assert create(config, cloud)[0].ready
+    assert request_state(cloud) == "ACTIVE"
+
+
+def test_one_answer_that_the_node_is_not_there_does_not_delete_a_granted_slice(config: Config, cloud: Cloud) -> None:
+    cloud.state.faults.clear()
+    missing = iter(["ERROR: (gcloud.x) NOT_FOUND: Resource 'n' was not found"])
+
+    def once(zone: str, command: str, now: float) -> str | None:
+        return next(missing, None) if command == "tpu-vm describe" and request_state(cloud) == "ACTIVE" else None
+
+    cloud.trouble = once
+    assert create(config, cloud)[0].ready
+    assert not [call for call in cloud.calls if "delete" in call]
+
+
+def test_somebody_elses_request_is_neither_waited_for_nor_deleted(config: Config, cloud: Cloud) -> None:
+    bobs = cloud.machine(BOB)
+    made = bobs.run(queued.create_command(config, ownership.make_labels(config, BOB, 0.0), HOUR), timeout=60)
+    assert made.ok, made.stderr
+    for act in (slices.create, slices.delete):
+        with pytest.raises(NotOurs, match="bob made it"):
+            act(config, lambda text: None, cloud.machine())
+    assert request_state(cloud) == "WAITING_FOR_RESOURCES"
+    assert slices.delete(config, lambda text: None, bobs)
+    assert request_state(cloud) == ""

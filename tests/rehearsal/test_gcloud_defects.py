@@ -49,6 +49,7 @@ from launcher.emulator.state import Host, State
 from launcher.gcloud.calls import call_gcloud
 from launcher.providers import this_machine
 from launcher.tpu_vm import commands, inventory, queued, slices
+from launcher.tpu_vm.ownership import NotOurs
 from launcher.tpu_vm.ssh.addresses import parse_dry_run
 from launcher.tpu_vm.ssh.connections import SliceConnections
 
@@ -243,13 +244,15 @@ def test_a_slice_is_deleted_created_and_found_again(
     path.write_text(f"project: p\nzone: us-central2-b\n{section}")
     config = load(path, command=["true"])
     said: list[str] = []
-    assert slices.delete(config, said.append, this_machine())
+    with pytest.raises(NotOurs, match="no label tpu-launch=1"):
+        slices.delete(config, said.append, this_machine())
+    assert slices.delete(replace(config, any_owner=True), said.append, this_machine())
     assert slices.describe(config, this_machine()) is None
     created = slices.create(config, said.append, this_machine())
     assert created.ready
     assert slices.describe(config, this_machine()) == created
     assert slices.create(config, said.append, this_machine()) == created, "an existing slice is used"
-    (owned,) = inventory.list_owned("p", ["us-central2-b"], this_machine())
+    (owned,) = inventory.list_owned("p", ["us-central2-b"], this_machine()).slices
     assert (owned.name, owned.state, owned.request) == ("demo", "READY", "")
     assert slices.delete(config, said.append, this_machine())
     assert not slices.delete(config, said.append, this_machine())

@@ -1,0 +1,294 @@
+"""Claims about creating and deleting slices in a cloud where others act too and answers get lost. gcloud is replaced by
+the emulator's API in this process; the clock passes only by waiting."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.config import Config, load
+from launcher.emulator.state import Fault
+from launcher.errors import CommandTimeout, Exit, LaunchError
+from launcher.gcloud.errors import Conflict, Stockout, Unavailable
+from launcher.machine.owner import Owner
+from launcher.provider import SliceState
+from launcher.tpu_vm import ownership, slices
+from launcher.tpu_vm.ownership import NotOurs
+from tests.launcher.emulated_gcloud import ANN, BOB, BUSY, UNAVAILABLE, Cloud
+
+ZONE = "us-central2-b"
+OURS = {"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account}
+FOREIGN = [
+    pytest.param({}, "no label tpu-launch=1", id="made by hand"),
+    pytest.param({"tpu-launch": "1", "tpu-launch-owner": "bob"}, "bob made it", id="another user"),
+    pytest.param({**OURS, "tpu-launch-account": BOB.account}, "another Google account", id="another account"),
+]
+
+
+@pytest.fixture
+def cloud() -> Cloud:
+    return Cloud()
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
+    (tmp_path / "run.yaml").write_text(f"project: p\nzone: {ZONE}\nslice: {{name: demo, accelerator_type: v4-16}}\n")
+    return load(tmp_path / "run.yaml")
+
+
+@pytest.fixture
+def zones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
+    section = "{name: demo, accelerator_type: v5litepod-8, zones: [us-central1-a, us-west4-a]}"
+    (tmp_path / "zones.yaml").write_text(f"project: p\nzone: us-west1-c\nslice: {section}\n")
+    return load(tmp_path / "zones.yaml")
+
+
+def up(cloud: Cloud, config: Config, owner: Owner = ANN) -> SliceState:
+    return slices.create(config, lambda text: None, cloud.machine(owner))
+
+
+def down(cloud: Cloud, config: Config, owner: Owner = ANN) -> bool:
+    return slices.delete(config, lambda text: None, cloud.machine(owner))
+
+
+def longer(config: Config, minutes: float) -> Config:
+    return replace(config, slice=config.slice.model_copy(update={"create_minutes": minutes}))
+
+
+# -- whose it is ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("labels", "reason"), FOREIGN)
+def test_down_deletes_nothing_that_is_not_provably_ours(
+    cloud: Cloud, config: Config, labels: dict[str, str], reason: str
+) -> None:
+    cloud.made_by(labels)
+    with pytest.raises(NotOurs, match=reason) as refusal:
+        down(cloud, config)
+    assert refusal.value.exit_code is Exit.CONFLICT
+    assert not refusal.value.transient
+    assert "--any-owner" in str(refusal.value)
+    assert cloud.node() is not None
+    assert not [call for call in cloud.calls if "delete" in call]
+    assert down(cloud, replace(config, any_owner=True))
+    assert cloud.node() is None
+
+
+@pytest.mark.parametrize("state", ["PREEMPTED", "STOPPED", "CREATING", "DELETING"])
+@pytest.mark.parametrize(("labels", "reason"), FOREIGN)
+def test_a_creation_deletes_starts_and_awaits_nothing_that_is_not_ours(
+    cloud: Cloud, config: Config, labels: dict[str, str], reason: str, state: str
+) -> None:
+    cloud.made_by(labels, state)
+    with pytest.raises(NotOurs, match=reason):
+        up(cloud, config)
+    assert cloud.calls == [f"{ZONE} tpu-vm describe"]
+
+
+def test_a_slice_of_an_early_version_is_everybodys(cloud: Cloud, config: Config) -> None:
+    cloud.made_by({"tpu-launch": "1"})
+    assert down(cloud, config, BOB)
+    assert cloud.node() is None
+
+
+def test_a_slice_from_before_accounts_were_labelled_is_its_users(cloud: Cloud, config: Config) -> None:
+    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "ann"})
+    assert down(cloud, config)
+
+
+def test_what_up_makes_carries_the_labels_that_down_asks_for(cloud: Cloud, config: Config) -> None:
+    assert ownership.why_not_ours(up(cloud, config).labels, ANN) == ""
+    assert ownership.why_not_ours(up(cloud, config).labels, BOB) != ""
+    assert down(cloud, config)
+
+
+def test_a_slice_that_somebody_makes_as_soon_as_ours_is_gone_is_left_alone(cloud: Cloud, config: Config) -> None:
+    cloud.made_by(OURS)
+    bobs = {"tpu-launch": "1", "tpu-launch-owner": "bob"}
+
+    def make_as_soon_as_possible(zone: str, command: str, now: float) -> None:
+        if command == "tpu-vm describe" and cloud.node() is None:
+            cloud.made_by(bobs)
+
+    cloud.trouble = make_as_soon_as_possible
+    assert down(cloud, config)
+    node = cloud.node()
+    assert node is not None
+    assert node.resource["labels"] == bobs
+    assert node.state == "READY"
+
+
+# -- up ---------------------------------------------------------------------------------------------------------------
+
+
+def test_one_that_is_being_deleted_is_waited_out_and_made_again(cloud: Cloud, config: Config) -> None:
+    cloud.made_by(OURS, "DELETING")
+    before = cloud.node()
+    assert up(cloud, config).ready
+    assert cloud.node() is not before
+    assert not [call for call in cloud.calls if "delete" in call]
+
+
+def test_a_stopped_one_is_started(cloud: Cloud, config: Config) -> None:
+    one_host = replace(config, slice=config.slice.model_copy(update={"accelerator_type": "v4-8"}))
+    cloud.made_by(OURS, "STOPPED")
+    node = cloud.node()
+    assert node is not None
+    node.resource["acceleratorType"] = "v4-8"
+    del node.hosts[1:]
+    assert up(cloud, one_host).ready
+    assert cloud.calls.count(f"{ZONE} tpu-vm start") == 1
+
+
+def test_a_stopped_one_without_capacity_is_not_made_twice_in_another_zone(cloud: Cloud, zones: Config) -> None:
+    cloud.made_by(OURS, "STOPPED", "us-central1-a")
+    node = cloud.node(zone="us-central1-a")
+    assert node is not None
+    full = 'ERROR: (gcloud.start) {"code": 8, "message": "There is no more capacity in the zone"}'
+    cloud.trouble = lambda zone, command, now: full if command == "tpu-vm start" else None
+    with pytest.raises(Stockout, match="can't be started"):
+        up(cloud, zones)
+    assert list(cloud.state.nodes.values()) == [node]
+
+
+def test_two_ups_at_once_make_one_slice_and_both_succeed(cloud: Cloud, config: Config) -> None:
+    cloud.trouble = lambda zone, command, now: cloud.made_by(OURS, "CREATING") if _first(cloud, command) else None
+    assert up(cloud, config).ready
+    assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
+
+
+def _first(cloud: Cloud, command: str) -> bool:
+    return command == "tpu-vm create" and cloud.calls.count(f"{ZONE} tpu-vm create") == 1
+
+
+def test_a_slice_that_somebody_else_made_a_moment_earlier_is_not_used(cloud: Cloud, config: Config) -> None:
+    bobs = {"tpu-launch": "1", "tpu-launch-owner": "bob"}
+    cloud.trouble = lambda zone, command, now: cloud.made_by(bobs) if _first(cloud, command) else None
+    with pytest.raises(NotOurs, match="bob made it"):
+        up(cloud, config)
+
+
+def test_a_creation_of_45_minutes_is_waited_for_although_gcloud_gives_up_after_30(cloud: Cloud, config: Config) -> None:
+    cloud.state.create_seconds = 45 * 60
+    assert up(cloud, longer(config, 60)).ready
+    assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
+
+
+@pytest.mark.parametrize("minutes", [10, 60])
+def test_a_creation_has_as_long_as_the_file_says(cloud: Cloud, config: Config, minutes: float) -> None:
+    cloud.state.create_seconds = 1e6
+    begin = cloud.clock.now
+    with pytest.raises(CommandTimeout, match="`tpu-launch down` deletes it"):
+        up(cloud, longer(config, minutes))
+    assert minutes * 60 <= cloud.clock.now - begin <= minutes * 60 + 30
+
+
+def test_a_creation_whose_answer_is_lost_is_found(cloud: Cloud, config: Config) -> None:
+    cloud.lost = lambda zone, command, now: UNAVAILABLE if command == "tpu-vm create" else None
+    assert up(cloud, config).ready
+    assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
+
+
+def test_a_creation_that_never_arrived_is_asked_for_again_and_a_few_times_only(cloud: Cloud, config: Config) -> None:
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if _first(cloud, command) else None
+    assert up(cloud, config).ready
+    down(cloud, config)
+    cloud.calls.clear()
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if command == "tpu-vm create" else None
+    with pytest.raises(Unavailable):
+        up(cloud, config)
+    assert cloud.calls.count(f"{ZONE} tpu-vm create") == 3
+
+
+def test_an_api_that_is_away_for_minutes_does_not_end_the_waiting(cloud: Cloud, config: Config) -> None:
+    cloud.made_by(OURS, "CREATING")
+    begin = cloud.clock.now
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if 5 < now - begin < 300 else None
+    assert up(cloud, config).ready
+
+
+def test_an_api_that_is_away_at_once_is_told_at_once(cloud: Cloud, config: Config) -> None:
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE
+    with pytest.raises(Unavailable):
+        up(cloud, config)
+    assert len(cloud.calls) == 1
+
+
+@pytest.mark.parametrize("seconds", [5, 30, 70])
+def test_a_slice_that_somebody_deletes_while_it_is_waited_for_stays_deleted(
+    cloud: Cloud, config: Config, seconds: float
+) -> None:
+    cloud.state.create_seconds = 120
+    cloud.at(seconds, cloud.delete)
+    with pytest.raises(Conflict, match="delete"):
+        up(cloud, config)
+    cloud.clock.sleep(600)
+    assert cloud.node() is None
+    assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
+
+
+def test_a_preempted_one_is_deleted_and_made_again(cloud: Cloud, config: Config) -> None:
+    cloud.made_by(OURS, "PREEMPTED")
+    assert up(cloud, config).ready
+
+
+def test_code_13_of_a_creation_is_a_stock_out_and_the_next_zone_is_tried(cloud: Cloud, zones: Config) -> None:
+    error = 'ERROR: (gcloud.compute.tpus.tpu-vm.create) {"code": 13, "message": "an internal error has occurred"}'
+    cloud.trouble = lambda zone, command, now: error if (zone, command) == ("us-west1-c", "tpu-vm create") else None
+    assert up(cloud, zones).ready
+    assert cloud.node(zone="us-central1-a") is not None
+
+
+def test_somebody_elses_slice_in_another_zone_does_not_keep_ours_from_being_made(cloud: Cloud, zones: Config) -> None:
+    cloud.made_by({"tpu-launch": "1", "tpu-launch-owner": "bob"}, zone="us-west4-a")
+    assert up(cloud, zones).ready
+    assert cloud.node(zone="us-west1-c") is not None
+    assert down(cloud, zones)
+    assert [node.zone for node in cloud.state.nodes.values()] == ["us-west4-a"]
+
+
+# -- down -------------------------------------------------------------------------------------------------------------
+
+
+def test_down_waits_while_another_operation_is_on_its_way(cloud: Cloud, config: Config) -> None:
+    cloud.made_by(OURS)
+    begin = cloud.clock.now
+    cloud.trouble = lambda zone, command, now: BUSY if "delete" in command and now - begin < 300 else None
+    assert down(cloud, config)
+    assert cloud.node() is None
+
+
+def test_down_ends_with_a_time_out_when_the_other_operation_does_not_end(cloud: Cloud, config: Config) -> None:
+    cloud.made_by(OURS)
+    cloud.trouble = lambda zone, command, now: BUSY if "delete" in command else None
+    with pytest.raises(CommandTimeout, match="is READY and not gone after 15 minutes"):
+        down(cloud, config)
+
+
+def test_a_deletion_whose_answer_is_lost_is_waited_for(cloud: Cloud, config: Config) -> None:
+    cloud.made_by(OURS)
+    cloud.lost = lambda zone, command, now: UNAVAILABLE if "delete" in command else None
+    assert down(cloud, config)
+    assert cloud.node() is None
+
+
+def test_a_zone_that_does_not_answer_keeps_no_other_slice_alive(cloud: Cloud, zones: Config) -> None:
+    for zone in ("us-central1-a", "us-west4-a"):
+        cloud.made_by(OURS, zone=zone)
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if zone == "us-west1-c" else None
+    with pytest.raises(LaunchError) as failure:
+        down(cloud, zones)
+    assert failure.value.exit_code is Exit.CLOUD_ERROR
+    assert "us-west1-c" in str(failure.value)
+    assert not cloud.state.nodes
+
+
+def test_a_stock_out_that_is_due_is_one_of_the_emulators_too(cloud: Cloud, config: Config) -> None:
+    cloud.state.faults.append(Fault("stockout", "tpu", left=1))
+    with pytest.raises(Stockout):
+        up(cloud, config)
+    assert cloud.node() is None
