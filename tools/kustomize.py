@@ -15,7 +15,7 @@ from launcher.config import load
 from launcher.gke import standalone
 from launcher.gke.commented_yaml import Commented, dump, dump_documents, strip_comments
 from launcher.gke.manifest import make_objects
-from launcher.gke.workload import Kind, Restarts, node_selector
+from launcher.gke.workload import SECRET_KEY, Kind, Restarts, node_selector
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "k8s"
@@ -73,13 +73,17 @@ OVERLAYS: dict[str, Overlay] = {
 }
 
 
+SECRET_FILE = "host-secret"  # in base/, made by the reader
+
+
 def files() -> dict[str, str]:
     """Every file that is made, by its path below k8s/."""
     base = _rendered(())
     names = {"ConfigMap": "config.yaml", "JobSet": "jobset.yaml"}
     made = {f"base/{names[strip_comments(node)['kind']]}": dump_documents([node], HEADING) for node in base}
     made["base/kustomization.yaml"] = _kustomization(
-        "A v4-16 (2 hosts, 8 devices), on demand.", {"resources": list(names.values())}
+        "A v4-16 (2 hosts, 8 devices), on demand.",
+        {"resources": list(names.values()), "secretGenerator": [_secret(base[0]["metadata"])]},
     )
     for name, overlay in OVERLAYS.items():
         made[f"overlays/{name}/kustomization.yaml"] = _kustomization(
@@ -87,6 +91,18 @@ def files() -> dict[str, str]:
         )
     made["overlays/kueue/queue.yaml"] = dump_documents(queue(), HEADING)
     return made
+
+
+def _secret(metadata: dict[str, Any]) -> Any:
+    """The Secret by which the hosts know each other, from a file that is in no repository."""
+    comment = f"By which the hosts know each other. Make it first: openssl rand -hex 32 >k8s/base/{SECRET_FILE}"
+    generator = {
+        "name": metadata["name"],
+        "namespace": metadata["namespace"],
+        "files": [f"{SECRET_KEY}={SECRET_FILE}"],
+        "options": {"disableNameSuffixHash": True, "labels": metadata["labels"]},
+    }
+    return Commented(generator, comment)
 
 
 def objects_of(name: str) -> list[dict[str, Any]]:
@@ -177,7 +193,7 @@ def _rendered(changes: tuple[str, ...]) -> list[Any]:
     config = load(EXAMPLE, changes)
     return make_objects(
         config,
-        standalone.workload(config, config.run_name, f"{config.image.repository}@{NO_DIGEST}"),
+        standalone.workload(config, config.run_name, f"{config.image.repository}@{NO_DIGEST}", secret=None),
         Kind.JOBSET,
         Restarts.BY_CLUSTER,
     )

@@ -1,14 +1,15 @@
 """The Kubernetes objects of a run, in the order in which they must be created: the ConfigMap with its configuration,
-and what runs its pods (`jobs`). Pure."""
+the Secret by which its hosts know each other, and what runs its pods (`jobs`). Pure."""
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 from launcher.config import Config
 from launcher.gke import checks, jobs
 from launcher.gke.commented_yaml import Commented, dump_documents
-from launcher.gke.workload import CONFIG_FOLDER, Kind, Restarts, Workload, metadata
+from launcher.gke.workload import CONFIG_FOLDER, SECRET_KEY, Kind, Restarts, Workload, metadata, needs_secret
 
 
 def render(config: Config, work: Workload, kind: Kind, heading: str = "") -> str:
@@ -20,10 +21,23 @@ def make_objects(config: Config, work: Workload, kind: Kind, restarts: Restarts)
     """The objects with their comments. A Job is always restarted by the cluster. Raises BadInput."""
     checks.check(config)
     checks.check_name(work.name)
+    files = [_config_map(config, work)]
+    if work.secret is not None and needs_secret(config):
+        files.append(_secret(config, work, work.secret))
     if kind is Kind.JOBSET:
-        return [_config_map(config, work), jobs.jobset(config, work, restarts)]
+        return [*files, jobs.jobset(config, work, restarts)]
     assert restarts is Restarts.BY_CLUSTER
-    return [_config_map(config, work), jobs.service(config, work), jobs.job(config, work)]
+    return [*files, jobs.service(config, work), jobs.job(config, work)]
+
+
+def _secret(config: Config, work: Workload, value: str) -> dict[str, Any]:
+    comment = "Random, made for this manifest alone: the hosts let in only who knows it. Keep it out of repositories."
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": metadata(config, work),
+        "data": Commented({SECRET_KEY: base64.b64encode(value.encode()).decode()}, comment),
+    }
 
 
 def _config_map(config: Config, work: Workload) -> dict[str, Any]:

@@ -13,14 +13,17 @@ from launcher.gke.workload import (
     CONFIG_FOLDER,
     CONTAINER,
     PORTS,
+    SECRET_KEY,
     Kind,
     Workload,
     grace_seconds,
     host_name,
     labels,
+    needs_secret,
     node_selector,
 )
 from training.accelerators import gke_nodes
+from training.distributed.cluster import SECRET_VARIABLE
 
 # Google: "You must raise the locked memory limit so the driver can communicate with the TPU chips over DMA"; this is
 # its command (https://cloud.google.com/kubernetes-engine/docs/how-to/tpus). A shell counts in KiB: these are 64 TiB,
@@ -139,6 +142,9 @@ def _environment(config: Config, work: Workload, kind: Kind) -> list[Any]:
             Commented(hosts, "Where nothing gives TPU_WORKER_HOSTNAMES, the hosts are found by these."),
             {"name": "TPU_LAUNCH_HOST_NAME", "value": host_name(work.name, kind, "*")},
         ]
+    if needs_secret(config):
+        known = {"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": {"name": work.name, "key": SECRET_KEY}}}
+        entries.append(Commented(known, "By which the hosts know each other, and let nobody else in."))
     entries += [{"name": key, "value": value} for key, value in sorted(work.environment.items())]
     for key, source_name in sorted(config.gke.secrets.items()):
         secret, _, item = source_name.partition("/")

@@ -30,6 +30,7 @@ from launcher.gke.workload import (
     Workload,
     grace_seconds,
     host_name,
+    needs_secret,
     node_selector,
 )
 from launcher.provider import Attempt, ContainerState, HostReport, LogLine, Observation, SliceState
@@ -62,6 +63,11 @@ class Gke:
     @property
     def _workers(self) -> range:
         return range(self.config.accelerator.hosts)
+
+    @property
+    def _files(self) -> str:
+        """The kinds of objects that an attempt's JobSet reads."""
+        return "configmaps,secrets" if needs_secret(self.config) else "configmaps"
 
     # -- the slice ----------------------------------------------------------------------------------------------------
 
@@ -97,7 +103,8 @@ class Gke:
             )
 
     def delete(self) -> None:
-        """Deletes every JobSet and ConfigMap of the slice. Node pools are the cluster's, and stay."""
+        """Deletes every JobSet and ConfigMap of the slice; a JobSet's Secret goes with it. Node pools are the
+        cluster's, and stay."""
         selector = f"{LABEL_SLICE}={self.config.slice.name}"
         self._delete(f"{_JOBSETS},configmaps", "--selector", selector)
         self._wait_gone(selector)
@@ -134,9 +141,10 @@ class Gke:
         that keeps one from starting."""
         name = _name(attempt.container)
         if not any(jobset["metadata"]["name"] == name for jobset in self._list_jobsets()):
-            self._delete("configmaps", name)  # of a start that broke off half-way
+            self._delete(self._files, name)  # of a start that broke off half-way
             self._create(attempt)
         try:
+            self._own_secret(name)
             self._wait_started(attempt, name)
         except LaunchError:
             self._remove(name)
@@ -224,9 +232,20 @@ class Gke:
             files={name: data.decode() for name, data in attempt.files.items()},
             shm_size=attempt.shm_size,
             user=attempt.user,
+            secret=attempt.host_secret,
         )
         text = dump_documents(make_objects(self.config, work, Kind.JOBSET, Restarts.BY_LAUNCHER))
         self._kubectl.call("create", "--validate=strict", *options, "--filename", "-", input=text)
+
+    def _own_secret(self, name: str) -> None:
+        """Has the cluster remove an attempt's Secret together with its JobSet, whoever deletes that, and when its time
+        is over."""
+        if not needs_secret(self.config):
+            return
+        uid = self._kubectl.call("get", _JOBSETS, name, "--output", "jsonpath={.metadata.uid}").strip()
+        owner = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": name, "uid": uid}
+        patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
+        self._kubectl.call("patch", "secret", name, "--type", "merge", "--patch", patch, "--output", "name")
 
     def _wait_started(self, attempt: Attempt, name: str) -> None:
         """Waits until every host's container has started. Raises what keeps one from starting."""
@@ -307,7 +326,7 @@ class Gke:
 
     def _remove(self, name: str) -> None:
         """Deletes an attempt's objects, and returns when its pods are gone too."""
-        self._delete(f"{_JOBSETS},configmaps", name)
+        self._delete(f"{_JOBSETS},{self._files}", name)
         self._wait_gone(f"{_JOBSET_LABEL}={name}")
 
     def _delete(self, *targets: str) -> None:

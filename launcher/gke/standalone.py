@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 
 from launcher.config import CONFIG_FILE, IMAGE_BY_DIGEST, Config
 from launcher.errors import BadInput
@@ -15,18 +16,28 @@ from launcher.images.plan import make_plan
 HEADING = "A run on {hosts} host(s) of {accelerator} on GKE, as `tpu-launch manifest` renders it from {file}."
 
 
-def manifest(config: Config, *, kind: str = "jobset", name: str | None = None, image: str | None = None) -> str:
-    """The manifest's text. Raises BadInput for what GKE does not have, and for an image without a digest."""
+def manifest(
+    config: Config,
+    *,
+    kind: str = "jobset",
+    name: str | None = None,
+    image: str | None = None,
+    secret: str | None = None,
+) -> str:
+    """The manifest's text. Raises BadInput for what GKE does not have, and for an image without a digest.
+
+    `secret`: by which the hosts are to know each other; a random one unless it is given.
+    """
     checks.check(config)
-    work = workload(config, name or config.run_name, _image(config, image))
+    work = workload(config, name or config.run_name, _image(config, image), secret or secrets.token_hex(32))
     slice_ = config.accelerator
     file = config.document.name.rpartition("/")[2]
     heading = HEADING.format(hosts=slice_.hosts, accelerator=slice_.name, file=file)
     return render(config, work, Kind(kind), heading)
 
 
-def workload(config: Config, name: str, image: str) -> Workload:
-    """The run of that name, whose attempts the cluster counts."""
+def workload(config: Config, name: str, image: str, secret: str | None) -> Workload:
+    """The run of that name, whose attempts the cluster counts. `secret`: None where somebody else makes the Secret."""
     return Workload(
         name=name,
         run_id=name,
@@ -37,6 +48,7 @@ def workload(config: Config, name: str, image: str) -> Workload:
         files={CONFIG_FILE: config.document.dump()},
         shm_size=config.run.shm_size,
         user=config.run.user,
+        secret=secret,
     )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.config import Config
 from training.accelerators import gke_nodes
-from training.distributed.cluster import GLOO_PORT, RENDEZVOUS_PORT
+from training.distributed.cluster import GLOO_PORT, RENDEZVOUS_PORT, SECRET_VARIABLE
 
 LABEL_RUN = "tpu-launch/run"
 LABEL_ATTEMPT = "tpu-launch/attempt"
@@ -18,6 +18,7 @@ CONTAINER = "trainer"
 CONFIG_FOLDER = "/etc/tpu-launch"
 REPLICATED_JOB = "w"  # short: a pod's host name has 63 characters
 LIBTPU_PORT = 8471
+SECRET_KEY = "secret"  # in the Secret that has the workload's name
 PORTS = (("libtpu", LIBTPU_PORT), ("rendezvous", RENDEZVOUS_PORT), ("gloo", GLOO_PORT))
 
 _SPOT_GRACE_SECONDS = 25  # a spot VM has 30 s from the notice to its end, in all
@@ -64,6 +65,15 @@ class Workload:
 
     user: str | None = None
     """UID or UID:GID; None: root."""
+
+    secret: str | None = field(default=None, repr=False)
+    """By which the hosts know each other; None where somebody else makes the Secret."""
+
+
+def needs_secret(config: Config) -> bool:
+    """Whether the hosts read their secret from the Secret of the workload's name: there are several, and the file names
+    no other one."""
+    return config.accelerator.hosts > 1 and SECRET_VARIABLE not in config.gke.secrets
 
 
 def grace_seconds(config: Config) -> int:

@@ -13,6 +13,7 @@ from tools import kustomize
 
 FOLDER = Path(__file__).resolve().parent / "golden"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gke.yaml"
+SECRET = "0123456789abcdef" * 4
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 IMAGE = f"{kustomize.IMAGE}@{DIGEST}"
 
@@ -46,7 +47,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 def render(name: str) -> str:
     kind, changes = CASES[name]
     config = load(EXAMPLE, changes)
-    return standalone.manifest(config, kind=kind, image=f"{config.image.repository}@{DIGEST}")
+    return standalone.manifest(config, kind=kind, image=f"{config.image.repository}@{DIGEST}", secret=SECRET)
 
 
 if __name__ == "__main__":

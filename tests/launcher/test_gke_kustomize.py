@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,15 @@ from tools import kustomize
 from training.accelerators import ACCELERATORS, gke_nodes
 
 K8S = kustomize.FOLDER
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """k8s/ with the file that its reader makes."""
+    folder = tmp_path / "k8s"
+    shutil.copytree(K8S, folder)
+    (folder / "base" / kustomize.SECRET_FILE).write_text("0123456789abcdef0123456789abcdef\n")
+    return folder
 
 
 def built(folder: Path) -> list[dict[str, Any]]:
@@ -41,8 +52,8 @@ def test_every_file_is_what_the_code_renders() -> None:
 
 
 @pytest.mark.parametrize("name", kustomize.OVERLAYS)
-def test_kubectl_builds_from_an_overlay_what_tpu_launch_renders(name: str) -> None:
-    found = {each["kind"]: each for each in built(K8S / "overlays" / name)}
+def test_kubectl_builds_from_an_overlay_what_tpu_launch_renders(written: Path, name: str) -> None:
+    found = {each["kind"]: each for each in built(written / "overlays" / name)}
     for wanted in kustomize.objects_of(name):
         assert schemas.mistakes(found[wanted["kind"]]) == []
         if name == "torch-xla":  # differs by the reader's own repository alone
@@ -52,11 +63,22 @@ def test_kubectl_builds_from_an_overlay_what_tpu_launch_renders(name: str) -> No
             if "data" in each:  # kustomize takes the last line's end from a patch
                 each["data"] = {key: text.rstrip("\n") for key, text in each["data"].items()}
         assert found[wanted["kind"]] == wanted
-    assert len(found) == 2
+    secret = found["Secret"]
+    assert schemas.mistakes(secret) == []
+    assert secret["metadata"] == found["ConfigMap"]["metadata"], "one name, namespace and labels"
+    assert base64.b64decode(secret["data"]["secret"]) == b"0123456789abcdef0123456789abcdef\n"
+    assert len(found) == 3
 
 
-def test_the_base_is_valid_as_it_is() -> None:
-    assert [schemas.mistakes(each) for each in built(K8S / "base")] == [[], []]
+def test_the_base_is_valid_as_it_is(written: Path) -> None:
+    assert [schemas.mistakes(each) for each in built(written / "base")] == [[], [], []]
+
+
+def test_without_the_secret_kubectl_builds_nothing_and_names_its_file() -> None:
+    command = [find("kubectl"), "kustomize", str(K8S / "base")]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert refused.returncode != 0
+    assert f"base/{kustomize.SECRET_FILE}" in refused.stderr
 
 
 def test_the_queue_and_the_role_are_valid() -> None:

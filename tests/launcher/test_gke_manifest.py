@@ -3,6 +3,7 @@ words."""
 
 from __future__ import annotations
 
+import base64
 import subprocess
 import sys
 from pathlib import Path
@@ -77,7 +78,7 @@ def test_every_size_of_every_accelerator_is_valid_and_has_its_hosts_and_chips(na
 def test_what_tpu_launch_itself_runs_is_valid_too() -> None:
     for name in ON_GKE:
         config = load(EXAMPLE, of_size(name))
-        work = standalone.workload(config, "demo", IMAGE)
+        work = standalone.workload(config, "demo", IMAGE, golden.SECRET)
         for document in make_objects(config, work, Kind.JOBSET, Restarts.BY_LAUNCHER):
             assert schemas.mistakes(strip_comments(document)) == []
 
@@ -234,7 +235,9 @@ def test_the_trainer_finds_its_peers_by_what_the_manifest_says_alone(kind: Kind)
 def test_tpu_launchs_own_jobsets_leave_every_decision_to_it() -> None:
     config = load(EXAMPLE)
     jobset = strip_comments(
-        make_objects(config, standalone.workload(config, "demo", IMAGE), Kind.JOBSET, Restarts.BY_LAUNCHER)[-1]
+        make_objects(
+            config, standalone.workload(config, "demo", IMAGE, golden.SECRET), Kind.JOBSET, Restarts.BY_LAUNCHER
+        )[-1]
     )
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 0}
@@ -276,6 +279,29 @@ def test_the_command_prints_a_manifest_and_nothing_else() -> None:
     )
     assert result.exit_code == 0
     documents = list(yaml.safe_load_all(result.stdout))
-    assert [each["kind"] for each in documents] == ["ConfigMap", "Service", "Job"]
+    assert [each["kind"] for each in documents] == ["ConfigMap", "Secret", "Service", "Job"]
     assert {each["metadata"]["name"] for each in documents} == {"other"}
     assert pod_of(documents)["containers"][0]["command"][-2:] == ["sh", "true"]
+
+
+def secret_entry(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    entries = pod_of(documents)["containers"][0]["env"]
+    [entry] = [entry for entry in entries if entry["name"] == "TPU_LAUNCH_SECRET"]
+    reference: dict[str, Any] = entry["valueFrom"]["secretKeyRef"]
+    return reference
+
+
+def test_several_hosts_read_a_secret_that_every_manifest_makes_anew() -> None:
+    one, other = rendered(), rendered()
+    values = [documents[1]["data"]["secret"] for documents in (one, other)]
+    assert [len(base64.b64decode(value)) for value in values] == [64, 64]
+    assert values[0] != values[1]
+    assert secret_entry(one) == {"name": one[1]["metadata"]["name"], "key": "secret"}
+    assert values[0] not in yaml.safe_dump(one[-1])
+
+
+def test_one_host_has_no_secret_and_who_names_an_own_one_keeps_it() -> None:
+    assert [document["kind"] for document in rendered("slice.accelerator_type=v5litepod-8")] == ["ConfigMap", "JobSet"]
+    own = rendered("gke.secrets={TPU_LAUNCH_SECRET: mine/key}")
+    assert [document["kind"] for document in own] == ["ConfigMap", "JobSet"]
+    assert secret_entry(own) == {"name": "mine", "key": "key"}

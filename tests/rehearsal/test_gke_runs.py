@@ -6,6 +6,7 @@ What the cluster does and what it lacks is told in tests/kubernetes/cluster.
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 import shutil
@@ -285,12 +286,20 @@ def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: 
     )
     assert "[1] right" in ended.output
     cluster.store.remove("secrets", "huggingface")
+    [known] = cluster.store.all("secrets")  # by which the hosts know each other: it goes with its JobSet
+    [owner] = known["metadata"]["ownerReferences"]
+    assert owner["uid"] in [jobset["metadata"]["uid"] for jobset in cluster.store.all("jobsets")]
+    value = base64.b64decode(known["data"]["secret"])
+    assert len(value) == 64
+    assert value.decode() not in ended.output
     kept = [
         path
         for path in Path(work.environment["TPU_LAUNCH_HOME"]).rglob("*")
-        if path.is_file() and b"hf_verysecret" in path.read_bytes()
+        if path.is_file() and (b"hf_verysecret" in path.read_bytes() or value in path.read_bytes())
     ]
     assert kept == []
+    work.good("down", *GKE)
+    assert cluster.store.all("secrets") == []
 
 
 @pytest.mark.parametrize(
@@ -365,7 +374,8 @@ def test_the_role_has_what_is_asked_for_and_manifests_are_judged_strictly(work: 
     )
     assert "paralelism" in refused.stderr
     assert not refused.ok
-    cluster.store.remove("configmaps", "two")  # was made before the JobSet was refused
+    for kind in ("configmaps", "secrets"):  # were made before the JobSet was refused
+        cluster.store.remove(kind, "two")
     assert shell.run([*kubectl, "apply", "--filename", "-"], timeout=60, input=text, env=work.environment).ok
     deadline = time.monotonic() + 30
     while not cluster.store.all("jobsets")[0].get("status", {}).get("terminalState") and time.monotonic() < deadline:

@@ -84,6 +84,7 @@ class Room:
 
     def remove(self, kind: str, name: str) -> None:
         self.cluster.store.remove("configmaps", name)
+        self.cluster.store.remove("secrets", name)
         found = self.cluster.store.get(kind, name)
         assert found
         found["metadata"]["deletionTimestamp"] = "now"

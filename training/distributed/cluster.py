@@ -238,7 +238,7 @@ def _cluster(
 
 
 def _secret(environment: Mapping[str, str]) -> bytes:
-    secret = environment.get(SECRET_VARIABLE, "")
+    secret = environment.get(SECRET_VARIABLE, "").strip()  # a file's has an end of line
     if secret and len(secret) < _SHORTEST_SECRET:
         raise BadInput(
             f"{SECRET_VARIABLE} has {len(secret)} characters; it must have {_SHORTEST_SECRET} at least, and be random"

@@ -164,6 +164,14 @@ class Api:
             raise Refused(404, "NotFound", f'{resource + "." + group if group else resource} "{name}" not found')
         return document
 
+    def patch(self, resource: str, name: str, change: Object) -> Object:
+        """A merge patch of the metadata, which is all that is asked for."""
+        document = self.found(resource, name)
+        assert change.keys() == {"metadata"}, change
+        document["metadata"] |= change["metadata"]
+        self.store.put(resource, document)
+        return document
+
     def delete(self, resource: str, name: str, options: Object) -> Object:
         document = self.found(resource, name)
         if resource == "pods":
@@ -248,6 +256,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json(api.delete(resource, name, json.loads(body) if body else {}))
         if verb == "get":
             return self._json(api.found(resource, name))
+        if verb == "patch":
+            return self._json(api.patch(resource, name, json.loads(body)))
         if verb == "watch":
             return self._watch(
                 resource, labels, int(query.get("resourceVersion") or 0), float(query.get("timeoutSeconds") or 3600)

@@ -98,6 +98,14 @@ class Store:
             known = self._objects.pop((resource, name), None)
             if known is not None:
                 self._happened(resource, known, "DELETED")
+                self._collect_garbage(known["metadata"]["uid"])
+
+    def _collect_garbage(self, owner: str) -> None:
+        """Removes the Secrets that belong to what was removed; a Job's pods have a controller of their own."""
+        for (kind, name), document in list(self._objects.items()):
+            owners = [reference["uid"] for reference in document["metadata"].get("ownerReferences", [])]
+            if kind == "secrets" and owner in owners:
+                self.remove(kind, name)
 
     def after(self, version: int, resource: str) -> Iterator[Event]:
         with self.lock:
