@@ -5,6 +5,10 @@ after one with a later time (stdout and stderr are copied by two threads). So ea
 LOG_OVERLAP before the newest line, and lines that were delivered already are left out. The host's log file is the
 cursor: what is in it was delivered, and a new process goes on from its end.
 
+A host's clock can step back: then lines come whose times were over already, and asking from a time on would leave them
+out. While a host's clock is behind that time, the host gives its last lines instead (`tpu_vm/scripts/observe.sh`), and
+what stands behind the line that was delivered last is new. Lines are lost only where nobody asks while it is behind.
+
 What can fail half-way: a crash can leave a last line without its end; it is cut off, and delivered again.
 """
 
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,14 +26,21 @@ from launcher.provider import LOG_OVERLAP, LogLine
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
 
 
+Key = tuple[str, str]  # time and text of a line
+
+
 @dataclass
 class Cursor:
     """What of one host's log has been delivered."""
 
-    newest: str = ""  # time of the newest line
-    recent: Counter[tuple[str, str]] = field(
-        default_factory=Counter
-    )  # lines of the overlap, with how often they were seen
+    newest: str = ""
+    """The latest time of a line."""
+
+    recent: Counter[Key] = field(default_factory=Counter)
+    """Lines of the overlap, and the last one, with how often they were seen."""
+
+    last: Key | None = None
+    """The line that was delivered last. After a host's clock stepped back it is not the newest."""
 
     @property
     def since(self) -> str | None:
@@ -40,26 +51,41 @@ class Cursor:
         """The lines that were not delivered yet, in order; they count as delivered now.
 
         Args:
-            lines: An observation from `since` on, or from earlier.
+            lines: An observation from `since` on, or from earlier, in the log's order.
         """
+        lines = list(lines)
         allowance = Counter(self.recent)
         edge = shift(self.newest, -LOG_OVERLAP) if self.newest else ""
+        end_of_known = self._end_of_known(lines)
         fresh = []
-        for line in lines:
+        for index, line in enumerate(lines):
             key = (line.timestamp, line.text)
             if line.timestamp < edge:
-                continue  # of an observation that was asked for before the last one was delivered
-            if allowance[key] > 0:
+                # Delivered before: this observation was asked for earlier. But what the log has behind the line that
+                # was delivered last is new, with a clock that stepped back.
+                if index >= end_of_known:
+                    fresh.append(line)
+            elif allowance[key] > 0:
                 allowance[key] -= 1
             else:
                 fresh.append(line)
         for line in fresh:
-            self.recent[line.timestamp, line.text] += 1
+            self.last = (line.timestamp, line.text)
+            self.recent[self.last] += 1
             self.newest = max(self.newest, line.timestamp)
         if self.newest:
             edge = shift(self.newest, -LOG_OVERLAP)
-            self.recent = Counter({key: count for key, count in self.recent.items() if key[0] >= edge})
+            kept = {key: count for key, count in self.recent.items() if key[0] >= edge or key == self.last}
+            self.recent = Counter(kept)
         return fresh
+
+    def _end_of_known(self, lines: Sequence[LogLine]) -> int:
+        """The index behind the line that was delivered last; behind all lines when it is not among them."""
+        if self.last is None:
+            return len(lines)
+        places = [index for index, line in enumerate(lines) if (line.timestamp, line.text) == self.last]
+        count = self.recent[self.last]
+        return places[count - 1] + 1 if len(places) >= count else len(lines)
 
 
 class HostLog:

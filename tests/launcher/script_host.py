@@ -46,7 +46,9 @@ class ScriptHost:
 
     def replace(self, program: str, shell: str) -> None:
         """That program runs these shell lines instead."""
-        (self.folder / "bin" / program).write_text(f"#!/bin/sh\n{shell}\n")
+        path = self.folder / "bin" / program
+        path.write_text(f"#!/bin/sh\n{shell}\n")
+        path.chmod(0o755)
 
     def answer(self, call: str, shell: str) -> None:
         """Docker calls that begin with `call` run these shell lines."""

@@ -214,6 +214,26 @@ def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, she
     assert host.calls[-1] == "logs --timestamps --tail 10 --since 2026-01-01T00:00:00Z demo"
 
 
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    ("now", "options"),
+    [
+        ("2026-01-01T00:00:09", "--tail 10"),
+        ("2026-01-01T00:00:10", "--tail 10"),  # in the second that was asked for: more lines than needed do no harm
+        ("2026-01-01T00:00:11", "--tail 10 --since 2026-01-01T00:00:10.5Z"),
+    ],
+)
+def test_a_host_whose_clock_stepped_back_gives_its_last_lines(
+    host: ScriptHost, shell: str, now: str, options: str
+) -> None:
+    answer_inspect(host, {"Status": "running"}, "a boot")
+    host.replace("date", f'case "$*" in *%Y*) echo {now} ;; *) exec /bin/date "$@" ;; esac')
+    host.run(host_scripts.observe_script("demo", "2026-01-01T00:00:10.5Z", tail=10), shell)
+    assert host.calls[-1] == f"logs --timestamps {options} demo"
+    host.run(host_scripts.observe_script("demo", "2026-01-01T00:00:10.5Z"), shell)
+    assert host.calls[-1] == "logs --timestamps --since 2026-01-01T00:00:10.5Z demo"
+
+
 def answer_inspect(host: ScriptHost, state: dict[str, object], created_on: str) -> None:
     """What `docker inspect` prints of a container, as its Go template says."""
     (host.folder / "state").write_text(json.dumps(state))

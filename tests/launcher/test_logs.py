@@ -103,3 +103,37 @@ def test_looks_at_the_last_lines_only_lose_nothing(history: list[LogLine], steps
             lines = short if covers(short, since, tail) else lines
         delivered += cursor.new(lines)
     assert Counter(delivered) == Counter(history)
+
+
+# Steps of a host's log: milliseconds since the line before, how far the clock steps back then, and the text.
+stepping_clocks = st.lists(
+    st.tuples(
+        st.integers(0, 900), st.sampled_from([0, 0, 0, 0, 2_500, 60_000]), st.sampled_from(["a", "b", "step 1", ""])
+    ),
+    max_size=60,
+)
+
+
+@given(stepping_clocks, st.integers(1, 4), st.booleans())
+def test_lines_are_delivered_once_and_in_order_although_the_hosts_clock_steps_back(
+    tmp_path_factory,  # type: ignore[no-untyped-def]
+    steps: list[tuple[int, int, str]],
+    lines_a_look: int,
+    restarts: bool,
+) -> None:
+    """A host whose clock is behind what was asked for gives its last lines, as observe.sh does."""
+    tail, clock, history = 8, 100_000_000, []
+    log = HostLog(tmp_path_factory.mktemp("log") / "host-0.log")
+    delivered = []
+    for number, (milliseconds, back, text) in enumerate(steps, 1):
+        clock += milliseconds // lines_a_look + 1 - back
+        history.append(LogLine(stamp(clock), text))
+        if number % lines_a_look and number < len(steps):
+            continue
+        if restarts:
+            log = HostLog(log.path)
+        since = log.cursor.since
+        is_behind = since is not None and stamp(clock)[:19] < since
+        delivered += log.take(history[-tail:] if is_behind else engine_log(history, since))
+    assert delivered == history
+    assert read_from(log.path, 0)[0] == history

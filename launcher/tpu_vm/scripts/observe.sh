@@ -2,12 +2,17 @@
 # Prints one line of JSON (the container's state, the boot of the host on which it was created, the host's boot now and
 # its time), or `absent`, or `no engine`; then the container's log with the engine's times.
 # With $patience (seconds), waits that long at most for the container's end first.
-# Arguments: options of `docker logs`.
+# Arguments: options of `docker logs`; of `--tail N --since TIME` only the first while this host's clock is before TIME: it
+# stepped back, and what is written now is stamped earlier.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./engine.sh
 . ./boot.sh
 : "${container:?}" "${patience?}" "${log_bytes:?}"
 [ -z "$patience" ] || timeout "$patience" $docker wait "$container" >/dev/null 2>&1
+if [ "${1-} ${3-}" = '--tail --since' ] &&
+  LC_ALL=C expr "at $(date -u +%Y-%m-%dT%H:%M:%S)" '<' "at $4" >/dev/null; then
+  set -- --tail "$2"
+fi
 created_on='{{json (index .Config.Labels "'$label_boot'")}}'
 summary='{"state": {{json .State}}, "created_on": '$created_on', "boot": "'$boot'", "booted": '$booted'}'
 if $docker inspect --format "$summary" "$container" 2>/dev/null; then
