@@ -4,9 +4,7 @@ framework's backend is opened."""
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -19,6 +17,7 @@ from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig, batch_mistake
 from training.distributed.agreement import agree, code_hash
 from training.distributed.cluster import Cluster, device_kind, tensorflow_environment
+from training.distributed.fence import claim, fence
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError, UnusableTpu
@@ -26,12 +25,10 @@ from training.machine import SYSTEM, Machine
 from training.models.export import export_checkpoint
 from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config
 from training.registry import BACKENDS, TASKS, load
-from training.storage import NotFound, Storage, StorageError, is_remote, join, name_of
+from training.storage import Storage, join
 from training.tasks.task import Task, task_class
 from training.telemetry.console import Console, warn
 from training.telemetry.phase_timer import PhaseTimer
-
-_CLAIM = re.compile(r"attempt-\d+\.[0-9a-f]+\.json")
 
 
 @dataclass(frozen=True)
@@ -120,12 +117,12 @@ def open_run(
             "config": config.canonical(),
         }
         folder = join(config.output, cluster.run_id)
-        record_url = claim(folder, cluster, rendezvous, token, record, storage)
+        own = claim(folder, cluster, rendezvous, token, record, storage)
         run = Run(
             config, cluster, rendezvous, shutdown, timer, console, task, code, token,
-            model_identity(config), fence(folder, cluster, storage), dependencies,
+            model_identity(config), fence(folder, cluster, own, storage), dependencies,
         )  # fmt: skip
-        return run, record_url
+        return run, own.url
 
 
 def open_checkpoints(run: Run) -> tuple[CheckpointWriter, dict[str, Any]]:
@@ -155,61 +152,6 @@ def open_checkpoints(run: Run) -> tuple[CheckpointWriter, dict[str, Any]]:
 def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
     """The task that the configuration names, with its data. Raises BadInput."""
     return task_class(config.task)(config, cluster)
-
-
-def claim(
-    folder: str,
-    cluster: Cluster,
-    rendezvous: Rendezvous,
-    token: str,
-    record: Mapping[str, Any],
-    storage: Storage = default_storage,
-) -> str:
-    """Writes what this attempt is to the run's folder, and makes sure that all hosts have that folder in common: their
-    parts go there.
-
-    So an output that can't be written, or that every host has for itself, is found before the first step. Returns where
-    it was written. Raises BadInput.
-    """
-    url = join(folder, "attempts", f"attempt-{cluster.attempt:04d}.{token}.json")
-    if cluster.is_first:
-        try:
-            storage.write(url, json.dumps(record, indent=1).encode() + b"\n")
-        except StorageError as error:
-            if isinstance(error, NotFound) or not is_remote(url):
-                raise BadInput(f"output: {error}") from None
-            raise
-    rendezvous.meet("claimed")
-    blind = [worker for worker, sees in enumerate(rendezvous.meet("seen", storage.stat(url) is not None)) if not sees]
-    if blind:
-        raise BadInput(
-            f"output {folder} is not one folder for all hosts: host 0 wrote {url}, and host "
-            f"{', host '.join(map(str, blind))} can't see it; use gs://, or a folder that all hosts share"
-        )
-    return url
-
-
-def fence(folder: str, cluster: Cluster, storage: Storage = default_storage) -> Callable[[], None]:
-    """Returns the check that host 0 makes before each commit: it raises BadInput when the run was started again after
-    this attempt. So of two trainers of one run, whether by two launchers or because a host of an old attempt woke up,
-    the one that was started last continues, from what the other had committed."""
-    attempts = join(folder, "attempts")
-
-    def claims() -> set[str]:
-        return {info.url for info in storage.listing(attempts) if _CLAIM.fullmatch(name_of(info.url))}
-
-    known = claims() if cluster.is_first else set()
-
-    def check() -> None:
-        later = sorted(claims() - known)
-        if later:
-            raise BadInput(
-                f"run {cluster.run_id} was started again while this attempt {cluster.attempt} was training "
-                f"({later[0]}); only the newest start may commit. If both were meant, give one of them another run id "
-                "or output"
-            )
-
-    return check
 
 
 def model_identity(config: TrainerConfig) -> dict[str, Any]:

@@ -3,7 +3,7 @@ framework: one weight vector, moved by each batch's records. Steps can be told t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,9 @@ class NumpyBackend:
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
         return task.batches(start)
+
+    def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
+        return task.evaluation_batches()
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> Result:
         fault, loss, norm = self.fault(number), float(np.abs(self.state["model/w"]).mean()), 0.5

@@ -10,9 +10,9 @@ import pytest
 
 from training.distributed.agreement import agree, code_hash, disagreements
 from training.distributed.cluster import Cluster
+from training.distributed.fence import claim
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput
-from training.run_setup import claim
 
 
 def test_everyone_who_differs_from_host_0_is_named() -> None:

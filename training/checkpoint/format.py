@@ -18,7 +18,8 @@ or nothing) but may lose or flip what it holds. So:
 * Only a finite state is committed: the loop ends at the step that was not, and each host looks at its part in host
   memory. One that is not finite (of a program without this rule) is passed over like a damaged one.
 * Only the newest start of a run commits: host 0 looks for later claims before and after it writes the manifest
-  (`training.run_setup.fence`). If two look at the same moment, the create-only write decides.
+  (`training.distributed.fence`). One that slept between look and write commits a step of an older attempt: whole, it is
+  kept by the newest; with parts that were deleted meanwhile, it is replaced.
 * A manifest names its parts with size and crc32c, and carries a crc32c of itself. Restoring verifies all of it, and
   that the slices of each tensor hold every element exactly once; otherwise it falls back to an older checkpoint.
 * Deleting removes the manifest first: a half-deleted checkpoint is no checkpoint.

@@ -24,9 +24,9 @@ from training.checkpoint import format as form
 from training.checkpoint import host_memory
 from training.checkpoint.format import Manifest, Part
 from training.checkpoint.retention import Keep
-from training.checkpoint.safetensors_file import TensorSpec, encode
+from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
 from training.checkpoint.snapshot import Snapshot, StartSnapshot, find_nonfinite
-from training.checkpoint.store import delete_checkpoint, list_folders
+from training.checkpoint.store import delete_checkpoint, list_folders, read_manifest
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.errors import NonFinite, TrainError
@@ -224,19 +224,39 @@ class CheckpointWriter:
         try:
             self._storage.write(url, form.dump_manifest(manifest), create_only=True)
         except AlreadyExists:
-            raise TrainError(
-                f"{folder} has been committed by another process: two trainers write the run "
-                f"{self._cluster.run_id!r}. Give one of them another run id or output"
-            ) from None
+            self._fence()
+            self._adopt_or_replace(url, manifest)
         try:
             self._fence()
         except TrainError:
             # This process may have been suspended while it wrote, so long that a newer attempt has taken these parts
             # for abandoned ones and deleted them.
-            present = list_folders(self.folder, self._storage).get(manifest.step, set())
-            if {part.name for part in manifest.parts} - present:
+            committed = self._read_committed(manifest.step)
+            if committed and committed.parts == manifest.parts and not self._has_parts(committed):
                 self._storage.delete(url)
             raise
+
+    def _adopt_or_replace(self, url: str, manifest: Manifest) -> None:
+        """This step has been committed: by this process, whose answer was lost, or by a host of an older attempt that
+        woke up between its look at the fence and its write. Only the newest start comes here. What that host has
+        committed is a state of this run too, and is kept where it is whole; otherwise it is replaced."""
+        committed = self._read_committed(manifest.step)
+        if committed and committed.identity == manifest.identity and self._has_parts(committed):
+            if committed.parts != manifest.parts:
+                self._warn(f"step {manifest.step} was committed by attempt {committed.attempt} meanwhile: that is kept")
+            return
+        self._storage.delete(url)
+        self._storage.write(url, form.dump_manifest(manifest), create_only=True)
+
+    def _read_committed(self, step: int) -> Manifest | None:
+        try:
+            return read_manifest(self.folder, step, self._storage)
+        except Damaged:
+            return None
+
+    def _has_parts(self, manifest: Manifest) -> bool:
+        folder = join(self.folder, form.step_folder(manifest.step))
+        return all(self._storage.stat(join(folder, part.name)) is not None for part in manifest.parts)
 
     def _write_part(self, folder: str, name: str, data: memoryview) -> Part:
         """Writes a part and compares what storage has with what was sent."""

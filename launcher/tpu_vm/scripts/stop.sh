@@ -6,7 +6,7 @@
 : "${container:?}" "${grace:?}" "${remove:?}"
 mark=/tmp/$container.$worker.stopping
 if $docker inspect "$container" >/dev/null 2>&1; then
-  # A second SIGTERM tells the trainer to leave without saving: a replay, or a second stop, only waits.
+  # A second SIGTERM may tell a program to leave without saving: a replay, or a second stop, only waits.
   if mkdir "$mark" 2>/dev/null; then
     $docker stop --time "$grace" "$container" >/dev/null 2>&1
   else
