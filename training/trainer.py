@@ -254,7 +254,7 @@ class Trainer:
             if self.progress.signals.stop:
                 self.stop()
         with run.timer.phase("checkpoint"):
-            self.checkpoints.wait()
+            self.checkpoints.release()
         checksum, skipped = compare_weights(run, self.backend, self.progress.replaced)
         if run.cluster.is_first and config.export.at_end:
             export_model(run, self.backend)

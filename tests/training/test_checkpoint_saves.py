@@ -3,6 +3,7 @@ here, the files are real."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -352,6 +353,27 @@ def test_a_stale_host_can_not_touch_what_is_committed(tmp_path: Path) -> None:
     save(tmp_path, [10], token="new")
     save(tmp_path, [10], token="old")  # an attempt that should be dead writes the same step again
     assert load(tmp_path)[1].is_of(10)
+
+
+def test_the_memory_of_snapshots_is_given_back_before_the_export(tmp_path: Path) -> None:
+    size = 1 << 26
+    specs = {"model/w": TensorSpec("F32", (size // 4,), size)}
+
+    def copy(places: Mapping[str, memoryview]) -> Snapshot:
+        return Snapshot((np.frombuffer(place, np.float32), np.float32(1)) for place in places.values())
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    description = RunDescription(IDENTITY, {}, "c", "t")
+    saver = CheckpointWriter(str(tmp_path), Cluster(0, ("h",)), SingleHost(), description, Keep(1))
+    saver.prepare(specs)
+    saver.save(10, specs, copy, {})
+    saver.wait()
+    held = resident()
+    saver.release()
+    assert held - resident() > 0.9 * size
+    verify(str(tmp_path), 10)
 
 
 def test_the_commands_show_list_and_verify(tmp_path: Path) -> None:

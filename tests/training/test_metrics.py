@@ -82,6 +82,14 @@ def test_the_learning_rate_warms_up_and_comes_down() -> None:
     assert all(rates[10:][index] > rates[10:][index + 1] for index in range(89))
 
 
+def test_the_warm_up_is_one_step_ahead_of_hugging_faces_and_the_rest_is_the_same() -> None:
+    def published(step: int) -> float:  # transformers.get_linear_schedule_with_warmup
+        return step / 10 if step < 10 else (100 - step) / (100 - 10)
+
+    for step in range(100):
+        assert learning_rate(train(), step) == pytest.approx(published(step + 1 if step < 10 else step))
+
+
 def test_cosine_is_half_way_down_in_the_middle() -> None:
     assert learning_rate(train(schedule="cosine", warmup_steps=0), 50) == pytest.approx(0.5)
 

@@ -19,13 +19,17 @@ class ScheduleSettings(Section):
     learning_rate: float = Field(default=1e-4, gt=0)
     """The peak learning rate, reached at the end of the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the learning rate rises linearly from 0 to its peak."""
+    """Steps in which the learning rate rises linearly to its peak: `1/warmup_steps` of it in the first step, all of it
+    in the last. (Hugging Face's schedules begin with 0, a step that changes nothing, and are one step behind.)"""
     schedule: Literal["linear", "cosine"] = "linear"
     """How the learning rate falls from its peak to 0."""
 
 
 def learning_rate(settings: ScheduleSettings, step: int) -> float:
-    """For step number `step`, counted from 0: warm-up from 0 to the peak, then down to 0 after the last step."""
+    """For step number `step`, counted from 0: warm-up to the peak, then down to 0 after the last step.
+
+    Warm-up is one step ahead of `transformers.get_linear_schedule_with_warmup`, whose first step has the rate 0: here
+    no step is without an update."""
     if step < settings.warmup_steps:
         return settings.learning_rate * (step + 1) / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
