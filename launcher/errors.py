@@ -83,5 +83,9 @@ class CommandMissing(BadInput):
     """A program that must be installed isn't."""
 
 
+class HostsUnreachable(LaunchError):
+    """The slice is READY, and for long not all of its hosts could be contacted."""
+
+
 class CommandTimeout(LaunchError):
     """A local command did not end in its time; the message names what was waited for."""

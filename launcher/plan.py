@@ -14,7 +14,6 @@ from launcher.config import Config
 from launcher.images import local
 from launcher.machine.owner import this_owner
 from launcher.run import specification
-from launcher.run.attempts import make_attempt
 from launcher.tpu_vm import commands, host_scripts, ownership, placement, queued
 
 
@@ -44,7 +43,7 @@ def steps(config: Config) -> list[Step]:
 def _run(config: Config) -> list[Step]:
     hosts = [f"<address of host {worker}>" for worker in range(config.accelerator.hosts)]
     image = config.image.repository + "@<digest>" if config.image.repository else "<image id>"
-    attempt = make_attempt(specification.describe(config, "<run id>"), config, 0, image)
+    attempt = specification.make_attempt(specification.describe(config, "<run id>"), config, 0, image)
     prepare = host_scripts.prepare_script(attempt, hosts, config.slice.accelerator_type)
     start = host_scripts.start_script(attempt, gated=config.run.transport == "auto" and not config.slice.iap)
     observe = host_scripts.observe_script(attempt.container, "<time of the newest line>")

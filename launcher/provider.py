@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
+from launcher.clock import Clock
 from training.distributed.cluster import SECRET_VARIABLE
 
 LOG_OVERLAP = timedelta(seconds=1)  # how far before the newest known line `observe` is asked to begin again
@@ -147,6 +148,11 @@ class ContainerState:
     """Its command had ended by then."""
 
     @property
+    def running(self) -> bool:
+        """Whether its command runs."""
+        return self.status in ("running", "paused", "restarting")
+
+    @property
     def ended(self) -> bool:
         """Whether its command has run and runs no more."""
         return self.status in ("exited", "dead")
@@ -204,8 +210,12 @@ class Provider(Protocol):
         """Whether the slice was READY, and as the file says, when a command from here last used it: then a start need
         not ask before it tries."""
 
-    def create(self) -> None:
-        """Creates the slice and returns when it is READY."""
+    def create(self, clock: Clock | None = None) -> None:
+        """Creates the slice and returns when it is READY and its hosts answer.
+
+        Args:
+            clock: How to wait, where that may be long: its `sleep` may raise, which ends the creation.
+        """
 
     def delete(self) -> None:
         """Deletes the slice and returns when the API says that it is gone; none is fine."""

@@ -18,7 +18,7 @@ from launcher.home import home
 from launcher.run import launch
 from launcher.run import ledger as ledgers
 from launcher.run import status as statuses
-from launcher.run.attempts import Outcome
+from launcher.run.attempts.session import Outcome
 from launcher.run.supervise import explain
 from launcher.tpu_vm import placement
 

@@ -179,8 +179,13 @@ class RunSection(Section):
     """Attempts started again after the command failed, in the whole run; the delay before each doubles from 5 s."""
 
     replace_after: int | None = Field(default=None, ge=1)
-    """Attempts in a row with the same host as first cause after which the slice is deleted and created again; absent:
-    never."""
+    """Attempts in a row with the same host as first cause after which the slice is deleted and created again, and so
+    is one that is READY and whose hosts can't be contacted; absent: never."""
+
+    recovery_minutes: float = Field(default=60, ge=0, le=7 * 24 * 60)
+    """Minutes for which a recovery is tried again after its first failure that may pass: the API or a host does not
+    answer, there is no capacity, the slice is taken away again. Waiting for capacity (slice.stockout_minutes,
+    slice.queued) comes on top."""
 
 
 class Root(Section):

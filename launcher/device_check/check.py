@@ -16,7 +16,7 @@ from launcher.images import local
 from launcher.machine import Machine
 from launcher.provider import Attempt, HostReport, Observation, Provider
 from launcher.run import ledger as ledgers
-from launcher.run.attempts import require_all, require_ready
+from launcher.run.attempts.start import require_all, require_ready
 from launcher.run.launch import Context, under_way
 from training.device_check.facts import Problem
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from launcher.clock import Clock
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.gke import CAPABILITIES, checks, pod_status
@@ -84,7 +85,7 @@ class Gke:
         """Never: nothing is kept about a cluster."""
         return False
 
-    def create(self) -> None:
+    def create(self, clock: Clock | None = None) -> None:
         """Creates nothing; reports when the cluster has too few nodes of the slice's kind now."""
         self._list_jobsets()
         selector = ",".join(f"{key}={value}" for key, value in node_selector(self.config).items())

@@ -79,10 +79,20 @@ class Ended(Event):
 
 
 @dataclass(frozen=True)
+class Requested(Event):
+    """`tpu-launch run` was asked to start the run or to resume it: from this attempt on. A stop that was requested
+    before does not count any more."""
+
+    kind: ClassVar[str] = "requested"
+
+
+@dataclass(frozen=True)
 class StopRequested(Event):
-    """The run's owner asked the attempt to stop."""
+    """The run's owner asked it to stop. No attempt follows until `tpu-launch run` is asked for one."""
 
     kind: ClassVar[str] = "stop"
+    grace: int = 30
+    """Seconds between SIGTERM and SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -147,23 +157,36 @@ class Recovering(Event):
 
 
 @dataclass(frozen=True)
+class RoundFailed(Event):
+    """A round of a recovery (make the slice READY, start the attempt on all hosts) failed, and another follows."""
+
+    kind: ClassVar[str] = "not recovered yet"
+    problem: str = ""
+    """What failed, in its first line."""
+    reason: str = ""
+    """What follows, and the problem."""
+    delay: float = 0.0
+    """Seconds to wait first."""
+
+
+@dataclass(frozen=True)
 class Recovered(Event):
-    """The attempt after a recovery has started, or failed to start."""
+    """The attempt after a recovery has started."""
 
     kind: ClassVar[str] = "recovered"
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Where the time since the end of the attempt before went: delay, slice, start."""
+    """Where the time since the end of the attempt before went: delay (with rounds that failed), slice, start."""
 
 
 @dataclass(frozen=True)
 class SliceReplaced(Event):
-    """The slice is deleted and created again, because one host failed again and again."""
+    """The slice was deleted, to be created again: one host failed again and again, or hosts can't be contacted."""
 
     kind: ClassVar[str] = "replaced"
     host: int = -1
-    """Worker index of the host."""
+    """Worker index of the host; -1: no single host."""
     reason: str = ""
-    """How often it was the first cause."""
+    """How often it was the first cause, or why the hosts can't be used."""
 
 
 @dataclass(frozen=True)
@@ -211,12 +234,14 @@ KINDS: Mapping[str, type[Event]] = {
         Prepared,
         Started,
         Ended,
+        Requested,
         StopRequested,
         HostStopped,
         HostOutOfReach,
         HostBack,
         HostEnded,
         Recovering,
+        RoundFailed,
         Recovered,
         SliceReplaced,
         PostMortemWritten,

@@ -7,6 +7,7 @@ crash at any point: a start that finds its containers running attaches to them.
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +15,19 @@ from pathlib import Path
 from launcher.checks import inputs, preflight
 from launcher.clock import format_time
 from launcher.config import Config
-from launcher.errors import BadInput
+from launcher.errors import BadInput, LaunchError
 from launcher.images import local
 from launcher.images import overlay as overlays
 from launcher.machine import Machine
-from launcher.provider import HostReport, Observation, Overlay, Provider
+from launcher.provider import ContainerState, HostReport, Overlay, Provider
 from launcher.run import env_file, events, specification
 from launcher.run import ledger as ledgers
-from launcher.run.attempts import (
-    Outcome,
-    Session,
-    drive,
-    require_inputs,
-    require_ready,
-    same_slice,
-    with_image,
-)
-from launcher.run.ledger import Ledger, RunRecord
+from launcher.run.attempts.drive import drive
+from launcher.run.attempts.session import Outcome, RunStopped, Session, with_image
+from launcher.run.attempts.start import end_everywhere, require_inputs, require_ready
+from launcher.run.ledger import Ledger, RunRecord, same_slice
 from launcher.run.specification import SecretSource, Specification
-from launcher.run.supervise import AttemptRef, Output, explain
+from launcher.run.supervise import Output, explain
 from launcher.run.verdict import Cause, Kind
 
 MakeProvider = Callable[[Config], Provider]
@@ -147,12 +142,19 @@ def attach(request: Request, context: Context) -> Outcome:
             )
         session = open_session(config, context, ledger, SecretSource(context.environment, given))
         with contextlib.closing(session.provider):
+            if not ledger.started_everywhere and _look(session) is _Presence.INCOMPLETE:
+                raise BadInput(
+                    f"run {ledger.run_id}: attempt {ledger.attempts - 1} was interrupted while it was started, and "
+                    "does not run on all hosts: `tpu-launch run` ends it and starts the next"
+                )
             _warn_of_missing_secrets(session)
             return drive(session, session.attempt(ledger.attempts - 1))
 
 
 def stop(config: Config, context: Context, run_id: str | None, *, grace: int | None) -> list[HostReport]:
-    """Asks the run's containers on all hosts to stop (SIGTERM; SIGKILL after the grace), and waits until they have.
+    """Stops the run for good: its containers on all hosts (SIGTERM; SIGKILL after the grace), and waits until they have
+    ended. No attempt follows, whoever supervises the run on this machine and whatever it waits for, until `run` is
+    asked for one.
 
     Args:
         config: Finds the run: the newest one of its slice.
@@ -161,15 +163,19 @@ def stop(config: Config, context: Context, run_id: str | None, *, grace: int | N
         grace: Seconds; None for run.stop_seconds.
     """
     ledger = _find(config, context, run_id)
-    if ledger.attempts == 0:
+    supervised = ledger.supervised()
+    if ledger.attempts == 0 and not supervised:
         raise BadInput(f"run {ledger.run_id} was never started")
     session = open_session(config, context, ledger, SecretSource(context.environment, {}))
     with contextlib.closing(session.provider):
-        attempt = session.attempt(ledger.attempts - 1)
-        ledger.append(events.StopRequested(attempt.number))
-        session.output.say(f"stopping run {ledger.run_id} on {session.config.accelerator.hosts} hosts")
         seconds = session.config.run.stop_seconds if grace is None else grace
-        return session.provider.stop(attempt.container, grace=seconds, remove=False)
+        ledger.append(events.StopRequested(max(0, ledger.attempts - 1), seconds))
+        # From here on no attempt begins, so the last one is the one to stop.
+        if not ledger.under_way and not ledger.left_behind():
+            session.say(": nothing of it runs on hosts, and no attempt follows")
+            return []
+        session.output.say(f"stopping run {ledger.run_id} on {session.config.accelerator.hosts} hosts")
+        return session.provider.stop(session.attempt(ledger.attempts - 1).container, grace=seconds, remove=False)
 
 
 def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
@@ -274,21 +280,22 @@ def _start_or_resume(
 ) -> Outcome:
     """Watches the attempt that is there, if there is one; otherwise starts the next."""
     config, secrets = request.config, extras.secrets(context.environment)
+    stops = ledger.stops
+    if not ledger.under_way:
+        ledger.append(events.Requested(ledger.attempts))
     kept = specification.read(ledger.folder)
     ready = not provider.known_ready()
+    if ledger.under_way:
+        if ready and provider.describe() is None:
+            require_ready(config, provider)
+        outcome = _end_open_attempt(context, config, ledger, secrets)
+        if outcome is not None:
+            return outcome
+        if ledger.stops > stops:
+            raise RunStopped(f"run {ledger.run_id}: its owner stopped it; `tpu-launch run` resumes it")
+        ledger.append(events.Requested(ledger.attempts))
     if ready:
         require_ready(config, provider)
-    attempt = _open_attempt(context, config, ledger, provider)
-    if attempt is not None:
-        session = open_session(config, context, ledger, secrets)
-        session.say(f": attempt {attempt.number} is there already; attaching to it")
-        over = not any(_status(observation) == "running" for observation in _observe_all(context, provider, attempt))
-        with contextlib.closing(session.provider):
-            outcome = drive(session, session.attempt(attempt.number))
-        if not over or outcome.verdict.kind is Kind.FINISHED:
-            return outcome
-        # It had ended while nobody watched: what was asked for now is to resume it.
-        session.say(f": attempt {attempt.number} had ended: {explain(outcome.verdict)[0]}")
     spec = requested.model_copy(update={"run": ledger.run_id})
     if kept is not None:
         spec = specification.resume(kept, spec)
@@ -321,31 +328,66 @@ def _last_image(config: Config, context: Context) -> str | None:
 # -- an attempt that is there already ---------------------------------------------------------------------------------
 
 
-def _open_attempt(context: Context, config: Config, ledger: Ledger, provider: Provider) -> AttemptRef | None:
-    """The attempt that was not seen to end, if any host still has its container. One that no host has any more is
-    recorded as ended."""
-    if ledger.attempts == 0 or ledger.outcome is not None:
-        return None
-    attempt = AttemptRef(ledger.run_id, ledger.attempts - 1, range(config.accelerator.hosts))
-    if any(_status(observation) in ("running", "exited") for observation in _observe_all(context, provider, attempt)):
-        return attempt
-    cause = Cause(-1, "no host has its container any more")
-    ledger.append(events.Ended(attempt.number, events.VANISHED, cause))
+class _Presence(enum.Enum):
+    """What hosts have of an attempt that was not seen to end."""
+
+    GONE = "gone"  # every host answered, and none has a container that ever ran
+    INCOMPLETE = "incomplete"  # every host answered; its start was interrupted, and some hosts do not run it
+    ENDED = "ended"  # every host answered, and it runs on none any more
+    WATCHABLE = "watchable"  # it runs, or hosts could not be asked: supervision finds out what became of it
+
+
+def _end_open_attempt(context: Context, config: Config, ledger: Ledger, secrets: SecretSource) -> Outcome | None:
+    """Watches the attempt that was not seen to end, or records how it ended while nobody watched.
+
+    Returns:
+        How the run ended; None when what was asked for now is the next attempt.
+    """
+    session = open_session(config, context, ledger, secrets)
+    number = ledger.attempts - 1
+    with contextlib.closing(session.provider):
+        presence = _look(session)
+        if presence is _Presence.GONE:
+            ledger.append(events.Ended(number, events.VANISHED, Cause(-1, "no host has its container any more")))
+            return None
+        if presence is _Presence.INCOMPLETE:
+            session.say(f": attempt {number} was interrupted while it was started: ending it")
+            attempt = session.attempt(number)
+            end_everywhere(session, number, attempt.container, attempt.workers, grace=session.config.run.stop_seconds)
+            cause = Cause(-1, "it was interrupted while it was started")
+            ledger.append(events.Ended(number, events.NOT_STARTED, cause))
+            return None
+        session.say(f": attempt {number} is there already; attaching to it")
+        outcome = drive(session, session.attempt(number))
+    if presence is not _Presence.ENDED or outcome.verdict.kind is Kind.FINISHED:
+        return outcome
+    # It had ended while nobody watched: what was asked for now is to resume it.
+    session.say(f": attempt {number} had ended: {explain(outcome.verdict)[0]}")
     return None
 
 
-def _observe_all(context: Context, provider: Provider, attempt: AttemptRef) -> list[Observation]:
-    """One observation of each host, without lines."""
-    now = format_time(context.machine.clock.time())
+def _look(session: Session) -> _Presence:
+    """Asks every host once for the last attempt. An answer that is missing says nothing: a host may be away for a
+    moment while the run goes on."""
+    attempt = session.attempt(session.ledger.attempts - 1)
+    now = format_time(session.machine.clock.time())
 
-    def observe(worker: int) -> Observation:
-        return provider.observe(worker, attempt.container, now)
+    def observe(worker: int) -> ContainerState | None:
+        try:
+            return session.provider.observe(worker, attempt.container, now).container
+        except LaunchError:
+            return None
 
-    return context.machine.tasks.map(observe, attempt.workers, at_once=64)
-
-
-def _status(observation: Observation) -> str:
-    return observation.container.status if observation.container is not None else ""
+    answers = session.machine.tasks.map(observe, attempt.workers, at_once=64)
+    containers = [container for container in answers if container is not None]
+    if len(containers) < len(answers):
+        return _Presence.WATCHABLE
+    begun = [container.running or container.ended for container in containers]
+    if not any(begun):
+        return _Presence.GONE
+    if not all(begun) and not session.ledger.started_everywhere:
+        return _Presence.INCOMPLETE
+    return _Presence.WATCHABLE if any(container.running for container in containers) else _Presence.ENDED
 
 
 def explain_interrupt(config: Config, context: Context) -> None:

@@ -10,21 +10,24 @@
     post-mortem-<n>.tar.gz                what is kept of an attempt that failed (launcher.run.post_mortem)
     lock            held (flock) by the one process that supervises the run
 
-What can fail half-way: a line of events or logs may be cut by a crash; readers pass over a last line without an end.
-The lock goes with its process. All files are 0600, all folders 0700.
+What can fail half-way: a line of events or logs may be cut by a crash or a full disk; readers pass over it, and whoever
+appends an event ends it first. A run.json that is empty or damaged (the machine lost power) is no run. The lock goes
+with its process. All files are 0600, all folders 0700.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from launcher.clock import Clock, format_time
+from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private
 from launcher.machine import Machine
@@ -34,6 +37,8 @@ from launcher.run.events import (
     Entry,
     Event,
     LeftBehind,
+    Requested,
+    Started,
     StopRequested,
     Swept,
     from_document,
@@ -59,6 +64,19 @@ class RunRecord:
     provider: str = "tpu-vm"
 
 
+def read_record(folder: Path) -> RunRecord:
+    """How the run of a folder was started. Raises BadInput when its file is damaged."""
+    path = folder / "run.json"
+    try:
+        document = json.loads(path.read_text())
+        return RunRecord(**{item.name: document[item.name] for item in fields(RunRecord) if item.name in document})
+    except (OSError, ValueError, TypeError) as error:
+        raise BadInput(
+            f"{path} is damaged, or was written by another version of tpu-launch ({error}): remove its folder, or "
+            "restore the file from a backup"
+        ) from None
+
+
 class Ledger:
     """The folder of one run."""
 
@@ -74,23 +92,34 @@ class Ledger:
 
     @property
     def record(self) -> RunRecord:
-        """How the run was started."""
-        return RunRecord(**json.loads((self.folder / "run.json").read_text()))
+        """How the run was started. Raises BadInput when its file is damaged."""
+        return read_record(self.folder)
 
     def append(self, event: Event) -> None:
         """Records an event. It must not hold secrets: the file is kept."""
-        line = json.dumps(to_document(format_time(self.clock.time()), event))
-        with open(os.open(self._events, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a") as file:
-            file.write(line + "\n")
+        line = json.dumps(to_document(format_time(self.clock.time()), event)) + "\n"
+        try:
+            with open(os.open(self._events, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b", buffering=0) as file:
+                size = file.seek(0, os.SEEK_END)
+                cut = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+                data = ("\n" * cut + line).encode()
+                if file.write(data) != len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise LaunchError(
+                f"{self._events}: the event {event.kind!r} can't be recorded: {error.strerror}; what runs on hosts "
+                "goes on: make room, then `tpu-launch run --attach`"
+            ) from None
 
     def entries(self) -> Sequence[Entry]:
         """Everything that was recorded, oldest first."""
         size = self._events.stat().st_size if self._events.exists() else 0
         if size != self._cached[0]:  # it only grows, and is asked for many times a second
             entries = []
-            for line in self._events.read_text().splitlines():
+            for line in self._events.read_text(errors="replace").splitlines():
                 with contextlib.suppress(json.JSONDecodeError):  # cut by a crash
-                    entries.append(from_document(json.loads(line)))
+                    if isinstance(document := json.loads(line), dict):
+                        entries.append(from_document(document))
             self._cached = size, entries
         return self._cached[1]
 
@@ -127,9 +156,25 @@ class Ledger:
         """Whether an attempt is known to have ended, whether or not another one follows."""
         return attempt < self.attempts - 1 or self.outcome is not None
 
-    def stop_requested(self, attempt: int) -> bool:
-        """Whether the run's owner asked this attempt to stop."""
-        return any(isinstance(event, StopRequested) and event.attempt == attempt for event in self.events())
+    @property
+    def started_everywhere(self) -> bool:
+        """Whether the last attempt's containers were seen to have started on all hosts."""
+        last = self.attempts - 1
+        return any(isinstance(event, Started) and event.attempt == last for event in self.events())
+
+    @property
+    def stops(self) -> int:
+        """How often the run's owner asked it to stop."""
+        return sum(isinstance(event, StopRequested) for event in self.events())
+
+    def stop_requested(self) -> bool:
+        """Whether the run's owner asked it to stop, and has not asked for another attempt since."""
+        recorded = self.events()
+        last = next((event for event in reversed(recorded) if isinstance(event, StopRequested | Requested)), None)
+        if not isinstance(last, StopRequested):
+            return False
+        # A ledger of an older version has no `Requested`: there, a stop was one attempt's.
+        return last.attempt >= self.attempts - 1 or any(isinstance(event, Requested) for event in recorded)
 
     def left_behind(self) -> list[LeftBehind]:
         """Containers that ended attempts may have left on hosts, and that were not removed since."""
@@ -151,6 +196,14 @@ class Ledger:
         folder = self.stacks_folder(attempt)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(folder / f"host-{worker}.txt", text)
+
+    def supervised(self) -> bool:
+        """Whether a process holds the run's lock now."""
+        try:
+            with self.supervising(patience=0.0):
+                return False
+        except LaunchError:
+            return True
 
     @contextlib.contextmanager
     def supervising(self, patience: float = 5.0) -> Iterator[None]:
@@ -189,10 +242,20 @@ class Ledger:
         return self.folder / "events.jsonl"
 
 
+def same_slice(config: Config, record: RunRecord) -> bool:
+    """Whether a run was started on the slice of this configuration."""
+    requested = (config.slice.name, config.project, config.zone, config.provider)
+    return (record.slice, record.project, record.zone, record.provider) == requested
+
+
 def runs(home: Path, machine: Machine) -> list[Ledger]:
-    """All runs of the launcher's folder, oldest first."""
-    ledgers = [Ledger(path.parent, machine.clock) for path in (home / "runs").glob("*/run.json")]
-    return sorted(ledgers, key=lambda ledger: (ledger.record.created, ledger.run_id))
+    """All runs of the launcher's folder, oldest first; not those whose run.json is damaged."""
+    created = {}
+    for path in (home / "runs").glob("*/run.json"):
+        ledger = Ledger(path.parent, machine.clock)
+        with contextlib.suppress(BadInput):  # `find` says it to whoever names the run
+            created[ledger] = ledger.record.created
+    return sorted(created, key=lambda ledger: (created[ledger], ledger.run_id))
 
 
 def find(
@@ -208,6 +271,8 @@ def find(
         for ledger in known:
             if ledger.run_id == run_id:
                 return ledger
+        if (home / "runs" / run_id / "run.json").exists():
+            read_record(home / "runs" / run_id)  # says what is damaged; else it is a run of another slice
         raise BadInput(f"there is no run {run_id!r} here; known: {', '.join(run.run_id for run in known) or 'none'}")
     if not known:
         raise BadInput(

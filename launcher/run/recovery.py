@@ -1,9 +1,13 @@
-"""What to do when an attempt has ended. Pure.
+"""What to do when an attempt has ended, and when a recovery does not succeed at once. Pure.
 
 There are two retry budgets, because two different things go wrong. *Preemptions* (the slice was taken away, a host was
 lost, the trainer was asked to stop by its machine and saved) are the price of cheap capacity: another attempt helps.
 *Failures* are the program's own: another attempt rarely helps. A run that its owner stopped, or that was configured
 wrongly, is never started again.
+
+A budget is spent once for each attempt that ended and is followed by another one (`decide`). What it takes until that
+one runs on all hosts is one recovery, in rounds: make the slice READY, start the attempt. A round that fails costs time
+and no budget (`decide_round`).
 """
 
 from __future__ import annotations
@@ -12,13 +16,17 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launcher.run.events import Ended, Event, Recovering, SliceReplaced
+from launcher.errors import Exit, HostsUnreachable, LaunchError
+from launcher.run.events import NOT_STARTED, VANISHED, Ended, Event, Recovering, SliceReplaced
 from launcher.run.verdict import Kind, Verdict
 
 _PREEMPTIONS = frozenset({Kind.PREEMPTED, Kind.HOST_LOST, Kind.SAVED})
 _OF_A_HOST = frozenset({Kind.HOST_LOST.value, Kind.FAILED.value})  # outcomes that one host may be to blame for
 _FIRST_DELAY = 5.0  # seconds before the first new attempt after a failure; doubles
 _LONGEST_DELAY = 300.0
+SETTLE_SECONDS = 60.0
+"""How long the API may go on calling a slice READY that it is taking away: a trainer that saved although nobody here
+asked it to was stopped by its machine."""
 
 
 class Next(enum.Enum):
@@ -75,6 +83,66 @@ def decide(verdict: Verdict, spent: Spent, budgets: Budgets, *, stop_requested: 
     return _within("failure", spent.failures, budgets.failures, delay)
 
 
+class Trouble(enum.Enum):
+    """Why a round of a recovery failed."""
+
+    PREEMPTED = "preempted"  # the slice was taken away again
+    UNREACHABLE = "unreachable"  # the slice is READY, and for long not all of its hosts could be contacted
+    TRANSIENT = "transient"  # it may pass: the API, a network, a host, a stock-out
+    PERMANENT = "permanent"  # somebody must change something: a permission, a quota, the file
+
+
+def classify(error: LaunchError) -> Trouble:
+    """What an error means for a recovery."""
+    if error.exit_code == Exit.PREEMPTED:
+        return Trouble.PREEMPTED
+    if isinstance(error, HostsUnreachable):
+        return Trouble.UNREACHABLE
+    return Trouble.TRANSIENT if error.transient else Trouble.PERMANENT
+
+
+class NextRound(enum.Enum):
+    """What follows a round that failed."""
+
+    AGAIN = "again"
+    REPLACE = "replace"  # again, with a slice that is deleted and created
+    GIVE_UP = "give up"
+
+
+@dataclass(frozen=True)
+class RoundDecision:
+    """What follows a round that failed, and why."""
+
+    next: NextRound
+    reason: str  # for a person
+    delay: float = 0.0  # seconds to wait before the next round
+
+
+def decide_round(
+    trouble: Trouble, failed: int, seconds: float, *, limit: float, may_replace: bool | None
+) -> RoundDecision:
+    """What follows a round of a recovery that failed.
+
+    Args:
+        trouble: Why it failed.
+        failed: How many rounds of this recovery have failed.
+        seconds: Time since the first of them failed.
+        limit: Seconds for which a recovery is tried again (run.recovery_minutes).
+        may_replace: Whether the slice may be deleted and created again (run.replace_after); None where that makes no
+            sense.
+    """
+    if trouble is Trouble.PERMANENT:
+        return RoundDecision(NextRound.GIVE_UP, "trying again does not help")
+    delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(failed - 1, 10))
+    if seconds + delay > limit:
+        return RoundDecision(NextRound.GIVE_UP, f"tried for {seconds / 60:.0f} minutes (run.recovery_minutes)")
+    if trouble is Trouble.UNREACHABLE and may_replace:
+        return RoundDecision(NextRound.REPLACE, "making the slice anew (run.replace_after)", delay)
+    if trouble is Trouble.UNREACHABLE and may_replace is not None:
+        return RoundDecision(NextRound.AGAIN, "trying again; run.replace_after: 2 would make the slice anew", delay)
+    return RoundDecision(NextRound.AGAIN, "trying again", delay)
+
+
 def spent_so_far(events: Sequence[Event]) -> Spent:
     """What a run's events say was spent: the budgets hold for the run, however often the launcher was started."""
     spent = Spent()
@@ -93,7 +161,7 @@ def bad_host(events: Sequence[Event]) -> tuple[int, int]:
     for event in reversed(events):
         if isinstance(event, SliceReplaced):
             break
-        if isinstance(event, Ended):
+        if isinstance(event, Ended) and event.outcome not in (NOT_STARTED, VANISHED):
             blamed = event.cause.worker if event.cause is not None else -1
             if event.outcome not in _OF_A_HOST or blamed < 0 or (count and blamed != worker):
                 break

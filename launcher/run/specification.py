@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.config import TRAINER_SECTIONS, Config, restore
+from launcher.config import CONFIG_FILE, TRAINER_SECTIONS, Config, restore
 from launcher.errors import BadInput
 from launcher.home import write_private, write_private_bytes
-from launcher.provider import Overlay
+from launcher.provider import Attempt, Overlay
 from launcher.run import env_file
+from training.preflight.agreement import CHECKED_PROGRAMS_VARIABLE
 from training.yaml_file import ConfigError, Document, Section, load, refuse_unknown, validate
 
 FILE = "specification.yaml"
@@ -115,6 +116,41 @@ def resume(before: Specification, now: Specification) -> Specification:
             "env_file": now.env_file or before.env_file,
             "overlay": now.overlay or before.overlay,
         }
+    )
+
+
+def make_attempt(
+    spec: Specification,
+    config: Config,
+    number: int,
+    image: str,
+    *,
+    secrets: Mapping[str, str] | None = None,
+    overlay: Overlay | None = None,
+) -> Attempt:
+    """What every host is given for one start of the run.
+
+    Args:
+        spec: The run.
+        config: Its configuration, `spec.config()`.
+        number: Of the attempt, from 0.
+        image: REPOSITORY@sha256:... or an image id.
+        secrets: Values of the variables that only the command may see.
+        overlay: Files over the image's own.
+    """
+    checked = {CHECKED_PROGRAMS_VARIABLE: ",".join(spec.preflight)} if spec.preflight else {}
+    return Attempt(
+        run_id=spec.run,
+        number=number,
+        image=image,
+        command=config.command,
+        environment={**config.run.environment, **checked},
+        files={CONFIG_FILE: config.document.dump().encode()},
+        shm_size=config.run.shm_size,
+        stop_seconds=config.run.stop_seconds,
+        user=config.run.user,
+        secrets=secrets or {},
+        overlay=overlay,
     )
 
 

@@ -27,6 +27,7 @@ _OBSERVATIONS_A_SECOND = 16  # of all hosts together, so that the cost does not 
 _INBOX_SIZE = 64  # an observation may hold 4 MB: producers that are faster than this machine must wait
 _INBOX_SECONDS = 0.25  # how long the main thread waits for news before it judges again
 _ASK_SLICE_EVERY = 15.0  # seconds between two questions to the API while a host is out of reach
+_STOP_AGAIN_SECONDS = 5.0  # before hosts that were missed are stopped again
 _COMPLAIN_EVERY = 30.0  # seconds between two complaints that no host answers
 _WORTH_A_POST_MORTEM = frozenset((Kind.FAILED, Kind.HOST_LOST, Kind.PREEMPTED, Kind.STALLED))
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
@@ -177,6 +178,7 @@ class _Supervision:
         self.complained = begun
         self.last_line = begun  # when a host last wrote a line, or could not be asked whether it did
         self.hurried = False
+        self.stopping = False
 
     def watch(self) -> tuple[Verdict, list[int]]:
         """The verdict that ends the attempt, and the hosts that answer."""
@@ -187,12 +189,16 @@ class _Supervision:
                 self._take_news()
                 self._ask_about_slice()
                 self._complain()
+                stop_requested = self.ledger.stop_requested()
+                if stop_requested and not self.stopping:
+                    self.stopping = True
+                    self._start_task(self._stop_hosts)
                 verdict = judge(
                     list(self.views.values()),
                     self.clock.monotonic(),
                     self.limits,
                     slice_state=self.slice.state,
-                    stop_requested=self.ledger.stop_requested(self.attempt.number),
+                    stop_requested=stop_requested,
                     quiet=self.clock.monotonic() - self.last_line,
                 )
                 if verdict.kind is Kind.SETTLING:
@@ -323,6 +329,17 @@ class _Supervision:
             return self.provider.observe(worker, self.attempt.container, since, patience=patience)
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
+
+    def _stop_hosts(self) -> None:
+        """Carries out the stop that the run's owner requested, until every host has: whoever requested it may be gone,
+        or have missed a host, or the containers may have started after it."""
+        grace = next(event.grace for event in reversed(self.ledger.events()) if isinstance(event, events.StopRequested))
+        while not self.over.is_set():
+            with contextlib.suppress(LaunchError):
+                reports = self.provider.stop(self.attempt.container, grace=grace, remove=False)
+                if all(report.ok for report in reports):
+                    return
+            self.over.wait(_STOP_AGAIN_SECONDS)
 
     def _describe_slice(self) -> None:
         with contextlib.suppress(LaunchError):  # the API does not answer either: nothing is known

@@ -12,8 +12,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from launcher.clock import Clock
 from launcher.config import Config
-from launcher.errors import CommandTimeout, Exit, LaunchError
+from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import Preempted, explain_error
 from launcher.images.store import unpacked_size
@@ -66,12 +67,13 @@ class TpuVm:
         """Whether an earlier command saw the slice READY."""
         return self._connections.has_known_slice
 
-    def create(self) -> None:
+    def create(self, clock: Clock | None = None) -> None:
         """Creates the slice and waits until every host answers."""
         self.close()  # a new slice has other addresses and keys
         self._connections.forget()
-        self._connections.note_state(slices.create(self.config, self.say, self._machine))
-        self._wait_for_hosts()
+        machine = replace(self._machine, clock=clock or self._machine.clock)
+        self._connections.note_state(slices.create(self.config, self.say, machine))
+        self._wait_for_hosts(machine.clock)
         self._connections.close()  # a late observation of the last attempt may have opened some
         if not self._connections.gcloud_only:
             with contextlib.suppress(LaunchError):  # then the next command lists the addresses
@@ -270,17 +272,17 @@ class TpuVm:
             raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
         return addresses or self._connections.internal_addresses()
 
-    def _wait_for_hosts(self) -> None:
+    def _wait_for_hosts(self, clock: Clock) -> None:
         """Waits until every host answers over ssh and its engine is up. gcloud spreads the ssh key and learns the host
         keys on the way.
 
-        Raises CommandTimeout, and Preempted when the slice is taken away meanwhile.
+        Raises HostsUnreachable, and Preempted when the slice is taken away meanwhile.
         """
-        deadline = self._machine.clock.monotonic() + _FIRST_CONTACT_SECONDS
+        deadline = clock.monotonic() + _FIRST_CONTACT_SECONDS
         reported = ""
         while missing := self._hosts_not_up():
-            if self._machine.clock.monotonic() > deadline:
-                raise CommandTimeout(
+            if clock.monotonic() > deadline:
+                raise HostsUnreachable(
                     f"slice {self.config.slice.name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts "
                     f"are: {'; '.join(missing)}"
                 )
@@ -293,7 +295,7 @@ class TpuVm:
             if missing != [reported]:
                 self.say("waiting for the hosts: " + "; ".join(missing))
                 reported = missing[0]
-            self._machine.clock.sleep(3.0)
+            clock.sleep(3.0)
 
     def _hosts_not_up(self) -> list[str]:
         """Why hosts can't be used yet, one line each; empty when all can."""

@@ -203,6 +203,13 @@ def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> N
 
 
 @pytest.mark.parametrize("shell", SHELLS)
+def test_a_stop_keeps_a_container_from_starting_that_was_only_created(host: ScriptHost, shell: str) -> None:
+    host.answer_status("created")
+    host.run(host_scripts.stop_script("demo", 5, remove=False), shell)
+    assert "rm --force demo" in host.calls
+
+
+@pytest.mark.parametrize("shell", SHELLS)
 def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, shell: str) -> None:
     answer_inspect(host, {"Status": "running"}, "an earlier boot")
     host.answer("logs", "echo 2026-01-01T00:00:00.5Z hello")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher.errors import Exit, LaunchError
+from launcher.errors import BadInput, Exit, LaunchError
 from launcher.providers import this_machine
-from launcher.run.events import AttemptBegan, Ended
-from launcher.run.ledger import Ledger, RunRecord, begin, new_run_id
+from launcher.run.events import AttemptBegan, Ended, Requested, StopRequested
+from launcher.run.ledger import Ledger, RunRecord, begin, find, new_run_id, runs
 
 HOUSE = Path(__file__).resolve().parents[2]
 HOLD = """
@@ -62,3 +62,73 @@ def test_a_run_is_under_way_from_the_beginning_of_an_attempt_to_its_end(tmp_path
         assert run.under_way
         run.append(Ended(number, outcome="failed"))
         assert not run.under_way
+
+
+@pytest.mark.parametrize("cut", [1, 10, -1])
+def test_a_line_that_a_crash_cut_swallows_neither_the_next_event_nor_a_number(tmp_path: Path, cut: int) -> None:
+    run = new_run(tmp_path)
+    for number in range(2):
+        run.append(AttemptBegan(number))
+        run.append(Ended(number, outcome="failed"))
+    path = run.folder / "events.jsonl"
+    *lines, last = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines) + last[:cut])
+    run.append(AttemptBegan(2))
+    assert run.attempts == 3
+    assert [event.attempt for event in run.events()][-1] == 2
+    run.append(Ended(2, outcome="finished"))
+    assert run.outcome == "finished"
+
+
+def test_an_event_that_does_not_fit_on_the_disk_is_one_message_and_the_next_one_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    run = new_run(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_events", Path("/dev/full"))
+        with pytest.raises(LaunchError, match=r"can't be recorded: No space left.*run --attach"):
+            run.append(AttemptBegan(0))
+    run.append(AttemptBegan(0))
+    assert run.attempts == 1
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"run_id": "r"}'])
+def test_a_damaged_record_is_no_run_and_a_clear_message_for_who_names_it(tmp_path: Path, text: str) -> None:
+    good, bad = new_run(tmp_path), new_run(tmp_path)
+    (bad.folder / "run.json").write_text(text)
+    assert [run.run_id for run in runs(tmp_path, this_machine())] == [good.run_id]
+    assert find(tmp_path, this_machine(), None).run_id == good.run_id
+    with pytest.raises(BadInput, match=r"run\.json is damaged"):
+        find(tmp_path, this_machine(), bad.run_id)
+
+
+def test_a_record_of_a_newer_version_is_read(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    path = run.folder / "run.json"
+    path.write_text(path.read_text().replace("{", '{"added": 1, ', 1))
+    assert run.record.slice == "s"
+
+
+def test_a_stop_holds_until_another_attempt_is_asked_for(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.append(Requested(0))
+    run.append(AttemptBegan(0))
+    assert not run.stop_requested()
+    run.append(StopRequested(0))
+    run.append(Ended(0, outcome="saved"))
+    assert run.stop_requested()
+    run.append(AttemptBegan(1))  # began at the same moment
+    assert run.stop_requested()
+    run.append(Requested(2))
+    assert not run.stop_requested()
+
+
+def test_in_a_ledger_of_an_older_version_a_stop_was_of_one_attempt(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.append(AttemptBegan(0))
+    run.append(StopRequested(0))
+    assert run.stop_requested()
+    run.append(AttemptBegan(1))
+    assert not run.stop_requested()

@@ -16,7 +16,7 @@ from launcher.checks import preflight
 from launcher.config import load
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.run import specification
-from launcher.run.attempts import make_attempt
+from launcher.run.specification import make_attempt
 
 HOUSE = Path(__file__).resolve().parents[2]
 

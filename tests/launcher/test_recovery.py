@@ -4,8 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.run.events import Ended, Event, Recovering, SliceReplaced
-from launcher.run.recovery import Budgets, Next, Spent, bad_host, decide, spent_so_far
+from launcher.errors import BadInput, Exit, HostsUnreachable, LaunchError
+from launcher.gcloud.errors import Busy, Conflict, PermissionDenied, Preempted, QuotaExceeded, Stockout, Unavailable
+from launcher.run.events import NOT_STARTED, Ended, Event, Recovering, SliceReplaced
+from launcher.run.recovery import (
+    Budgets,
+    Next,
+    NextRound,
+    Spent,
+    Trouble,
+    bad_host,
+    classify,
+    decide,
+    decide_round,
+    spent_so_far,
+)
 from launcher.run.verdict import Cause, Kind, Verdict
 
 ENDED = [kind for kind in Kind if kind.ended]
@@ -76,9 +89,60 @@ def ended(worker: int, kind: Kind = Kind.FAILED) -> Event:
         ([ended(1), ended(-1, Kind.PREEMPTED)], (-1, 0)),
         ([ended(1), Ended(0, "preempted"), ended(1)], (1, 1)),
         ([ended(1), ended(1), SliceReplaced(0), ended(1)], (1, 1)),
+        ([ended(1), Ended(1, NOT_STARTED, Cause(-1, "503")), ended(1)], (1, 2)),
     ],
 )
 def test_a_host_is_bad_that_is_the_first_cause_again_and_again_on_one_slice(
     events: list[Event], found: tuple[int, int]
 ) -> None:
     assert bad_host(events) == found
+
+
+@pytest.mark.parametrize(
+    ("error", "trouble"),
+    [
+        (Preempted("gone"), Trouble.PREEMPTED),
+        (LaunchError("the slice is PREEMPTED", exit_code=Exit.PREEMPTED), Trouble.PREEMPTED),
+        (HostsUnreachable("no ssh"), Trouble.UNREACHABLE),
+        (Unavailable("503"), Trouble.TRANSIENT),
+        (Stockout("no capacity"), Trouble.TRANSIENT),
+        (Busy("another operation"), Trouble.TRANSIENT),
+        (LaunchError("never seen before"), Trouble.TRANSIENT),
+        (PermissionDenied("no"), Trouble.PERMANENT),
+        (QuotaExceeded("no"), Trouble.PERMANENT),
+        (Conflict("in use"), Trouble.PERMANENT),
+        (BadInput("the file"), Trouble.PERMANENT),
+    ],
+    ids=lambda value: value.name if isinstance(value, Trouble) else type(value).__name__,
+)
+def test_what_is_not_known_to_be_permanent_may_pass(error: LaunchError, trouble: Trouble) -> None:
+    assert classify(error) is trouble
+
+
+@given(
+    st.lists(st.sampled_from([trouble for trouble in Trouble if trouble is not Trouble.PERMANENT]), min_size=1),
+    st.floats(0, 7200),
+    st.floats(0, 600),
+    st.sampled_from([True, False, None]),
+)
+def test_a_recovery_is_tried_for_its_time_and_no_longer(
+    troubles: list[Trouble], limit: float, round_seconds: float, may_replace: bool | None
+) -> None:
+    """From its first failure on; a round that has begun ends by itself."""
+    now, delays = 0.0, [0.0]
+    for failed, trouble in enumerate(troubles, 1):
+        decision = decide_round(trouble, failed, now, limit=limit, may_replace=may_replace)
+        if decision.next is NextRound.GIVE_UP:
+            assert now + min(300, 5 * 2 ** (failed - 1)) > limit
+            return
+        assert delays[-1] <= decision.delay <= 300, "pauses grow"
+        assert (decision.next is NextRound.REPLACE) == (trouble is Trouble.UNREACHABLE and may_replace is True)
+        delays.append(decision.delay)
+        now += decision.delay
+        assert now <= limit
+        now += round_seconds
+
+
+def test_what_is_permanent_ends_a_recovery_at_once() -> None:
+    decision = decide_round(Trouble.PERMANENT, 1, 0.0, limit=3600, may_replace=True)
+    assert decision.next is NextRound.GIVE_UP

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from launcher.clock import Clock, SystemClock
 from launcher.config import Config, load
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import local
@@ -28,7 +30,7 @@ from launcher.provider import (
 from launcher.providers import this_machine
 from launcher.run import events, launch, specification
 from launcher.run import ledger as ledgers
-from launcher.run.attempts import Outcome
+from launcher.run.attempts.session import Outcome
 from launcher.run.supervise import Output
 from launcher.run.verdict import Kind
 
@@ -37,7 +39,7 @@ project: p
 zone: us-central2-b
 slice: {name: demo, accelerator_type: v4-16}
 image: {reference: 'r/i@sha256:%s'}
-run: {command: [train], preemption_retries: 2, host_lost_seconds: 0.2, environment: {SETTING: SET}}
+run: {command: [train], preemption_retries: 2, host_lost_seconds: 30, environment: {SETTING: SET}}
 """ % ("0" * 64)
 TPU_VM = Capabilities(cloud_tpu_node=True, emulated=True, sends_secrets=True, replaces_hosts=True, overlays=True)
 HOSTS = range(2)
@@ -53,6 +55,33 @@ class Hosts:
     state: dict[str, ContainerState] = field(default_factory=dict)
     busy: str = ""
     """Another run that is on the hosts."""
+    hooks: dict[str, list[Callable[[], None]]] = field(default_factory=dict)
+    """What happens at the next calls of a provider's method, which may raise."""
+    calls: list[str] = field(default_factory=list)
+    """Methods of the provider that were called, but for observe and describe."""
+    slice_state: str | None = "READY"
+    silent: set[int] = field(default_factory=set)
+    """Hosts that do not answer."""
+    only_created: set[int] = field(default_factory=set)
+    """Hosts on which containers have not started."""
+
+    def call(self, method: str) -> None:
+        """Counts a call, and lets happen what shall happen at it."""
+        if method not in ("observe", "describe"):
+            self.calls.append(method)
+        if self.hooks.get(method):
+            self.hooks[method].pop(0)()
+
+    def fail(self, method: str, *errors: Exception) -> None:
+        """The next calls of a method raise these."""
+
+        def failing(error: Exception) -> Callable[[], None]:
+            def fail() -> None:
+                raise error
+
+            return fail
+
+        self.hooks.setdefault(method, []).extend(failing(error) for error in errors)
 
     def end(self, exit_code: int) -> None:
         self.state[self.attempts[-1].container] = ContainerState(
@@ -74,49 +103,80 @@ class FakeProvider:
     def close(self) -> None:
         pass
 
-    def describe(self) -> SliceState:
-        return SliceState(self.config.slice.name, "READY", "", "v4-16", ("10.0.0.1", "10.0.0.2"))
+    def describe(self) -> SliceState | None:
+        self.hosts.call("describe")
+        if self.hosts.slice_state is None:
+            return None
+        return SliceState(self.config.slice.name, self.hosts.slice_state, "", "v4-16", ("10.0.0.1", "10.0.0.2"))
 
     def known_ready(self) -> bool:
         return False
 
-    def create(self) -> None:
-        pass
+    def create(self, clock: Clock | None = None) -> None:
+        self.hosts.call("create")
+        self.hosts.slice_state = "READY"
+        (clock or SystemClock()).sleep(0)
 
     def delete(self) -> None:
-        pass
+        self.hosts.call("delete")
+        self.hosts.slice_state = None
 
     def prepare(self, attempt: Attempt) -> list[HostReport]:
+        self.hosts.call("prepare")
         if self.hosts.busy:
             return [HostReport(worker, False, "in use", occupied_by=self.hosts.busy) for worker in HOSTS]
         return [HostReport(worker, True, attempt.image) for worker in HOSTS]
 
     def start(self, attempt: Attempt) -> list[HostReport]:
+        self.hosts.call("start")
         exit_code = self.hosts.exits[len(self.hosts.attempts)]
         self.hosts.attempts.append(attempt)
         self.hosts.state[attempt.container] = ContainerState("running")
         if exit_code is not None:
             self.hosts.end(exit_code)
+        self.hosts.call("started")
         return [HostReport(worker, True, "") for worker in HOSTS]
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
+        self.hosts.call("observe")
+        if worker in self.hosts.silent:
+            return Observation(worker, None, problem="timed out")
         state = self.hosts.state.get(container, ContainerState("absent"))
+        if worker in self.hosts.only_created and state.running:
+            state = ContainerState("created")
         return Observation(worker, state, (LogLine("2026-01-01T00:00:00.000000000Z", "a line"),))
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None
     ) -> list[HostReport]:
+        self.hosts.call("stop")
         if remove:
             self.hosts.state.pop(container, None)
         elif container in self.hosts.state and not self.hosts.state[container].ended:
             self.hosts.end(75)
-        return [HostReport(worker, True, "") for worker in HOSTS]
+        return [HostReport(worker, worker not in self.hosts.silent, "") for worker in workers or HOSTS]
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         return {}
 
     def stacks(self, container: str) -> dict[int, str]:
         return {}
+
+
+class FastClock:
+    """This machine's clock, which jumps over every wait."""
+
+    def __init__(self) -> None:
+        self.skipped = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.skipped
+
+    def time(self) -> float:
+        return time.time() + self.skipped
+
+    def sleep(self, seconds: float) -> None:
+        self.skipped += seconds
 
 
 @dataclass
@@ -126,6 +186,7 @@ class Workstation:
     folder: Path
     hosts: Hosts
     messages: list[str] = field(default_factory=list)
+    clock: FastClock = field(default_factory=FastClock)
 
     @property
     def home(self) -> Path:
@@ -138,9 +199,8 @@ class Workstation:
 
     def context(self, **environment: str) -> launch.Context:
         output = Output(self.messages.append, lambda worker, line: None)
-        return launch.Context(
-            self.home, environment, lambda config: FakeProvider(config, self.hosts), output, this_machine()
-        )
+        machine = replace(this_machine(), clock=self.clock)
+        return launch.Context(self.home, environment, lambda config: FakeProvider(config, self.hosts), output, machine)
 
     def run(self, config: Config, environment: dict[str, str] | None = None, **options: object) -> Outcome:
         return launch.run(launch.Request(config, **options), self.context(**(environment or {})))  # type: ignore[arg-type]
@@ -174,7 +234,7 @@ def start_and_lose_sight(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("launcher.run.attempts.supervise", interrupted)
+        patch.setattr("launcher.run.attempts.drive.supervise", interrupted)
         with pytest.raises(KeyboardInterrupt):
             work.run(config, {"HF_TOKEN": "s3cret"}, env_file=env_file, overlay=f"{overlay}=/opt/code")
     (overlay / "loop.py").write_text("changed since\n")

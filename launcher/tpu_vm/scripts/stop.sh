@@ -1,10 +1,14 @@
 #!/bin/sh
 # SIGTERM, then SIGKILL after $grace seconds; removes the container when $remove is `yes`. One that has ended or is
-# gone is fine. Reports `stopped` or `failed <reason>`.
+# gone is fine; one that was only created is removed, so that a start that is late does not start it. Reports `stopped` or
+# `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh
 : "${container:?}" "${grace:?}" "${remove:?}"
 mark=/tmp/$container.$worker.stopping
+if [ "$($docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null)" = created ]; then
+  $docker rm --force "$container" >/dev/null 2>&1
+fi
 if $docker inspect "$container" >/dev/null 2>&1; then
   # A second SIGTERM may tell a program to leave without saving: a replay, or a second stop, only waits.
   if mkdir "$mark" 2>/dev/null; then

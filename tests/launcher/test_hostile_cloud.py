@@ -1,0 +1,295 @@
+"""Claims about a run to which the cloud is hostile: answers that are late, lost or stale, and a stop at any time.
+
+Over the provider of two hosts in memory of test_runs; each names what happens at which call.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from launcher.errors import Exit, HostsUnreachable, LaunchError
+from launcher.gcloud.errors import PermissionDenied, Preempted, QuotaExceeded, Stockout
+from launcher.run import events, launch
+from launcher.run.attempts.session import RunStopped
+from launcher.run.verdict import Kind
+from tests.launcher.test_runs import Workstation, start_and_lose_sight, work
+
+__all__ = ["work"]
+
+COMMAND = ["python", "train.py", "--lr=1e-4"]
+SECRETS = {"HF_TOKEN": "s3cret", "FROM_FILE": "plain"}
+UNAVAILABLE = LaunchError("gcloud: 503 Service Unavailable\n  Google's API has a temporary failure: try again")
+
+
+def kinds(work: Workstation) -> list[type[events.Event]]:
+    return [type(event) for event in work.ledger.events()]
+
+
+def recorded(work: Workstation, kind: type[events.Event]) -> int:
+    return kinds(work).count(kind)
+
+
+# -- an attempt that was not seen to end ------------------------------------------------------------------------------
+
+
+def test_a_host_that_misses_one_look_does_not_make_a_healthy_run_vanish(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Finding 1: `vanished` was recorded, and the next attempt removed the container of the one that ran."""
+    start_and_lose_sight(work, monkeypatch)
+    work.hosts.fail("observe", LaunchError("timed out"), LaunchError("timed out"))
+    work.hosts.calls.clear()
+    threading.Timer(1.0, work.hosts.end, [0]).start()
+    outcome = work.run(work.config(command=COMMAND), SECRETS)
+    assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.FINISHED)
+    assert "prepare" not in work.hosts.calls
+    assert [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)] == ["finished"]
+
+
+def test_while_no_host_answers_nothing_is_recorded_about_an_attempt(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_and_lose_sight(work, monkeypatch)
+    work.hosts.silent = {0, 1}
+
+    ended: list[int] = []
+
+    def answer_again() -> None:
+        ended.append(recorded(work, events.Ended))
+        work.hosts.end(0)
+        work.hosts.silent = set()
+
+    threading.Timer(1.5, answer_again).start()
+    outcome = work.run(work.config(command=COMMAND), SECRETS)
+    assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.FINISHED)
+    assert ended == [0]
+
+
+def test_an_attempt_whose_slice_was_taken_away_unseen_is_a_preemption_like_any_other(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_and_lose_sight(work, monkeypatch)
+    work.hosts.silent, work.hosts.slice_state = {0, 1}, "PREEMPTED"
+    work.hosts.hooks["create"] = [lambda: (work.hosts.silent.clear(), work.hosts.state.clear())]  # type: ignore[list-item, return-value]
+    outcome = work.run(work.config(command=COMMAND), SECRETS)
+    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
+    assert [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)] == [
+        "preempted",
+        "finished",
+    ]
+
+
+def test_a_start_that_was_interrupted_between_two_hosts_is_ended_and_made_again(work: Workstation) -> None:
+    def interrupted() -> None:
+        work.hosts.only_created = {1}
+        raise KeyboardInterrupt
+
+    config = work.config(command=COMMAND)
+    work.hosts.exits[0] = None
+    work.hosts.hooks["started"] = [interrupted]
+    with pytest.raises(KeyboardInterrupt):
+        work.run(config)
+    with pytest.raises(LaunchError, match="interrupted while it was started"):
+        work.attach(config)
+    work.hosts.hooks["prepare"] = [work.hosts.only_created.clear]
+    outcome = work.run(config)
+    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
+    ends = [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)]
+    assert ends == [events.NOT_STARTED, "finished"]
+
+
+# -- recovery ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["create", "prepare", "start"])
+@pytest.mark.parametrize(
+    "error",
+    [UNAVAILABLE, Preempted("slice demo is PREEMPTED"), Stockout("no capacity"), HostsUnreachable("no ssh")],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_may_pass_is_another_round_of_the_recovery_and_costs_no_budget(
+    work: Workstation, method: str, error: LaunchError
+) -> None:
+    """Finding 2: any error ended the run, whatever was left of the budgets."""
+    work.hosts.exits[:2] = [75, 0]
+    work.hosts.hooks[method] = [] if method == "create" else [lambda: None]  # the first start succeeds
+    work.hosts.fail(method, *[error] * 5)
+    outcome = work.run(work.config("run.preemption_retries=1"))
+    assert outcome.verdict.kind is Kind.FINISHED
+    assert recorded(work, events.Recovering) == 1, "the budget is spent on the end of an attempt, once"
+    assert recorded(work, events.RoundFailed) == 5
+    assert recorded(work, events.Recovered) == 1
+
+
+def test_a_slice_that_is_taken_away_again_and_again_during_one_recovery_spends_one_preemption(
+    work: Workstation,
+) -> None:
+    work.hosts.exits[:2] = [75, 0]
+
+    def taken_away() -> None:
+        work.hosts.slice_state = "PREEMPTED"
+        raise LaunchError("the hosts could not start the container")
+
+    work.hosts.hooks["start"] = [lambda: None, taken_away, taken_away]
+    outcome = work.run(work.config("run.preemption_retries=1"))
+    assert outcome.verdict.kind is Kind.FINISHED
+    assert recorded(work, events.Recovering) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(PermissionDenied("permission"), Exit.PERMISSION), (QuotaExceeded("quota"), Exit.QUOTA)],
+    ids=["permission", "quota"],
+)
+def test_what_waiting_does_not_help_ends_the_recovery_at_once_and_says_what_is_billed(
+    work: Workstation, error: LaunchError, code: Exit
+) -> None:
+    work.hosts.exits[0] = 75
+    work.hosts.fail("create", error)
+    with pytest.raises(LaunchError, match=r"not recovered.*\n.*slice demo is READY.*tpu-launch down") as ended:
+        work.run(work.config())
+    assert ended.value.exit_code is code
+    assert work.hosts.calls.count("create") == 1
+
+
+def test_a_recovery_is_given_up_when_its_time_is_over(work: Workstation) -> None:
+    work.hosts.exits[0] = 75
+    work.hosts.fail("create", *[UNAVAILABLE] * 99)
+    begun = work.clock.monotonic()
+    with pytest.raises(LaunchError, match=r"recovery_minutes.*503") as ended:
+        work.run(work.config("run.recovery_minutes=30"))
+    assert ended.value.exit_code is Exit.CLOUD_ERROR
+    assert 20 * 60 < work.clock.monotonic() - begun < 32 * 60
+    assert work.ledger.outcome == "saved", "the run can be resumed"
+
+
+def test_ready_hosts_that_can_not_be_contacted_mean_another_slice_where_that_is_allowed(work: Workstation) -> None:
+    work.hosts.exits[:2] = [75, 0]
+    work.hosts.fail("create", HostsUnreachable("slice demo is READY, but after 300 s not all hosts are"))
+    assert work.run(work.config("run.replace_after=3")).verdict.kind is Kind.FINISHED
+    assert [call for call in work.hosts.calls if call in ("create", "delete")] == ["create", "delete", "create"]
+    assert recorded(work, events.SliceReplaced) == 1
+
+
+def test_a_replacement_that_fails_is_made_in_the_next_round(work: Workstation) -> None:
+    work.hosts.exits[:2] = [75, 0]
+    work.hosts.fail("create", HostsUnreachable("no ssh"))
+    work.hosts.fail("delete", UNAVAILABLE)
+    assert work.run(work.config("run.replace_after=3")).verdict.kind is Kind.FINISHED
+    assert [call for call in work.hosts.calls if call in ("create", "delete")] == [
+        "create",
+        "delete",
+        "delete",
+        "create",
+    ]
+    assert recorded(work, events.SliceReplaced) == 1
+
+
+def test_without_leave_to_replace_it_the_same_slice_is_tried_again(work: Workstation) -> None:
+    work.hosts.exits[:2] = [75, 0]
+    work.hosts.fail("create", HostsUnreachable("no ssh"))
+    assert work.run(work.config()).verdict.kind is Kind.FINISHED
+    assert "delete" not in work.hosts.calls
+    assert any("run.replace_after: 2 would" in message for message in work.messages)
+
+
+def test_after_a_save_that_nobody_asked_for_the_state_of_the_slice_is_waited_for(work: Workstation) -> None:
+    """The API lags: the slice is being taken away, and still READY."""
+    work.hosts.exits[:2] = [75, 0]
+    states = ["READY"] * 3 + ["PREEMPTED"]
+    seen: list[str] = []
+
+    def look() -> None:
+        if work.hosts.calls.count("start") == 1 and states:
+            work.hosts.slice_state = states.pop(0)
+        seen.append(work.hosts.slice_state or "")
+
+    work.hosts.hooks["describe"] = [look] * 50
+    before = work.hosts.calls.count("create")
+    work.hosts.hooks["create"] = [lambda: seen.append("create")]
+    assert work.run(work.config()).verdict.kind is Kind.FINISHED
+    assert work.hosts.calls.count("create") == before + 1
+    assert seen[seen.index("create") - 1] == "PREEMPTED", seen
+
+
+# -- a stop is final --------------------------------------------------------------------------------------------------
+
+
+def stop_elsewhere(work: Workstation) -> None:
+    """`tpu-launch stop` in another terminal."""
+    launch.stop(work.config(), work.context(), None, grace=1)
+
+
+@pytest.mark.parametrize("method", ["create", "prepare", "start"])
+def test_no_attempt_starts_after_a_stop_at_any_point_of_a_recovery(work: Workstation, method: str) -> None:
+    """Finding 14: attempt 1 started anyway."""
+    work.hosts.exits[:2] = [75, None]
+    later = [] if method == "create" else [lambda: None]
+    work.hosts.hooks[method] = [*later, lambda: stop_elsewhere(work)]
+    outcome = work.run(work.config())
+    assert outcome.verdict.kind is Kind.SAVED
+    assert len(work.hosts.attempts) == (2 if method == "start" else 1)
+    assert all(state.ended for state in work.hosts.state.values()), "what had started is stopped again"
+
+
+def test_a_stop_ends_the_wait_between_two_rounds(work: Workstation) -> None:
+    work.hosts.exits[0] = 75
+    work.hosts.fail("create", *[UNAVAILABLE] * 6)
+    sleep = work.clock.sleep
+    slept: list[float] = []
+
+    def sleep_and_stop(seconds: float) -> None:
+        sleep(seconds)
+        slept.append(seconds)
+        if work.hosts.calls.count("create") == 6 and work.ledger.stops == 0:
+            stop_elsewhere(work)
+            slept.clear()
+
+    work.clock.sleep = sleep_and_stop  # type: ignore[method-assign]
+    outcome = work.run(work.config())
+    assert outcome.verdict.kind is Kind.SAVED
+    assert work.hosts.calls.count("create") == 6
+    assert sum(slept) <= 1.0, "the pause of 160 s ends within a second"
+
+
+def test_a_stop_before_the_first_start_keeps_it_from_starting(work: Workstation) -> None:
+    work.hosts.hooks["prepare"] = [lambda: stop_elsewhere(work)]
+    with pytest.raises(RunStopped) as stopped:
+        work.run(work.config())
+    assert stopped.value.exit_code is Exit.STOPPED
+    assert not work.hosts.attempts
+    assert work.ledger.outcome == "stopped"
+
+
+def test_run_resumes_what_was_stopped_during_a_recovery(work: Workstation) -> None:
+    work.hosts.exits[:2] = [75, 0]
+    work.hosts.hooks["create"] = [lambda: stop_elsewhere(work)]
+    assert work.run(work.config()).verdict.kind is Kind.SAVED
+    assert work.run(work.config()).verdict.kind is Kind.FINISHED
+
+
+def test_a_stop_whose_command_died_is_carried_out_by_the_supervisor(work: Workstation) -> None:
+    work.hosts.exits[0] = None
+
+    def request() -> None:
+        work.ledger.append(events.StopRequested(0))
+
+    work.hosts.hooks["observe"] = [lambda: None] * 3 + [request]
+    assert work.run(work.config()).verdict.kind is Kind.SAVED
+    assert "stop" in work.hosts.calls
+
+
+def test_hosts_on_which_a_failed_start_may_have_left_its_container_are_remembered(work: Workstation) -> None:
+    def times_out() -> None:
+        work.hosts.silent = {1}
+        raise LaunchError("no end after 900 s of: gcloud compute tpus tpu-vm ssh")
+
+    work.hosts.hooks["start"] = [times_out]
+    with pytest.raises(LaunchError, match="no end after"):
+        work.run(work.config())
+    assert [event.hosts for event in work.ledger.left_behind()] == [(1,)]
+    work.hosts.silent = set()
+    assert work.run(work.config()).verdict.kind is Kind.FINISHED
+    assert not work.ledger.left_behind()
