@@ -110,6 +110,7 @@ class Runs:
         *,
         evaluation_loss: float = 2.0,
         shutdown: ShutdownRequest | None = None,
+        timer: PhaseTimer | None = None,
         **changes: Any,
     ) -> dict[str, Any]:
         """The summary of an attempt."""
@@ -123,7 +124,9 @@ class Runs:
             open_backend=lambda config, *others: NumpyBackend(config, fault, evaluation_loss),
         )
         stop = shutdown or ShutdownRequest()
-        return train(settings, small_runs.this_host(run_id, attempt), SingleHost(), stop, PhaseTimer(), dependencies)
+        return train(
+            settings, small_runs.this_host(run_id, attempt), SingleHost(), stop, timer or PhaseTimer(), dependencies
+        )
 
     def path(self, run_id: str) -> Path:
         return self.folder / "runs" / run_id

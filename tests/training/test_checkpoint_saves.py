@@ -4,6 +4,7 @@ here, the files are real."""
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from training.checkpoint.store import committed_steps
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous, SingleHost
-from training.errors import BadInput, LostPeer, TrainError
+from training.errors import BadInput, LostPeer, NonFinite, TrainError
 
 IDENTITY = {"seed": 1, "model.layers": 2}
 
@@ -353,6 +354,65 @@ def test_a_stale_host_can_not_touch_what_is_committed(tmp_path: Path) -> None:
     save(tmp_path, [10], token="new")
     save(tmp_path, [10], token="old")  # an attempt that should be dead writes the same step again
     assert load(tmp_path)[1].is_of(10)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_state_that_is_not_finite_on_one_host_is_committed_by_none(tmp_path: Path, worker: int, value: float) -> None:
+    """The loop does not see it: a moment that overflowed, or a bit that flipped."""
+    assert save(tmp_path, [10]) == [10, 10]
+    meeting = Meeting(2)
+
+    def work(host: int) -> None:
+        state = State(20)
+        names = saving._PartBuffer(state.layout(), Cluster(worker, ("h",) * 2)).views
+        state.values[max(names)][-1, -1] = value
+        saver = CheckpointWriter(
+            str(tmp_path),
+            Cluster(host, ("h",) * 2),
+            meeting.of(host),
+            RunDescription(IDENTITY, {}, "code", "u"),
+            Keep(2),
+        )
+        saver.save(20, state.layout(), state.copy, {})
+        saver.wait()
+
+    errors = on_all(2, work)
+    assert [type(error) for error in errors] == [NonFinite, NonFinite]
+    assert f"state after 20 steps is not finite (host {worker}: tensor model/" in str(errors[0])
+    assert errors[0].step == 19
+    assert committed_steps(str(tmp_path)) == [10]
+
+
+def test_a_committed_state_that_is_not_finite_is_passed_over_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a program that looked at losses alone."""
+    save(tmp_path, [10])
+    with monkeypatch.context() as patch:
+        patch.setattr(saving, "find_nonfinite", lambda tensors: None)
+        patch.setattr(
+            State,
+            "copy",
+            lambda state, places: Snapshot(
+                (np.frombuffer(place, np.float32), np.float32("nan")) for place in places.values()
+            ),
+        )
+        save(tmp_path, [20])
+    text, good = inspect.verify_checkpoints(str(tmp_path), None)
+    assert not good
+    assert re.fullmatch(
+        r"step 20: not finite: part part-\d-of-2.t.safetensors: tensor model/\d has a NaN or an infinity\n"
+        r"step 10: good, finite, 652 bytes in 2 part\(s\)",
+        text,
+    )
+    restored, state, warnings = load(tmp_path)
+    assert restored is not None
+    assert (restored.manifest.step, restored.damaged) == (10, (20,))
+    assert state.is_of(10)
+    assert "has a NaN or an infinity" in warnings[0]
+    assert save(tmp_path, [20], token="new", damaged=(20,)) == [20, 20]
+    verify(str(tmp_path), 20)
 
 
 def test_the_memory_of_snapshots_is_given_back_before_the_export(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from training import storage
 from training.checkpoint.format import MANIFEST, Manifest, dump_manifest, render, step_folder, step_of, to_json
 from training.checkpoint.reader import read_part, verify
-from training.checkpoint.safetensors_file import Damaged
+from training.checkpoint.safetensors_file import Damaged, NotFinite
 from training.checkpoint.store import committed_steps, read_manifest
 from training.checkpoint.writer import best_step
 from training.errors import BadInput
@@ -153,7 +153,7 @@ def verify_checkpoints(folder: str, step: int | None) -> tuple[str, bool]:
             lines.append(f"step {chosen}: good, finite, {manifest.size:,} bytes in {len(manifest.parts)} part(s)")
         except Damaged as error:
             good = False
-            lines.append(f"step {chosen}: damaged: {error}")
+            lines.append(f"step {chosen}: {'not finite' if isinstance(error, NotFinite) else 'damaged'}: {error}")
     return "\n".join(lines), good
 
 

@@ -22,7 +22,7 @@ from training import storage as default_storage
 from training.checkpoint import format as form
 from training.checkpoint import host_memory
 from training.checkpoint.format import Manifest, Part, StoredTensor
-from training.checkpoint.safetensors_file import Damaged, TensorSpec, header_end, parse_header
+from training.checkpoint.safetensors_file import Damaged, NotFinite, TensorSpec, header_end, parse_header
 from training.checkpoint.slices import Slice, copy_into, key_in_part
 from training.checkpoint.snapshot import find_nonfinite
 from training.checkpoint.store import committed_steps, read_manifest
@@ -128,11 +128,11 @@ def checkpoint_name(manifest: Manifest) -> str:
 
 
 def finite(load_state: LoadState) -> LoadState:
-    """`load_state` of finite tensors only: it raises Damaged for others."""
+    """`load_state` of finite tensors only: it raises NotFinite for others."""
 
     def load(tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         if name := find_nonfinite(tensors):
-            raise Damaged(f"not finite: tensor {name} has a NaN or an infinity")
+            raise NotFinite(f"tensor {name} has a NaN or an infinity")
         load_state(tensors)
 
     return load
@@ -283,7 +283,7 @@ def _naming(part: Part) -> Iterator[None]:
     except NotFound:
         raise Damaged(f"part {part.name} is missing") from None
     except Damaged as error:
-        raise (error if part.name in str(error) else Damaged(f"part {part.name}: {error}")) from None
+        raise (error if part.name in str(error) else type(error)(f"part {part.name}: {error}")) from None
 
 
 def _read_ranges(

@@ -17,6 +17,10 @@ class Damaged(Exception):
     """A checkpoint, or a part of one, is not what was committed. The message says what differs."""
 
 
+class NotFinite(Damaged):
+    """A checkpoint is what was committed, and a tensor in it has a NaN or an infinity."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """What a tensor's bytes mean: dtype (safetensors' name: F32, BF16, I64), shape, and size in bytes."""
