@@ -172,7 +172,7 @@ class TpuVm:
         if not self._connections.gcloud_only:
             result = self._connections.run(worker, script, timeout=_COMMAND_SECONDS + patience)
         if result is None or result.refused:
-            result = self._connections.run_through_gcloud(worker, script)
+            result = self._connections.run_through_gcloud(worker, script, timeout=patience)
         if not result.reached:
             return Observation(worker, None, problem=result.problem)
         return host_output.parse_observation(worker, result.stdout)
@@ -191,7 +191,7 @@ class TpuVm:
         if missed := [result.worker for result in results if not result.reached and not result.refused]:
             results = self._connections.retry(results, script, timeout=timeout, workers=missed)
         if all(result.refused for result in results):
-            results = self._connections.run_all_through_gcloud(script, chosen)
+            results = self._connections.run_all_through_gcloud(script, chosen, timeout=timeout)
         return [_to_report(result, "stopped") for result in results]
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
@@ -331,7 +331,7 @@ class TpuVm:
         if not self._connections.gcloud_only:
             results = self._connections.run_all(script, timeout=timeout, stdin=stdin)
         if all(result.refused for result in results):
-            results = self._connections.run_all_through_gcloud(script, self._workers, stdin)
+            results = self._connections.run_all_through_gcloud(script, self._workers, stdin, timeout=timeout)
         return [_to_report(result, word) for result in results]
 
 

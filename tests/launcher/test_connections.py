@@ -1,6 +1,8 @@
 """Claims about where the hosts of a slice are: what is remembered of it, and when gcloud is asked again. Sockets are
 real, gcloud is its printed words."""
 
+import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +11,10 @@ import pytest
 
 from launcher.config import Config, load
 from launcher.errors import LaunchError
-from launcher.provider import SliceState
+from launcher.provider import Attempt, Overlay, SliceState
 from launcher.providers import this_machine
+from launcher.shell import Result
+from launcher.tpu_vm.provider import TpuVm
 from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections
@@ -132,3 +136,28 @@ def test_looks_that_come_back_late_find_no_slice_and_never_break(
             connections.note_state(None)
             assert not any(look.result() for look in looks)
         assert not connections.has_known_slice
+
+
+def test_what_goes_through_gcloud_has_the_time_that_it_needs(tmp_path: Path) -> None:
+    """A stop waits for its grace, and an overlay for the network: over IAP too."""
+    calls: list[tuple[str, float]] = []
+
+    def run(argv: Sequence[str], *, timeout: float, **options: object) -> Result:
+        calls.append((argv[-1], timeout))
+        node = {"name": "demo", "state": "READY", "networkEndpoints": [{"ipAddress": "10.0.0.0"}] * 2}
+        reports = {f"--worker={worker}": f"tpu-launch {worker} copied digest" for worker in range(2)}
+        everywhere = "tpu-launch 0 ready id\ntpu-launch 1 ready id"
+        words = set(argv)
+        text = json.dumps(node) if "describe" in words else everywhere if "--worker=all" in words else ""
+        return Result(tuple(argv), 0, text or next((reports[word] for word in reports if word in words), ""), "")
+
+    through_iap = config(tmp_path, more=", iap: true")
+    provider = TpuVm(through_iap, lambda text: None, replace(this_machine(), run=run))
+    provider.stop("container", grace=600, remove=False)
+    assert len(calls) == 2, "one call a host"
+    assert min(seconds for _, seconds in calls) >= 600 + 30
+    with pytest.raises(LaunchError, match="another overlay"):
+        provider.prepare(Attempt("run", 0, "image", ("true",), {}, overlay=Overlay("/app", b"x" * 1000)))
+    copies = [seconds for script, seconds in calls[-2:] if "copied" in script]
+    assert len(copies) == 2
+    assert min(copies) >= through_iap.run.start_minutes * 60

@@ -25,7 +25,7 @@ from launcher.tpu_vm.ssh.addresses import KnownSlice
 from launcher.tpu_vm.ssh.pool import ConnectionPool
 from launcher.tpu_vm.ssh.result import HostResult
 
-_GCLOUD_SECONDS = 40.0  # for one call
+_GCLOUD_SECONDS = 40.0  # for one call, beside the time of the script that it runs
 _GCLOUD_CALLS = 16  # at once
 
 
@@ -122,22 +122,28 @@ class SliceConnections:
         second = {result.worker: result for result in self.pool().run_all(script, timeout=timeout, workers=workers)}
         return [second.get(result.worker, result) for result in results]
 
-    def run_through_gcloud(self, worker: int, script: str, stdin: str | None = None) -> HostResult:
+    def run_through_gcloud(
+        self, worker: int, script: str, stdin: str | None = None, *, timeout: float = 0.0
+    ) -> HostResult:
         """Runs a script on one host through gcloud, for workstations from which our own ssh does not get through. Takes
-        some seconds."""
+        some seconds beside the script, which has `timeout` seconds."""
         command = commands.ssh_command(self.config, script, worker=str(worker))
         try:
-            result = self._machine.run(command, timeout=_GCLOUD_SECONDS, input=stdin)
+            result = self._machine.run(command, timeout=_GCLOUD_SECONDS + timeout, input=stdin)
         except CommandTimeout as error:
             return HostResult(worker, None, problem=str(error).splitlines()[0])
         if not result.ok:
             return HostResult(worker, None, problem=summarize_error(result.stderr))
         return HostResult(worker, 0, result.stdout, result.stderr)
 
-    def run_all_through_gcloud(self, script: str, workers: Sequence[int], stdin: str | None = None) -> list[HostResult]:
+    def run_all_through_gcloud(
+        self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float
+    ) -> list[HostResult]:
         """As `run_through_gcloud`, one call a host."""
         return self._machine.tasks.map(
-            lambda worker: self.run_through_gcloud(worker, script, stdin), workers, at_once=_GCLOUD_CALLS
+            lambda worker: self.run_through_gcloud(worker, script, stdin, timeout=timeout),
+            workers,
+            at_once=_GCLOUD_CALLS,
         )
 
     def replacement_of(self, pool: ConnectionPool) -> ConnectionPool | None:
