@@ -12,7 +12,7 @@ import click
 from launcher import installation
 from launcher import rehearsal as rehearsals
 from launcher.cli import terminal
-from launcher.emulator import control
+from launcher.emulator import control, faults
 from launcher.errors import LaunchError
 
 
@@ -152,10 +152,17 @@ seconds_option = click.option(
 
 @inject.command()
 @click.argument("node")
+@click.option(
+    "--shown-after",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="Seconds for which the API still shows the node as READY.",
+)
 @json_option
-def preempt(node: str, as_json: bool) -> None:
+def preempt(node: str, shown_after: float, as_json: bool) -> None:
     """Take NODE away: its state becomes PREEMPTED, its hosts die. Only deleting it is left."""
-    _inject("preempt", as_json, node=node)
+    _inject("preempt", as_json, node=node, shown_after=shown_after)
 
 
 @inject.command("kill-host")
@@ -216,10 +223,17 @@ def restore_host(node: str, worker: int, as_json: bool) -> None:
 
 @inject.command()
 @click.argument("count", type=click.IntRange(1), default=1)
+@click.option(
+    "--wording",
+    type=click.Choice(list(faults.STOCKOUTS)),
+    default="capacity",
+    show_default=True,
+    help='How Google says it: "no more capacity", code 13 "an internal error", "not enough resources".',
+)
 @json_option
-def stockout(count: int, as_json: bool) -> None:
+def stockout(count: int, wording: str, as_json: bool) -> None:
     """The next COUNT creations end with "There is no more capacity in the zone"."""
-    _inject("stockout", as_json, left=count)
+    _inject("stockout", as_json, left=count, wording=wording)
 
 
 @inject.command()
@@ -252,6 +266,24 @@ def busy(count: int | None, as_json: bool) -> None:
 def stuck(count: int, as_json: bool) -> None:
     """The operations of the next COUNT creations never end; deleting the node ends them."""
     _inject("stuck", as_json, left=count)
+
+
+@inject.command()
+@click.argument("count", type=click.IntRange(1), default=1)
+@json_option
+def lost(count: int, as_json: bool) -> None:
+    """The next COUNT creations, changes and deletions are done, and answered with 503: gcloud asks again."""
+    _inject("lost", as_json, left=count)
+
+
+@inject.command("slow-deletion")
+@click.option(
+    "--seconds", type=click.FloatRange(0, min_open=True), required=True, help="How long a node is DELETING at least."
+)
+@json_option
+def slow_deletion(seconds: float, as_json: bool) -> None:
+    """Deletions take so many seconds, until `clear`."""
+    _inject("slow-deletion", as_json, seconds=seconds)
 
 
 def _of_host(node: str | None, worker: int | None) -> dict[str, Any]:

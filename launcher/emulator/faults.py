@@ -93,15 +93,54 @@ def end_outage(node: Node) -> None:
         node.resource |= {"state": "READY", "health": "HEALTHY"}
 
 
+# What Google says when it has no hosts: code and message. Each was seen: terraform-provider-google #21243 and #16147,
+# Compute Engine's own (HAWQ #4).
+STOCKOUTS: dict[str, tuple[int, str]] = {
+    "capacity": (
+        catalogue.RESOURCE_EXHAUSTED,
+        'There is no more capacity in the zone "{zone}"; you can try in another zone where Cloud TPU Nodes are '
+        "offered (see https://cloud.google.com/tpu/docs/regions)",
+    ),
+    "internal": (catalogue.INTERNAL, "an internal error has occurred"),
+    "resources": (
+        catalogue.RESOURCE_EXHAUSTED,
+        "The zone 'projects/p/zones/{zone}' does not have enough resources available to fulfill the request. Try a "
+        "different zone, or try again later.",
+    ),
+}
+
+
 def stockout(state: State, zone: str) -> dict[str, Any] | None:
     """The error that a creation's operation ends with, when a stock-out is due."""
-    if not take(state, "stockout"):
+    fault = take(state, "stockout")
+    if fault is None:
         return None
-    text = (
-        f'There is no more capacity in the zone "{zone}"; you can try in another zone where Cloud TPU Nodes are '
-        "offered (see https://cloud.google.com/tpu/docs/regions)"
-    )
-    return {"code": catalogue.RESOURCE_EXHAUSTED, "message": f"{text} {event_id(text)}"}
+    code, text = STOCKOUTS[fault.wording or "capacity"]
+    text = text.format(zone=zone)
+    return {"code": code, "message": text if code == catalogue.INTERNAL else f"{text} {event_id(text)}"}
+
+
+def deletion_seconds(state: State) -> float:
+    """How long a deletion takes at least."""
+    return max([state.update_seconds, *(fault.seconds for fault in state.faults if fault.kind == "slow-deletion")])
+
+
+def begin_preemption(node: Node, shown_at: float, now: float) -> None:
+    """The node's hosts are taken away; the API shows it from `shown_at` on. The caller stops the hosts."""
+    node.preempted_at = shown_at
+    show_preemption(node, now)
+
+
+def show_preemption(node: Node, now: float) -> bool:
+    """Lets the API show a preemption whose time has come; whether it did now."""
+    if node.preempted_at is None or now < node.preempted_at:
+        return False
+    node.preempted_at = None
+    if node.state not in ("READY", "STOPPED"):  # deleted meanwhile
+        return False
+    node.resource["state"] = "PREEMPTED"
+    node.resource.pop("health", None)
+    return True
 
 
 def error_status(state: State, service: str, chance: float | None = None) -> int | None:

@@ -153,7 +153,8 @@ class Server:
                     return json_response(answer(state, call, time.time()))
             with self.store.change() as state:
                 try:
-                    return json_response(answer(state, call, time.time()))
+                    done = answer(state, call, time.time())
+                    return _injected_error(503) if faults.take(state, "lost") else json_response(done)
                 except ApiError as error:  # answered inside, so that a fault which it consumed is written
                     return json_response(error.as_json(), catalogue.CODES[error.code][0])
         except ApiError as error:
@@ -289,8 +290,7 @@ class Server:
                 hosts = list(node.hosts)
                 if node.state not in ("READY", "STOPPED"):
                     raise ValueError(f"node {node.short_name} is {node.state}; only a READY one can be preempted")
-                node.resource["state"] = "PREEMPTED"
-                node.resource.pop("health", None)
+                faults.begin_preemption(node, time.time() + (wanted.get("shown_after") or 0.0), time.time())
             elif kind in faults.OUTAGES:
                 hosts = list(node.hosts)
                 if node.state != "READY":
@@ -319,12 +319,23 @@ class Server:
 
 def _injected_error(status: int) -> Response:
     """An error in the shape of Google's services."""
-    text = "The service is currently unavailable." if status == 503 else f"injected fault: status {status}"
-    names = {429: "RESOURCE_EXHAUSTED", 500: "INTERNAL", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}
+    names = {
+        403: ("PERMISSION_DENIED", "Permission 'tpu.nodes.get' denied on resource (or it may not exist)."),
+        409: ("ABORTED", "unable to queue the operation"),
+        429: (
+            "RESOURCE_EXHAUSTED",
+            "Quota exceeded for quota metric 'Requests' and limit 'Requests per minute' of service "
+            "'tpu.googleapis.com' for consumer 'project_number:1'.",
+        ),
+        500: ("INTERNAL", "Internal error encountered."),
+        503: ("UNAVAILABLE", "The service is currently unavailable."),
+        504: ("DEADLINE_EXCEEDED", "Deadline expired before operation could complete."),
+    }
+    name, text = names.get(status, ("UNKNOWN", f"injected fault: status {status}"))
     error = {
         "code": status,
         "message": text,
-        "status": names.get(status, "UNKNOWN"),
+        "status": name,
         "errors": [{"message": text, "reason": "backendError"}],
     }
     return json_response({"error": error}, status)

@@ -49,6 +49,7 @@ class Node:
     resource: dict[str, Any]
     hosts: list[Host]
     outage_until: float | None = None  # a repair or a maintenance that ends then
+    preempted_at: float | None = None  # its hosts are gone, and the API shows it from then on
 
     @property
     def project(self) -> str:
@@ -108,13 +109,14 @@ class QueuedResource:
 class Fault:
     """A fault that will occur `left` more times (None: until cleared). See faults.py."""
 
-    kind: str  # stockout | quota | permission | busy | stuck | errors | slow | registry | repository | disk-full
+    kind: str  # stockout | quota | permission | busy | stuck | lost | slow-deletion | errors | slow | ...: faults.py
     service: str  # tpu | storage | metadata
     left: int | None = None
     status: int = 503
     rate: float = 1.0
     seconds: float = 0.0
     host: str = ""  # of registry and disk-full: only this host's
+    wording: str = ""  # of stockout: a key of faults.STOCKOUTS
 
 
 @dataclass

@@ -107,3 +107,43 @@ def test_a_registry_that_is_down_for_one_host_serves_the_others(api: Any) -> Non
     assert faults.engine_trouble(api.state, "b", registry=True) is None
     api.state.faults.append(Fault("disk-full", "tpu", host="b"))
     assert "no space left" in (faults.engine_trouble(api.state, "b", registry=False) or "")
+
+
+@pytest.mark.parametrize(
+    ("wording", "code", "words"),
+    [
+        ("capacity", 8, 'There is no more capacity in the zone "us-central2-b"'),
+        ("internal", 13, "an internal error has occurred"),
+        ("resources", 8, "does not have enough resources available to fulfill the request"),
+    ],
+)
+def test_a_stock_out_is_worded_as_google_words_it(api: Any, wording: str, code: int, words: str) -> None:
+    api.state.faults.append(Fault("stockout", "tpu", left=1, wording=wording))
+    failure = api.operation(api.create()).failure
+    assert failure["code"] == code
+    assert words in failure["message"]
+
+
+def test_a_preemption_may_be_shown_late(api: Any) -> None:
+    node = api.ready()
+    faults.begin_preemption(node, shown_at=30.0, now=10.0)
+    assert not faults.show_preemption(node, 29.0)
+    assert node.state == "READY"
+    assert faults.show_preemption(node, 30.0)
+    assert node.state == "PREEMPTED"
+    assert not faults.show_preemption(node, 31.0), "shown once"
+
+
+def test_a_preemption_that_is_shown_too_late_does_not_undo_a_deletion(api: Any) -> None:
+    node = api.ready()
+    faults.begin_preemption(node, shown_at=30.0, now=10.0)
+    api.call("DELETE", "nodes", "pod")
+    assert not faults.show_preemption(node, 30.0)
+    assert node.state == "DELETING"
+
+
+def test_a_slow_deletion_takes_its_time(api: Any) -> None:
+    api.ready()
+    api.state.faults.append(Fault("slow-deletion", "tpu", seconds=40.0))
+    operation = api.operation(api.call("DELETE", "nodes", "pod"))
+    assert operation.ends_at - api.now == pytest.approx(40.0)

@@ -102,6 +102,13 @@ def test_without_capacity_it_waits_and_fails_when_its_time_is_over(queue: Queue)
     assert queue.advance(10) == "FAILED", "never granted afterwards"
 
 
+def test_code_13_fails_it_as_it_does_for_large_slices(queue: Queue) -> None:
+    queue.state.faults.append(Fault("stockout", "tpu", left=1, wording="internal"))
+    queue.create()
+    assert queue.advance() == "FAILED"
+    assert queue.shown()["failedData"]["error"] == {"code": 13, "message": "an internal error has occurred"}
+
+
 def test_it_is_granted_when_capacity_comes(queue: Queue) -> None:
     queue.state.faults.append(Fault("stockout", "tpu", left=2))
     queue.create()

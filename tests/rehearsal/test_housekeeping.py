@@ -91,6 +91,30 @@ def test_a_tunnel_listens_on_loopback_until_ctrl_c(four: Workstation) -> None:
         socket.create_connection(("127.0.0.1", port), 1)
 
 
+def test_down_and_up_leave_the_slices_of_others_alone(four: Workstation) -> None:
+    for name, reason in (("theirs", "tpu-launch did not make it"), ("bobs", "bob made it")):
+        file = four.file(f"{name}.yaml", ONE.replace("NAME", name))
+        for verb in ("down", "up"):
+            ended = four.launch("--emulated", verb, "-f", file)
+            assert ended.code == 23, ended.output
+            assert reason in ended.output
+            assert "--any-owner" in ended.output
+    names = gcloud(four, "tpu-vm", "list", "--format=value(name.basename())").split()
+    assert sorted(names) == ["bobs", "lost", "old", "theirs"]
+
+
+def test_up_waits_out_a_deletion_and_finds_a_creation_whose_answer_was_lost(four: Workstation) -> None:
+    home = Path(four.environment["TPU_LAUNCH_HOME"]) / "emulator"
+    before = gcloud(four, "tpu-vm", "describe", "old", "--format=value(id)")
+    control.inject(home, {"fault": "slow-deletion", "seconds": 8})
+    gcloud(four, "tpu-vm", "delete", "old", "--async")
+    control.inject(home, {"fault": "lost", "left": 1})  # of the creation: gcloud asks again, and meets its own node
+    ended = four.good("--emulated", "up", "-f", "old.yaml", "--set", "slice.expires_hours=0.0001")
+    assert "slice old is DELETING: waiting until it is gone, then creating it" in ended.output
+    assert gcloud(four, "tpu-vm", "describe", "old", "--format=value(id)") != before
+    control.inject(home, {"fault": "clear"})
+
+
 def test_gc_removes_what_expired_or_was_preempted_and_nothing_else(four: Workstation) -> None:
     emulator = four
     emulator.good("emulator", "inject", "preempt", "theirs")

@@ -242,7 +242,7 @@ def _delete(state: State, node: Node, now: float) -> Operation:
 def start_delete(state: State, node: Node, now: float) -> Operation:
     """Begins the deletion of a node, whatever it was doing."""
     node.resource["state"] = "DELETING"
-    return start_operation(state, "delete", node.name, now, state.update_seconds)
+    return start_operation(state, "delete", node.name, now, faults.deletion_seconds(state))
 
 
 _UPDATABLE: dict[str, Callable[[Any], None]] = {

@@ -110,8 +110,11 @@ def _try(state: State, queued: QueuedResource, now: float) -> None:
     queued.next_try = now + _TRY_SECONDS
     parent, node_id = queued.node.split("/nodes/")
     _, project, _, zone = parent.split("/")
-    if faults.stockout(state, zone) is not None:
-        queued.state = "WAITING_FOR_RESOURCES"
+    if (stockout := faults.stockout(state, zone)) is not None:
+        if stockout["code"] == catalogue.INTERNAL:  # it begins to make the hosts, and gives up
+            queued.state, queued.error = "FAILED", stockout
+        else:
+            queued.state = "WAITING_FOR_RESOURCES"
         return
     body = dict(queued.resource["tpu"]["nodeSpec"][0]["node"])
     body["schedulingConfig"] = {"spot": "spot" in queued.resource, "reserved": "reservationName" in queued.resource}

@@ -204,12 +204,17 @@ class Hosts:
                         for node in state.nodes.values()
                         if node.outage_until is not None and node.outage_until <= now
                     ]
+                    hidden = [node for node in state.nodes.values() if node.preempted_at is not None]
                 for host in due:
                     self.restore(host)
                 if over:
                     with self.store.change():
                         for node in over:
                             faults.end_outage(node)
+                if hidden:
+                    with self.store.change():
+                        for node in hidden:
+                            faults.show_preemption(node, now)
                 with self.lock:
                     gone = [name for name in self.control_sockets if name not in names]
                     for name in gone:
