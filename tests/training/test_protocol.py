@@ -142,6 +142,11 @@ def test_a_refusal_is_believed_from_host_0_alone() -> None:
         introduction.check_answer(encode({"refused": "go away", "final": True, "proof": "0" * 64}).strip())
 
 
+def test_the_two_sides_prove_different_things() -> None:
+    nonces = ("0" * 64, "1" * 64)
+    assert OWN.prove("host", 1, nonces, "welcome") != OWN.prove("server", 1, nonces, "welcome")
+
+
 NOISE = {
     "infinity": b'{"hello": Infinity}\n',
     "a large exponent": b'{"hello": 1e999, "run_id": "run"}\n',

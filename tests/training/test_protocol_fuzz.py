@@ -1,0 +1,316 @@
+"""100,000 byte streams against the rendezvous and the gradient exchange: nothing changes, and nothing is left behind.
+
+Streams are made from a seed: valid messages that were cut, spliced, repeated, bit-flipped or given other values, and
+plain noise; in pieces of any size. Most go through the protocol's own objects; some hundreds through real sockets,
+where connections, threads and memory are counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from training.distributed import connection as connections
+from training.distributed.barrier_state import Identity
+from training.distributed.cluster import Cluster
+from training.distributed.protocol import messages
+from training.distributed.protocol.greeting import (
+    GRADIENT_EXCHANGE,
+    RENDEZVOUS,
+    Credentials,
+    Doorkeeper,
+    Introduction,
+    make_nonce,
+)
+from training.distributed.protocol.messages import ANSWER, FROM_SERVER, LineBuffer, Malformed, encode
+from training.distributed.protocol.server import ServerProtocol
+from training.distributed.rendezvous import RendezvousClient
+from training.distributed.rendezvous_server import RendezvousServer
+from training.distributed.shutdown import ShutdownRequest
+from training.machine import Machine
+from training.machine.network import listen
+
+SEED = 20260722
+STRANGERS, ADMITTED, EXCHANGE, CLIENTS = 55_000, 20_000, 10_000, 15_000  # 100,000 in all
+OWN = Credentials(Identity("run", 1, 3), RENDEZVOUS, b"the secret of the attempt")
+
+VALUES: list[Any] = [
+    None, True, False, 0, -1, 1, 2, 7, 3.5, -0.0, 1e308, 2**31, 2**63, 10**300, "", "run", "x" * 700, "\ud800", "\n",
+    "0" * 64, "f" * 64, [], {}, [[]], {"a": {}}, [None] * 5, {"hello": 1}, "start", "checkpoint 1",
+]  # fmt: skip
+RAW = [
+    b"Infinity", b"-Infinity", b"NaN", b"1e999", b"[" * 100_000, b'{"a":' * 20_000, b"9" * 5000, b'"\\ud800"', b"1_0",
+    b"\xef\xbb\xbf{}", b"\xff\xfe", b"\x00", b"01", b'"\\u0000"', b"\\", b'{"phase": "x", "phase": 1}', b"nul",
+]  # fmt: skip
+FIELDS = sorted({name for kinds in (messages.HELLO, messages.FROM_HOST, FROM_SERVER, ANSWER) for name in kinds})
+SHAPES: list[dict[str, Any]] = [
+    {"hello": 1, "run_id": "run", "attempt": 1, "hosts": 3, "nonce": "0" * 64, "proof": "0" * 64},
+    {"challenge": "0" * 64},
+    {"welcome": True, "proof": "0" * 64},
+    {"refused": "no", "final": True, "proof": "0" * 64},
+    {"phase": "step 1"},
+    {"arrive": "start", "payload": None, "seconds": 10},
+    {"arrive": "end", "payload": {"crc32c": 1}, "seconds": 0.5},
+    {"goodbye": 0, "reason": "", "overdue": False},
+    {"complete": "start", "payloads": [1, 2, 3]},
+    {"same": "start", "payload": None},
+    {"lost": "host 1 is gone", "code": 76},
+    {"news": "host 0 'x'", "host_0": "x"},
+]
+
+
+def streams(seed: int, count: int) -> Iterator[bytes]:
+    """So many byte streams."""
+    chance = random.Random(seed)
+    for _ in range(count):
+        yield b"".join(_piece(chance) for _ in range(chance.choice((1, 1, 1, 2, 3, 8))))
+
+
+def _piece(chance: random.Random) -> bytes:
+    """A line, or a part of one, or something else."""
+    kind = chance.randrange(8)
+    if kind == 0:
+        return chance.randbytes(chance.choice((0, 1, 5, 60, 600)))
+    if kind == 1:
+        raw = chance.choice(RAW)
+        return raw + b"\n" if chance.random() < 0.5 else b'{"%s": %s}\n' % (chance.choice(FIELDS).encode(), raw)
+    message = dict(chance.choice(SHAPES))
+    if kind in (2, 3):
+        message[chance.choice(list(message))] = chance.choice(VALUES)
+    elif kind == 4:
+        message.pop(chance.choice(list(message)))
+        message[chance.choice(FIELDS)] = chance.choice(VALUES)
+    line = bytearray(json.dumps(message).encode() + b"\n")
+    if kind == 5:
+        line[chance.randrange(len(line))] ^= 1 << chance.randrange(8)
+    elif kind == 6:
+        begin = chance.randrange(len(line))
+        line = line[begin:] if chance.random() < 0.5 else line[:begin]
+    return bytes(line)
+
+
+def cut(chance: random.Random, data: bytes) -> Iterator[bytes]:
+    """The stream in pieces, as a network delivers it."""
+    while data:
+        size = chance.choice((1, 7, 100, 5000, len(data))) if len(data) < 1000 else len(data)
+        yield data[:size]
+        data = data[size:]
+
+
+def admit(server: ServerProtocol, connection: int, worker: int) -> None:
+    [(_, challenge)] = server.opened(connection, 0.0)
+    hello = Introduction(OWN, worker, make_nonce()).answer_challenge((challenge or b"").strip())
+    [(_, welcome)] = server.received(connection, hello, 0.0)
+    assert b"welcome" in (welcome or b"")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Connections, threads and memory are as before."""
+    gc.collect()
+    before = resources()
+    yield
+    deadline = time.monotonic() + 10
+    while (gc.collect(), resources())[1][:2] != before[:2] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    after = resources()
+    assert after[:2] == before[:2], "connections, threads"
+    assert after[2] - before[2] < 5000, "blocks of memory"
+
+
+def resources() -> tuple[int, int, int]:
+    """Open files, threads, allocated blocks."""
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), sys.getallocatedblocks()
+
+
+def test_strangers_change_nothing() -> None:
+    chance = random.Random(SEED)
+    server = ServerProtocol(OWN)
+    for worker in range(2):
+        admit(server, worker, worker)
+    server.received(0, encode({"arrive": "start", "payload": None, "seconds": 1e6}), 0.0)
+    before = snapshot(server)
+    for number, stream in enumerate(streams(SEED, STRANGERS), 10):
+        now = number * 0.001
+        sent = server.opened(number, now)
+        for piece in cut(chance, stream):
+            sent += server.received(number, piece, now)
+        assert {connection for connection, data in sent if data is not None} == {number}, "only its challenge"
+        assert sum(data is not None for _, data in sent) == 1
+        assert server.connections <= OWN.identity.hosts + 64
+        if chance.random() < 0.3:
+            server.closed(number)
+        elif number % 1000 == 0:
+            server.tick(now)
+    server.tick(1e5)
+    assert snapshot(server) == before
+    assert server.connections == 2
+    admit(server, 2, 2)
+    arrival = encode({"arrive": "start", "payload": None, "seconds": 10})
+    assert server.received(1, arrival, 1e5) == []
+    assert [connection for connection, _ in server.received(2, arrival, 1e5)] == [0, 1, 2]
+
+
+def snapshot(server: ServerProtocol) -> str:
+    state = server.state
+    return repr((state.members, {name: barrier.payloads for name, barrier in state.barriers.items()}, state.lost))
+
+
+def test_noise_of_a_host_costs_no_other_host_its_connection() -> None:
+    """What is valid in it counts: it is a host. Host 0's other connections and the state of others stay."""
+    chance = random.Random(SEED + 1)
+    for stream in streams(SEED + 1, ADMITTED):
+        server = ServerProtocol(OWN)
+        for worker in range(3):
+            admit(server, worker, worker)
+        closed = []
+        for piece in cut(chance, stream):
+            closed += [connection for connection, data in server.received(1, piece, 1.0) if data is None]
+        assert set(closed) <= {1}
+        assert {0, 2} <= set(server.workers)
+        assert server.state.members[0].connected
+        if closed:
+            assert not server.state.members[1].connected
+            assert server.state.lost or b"goodbye" in stream, "the others are told"
+        for actions in (server.received(0, encode({"phase": "x"}), 1.0), server.tick(2.0)):
+            assert all(isinstance(json.loads(data or b"{}"), dict) for _, data in actions)
+
+
+def test_the_doorkeeper_of_the_gradient_exchange_lets_no_stranger_in() -> None:
+    chance = random.Random(SEED + 2)
+    doorkeeper = Doorkeeper(replace(OWN, purpose=GRADIENT_EXCHANGE))
+    for number, stream in enumerate(streams(SEED + 2, EXCHANGE)):
+        doorkeeper.opened(number, 0.0)
+        for piece in cut(chance, stream):
+            try:
+                assert doorkeeper.received(number, piece) is None
+            except Malformed:
+                break
+        doorkeeper.forget(number)
+    assert len(doorkeeper) == 0
+
+
+def test_what_comes_instead_of_host_0_raises_nothing_but_malformed() -> None:
+    chance = random.Random(SEED + 3)
+    for stream in streams(SEED + 3, CLIENTS):
+        introduction = Introduction(OWN, 1, make_nonce())
+        steps: list[Callable[[bytes], Any]] = [introduction.answer_challenge, introduction.check_answer]
+        lines = LineBuffer(messages.GREETING_BYTES)
+        try:
+            for piece in cut(chance, stream):
+                for line in lines.feed(piece):
+                    if steps:
+                        steps.pop(0)(bytes(line))
+                    else:
+                        pytest.fail("it was let in by noise")
+        except Malformed:
+            pass
+        lines = LineBuffer(messages.SERVER_BYTES)
+        try:
+            for line in lines.feed(stream):
+                messages.decode(line, FROM_SERVER)
+        except Malformed:
+            pass
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def cluster(worker: int, port: int) -> Cluster:
+    return Cluster(worker, ("127.0.0.1",) * 3, None, "run", 1, port, free_port(), secret=OWN.secret)
+
+
+def test_strangers_at_the_sockets_of_host_0_leave_nothing_behind() -> None:
+    port = free_port()
+    server = RendezvousServer(cluster(0, port), lost_seconds=2)
+    hosts = []
+    for worker in range(3):
+        host = socket.create_connection(("127.0.0.1", port), timeout=10)
+        assert isinstance(connections.introduce(host, OWN, worker, 10), LineBuffer)
+        hosts.append(host)
+    crowd: list[socket.socket] = []
+    for number, stream in enumerate(streams(SEED + 4, 1000)):
+        stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
+        try:
+            stranger.sendall(stream)
+            if number % 3 == 0:  # a reset instead of an end
+                stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        except OSError:
+            pass  # host 0 has closed it
+        crowd.append(stranger)
+        if number % 5:
+            crowd.pop(0).close()
+    for host in hosts:
+        host.sendall(encode({"arrive": "start", "payload": None, "seconds": 10}))
+    for host in hosts:
+        host.settimeout(10)
+        data = b""
+        while b'"same"' not in data:
+            data += host.recv(1 << 16)
+            assert b"lost" not in data
+    for connection in (*hosts, *crowd):
+        connection.close()
+    server.close(5)
+
+
+def test_strangers_at_the_gradient_exchange_leave_nothing_behind() -> None:
+    port = free_port()
+    own = replace(OWN, purpose=GRADIENT_EXCHANGE)
+    listener = listen("127.0.0.1", port)
+    inside: dict[int, socket.socket] = {}
+    door = threading.Thread(target=lambda: inside.update(connections.let_in(listener, own, 30)))
+    door.start()
+    crowd = []
+    for stream in streams(SEED + 5, 500):
+        stranger = socket.create_connection(("127.0.0.1", port), timeout=10)
+        with contextlib.suppress(OSError):
+            stranger.sendall(stream)
+        crowd.append(stranger)
+        if len(crowd) > 50:
+            crowd.pop(0).close()
+    assert door.is_alive()
+    hosts = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(2)]
+    for worker, host in enumerate(hosts, 1):
+        assert isinstance(connections.introduce(host, own, worker, 10), LineBuffer)
+    door.join(10)
+    assert sorted(inside) == [1, 2]
+    for connection in (*crowd, *hosts, *inside.values(), listener):
+        connection.close()
+
+
+def test_noise_from_host_0_ends_a_client_in_good_order() -> None:
+    exits: list[int] = []
+
+    def leave(code: int) -> Any:
+        exits.append(code)
+
+    for stream in streams(SEED + 6, 100):
+        theirs, ours = socket.socketpair()
+        client = RendezvousClient(
+            cluster(1, 1), None, ShutdownRequest(), ours, LineBuffer(messages.GREETING_BYTES), seconds=5,
+            machine=Machine(exit=leave),
+        )  # fmt: skip
+        with contextlib.suppress(OSError):
+            theirs.sendall(stream)
+        theirs.close()
+        deadline = time.monotonic() + 5
+        while client._lost is None:
+            assert time.monotonic() < deadline, stream
+            time.sleep(0.001)
+        client.close(1)
+    assert exits == []
