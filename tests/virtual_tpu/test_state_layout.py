@@ -1,0 +1,52 @@
+"""Claims about the layout of the state over eight devices, in a process of its own: SPMD is chosen once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.container import small_runs
+
+SCRIPT = """
+import os, sys
+from training.distributed.cluster import discover, torch_xla_environment
+os.environ.update(torch_xla_environment(discover(), os.environ))
+import numpy as np
+import torch_xla
+from training.backends.torch_xla.sharding import DataParallel
+from training.errors import TrainError
+
+layout = DataParallel(discover())
+kept, replaced = (layout.send_replicated(np.ones((8, 4), np.float32)) for _ in range(2))
+rows = layout.send_rows({"rows": np.ones((8, 4), np.float32)})["rows"]
+layout.replicate_state([kept, replaced])
+torch_xla.sync()
+kept.mul_(2)  # as an optimizer should
+replaced = replaced * 2  # a tensor that nobody declared
+tensors = {"kept": kept, "replaced": replaced, "rows": rows}
+try:
+    layout.require_replicated({name: tensors[name] for name in sys.argv[1:]})
+except TrainError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("names", "refused"),
+    [(["kept"], None), (["kept", "replaced"], "replaced"), (["rows", "kept"], "rows")],
+    ids=["changed in place", "another tensor", "split over the devices"],
+)
+def test_a_state_that_the_compiler_may_split_is_refused(names: list[str], refused: str | None) -> None:
+    environment = {**os.environ, **small_runs.cluster_environment("layout", 0, 0, 1, small_runs.free_ports())}
+    ended = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *names], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    if refused is None:
+        assert ended.stdout == ""
+    else:
+        assert f"1 of {len(names)} tensors of the state are not declared as replicated" in ended.stdout
+        assert f"for example {refused}" in ended.stdout
