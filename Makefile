@@ -17,7 +17,7 @@ LOCK := $(BIN)/uv pip compile --quiet --generate-hashes --no-header --python-ver
 LOCK_IMAGE := $(LOCK) --python-platform x86_64-manylinux_2_36
 PYTHON_CODE := launcher training tests tools $(wildcard benchmarks)
 
-.PHONY: help rehearsal test test-nightly test-fast lint docs reference benchmark lock clean need-python need-containers need-kubectl
+.PHONY: help rehearsal test test-nightly test-fast lint docs reference benchmark lock simulate clean need-python need-containers need-kubectl
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -33,6 +33,9 @@ test-nightly: need-containers $(VENV_READY) ## trainers killed at every point of
 
 test-fast: need-kubectl $(VENV_READY) ## the tests that need no container (ARGS="-k words")
 	@$(BIN)/pytest $(ARGS)
+
+simulate: $(VENV_READY) ## lives of launcher and trainer in a hostile world: LIVES=N SIDE=launcher|trainer; SEED=S replays one
+	@$(BIN)/python -m tests.simulation $(if $(SIDE),--side $(SIDE)) $(if $(SEED),--seed $(SEED) --story,--lives $(or $(LIVES),10000))
 
 lint: $(VENV_READY) ## ruff, its formatter's opinion, mypy, shellcheck, import layers, and the structure of files
 	@status=0; mkdir -p -m 700 .tpu-launch; \

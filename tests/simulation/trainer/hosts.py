@@ -40,10 +40,10 @@ class Group:
         self.addresses = tuple(f"10.{slice_number}.0.{worker}" for worker in range(self.size))
         self.glitch: tuple[int, bool] | None = None  # the step whose update is not finite, and whether its norm tells
         self.asked_to_stop = False
-        self.disturbed = False  # something bad happened to a host of it, or to its storage
         self.claimed = False
         self.began = world.scheduler.now
         self.hosts = [Host(self, worker) for worker in range(self.size)]
+        self.disturbed = any(host.cut for host in self.hosts)
 
     @property
     def is_over(self) -> bool:
@@ -69,7 +69,7 @@ class Host:
         self.code: int | None = None
         self.ended = 0.0
         self.lines: list[str] = []  # that it printed
-        self.frozen, self.cut = False, False
+        self.frozen = False
         self.stops: list[float] = []  # when it was asked to stop
         self.shutdown: ShutdownRequest | None = None
         skew = world.random.choice((0.0, 0.0, -3600.0, 86400.0))
@@ -83,6 +83,11 @@ class Host:
             token_hex=lambda size: f"{world.random.getrandbits(8 * size):0{2 * size}x}",
             exit=self.exit,
         )
+
+    @property
+    def cut(self) -> bool:
+        """Whether its network is cut off: a network outlives processes."""
+        return self.world.wire.link(self.address).cut
 
     def start(self, delay: float) -> None:
         """Starts the process after a while."""

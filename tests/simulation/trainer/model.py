@@ -207,6 +207,9 @@ class SimulatedBackend:
         self._world.promises.state_is_right(self._host, start, self.state)
         return task.batches(start)
 
+    def evaluation_batches(self, task: SimulatedTask) -> Iterator[HostBatch]:
+        return task.evaluation_batches()
+
     def step(self, number: int, batch: Arrays, signals: Signals) -> Pending:
         if not self._compiled:
             self._compiled = 1

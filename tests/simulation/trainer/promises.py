@@ -35,7 +35,7 @@ class Promises:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self.violations: list[str] = []
+        self.violations: list[tuple[str, str]] = []  # names of promises, and what was seen
         self.newest_whole = 0
         self.claims: list[str] = []  # group labels, in the order in which their claims were written
         self.commits: list[tuple[str, int]] = []  # (group label, step) in the order in which manifests were written
@@ -45,7 +45,7 @@ class Promises:
     def broken(self, promise: str, what: str) -> None:
         """Notes a violation."""
         self._world.scheduler.note(f"BROKEN: {promise}: {what}")
-        self.violations.append(f"{promise}: {what}")
+        self.violations.append((promise, what))
 
     # --- storage
 
@@ -114,6 +114,10 @@ class Promises:
 
     def state_is_right(self, host: Host, step: int, state: State) -> None:
         """What a host restored is the state after exactly so many steps."""
+        noticed = [generation for generation, (rotten, _) in self._world.hidden_rot.items() if rotten > step]
+        for generation in noticed:
+            del self._world.hidden_rot[generation]
+        self.newest_whole = self.find_whole()[0] if noticed else self.newest_whole
         expected = self._world.curriculum.states[step]
         for name, array in expected.items():
             if not np.array_equal(state[name], array):
@@ -128,12 +132,23 @@ class Promises:
         steps = [_step_of(url) for url in urls if url.startswith(CHECKPOINTS) and name_of(url) == MANIFEST]
         return [*(step for step in sorted(steps, reverse=True) if self._is_whole(step)), 0]
 
+    @property
+    def _objects(self) -> dict[str, Stored]:
+        """The bucket as far as anybody can know: damage that no restore has met yet is not there."""
+        objects, hidden = self._world.bucket.objects, self._world.hidden_rot
+        if not hidden:
+            return objects
+        return {
+            url: hidden[stored.generation][1] if stored.generation in hidden else stored
+            for url, stored in objects.items()
+        }
+
     def _is_whole(self, step: int) -> bool:
         return self._difference(step) is None
 
     def _difference(self, step: int) -> str | None:
         """What of a committed checkpoint is not as it must be; None when all is."""
-        objects = self._world.bucket.objects
+        objects = self._objects
         folder = f"{CHECKPOINTS}step-{step:08d}/"
         stored = objects.get(folder + MANIFEST)
         if stored is not None and stored.generation == self._world.poisoned_generation:
@@ -168,7 +183,7 @@ class Promises:
             return f"its manifest is of step {manifest.step}"
         expected = dict(self._world.curriculum.states[step])
         for part in manifest.parts:
-            data = self._world.bucket.objects.get(folder + part.name)
+            data = self._objects.get(folder + part.name)
             if data is None:
                 return f"part {part.name} is missing"
             if (len(data.data), data.crc32c) != (part.size, part.crc32c):
@@ -205,7 +220,8 @@ class Promises:
         """0, 1, 2, 75, 76; a second signal's; a kill's."""
         if host.code not in (0, 1, 2, 75, 76, 137, SECOND_SIGTERM):
             self.broken("exit codes are documented", f"{host.name} exits with {host.code}: {message[-300:]}")
-        if host.code == Exit.FAILED and not (host.group.disturbed or self._world.disturbed):
+        disturbed = host.group.disturbed or self._world.disturbed or self._world.poisoned is not None
+        if host.code == Exit.FAILED and not disturbed:
             self.broken("an undisturbed attempt does not fail", f"{host.name}: {message[-300:]}")
 
     def lost_peers_are_named(self, host: Host, message: str) -> None:

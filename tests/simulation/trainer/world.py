@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from tests.simulation.scheduler import Process, Scheduler, Task
-from tests.simulation.trainer.bucket import WRITE, Bucket, Request, Treatment
+from tests.simulation.trainer.bucket import WRITE, Bucket, Request, Stored, Treatment
 from tests.simulation.trainer.connections import Wire
 from tests.simulation.trainer.hosts import Group, Host
 from tests.simulation.trainer.model import curriculum
@@ -72,6 +72,8 @@ class World:
         self.groups: list[Group] = []
         self.disturbed = False  # storage did not answer as it should
         self.rotten = False  # a checkpoint was damaged
+        # What nobody has noticed yet: generation of the damaged object -> its step, and the object as it was.
+        self.hidden_rot: dict[int, tuple[int, Stored]] = {}
         self.poisoned: int | None = None  # the step that is not finite when it is the first after a restore
         self.poisoned_generation = -1  # of the manifest of that checkpoint
         self.finished = False
@@ -234,7 +236,6 @@ class World:
             host.freeze()
             scheduler.call_at(until, host.thaw)
         elif fault.kind == "cut":
-            host.cut = True
             self.wire.cut(host.address)
             scheduler.call_at(until, lambda: self.mend(host))
         elif fault.kind.startswith("sigterm"):
@@ -257,8 +258,7 @@ class World:
 
     def mend(self, host: Host) -> None:
         """A host that was cut off has its network again."""
-        if host.cut:
-            host.cut = False
+        if host.cut and not host.frozen:
             self.wire.mend(host.address)
             self.changed()
 
@@ -279,6 +279,11 @@ class World:
             data[self.random.randrange(len(data))] ^= 0x40
             self.rotten = True
             self.scheduler.note(f"{url} rots")
+            before = self.bucket.objects[url]
+            self.hidden_rot[self.bucket.generations + 1] = (
+                newest,
+                self.hidden_rot.get(before.generation, (0, before))[1],
+            )
             self.bucket.put(url, bytes(data), "world")
 
     def _cut_line(self) -> None:
@@ -291,15 +296,14 @@ class World:
         """Where an older whole checkpoint is there to go back to."""
         newest = self.promises.newest_whole
         manifest = self.bucket.objects.get(f"{CHECKPOINTS}step-{newest:08d}/{MANIFEST}")
-        if self.poisoned is None and manifest and self.promises.find_whole()[1:] and newest < self.plan.steps:
+        if self.poisoned is None and manifest and self.promises.find_whole()[1:-1] and newest < self.plan.steps:
             self.poisoned, self.poisoned_generation = newest, manifest.generation
             self.promises.newest_whole = self.promises.find_whole()[0]
             self.disturbed = True
 
     def refuses(self, group: Group) -> bool:
         """Whether the world gave this group a reason to end for good."""
-        glitches = [each.glitch[0] for each in self.groups if each.glitch]
-        return group.glitch is not None and glitches.count(group.glitch[0]) > 1
+        return sum(each.glitch is not None for each in self.groups) > 1
 
     def treat(self, request: Request) -> Treatment:
         """How a request to storage fares."""
