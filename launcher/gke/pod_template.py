@@ -19,6 +19,7 @@ from launcher.gke.workload import (
     grace_seconds,
     host_name,
     labels,
+    literal,
     needs_secret,
     node_selector,
 )
@@ -101,7 +102,7 @@ def _container(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
         "name": CONTAINER,
         "image": Commented(work.image, "By digest: every host runs the same."),
         "command": Commented(
-            ["sh", "-c", RAISE_LOCKED_MEMORY, "sh", *work.command],
+            ["sh", "-c", RAISE_LOCKED_MEMORY, "sh", *map(literal, work.command)],
             f"The TPU's driver locks memory for DMA: {LOCKED_MEMORY_KIB} KiB may be; then the command itself.",
         ),
         "env": _environment(config, work, kind),
@@ -145,7 +146,7 @@ def _environment(config: Config, work: Workload, kind: Kind) -> list[Any]:
     if needs_secret(config):
         known = {"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": {"name": work.name, "key": SECRET_KEY}}}
         entries.append(Commented(known, "By which the hosts know each other, and let nobody else in."))
-    entries += [{"name": key, "value": value} for key, value in sorted(work.environment.items())]
+    entries += [{"name": key, "value": literal(value)} for key, value in sorted(work.environment.items())]
     for key, source_name in sorted(config.gke.secrets.items()):
         secret, _, item = source_name.partition("/")
         entries.append({"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": item}}})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from launcher.clock import Clock
@@ -145,7 +145,7 @@ class Gke:
             self._delete(self._files, name)  # of a start that broke off half-way
             self._create(attempt)
         try:
-            self._own_secret(name)
+            self._own_files(name)
             self._wait_started(attempt, name)
         except LaunchError:
             self._remove(name)
@@ -238,22 +238,26 @@ class Gke:
         text = dump_documents(make_objects(self.config, work, Kind.JOBSET, Restarts.BY_LAUNCHER))
         self._kubectl.call("create", "--validate=strict", *options, "--filename", "-", input=text)
 
-    def _own_secret(self, name: str) -> None:
-        """Has the cluster remove an attempt's Secret together with its JobSet, whoever deletes that, and when its time
-        is over."""
-        if not needs_secret(self.config):
-            return
+    def _own_files(self, name: str) -> None:
+        """Has the cluster remove what an attempt's JobSet reads together with it: whoever deletes that, and when
+        its time is over."""
         uid = self._kubectl.call("get", _JOBSETS, name, "--output", "jsonpath={.metadata.uid}").strip()
         owner = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": name, "uid": uid}
         patch = json.dumps({"metadata": {"ownerReferences": [owner]}})
-        self._kubectl.call("patch", "secret", name, "--type", "merge", "--patch", patch, "--output", "name")
+        files = [f"{kind}/{name}" for kind in self._files.split(",")]
+        self._kubectl.call("patch", *files, "--type", "merge", "--patch", patch, "--output", "name")
 
     def _wait_started(self, attempt: Attempt, name: str) -> None:
-        """Waits until every host's container has started. Raises what keeps one from starting."""
-        deadline = time.monotonic() + self.config.run.start_minutes * 60
+        """Waits until every host's container has started: for nodes as long as for a slice, then for containers. Raises
+        what keeps one from starting."""
+        run, slice_ = self.config.run, self.config.slice
+        node_minutes = max(run.start_minutes, slice_.create_minutes + slice_.stockout_minutes)
+        node_deadline = time.monotonic() + node_minutes * 60
+        placed: float | None = None  # when every host had a node
         watch = self._watch(attempt.container)
         reported = ""
         while True:
+            deadline = node_deadline if placed is None else placed + run.start_minutes * 60
             try:
                 pods = watch.pods()
             except LaunchError as error:  # the cluster may be back before the time is over
@@ -269,25 +273,32 @@ class Gke:
                 if pod is not None and (trouble := pod_status.trouble(pod, attempt.image)):
                     raise trouble
             reasons = _describe_waiting(waiting) if any(waiting.values()) else self._describe_queued(name)
-            if time.monotonic() > deadline:
-                raise self._not_started(waiting.values(), reasons)
+            if any(pod is None or not pod.node for pod in waiting.values()):
+                if time.monotonic() > node_deadline:
+                    raise self._without_nodes(node_minutes, reasons)
+                placed = None
+            else:
+                placed = placed or time.monotonic()
+                if time.monotonic() > placed + run.start_minutes * 60:
+                    raise LaunchError(
+                        f"not all hosts started within run.start_minutes ({run.start_minutes:g}) after they had nodes: "
+                        f"{reasons}"
+                    )
             if reasons != reported:
                 self.say(f"waiting for {len(waiting)} of {len(self._workers)} hosts: {reasons}")
                 reported = reasons
             time.sleep(0.5)
 
-    def _not_started(self, pods: Iterable[Pod | None], reasons: str) -> LaunchError:
-        waiting = list(pods)
-        lacks_nodes = all(pod is None or pod.unschedulable for pod in waiting)
-        message = f"not all hosts started within run.start_minutes ({self.config.run.start_minutes:g}): {reasons}"
-        if any(pod is not None and pod.unschedulable for pod in waiting):
-            slice_ = self.config.accelerator
-            machine_type = gke_nodes(slice_).machine_type
-            message += (
-                f"\n  it needs {slice_.hosts} nodes that are free, of one node pool: --machine-type {machine_type} "
-                f"--tpu-topology {slice_.topology_name} --num-nodes {slice_.hosts} (docs/guide/gke.md)"
-            )
-        return LaunchError(message, exit_code=Exit.STOCKOUT if lacks_nodes else Exit.CLOUD_ERROR)
+    def _without_nodes(self, minutes: float, reasons: str) -> LaunchError:
+        slice_ = self.config.accelerator
+        return LaunchError(
+            f"the cluster had no nodes for all hosts within {minutes:g} minutes (slice.create_minutes, "
+            f"slice.stockout_minutes): {reasons}\n"
+            f"  it needs {slice_.hosts} nodes that are free, of one node pool: --machine-type "
+            f"{gke_nodes(slice_).machine_type} --tpu-topology {slice_.topology_name} --num-nodes {slice_.hosts} "
+            "(docs/guide/gke.md)",
+            exit_code=Exit.STOCKOUT,
+        )
 
     def _describe_queued(self, name: str) -> str:
         """What a JobSet without pods waits for. Raises LaunchError when it was deleted."""

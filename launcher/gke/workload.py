@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,12 @@ def needs_secret(config: Config) -> bool:
     """Whether the hosts read their secret from the Secret of the workload's name: there are several, and the file names
     no other one."""
     return config.accelerator.hosts > 1 and SECRET_VARIABLE not in config.gke.secrets
+
+
+def literal(text: str) -> str:
+    """A word of a command, or a value of a variable, that a pod gets as it is: the kubelet replaces `$(NAME)`, and `$$`
+    by `$` (https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables)."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def grace_seconds(config: Config) -> int:

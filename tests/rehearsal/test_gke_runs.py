@@ -245,7 +245,8 @@ def test_nodes_that_are_taken_away_without_a_save_are_a_preemption(work: Worksta
 
 
 def test_a_pod_that_no_node_takes_is_told_with_what_it_needs(work: Workstation) -> None:
-    changes = ("--set", "slice.accelerator_type=v4-32", "--set", "run.start_minutes=0.05")
+    minutes = ("--set", "run.start_minutes=0.05", "--set", "slice.create_minutes=0.05")
+    changes = ("--set", "slice.accelerator_type=v4-32", *minutes)
     ended = work.launch("run", *GKE, *changes, "--new", "--", "true")
     assert ended.code == 20
     assert "didn't match Pod's node affinity/selector" in ended.output
@@ -270,7 +271,7 @@ def test_a_secret_that_is_not_there_is_told_at_once(work: Workstation) -> None:
 
 def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: Cluster) -> None:
     cluster.store.create("secrets", {"metadata": {"name": "huggingface"}, "data": {"token": "aGZfdmVyeXNlY3JldA=="}})
-    check = '[ "$HF_TOKEN" = "hf_very""secret" ] && echo right'
+    check = '[ "$HF_TOKEN" = "hf_very""secret" ] && [ "$$" -gt 0 ] && echo right'  # $$: as a shell has it
     ended = work.good(
         "run",
         *GKE,
@@ -287,8 +288,9 @@ def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: 
     assert "[1] right" in ended.output
     cluster.store.remove("secrets", "huggingface")
     [known] = cluster.store.all("secrets")  # by which the hosts know each other: it goes with its JobSet
-    [owner] = known["metadata"]["ownerReferences"]
-    assert owner["uid"] in [jobset["metadata"]["uid"] for jobset in cluster.store.all("jobsets")]
+    for file in (known, *cluster.store.all("configmaps")):
+        [owner] = file["metadata"]["ownerReferences"]
+        assert owner["uid"] in [jobset["metadata"]["uid"] for jobset in cluster.store.all("jobsets")]
     value = base64.b64decode(known["data"]["secret"])
     assert len(value) == 64
     assert value.decode() not in ended.output

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kubernetes.cluster.controllers import CONTAINER_DEVICES, delete_pod
+from tests.kubernetes.cluster.expansion import expand
 from tests.kubernetes.cluster.store import Object, Store, now, set_condition
 
 LABEL = "tpu-launch.test-cluster"
@@ -236,9 +237,10 @@ class Nodes:
         if security.get("allowPrivilegeEscalation") is False:
             arguments += ["--security-opt", "no-new-privileges"]
         arguments += self._volumes(spec, container)
-        for key, value in {**self._variables(pod, container), "PJRT_DEVICE": "CPU", **self.environment}.items():
+        variables = self._variables(pod, container)
+        for key, value in {**variables, "PJRT_DEVICE": "CPU", **self.environment}.items():
             arguments += ["--env", f"{key}={value}"]
-        command = container.get("command", [])
+        command = [expand(word, variables) for word in container.get("command", [])]
         return [
             *arguments,
             *(["--entrypoint", command[0]] if command else []),
@@ -283,7 +285,7 @@ class Nodes:
                     raise CanNotStart("CreateContainerConfigError", f'secret "{reference["name"]}" not found')
                 found[each["name"]] = b64decode(secret["data"][reference["key"]]).decode()
             else:
-                found[each["name"]] = each["value"]
+                found[each["name"]] = expand(each["value"], found)
         return found
 
     def _waiting(self, pod: Object, reason: str, message: str) -> None:

@@ -101,10 +101,10 @@ class Store:
                 self._collect_garbage(known["metadata"]["uid"])
 
     def _collect_garbage(self, owner: str) -> None:
-        """Removes the Secrets that belong to what was removed; a Job's pods have a controller of their own."""
+        """Removes the Secrets and ConfigMaps of what was removed; a Job's pods have a controller of their own."""
         for (kind, name), document in list(self._objects.items()):
             owners = [reference["uid"] for reference in document["metadata"].get("ownerReferences", [])]
-            if kind == "secrets" and owner in owners:
+            if kind in ("secrets", "configmaps") and owner in owners:
                 self.remove(kind, name)
 
     def after(self, version: int, resource: str) -> Iterator[Event]:

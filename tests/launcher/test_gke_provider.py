@@ -1,0 +1,143 @@
+"""Claims about starting an attempt on GKE: what a JobSet reads goes with it, and nodes have a time of their own.
+
+kubectl is a script here; the real one is in tests/rehearsal/test_gke_runs.py."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.config import load
+from launcher.errors import Exit, LaunchError
+from launcher.gke.pod_status import INDEX
+from launcher.gke.provider import Gke
+from launcher.gke.workload import literal
+from launcher.provider import Attempt
+from tests.kubernetes.cluster.expansion import expand
+from tests.kubernetes.golden import IMAGE
+
+FILE = """\
+project: p
+zone: us-central2-b
+slice: {name: two, accelerator_type: v4-16, create_minutes: CREATE}
+image: {reference: 'IMAGE'}
+run: {command: [train], start_minutes: START}
+"""
+KUBECTL = """#!/bin/sh
+cd "$(dirname "$0")" || exit 9
+echo "$*" >>calls
+case "$*" in
+  *--watch*) exec sleep 60 ;;
+  *jsonpath*) echo the-uid ;;
+  *"output name"*) ;;
+  *get\\ pods*) cat pods ;;
+  *get\\ jobsets*) cat jobsets ;;
+  *create*) cat >/dev/null ;;
+esac
+"""
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "kubectl").write_text(KUBECTL)
+    (folder / "kubectl").chmod(0o755)
+    (folder / "jobsets").write_text('{"items": []}')
+    show(folder)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr("launcher.gke.watch._LIST_EVERY", 0.2)
+    return folder
+
+
+def show(folder: Path, *nodes: str, started: bool = True) -> None:
+    """The cluster has a pod for each node; an empty name is a pod that no node takes."""
+    pods = [
+        {
+            "metadata": {"name": f"pod-{worker}", "uid": str(worker), "labels": {INDEX: str(worker)}},
+            "spec": {"nodeName": node} if node else {},
+            "status": {
+                "phase": "Running" if node and started else "Pending",
+                "conditions": []
+                if node
+                else [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/0 nodes"}],
+                "containerStatuses": [
+                    {"name": "trainer", "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}} if started else {}}
+                ]
+                if node
+                else [],
+            },
+        }
+        for worker, node in enumerate(nodes)
+    ]
+    temporary = folder / "pods.new"
+    temporary.write_text(json.dumps({"items": pods}))
+    temporary.replace(folder / "pods")
+
+
+def provider(folder: Path, create: float, start: float) -> Gke:
+    path = folder / "run.yaml"
+    text = FILE.replace("IMAGE", IMAGE).replace("CREATE", str(create)).replace("START", str(start))
+    path.write_text(text)
+    return Gke(load(path), print)
+
+
+ATTEMPT = Attempt("two-0101-000000-0000", 0, IMAGE, ("train",), {}, host_secret="s" * 64)
+
+
+def test_what_a_jobset_reads_belongs_to_it(kubectl: Path) -> None:
+    show(kubectl, "a", "b")
+    gke = provider(kubectl, 1, 1)
+    gke.start(ATTEMPT)
+    gke.close()
+    (patch,) = [call for call in (kubectl / "calls").read_text().splitlines() if " patch " in call]
+    name = "two-0101-000000-0000-0"
+    assert f"patch configmaps/{name} secrets/{name} " in patch
+    owner = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "name": name, "uid": "the-uid"}
+    assert json.dumps({"metadata": {"ownerReferences": [owner]}}) in patch
+
+
+def test_a_node_may_come_later_than_a_container_may_take_to_start(kubectl: Path) -> None:
+    show(kubectl, "a", "")
+    gke = provider(kubectl, create=1, start=0.03)
+    threading.Timer(3.5, show, (kubectl, "a", "b")).start()
+    gke.start(ATTEMPT)
+    gke.close()
+
+
+def test_without_nodes_it_is_a_stockout_that_names_what_it_needs(kubectl: Path) -> None:
+    show(kubectl, "a", "")
+    gke = provider(kubectl, create=0.02, start=0.01)
+    with pytest.raises(
+        LaunchError, match=r"no nodes for all hosts within 0\.02 minutes \(slice\.create_minutes"
+    ) as bad:
+        gke.start(ATTEMPT)
+    assert bad.value.exit_code is Exit.STOCKOUT
+    assert "--tpu-topology 2x2x2 --num-nodes 2" in str(bad.value)
+    assert "host 1: no node takes its pod" in str(bad.value)
+
+
+def test_with_nodes_and_without_containers_it_is_no_stockout(kubectl: Path) -> None:
+    show(kubectl, "a", "b", started=False)
+    gke = provider(kubectl, create=30, start=0.02)
+    with pytest.raises(LaunchError, match=r"within run\.start_minutes \(0\.02\) after they had nodes") as bad:
+        gke.start(ATTEMPT)
+    assert bad.value.exit_code is Exit.CLOUD_ERROR
+
+
+@given(st.text("$()Aa =", max_size=12), st.dictionaries(st.text("Aa", min_size=1), st.text(max_size=3)))
+def test_a_pod_gets_every_word_as_it_is(text: str, variables: dict[str, str]) -> None:
+    assert expand(literal(text), variables) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expanded"),
+    [("$(A)", "1"), ("$$(A)", "$(A)"), ("$$", "$"), ("$(B)", "$(B)"), ("$A", "$A"), ("$(A", "$(A"), ("x$", "x$")],
+)
+def test_the_test_clusters_kubelet_expands_as_kubernetes_documents(text: str, expanded: str) -> None:
+    assert expand(text, {"A": "1"}) == expanded
