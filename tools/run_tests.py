@@ -53,11 +53,16 @@ FAULTS = tuple(
     f"tests/rehearsal/test_{name}.py"
     for name in ("fault_matrix", "queued_slices", "emulator_slice", "housekeeping", "gcloud_defects")
 )
+SIMULATORS = ("tests/simulation/test_scheduler.py", "tests/simulation/test_sensitivity.py")
 # One after the other; those of one line at the same time, because they wait more than they work, for processes, hosts
 # and time-outs.
 STAGES = (
     (Stage("lint", ("make", "--no-print-directory", "lint"), 300, runs_tests=False),),
     (Stage("fast", (*PYTEST, "--durations=5"), 600),),
+    (
+        Stage("trainer-lives", (*PYTEST, "-s", "tests/simulation/trainer", *SIMULATORS), 900),
+        Stage("launcher-lives", (*PYTEST, "-s", "tests/simulation/launcher"), 900),
+    ),
     (Stage("container", (sys.executable, "tools/container_tests.py"), 2400),),
     (Stage("virtual-tpu", (sys.executable, "tools/container_tests.py", "virtual-tpu"), 1200),),
     (Stage("tensorflow", (sys.executable, "tools/container_tests.py", "tensorflow"), 900),),
