@@ -271,7 +271,8 @@ def test_a_secret_that_is_not_there_is_told_at_once(work: Workstation) -> None:
 
 def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: Cluster) -> None:
     cluster.store.create("secrets", {"metadata": {"name": "huggingface"}, "data": {"token": "aGZfdmVyeXNlY3JldA=="}})
-    check = '[ "$HF_TOKEN" = "hf_very""secret" ] && [ "$$" -gt 0 ] && echo right'  # $$: as a shell has it
+    right = '[ "$HF_TOKEN" = "hf_very""secret" ] && [ ${#TPU_LAUNCH_SECRET} = 64 ]'
+    check = f'{right} && [ "$$" -gt 0 ] && echo right'  # $$: as a shell has it
     ended = work.good(
         "run",
         *GKE,
@@ -287,21 +288,27 @@ def test_secrets_reach_the_command_and_nothing_else(work: Workstation, cluster: 
     )
     assert "[1] right" in ended.output
     cluster.store.remove("secrets", "huggingface")
-    [known] = cluster.store.all("secrets")  # by which the hosts know each other: it goes with its JobSet
-    for file in (known, *cluster.store.all("configmaps")):
+    # By which the hosts know each other: it belongs to the JobSet, as the ConfigMap does, and goes with it.
+    jobsets = {event.object["metadata"]["uid"] for event in cluster.store.after(0, "jobsets")}
+    for kind in ("secrets", "configmaps"):
+        *_, file = [
+            event.object
+            for event in cluster.store.after(0, kind)
+            if event.type == "MODIFIED" and event.object["metadata"].get("ownerReferences")
+        ]
         [owner] = file["metadata"]["ownerReferences"]
-        assert owner["uid"] in [jobset["metadata"]["uid"] for jobset in cluster.store.all("jobsets")]
-    value = base64.b64decode(known["data"]["secret"])
+        assert owner["uid"] in jobsets
+        if kind == "secrets":
+            value = base64.b64decode(file["data"]["secret"])
     assert len(value) == 64
     assert value.decode() not in ended.output
+    assert cluster.store.all("secrets") == []
     kept = [
         path
         for path in Path(work.environment["TPU_LAUNCH_HOME"]).rglob("*")
         if path.is_file() and (b"hf_verysecret" in path.read_bytes() or value in path.read_bytes())
     ]
     assert kept == []
-    work.good("down", *GKE)
-    assert cluster.store.all("secrets") == []
 
 
 @pytest.mark.parametrize(
