@@ -28,9 +28,9 @@ def poisoned_document(folder: Path, backend: str, label: float, **changes: Any) 
     return document(folder, backend=backend, **{**settings, **changes})
 
 
-def assert_skip_leaves_the_state_alone(folder: Path, backend: str, label: float) -> None:
+def assert_skip_leaves_the_state_alone(folder: Path, backend: str, label: float, **changes: Any) -> None:
     """Bit for bit, moments included, in one program, and the step is counted."""
-    config = poisoned_document(folder, backend, label, train__on_nonfinite="skip")
+    config = poisoned_document(folder, backend, label, train__on_nonfinite="skip", **changes)
     check_skips(folder, small_runs.train_here(config, "skip"))
 
 
@@ -41,7 +41,7 @@ def check_skips(folder: Path, summary: dict[str, Any]) -> None:
     assert len(skipped) == summary["skipped_steps"] == lines[-1]["skipped_steps"]
     assert max(skipped) > 1, "no step was skipped that has a checkpoint before it"
     place = str(folder / "runs" / "skip" / "checkpoints")
-    checksums = [read_manifest(place, step).parts[0].crc32c for step in range(1, STEPS + 1)]
+    checksums = [[part.crc32c for part in read_manifest(place, step).parts] for step in range(1, STEPS + 1)]
     unchanged = [step for step in range(2, STEPS + 1) if checksums[step - 1] == checksums[step - 2]]
     assert unchanged == [step for step in skipped if step > 1]
     assert all(line["gradient_norm"] > 0 for line in lines if line["step"] not in skipped)
@@ -53,3 +53,12 @@ def assert_stop_commits_nothing_behind_it(folder: Path, backend: str, label: flo
         small_runs.train_here(poisoned_document(folder, backend, label), "stop")
     committed = committed_steps(str(folder / "runs" / "stop" / "checkpoints"))
     assert committed[:1] == ([raised.value.step] if raised.value.step else [])
+
+
+def assert_two_hosts_skip_alike(folder: Path, backend: str) -> None:
+    """Two processes, whose gradients meet between two programs: both leave the update out, or the run would end with
+    different weights."""
+    config = poisoned_document(folder, backend, 1e19, train__on_nonfinite="skip")
+    hosts = small_runs.start(folder, "skip", config, hosts=2)
+    assert [host.finish() for host in hosts] == [0, 0], hosts[0].text()
+    check_skips(folder, small_runs.summary(folder, "skip"))

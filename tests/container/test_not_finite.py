@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.container.poisoned_runs import assert_skip_leaves_the_state_alone, assert_stop_commits_nothing_behind_it
+from tests.container.poisoned_runs import (
+    assert_skip_leaves_the_state_alone,
+    assert_stop_commits_nothing_behind_it,
+    assert_two_hosts_skip_alike,
+)
 
 
 def test_a_skipped_step_leaves_the_state_bit_for_bit(tmp_path: Path) -> None:
@@ -17,3 +21,7 @@ def test_a_loss_that_overflows_is_skipped_too(tmp_path: Path) -> None:
 
 def test_nothing_is_committed_behind_a_finite_loss_with_an_infinite_gradient(tmp_path: Path) -> None:
     assert_stop_commits_nothing_behind_it(tmp_path, "torch-xla", 1e19)
+
+
+def test_two_hosts_leave_the_same_update_out(tmp_path: Path) -> None:
+    assert_two_hosts_skip_alike(tmp_path, "torch-xla")

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.container.poisoned_runs import assert_skip_leaves_the_state_alone, assert_stop_commits_nothing_behind_it
+from tests.container import small_runs
+from tests.container.poisoned_runs import (
+    assert_skip_leaves_the_state_alone,
+    assert_stop_commits_nothing_behind_it,
+    assert_two_hosts_skip_alike,
+    check_skips,
+    poisoned_document,
+)
 
 
 def test_a_skipped_step_leaves_the_state_bit_for_bit(tmp_path: Path) -> None:
     assert_skip_leaves_the_state_alone(tmp_path, "tensorflow", 1e19)
 
 
-def test_a_loss_that_overflows_is_skipped_too(tmp_path: Path) -> None:
-    assert_skip_leaves_the_state_alone(tmp_path, "tensorflow", 1e30)
+def test_a_loss_that_overflows_is_skipped_too_in_a_program_of_xla(tmp_path: Path) -> None:
+    assert_skip_leaves_the_state_alone(tmp_path, "tensorflow", 1e30, train__jit_compile=True)
 
 
 def test_nothing_is_committed_behind_a_finite_loss_with_an_infinite_gradient(tmp_path: Path) -> None:
     assert_stop_commits_nothing_behind_it(tmp_path, "tensorflow", 1e19)
+
+
+def test_two_hosts_leave_the_same_update_out(tmp_path: Path) -> None:
+    assert_two_hosts_skip_alike(tmp_path, "tensorflow")
+
+
+def test_two_devices_leave_the_same_update_out(tmp_path: Path) -> None:
+    """Under a strategy, as on a TPU."""
+    config = poisoned_document(tmp_path, "tensorflow", 1e19, train__on_nonfinite="skip")
+    [host] = small_runs.start(tmp_path, "skip", config, CPU_NUM_DEVICES="2")
+    assert host.finish() == 0, host.text()
+    check_skips(tmp_path, small_runs.summary(tmp_path, "skip"))

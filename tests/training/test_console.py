@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -41,3 +44,44 @@ def test_elsewhere_each_is_a_line_and_other_hosts_say_nothing() -> None:
     silent = io.StringIO()
     Console(False, silent).print("step 1")
     assert silent.getvalue() == ""
+
+
+TRAINING = """
+import os, sys
+from training.cli.host_process import run_and_exit
+from training.distributed.rendezvous import SingleHost
+from training.errors import StopRequested
+from training.telemetry.console import Console, warn
+
+def work():
+    console = Console(True)
+    for step in range(2000):
+        console.progress(f"step {step}")
+    warn("a warning")
+    console.close()
+    raise StopRequested("stopped")
+
+run_and_exit(SingleHost(), work)
+"""
+
+
+OVERDUE = """
+from training.cli.host_process import exit_overdue
+from training.distributed.rendezvous import SingleHost
+exit_overdue(SingleHost(), 25)
+"""
+
+
+@pytest.mark.parametrize("program", [TRAINING, OVERDUE])
+@pytest.mark.parametrize("place", ["/dev/full", "a pipe without a reader"])
+def test_output_that_nobody_takes_changes_neither_training_nor_its_exit_code(place: str, program: str) -> None:
+    if place == "/dev/full":
+        descriptor = os.open(place, os.O_WRONLY)
+    else:
+        reader, descriptor = os.pipe()
+        os.close(reader)
+    try:
+        ended = subprocess.run([sys.executable, "-c", program], stdout=descriptor, stderr=descriptor, timeout=60)
+    finally:
+        os.close(descriptor)
+    assert ended.returncode == 75

@@ -4,6 +4,7 @@ once, or is named."""
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ class Weather:
 
     def __init__(self, refused: int) -> None:
         self.refused = refused
+        self.refused_after_opening = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(default_storage, name)
@@ -32,7 +34,8 @@ class Weather:
         return written
 
     def listing(self, url: str) -> Any:
-        self._refuse(url)
+        if not self.refused_after_opening:
+            self._refuse(url)
         return default_storage.listing(url)
 
     def _refuse(self, url: str) -> None:
@@ -101,6 +104,23 @@ def test_memory_is_bounded_and_what_is_lost_is_named(tmp_path: Path, monkeypatch
     log.finish(10)
     assert [line["step"] for line in read_history(str(tmp_path))] == list(range(21, 31))
     assert warnings == ["20 lines of metrics were lost: storage did not take them for too long"]
+
+
+def test_memory_is_bounded_while_storage_refuses_for_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "MOST_WAITING", 10)
+    warnings: list[str] = []
+    weather = Weather(1_000_000)
+    weather.refused_after_opening = True
+    log = metrics_writer(tmp_path, weather, warnings)
+    for step in range(1, 201):
+        log.log(step, {"loss": 1.0})
+        time.sleep(0.001)
+    weather.refused = 0
+    log.finish(10)
+    written = [line["step"] for line in read_history(str(tmp_path))]
+    assert written[-10:] == list(range(191, 201))
+    assert len(written) < 100
+    assert warnings[-1] == f"{200 - len(written)} lines of metrics were lost: storage did not take them for too long"
 
 
 def test_an_end_that_can_not_be_recorded_does_not_delay_the_exit(

@@ -122,7 +122,11 @@ def test_a_run_that_skips_every_step_ends(runs: Runs) -> None:
 def test_an_evaluation_that_is_not_finite_is_named_and_everything_stays_json(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary = runs.train("r", 0, evaluation_loss=float("nan"), evaluation__every=10)
+    best = {"metric": "loss", "mode": "min"}  # so that saves come after evaluations, and know their figures
+    changes = {"evaluation_loss": float("nan"), "evaluation__every": 10, "checkpoint__best": best}
+    with pytest.raises(StopRequested):
+        runs.train("r", 0, shutdown=StopAfter(20), **changes)
+    summary = runs.train("r", 1, **changes)
     assert summary["eval_loss"] is None
     assert summary["not_finite"] == ["eval_loss", "eval_perplexity"]
 

@@ -6,6 +6,7 @@ a framework may not survive an orderly end of the interpreter.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import traceback
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def run_and_exit(rendezvous: Rendezvous, work: Callable[[], None], machine: Mach
         message = f"{type(error).__name__}: {error}"
         if is_out_of_memory(error):
             message = str(OutOfMemory(message))
-            print(f"tpu-train: error: {message}", file=sys.stderr, flush=True)
+            _print(f"tpu-train: error: {message}")
         else:
             traceback.print_exc()
     finally:
@@ -65,7 +66,7 @@ def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYST
         f"could not stop in good order within {seconds:g} s (checkpoint.stop_seconds); the run goes on from its last "
         "commit"
     )
-    print(f"tpu-train: stopped: {message}", file=sys.stderr, flush=True)
+    _print(f"tpu-train: stopped: {message}")
     rendezvous.close(Exit.SAVED, message, overdue=True)
     _exit(Exit.SAVED, machine)
 
@@ -73,10 +74,17 @@ def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYST
 def print_error(error: TrainError) -> None:
     """Prints the error's one message."""
     kind = "stopped" if isinstance(error, StopRequested) else "lost peer" if isinstance(error, LostPeer) else "error"
-    print(f"tpu-train: {kind}: {error}", file=sys.stderr, flush=True)
+    _print(f"tpu-train: {kind}: {error}")
+
+
+def _print(message: str) -> None:
+    """On standard error, if anybody reads it: the exit code is what counts."""
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)
 
 
 def _exit(code: int, machine: Machine) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     machine.exit(code)

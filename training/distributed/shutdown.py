@@ -19,6 +19,7 @@ that hangs.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import sys
@@ -94,7 +95,8 @@ class ShutdownRequest:
 
 
 def _say(message: str) -> None:
-    print(f"tpu-train: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # the thread that reads signals must live on
+        print(f"tpu-train: {message}", file=sys.stderr, flush=True)
 
 
 def install_signal_handlers() -> ShutdownRequest:

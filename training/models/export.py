@@ -16,7 +16,7 @@ import numpy as np
 
 from training import storage
 from training.checkpoint.admin import find_checkpoints
-from training.checkpoint.reader import load_tensors
+from training.checkpoint.reader import finite, load_tensors
 from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
 from training.checkpoint.snapshot import Snapshot, StartSnapshot
 from training.checkpoint.store import read_manifest
@@ -90,10 +90,10 @@ def export_checkpoint(run: str, out: str, step: int | None = None) -> int:
 
     try:
         manifest = read_manifest(place, chosen)
-        load_tensors(place, manifest, keep_weights)
+        load_tensors(place, manifest, finite(keep_weights))
     except Damaged as error:
         raise BadInput(
-            f"checkpoint of step {chosen} in {place} is damaged ({error}); choose another with --step"
+            f"checkpoint of step {chosen} in {place} can't be used ({error}); choose another with --step"
         ) from None
     settings = restore(manifest.config, f"{place}, step {chosen}")
     tokenizer = tokenizers.read(settings.data.tokenizer)

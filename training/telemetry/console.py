@@ -1,7 +1,11 @@
-"""What host 0 prints. On a terminal the progress line is replaced in place; elsewhere each one is a line of its own."""
+"""What host 0 prints. On a terminal the progress line is replaced in place; elsewhere each one is a line of its own.
+
+Nobody need be there to read it: a pipe whose reader is gone, or a log on a full disk, does not stop training.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from typing import TextIO
@@ -11,7 +15,8 @@ _CLEAR = "\r\x1b[2K"
 
 def warn(message: str) -> None:
     """Shows a warning on standard error."""
-    print(f"tpu-train: warning: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"tpu-train: warning: {message}", file=sys.stderr, flush=True)
 
 
 class Console:
@@ -34,7 +39,8 @@ class Console:
     def close(self) -> None:
         """Ends an open progress line, so that other output begins on its own line."""
         if self._line_open:
-            print(file=self._out, flush=True)
+            with contextlib.suppress(OSError):
+                print(file=self._out, flush=True)
             self._line_open = False
 
     def _print(self, text: str, stays: bool) -> None:
@@ -43,5 +49,6 @@ class Console:
         if not stays:  # a line wider than the terminal would wrap, and could not be replaced
             text = text[: shutil.get_terminal_size().columns - 1]
         prefix = _CLEAR if self._line_open else ""
-        print(f"{prefix}{text}", end="\n" if stays else "", file=self._out, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"{prefix}{text}", end="\n" if stays else "", file=self._out, flush=True)
         self._line_open = not stays
