@@ -5,7 +5,9 @@ Everything but the provider and the clock is real: folders, locks, ledgers, supe
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -280,6 +282,26 @@ def test_without_its_secrets_no_attempt_follows_and_the_run_stays_resumable(
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
     first, second = work.hosts.attempts
     assert (second.image, second.secrets, second.overlay) == (first.image, first.secrets, first.overlay)
+
+
+def test_an_env_file_is_for_the_command_and_not_for_the_launcher(work: Workstation) -> None:
+    """With PATH=/app/bin in the launcher's own environment, gcloud would not be found."""
+    path = work.folder / "some.env"
+    path.write_text("PATH=/app/bin\nHOME=/app\n")
+    before = dict(os.environ)
+    seen: list[dict[str, str]] = []
+
+    class Watching(FakeProvider):
+        def start(self, attempt: Attempt) -> list[HostReport]:
+            seen.append(dict(os.environ))
+            return super().start(attempt)
+
+    config = work.config()
+    context = dataclasses.replace(work.context(), make_provider=lambda config: Watching(config, work.hosts))
+    launch.run(launch.Request(config, env_file=path), context)
+    assert seen == [before]
+    assert dict(os.environ) == before
+    assert work.hosts.attempts[0].secrets == {"PATH": "/app/bin", "HOME": "/app"}
 
 
 def test_no_file_of_the_runs_folder_holds_a_secret(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
