@@ -123,7 +123,7 @@ def _push(plan: ImagePlan, remote: str, image_id: str, log: IO[str], on_line: Ca
     digests = digests or store.find_digests(plan.docker, remote)
     if not digests:
         raise LaunchError(f"docker pushed {remote} and did not say under which digest; all that it said: {log.name}")
-    pushed.record(plan.tag, pushed.Push(remote, image_id, digests[-1], pushed.current_engine()))
+    pushed.record(plan.tag, pushed.Push(remote, image_id, digests[-1], pushed.current_engine(), time.time()))
 
 
 def _ignore(line: str) -> None:

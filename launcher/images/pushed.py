@@ -3,7 +3,8 @@
 The engine's own word is no proof: with the containerd image store, an image has a digest of a repository
 (`RepoDigests`) from `docker tag` on, before a byte of it was sent. What is not recorded is pushed; a registry that has
 it already takes only the manifest. A push through another engine counts for nothing: an emulated slice's engine pushes
-to an emulated registry of the same name.
+to an emulated registry of the same name. Neither does a push of yesterday: registries delete images by their cleanup
+policies.
 
 What can fail half-way: a push that was interrupted, or whose record could not be written, is done again.
 """
@@ -12,10 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.home import where, write_private
+
+_TRUSTED_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,18 @@ class Push:
     engine: str
     """$DOCKER_HOST of the push; empty: the machine's own engine."""
 
+    time: float
+    """Unix seconds."""
+
 
 def find(tag: str, remote: str, image_id: str) -> Push | None:
-    """The recorded push of this very image to `remote`, through the engine that is used now; None when there is
-    none."""
+    """The recorded push of this very image to `remote`, of the last day and through the engine that is used now; None
+    when there is none."""
     wanted = (remote, image_id, current_engine())
-    return next((push for push in _read(tag) if (push.remote, push.image_id, push.engine) == wanted), None)
+    for push in _read(tag):
+        if (push.remote, push.image_id, push.engine) == wanted and 0 <= time.time() - push.time < _TRUSTED_SECONDS:
+            return push
+    return None
 
 
 def current_engine() -> str:

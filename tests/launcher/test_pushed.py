@@ -6,6 +6,8 @@ Docker is a script here that behaves as with the containerd image store: an imag
 from __future__ import annotations
 
 import dataclasses
+import json
+import time
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,19 @@ def test_what_the_engine_does_not_know_by_that_digest_is_pushed(docker: Path, sp
     ensure_image(spec, print)
     (docker / "tagged").unlink()
     assert make_plan(spec).pushed is None
+
+
+@pytest.mark.parametrize("hours", [-1, 25])
+def test_a_push_of_yesterday_or_of_the_future_does_not_count(
+    docker: Path, spec: ImageSpec, tmp_path: Path, hours: int
+) -> None:
+    """A registry may have deleted the image since; a clock may have jumped."""
+    ensure_image(spec, print)
+    (record,) = (tmp_path / "home" / "images").glob("*.pushed.json")
+    (push,) = json.loads(record.read_text())
+    record.write_text(json.dumps([{**push, "time": time.time() - hours * 3600}]))
+    ensure_image(spec, print)
+    assert count_pushes(docker) == 2
 
 
 def test_a_damaged_record_means_another_push(docker: Path, spec: ImageSpec, tmp_path: Path) -> None:
