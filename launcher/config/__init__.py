@@ -3,7 +3,7 @@
 `load` returns frozen sections; every mistake is named with file:line before anything is created. The trainer's part of
 the same file is validated by `training.config`, so that a wrong learning rate is found on the workstation too. The
 docstrings of the fields (`sections`, `gke`) are the reference of the keys (docs/). `values` has the types of single
-values, `private` what may not stand in a file.
+values, `refused` what a file may not say.
 """
 
 from launcher.config.loading import CONFIG_FILE, TRAINER_SECTIONS, Config, load, restore

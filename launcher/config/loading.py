@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.config import private
+from launcher.config import refused
 from launcher.config.gke import GkeSection
 from launcher.config.sections import ImageSection, Root, RunSection, SliceSection
 from launcher.errors import BadInput
@@ -106,7 +106,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), *, command: Iterable[s
     try:
         document = load_document(path, overrides)
         config = _from_document(document, tuple(command))
-        private.refuse(document)
+        refused.refuse(document)
         return config
     except (ConfigError, UnknownAccelerator) as error:
         raise BadInput(str(error)) from None

@@ -163,6 +163,41 @@ def test_a_variable_that_looks_like_a_secret_is_refused_where_it_would_be_visibl
     assert "s3cret" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ("image: {repository: ''}", "image.repository: '' is empty"),
+        ("image: {repository: 'https://r.example/p/i'}", "without https://, tag or digest"),
+        ("image: {repository: 'r.example/p/i:latest'}", "without https://, tag or digest"),
+        ("image: {repository: 'r.example/p/Image'}", "lower-case letters"),
+        ("image: {code: ' '}", "image.code: ' ' is empty"),
+        ("run: {user: ''}", "run.user: '' is empty"),
+        ("run: {shm_size: 0g}", "run.shm_size: '0g' must be more than 0"),
+        ("gke: {gcsfuse: {bucket: 'gs://b', folder: /b}}", "gke.gcsfuse.bucket: 'gs://b' must be a bucket's name"),
+    ],
+)
+def test_a_value_that_would_fail_only_later_is_refused(tmp_path: Path, section: str, words: str) -> None:
+    with pytest.raises(BadInput, match=r"run\.yaml:6: ") as caught:
+        load(written(tmp_path, f"{GOOD}{section}\n"), command=["true"])
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        "image: {repository: us-central2-docker.pkg.dev/my-project/images/bert}",
+        "image: {repository: 'localhost:5000/p/a_b.c-d'}",
+        "image: {repository: me/image}",
+        "run: {environment: {EMPTY: ''}, shm_size: 100m}",
+        "slice: {name: demo, accelerator_type: v4-16, labels: {team: ''}}",
+        "gke: {gcsfuse: {bucket: my-bucket, folder: /b, options: ''}, node_selector: {a: ''}}",
+    ],
+)
+def test_a_value_that_is_meant_is_accepted(tmp_path: Path, section: str) -> None:
+    text = GOOD if not section.startswith("slice") else GOOD[: GOOD.index("slice:")]
+    load(written(tmp_path, f"{text}{section}\n"), command=["true"])
+
+
 def test_a_run_that_was_started_with_a_secret_in_its_file_can_still_be_stopped(tmp_path: Path) -> None:
     """An earlier version accepted it, and its specification holds it."""
     config = load(written(tmp_path, GOOD), command=["true"])
