@@ -43,6 +43,7 @@ class Process:
         self.alive, self.frozen = True, False
         self.tasks: dict[Task, None] = {}
         self.held: list[Task] = []  # could run, but the process is frozen
+        self.enter: Callable[[], None] | None = None  # called before it runs on: sets its environment, for example
 
     def __repr__(self) -> str:
         return self.name
@@ -61,6 +62,7 @@ class Task:
         self._outcome: Any = None  # of the wait that has just ended
         self._waits: dict[Task, None] | None = None  # the waiters among which it is
         self._generation = 0  # counts its waits: a timer of an earlier one is void
+        self._interruption: BaseException | None = None  # is raised when it runs on
         self._done = False
         self._joining: dict[Task, None] = {}
 
@@ -106,6 +108,7 @@ class Scheduler:
         self.hub = getcurrent()
         self.world = Process("world")
         self.current: Task | None = None
+        self._running: Process | None = None  # the process that ran last
         self.crashed: list[Task] = []  # tasks that ended with an exception
         self.steps = 0
         self.story: list[str] | None = None  # lines, when they are wanted
@@ -141,7 +144,7 @@ class Scheduler:
             last = ready.pop()
             if last is not task:
                 ready[index] = last
-            self.current = task
+            self._enter(task)
             task._greenlet.switch()
             self.current = None
 
@@ -200,6 +203,13 @@ class Scheduler:
         process.frozen = False
         self._ready += process.held
         process.held.clear()
+
+    def interrupt(self, task: Task, error: BaseException) -> None:
+        """Raises `error` in a task, where it waits now: Ctrl-C, for example."""
+        if not task._done and task is not self.current:
+            task._interruption = error
+            if task not in self._ready and task not in task.process.held:
+                self._wake(task, False)
 
     # --- what blocks
 
@@ -276,6 +286,16 @@ class Scheduler:
         self.current = task
         if not task.process.alive:
             raise Killed
+        if task._interruption is not None:
+            interruption, task._interruption = task._interruption, None
+            raise interruption
+
+    def _enter(self, task: Task) -> None:
+        self.current = task
+        if task.process is not self._running:
+            self._running = task.process
+            if task.process.enter is not None:
+                task.process.enter()
 
     def _make_ready(self, task: Task) -> None:
         (task.process.held if task.process.frozen else self._ready).append(task)
@@ -312,7 +332,7 @@ class Scheduler:
         if task._waits is not None:
             task._waits.pop(task, None)
             task._waits = None
-        self.current = task
+        self._enter(task)
         if not task._greenlet:  # it never ran, or has ended
             task._done = True
             task.process.tasks.pop(task, None)

@@ -1,0 +1,56 @@
+"""What goes wrong in a life: a list of faults, drawn before it begins, so that one can be left out."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+HOST_FAULTS = ("reboot", "hang", "cut", "die", "engine", "disk", "clock")
+SLICE_FAULTS = ("preempt", "maintenance")
+# Google's API, and the way to it. For a time; the number is the probability that a call is hit.
+API_FAULTS = {
+    "unavailable": 0.9,
+    "rate": 0.7,
+    "permission": 1.0,
+    "lost": 0.5,
+    "busy": 0.8,
+    "slow": 0.5,
+    "stockout": 1.0,
+    "stale": 0.7,
+    "dead ssh": 0.3,
+    "ssh loses answers": 0.3,
+    "offline": 1.0,
+}
+ALL = (*HOST_FAULTS, *SLICE_FAULTS, *API_FAULTS)
+_WEIGHTS = {"permission": 0.3, "reboot": 2.0, "preempt": 3.0, "cut": 2.0, "unavailable": 2.0, "disk": 0.5, "stale": 2.0}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    kind: str
+    anchor: str
+    """What `at` is counted from: "life", or "start": the first moment at which an attempt runs on all hosts."""
+    at: float
+    seconds: float
+    """How long it lasts."""
+    number: int
+    """Which host, or which variant."""
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.number} at {self.anchor}+{self.at:.1f} s for {self.seconds:.1f} s"
+
+
+def draw(chance: random.Random) -> list[Fault]:
+    """The faults of a life: none in some, one in many, several in the others."""
+    kindness = chance.random()
+    count = 0 if kindness < 0.12 else 1 if kindness < 0.55 else chance.randint(2, 7)
+    weights = [_WEIGHTS.get(kind, 1.0) for kind in ALL]
+    faults = []
+    for kind in chance.choices(ALL, weights, k=count):
+        anchor = chance.choice(("life", "start", "start"))
+        at = chance.uniform(0.0, 90.0) if anchor == "life" else chance.uniform(-8.0, 45.0)
+        seconds = chance.choice((chance.uniform(1.0, 12.0), chance.uniform(10.0, 60.0), chance.uniform(60.0, 300.0)))
+        faults.append(Fault(kind, anchor, max(0.0, at), seconds, chance.randrange(64)))
+    return faults

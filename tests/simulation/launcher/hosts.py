@@ -1,0 +1,202 @@
+"""Simulated hosts: their engine, containers, boots and clocks. What a script on a host does is in `scripts`."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from tests.simulation.scheduler import Process, Scheduler, Task
+
+if TYPE_CHECKING:
+    from tests.simulation.launcher.jobs import Job
+
+EPOCH = 1_800_000_000.0  # Unix seconds at virtual time 0
+_NEVER = "0001-01-01T00:00:00Z"  # what engines write for a time that is not there
+
+
+def timestamp(seconds: float) -> str:
+    """Unix seconds as an engine prints them: RFC 3339 with nine digits."""
+    whole = int(seconds)
+    moment = datetime.fromtimestamp(whole, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    return f"{moment}.{int((seconds - whole) * 1e9):09d}Z"
+
+
+@dataclass(eq=False)
+class Container:
+    """A container of a host's engine."""
+
+    name: str
+    run: str
+    attempt: int
+    host: Host
+    boot: str  # of the host, when it was created
+    image: str
+    status: str = "created"
+    exit_code: int = 0
+    oom_killed: bool = False
+    error: str = ""
+    started: float | None = None  # virtual seconds
+    started_at: str = _NEVER
+    finished_at: str = _NEVER
+    job: Job | None = None
+    log: list[tuple[str, str]] = field(default_factory=list)  # (time, line)
+    waiters: dict[Task, None] = field(default_factory=dict)  # tasks that wait for its end
+    stopping: bool = False  # it has got SIGTERM
+    awaits_secrets: bool = False  # its command begins when they are delivered
+    lines_written: int = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether its command runs."""
+        return self.status == "running"
+
+    def write(self, text: str, at: float | None = None) -> None:
+        """Writes a line, at a virtual time of now or before."""
+        moment = self.host.scheduler.now if at is None else at
+        self.log.append((timestamp(moment + self.host.wall), text))
+
+    def lines(self, since: str, tail: int | None) -> list[tuple[str, str]]:
+        """`docker logs --since --tail`: the last `tail` lines, of those the ones from `since` on."""
+        if self.job is not None:
+            self.job.write_lines(self)
+        log = self.log
+        first = max(0, len(log) - tail) if tail else 0
+        if not since:
+            return log[first:]
+        if self.host.clock_jumped:
+            return [line for line in log[first:] if line[0] >= since]
+        return log[max(first, bisect.bisect_left(log, (since, ""))) :]
+
+    def end(self, code: int, *, oom_killed: bool = False) -> None:
+        """Its command ends."""
+        if not self.running:
+            return
+        if self.job is not None:
+            self.job.write_lines(self)
+        self.status, self.exit_code, self.oom_killed = "exited", code, oom_killed
+        self.finished_at = timestamp(self.host.scheduler.now + self.host.wall)
+        self.host.scheduler.wake_all(self.waiters)
+
+
+@dataclass(eq=False)
+class Execution:
+    """A command on a host, whose result somebody may be waiting for."""
+
+    result: tuple[int, str] | None = None
+    """Exit code and output, once it has ended."""
+    errors: str = ""
+    waiters: dict[Task, None] = field(default_factory=dict)
+
+
+class Host:
+    """One host of a slice."""
+
+    def __init__(self, scheduler: Scheduler, slice_name: str, worker: int, address: str) -> None:
+        self.scheduler, self.slice_name, self.worker, self.address = scheduler, slice_name, worker, address
+        self.process = Process(f"{slice_name}-w{worker}")
+        self.containers: dict[str, Container] = {}
+        self.marks: set[str] = set()  # files below /tmp
+        self.boots = 1
+        self.booted = scheduler.now
+        self.wall = EPOCH  # its clock: virtual time plus this
+        self.clock_jumped = False
+        self.up = True
+        self.engine_up = True
+        self.hung = False  # answers nothing, and is not dead
+        self.cut = False  # no packet reaches it
+        self.disk_full = False
+        self.key_known = False  # whether our ssh key has reached it
+        self.gone = False  # its slice was taken away, or deleted
+        self.executions: dict[Execution, None] = {}  # commands that run on it
+        self.ssh_from = scheduler.now  # when its sshd answers
+        self.alias = f"tpu.{slice_name}.{address}-{worker}"
+        self.gates: dict[Task, None] = {}
+        self.troubled = 0  # counts what was done to it
+
+    def __repr__(self) -> str:
+        return f"{self.slice_name}-w{self.worker}"
+
+    @property
+    def boot(self) -> str:
+        """Identity of this boot."""
+        return f"{self.address}-boot-{self.boots}"
+
+    @property
+    def reachable(self) -> bool:
+        """Whether packets get an answer."""
+        return self.up and not self.cut and not self.hung and self.scheduler.now >= self.ssh_from
+
+    def note(self, text: str) -> None:
+        """A line of the story."""
+        if self.scheduler.story is not None:
+            self.scheduler.note(f"[host {self!r}] {text}")
+
+    def changed(self) -> None:
+        """Wakes every task that waits for something here: it may have to fail."""
+        for execution in self.executions:
+            self.scheduler.wake_all(execution.waiters)
+        for container in self.containers.values():
+            self.scheduler.wake_all(container.waiters)
+
+    def cut_off(self) -> None:
+        """No packet reaches it; what runs on it goes on."""
+        self.cut, self.troubled = True, self.troubled + 1
+        self.note("is cut off")
+        self.changed()
+        self._peers_notice("cut off")
+
+    def reconnect(self) -> None:
+        """Packets reach it again."""
+        self.cut = False
+        self.note("is reachable again")
+
+    def hang(self) -> None:
+        """Answers nothing until it is rebooted, or comes back."""
+        self.hung, self.troubled = True, self.troubled + 1
+        self.note("hangs")
+        self.changed()
+        self._peers_notice("hangs")
+
+    def unhang(self) -> None:
+        """Answers again, as if nothing had been."""
+        self.hung = False
+        self.note("answers again")
+
+    def die(self, *, for_good: bool) -> None:
+        """Loses power: everything that runs on it ends at once, and nobody writes that down."""
+        if not self.up:
+            self.gone = self.gone or for_good
+            return
+        self.up, self.gone, self.troubled = False, self.gone or for_good, self.troubled + 1
+        self.note("is dead")
+        self.scheduler.kill(self.process)
+        self.process = Process(f"{self.slice_name}-w{self.worker}")
+        for container in self.containers.values():
+            if container.running:
+                if container.job is not None:
+                    container.job.write_lines(container)
+                container.status = "lost"
+        self.changed()
+        self._peers_notice("dead")
+
+    def boot_up(self, exit_code: int, *, writes_time: bool) -> None:
+        """Boots; the engine restores its containers, and makes up how they ended."""
+        if self.gone or self.up:
+            return
+        self.up, self.hung, self.engine_up, self.boots = True, False, True, self.boots + 1
+        self.booted = self.scheduler.now
+        self.marks.clear()
+        self.executions.clear()
+        self.ssh_from = self.scheduler.now + 2.0
+        self.note(f"booted; its engine says that containers ended with {exit_code}")
+        for container in self.containers.values():
+            if container.status == "lost":
+                container.status, container.exit_code = "exited", exit_code
+                container.finished_at = timestamp(self.scheduler.now + self.wall) if writes_time else _NEVER
+
+    def _peers_notice(self, what: str) -> None:
+        for container in list(self.containers.values()):
+            if container.job is not None and container.status in ("running", "lost"):
+                container.job.host_troubled(self, what)

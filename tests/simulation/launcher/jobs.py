@@ -1,0 +1,186 @@
+"""What runs in the containers of an attempt: a program that trains on all hosts together, and how it ends.
+
+A job is a state machine of timers, not tasks: thousands of lives a minute leave no time for more. It knows the truth
+about its end, which the promises compare with what the launcher says.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from tests.simulation.launcher.hosts import Container, Host
+from tests.simulation.scheduler import Scheduler
+
+PEERS_WAIT = 40.0  # seconds that a program waits for the other hosts at its start
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an attempt's program behaves when nothing disturbs it."""
+
+    kind: str  # finish, fail, bad input, save, stall
+    seconds: float
+    host: int = 0
+    """Of a failure: the host that fails."""
+    code: int = 0
+    others_hang: bool = False
+    """Whether the hosts that lose a peer wait for it for minutes."""
+    saves: bool = True
+    """Whether SIGTERM makes it save and end with 75; else it ends with 143."""
+    save_seconds: float = 2.0
+    period: float = 1.0
+    """Seconds between two lines of a host."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Why a job ended."""
+
+    kind: str  # of a plan; or stop, host
+    worker: int = -1
+    code: int = 0
+    detail: str = ""
+
+
+class Job:
+    """The program of one attempt on all its hosts."""
+
+    def __init__(
+        self, scheduler: Scheduler, run: str, attempt: int, hosts: int, plan: Plan, chance: random.Random
+    ) -> None:
+        self.scheduler, self.run, self.attempt, self.hosts, self.plan = scheduler, run, attempt, hosts, plan
+        self.chance = chance
+        self.containers: dict[int, Container] = {}
+        self.began: float | None = None  # when all hosts had started
+        self.first: float = scheduler.now
+        self.truths: list[Truth] = []  # everything that happened to it, in order
+        self.disturbed = False  # something that was not its plan happened to it
+        self.over = False
+        self.left: set[int] = set()  # containers that were removed
+
+    def __repr__(self) -> str:
+        return f"{self.run}#{self.attempt}"
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it runs on all hosts, and nothing ever happened to it."""
+        return not self.disturbed and not self.truths and all(item.running for item in self.containers.values())
+
+    def started(self, container: Container) -> None:
+        """A container of it was started."""
+        container.job = self
+        self.containers[container.host.worker] = container
+        self.scheduler.call_at(self.scheduler.now + PEERS_WAIT, self._check_peers)
+        complete = len(self.containers) == self.hosts and self.began is None
+        if complete and all(item.running and item.host.reachable for item in self.containers.values()):
+            self.began = self.scheduler.now
+            if self.plan.kind != "stall":
+                self.scheduler.call_at(self.began + self.plan.seconds, self._end_as_planned)
+
+    def write_lines(self, container: Container) -> None:
+        """Writes the lines that the program of a container has printed until now."""
+        if container.started is None or not container.running or container.awaits_secrets:
+            return
+        until = self.scheduler.now
+        if self.plan.kind == "stall" and self.began is not None:
+            until = min(until, self.began + self.plan.seconds)
+        period, worker = self.plan.period, container.host.worker
+        count = int((until - container.started) / period)
+        for number in range(container.lines_written, count):
+            at = container.started + (number + 1) * period
+            text = f"line {number // 2 * 2} of host {worker}" if number % 7 == 1 else f"line {number} of host {worker}"
+            container.write(text, at)
+            if number % 5 == 0:
+                container.write(text, at)  # the same line at the same time, twice
+        container.lines_written = max(container.lines_written, count)
+
+    def terminate(self, container: Container) -> None:
+        """SIGTERM: the program of a container saves with all others, or ends."""
+        if container.stopping or not container.running:
+            return
+        container.stopping = True
+        if container.awaits_secrets:
+            container.end(143)
+            return
+        self.truths.append(Truth("stop", container.host.worker))
+        if self.plan.saves and self._all_run() and self.began is not None:
+            self.scheduler.call_at(self.scheduler.now + self.plan.save_seconds, self._all_saved)
+        elif self.plan.saves:
+            return  # it can't save without its peers: it waits for them, until SIGKILL
+        else:
+            self.scheduler.call_at(self.scheduler.now + 0.3, lambda: self._exit(container, 143))
+
+    def kill(self, container: Container) -> None:
+        """SIGKILL."""
+        if container.running:
+            self.truths.append(Truth("kill", container.host.worker))
+            container.end(137)
+            self._lose_peer()
+
+    def host_troubled(self, host: Host, what: str) -> None:
+        """A host of it died, hangs or was cut off."""
+        self.disturbed = True
+        self.truths.append(Truth("host", host.worker, detail=what))
+        if self.hosts > 1 or what == "dead":
+            self._lose_peer()
+
+    def _all_run(self) -> bool:
+        return len(self.containers) == self.hosts and all(
+            item.running and item.host.up and not item.host.cut and not item.host.hung
+            for item in self.containers.values()
+        )
+
+    def _exit(self, container: Container, code: int) -> None:
+        if not container.host.up:
+            return
+        if container.host.hung:  # it ends when the host goes on
+            self._exit_later(container, code, 1.0)
+            return
+        container.end(code, oom_killed=code == 137 and self.plan.kind == "fail" and not container.stopping)
+
+    def _end_as_planned(self) -> None:
+        if self.over or not all(item.running and item.host.up for item in self.containers.values()):
+            return
+        if not self._all_run():  # a step takes as long as the slowest host
+            self.scheduler.call_at(self.scheduler.now + 1.0, self._end_as_planned)
+            return
+        plan = self.plan
+        self.over = True
+        if plan.kind == "fail":
+            self.truths.append(Truth("fail", plan.host, plan.code))
+            self._exit(self.containers[plan.host], plan.code)
+            self._lose_peer()
+            return
+        code = {"finish": 0, "save": 75, "bad input": 2}[plan.kind]
+        self.truths.append(Truth(plan.kind, code=code))
+        for container in self.containers.values():
+            self._exit_later(container, code, self.chance.uniform(0.0, 0.8))
+
+    def _all_saved(self) -> None:
+        if not self._all_run() or self.over:
+            return
+        self.over = True
+        for container in self.containers.values():
+            self._exit_later(container, 75, self.chance.uniform(0.0, 0.5))
+
+    def _exit_later(self, container: Container, code: int, seconds: float) -> None:
+        self.scheduler.call_at(self.scheduler.now + seconds, lambda: self._exit(container, code))
+
+    def _lose_peer(self) -> None:
+        """The others notice that a peer is gone, after a while, which may take minutes."""
+        self.over = self.over or self.began is not None
+        if self.began is None:
+            return
+        for container in self.containers.values():
+            if container.running:
+                least, most = (100.0, 200.0) if self.plan.others_hang else (0.05, 6.0)
+                self._exit_later(container, 76, self.chance.uniform(least, most))
+
+    def _check_peers(self) -> None:
+        """A program whose peers did not come in time gives up."""
+        if self.began is None:
+            for container in self.containers.values():
+                if container.running:
+                    self.truths.append(Truth("no peers", container.host.worker))
+                    self._exit(container, 76)

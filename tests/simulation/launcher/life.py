@@ -1,0 +1,359 @@
+"""One life of a launcher: what people do, in which world, and what is true at its end. A seed decides all of it."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.config import Config, load
+from launcher.errors import Exit
+from tests.simulation.launcher import faults, promises
+from tests.simulation.launcher.hosts import Host
+from tests.simulation.launcher.jobs import Plan
+from tests.simulation.launcher.people import Command
+from tests.simulation.launcher.speed import remember_yaml
+from tests.simulation.launcher.world import Place, World
+from tests.simulation.scheduler import Scheduler, Stuck
+
+LONGEST_LIFE = 16 * 3600.0  # seconds: every wait ends long before
+_STEPS = 80_000
+_SLICES = (("v4-8", 1), ("v4-16", 2), ("v4-16", 2), ("v4-32", 4))
+_NAME = "bert"
+_SETTINGS = 80  # files: reading one takes as long as a life
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the file says."""
+
+    accelerator: str
+    queued: bool
+    preemption_retries: int
+    failure_retries: int
+    replace_after: int | None
+    stall_minutes: float | None
+    host_lost_seconds: float
+
+
+@dataclass(frozen=True)
+class Deed:
+    """Something that somebody does while a run is on."""
+
+    kind: str
+    after: float
+    """Seconds after the command `run` was given."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """All that people will do."""
+
+    setting: Setting
+    leftover: str
+    plans: tuple[Plan, ...]
+    deeds: tuple[Deed, ...]
+    skip_up: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a life went."""
+
+    seed: int
+    broken: tuple[tuple[str, str], ...]
+    seconds: float
+    """Virtual."""
+    steps: int
+    story: tuple[str, ...] = ()
+    faults: tuple[faults.Fault, ...] = ()
+
+
+def draw_story(chance: random.Random) -> Story:
+    """What people do in a life."""
+    setting = _draw_setting(random.Random(f"setting {chance.randrange(_SETTINGS)}"))
+    hosts = dict(_SLICES)[setting.accelerator]
+    plans = []
+    for _ in range(chance.choice((0, 0, 1, 1, 2))):
+        kind = chance.choice(("fail", "fail", "save", "bad input", "stall"))
+        if kind == "stall" and setting.stall_minutes is None:
+            kind = "fail"
+        plans.append(_draw_plan(chance, kind, hosts))
+    plans.append(_draw_plan(chance, "finish", hosts))
+    deeds = []
+    for _ in range(chance.choice((0, 0, 1, 1, 2, 3))):
+        kinds = ("kill", "kill", "ctrl-c", "asleep", "stop", "logs", "second run", "bob down", "bob up", "gc", "bob gc")
+        deeds.append(Deed(chance.choice(kinds), chance.uniform(0.0, 80.0)))
+    leftover = chance.choice(("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting"))
+    return Story(setting, leftover, tuple(plans), tuple(deeds), skip_up=False)
+
+
+def _draw_setting(chance: random.Random) -> Setting:
+    return Setting(
+        chance.choice(_SLICES)[0],
+        queued=chance.random() < 0.2,
+        preemption_retries=chance.choice((0, 1, 3, 8, 8)),
+        failure_retries=chance.choice((0, 0, 1, 2)),
+        replace_after=chance.choice((None, None, 1, 2)),
+        stall_minutes=chance.choice((None, None, 0.5)),
+        host_lost_seconds=chance.choice((20.0, 60.0)),
+    )
+
+
+def _draw_plan(chance: random.Random, kind: str, hosts: int) -> Plan:
+    return Plan(
+        kind,
+        seconds=chance.choice((chance.uniform(0.2, 5.0), chance.uniform(5.0, 30.0), chance.uniform(5.0, 60.0))),
+        host=chance.randrange(hosts),
+        code=chance.choice((1, 1, 3, 137, 139)),
+        others_hang=chance.random() < 0.3,
+        saves=chance.random() < 0.85,
+        save_seconds=chance.uniform(0.5, 12.0),
+        period=chance.choice((0.5, 1.0, 3.0)),
+    )
+
+
+@functools.cache
+def _folder() -> Path:
+    parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    return Path(tempfile.mkdtemp(prefix="tpu-launch-lives-", dir=parent))
+
+
+@functools.cache
+def make_config(setting: Setting) -> Config:
+    """The configuration of a setting. Cached: reading YAML takes longer than much of a life."""
+    path = _folder() / "run.yaml"
+    lines = [
+        "project: p",
+        "zone: us-central2-b",
+        f"slice: {{name: {_NAME}, accelerator_type: {setting.accelerator}, stockout_minutes: 30"
+        + (", queued: {valid_until_hours: 2}" if setting.queued else "")
+        + "}",
+        f"image: {{reference: 'r/i@sha256:{'0' * 64}'}}",
+        "run:",
+        "  command: [train]",
+        f"  preemption_retries: {setting.preemption_retries}",
+        f"  failure_retries: {setting.failure_retries}",
+        f"  host_lost_seconds: {setting.host_lost_seconds}",
+    ]
+    if setting.replace_after is not None:
+        lines.append(f"  replace_after: {setting.replace_after}")
+    if setting.stall_minutes is not None:
+        lines.append(f"  stall_minutes: {setting.stall_minutes}")
+    path.write_text("\n".join(lines) + "\n")
+    return load(path)
+
+
+class Life:
+    """One life."""
+
+    def __init__(self, seed: int, *, story: bool = False, without: Collection[int] = ()) -> None:
+        """
+        Args:
+            seed: decides everything.
+            story: whether to write down what happens.
+            without: indices of faults and deeds that are left out (faults first).
+        """
+        self.seed = seed
+        self.story = draw_story(random.Random(f"story {seed}"))
+        drawn = faults.draw(random.Random(f"faults {seed}"))
+        self.faults = [fault for number, fault in enumerate(drawn) if number not in without]
+        self.deeds = [deed for number, deed in enumerate(self.story.deeds, len(drawn)) if number not in without]
+        self.scheduler = Scheduler(random.Random(f"tasks {seed}"), preempt=0.03)
+        if story:
+            self.scheduler.story = []
+        self.world = World(self.scheduler, random.Random(f"world {seed}"), self.faults, self.story.plans)
+        self.world.slice_name = _NAME
+        self.config = make_config(self.story.setting)
+        self.chance = random.Random(f"people {seed}")
+        self.commands: list[Command] = []
+        homes = _folder()
+        self.ann = Place("ann", "ann", homes / "ann")
+        self.bob = Place("bob", "bob", homes / "bob")
+        self.world.places = [self.ann, self.bob]
+        self.main_over = False
+
+    def play(self) -> Result:
+        """Plays it to its end."""
+        for place in (self.ann, self.bob):
+            shutil.rmtree(place.home, ignore_errors=True)
+            place.home.mkdir(parents=True)
+        environment = {name: os.environ.get(name) for name in ("TPU_LAUNCH_HOME", "LOGNAME")}
+        self.scheduler.note(f"{self.story}")
+        self.scheduler.note(f"faults: {'; '.join(map(str, self.faults)) or 'none'}")
+        try:
+            self.scheduler.spawn(self._live, name="ann's plan", process=self.scheduler.world)
+            self.scheduler.run(lambda: self.main_over, seconds=LONGEST_LIFE, steps=_STEPS)
+            promises.check_end(self)
+        except Stuck as stuck:
+            self.world.break_promise("every wait ends", str(stuck)[:2000])
+        finally:
+            self.scheduler.close()
+            for name, value in environment.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+        for task in self.scheduler.crashed:
+            self.world.break_promise("every ending has a documented code", f"{task} raised {task.error!r}")
+        return Result(
+            self.seed,
+            tuple(self.world.record.broken),
+            self.scheduler.now,
+            self.scheduler.steps,
+            tuple(self.scheduler.story or ()),
+            tuple(self.faults),
+        )
+
+    # -- what people do -----------------------------------------------------------------------------------------------
+
+    def command(self, name: str, place: Place | None = None) -> Command:
+        """Starts a command."""
+        # Every command has random numbers of its own, so that leaving one out changes nothing for the others.
+        chance = random.Random(f"command {self.seed} {len(self.commands)}")
+        command = Command(self.world, place or self.ann, name, self.config, chance)
+        self.commands.append(command)
+        return command
+
+    def do(self, name: str, place: Place | None = None) -> Command:
+        """Gives a command and waits for its end."""
+        command = self.command(name, place)
+        command.over.wait()
+        promises.check_command(self, command)
+        return command
+
+    def _live(self) -> None:
+        self._leave_something()
+        if self._get_slice():
+            self._train()
+        self._clean_up()
+        self.main_over = True
+
+    def _leave_something(self) -> None:
+        """What is there before ann begins."""
+        kind, google = self.story.leftover, self.world.google
+        if not kind:
+            return
+        maker = "bob" if kind == "bob's" else "stranger" if kind == "a stranger's" else "ann"
+        labels = {"tpu-launch": "1", "tpu-launch-owner": maker, "tpu-launch-run": _NAME} if maker != "stranger" else {}
+        google.create_node((self.config.zone, _NAME), "p", self.config.slice.accelerator_type, labels, False, maker)
+        self.scheduler.sleep(100.0)
+        node = google.nodes.get((self.config.zone, _NAME))
+        if node is None or node.state != "READY":
+            return
+        for host in node.hosts:
+            host.key_known = maker == "ann"
+        if kind == "preempted":
+            google.preempt(node, 0.0)
+            self.scheduler.sleep(1.0)
+        if kind == "stopped":
+            for host in node.hosts:
+                host.die(for_good=False)
+            node.state = "STOPPED"
+        if kind == "deleting":
+            google.delete_node(node, "ann")
+
+    def _get_slice(self) -> bool:
+        for _ in range(6):
+            up = self.do("up")
+            if up.code == 0:
+                return True
+            if up.code in (Exit.CONFLICT, Exit.BAD_INPUT):
+                return False  # somebody else's slice has the name
+            self.scheduler.sleep(self.chance.uniform(20.0, 200.0))
+        return False
+
+    def _train(self) -> None:
+        next_command = "run"
+        for round_ in range(8):
+            run = self.command(next_command)
+            if round_ == 0:
+                for deed in self.deeds:
+                    self.scheduler.spawn(self._act, deed, run, name=deed.kind, process=self.scheduler.world)
+            run.over.wait()
+            promises.check_command(self, run)
+            if run.code == 0 or run.code == Exit.BAD_INPUT:
+                return
+            if self.world.record.stops and self.chance.random() < 0.6:
+                return
+            if not run.killed and run.code != Exit.DETACHED:
+                self.scheduler.sleep(self.chance.uniform(1.0, 60.0))
+            if run.code in (Exit.HOST_LOST, Exit.PREEMPTED, Exit.CLOUD_ERROR, Exit.CONFLICT, Exit.STOCKOUT) or (
+                run.error is not None
+            ):
+                self.do("up")
+            detached = run.killed or run.code == Exit.DETACHED
+            next_command = "attach" if detached and self.chance.random() < 0.5 else "run"
+
+    def _act(self, deed: Deed, run: Command) -> None:
+        """One deed of ann's or bob's."""
+        self.scheduler.sleep(deed.after)
+        match deed.kind:
+            case "kill":
+                run.kill()
+                if self.chance.random() < 0.5:
+                    self._tear_last_line()
+            case "ctrl-c":
+                run.interrupt()
+            case "asleep":
+                self._sleep(run, self.chance.uniform(20.0, 4000.0))
+            case "stop" | "logs":
+                if (self.ann.home / "runs").exists():
+                    self.do(deed.kind)
+            case "second run":
+                self.do("run")
+            case "bob down":
+                self.do("down", self.bob)
+            case "bob up":
+                self.do("up", self.bob)
+            case "gc":
+                self.do("gc")
+            case "bob gc":
+                self.do("gc", self.bob)
+
+    def _sleep(self, run: Command, seconds: float) -> None:
+        """The workstation is closed for a while."""
+        if run.code is not None or run.killed:
+            return
+        self.world.note(f"the workstation sleeps for {seconds:.0f} s")
+        self.scheduler.freeze(run.process)
+        begin = self.scheduler.now
+        self.scheduler.sleep(seconds)
+        self.ann.asleep += self.scheduler.now - begin
+        self.scheduler.thaw(run.process)
+
+    def _tear_last_line(self) -> None:
+        """A process that was killed has left half a line."""
+        for path in self.ann.home.glob("runs/*/events.jsonl"):
+            with open(path, "a") as file:
+                file.write('{"time": "2027-01-15T08:0')
+
+    def _clean_up(self) -> None:
+        """Ann goes home: her slice is deleted."""
+        for _ in range(12):
+            down = self.do("down")
+            if down.code == 0:
+                break
+            if down.code in (Exit.CONFLICT, Exit.BAD_INPUT) and not promises.nodes_of(self.world, "ann"):
+                break
+            self.scheduler.sleep(300.0)
+        for command in self.commands:
+            if command.code is None and not command.killed:
+                deadline = self.scheduler.now + 4 * 3600.0
+                command.over.wait(deadline - self.scheduler.now)
+
+
+def hosts_of(life: Life) -> list[Host]:
+    """All hosts that ever were."""
+    return list(life.world.addresses.values())
+
+
+def play(seed: int, *, story: bool = False, without: Collection[int] = ()) -> Result:
+    """Plays one life."""
+    remember_yaml()
+    return Life(seed, story=story, without=without).play()

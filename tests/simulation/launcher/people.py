@@ -1,0 +1,151 @@
+"""People at their terminals: the commands of `tpu-launch`, each as a process of its own over a simulated machine."""
+
+from __future__ import annotations
+
+import os
+import random
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+
+from launcher.config import Config
+from launcher.errors import Exit, LaunchError
+from launcher.run import launch, status
+from launcher.run.supervise import Output, explain
+from launcher.run.verdict import Kind
+from launcher.tpu_vm import inventory, ownership
+from launcher.tpu_vm.provider import TpuVm
+from tests.simulation.launcher.machine import make_machine
+from tests.simulation.launcher.world import Actor, Place, Stop, World
+from tests.simulation.scheduler import Event, Killed, Process
+
+
+class Command:
+    """One command of a person, from its start to its end."""
+
+    def __init__(self, world: World, place: Place, name: str, config: Config, chance: random.Random) -> None:
+        self.world, self.place, self.name, self.config = world, place, name, config
+        self.began = world.scheduler.now
+        self.code: int | None = None  # None while it runs, and when it was killed
+        self.killed = self.interrupted = False
+        self.said: list[str] = []
+        self.error: LaunchError | None = None
+        self.verdict: Kind | None = None
+        self.over = Event(world.scheduler, f"the end of {name} of {place.name}")
+        self.process = Process(f"{place.name}:{name}")
+        self.process.enter = self._enter
+        self.actor = Actor(place, name, self.process)
+        self.machine = make_machine(world, self.actor, chance)
+        self.context = launch.Context(place.home, {}, self._make_provider, Output(self._say, self._emit), self.machine)
+        self.task = world.scheduler.spawn(self._main, name="main", process=self.process)
+
+    def _enter(self) -> None:
+        os.environ["TPU_LAUNCH_HOME"] = str(self.place.home)
+        os.environ["LOGNAME"] = self.place.person
+
+    def _make_provider(self, config: Config) -> TpuVm:
+        return TpuVm(config, self._say, self.machine)
+
+    def _say(self, text: str) -> None:
+        self.said.append(text)
+        self.world.note(f"  {self.name}: {text}")
+
+    def _emit(self, worker: int, line: object) -> None:
+        pass
+
+    # -- from outside -------------------------------------------------------------------------------------------------
+
+    def kill(self) -> None:
+        """The process ends at once."""
+        if self.code is None and not self.killed:
+            self.killed = True
+            self.world.note(f"{self.name} of {self.place.name} is killed")
+            self.world.scheduler.kill(self.process)
+            self.over.set()
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        if self.code is None and not self.killed:
+            self.interrupted = True
+            self.world.note(f"Ctrl-C in {self.name} of {self.place.name}")
+            self.world.scheduler.interrupt(self.task, KeyboardInterrupt())
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _main(self) -> None:
+        self.world.note(f"$ tpu-launch {self.name}")
+        code: int
+        try:
+            code = int(getattr(self, f"_{self.name}")())
+        except LaunchError as error:
+            self.error, code = error, int(error.exit_code)
+            self._say(f"error: {error}")
+        except KeyboardInterrupt:
+            code = int(Exit.DETACHED)
+        except Killed:
+            raise
+        except BaseException as error:
+            code = 1
+            self.world.break_promise(
+                "every ending has a documented code",
+                f"traceback of {self.name}: {''.join(traceback.format_exception(error)[-4:])}",
+            )
+        self.code = code
+        self.world.note(f"{self.name} of {self.place.name} ended with {code}")
+        self.over.set()
+        self.world.scheduler.kill(self.process)  # what still runs in the background ends with it
+
+    def _up(self) -> int:
+        provider = self._make_provider(self.config)
+        if (existing := provider.describe()) is not None:
+            ownership.require_ours(self.config, existing.labels, self.machine.owner)
+        provider.create()
+        return 0
+
+    def _down(self) -> int:
+        self.world.down_allowed.add(self.place.person)
+        self._make_provider(self.config).delete()
+        return 0
+
+    def _run(self) -> int:
+        self.world.record.runs_asked.append(self.world.scheduler.now)
+        return self._show(launch.run(launch.Request(self.config), self.context))
+
+    def _attach(self) -> int:
+        return self._show(launch.attach(launch.Request(self.config), self.context))
+
+    def _show(self, outcome: object) -> int:
+        self.verdict = outcome.verdict.kind  # type: ignore[attr-defined]
+        for line in explain(outcome.verdict):  # type: ignore[attr-defined]
+            self._say(line)
+        return int(self.verdict.exit_code)
+
+    def _stop(self) -> int:
+        ledger = launch._find(self.config, self.context, None)
+        stop = Stop(ledger.run_id, self.world.scheduler.now)
+        self.world.record.stops.append(stop)
+        reports = launch.stop(self.config, self.context, None, grace=None)
+        if not all(report.ok for report in reports):
+            return int(Exit.CLOUD_ERROR)
+        stop.done = self.world.scheduler.now
+        return 0
+
+    def _gc(self) -> int:
+        listing = inventory.list_owned(self.config.project, self.config.zones, self.machine)
+        now, failed = self.machine.clock.time(), 0
+        for item in inventory.find_leftovers(listing.slices, now, owner=self.machine.owner):
+            try:
+                self._say(f"{item.name}: {inventory.remove(self.config.project, item, self._say, self.machine)}")
+            except LaunchError as error:
+                self._say(f"{item.name}: {error}")
+                failed = int(error.exit_code)
+        return int(next(iter(listing.failures.values())).exit_code) if listing.failures else failed
+
+    def _logs(self) -> int:
+        status.print_logs(self.config, self.context, None, follow=True, host=None)
+        return 0
+
+
+def restart_of(command: Command, name: str) -> Callable[[], Command]:
+    """Another command at the same terminal."""
+    return lambda: Command(command.world, command.place, name, replace(command.config), command.machine.random)

@@ -1,0 +1,259 @@
+"""The scripts of `launcher/tpu_vm/scripts` on simulated hosts: understood by their text and parameters.
+
+Each function does what the script of its name does, with the same pauses between its steps, because other people's
+commands and reboots come in between. It returns the exit code and the output.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from launcher.tpu_vm.scripts import load
+from tests.simulation.launcher.hosts import EPOCH, Container, Host, timestamp
+
+if TYPE_CHECKING:
+    from tests.simulation.launcher.world import Actor, World
+
+_ASSIGNMENT = re.compile(r"(\w+)=((?:'[^']*'|\"'\"|[^\s'\"])*)\n")
+_NAMES = (
+    "observe", "stop", "check_host", "prepare", "start", "release", "check_engine", "deliver_secrets", "stacks",
+    "evidence", "copy_overlay",
+)  # fmt: skip
+
+
+class UnknownScript(Exception):
+    """A command that is none of the launcher's scripts, or has changed: this module must learn it."""
+
+
+@functools.cache
+def _bodies() -> list[tuple[str, str]]:
+    return [(name, load(name)) for name in _NAMES]
+
+
+def parse(text: str) -> tuple[str, dict[str, str], str]:
+    """The name of a script, its parameters, and the line of its arguments."""
+    for name, body in _bodies():  # noqa: B007
+        if text.endswith(body):
+            header = text[: -len(body)]
+            break
+    else:
+        raise UnknownScript(text[:400])
+    parameters: dict[str, str] = {}
+    at = 0
+    while match := _ASSIGNMENT.match(header, at):
+        value = match[2]
+        if "'" in value:
+            value = value.replace("'\"'\"'", "\0").replace("'", "").replace("\0", "'")
+        parameters[match[1]] = value
+        at = match.end()
+    return name, parameters, header[at:]
+
+
+def unquote(command: str) -> str:
+    """The script in `sh -c '<script>'`."""
+    assert command.startswith("sh -c '")
+    return command[7:-1].replace("'\"'\"'", "'")
+
+
+def observe(world: World, host: Host, parameters: Mapping[str, str], arguments: str) -> tuple[int, str]:
+    """observe.sh. Runs in the task of whoever asks, because it is by far the most frequent."""
+    scheduler = world.scheduler
+    container = host.containers.get(parameters["container"])
+    if parameters["patience"] and container is not None and container.running:
+        scheduler.wait(container.waiters, float(parameters["patience"]), "the end of a container")
+        container = host.containers.get(parameters["container"])
+    if not host.engine_up:
+        return 0, "no engine\n"
+    if container is None:
+        return 0, "absent\n"
+    words = arguments.split()
+    since = words[words.index("--since") + 1] if "--since" in words else ""
+    tail = int(words[words.index("--tail") + 1]) if "--tail" in words else None
+    if tail and since and host.clock_jumped and timestamp(scheduler.now + host.wall)[:19] < since[:19]:
+        since = ""  # its clock stepped back
+    lines = container.lines(since, tail)
+    state = {
+        "Status": container.status,
+        "ExitCode": container.exit_code,
+        "OOMKilled": container.oom_killed,
+        "Error": container.error,
+        "StartedAt": container.started_at,
+        "FinishedAt": container.finished_at,
+    }
+    summary = {
+        "state": state,
+        "created_on": container.boot,
+        "boot": host.boot,
+        "booted": int(host.booted + host.wall),
+        "time": int(scheduler.now + host.wall),
+    }
+    return 0, json.dumps(summary) + "\n" + "".join(f"{at} {text}\n" for at, text in lines)
+
+
+class Shell:
+    """One script on one host, on behalf of somebody."""
+
+    def __init__(self, world: World, host: Host, actor: Actor) -> None:
+        self.world, self.host, self.actor = world, host, actor
+        self.chance = world.chance
+
+    def pause(self, least: float = 0.02, most: float = 0.2) -> None:
+        """A step of the script takes time. A hanging host does not go on."""
+        self.world.scheduler.sleep(self.chance.uniform(least, most))
+        while self.host.hung:
+            self.world.scheduler.sleep(1.0)
+
+    def report(self, text: str, code: int = 0) -> tuple[int, str]:
+        """What report.sh prints."""
+        return code, f"tpu-launch {self.host.worker} {text}\n"
+
+    def run(self, text: str, stdin: str | None) -> tuple[int, str]:
+        """Runs a script. Returns its exit code and output."""
+        name, parameters, arguments = parse(text)
+        if name == "observe":
+            return observe(self.world, self.host, parameters, arguments)
+        function: Callable[..., tuple[int, str]] = getattr(self, name)
+        return function(parameters, arguments)
+
+    def _get(self, parameters: Mapping[str, str]) -> Container | None:
+        return self.host.containers.get(parameters["container"])
+
+    # -- the scripts --------------------------------------------------------------------------------------------------
+
+    def check_engine(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
+        """check_engine.sh."""
+        self.pause()
+        if self.host.engine_up:
+            return self.report("up")
+        return self.report("failed its container engine does not answer yet")
+
+    def check_host(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
+        """check_host.sh."""
+        self.pause(0.1, 0.6)
+        host = self.host
+        others = [item.run for item in host.containers.values() if item.running and item.run != parameters["run_id"]]
+        facts = {
+            "worker": str(host.worker),
+            "time": str(int(self.world.scheduler.now + host.wall)),
+            "engine": "20.10" if host.engine_up else "",
+            "image": "sha256:ab",
+            "runs": " ".join(others),
+            "free_kb": "100" if host.disk_full else "100000000",
+            "holders": "4711:python" if any(item.running for item in host.containers.values()) else "",
+            "done": "yes",
+        }
+        if not host.engine_up:
+            facts |= {"image": "", "runs": "", "holders": ""}
+        return 0, "".join(f"tpu-launch-fact {key} {value}\n" for key, value in facts.items())
+
+    def prepare(self, parameters: Mapping[str, str], arguments: str) -> tuple[int, str]:
+        """prepare.sh."""
+        host, name = self.host, parameters["container"]
+        self.pause()
+        if not host.engine_up:
+            return self.report("failed the container can not be created: no engine", 1)
+        for container in list(host.containers.values()):
+            if container.run != parameters["run_id"]:
+                if container.running:
+                    return self.report(f"busy {container.run}", 1)
+            elif container.name != name:
+                self.pause()
+                self.world.remove_container(container, self.actor, "prepare")
+        self.pause()
+        existing = host.containers.get(name)
+        if existing is not None and existing.status == "created" and existing.boot != host.boot:
+            self.world.remove_container(existing, self.actor, "prepare")
+            existing = None
+        if existing is None:
+            self.pause(0.2, self.world.pull_seconds)
+            if host.disk_full:
+                return self.report("failed the image can not be pulled: no space left on device", 1)
+            attempt = int(re.search(r"tpu-launch\.attempt=(\d+)", arguments)[1])  # type: ignore[index]
+            container = Container(name, parameters["run_id"], attempt, host, host.boot, parameters["image"])
+            container.awaits_secrets = "await_secrets" in arguments or "/run/tpu-launch:" in arguments
+            host.containers[name] = container
+        self.pause()
+        return self.report(f"ready {parameters['image']}")
+
+    def start(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
+        """start.sh, with its gate."""
+        host, name = self.host, parameters["container"]
+        self.pause()
+        container = self._get(parameters)
+        mark = f"{name}.go"
+        if parameters["gated"] == "yes" and (container is None or container.status == "created"):
+            deadline = self.world.scheduler.now + float(parameters["gate_seconds"])
+            while mark not in host.marks and self.world.scheduler.now < deadline:
+                self.world.scheduler.wait(host.gates, deadline - self.world.scheduler.now, "a gate")
+            if mark not in host.marks:
+                return self.report("waiting")
+        if parameters["gated"] == "yes":
+            host.marks.discard(mark)
+        self.pause()
+        container = self._get(parameters)
+        if container is None:
+            return self.report(f"failed there is no container {name}", 1)
+        if container.status == "created":
+            if container.boot != host.boot:
+                return self.report("failed the host rebooted after it had been prepared", 1)
+            self.world.start_container(container, self.actor)
+        return self.report("started")
+
+    def release(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
+        """release.sh."""
+        self.pause()
+        self.host.marks.add(f"{parameters['container']}.go")
+        self.world.scheduler.wake_all(self.host.gates)
+        return self.report("released")
+
+    def stop(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
+        """stop.sh."""
+        host, name, grace = self.host, parameters["container"], float(parameters["grace"])
+        mark = f"{name}.stopping"
+        self.pause()
+        container = self._get(parameters)
+        if not host.engine_up:
+            return self.report("stopped")  # docker inspect fails, as for a container that is gone
+        if container is not None and container.status == "created":
+            self.world.remove_container(container, self.actor, "stop")
+            container = None
+        if container is not None:
+            if container.running:
+                first = mark not in host.marks
+                host.marks.add(mark)
+                self.world.stop_container(container, self.actor, first=first)
+                deadline = self.world.scheduler.now + grace
+                while container.running and self.world.scheduler.now < deadline:
+                    self.world.scheduler.wait(container.waiters, deadline - self.world.scheduler.now, "a stop")
+                if container.running:
+                    self.world.kill_container(container, self.actor)
+            if parameters["remove"] == "yes":
+                self.pause()
+                if host.containers.get(name) is container:
+                    self.world.remove_container(container, self.actor, "stop")
+        if parameters["remove"] == "yes":
+            host.marks.discard(mark)
+        return self.report("stopped")
+
+    def stacks(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
+        """stacks.sh."""
+        self.pause()
+        return 0, "a stack\n"
+
+    def evidence(self, _parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
+        """evidence.sh."""
+        self.pause()
+        return 0, f"disks and memory at {EPOCH + self.world.scheduler.now:.0f}\n"
+
+    def deliver_secrets(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
+        """deliver_secrets.sh."""
+        self.pause()
+        container = self._get(parameters)
+        if container is None or not container.running:
+            return self.report("failed the secrets can not be passed on", 1)
+        self.world.give_secrets(container)
+        return self.report("delivered")

@@ -1,0 +1,51 @@
+"""YAML of runs' folders, remembered: reading and writing it would take half of a life, and no promise is about it.
+
+A run's id is another one in each life, so it is left out of what is remembered and put back.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from training import yaml_file
+from training.yaml_file import Document
+
+_ID = "the-id-of-the-run"
+
+
+def remember_yaml() -> None:
+    """Replaces `Document.dump` and `parse` by the same functions with a memory."""
+    if getattr(yaml_file, "remembers", False):
+        return
+    dump, parse = Document.dump, yaml_file.parse
+    texts: dict[str, str] = {}
+
+    @functools.wraps(dump)
+    def dump_once(self: Document) -> str:
+        run = self.value.get("run")
+        masked = {**self.value, "run": _ID} if isinstance(run, str) else self.value
+        key = json.dumps(masked, default=repr)
+        if key not in texts:
+            texts[key] = dump(replace(self, value=masked))
+        return texts[key].replace(_ID, run) if isinstance(run, str) else texts[key]
+
+    documents = functools.lru_cache(maxsize=10_000)(lambda text, name: parse(text, name))
+
+    @functools.wraps(parse)
+    def parse_once(text: str, name: str, overrides: Iterable[str] = ()) -> Document:
+        match = re.search(r"^run: (\S+)$", text, re.MULTILINE)
+        if match is None or tuple(overrides):
+            return parse(text, name, overrides)
+        masked = name.replace(match[1], _ID)
+        document = documents(text.replace(match[1], _ID), masked)
+        value: dict[str, Any] = {**document.value, "run": match[1]}
+        return replace(document, value=value)
+
+    Document.dump = dump_once  # type: ignore[method-assign]
+    yaml_file.parse = parse_once
+    yaml_file.remembers = True  # type: ignore[attr-defined]

@@ -1,0 +1,540 @@
+"""Everything but the launcher's own code: Google, hosts, networks and people's machines, of one life."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher.errors import CommandTimeout
+from launcher.machine.remote import Address, ConnectionFailed
+from launcher.shell import Result
+from tests.simulation.launcher import scripts
+from tests.simulation.launcher.faults import API_FAULTS, Fault
+from tests.simulation.launcher.gcloud import Gcloud
+from tests.simulation.launcher.google import Google, Node, Request
+from tests.simulation.launcher.hosts import Container, Execution, Host
+from tests.simulation.launcher.jobs import Job, Plan, Truth
+from tests.simulation.scheduler import Process, Scheduler
+
+SECRETS_SECONDS = 120.0  # as await_secrets.sh has it
+_CONNECT_SECONDS = 5.0  # as the launcher's transport has it
+_BROKEN_SECONDS = 10.0  # until a connection whose packets are lost is given up
+
+
+@dataclass(eq=False)
+class Place:
+    """A workstation: one person's terminals, folder, network and clock."""
+
+    name: str
+    person: str
+    home: Path
+    offline: bool = False
+    wall: float = 0.0
+    asleep: float = 0.0  # seconds in which its monotonic clock stood still
+
+
+@dataclass(eq=False)
+class Actor:
+    """One command of a person, as the world sees it."""
+
+    place: Place
+    command: str
+    process: Process
+
+    @property
+    def person(self) -> str:
+        """Who gave it."""
+        return self.place.person
+
+
+@dataclass(eq=False)
+class Stop:
+    """A `stop` of a run's owner."""
+
+    run: str
+    at: float
+    done: float | None = None
+
+
+@dataclass
+class Record:
+    """What promises are checked against."""
+
+    broken: list[tuple[str, str]] = field(default_factory=list)
+    jobs: dict[tuple[str, int], Job] = field(default_factory=dict)
+    stops: list[Stop] = field(default_factory=list)
+    runs_asked: list[float] = field(default_factory=list)  # when somebody gave `run`
+    removed_logs: dict[tuple[str, int, int], list[tuple[str, str]]] = field(default_factory=dict)
+    emitted: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    permanent: set[str] = field(default_factory=set)  # kinds of weather that end a command for good
+    disk_full: bool = False
+
+
+class World:
+    """The world of one life."""
+
+    def __init__(
+        self, scheduler: Scheduler, chance: random.Random, faults: Sequence[Fault], plans: Sequence[Plan]
+    ) -> None:
+        self.scheduler, self.chance, self.faults, self.plans = scheduler, chance, faults, plans
+        self.google = Google(self)
+        self.addresses: dict[str, Host] = {}
+        self.record = Record()
+        self.first_start: float | None = None
+        self.pull_seconds = chance.choice((0.5, 5.0, 40.0))
+        self.places: list[Place] = []
+        self.hosts_of_runs = 0
+        self.slice_name = ""
+        self._weather: dict[str, list[tuple[float, float, Fault]]] = {}
+        self.down_allowed: set[str] = set()  # persons who gave `down` or an expired slice's `gc`
+        for fault in faults:
+            if fault.anchor == "life":
+                self._arrange(fault, fault.at)
+
+    # -- the story ----------------------------------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        """A line of the story."""
+        if self.scheduler.story is not None:
+            self.scheduler.note(text)
+
+    def break_promise(self, promise: str, what: str) -> None:
+        """Records that a promise is broken."""
+        self.record.broken.append((promise, what))
+        self.note(f"BROKEN: {promise}: {what}")
+
+    # -- weather ------------------------------------------------------------------------------------------------------
+
+    def _arrange(self, fault: Fault, at: float) -> None:
+        if fault.kind in API_FAULTS and fault.kind != "offline":
+            self._weather.setdefault(fault.kind, []).append((at, at + fault.seconds, fault))
+        self.scheduler.call_at(at, lambda: self._strike(fault))
+
+    def attempt_began(self) -> None:
+        """The first attempt runs on all hosts: what is anchored there is arranged."""
+        if self.first_start is not None:
+            return
+        self.first_start = self.scheduler.now
+        for fault in self.faults:
+            if fault.anchor == "start":
+                self._arrange(fault, self.scheduler.now + fault.at)
+
+    def weather(self, kind: str) -> Fault | None:
+        """The fault of that kind that hits a call now, if any."""
+        for begin, end, fault in self._weather.get(kind, ()):
+            if begin <= self.scheduler.now < end and self.chance.random() < API_FAULTS[kind]:
+                if kind in ("permission",):
+                    self.record.permanent.add(kind)
+                return fault
+        return None
+
+    def is_offline(self, place: Place) -> bool:
+        """Whether a workstation has no network."""
+        return place.offline
+
+    def _our_node(self) -> Node | None:
+        nodes = [node for node in self.google.nodes.values() if node.name == self.slice_name and node.maker == "ann"]
+        return nodes[-1] if nodes else None
+
+    def _strike(self, fault: Fault) -> None:
+        """A fault happens. It never blocks."""
+        self.note(f"FAULT: {fault}")
+        later = self.scheduler.now + fault.seconds
+        if fault.kind == "offline":
+            place = self.places[0]
+            place.offline = True
+            self.scheduler.call_at(later, lambda: setattr(place, "offline", False))
+            return
+        if fault.kind in API_FAULTS:
+            return
+        node = self._our_node()
+        if node is None or not node.hosts:
+            return
+        if fault.kind == "preempt":
+            self.google.preempt(node, fault.seconds / 4 if fault.number % 2 else 0.0)
+            return
+        if fault.kind == "maintenance":
+            self._maintain(node, fault)
+            return
+        self._strike_host(node.hosts[fault.number % len(node.hosts)], fault, later)
+
+    def _strike_host(self, host: Host, fault: Fault, later: float) -> None:
+        call_at = self.scheduler.call_at
+        exit_code = (255, 137, 0, 143)[fault.number // 4 % 4]
+        match fault.kind:
+            case "reboot":
+                host.die(for_good=False)
+                call_at(
+                    self.scheduler.now + min(fault.seconds, 90.0),
+                    lambda: host.boot_up(exit_code, writes_time=fault.number % 3 != 0),
+                )
+            case "die":
+                host.die(for_good=False)
+                call_at(later + 60.0, lambda: host.boot_up(exit_code, writes_time=True))
+            case "hang":
+                host.hang()
+                call_at(later, host.unhang)
+            case "cut":
+                host.cut_off()
+                call_at(later, host.reconnect)
+            case "engine":
+                host.engine_up = False
+                self._disturb(host, "its engine is down")
+                call_at(later, lambda: setattr(host, "engine_up", True))
+            case "disk":
+                host.disk_full = True
+                call_at(later, lambda: setattr(host, "disk_full", False))
+            case "clock":
+                host.wall += (-40.0, 35.0, -3.0, 3600.0)[fault.number % 4]
+                host.clock_jumped = True
+
+    def _maintain(self, node: Node, fault: Fault) -> None:
+        """Google asks the hosts to shut down: programs save, then the slice goes, or its hosts reboot."""
+        self.note(f"maintenance of {node.name}")
+        for host in node.hosts:
+            for container in host.containers.values():
+                if container.running and container.job is not None:
+                    container.job.truths.append(Truth("host", host.worker, detail="maintenance"))
+                    container.job.disturbed = True
+                    container.job.terminate(container)
+
+        def take() -> None:
+            if fault.number % 2:
+                self.google.preempt(node, fault.seconds / 4)
+                return
+            for host in node.hosts:
+                host.die(for_good=False)
+                self.scheduler.call_at(
+                    self.scheduler.now + 20.0 + host.worker, lambda host=host: host.boot_up(137, writes_time=True)
+                )
+
+        self.scheduler.call_at(self.scheduler.now + 12.0, take)
+
+    def _disturb(self, host: Host, what: str) -> None:
+        for container in host.containers.values():
+            if container.job is not None and container.running:
+                container.job.disturbed = True
+                container.job.truths.append(Truth("host", host.worker, detail=what))
+
+    # -- containers ---------------------------------------------------------------------------------------------------
+
+    def start_container(self, container: Container, actor: Actor) -> None:
+        """`docker start`."""
+        now = self.scheduler.now
+        key = (container.run, container.attempt)
+        job = self.record.jobs.get(key)
+        if job is not None and job.containers.get(container.host.worker, container) is not container:
+            self.break_promise("a number is one attempt's", f"{container.name} starts on {container.host!r}, again")
+            job = None
+        if job is None:
+            plan = self.plans[min(container.attempt, len(self.plans) - 1)]
+            job = Job(
+                self.scheduler, container.run, container.attempt, self._hosts_of(container.host), plan, self.chance
+            )
+            self.record.jobs[key] = job
+        self._check_alone(container)
+        self._check_not_stopped(container)
+        container.status, container.started = "running", now
+        container.started_at = container.finished_at = ""
+        container.job = job
+        self.note(f"{container.name} starts on {container.host!r} ({job.plan.kind})")
+        if container.awaits_secrets:
+            self.scheduler.call_at(now + SECRETS_SECONDS, lambda: self._give_up_secrets(container))
+        else:
+            self._begin_program(container, job)
+
+    def _begin_program(self, container: Container, job: Job) -> None:
+        job.started(container)
+        if job.began is not None:
+            self.attempt_began()
+
+    def give_secrets(self, container: Container) -> None:
+        """The command of a container begins; a second delivery changes nothing."""
+        if container.awaits_secrets and container.job is not None:
+            container.awaits_secrets, container.started = False, self.scheduler.now
+            self._begin_program(container, container.job)
+
+    def _give_up_secrets(self, container: Container) -> None:
+        if container.awaits_secrets and container.running and container.job is not None:
+            self.note(f"{container.name} on {container.host!r} got no secrets")
+            container.job.truths.append(Truth("no secrets", container.host.worker))
+            container.end(1)
+
+    def _hosts_of(self, host: Host) -> int:
+        for node in self.google.nodes.values():
+            if host in node.hosts:
+                return len(node.hosts)
+        return 1
+
+    def _check_alone(self, container: Container) -> None:
+        for host in self.addresses.values():
+            for other in host.containers.values():
+                if other.run == container.run and other.attempt != container.attempt and other.running and host.up:
+                    self.break_promise(
+                        "never two attempts of a run at once",
+                        f"{container.name} starts while {other.name} runs on {host!r}",
+                    )
+
+    def _check_not_stopped(self, container: Container) -> None:
+        for stop in self.record.stops:
+            asked_since = any(at > stop.at for at in self.record.runs_asked)
+            if stop.run == container.run and stop.done is not None and not asked_since:
+                self.break_promise("stop is final", f"{container.name} starts after the stop at {stop.at:.1f}")
+
+    def stop_container(self, container: Container, actor: Actor, *, first: bool) -> None:
+        """SIGTERM, or only waiting when it had one before."""
+        self._check_end(container, actor)
+        self.note(f"{container.name} on {container.host!r} gets SIGTERM from {actor.command} of {actor.person}")
+        if first and container.job is not None:
+            container.job.terminate(container)
+
+    def kill_container(self, container: Container, actor: Actor) -> None:
+        """SIGKILL."""
+        self._check_end(container, actor)
+        if container.job is not None:
+            container.job.kill(container)
+
+    def remove_container(self, container: Container, actor: Actor, by: str) -> None:
+        """`docker rm --force`."""
+        if container.running:
+            self._check_end(container, actor)
+            if container.job is not None:
+                container.job.kill(container)
+        if container.job is not None:
+            container.job.left.add(container.host.worker)
+            self.record.removed_logs[container.run, container.attempt, container.host.worker] = container.log
+        container.host.containers.pop(container.name, None)
+        self.scheduler.wake_all(container.waiters)
+        self.note(f"{container.name} is removed from {container.host!r} by {by} of {actor.person}")
+
+    def _check_end(self, container: Container, actor: Actor) -> None:
+        job = container.job
+        if job is None or not job.healthy or job.began is None or self.scheduler.now - job.began < 0.5:
+            return
+        stopped = any(stop.run == container.run for stop in self.record.stops)
+        if not stopped and job.plan.kind != "stall":
+            self.break_promise(
+                "a live attempt ends only by a stop",
+                f"{actor.command} of {actor.person} ends {container.name}, which is well",
+            )
+
+    # -- slices -------------------------------------------------------------------------------------------------------
+
+    def node_deleted(self, node: Node, who: str) -> None:
+        """Somebody's command deletes a node."""
+        self.note(f"{who} deletes node {node.name} of {node.maker}, which is {node.state}")
+        if node.maker != who:
+            self.break_promise("nothing of others is touched", f"{who} deletes node {node.name} of {node.maker}")
+        wanted = who in self.down_allowed
+        if not wanted:
+            for host in node.hosts:
+                for container in host.containers.values():
+                    if (
+                        container.running
+                        and container.job is not None
+                        and container.job.healthy
+                        and container.job.began
+                    ):
+                        self.break_promise(
+                            "a live attempt ends only by a stop",
+                            f"{who} deletes node {node.name} under {container.name}",
+                        )
+                        return
+
+    def request_deleted(self, request: Request, who: str) -> None:
+        """Somebody's command deletes a queued resource."""
+        self.note(f"{who} deletes request {request.name} of {request.maker}, which is {request.state}")
+        if request.maker != who:
+            self.break_promise(
+                "nothing of others is touched", f"{who} deletes request {request.name} of {request.maker}"
+            )
+
+    # -- commands on hosts --------------------------------------------------------------------------------------------
+
+    def execute(self, host: Host, script: str, stdin: str | None, actor: Actor, *, tries: int = 1) -> Execution:
+        """Runs a script on a host through ssh, in a task of its own. A result of 255: ssh failed."""
+        execution = Execution()
+        host.executions[execution] = None
+        world = self.scheduler.world
+
+        def try_again() -> None:
+            code, output = 255, ""
+            for number in range(tries):
+                if number:
+                    self.scheduler.sleep(2.0)
+                code, output = self._execute_once(host, script, stdin, actor)
+                if code != 255:
+                    break
+            execution.result = (code, output)
+            host.executions.pop(execution, None)
+            self.scheduler.wake_all(execution.waiters)
+
+        self.scheduler.spawn(try_again, name=f"ssh to {host!r}", process=world)
+        return execution
+
+    def _execute_once(self, host: Host, script: str, stdin: str | None, actor: Actor) -> tuple[int, str]:
+        """ssh: 255 when the host can't be reached, or the connection broke, maybe after the script ran."""
+        self.scheduler.sleep(self.chance.uniform(0.05, 0.4))
+        if not host.reachable or self.is_offline(actor.place) or self.weather("dead ssh") is not None:
+            self.scheduler.sleep(10.0)
+            return 255, ""
+        inner = Execution()
+        host.executions[inner] = None
+
+        def work() -> None:
+            inner.result = scripts.Shell(self, host, actor).run(script, stdin)
+            self.scheduler.wake_all(inner.waiters)
+
+        self.scheduler.spawn(work, name="a script", process=host.process)
+        while inner.result is None:
+            self.scheduler.wait(inner.waiters, None if host.reachable else _BROKEN_SECONDS, f"a script on {host!r}")
+            if inner.result is None and not host.reachable:
+                self.scheduler.sleep(_BROKEN_SECONDS)
+                if not host.reachable or (inner.result is None and host.process.tasks == {}):
+                    break
+        host.executions.pop(inner, None)
+        if inner.result is None or self.weather("ssh loses answers") is not None:
+            return 255, ""
+        return inner.result
+
+
+class Link:
+    """An open ssh connection from a workstation to a host; see `launcher.machine.remote.Connection`."""
+
+    def __init__(self, world: World, host: Host, actor: Actor) -> None:
+        self.world, self.host, self.actor = world, host, actor
+        self.boots, self.closed = host.boots, False
+
+    @property
+    def is_open(self) -> bool:
+        """As far as is known here."""
+        return not self.closed
+
+    def close(self) -> None:
+        """Closes it."""
+        self.closed = True
+
+    def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
+        """Runs a command. Raises TimeoutError and ConnectionFailed."""
+        world, host, scheduler = self.world, self.host, self.world.scheduler
+        deadline = scheduler.now + timeout
+        scheduler.sleep(world.chance.uniform(0.01, 0.06))
+        self._require_packets(deadline)
+        if world.weather("dead ssh") is not None:
+            raise self._break("Connection reset by peer")
+        script = scripts.unquote(command)
+        name, parameters, arguments = scripts.parse(script)
+        if name == "observe":
+            code, output = scripts.observe(world, host, parameters, arguments)
+        else:
+            code, output = self._run_in_task(script, stdin, deadline)
+        self._require_packets(deadline)
+        if world.weather("ssh loses answers") is not None:
+            raise self._break("the connection closed before the command ended")
+        return code, output, ""
+
+    def _require_packets(self, deadline: float) -> None:
+        """Waits while no packet gets through; raises when the connection is given up meanwhile."""
+        host, scheduler = self.host, self.world.scheduler
+        if self.closed or host.boots != self.boots:
+            raise self._break("the connection is closed")
+        if host.reachable and not self.actor.place.offline:
+            return
+        left = deadline - scheduler.now
+        wait = _BROKEN_SECONDS if not host.hung else left  # a hanging host's kernel still acknowledges
+        scheduler.sleep(max(0.0, min(left, wait)))
+        if not (host.reachable and not self.actor.place.offline and host.boots == self.boots):
+            if left <= wait:
+                self.closed = True
+                raise TimeoutError
+            raise self._break("Connection timed out")
+
+    def _run_in_task(self, script: str, stdin: str | None, deadline: float) -> tuple[int, str]:
+        host, scheduler = self.host, self.world.scheduler
+        execution = Execution()
+        host.executions[execution] = None
+
+        def work() -> None:
+            execution.result = scripts.Shell(self.world, host, self.actor).run(script, stdin)
+            scheduler.wake_all(execution.waiters)
+
+        scheduler.spawn(work, name="a script", process=host.process)
+        try:
+            while execution.result is None:
+                if scheduler.now >= deadline:
+                    raise TimeoutError
+                scheduler.wait(execution.waiters, deadline - scheduler.now, f"a script on {host!r}")
+                self._require_packets(deadline)
+        finally:
+            host.executions.pop(execution, None)
+        return execution.result
+
+    def _break(self, why: str) -> ConnectionFailed:
+        self.closed = True
+        return ConnectionFailed(why)
+
+
+class Terminal:
+    """What a command's machine does to the outside: `Machine.run` and `Machine.connect`."""
+
+    def __init__(self, world: World, actor: Actor) -> None:
+        self.world, self.actor = world, actor
+
+    def connect(self, address: Address) -> Link:
+        """Opens a connection."""
+        world, scheduler = self.world, self.world.scheduler
+        scheduler.sleep(world.chance.uniform(0.05, 0.3))
+        host = world.addresses.get(address.host)
+        if host is None or not host.reachable or self.actor.place.offline:
+            scheduler.sleep(_CONNECT_SECONDS)
+            raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
+        if world.weather("dead ssh") is not None:
+            raise ConnectionFailed("can't be reached: [Errno 111] Connection refused")
+        if host.alias != address.alias:
+            raise ConnectionFailed("the host key has changed: somebody else answers there")
+        if not host.key_known:
+            raise ConnectionFailed("Authentication failed.", refused=True)
+        return Link(world, host, self.actor)
+
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float,
+        input: str | bytes | None = None,
+        on_start: Callable[[Callable[[], None]], None] | None = None,
+    ) -> Result:
+        """Runs gcloud, in a process of its own: what it asked for goes on when it is ended."""
+        world, scheduler = self.world, self.world.scheduler
+        if world.scheduler.story is not None:
+            shown = [word for word in argv if not word.startswith(("--command", "--ssh-flag", "--metadata", "--quiet"))]
+            world.note("$ " + " ".join(shown)[:200])
+        execution = Execution()
+        child = Process(f"gcloud of {self.actor.command}")
+
+        def work() -> None:
+            code, output, errors = Gcloud(world, self.actor, argv).run()
+            execution.result = (code, output)
+            execution.errors = errors
+            scheduler.wake_all(execution.waiters)
+
+        scheduler.spawn(work, name="gcloud", process=child)
+
+        def terminate() -> None:
+            if execution.result is None:
+                scheduler.kill(child)
+                execution.result, execution.errors = (-15, ""), ""
+                scheduler.wake_all(execution.waiters)
+
+        if on_start is not None:
+            on_start(terminate)
+        deadline = scheduler.now + timeout
+        while execution.result is None and scheduler.now < deadline:
+            scheduler.wait(execution.waiters, deadline - scheduler.now, "gcloud")
+        if execution.result is None:
+            scheduler.kill(child)
+            raise CommandTimeout(f"no answer within {timeout:.0f} s from: {' '.join(argv)[:100]}")
+        code, output = execution.result
+        return Result(tuple(argv), code, output, execution.errors)
