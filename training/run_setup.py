@@ -143,6 +143,7 @@ def open_checkpoints(run: Run) -> tuple[CheckpointWriter, dict[str, Any]]:
         background=config.checkpoint.background,
         fence=run.fence,
         warn=warn,
+        meeting_seconds=config.rendezvous.seconds,
         storage=run.dependencies.storage,
         machine=run.dependencies.machine,
     )

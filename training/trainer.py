@@ -97,6 +97,7 @@ def open_trainer(run: Run, context: AttemptContext) -> Trainer:
         restored = restore(
             checkpoints.folder, run.rendezvous, identity, backend.load_state, warn_here,
             run.dependencies.storage, run.dependencies.machine.threads, history.suspects,
+            config.rendezvous.seconds,
         )  # fmt: skip
         trainer = Trainer(run, backend, checkpoints, history)
         run.console.print(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from training.distributed.fence import claim
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput
 from training.models import export
+from training.storage import gcs as bucket
 from training.telemetry import metrics
 
 RUN = "gs://bucket/runs/r"
@@ -73,6 +75,36 @@ def save(*steps: int, keep: int = 2, token: str = "t") -> CheckpointWriter:
         saver.save(step, State(step).layout(), State(step).copy, {"first_loss": 1.5})
     saver.wait()
     return saver
+
+
+class Patient(SingleHost):
+    """Notes how long the hosts would wait for each other."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float | None] = {}
+
+    def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+        self.seconds[name] = seconds
+        return [payload]
+
+
+def test_hosts_wait_for_each_other_longer_than_storage_waits_for_a_part(
+    gcs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the rate at which storage gives up, this part takes 3,192 s: a host may have it written in 300 s, or not."""
+    monkeypatch.setattr(bucket, "patience", replace(bucket.patience, rate=0.5))
+    part = sum(value.nbytes for value in State(0).values.values())
+    slowest = bucket.patience.deadline + part / 0.5
+    hosts = Patient()
+    saver = CheckpointWriter(
+        FOLDER, Cluster(0, ("h",), run_id="r"), hosts, RunDescription({"seed": 1}, {}, "code", "t"), Keep(2),
+        meeting_seconds=30,
+    )  # fmt: skip
+    saver.save(10, State(10).layout(), State(10).copy, {})
+    saver.wait()
+    restore(FOLDER, hosts, {"seed": 1}, State(0).accept, lambda warning: None, meeting_seconds=30)
+    for name in ("checkpoint 10", "restore 10"):
+        assert (hosts.seconds[name] or 0) >= 30 + slowest, name
 
 
 def load() -> tuple[int, State, list[str]]:

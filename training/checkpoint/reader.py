@@ -30,7 +30,7 @@ from training.distributed.rendezvous import Rendezvous
 from training.errors import BadInput
 from training.machine import SYSTEM
 from training.machine.threads import Future, Threads
-from training.storage import NotFound, Storage, crc32c, is_remote, join
+from training.storage import NotFound, Storage, crc32c, is_remote, join, transfer_seconds
 
 _HEAD = 1 << 18  # bytes that a part's header hardly ever exceeds
 _RANGE = 16 << 20  # bytes that one request reads, at least
@@ -68,6 +68,7 @@ def restore(
     storage: Storage = default_storage,
     threads: Threads = SYSTEM.threads,
     suspects: Collection[str] = (),
+    meeting_seconds: float = 300.0,
 ) -> Restored | None:
     """Loads the newest good checkpoint. Every host must call it.
 
@@ -77,6 +78,7 @@ def restore(
         load_state: Is given the tensors, some at a time. What a damaged checkpoint has given, the next overwrites.
         warn: Shows a message about each damaged checkpoint.
         suspects: Checkpoints, by `checkpoint_name`, that are passed over: the first step after them was not finite.
+        meeting_seconds: For all hosts to meet once they have read a checkpoint, beside what storage takes.
 
     Returns:
         What was restored; None when there is no checkpoint.
@@ -98,7 +100,8 @@ def restore(
             load_tensors(folder, manifest, finite(load_state), storage, threads)
         except Damaged as error:
             why = str(error)
-        errors = rendezvous.meet(f"restore {step}", why)
+        size = sum(part.size for part in manifest.parts) if manifest else 0
+        errors = rendezvous.meet(f"restore {step}", why, meeting_seconds + transfer_seconds(folder, size))
         failures = [
             f"host {worker}: {error}" if len(errors) > 1 else error for worker, error in enumerate(errors) if error
         ]

@@ -32,7 +32,7 @@ from training.distributed.rendezvous import Rendezvous
 from training.errors import NonFinite, TrainError
 from training.machine import SYSTEM, Machine
 from training.machine.threads import Thread
-from training.storage import AlreadyExists, Storage, StorageError, crc32c, is_remote, join
+from training.storage import AlreadyExists, Storage, StorageError, crc32c, is_remote, join, transfer_seconds
 
 _LATE = 0.5  # seconds that a save may wait for the one before without a warning
 
@@ -54,6 +54,7 @@ class _PartBuffer:
     def __init__(self, specs: Mapping[str, TensorSpec], cluster: Cluster) -> None:
         shares = form.assign_tensors(specs, cluster.hosts)
         self.specs = dict(specs)
+        self.largest_part = max(sum(specs[name].size for name in names) for names in shares)  # bytes
         self.tensors = form.whole_tensors(specs, shares)
         share = [(name, specs[name]) for name in shares[cluster.worker]]
         self.data, self.views = encode(share, allocate=host_memory.allocate)
@@ -80,6 +81,7 @@ class CheckpointWriter:
         background: bool = True,
         fence: Callable[[], None] = lambda: None,
         warn: Callable[[str], None] = lambda message: None,
+        meeting_seconds: float = 300.0,
         storage: Storage = default_storage,
         machine: Machine = SYSTEM,
     ) -> None:
@@ -89,6 +91,7 @@ class CheckpointWriter:
             background: Whether `save` returns before the checkpoint is committed.
             fence: Raises when this process group may not commit any more.
             warn: Shows a message to the user.
+            meeting_seconds: For all hosts to meet once they have written their parts, beside what storage takes.
             storage: Where checkpoints are written.
             machine: What this process runs on.
         """
@@ -98,6 +101,7 @@ class CheckpointWriter:
         self.newest: int | None = None  # the newest step that was restored or whose save has begun
         self._cluster, self._rendezvous, self._description, self._keep = cluster, rendezvous, description, keep
         self._background, self._fence, self._warn = background, fence, warn
+        self._meeting_seconds = meeting_seconds
         self._storage, self._machine, self._clock = storage, machine, machine.clock
         self._warn_of_deletes = True  # until a warning was shown
         self._thread: Thread | None = None
@@ -207,7 +211,9 @@ class CheckpointWriter:
             part = self._write_part(folder, name, buffer.data)
             report = {"name": part.name, "size": part.size, "crc32c": part.crc32c}
         self._rendezvous.set_background_phase(f"saving {step}: waiting for all parts")
-        reports = self._rendezvous.meet(f"checkpoint {step}", report)
+        # The first host to arrive waits as long as storage lets the slowest one write.
+        seconds = self._meeting_seconds + transfer_seconds(self.folder, buffer.largest_part)
+        reports = self._rendezvous.meet(f"checkpoint {step}", report, seconds)
         for worker, report in enumerate(reports):
             if tensor := report.get("nonfinite"):
                 raise NonFinite(

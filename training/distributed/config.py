@@ -14,8 +14,8 @@ class Rendezvous(Section):
     """For all hosts to appear at the start. Raise it when some hosts pull their image much later than others."""
 
     seconds: float = Field(default=300.0, gt=0, le=30 * 86400)
-    """For all hosts to arrive anywhere else, for example at the end of a save. Raise it when a host's part of a
-    checkpoint takes longer to write."""
+    """For all hosts to arrive anywhere else. Where they meet after writing or reading a checkpoint in Cloud Storage,
+    the time in which storage gives up comes on top: 120 s, and 1 s for each 2 MB."""
 
     lost_seconds: float = Field(default=4.0, ge=2, le=86400)
     """How long a host's network may be silent before the host counts as lost."""

@@ -6,7 +6,19 @@ Hugging Face Hub. This module is a `Storage`: code whose storage can be replaced
 module as the default.
 """
 
-from training.storage.files import append, delete, download, listing, read, read_into, stat, sweep, upload, write
+from training.storage.files import (
+    append,
+    delete,
+    download,
+    listing,
+    read,
+    read_into,
+    stat,
+    sweep,
+    transfer_seconds,
+    upload,
+    write,
+)
 from training.storage.types import (
     REMOTE,
     AlreadyExists,
@@ -43,6 +55,7 @@ __all__ = [
     "split_remote",
     "stat",
     "sweep",
+    "transfer_seconds",
     "upload",
     "write",
 ]

@@ -119,6 +119,11 @@ def write(url: str, data: bytes | memoryview, *, create_only: bool = False) -> S
         return Stat(url, len(data), os.stat(url).st_mtime_ns, crc)
 
 
+def transfer_seconds(url: str, size: int) -> float:
+    """How long storage itself may take for `size` bytes before it gives up, however slowly they move; 0 for a file."""
+    return gcs.patience.seconds(size) if is_remote(url) else 0.0
+
+
 def append(path: str, data: bytes) -> None:
     """Adds to a local file, which need not be there yet; a crash may leave a part of `data`. Objects of a bucket can't
     grow."""

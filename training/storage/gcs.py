@@ -43,6 +43,10 @@ class Patience:
     first_delay: float = 0.25
     longest_delay: float = 16.0
 
+    def seconds(self, size: int) -> float:
+        """How long a call that transfers `size` bytes may take in all."""
+        return self.deadline + size / self.rate
+
     def delays(self) -> Iterator[float]:
         """Seconds before the next attempts: full jitter, see
         https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/"""
@@ -263,7 +267,7 @@ def _retry(url: str, activity: str, attempt: Attempt[T], *, size: int = 0, pinne
     from google.api_core.retry import retry_target
 
     limits = patience
-    seconds = limits.deadline + size / limits.rate
+    seconds = limits.seconds(size)
     began = time.monotonic()
     failures = 0
     final: Exception | None = None
