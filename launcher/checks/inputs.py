@@ -11,8 +11,9 @@ from typing import Any
 from launcher import shell
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
+from training.errors import BadInput as BadDataset
 from training.errors import TrainError
-from training.storage import is_remote, split_remote
+from training.storage import Changed, NotAllowed, NotFound, is_remote, split_remote
 
 _SECONDS = 30.0  # for one bucket, with all retries
 _REQUEST_SECONDS = 10.0
@@ -49,11 +50,19 @@ def buckets(config: Config, say: Callable[[str], None]) -> None:
         _require_bucket(config.project, name, f"{config.document.place(key)}: {'.'.join(key)}", say)
 
 
-def data(config: Config) -> None:
-    """Raises BadInput unless the datasets are complete and fit the configuration, down to the tokenizer that wrote them
-    and the size of every shard.
+def data(config: Config, say: Callable[[str], None]) -> None:
+    """Checks that the datasets are complete and fit the configuration, down to the tokenizer that wrote them and the
+    size of every shard.
 
     A tokenizer on the Hub is compared by the hosts, when they start: this machine has no client of the Hub.
+
+    Args:
+        config: Names the datasets.
+        say: Is given a line for a dataset that this account may not read: the hosts' account may.
+
+    Raises:
+        BadInput: A dataset is not there, incomplete, or does not fit.
+        LaunchError: Storage can't be read now.
     """
     if config.trainer is None:
         return
@@ -63,6 +72,7 @@ def data(config: Config) -> None:
     tokenizer = config.trainer.data.tokenizer
     length: int | None = None
     for key, url in _datasets(config):
+        place = f"{config.document.place(key)}: {'.'.join(key)}"
         try:
             length = check(
                 url,
@@ -70,8 +80,12 @@ def data(config: Config) -> None:
                 tokenizer=None if is_on_hub(tokenizer) else tokenizer,
                 sequence_length=length,
             ).sequence_length
+        except NotAllowed as error:
+            say(f"{place}: the dataset is not checked before the hosts read it: {error}")
+        except (BadDataset, NotFound, Changed) as error:
+            raise BadInput(f"{place}: {error}") from None
         except TrainError as error:
-            raise BadInput(f"{config.document.place(key)}: {'.'.join(key)}: {error}") from None
+            raise (LaunchError if is_remote(url) else BadInput)(f"{place}: {error}") from None
 
 
 def _datasets(config: Config) -> Iterable[tuple[tuple[str, str], str]]:

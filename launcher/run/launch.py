@@ -97,7 +97,7 @@ def run(request: Request, context: Context) -> Outcome:
     extras = read_extras(request)
     config.require_something_to_run()
     inputs.buckets(config, say)
-    inputs.data(config)
+    inputs.data(config, say)
     checked = preflight.require(config, context.home, say) if request.preflight else ()
     provider = context.make_provider(config)
     with contextlib.closing(provider):

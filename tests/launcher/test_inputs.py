@@ -1,5 +1,5 @@
-"""Claims about the look at the buckets before anything is created: what the account may see decides, and what doesn't
-answer is named in time."""
+"""Claims about the look at buckets and datasets before anything is created: what the account may see decides, and what
+doesn't answer is named in time."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from launcher.emulator.storage.api import error_response
 from launcher.emulator.storage.bucket import StorageError
 from launcher.errors import BadInput, Exit, LaunchError
 from tests.bucket_server import BucketServer
+from training.storage import gcs
 
 FILE = """\
 project: p
@@ -96,3 +97,30 @@ def test_a_service_that_does_not_answer_is_named_in_time(
         inputs.buckets(config(tmp_path), print)
     assert bad.value.exit_code is Exit.CLOUD_ERROR
     assert time.monotonic() - begin < 10
+
+
+OBJECTS = r"/(storage|download/storage)/v1/b/[^/]+/o/.*"
+
+
+def test_a_dataset_that_this_account_may_not_read_is_left_to_the_hosts(server: BucketServer, tmp_path: Path) -> None:
+    server.fault = refuse(LOOKING_AT_IT, LISTING_ITS_OBJECTS, OBJECTS)
+    said: list[str] = []
+    inputs.data(config(tmp_path), said.append)
+    (line,) = said
+    assert "run.yaml:5: data.train: the dataset is not checked before the hosts read it: gs://bucket/data" in line
+
+
+def test_a_dataset_that_is_not_there_is_bad_input(server: BucketServer, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"run\.yaml:5: data\.train: gs://bucket/data is not a dataset"):
+        inputs.data(config(tmp_path), print)
+
+
+def test_a_bucket_that_can_not_be_read_now_is_no_bad_input(
+    server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quick = gcs.Patience(connect=2, silence=1, deadline=2, first_delay=0.01, longest_delay=0.1)
+    monkeypatch.setattr(gcs, "patience", quick)
+    server.fault = lambda _: error_response(StorageError(503, "backendError", "try again"))
+    with pytest.raises(LaunchError, match=r"run\.yaml:5: data\.train: ") as bad:
+        inputs.data(config(tmp_path), print)
+    assert bad.value.exit_code is Exit.CLOUD_ERROR

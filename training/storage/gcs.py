@@ -23,7 +23,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from training.storage.types import AlreadyExists, Changed, NoBucket, NotFound, Stat, StorageError, crc32c, split_remote
+from training.storage.types import (
+    AlreadyExists,
+    Changed,
+    NoBucket,
+    NotAllowed,
+    NotFound,
+    Stat,
+    StorageError,
+    crc32c,
+    split_remote,
+)
 
 T = TypeVar("T")
 
@@ -336,7 +346,7 @@ def _refusal(url: str, activity: str, error: Any) -> StorageError:
             f"{url}: {activity} it was refused: {message} ({reason}). See to the quotas and the billing of the "
             "bucket's project"
         )
-    return StorageError(
+    return NotAllowed(
         f"{url}: {activity} it is not allowed: {message}. Grant this service account a role such as "
         f"roles/storage.objectUser on gs://{split_remote(url)[0]}"
     )

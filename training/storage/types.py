@@ -33,6 +33,10 @@ class NoBucket(NotFound):
     exit_code = Exit.BAD_INPUT
 
 
+class NotAllowed(StorageError):
+    """This account may not do it; another one, such as the hosts', may."""
+
+
 class AlreadyExists(StorageError):
     """A create-only write found an object in place."""
 
