@@ -42,7 +42,7 @@ class Exit(enum.IntEnum):
     """The name, the slice, its hosts or the run are in use; or the slice of that name is not yours; or somebody deleted
     it while it was waited for."""
     CLOUD_ERROR = 24
-    """Google's API, gcloud, ssh or a host failed, or did not answer in time."""
+    """Google's API, gcloud, ssh or a host failed, or did not answer in time; or this machine's disk is full."""
     SAVED = 75
     """Stopped and saved: `run` resumes. (EX_TEMPFAIL of sysexits.h)"""
     DETACHED = 130

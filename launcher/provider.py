@@ -112,6 +112,7 @@ class Attempt:
         default_factory=dict, repr=False
     )  # environment variables that nothing but the command may see
     overlay: Overlay | None = None  # files over the image's own
+    start_seconds: float = 900.0  # for pulling the image and starting it, on all hosts
     host_secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False, compare=False)
     """By which the hosts of this attempt know each other, and no other attempt's. It travels as secrets do, and is kept
     nowhere: the next attempt has another one."""

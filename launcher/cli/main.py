@@ -7,6 +7,7 @@ and a documented exit code (launcher.errors.Exit).
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -82,6 +83,9 @@ def cli(context: click.Context, emulated: bool, verbose: bool) -> None:
         terminal.show_log()
 
 
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
 def main() -> None:
     """The console script. Turns every error into one message and its exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
@@ -100,6 +104,14 @@ def main() -> None:
     except TrainError as error:
         terminal.error(str(error))
         _end(Exit.BAD_INPUT if error.exit_code == 2 else Exit.CLOUD_ERROR)
+    except OSError as error:
+        if error.errno not in _DISK_TROUBLE:
+            raise
+        terminal.error(
+            f"this machine's disk: {error.strerror} ({error.filename or 'while writing'}); what runs on hosts goes on: "
+            "make room, then `tpu-launch run --attach` watches it again"
+        )
+        _end(Exit.CLOUD_ERROR)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -13,11 +13,12 @@ from launcher import costs, shell
 from launcher.checks import inputs, preflight
 from launcher.cli import terminal
 from launcher.cli.doctor import show_devices
-from launcher.cli.options import configured, dry_run_option, machine, open_provider, show_plan
+from launcher.cli.options import configured, dry_run_option, machine, open_provider, run_context, show_plan
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.home import home
 from launcher.providers import capabilities
+from launcher.run import launch
 from launcher.tpu_vm import inventory, ownership
 
 any_owner_option = click.option(
@@ -90,7 +91,8 @@ def up(
 @dry_run_option
 @configured
 def down(config: Config, any_owner: bool, dry_run: bool) -> None:
-    """Delete the slice and wait until it is gone. The runs' folders and what they saved stay.
+    """Delete the slice and wait until it is gone. The runs' folders and what they saved stay; runs that are under way
+    here are stopped.
 
     Each zone by itself; ends with the code of the first failure, after all zones were done, and with 23 when the slice
     of that name is not yours.
@@ -99,6 +101,7 @@ def down(config: Config, any_owner: bool, dry_run: bool) -> None:
     if dry_run:
         show_plan(config, "down")
         return
+    launch.stop_runs_of_slice(config, run_context())
     provider = open_provider(config)
     try:
         provider.delete()

@@ -183,6 +183,15 @@ def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
     return ledgers.find(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
 
 
+def stop_runs_of_slice(config: Config, context: Context) -> None:
+    """Records that every run of the slice is stopped that is under way or recovered by a process of this machine: the
+    slice is about to be deleted, and nobody shall create it again for them."""
+    for ledger in ledgers.runs(context.home, context.machine):
+        if same_slice(config, ledger.record) and (ledger.under_way or ledger.supervised()):
+            context.output.say(f"run {ledger.run_id} is stopped with its slice; `tpu-launch run` resumes it on another")
+            ledger.append(events.StopRequested(max(0, ledger.attempts - 1)))
+
+
 def open_session(config: Config, context: Context, ledger: Ledger, secrets: SecretSource) -> Session:
     """The session of a run as its folder says; for a run of an older version as `config` says."""
     spec = specification.read(ledger.folder)

@@ -75,6 +75,8 @@ def decide(verdict: Verdict, spent: Spent, budgets: Budgets, *, stop_requested: 
         return Decision(Next.END, "finished")
     if stop_requested or kind is Kind.STOPPED:
         return Decision(Next.END, "its owner stopped it")
+    if kind is Kind.DELETED:
+        return Decision(Next.END, "somebody deleted the slice")
     if kind is Kind.BAD_INPUT:
         return Decision(Next.END, "trying again changes nothing")
     if kind in _PREEMPTIONS:
@@ -83,17 +85,25 @@ def decide(verdict: Verdict, spent: Spent, budgets: Budgets, *, stop_requested: 
     return _within("failure", spent.failures, budgets.failures, delay)
 
 
+class SliceDeleted(LaunchError):
+    """Somebody deleted the slice of a run: nobody shall create it again for the run, and pay for it."""
+
+    exit_code = Exit.PREEMPTED
+
+
 class Trouble(enum.Enum):
     """Why a round of a recovery failed."""
 
     PREEMPTED = "preempted"  # the slice was taken away again
     UNREACHABLE = "unreachable"  # the slice is READY, and for long not all of its hosts could be contacted
     TRANSIENT = "transient"  # it may pass: the API, a network, a host, a stock-out
-    PERMANENT = "permanent"  # somebody must change something: a permission, a quota, the file
+    PERMANENT = "permanent"  # somebody must change something: a permission, a quota, the file; or deleted the slice
 
 
 def classify(error: LaunchError) -> Trouble:
     """What an error means for a recovery."""
+    if isinstance(error, SliceDeleted):
+        return Trouble.PERMANENT
     if error.exit_code == Exit.PREEMPTED:
         return Trouble.PREEMPTED
     if isinstance(error, HostsUnreachable):

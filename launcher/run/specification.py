@@ -151,6 +151,7 @@ def make_attempt(
         user=config.run.user,
         secrets=secrets or {},
         overlay=overlay,
+        start_seconds=config.run.start_minutes * 60,
     )
 
 

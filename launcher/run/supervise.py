@@ -16,7 +16,7 @@ from typing import Any
 from launcher.errors import LaunchError
 from launcher.machine import Machine
 from launcher.machine.tasks import Queue
-from launcher.provider import LogLine, Observation, Provider, container_name
+from launcher.provider import HostReport, LogLine, Observation, Provider, container_name
 from launcher.run import events, post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, tail
@@ -27,9 +27,10 @@ _OBSERVATIONS_A_SECOND = 16  # of all hosts together, so that the cost does not 
 _INBOX_SIZE = 64  # an observation may hold 4 MB: producers that are faster than this machine must wait
 _INBOX_SECONDS = 0.25  # how long the main thread waits for news before it judges again
 _ASK_SLICE_EVERY = 15.0  # seconds between two questions to the API while a host is out of reach
+_DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
 _STOP_AGAIN_SECONDS = 5.0  # before hosts that were missed are stopped again
 _COMPLAIN_EVERY = 30.0  # seconds between two complaints that no host answers
-_WORTH_A_POST_MORTEM = frozenset((Kind.FAILED, Kind.HOST_LOST, Kind.PREEMPTED, Kind.STALLED))
+_WORTH_A_POST_MORTEM = frozenset((Kind.FAILED, Kind.HOST_LOST, Kind.PREEMPTED, Kind.DELETED, Kind.STALLED))
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
 _LAST_LINES, _LAST_BYTES = 8, 20_000  # of the host that is the cause, in the report
 _LAST_OBSERVATIONS = 50  # of 4 MB: bounds the fetching of a huge rest of a log
@@ -103,7 +104,7 @@ def supervise(
     )
     if verdict.kind in _WORTH_A_POST_MORTEM:
         _keep_post_mortem(provider, ledger, attempt, reachable, output.say)
-    reports = provider.stop(attempt.container, grace=1, remove=True, workers=reachable)
+    reports = stop_hosts(provider, attempt.container, reachable, grace=1, remove=True)
     cleared = {report.worker for report in reports if report.ok}
     if left := tuple(worker for worker in attempt.workers if worker not in cleared):
         ledger.append(events.LeftBehind(attempt.number, attempt.container, left))
@@ -143,6 +144,16 @@ def explain(verdict: Verdict) -> list[str]:
     return lines + [f"because of it: {symptom}" for symptom in verdict.symptoms]
 
 
+def stop_hosts(
+    provider: Provider, container: str, workers: Sequence[int], *, grace: int, remove: bool
+) -> list[HostReport]:
+    """As `Provider.stop`; when not even the hosts' addresses can be found out, every host's report says so."""
+    try:
+        return provider.stop(container, grace=grace, remove=remove, workers=workers)
+    except LaunchError as error:
+        return [HostReport(worker, False, str(error).splitlines()[0]) for worker in workers]
+
+
 def _end_on_hosts(
     provider: Provider, ledger: Ledger, attempt: AttemptRef, verdict: Verdict, reachable: Sequence[int], say: Say
 ) -> None:
@@ -152,10 +163,11 @@ def _end_on_hosts(
     """
     say(f"ending the attempt on all hosts: {explain(verdict)[0]}")
     if verdict.kind is Kind.STALLED:
-        for worker, text in provider.stacks(attempt.container).items():
-            ledger.write_stack(attempt.number, worker, text)
+        with contextlib.suppress(LaunchError):
+            for worker, text in provider.stacks(attempt.container).items():
+                ledger.write_stack(attempt.number, worker, text)
         say(f"the stacks of all hosts' processes are in {ledger.stacks_folder(attempt.number)}")
-    for report in provider.stop(attempt.container, grace=_FAILURE_GRACE, remove=False, workers=reachable):
+    for report in stop_hosts(provider, attempt.container, reachable, grace=_FAILURE_GRACE, remove=False):
         ledger.append(events.HostStopped(attempt.number, report.worker, report.ok, report.detail))
 
 
@@ -344,6 +356,9 @@ class _Supervision:
     def _describe_slice(self) -> None:
         with contextlib.suppress(LaunchError):  # the API does not answer either: nothing is known
             slice_state = self.provider.describe()
+            if slice_state is None:  # an answer that is stale or of another replica must not end a run
+                self.over.wait(_DESCRIBE_AGAIN_SECONDS)
+                slice_state = self.provider.describe()
             news = SliceNews(None) if slice_state is None else SliceNews(slice_state.state, slice_state.trouble)
             self.inbox.put(news)
 

@@ -36,6 +36,7 @@ class Kind(enum.Enum):
     BAD_INPUT = "bad input"  # the trainer refused its configuration or data
     HOST_LOST = "host lost"
     PREEMPTED = "preempted"
+    DELETED = "slice deleted"  # by a person: what Google takes away stays, PREEMPTED, until somebody deletes it
     STALLED = "stalled"  # no host has shown a sign of life for too long
     STOPPED = "stopped"  # somebody stopped it; nothing was saved
 
@@ -57,6 +58,7 @@ _EXIT_CODES = {
     Kind.BAD_INPUT: Exit.BAD_INPUT,
     Kind.HOST_LOST: Exit.HOST_LOST,
     Kind.PREEMPTED: Exit.PREEMPTED,
+    Kind.DELETED: Exit.PREEMPTED,
     Kind.STALLED: Exit.STALLED,
     Kind.STOPPED: Exit.STOPPED,
 }
@@ -129,6 +131,13 @@ class Cause:
     time: str = ""  # of the host's clock
 
 
+SLICE_DELETED = Cause(
+    -1,
+    "the slice does not exist any more, somebody deleted it: `tpu-launch up` creates it again, then `tpu-launch run` "
+    "resumes the run",
+)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The state of an attempt, and the first cause of its end."""
@@ -152,8 +161,8 @@ def judge(
     `slice_state` is what the API last said of the slice (None: there is none), `stop_requested` whether its owner asked
     to stop, `quiet` for how many seconds no host has written a line.
     """
-    if slice_state is None:
-        return Verdict(Kind.PREEMPTED, Cause(-1, "the slice does not exist any more"))
+    if slice_state in (None, "DELETING"):
+        return Verdict(Kind.DELETED, SLICE_DELETED)
     if slice_state in ("PREEMPTED", "TERMINATED", "STOPPED"):
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {slice_state}"))
     failed = [view for view in views if view.ended and (view.rebooted or view.exit_code not in _SUCCESSES)]
@@ -215,6 +224,9 @@ def _judge_failure(
         cause = min(restarted, key=lambda view: view.finished_at)
         what = "the host went away and came back; its container was killed with it"
         return Verdict(Kind.HOST_LOST, replace(_exit(cause), what=what), symptoms(cause))
+    if away := [view for view in removed if view.ended_away]:
+        what = "the host went away and came back without its container"
+        return Verdict(Kind.HOST_LOST, Cause(away[0].worker, what), symptoms(away[0]))
     causes = [view for view in failed if view.exit_code != TrainerExit.LOST_PEER]
     if not causes and removed:
         cause = removed[0]

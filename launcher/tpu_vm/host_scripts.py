@@ -6,6 +6,7 @@ Pure: an attempt in, the text of a remote command out. What the output means is 
 from __future__ import annotations
 
 import base64
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ GATE_SECONDS = 30.0  # a first pull of an image takes longer; then gcloud is cal
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _WITHOUT_HUGE_PAGES = ("v2", "v3", "v4")
 
+_DELIVERY_SECONDS = 120  # for the delivery of secrets, after the last host has started
 _SECRETS_FOLDER = "/run/tpu-launch"  # in the container; await_secrets.sh and receive_secrets.sh name it too
 
 
@@ -42,7 +44,8 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
     if not attempt.all_secrets(len(hosts)):
         return [*arguments, attempt.image, *attempt.command]
     tmpfs = ["--tmpfs", f"{_SECRETS_FOLDER}:mode=1777,size=1m"]
-    return [*arguments, *tmpfs, attempt.image, "sh", "-c", load("await_secrets"), "sh", *attempt.command]
+    wait = render("await_secrets", seconds=math.ceil(attempt.start_seconds) + _DELIVERY_SECONDS)
+    return [*arguments, *tmpfs, attempt.image, "sh", "-c", wait, "sh", *attempt.command]
 
 
 def container_environment(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> dict[str, str]:
@@ -103,7 +106,7 @@ def check_engine_script() -> str:
 
 
 def start_script(attempt: Attempt, *, gated: bool = False, gate_seconds: float = GATE_SECONDS) -> str:
-    """Starts the prepared container. Reports `started` or `failed <reason>`.
+    """Starts the prepared container. Reports `started`, `busy <run id>` or `failed <reason>`.
 
     With `gated`, a container that has not started waits for `release_script`; when that does not come within
     `gate_seconds`, the report is `waiting`.
@@ -113,6 +116,8 @@ def start_script(attempt: Attempt, *, gated: bool = False, gate_seconds: float =
         container=attempt.container,
         gated=gated,
         gate_seconds=f"{gate_seconds:g}",
+        run_id=attempt.run_id,
+        label_run=LABEL_RUN,
         label_boot=LABEL_BOOT,
     )
 

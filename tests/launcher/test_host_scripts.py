@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from launcher.provider import Attempt, Overlay
 from launcher.tpu_vm import host_checks, host_scripts, scripts
-from launcher.tpu_vm.host_output import parse_observation
+from launcher.tpu_vm.host_output import parse_observation, parse_reports
 from launcher.tpu_vm.host_scripts import HUGE_PAGES
 from tests.launcher.script_host import SHELLS, ScriptHost
 
@@ -54,7 +54,7 @@ def prepare(**changes: object) -> str:
         host_scripts.secrets_script(attempt()),
         host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's here", b"x"))),
         host_checks.check_script("repo@sha256:ab", "run'1", "v5p-8"),
-        scripts.load("await_secrets"),
+        scripts.render("await_secrets", seconds=5),
         scripts.load("receive_secrets"),
         scripts.load("dump_stacks"),
         scripts.load("list_tpu_holders"),
@@ -202,6 +202,44 @@ def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> N
     assert not list(Path("/tmp").glob(f"{container}*"))
 
 
+@pytest.mark.parametrize("minutes", [1, 15, 60])
+def test_secrets_are_waited_for_until_the_slowest_host_may_have_started(tmp_path: Path, minutes: int) -> None:
+    words = host_scripts.create_arguments(
+        attempt(secrets={"KEY": "s3cret"}, start_seconds=minutes * 60.0), ["10.0.0.1"], "v4-8"
+    )
+    (script,) = [word for word in words if "did not arrive" in word]
+    assert f"seconds={minutes * 60 + 120}\n" in script
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_secrets_that_do_not_arrive_end_the_command_with_a_message(tmp_path: Path, shell: str) -> None:
+    script = scripts.render("await_secrets", seconds=1).replace("/run/tpu-launch", str(tmp_path))
+    ended = subprocess.run([shell, "-c", script, "sh", "true"], stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 1
+    assert "did not arrive within 1 s" in ended.stderr
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_of_two_runs_that_were_prepared_at_once_one_starts(host: ScriptHost, shell: str) -> None:
+    """The engine lists what was started; the first start takes long."""
+    host.answer_status("created")
+    host.answer("start", 'sleep 0.5; echo "$2" >>"$HOST/running"')
+    host.answer("ps", 'sed -e "s/^tpu-launch-//" -e "s/-0$//" "$HOST/running" 2>/dev/null')
+    starts = [host.popen(host_scripts.start_script(attempt(run_id=name)), shell) for name in ("demo-1", "demo-2")]
+    reports = sorted(process.communicate(timeout=30)[0] for process in starts)
+    winner = (host.folder / "running").read_text().strip().removeprefix("tpu-launch-").removesuffix("-0")
+    assert reports == [f"tpu-launch 3 busy {winner}\n", "tpu-launch 3 started\n"]
+    (refused,) = parse_reports(reports[0], "started", [3])
+    assert refused.occupied_by == winner
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_host_whose_engine_is_down_has_not_stopped_anything(host: ScriptHost, shell: str) -> None:
+    host.answer("version", "exit 1")
+    report = host.run(host_scripts.stop_script("demo", 5, remove=True), shell)
+    assert report == "tpu-launch 3 failed its container engine does not answer\n"
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_stop_keeps_a_container_from_starting_that_was_only_created(host: ScriptHost, shell: str) -> None:
     host.answer_status("created")
@@ -308,7 +346,8 @@ def test_secrets_reach_the_command_and_stay_nowhere(tmp_path: Path, shell: str) 
     folder = tmp_path / "tmpfs"
     folder.mkdir()
     wait, receive = (
-        scripts.load(name).replace("/run/tpu-launch", str(folder)) for name in ("await_secrets", "receive_secrets")
+        scripts.render(name, seconds=20).replace("/run/tpu-launch", str(folder))
+        for name in ("await_secrets", "receive_secrets")
     )
     command = subprocess.Popen([shell, "-c", wait, "sh", "sh", "-c", 'printf %s "$KEY"'], stdout=subprocess.PIPE)
     for _ in range(2):  # a replay finds them taken, or writes the same again

@@ -293,3 +293,74 @@ def test_hosts_on_which_a_failed_start_may_have_left_its_container_are_remembere
     work.hosts.silent = set()
     assert work.run(work.config()).verdict.kind is Kind.FINISHED
     assert not work.ledger.left_behind()
+
+
+# -- money ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_slice_that_somebody_deletes_is_not_created_again_for_its_run(work: Workstation) -> None:
+    work.hosts.exits[0] = None
+
+    def deleted() -> None:
+        work.hosts.silent, work.hosts.slice_state = {0, 1}, None
+
+    work.hosts.hooks["observe"] = [lambda: None] * 3 + [deleted]
+    outcome = work.run(work.config())
+    assert outcome.verdict.kind is Kind.DELETED
+    assert outcome.verdict.kind.exit_code is Exit.PREEMPTED
+    assert "create" not in work.hosts.calls
+
+
+@pytest.mark.parametrize("state", [None, "DELETING"])
+def test_a_slice_that_is_deleted_while_its_run_saves_is_not_created_again(work: Workstation, state: str | None) -> None:
+    work.hosts.exits[0] = 75
+
+    def deleted() -> None:
+        work.hosts.slice_state = state
+
+    work.hosts.hooks["started"] = [deleted]
+    with pytest.raises(LaunchError, match="somebody deleted it") as ended:
+        work.run(work.config())
+    assert ended.value.exit_code is Exit.PREEMPTED
+    assert "create" not in work.hosts.calls
+
+
+def test_one_answer_that_there_is_no_slice_ends_nothing(work: Workstation) -> None:
+    work.hosts.exits[:2] = [75, 0]
+
+    def say_missing() -> None:
+        work.hosts.slice_state = None
+        work.hosts.hooks["describe"] = [say_there]
+
+    def say_there() -> None:
+        work.hosts.slice_state = "READY"
+
+    def expect_missing() -> None:
+        work.hosts.hooks["describe"] = [say_missing]
+
+    work.hosts.hooks["started"] = [expect_missing]
+    assert work.run(work.config()).verdict.kind is Kind.FINISHED
+
+
+def test_down_stops_the_runs_of_its_slice_first(work: Workstation) -> None:
+    work.hosts.exits[0] = 75
+
+    def down() -> None:
+        launch.stop_runs_of_slice(work.config(), work.context())
+        work.hosts.slice_state = None
+
+    work.hosts.hooks["create"] = [down]
+    assert work.run(work.config()).verdict.kind is Kind.SAVED
+    assert len(work.hosts.attempts) == 1
+
+
+# -- ends that can't be carried out -----------------------------------------------------------------------------------
+
+
+def test_an_attempt_has_ended_although_its_hosts_can_not_be_told(work: Workstation) -> None:
+    """The API fails when their addresses are looked up: the end is recorded all the same, and the budget is used."""
+    work.hosts.exits[:2] = [1, 0]
+    work.hosts.fail("stop", UNAVAILABLE, UNAVAILABLE)
+    outcome = work.run(work.config("run.failure_retries=1"))
+    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
+    assert recorded(work, events.LeftBehind) == 1

@@ -192,7 +192,8 @@ def test_silence_is_no_stall_while_a_host_can_not_be_asked_or_without_a_limit() 
 
 def test_a_deleted_slice_ends_the_run_and_says_so() -> None:
     verdict = judge([running(0, problem="no route"), running(1, problem="no route")], 100.0, LIMITS, slice_state=None)
-    assert verdict.kind is Kind.PREEMPTED
+    assert verdict.kind is Kind.DELETED
+    assert verdict.kind.exit_code is Exit.PREEMPTED
     assert verdict.cause is not None
     assert "does not exist" in verdict.cause.what
 

@@ -7,8 +7,6 @@ up.
 
 from __future__ import annotations
 
-import contextlib
-
 from launcher import costs
 from launcher.errors import Exit, LaunchError
 from launcher.run import events
@@ -19,6 +17,7 @@ from launcher.run.recovery import (
     Budgets,
     Next,
     NextRound,
+    SliceDeleted,
     bad_host,
     classify,
     decide,
@@ -26,7 +25,7 @@ from launcher.run.recovery import (
     spent_so_far,
 )
 from launcher.run.supervise import AttemptRef, explain, last_lines, supervise
-from launcher.run.verdict import Kind, Limits, Verdict
+from launcher.run.verdict import SLICE_DELETED, Kind, Limits, Verdict
 
 _SETTLE_POLL_SECONDS = 5.0
 
@@ -121,8 +120,8 @@ class _Recovery:
             LaunchError: It can't be started, or not in time; the message says what is billed.
         """
         self.clock.sleep(delay)
-        if settle and self.session.provider.capabilities.replaces_hosts:
-            self._settle()
+        if self.session.provider.capabilities.replaces_hosts:
+            self._look_at_slice(settle=settle)
         while True:
             try:
                 return self._try()
@@ -131,15 +130,27 @@ class _Recovery:
             except LaunchError as error:
                 self._wait_after(error)
 
-    def _settle(self) -> None:
-        """Waits until the API says that the slice is not READY any more, for a short time."""
-        self.session.say(f": waiting for the slice's state, for {SETTLE_SECONDS:.0f} s at most: nobody stopped it here")
-        deadline = self.clock.monotonic() + SETTLE_SECONDS
-        while self.clock.monotonic() < deadline:
-            with contextlib.suppress(LaunchError):  # the API does not answer: nothing is known yet
-                slice_state = self.session.provider.describe()
-                if slice_state is None or not slice_state.ready:
+    def _look_at_slice(self, *, settle: bool) -> None:
+        """Raises SliceDeleted when somebody deleted the slice. With `settle`, waits for a short time until the API says
+        that the slice is not READY any more."""
+        session = self.session
+        if settle:
+            session.say(f": waiting for the slice's state, for {SETTLE_SECONDS:.0f} s at most: nobody here stopped it")
+        deadline = self.clock.monotonic() + (SETTLE_SECONDS if settle else 0.0)
+        missing = 0
+        while True:
+            try:
+                slice_state = session.provider.describe()
+            except LaunchError:  # the API does not answer: nothing is known yet
+                missing = 0
+            else:
+                missing = missing + 1 if slice_state is None or slice_state.state == "DELETING" else 0
+                if slice_state is not None and slice_state.state != "DELETING" and not slice_state.ready:
                     return
+            if missing > 1:  # one answer may be stale
+                raise SliceDeleted(f"run {session.ledger.run_id}: {SLICE_DELETED.what}")
+            if not missing and self.clock.monotonic() >= deadline:
+                return
             self.clock.sleep(_SETTLE_POLL_SECONDS)
 
     def _try(self) -> AttemptRef:
@@ -152,6 +163,8 @@ class _Recovery:
         ready = self.clock.monotonic()
         attempt, preempted = start_next(session, ready=True)
         if preempted is not None and preempted.cause is not None:
+            if preempted.kind is Kind.DELETED:
+                raise SliceDeleted(preempted.cause.what)
             raise LaunchError(preempted.cause.what, exit_code=Exit.PREEMPTED)
         started = self.clock.monotonic()
         steps = {"delay": round_begun - self.begun, "slice": ready - round_begun, "start": started - ready}

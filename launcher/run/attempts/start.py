@@ -17,8 +17,8 @@ from launcher.run import ledger as ledgers
 from launcher.run.attempts.session import RunStopped, Session
 from launcher.run.ledger import same_slice
 from launcher.run.specification import Specification
-from launcher.run.supervise import AttemptRef
-from launcher.run.verdict import Cause, Kind, Verdict
+from launcher.run.supervise import AttemptRef, stop_hosts
+from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict
 
 
 def require_ready(config: Config, provider: Provider) -> None:
@@ -136,7 +136,7 @@ def _preemption(provider: Provider, ready: bool) -> Verdict | None:
     except LaunchError:
         return None
     if slice_state is None:
-        return Verdict(Kind.PREEMPTED, Cause(-1, "the slice does not exist any more")) if ready else None
+        return Verdict(Kind.DELETED, SLICE_DELETED) if ready else None
     if slice_state.gone_for_good:
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {slice_state.state}"))
     return None
@@ -167,12 +167,9 @@ def _start_everywhere(session: Session, attempt: Attempt) -> None:
 
 def end_everywhere(session: Session, number: int, container: str, workers: Sequence[int], *, grace: int = 1) -> None:
     """Ends and removes a container on hosts; those on which it may be left are recorded, for the sweep before the next
-    start. Never raises for a host: the user is told what failed first."""
-    cleared: set[int] = set()
-    with contextlib.suppress(LaunchError):
-        reports = session.provider.stop(container, grace=grace, remove=True, workers=workers)
-        cleared = {report.worker for report in reports if report.ok}
-    if left := tuple(worker for worker in workers if worker not in cleared):
+    start."""
+    reports = stop_hosts(session.provider, container, workers, grace=grace, remove=True)
+    if left := tuple(report.worker for report in reports if not report.ok):
         session.ledger.append(events.LeftBehind(number, container, left))
 
 

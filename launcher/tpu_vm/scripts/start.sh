@@ -1,11 +1,12 @@
 #!/bin/sh
-# Starts the prepared container. One that runs, or has run, is left alone.
+# Starts the prepared container. One that runs, or has run, is left alone. Of two runs that were prepared on the host at
+# once, one starts.
 # With `gated`, a container that has not started waits for release.sh first, $gate_seconds at most.
-# Reports `started`, `waiting` when it was not released in time, or `failed <reason>`.
+# Reports `started`, `waiting` when it was not released in time, `busy <id of the other run>`, or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh
 . ./boot.sh
-: "${container:?}" "${gated:?}" "${gate_seconds:?}"
+: "${container:?}" "${gated:?}" "${gate_seconds:?}" "${run_id:?}" "${label_run:?}"
 container_status() { $docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null; }
 
 if [ "$gated" = yes ]; then
@@ -29,7 +30,14 @@ status=$(container_status)
 if [ -z "$status" ]; then report failed "there is no container $container"; exit 1; fi
 if [ "$status" = created ]; then
   if rebooted_since "$container"; then report failed "the host rebooted after it had been prepared"; exit 1; fi
-  if ! error=$($docker start "$container" 2>&1 >/dev/null); then
+  # One start at a time. Every user's start must be able to open the file.
+  lock=/tmp/tpu-launch.start
+  [ -e "$lock" ] || (umask 022; : >"$lock") 2>/dev/null
+  if [ -r "$lock" ]; then exec 9<"$lock"; flock -w 60 9; fi
+  other=$($docker ps --filter "label=$label_run" --format "{{.Label \"$label_run\"}}" | grep -vxF -e "$run_id" |
+    head -n 1)
+  if [ -n "$other" ]; then report busy "$other"; exit 1; fi
+  if ! error=$($docker start "$container" 2>&1 >/dev/null 9<&-); then
     report failed "the container can not be started: $(echo $error | tail -c 600)"
     exit 1
   fi

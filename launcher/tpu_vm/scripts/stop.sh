@@ -21,6 +21,9 @@ if $docker inspect "$container" >/dev/null 2>&1; then
     exit 1
   fi
   [ "$remove" = no ] || $docker rm --force "$container" >/dev/null 2>&1
+elif ! $docker version >/dev/null 2>&1; then
+  report failed "its container engine does not answer"
+  exit 1
 fi
 [ "$remove" = no ] || rmdir "$mark" 2>/dev/null
 report stopped
