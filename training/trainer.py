@@ -23,7 +23,7 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
-from training.errors import NonFinite, StopRequested, TrainError
+from training.errors import LostPeer, NonFinite, StopRequested, TrainError
 from training.evaluate import evaluate_all
 from training.models.flops import WorkCounter
 from training.models.hub import BackgroundUploader
@@ -41,6 +41,8 @@ from training.telemetry.writer import MetricsWriter
 
 # That the last metrics may take: at the run's end, and while a machine is taken away.
 _FINISH_SECONDS, _STOP_SECONDS = 60.0, 5.0
+
+RECORD_SECONDS = 30.0  # for host 0 to record that a step was not finite, before any host leaves
 
 
 def train(
@@ -286,6 +288,9 @@ class Trainer:
                 write_nonfinite(record_url, record, self.run.dependencies.storage)
             except storage.StorageError as problem:
                 warn(f"that step {error.step} was not finite is not recorded: {problem}")
+        # Nobody leaves before: host 0 ends soon after the first that does, whatever it is writing.
+        with contextlib.suppress(LostPeer):
+            self.run.rendezvous.meet(f"step {error.step} was not finite", seconds=RECORD_SECONDS)
         return self.history.judge(error, restored)
 
     # --- results of steps

@@ -26,6 +26,7 @@ from training.trainer import train
 if TYPE_CHECKING:
     from tests.simulation.trainer.world import World
 
+STOP_MARGIN = 20.0  # seconds: host 0 waits for the others to leave, and hosts at the start for each other
 KILLED = 137  # the exit code of a process that was killed
 
 
@@ -40,10 +41,12 @@ class Group:
         self.addresses = tuple(f"10.{slice_number}.0.{worker}" for worker in range(self.size))
         self.glitch: tuple[int, bool] | None = None  # the step whose update is not finite, and whether its norm tells
         self.asked_to_stop = False
-        self.claimed = False
+        self.claimed = float("inf")  # when all of its hosts had met
         self.began = world.scheduler.now
         self.hosts = [Host(self, worker) for worker in range(self.size)]
-        self.disturbed = any(host.cut for host in self.hosts)
+        for host in self.hosts:
+            host.hurt = host.cut
+        self.disturbed = any(host.hurt for host in self.hosts)
 
     @property
     def is_over(self) -> bool:
@@ -70,6 +73,7 @@ class Host:
         self.ended = 0.0
         self.lines: list[str] = []  # that it printed
         self.frozen = False
+        self.hurt = False  # it stood still, or had no network, at some time
         self.stops: list[float] = []  # when it was asked to stop
         self.shutdown: ShutdownRequest | None = None
         skew = world.random.choice((0.0, 0.0, -3600.0, 86400.0))
@@ -152,13 +156,18 @@ class Host:
         if self.code is None and self.shutdown is not None:
             self.scheduler.note(f"SIGTERM for {self.name}")
             self.scheduler.spawn(self.shutdown.request, name="signals", process=self.process)
+            limit = self.world.plan.stop_seconds + STOP_MARGIN
+            self.scheduler.call_at(self.scheduler.now + limit, self._check_stop)
         elif self.code is None:
             self._end(143)  # no handler yet
+
+    def _check_stop(self) -> None:
+        self.world.promises.a_stop_takes_no_longer_than_it_may(self)
 
     def freeze(self) -> None:
         """The machine stands still: neither its process nor its network answers."""
         if not self.frozen and self.code is None:
-            self.frozen = True
+            self.frozen = self.hurt = True
             self.scheduler.note(f"{self.name} stands still")
             self.world.wire.cut(self.address)
             self.scheduler.freeze(self.process)

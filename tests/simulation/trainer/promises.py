@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,15 @@ _TELEMETRY = re.compile(r"metrics|report\.html|tensorboard|\.end\.json|events")
 _NAMED = re.compile(r"[Hh]osts? \d|this host|worker \d")
 
 
+@dataclass(frozen=True)
+class Claimed:
+    """A start's claim of the run."""
+
+    name: str  # of its object
+    after: frozenset[str]  # names of the claims that it has seen
+    commits: int  # that there were
+
+
 class Promises:
     """Watches a life."""
 
@@ -37,9 +47,9 @@ class Promises:
         self._world = world
         self.violations: list[tuple[str, str]] = []  # names of promises, and what was seen
         self.newest_whole = 0
-        self.claims: list[str] = []  # group labels, in the order in which their claims were written
+        self.claims: dict[str, Claimed] = {}  # by the labels of groups, in the order in which they were written
         self.commits: list[tuple[str, int]] = []  # (group label, step) in the order in which manifests were written
-        self._claimed_at: dict[str, int] = {}  # group label -> commits at its claim
+        self._fenced_by: dict[str, str] = {}  # group label -> label of the start that goes before it
         self.refused_start = False  # the world destroyed all checkpoints, or somebody else started the run
 
     def broken(self, promise: str, what: str) -> None:
@@ -52,6 +62,7 @@ class Promises:
     def object_changed(self, url: str, before: Stored | None, after: Stored | None, by: str) -> None:
         """An object was written or deleted."""
         if url.startswith(CHECKPOINTS):
+            self.a_commit_is_whole_or_gone(url, before, after, by)
             if name_of(url) == MANIFEST and after is not None and by != "world":
                 self.one_winner_a_step(url, before, by)
                 self.what_is_committed_is_whole_finite_and_right(url, by)
@@ -59,8 +70,9 @@ class Promises:
             self.newest_commit_never_goes_back(url, by)
         elif after is not None and before is None and _CLAIM.fullmatch(name_of(url)):
             label = by.partition(".")[0]
-            self.claims.append(label)
-            self._claimed_at[label] = len(self.commits)
+            older = json.loads(after.data).get("after", [])
+            self._world.group(label).claimed = self._world.scheduler.now
+            self.claims[label] = Claimed(name_of(url), frozenset(older), len(self.commits))
         elif after is not None and name_of(url) in ("summary.json",):
             self.summary_is_json(url, after)
 
@@ -81,16 +93,37 @@ class Promises:
         that was under way."""
         label = by.partition(".")[0]
         self.commits.append((label, _step_of(url)))
-        if label not in self._claimed_at:
+        if label not in self.claims:
             self.broken("only the newest start commits", f"{by} committed {url} without a claim")
             return
-        for newer in self.claims[self.claims.index(label) + 1 :]:
-            since = [step for group, step in self.commits[self._claimed_at[newer] :] if group == label]
-            if len(since) > 1:
+        for other in self.claims:
+            mine, theirs = (self._commits_since_both(label, other, group) for group in (label, other))
+            if self.goes_before(other, label) and len(mine) > 1:
                 self.broken(
                     "only the newest start commits",
-                    f"group {label} committed steps {since} after group {newer} had claimed the run",
+                    f"group {label} committed steps {mine} after group {other} had claimed the run",
                 )
+            if other != label and min(len(mine), len(theirs)) > 1:
+                self.broken(
+                    "only the newest start commits", f"groups {label} and {other} both commit: {mine}, {theirs}"
+                )
+
+    def goes_before(self, newer: str, older: str) -> bool:
+        """Whether a start has seen another one's claim before it made its own."""
+        return self.claims[older].name in self.claims[newer].after
+
+    def _commits_since_both(self, one: str, other: str, group: str) -> list[int]:
+        """The steps that a group has committed since two starts had both claimed the run."""
+        since = max(self.claims[one].commits, self.claims[other].commits)
+        return [step for label, step in self.commits[since:] if label == group]
+
+    def a_commit_is_whole_or_gone(self, url: str, before: Stored | None, after: Stored | None, by: str) -> None:
+        """No part that a manifest names is deleted or written again: a half-deleted checkpoint is no checkpoint."""
+        manifest = self._world.bucket.objects.get(url.rpartition("/")[0] + "/" + MANIFEST)
+        is_part = name_of(url) != MANIFEST and by != "world"
+        if is_part and before is not None and manifest is not None and name_of(url) in self._part_names(manifest):
+            verb = "deleted" if after is None else "wrote again"
+            self.broken("a commit is whole or gone", f"{by} {verb} {url}, which a manifest names")
 
     def newest_commit_never_goes_back(self, url: str, by: str) -> None:
         """The newest whole checkpoint never becomes an older one by what a program does."""
@@ -207,6 +240,8 @@ class Promises:
         self.exit_codes_are_documented(host, message)
         if code == Exit.LOST_PEER:
             self.lost_peers_are_named(host, message)
+        if code == SECOND_SIGTERM:
+            self.a_second_sigterm_saves_too(host)
         if code == Exit.SAVED:
             self.saved_means_asked_and_committed(host, message)
         if code == Exit.FINISHED:
@@ -228,6 +263,10 @@ class Promises:
         """Every wait ends with the missing hosts named; and nobody is lost where nothing happened."""
         if not _NAMED.search(message):
             self.broken("missing hosts are named", f"{host.name}: {message[-300:]}")
+        first = host.group.hosts[0]
+        blamed = "host 0 did not answer" in message or "host 0 is gone" in message
+        if blamed and first.code is None and not first.hurt and not host.hurt:
+            self.broken("missing hosts are named", f"{host.name} blames host 0, which is well: {message[-300:]}")
         others_failed = re.search(r"stopped in phase .* with exit code (?!76)", message)
         if not (host.group.disturbed or self._world.disturbed or others_failed or host.group.asked_to_stop):
             self.broken("an undisturbed attempt loses nobody", f"{host.name}: {message[-300:]}")
@@ -236,11 +275,30 @@ class Promises:
         """75 is for who was asked to stop; what it says is committed is."""
         if not host.group.asked_to_stop:
             self.broken("75 means asked to stop", f"{host.name}: {message[-300:]}")
+        quick = self._world.plan.step_seconds <= 2 and self._world.plan.compile_seconds < 1
+        if "could not stop in good order" in message and quick and not host.group.disturbed | self._world.disturbed:
+            self.broken("SIGTERM leads to a commit", f"{host.name}: {message[-300:]}")
         match = re.search(r"stopped after step (\d+), which is committed", message)
         if match and int(match[1]) > 0 and int(match[1]) > self.newest_whole and not self._world.rotten:
             self.broken(
                 "75 means committed", f"{host.name} says step {match[1]}, the newest whole is {self.newest_whole}"
             )
+
+    def a_second_sigterm_saves_too(self, host: Host) -> None:
+        """What the engine and the launcher ask for within the time to save is one request."""
+        apart = host.stops[-1] - host.stops[0]
+        if host.shutdown and apart < max(self._world.plan.stop_seconds, 30.0):
+            self.broken("two SIGTERMs are one request", f"{host.name} left at once, {apart:.0f} s after the first")
+
+    def a_stop_takes_no_longer_than_it_may(self, host: Host) -> None:
+        """Some seconds after `checkpoint.stop_seconds` a process that was asked to stop has ended."""
+        if host.code is None and not host.hurt:
+            self.broken("a stop ends in time", f"{host.name} was asked {host.stops} and still runs")
+
+    def who_lost_a_peer_ends(self, host: Host) -> None:
+        """Once a process of the attempt has failed, the others end by themselves."""
+        if host.worker and host.code is None and not host.hurt and not host.group.hosts[0].hurt:
+            self.broken("every wait ends", f"{host.name} still runs, though the attempt ended: {host.group.codes}")
 
     def finished_means_committed(self, host: Host) -> None:
         """0 is for who committed the last step."""
@@ -249,10 +307,30 @@ class Promises:
 
     def bad_input_is_final(self, host: Host, message: str) -> None:
         """2 means never again: only for who was fenced by a newer start, or where all checkpoints are destroyed."""
-        label = host.group.label
-        fenced = label in self.claims and self.claims[-1] != label
-        if not (fenced or self._world.rotten or self._world.refuses(host.group)):
+        fence = re.search(r"was started again .*?(attempt-\d+\.[0-9a-f]+\.json)", message)
+        if fence:
+            self.one_of_several_starts_goes_on(host.group.label, fence[1])
+            return
+        if self._world.hidden_rot:
+            self._world.hidden_rot.clear()
+            self.newest_whole = self.find_whole()[0]
+        lost = "none of the checkpoints" in message and self.find_whole() == [0] and self._world.damaged
+        refused = "trying again changes nothing" in message and self._world.refuses(host.group)
+        if not lost and not refused:
             self.broken("2 means never again", f"{host.name}: {message[-400:]}")
+
+    def one_of_several_starts_goes_on(self, label: str, name: str) -> None:
+        """A start ends for another one that is newer, or was made at the same moment; never all of them for each
+        other."""
+        newer = next((group for group, claim in self.claims.items() if claim.name == name), label)
+        if newer == label or self.goes_before(label, newer):
+            self.broken("one of several starts goes on", f"group {label} ended for group {newer}, which is older")
+        self._fenced_by[label] = newer
+        while newer in self._fenced_by:
+            newer = self._fenced_by[newer]
+            if newer == label:
+                self.broken("one of several starts goes on", f"each ended for another one: {self._fenced_by}")
+                return
 
     def telemetry_stops_nothing(self, host: Host) -> None:
         """No process ends because of metrics, reports, records or uploads."""

@@ -74,6 +74,7 @@ class World:
         self.rotten = False  # a checkpoint was damaged
         # What nobody has noticed yet: generation of the damaged object -> its step, and the object as it was.
         self.hidden_rot: dict[int, tuple[int, Stored]] = {}
+        self.damaged = False  # or can't be gone on from
         self.poisoned: int | None = None  # the step that is not finite when it is the first after a restore
         self.poisoned_generation = -1  # of the manifest of that checkpoint
         self.finished = False
@@ -150,6 +151,10 @@ class World:
             if not self.scheduler.wait(self._waiting, left, "a change") and left is not None:
                 return
 
+    def group(self, label: str) -> Group:
+        """The group with that label."""
+        return next(group for group in self.groups if group.label == label)
+
     def host_of(self, process: Process) -> Host | None:
         """Whose process it is."""
         return self._hosts.get(process)
@@ -205,7 +210,10 @@ class World:
             if (first_end is not None and now - first_end > limit) or (
                 silent_since is not None and now - silent_since > self.plan.launcher_patience
             ):
+                failed = [host for host in ended if host.code not in (0, 75) and host.ended > group.claimed]
                 for host in group.hosts:
+                    if failed and now - min(host.ended for host in failed) > SETTLING:
+                        self.promises.who_lost_a_peer_ends(host)
                     if not host.frozen and not host.cut:
                         host.kill()
                 return
@@ -236,6 +244,7 @@ class World:
             host.freeze()
             scheduler.call_at(until, host.thaw)
         elif fault.kind == "cut":
+            host.hurt = True
             self.wire.cut(host.address)
             scheduler.call_at(until, lambda: self.mend(host))
         elif fault.kind.startswith("sigterm"):
@@ -277,7 +286,7 @@ class World:
             url = self.random.choice(urls)
             data = bytearray(self.bucket.objects[url].data)
             data[self.random.randrange(len(data))] ^= 0x40
-            self.rotten = True
+            self.rotten = self.damaged = True
             self.scheduler.note(f"{url} rots")
             before = self.bucket.objects[url]
             self.hidden_rot[self.bucket.generations + 1] = (
@@ -299,7 +308,7 @@ class World:
         if self.poisoned is None and manifest and self.promises.find_whole()[1:-1] and newest < self.plan.steps:
             self.poisoned, self.poisoned_generation = newest, manifest.generation
             self.promises.newest_whole = self.promises.find_whole()[0]
-            self.disturbed = True
+            self.disturbed = self.damaged = True
 
     def refuses(self, group: Group) -> bool:
         """Whether the world gave this group a reason to end for good."""
@@ -340,6 +349,6 @@ class World:
 
 
 def _is_claim(request: Request) -> bool:
-    return (
-        request.name.startswith("attempt-") and not request.name.endswith(".end.json")
-    ) or request.name == "attempts"
+    """Whether a request is about the starts of a run, by which an older one is fenced, or about its result."""
+    is_claim = request.name.startswith("attempt-") and request.name.count(".") == 2
+    return is_claim or request.name in ("attempts", "summary.json")
