@@ -87,9 +87,8 @@ def restore(
         BadInput: A checkpoint belongs to something else, or there are checkpoints but none verifies: starting over
             silently would throw the run away.
     """
-    steps = rendezvous.meet("checkpoints", committed_steps(folder, storage))[0]
     damaged: list[int] = []
-    for step in steps:
+    for step in _candidates(folder, rendezvous, storage):
         rendezvous.set_phase(f"restoring {step}")
         manifest, why = None, ""
         try:
@@ -116,6 +115,20 @@ def restore(
             "use another run id or output"
         )
     return None
+
+
+def _candidates(folder: str, rendezvous: Rendezvous, storage: Storage) -> Iterator[int]:
+    """The committed steps that host 0 sees, newest first. Once all were tried in vain it looks again: another start of
+    the run may have committed newer ones meanwhile, and deleted those."""
+    tried: set[int] = set()
+    while True:
+        name = f"checkpoints beside {len(tried)}" if tried else "checkpoints"
+        steps = rendezvous.meet(name, committed_steps(folder, storage))[0]
+        untried = [step for step in steps if step not in tried]
+        if not untried:
+            return
+        tried.update(untried)
+        yield from untried
 
 
 def verify(folder: str, step: int, storage: Storage = default_storage) -> Manifest:
