@@ -15,8 +15,8 @@ from dataclasses import replace
 from launcher.clock import Clock
 from launcher.config import Config
 from launcher.errors import Exit, HostsUnreachable, LaunchError
-from launcher.gcloud.calls import call_gcloud
-from launcher.gcloud.errors import Preempted, explain_error
+from launcher.gcloud.calls import Patience, call_gcloud
+from launcher.gcloud.errors import Conflict, Preempted, explain_error
 from launcher.images.store import unpacked_size
 from launcher.machine import Machine
 from launcher.provider import Attempt, HostReport, Observation, SliceState
@@ -29,7 +29,9 @@ from launcher.tpu_vm.ssh.start_gate import PendingStart
 
 _COMMAND_SECONDS = 20.0  # for a short command on a host
 _FIRST_CONTACT_SECONDS = 300.0
-_ONE_CONTACT_SECONDS = 10.0  # for each try of it
+# For each try of it. Short at first: a call whose key met another change of the node (409) tries for 50 s to get in
+# without it. Then longer: where a key takes 12 s to spread, no call of 10 s ever succeeds.
+_ONE_CONTACT_SECONDS, _LONGEST_CONTACT_SECONDS = 10.0, 60.0
 _TAIL = 5000  # lines of one observation
 _RETRY_SECONDS = 3.0  # one connection that fails once must not keep a run from starting
 _SECRETS_SECONDS = 60.0
@@ -73,7 +75,7 @@ class TpuVm:
         self._connections.forget()
         machine = replace(self._machine, clock=clock or self._machine.clock)
         self._connections.note_state(slices.create(self.config, self.say, machine))
-        self._wait_for_hosts(machine.clock)
+        self._wait_for_hosts(machine)
         self._connections.close()  # a late observation of the last attempt may have opened some
         if not self._connections.gcloud_only:
             with contextlib.suppress(LaunchError):  # then the next command lists the addresses
@@ -272,35 +274,39 @@ class TpuVm:
             raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
         return addresses or self._connections.internal_addresses()
 
-    def _wait_for_hosts(self, clock: Clock) -> None:
+    def _wait_for_hosts(self, machine: Machine) -> None:
         """Waits until every host answers over ssh and its engine is up. gcloud spreads the ssh key and learns the host
         keys on the way.
 
-        Raises HostsUnreachable, and Preempted when the slice is taken away meanwhile.
+        Raises HostsUnreachable, Preempted when the slice is taken away meanwhile, and Conflict when it is deleted.
         """
+        clock, name = machine.clock, self.config.slice.name
         deadline = clock.monotonic() + _FIRST_CONTACT_SECONDS
-        reported = ""
-        while missing := self._hosts_not_up():
+        patience = Patience(machine, self.say, f"slice {name}")
+        seconds, reported = _ONE_CONTACT_SECONDS, ""
+        while missing := self._hosts_not_up(seconds):
             if clock.monotonic() > deadline:
                 raise HostsUnreachable(
-                    f"slice {self.config.slice.name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts "
-                    f"are: {'; '.join(missing)}"
+                    f"slice {name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts are: "
+                    f"{'; '.join(missing)}"
                 )
-            state = self.describe()
-            if state is None or state.gone_for_good:
+            state = patience.ask(self.describe, deadline)
+            if state is None or state.state == "DELETING":
+                raise Conflict(f"slice {name} was deleted as soon as it came; `tpu-launch up` creates it again")
+            if state.gone_for_good:
                 raise Preempted(
-                    f"slice {self.config.slice.name} is {state.state if state else 'gone'}: it was taken away as soon "
-                    "as it came; run `tpu-launch up` again"
+                    f"slice {name} is {state.state}: it was taken away as soon as it came; run `tpu-launch up` again"
                 )
             if missing != [reported]:
                 self.say("waiting for the hosts: " + "; ".join(missing))
                 reported = missing[0]
             clock.sleep(3.0)
+            seconds = min(seconds * 1.5, _LONGEST_CONTACT_SECONDS)
 
-    def _hosts_not_up(self) -> list[str]:
-        """Why hosts can't be used yet, one line each; empty when all can."""
-        # Not longer: a call whose key met another change of the node (409) would try for 50 s to get in without it.
-        timeout = _ONE_CONTACT_SECONDS + self.config.accelerator.hosts / 2
+    def _hosts_not_up(self, seconds: float) -> list[str]:
+        """Why hosts can't be used yet, one line each; empty when all can. `seconds`: for this try, beside what the
+        number of hosts takes."""
+        timeout = seconds + self.config.accelerator.hosts / 2
         try:
             reports = self._run_through_gcloud(host_scripts.check_engine_script(), "up", timeout=timeout)
         except LaunchError as error:  # guest attributes may still be empty, sshd not up yet

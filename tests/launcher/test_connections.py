@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from launcher.config import Config, load
-from launcher.errors import LaunchError
+from launcher.errors import CommandTimeout, LaunchError
+from launcher.gcloud.errors import Conflict
 from launcher.provider import Attempt, Overlay, SliceState
 from launcher.providers import this_machine
 from launcher.shell import Result
@@ -18,6 +19,7 @@ from launcher.tpu_vm.provider import TpuVm
 from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections
+from tests.launcher.emulated_gcloud import UNAVAILABLE, Cloud
 
 DRY_RUN = (  # as gcloud 528 prints it
     "/usr/bin/ssh -T -i key -o CheckHostIP=no -o HashKnownHosts=no -o HostKeyAlias=tpu.1-{worker} "
@@ -161,3 +163,47 @@ def test_what_goes_through_gcloud_has_the_time_that_it_needs(tmp_path: Path) -> 
     copies = [seconds for script, seconds in calls[-2:] if "copied" in script]
     assert len(copies) == 2
     assert min(copies) >= through_iap.run.start_minutes * 60
+
+
+class _KeySpreads(Cloud):
+    """A cloud in which one contact takes as many seconds as the key needs to spread; a shorter call never succeeds."""
+
+    key_seconds = 40.0
+
+    def run(self, argv: Sequence[str], *, timeout: float, **options: object) -> Result:
+        if "ssh" not in argv:
+            return super().run(argv, timeout=timeout, **options)
+        self.clock.sleep(min(timeout, self.key_seconds))
+        if timeout < self.key_seconds:
+            raise CommandTimeout(f"no answer within {timeout:.0f} s from: gcloud ssh")
+        return Result(tuple(argv), 0, "tpu-launch 0 up\ntpu-launch 1 up\n", "")
+
+
+def test_first_contact_succeeds_however_long_a_key_takes_to_spread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
+    cloud = _KeySpreads()
+    TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
+
+
+@pytest.mark.parametrize("away", [100.0, 250.0])
+def test_an_api_that_is_away_during_first_contact_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, away: float
+) -> None:
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
+    cloud = _KeySpreads()
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if 62 < now - 1_800_000_000 < away else None
+    TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
+
+
+def test_a_slice_that_is_deleted_during_first_contact_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "kept"))
+    cloud = _KeySpreads()
+    cloud.at(75, cloud.delete)
+    cloud.key_seconds = 1e6
+    with pytest.raises(Conflict, match="was deleted as soon as it came") as end:
+        TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
+    assert not end.value.transient
