@@ -38,12 +38,9 @@ class ConfigError(Exception):
 
 
 class Section(BaseModel):
-    """Base of every section: immutable, no unknown keys, no silent conversions (an integer may stand for a float), and
-    every number finite."""
+    """Base of every section: immutable, no unknown keys, no silent conversions (an integer may stand for a float)."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -247,6 +247,10 @@ def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machi
             return "deleted"
         if reason := _why_changed(leftover, current, machine.clock.time()):
             return f"left alone: {reason}"
+        if current.kind != "node":
+            node = patience.ask(lambda: _describe(project, replace(leftover, kind="node"), machine), deadline)
+            if node is not None and node.request != current.name:  # its deletion, with force, might take the node along
+                return "left alone: the slice of its name did not come from it; `tpu-launch down` deletes both"
         doomed = _with_its_request(project, current, patience, machine, deadline)
         asked = True
         try:

@@ -43,15 +43,17 @@ def in_every_zone(config: Config) -> list[Config]:
 
 
 def save_zone(config: Config, zone: str) -> None:
-    """Keeps the zone of the slice for later commands."""
+    """Keeps the zone of the slice for later commands. A full disk must not end a creation for a hint."""
     if len(config.zones) < 2:
         return
-    home.write_private(_file(config), json.dumps({"zone": zone}) + "\n")
+    with contextlib.suppress(OSError):
+        home.write_private(_file(config), json.dumps({"zone": zone}) + "\n")
 
 
 def forget_zone(config: Config) -> None:
     """Removes what is kept."""
-    _file(config).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        _file(config).unlink(missing_ok=True)
 
 
 def _file(config: Config) -> Path:

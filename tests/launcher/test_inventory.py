@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from launcher.emulator.state import QueuedResource
 from launcher.machine.owner import Owner
 from launcher.tpu_vm import inventory
 from tests.launcher.emulated_gcloud import ANN, BUSY, UNAVAILABLE, Cloud
@@ -207,3 +208,20 @@ def test_leftovers_of_another_account_are_not_ours_even_with_the_same_user_name(
     early = inventory.parse_node(node(state="PREEMPTED", labels={"tpu-launch": "1"}))
     assert inventory.find_leftovers([early], NOW, owner=ANN) == []
     assert inventory.find_leftovers([early], NOW, owner=None) == [early], "of an early version: with --all-owners"
+
+
+def test_a_dead_request_is_not_deleted_under_a_live_slice_of_its_name(cloud: Cloud) -> None:
+    request = {**queued("SUSPENDED"), "createTime": "2027-01-15T07:00:00Z"}
+    name, node_name = (f"projects/p/locations/us-central2-b/{kind}/demo" for kind in ("queuedResources", "nodes"))
+    spec = {"nodeId": "demo", "node": {"acceleratorType": "v4-16", "labels": EXPIRED}}
+    cloud.state.queued[name] = QueuedResource(
+        name, {**request, "name": name, "tpu": {"nodeSpec": [spec]}}, node_name, "SUSPENDED", 0.0, None
+    )
+    cloud.made_by({key: value for key, value in EXPIRED.items() if not key.endswith("expires")})
+    assert "did not come from it" in remove(cloud, leftover(cloud))
+    cloud.clock.sleep(100)
+    found = cloud.node()
+    assert found is not None
+    assert found.state == "READY"
+    del cloud.state.nodes[node_name]
+    assert remove(cloud, leftover(cloud)) == "deleted"

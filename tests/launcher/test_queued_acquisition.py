@@ -219,16 +219,27 @@ def test_a_request_whose_answer_is_lost_is_found_and_made_once(config: Config, c
     assert cloud.calls.count("us-west1-c queued-resources create") == 1
 
 
-def test_a_request_that_is_being_deleted_is_waited_out_and_made_again(config: Config, cloud: Cloud) -> None:
+def test_a_request_that_somebody_deletes_while_we_wait_stays_deleted(config: Config, cloud: Cloud) -> None:
     cloud.at(60, lambda: cloud.machine().run(queued.delete_command(config), timeout=60))
     with pytest.raises(Conflict, match="was deleted while it was waited for"):
         create(config, cloud)
-    cloud.state.faults.clear()
-    create(config, cloud)
-    for request in cloud.state.queued.values():
-        request.state = "DELETING"
-    assert create(config, cloud)[0].ready
-    assert request_state(cloud) == "ACTIVE"
+    assert request_state(cloud) == ""
+
+
+def test_a_request_that_is_being_deleted_already_is_waited_out_and_made_again(config: Config) -> None:
+    queue = Queue(Clock(), lambda attempt, age: "DELETING" if attempt == 1 else "ACTIVE")
+    queue.request(config)
+    sleep = queue.clock.sleep
+
+    def gone_after_five_minutes(seconds: float) -> None:
+        sleep(seconds)
+        if queue.calls == ["create"] and queue.clock.now > 1_800_000_300.0:
+            queue.created = None
+
+    queue.clock.sleep = gone_after_five_minutes  # type: ignore[method-assign]
+    said = obtain(config, queue)
+    assert queue.calls == ["create", "create"]
+    assert "is DELETING: waiting until it is gone" in said[0]
 
 
 def test_one_answer_that_the_node_is_not_there_does_not_delete_a_granted_slice(config: Config, cloud: Cloud) -> None:

@@ -231,6 +231,15 @@ def test_a_slice_that_somebody_deletes_while_it_is_waited_for_stays_deleted(
     assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
 
 
+def test_a_slice_that_was_deleted_while_the_api_was_away_stays_deleted(cloud: Cloud, config: Config) -> None:
+    begin = cloud.clock.now
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if 62 < now - begin < 300 and "describe" in command else None
+    cloud.at(100, cloud.delete)
+    with pytest.raises(Conflict, match="was deleted while it was waited for"):
+        up(cloud, config)
+    assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
+
+
 def test_a_preempted_one_is_deleted_and_made_again(cloud: Cloud, config: Config) -> None:
     cloud.made_by(OURS, "PREEMPTED")
     assert up(cloud, config).ready
@@ -292,3 +301,17 @@ def test_a_stock_out_that_is_due_is_one_of_the_emulators_too(cloud: Cloud, confi
     with pytest.raises(Stockout):
         up(cloud, config)
     assert cloud.node() is None
+
+
+def test_a_slice_is_made_and_deleted_where_no_hint_can_be_kept(
+    cloud: Cloud, zones: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "full").write_text("")
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "full" / "home"))  # below a file: nothing can be written
+    full = 'ERROR: (gcloud.create) {"code": 8, "message": "There is no more capacity in the zone"}'
+    cloud.trouble = lambda zone, command, now: full if (zone, command) == ("us-west1-c", "tpu-vm create") else None
+    assert up(cloud, zones).ready
+    found = slices.describe(zones, cloud.machine())
+    assert found is not None
+    assert down(cloud, zones)
+    assert not cloud.state.nodes

@@ -81,8 +81,9 @@ def load(config: Config) -> KnownSlice | None:
 
 
 def save(config: Config, known: KnownSlice) -> None:
-    """Keeps the addresses for later commands."""
-    home.write_private(_file(config), json.dumps({"of": _fingerprint(config), **asdict(known)}))
+    """Keeps the addresses for later commands. Where the disk is full, those ask gcloud."""
+    with contextlib.suppress(OSError):
+        home.write_private(_file(config), json.dumps({"of": _fingerprint(config), **asdict(known)}))
 
 
 def forget(config: Config) -> None:
