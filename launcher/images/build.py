@@ -29,6 +29,13 @@ _PULL_SECONDS = 600.0
 
 _BUILDKIT = {"DOCKER_BUILDKIT": "1"}
 
+# How docker words a registry's refusal. In a build's output a program of the build may be denied something, too.
+_REFUSED = r"denied|unauthorized|forbidden"
+_REFUSED_IN_BUILD = (
+    r"pull access denied|failed to (authorize|fetch (anonymous|oauth) token)|unexpected status.*\b40[13]\b|"
+    r"failed to resolve source metadata.*(denied|unauthorized|forbidden)"
+)
+
 
 @dataclass(frozen=True)
 class Image:
@@ -101,7 +108,15 @@ def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], on_line: Callable[[st
     begin = time.monotonic()
     failure = f"{plan.local} could not be built"
     try:
-        _stream(build_command(spec, plan), log, show_steps(on_line), _BUILD_SECONDS, failure, Exit.BAD_INPUT)
+        _stream(
+            build_command(spec, plan),
+            log,
+            show_steps(on_line),
+            _BUILD_SECONDS,
+            failure,
+            Exit.BAD_INPUT,
+            refused=_REFUSED_IN_BUILD,
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     on_line(f"built {plan.local} in {time.monotonic() - begin:.0f} s")
@@ -139,9 +154,13 @@ def _stream(
     code: Exit = Exit.CLOUD_ERROR,
     *,
     missing_repository: str = "",
+    refused: str = _REFUSED,
 ) -> None:
-    """Runs a docker command with its output in the log. Its failure is a LaunchError with the output's last lines;
-    `missing_repository`: what to do when the registry has no such repository."""
+    """Runs a docker command with its output in the log. Its failure is a LaunchError with the output's last lines.
+
+    `missing_repository`: what to do when the registry has no such repository; `refused`: what in the last lines means
+    that a registry refuses us.
+    """
     lines: list[str] = []
 
     def keep(line: str) -> None:
@@ -158,7 +177,7 @@ def _stream(
     ending = " ".join(lines[-5:])
     if missing_repository and re.search(r"name unknown|Repository .*not found", ending, re.IGNORECASE):
         code, failure = Exit.BAD_INPUT, f"{failure}: {missing_repository}"
-    elif re.search(r"denied|unauthorized|forbidden", ending, re.IGNORECASE):
+    elif re.search(refused, ending, re.IGNORECASE):
         code = Exit.PERMISSION
         failure += ": the registry refuses these credentials (gcloud auth configure-docker REGION-docker.pkg.dev)"
     shown = "\n".join(f"  {line}" for line in lines[-12:])

@@ -25,7 +25,7 @@ echo "$*" >>calls
 case "$1 $2" in
   "--version "*) echo "Docker version 20.10.24" ;;
   "version "*) echo 20.10.24 ;;
-  "build "*) echo sha256:1 >image ;;
+  "build "*) if [ -e failure ]; then cat failure; exit 1; fi; echo sha256:1 >image ;;
   "tag "*) touch tagged ;;
   "push "*)
     echo "abc: Pushing"
@@ -126,3 +126,21 @@ def test_a_damaged_record_means_another_push(docker: Path, spec: ImageSpec, tmp_
     record.write_text('[{"remote": ')
     assert ensure_image(spec, print).reference == REFERENCE
     assert count_pushes(docker) == 2
+
+
+@pytest.mark.parametrize(
+    ("output", "code"),
+    [
+        ("#7 0.1 mkdir: can't create directory '/x': Permission denied\nprocess did not complete: exit code: 1", 2),
+        ("ERROR: pull access denied, repository does not exist or may require authorization", 22),
+        ("ERROR: failed to fetch oauth token: unexpected status: 403 Forbidden", 22),
+    ],
+)
+def test_only_a_registrys_refusal_is_told_as_one_in_a_build(
+    docker: Path, spec: ImageSpec, output: str, code: int
+) -> None:
+    (docker / "failure").write_text(output + "\n")
+    with pytest.raises(LaunchError, match="could not be built") as bad:
+        ensure_image(spec, print)
+    assert bad.value.exit_code == code
+    assert ("configure-docker" in str(bad.value)) == (code == 22)
