@@ -121,17 +121,19 @@ def traced_step(folder: Path, name: str, target: str, **changes: Any) -> dict[st
     return figures
 
 
-@pytest.mark.parametrize("evaluation", ["with evaluation", "without"])
+@pytest.mark.parametrize("evaluation", ["with evaluation", "without, and with the choice to skip"])
 def test_all_of_the_state_is_donated_whatever_was_traced_before(folder: Path, evaluation: str) -> None:
-    changes: dict[str, Any] = {} if evaluation == "with evaluation" else {"data__evaluation": None}
+    skip = {"data__evaluation": None, "train__on_nonfinite": "skip"}  # the old state is needed to the program's end
+    changes: dict[str, Any] = {} if evaluation == "with evaluation" else skip
     step = traced_step(folder, "donors", "v3-8", train__precision="bf16", **changes)
     assert step["donated_bytes"] == 3 * 4 * sum(small_runs_sizes(width=128))
     assert step["resident_bytes"] == 0, "nothing of the state waits beside a step"
 
 
 def test_every_device_of_a_slice_of_hosts_gets_all_of_the_state(folder: Path) -> None:
-    """The program says so of every output, and what one device of a v3-32 makes has the shapes of the whole."""
-    step = traced_step(folder, "replicated", "v3-32", train__precision="bf16")
+    """The program says so of every output, and what one device of a v3-32 makes has the shapes of the whole, also where
+    the program may leave the update out."""
+    step = traced_step(folder, "replicated", "v3-32", train__precision="bf16", train__on_nonfinite="skip")
     assert len(step["output_shapes"]) == 3 * len(small_runs_sizes(width=128)) + 1
     assert step["free_outputs"] == 0
     assert step["local_output_shapes"] == step["output_shapes"]

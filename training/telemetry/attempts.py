@@ -53,7 +53,7 @@ def write_nonfinite(start_url: str, record: NonFiniteStep, storage: Storage = de
 
 
 def read_nonfinite(folder: str, storage: Storage = default_storage) -> list[NonFiniteStep]:
-    """The records of all attempts of the run in `folder`, in the order of their numbers. One that can't be read is as
+    """The records of all attempts of the run in `folder`, in the order of their names. One that can't be read is as
     good as none."""
     records = []
     for info in storage.listing(join(folder, "attempts")):
