@@ -168,7 +168,8 @@ for _names, _entries in ((TaskName, TASKS), (OptimizerName, OPTIMIZERS), (Backen
 def task_of_model(config: Mapping[str, Any]) -> str:
     """The task that the model with these values of config.json is for; masked language modelling when its head is of no
     registered task."""
-    networks = config.get("architectures") or []
+    named = config.get("architectures")
+    networks = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
     tasks = [name for name, entry in TASKS.items() if any(network.endswith(entry.head.network) for network in networks)]
     same_problem = [name for name in tasks if TASKS[name].head.problem_type == config.get("problem_type")]
     return next(iter((*same_problem, *tasks)), "mlm")

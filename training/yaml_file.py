@@ -242,14 +242,15 @@ def _collect_places(
 
 def _override(document: Document, override: str) -> Document:
     key, equals, text = override.partition("=")
+    shown = override[:200] if override.isprintable() else repr(override[:200])
     parts = tuple(key.split("."))
     if not equals or not all(parts):
-        raise ConfigError(f"--set {override}: expected key=value, for example train.steps=100")
+        raise ConfigError(f"--set {shown}: expected key=value, for example train.steps=100")
     try:
         new = _read(text, "")[0] if text else ""
     except ConfigError as error:
         reason = str(error).partition(": ")[2].removeprefix("not valid YAML: ")
-        raise ConfigError(f"--set {override[:200]}: {text[:80]!r} is not a YAML value: {reason}") from None
+        raise ConfigError(f"--set {shown}: {text[:80]!r} is not a YAML value: {reason}") from None
     return Document(document.name, _with(document.value, parts, new, key), {**document.places, parts: f"--set {key}"})
 
 

@@ -4,7 +4,11 @@ the compact layout."""
 from __future__ import annotations
 
 import gzip
+import os
 import random
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -179,16 +183,69 @@ def test_text_takes_less_than_half_of_the_recipe(tmp_path: Path) -> None:
         assert sizes["gzip"] < 0.5 * sizes["recipe"], (name, sizes)
 
 
-def publish(folder: Path, ids: Any, counts: list[int]) -> None:
-    """Shards as the public recipe's script writes them: protobuf's field order for a map is any."""
+def publish(folder: Path, ids: Any, counts: list[int], *, name: str = "dataset", padded: tuple[int, ...] = ()) -> None:
+    """Shards as the public recipe's script writes them: protobuf's field order for a map is any. `padded`: records
+    whose last two tokens are padding."""
     start = 0
     for number, count in enumerate(counts):
         framed = tfrecord.join(
-            example_codec.encode({"input_ids": row, "attention_mask": [1] * len(row)})
-            for row in ids[start : start + count]
+            example_codec.encode({"input_ids": ids[row], "attention_mask": [1] * 6 + [row not in padded] * 2})
+            for row in range(start, start + count)
         )
-        (folder / f"dataset-{number}-{count}.tfrecord").write_bytes(framed)
+        (folder / f"{name}-{number}-{count}.tfrecord").write_bytes(framed)
         start += count
+
+
+@pytest.mark.parametrize("on_corrupt", ["stop", "skip"])
+def test_padded_rows_of_the_public_layout_are_refused_with_their_place(
+    samples: Any, tmp_path: Path, on_corrupt: str
+) -> None:
+    publish(tmp_path, samples.ids(20), [10, 10], padded=(13,))
+    dataset = open_dataset(str(tmp_path))
+    message = r"dataset-1-10\.tfrecord: record 3 at byte \d+ has padding \(its attention_mask is not all 1\)"
+    with pytest.raises(BadInput, match=message):
+        batches(dataset, on_corrupt=on_corrupt).batch(0)
+    assert [re.search(message, problem) is not None for problem in verify.problems(dataset)] == [True]
+
+
+def test_two_datasets_in_one_folder_of_the_public_layout_are_refused(samples: Any, tmp_path: Path) -> None:
+    publish(tmp_path, samples.ids(20), [10, 10], name="train")
+    publish(tmp_path, samples.ids(10), [10], name="eval")
+    with pytest.raises(BadInput, match=rf"^{tmp_path} has shards of several names \(eval-\*, train-\*\)"):
+        open_dataset(str(tmp_path))
+
+
+def test_a_public_dataset_is_the_same_after_touch_and_another_when_its_ends_change(
+    samples: Any, tmp_path: Path
+) -> None:
+    publish(tmp_path, samples.ids(20), [10, 10])
+    before = open_dataset(str(tmp_path)).hash
+    for path in tmp_path.iterdir():
+        os.utime(path, (1, 1))
+    assert open_dataset(str(tmp_path)).hash == before
+    publish(tmp_path, samples.ids(21)[1:], [10, 10])
+    assert open_dataset(str(tmp_path)).hash != before
+
+
+def test_a_public_shard_is_read_whole_once_by_all_threads_and_sources(
+    samples: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(tmp_path, samples.ids(160), [20] * 8)
+    dataset = open_dataset(str(tmp_path))
+    whole: list[str] = []
+    read = storage.read
+
+    def slow_read(url: str, start: int = 0, end: int | None = None, **options: Any) -> bytes:
+        if end is not None and start == 0 and end == os.path.getsize(url):
+            whole.append(url)
+            time.sleep(0.02)  # the others come meanwhile
+        return read(url, start, end, **options)
+
+    monkeypatch.setattr(storage, "read", slow_read)
+    sources = [open_source(dataset, vocabulary=100) for _ in range(2)]
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(lambda number: sources[number % 2].read(number * 10, number * 10 + 10, 10), range(16)))
+    assert sorted(whole) == sorted({str(tmp_path / shard.name) for shard in dataset.shards})
 
 
 def test_a_folder_in_the_public_layout_is_read_without_a_manifest(samples: Any, tmp_path: Path) -> None:

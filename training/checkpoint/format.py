@@ -164,15 +164,16 @@ def load_manifest(data: bytes) -> Manifest:
 def _check_values(manifest: Manifest) -> None:
     """Raises TypeError or ValueError for values that `dump_manifest` does not write: a right crc32c says only that
     somebody's program wrote them."""
-    numbers = {"step": manifest.step, "attempt": manifest.attempt, "tensors": manifest.tensor_count}
-    numbers |= {"hosts": manifest.hosts}
     for part in manifest.parts:
         if not isinstance(part.name, str) or "/" in part.name or part.name in ("", ".", "..", MANIFEST):
             raise ValueError(f"a part can't be named {part.name!r:.80}")
-        numbers |= {f"size of {part.name}": part.size, f"crc32c of {part.name}": part.crc32c}
-    for tensor in (manifest.tensors or {}).values():
-        numbers |= {"size of a tensor": tensor.spec.size}
-    for key, number in numbers.items():
+    for key, number in (
+        *((key, getattr(manifest, key)) for key in ("step", "attempt", "hosts")),
+        ("tensors", manifest.tensor_count),
+        *((f"size of {part.name}", part.size) for part in manifest.parts),
+        *((f"crc32c of {part.name}", part.crc32c) for part in manifest.parts),
+        *((f"size of {name}", tensor.spec.size) for name, tensor in (manifest.tensors or {}).items()),
+    ):
         if type(number) is not int or number < 0:
             raise TypeError(f"{key} is {number!r:.80}")
     for key, value, kind in (

@@ -25,9 +25,9 @@ def flops_per_row(config: Mapping[str, Any], length: int, predictions: int | Non
         predictions: places at which a masked-LM head is computed; None for a classifier's head.
 
     Returns:
-        0 for a family that names its sizes otherwise.
+        0 for a family whose layers are others, or that names its sizes otherwise.
     """
-    if any(name not in config for name in SIZES):
+    if config.get("model_type") == "modernbert" or any(type(config.get(name)) is not int for name in SIZES):
         return 0.0
     width, layers, inner, vocabulary = (int(config[name]) for name in SIZES)
     projections = 4 * width * width + 2 * width * inner  # query, key, value, output; the two inner layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,16 +15,21 @@ from typing import Any
 from training import storage
 from training.config import Model
 from training.errors import BadInput
+from training.models.families import FAMILIES, POSITIONS_AFTER_PAD
 from training.registry import MASKED_LM, Head
 from training.storage.hub import model_folder
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-
-# model_type -> how the names of its networks begin: the families that can get a fresh head.
-FAMILIES = {"bert": "Bert", "roberta": "Roberta"}
-# What a network with a fresh head (training.registry.Head) has beside its encoder: a starting model may lack these.
-FRESH_PARAMETERS = ("classifier.", "bert.pooler.")
+# Keys of config.json that are sizes of a network. Some families have them under other names.
+SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,11 @@ def build_model_config(
 
 
 def read_labels(config: Mapping[str, Any]) -> list[str]:
-    """The names of a classifier's classes, by number."""
-    return [name for _, name in sorted(config.get("id2label", {}).items(), key=lambda item: int(item[0]))]
+    """The names of a classifier's classes, by number. Raises BadInput."""
+    try:
+        return [name for _, name in sorted(config.get("id2label", {}).items(), key=lambda item: int(item[0]))]
+    except (AttributeError, ValueError, TypeError):
+        raise BadInput(f"{CONFIG}: id2label does not give each number of a class its name") from None
 
 
 def _with_fresh_head(values: dict[str, Any], head: Head, labels: Sequence[str] | None, model: Model) -> dict[str, Any]:
@@ -79,7 +88,7 @@ def _with_fresh_head(values: dict[str, Any], head: Head, labels: Sequence[str] |
         )
     names = ("LABEL_0",) if labels is None else labels  # one number a text has transformers' default name
     own = {
-        "architectures": [f"{FAMILIES[values['model_type']]}{head.network}"],
+        "architectures": [f"{FAMILIES[values['model_type']].prefix}{head.network}"],
         "id2label": {str(number): name for number, name in enumerate(names)},
         "label2id": {name: number for number, name in enumerate(names)},
         "problem_type": head.problem_type,
@@ -120,9 +129,8 @@ def check_capacity(network_config: Any, requirements: ModelRequirements) -> None
     Raises:
         BadInput: it has not.
     """
-    # RoBERTa counts positions from pad + 1.
-    unused = requirements.pad + 1 if network_config.model_type == "roberta" else 0
-    positions = network_config.max_position_embeddings - unused
+    unused = requirements.pad + 1 if network_config.model_type in POSITIONS_AFTER_PAD else 0
+    positions = getattr(network_config, "max_position_embeddings", math.inf) - unused
     if requirements.sequence_length > positions:
         raise BadInput(
             f"the dataset's rows have {requirements.sequence_length} tokens, but the model has only {positions} "
@@ -155,6 +163,12 @@ def read_config(folder: str) -> dict[str, Any]:
         values: dict[str, Any] = json.loads(storage.read(url))
     except storage.NotFound:
         raise BadInput(f"{folder} is not a model folder: it has no {CONFIG}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{url} is not JSON: {error}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise BadInput(f"{url} is no model's: it has no model_type")
+    for name in SIZES if values["model_type"] in FAMILIES else ():
+        size = values.get(name, 1)
+        if type(size) is not int or not 0 < size < 1 << 31:
+            raise BadInput(f"{url}: {name} must be a whole number above 0, not {size!r:.80}")
     return values

@@ -45,6 +45,6 @@ def initial_weight(
         return np.ones(shape, np.float32)
     key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "little")
     values = np.random.Generator(np.random.Philox(key=key)).standard_normal(shape, np.float32) * np.float32(deviation)
-    if pad is not None and name.endswith(_PADDED[model_type]):
+    if pad is not None and name.endswith(_PADDED.get(model_type, _PADDED["bert"])):
         values[pad] = 0
     return values

@@ -21,9 +21,8 @@ from training import storage
 from training.checkpoint.safetensors_file import Damaged, decode
 from training.config import Model
 from training.errors import BadInput
+from training.models.families import BERT_LIKE, FAMILIES
 from training.models.hugging_face import (
-    FAMILIES,
-    FRESH_PARAMETERS,
     WEIGHTS,
     ModelRequirements,
     build_model_config,
@@ -82,10 +81,10 @@ def build(
     values = build_model_config(
         model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
     )
-    if values.get("model_type") not in FAMILIES:
+    if values.get("model_type") not in BERT_LIKE:
         raise BadInput(
             f"model.path {model.path} is a {values.get('model_type')} model, and backend: tensorflow trains one of: "
-            f"{', '.join(FAMILIES)}"
+            f"{', '.join(BERT_LIKE)}; take backend: torch-xla"
         )
     if model.path is not None:
         values = {
@@ -124,7 +123,7 @@ def _network(values: dict[str, Any], head: Head) -> Any:
     else:
         from transformers.models.bert import modeling_tf_bert as networks
         from transformers.models.bert.configuration_bert import BertConfig as Config
-    return getattr(networks, f"TF{FAMILIES[values['model_type']]}{head.network}")(Config(**values))
+    return getattr(networks, f"TF{FAMILIES[values['model_type']].prefix}{head.network}")(Config(**values))
 
 
 def _parameters(network: Any) -> list[Parameter]:
@@ -157,8 +156,9 @@ def _from_folder(
         name = name if name in wanted else prefix + name  # an encoder alone has no prefix
         if wanted.get(name) == value.shape:
             weights[name] = value
+    fresh_parameters = FAMILIES[values["model_type"]].fresh_parameters
     absent = sorted(
-        name for name in wanted.keys() - weights.keys() if not (fresh_head and name.startswith(FRESH_PARAMETERS))
+        name for name in wanted.keys() - weights.keys() if not (fresh_head and name.startswith(fresh_parameters))
     )
     if absent:
         raise BadInput(f"model.path {path} lacks {len(absent)} of the model's weights: {', '.join(absent[:5])}")

@@ -7,7 +7,8 @@ elements are dropped, in less memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,10 +17,9 @@ from torch import Tensor
 from training.backends.torch_xla.attention import SelfAttention, recompute
 from training.backends.torch_xla.dropout import Dropout, Noise, noise_for
 from training.config import Model, Remat
-from training.errors import BadInput
+from training.errors import BadInput, TrainError, is_out_of_memory
+from training.models.families import BERT_LIKE, FAMILIES, dropout_rates
 from training.models.hugging_face import (
-    FAMILIES,
-    FRESH_PARAMETERS,
     ModelRequirements,
     build_model_config,
     check_capacity,
@@ -29,6 +29,7 @@ from training.models.hugging_face import (
 )
 from training.models.initial import initial_weight
 from training.registry import Head
+from training.tasks.mlm.torch import apply_head
 
 
 def build(model: Model, needs: ModelRequirements, *, dropout: float, seed: int) -> torch.nn.Module:
@@ -44,6 +45,8 @@ def build(model: Model, needs: ModelRequirements, *, dropout: float, seed: int) 
     else:
         network = _with_fresh_head(model.path, values, dropout, seed)
     check_capacity(network.config, needs)
+    if model.path is not None and network.config.model_type not in BERT_LIKE:
+        _try_out(network, model.path, needs)
     network.train()
     return network
 
@@ -64,7 +67,7 @@ def patch_modules(network: Any, remat: Remat | None, *, otherwise: Remat) -> Noi
     """
     config = network.config
     if (
-        config.model_type not in FAMILIES
+        config.model_type not in BERT_LIKE
         or config.is_decoder
         or getattr(config, "position_embedding_type", "absolute") != "absolute"
     ):
@@ -99,14 +102,8 @@ def _recompute_layer(layer: Any) -> Callable[..., Any]:
 
 def _fresh(values: dict[str, Any], seed: int) -> Any:
     """The network named in `architectures`."""
-    if values["model_type"] == "roberta":
-        from transformers.models.roberta import modeling_roberta as networks
-        from transformers.models.roberta.configuration_roberta import RobertaConfig as Config
-    else:
-        from transformers.models.bert import modeling_bert as networks
-        from transformers.models.bert.configuration_bert import BertConfig as Config
-
-    network = getattr(networks, values["architectures"][0])(Config(**values, attn_implementation="eager"))
+    networks, config_class = _classes(values["model_type"])
+    network = getattr(networks, values["architectures"][0])(config_class(**values, attn_implementation="eager"))
     about = {
         "deviation": network.config.initializer_range,
         "model_type": values["model_type"],
@@ -118,16 +115,29 @@ def _fresh(values: dict[str, Any], seed: int) -> Any:
     return network
 
 
+def _classes(model_type: str) -> tuple[Any, Any]:
+    """The module that has a family's networks, and the class of its configuration."""
+    if model_type == "roberta":
+        from transformers.models.roberta import modeling_roberta as networks
+        from transformers.models.roberta.configuration_roberta import RobertaConfig as Config
+    elif model_type == "bert":
+        from transformers.models.bert import modeling_bert as networks
+        from transformers.models.bert.configuration_bert import BertConfig as Config
+    else:
+        import transformers as networks
+
+        Config = getattr(networks, f"{FAMILIES[model_type].prefix}Config")
+    return networks, Config
+
+
 def _from_folder(path: str, head: Head, dropout: float) -> Any:
     """A model folder's network and weights. A weight that the folder lacks is refused: it would be random."""
     import transformers
 
-    network, absent = _load(
-        path,
-        getattr(transformers, f"AutoModel{head.network}"),
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
+    with _one_line_errors(path), local_copy(path) as folder:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    config.update(_training_values(config, dropout))
+    network, absent = _load(path, getattr(transformers, f"AutoModel{head.network}"), config=config)
     _refuse(path, absent)
     return network
 
@@ -135,31 +145,71 @@ def _from_folder(path: str, head: Head, dropout: float) -> Any:
 def _with_fresh_head(path: str, values: dict[str, Any], dropout: float, seed: int) -> Any:
     """A classifier with an encoder's weights from a folder. Its head is fresh, unless the folder is a classifier of the
     same labels."""
-    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, "classifier_dropout": dropout}
-    network = _fresh({**values, **dropouts}, seed)
+    with _one_line_errors(path):
+        config = _classes(values["model_type"])[1](**values)
+        network = _fresh({**values, **_training_values(config, dropout)}, seed)
     loaded, absent = _load(path, type(network), config=network.config, ignore_mismatched_sizes=True)
-    _refuse(path, {name for name in absent if not name.startswith(FRESH_PARAMETERS)})
+    fresh_parameters = FAMILIES[values["model_type"]].fresh_parameters
+    _refuse(path, {name for name in absent if not name.startswith(fresh_parameters)})
     fresh = tuple(absent) if read_labels(read_config(path)) == read_labels(values) else (*absent, "classifier.")
     weights = {name: value for name, value in loaded.state_dict().items() if not name.startswith(fresh)}
     network.load_state_dict(weights, strict=False)
     return network
 
 
+def _training_values(config: Any, dropout: float) -> dict[str, Any]:
+    """What training changes in a network's configuration."""
+    values = config.to_dict()
+    # ModernBERT would compile itself with torch.compile; here the step is compiled as a whole.
+    return {**dropout_rates(values, dropout), **({"reference_compile": False} if "reference_compile" in values else {})}
+
+
+@contextlib.contextmanager
+def _one_line_errors(path: str) -> Iterator[None]:
+    """Turns whatever the library says of a model folder into a BadInput of one line."""
+    try:
+        yield
+    except (TrainError, MemoryError):
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = next(iter(str(error).strip().splitlines()), "")[:300]
+        raise BadInput(
+            f"model.path {path} can't be trained here: {type(error).__name__}: {reason}; give a model of one of the "
+            f"families {', '.join(FAMILIES)}, as save_pretrained writes it"
+        ) from None
+
+
+def _try_out(network: Any, path: str, needs: ModelRequirements) -> None:
+    """Lets a network of a family that is not built here look at one short row. Raises BadInput where that fails, or
+    where the head for masked tokens is applied otherwise than here: then every loss would be wrong."""
+    ids = torch.arange(min(16, needs.sequence_length)).unsqueeze(0)  # (1, tokens)
+    mask = torch.ones_like(ids)
+    network.eval()
+    with _one_line_errors(path), torch.no_grad():
+        theirs = network(input_ids=ids, attention_mask=mask).logits
+        if needs.head.is_fresh:
+            return
+        ours = apply_head(network, network.base_model(input_ids=ids, attention_mask=mask)[0])
+        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4):
+            raise ValueError(
+                f"the masked-LM head of {type(network).__name__} is not a function of the last layer alone"
+            )
+
+
 def _load(path: str, network: Any, **options: Any) -> tuple[Any, set[str]]:
     """A network with a folder's weights, and the names of those that the folder does not have, or not in the right
     shape."""
-    try:
-        with local_copy(path) as folder:
-            loaded, report = network.from_pretrained(
-                folder,
-                attn_implementation="eager",
-                dtype=torch.float32,
-                output_loading_info=True,
-                local_files_only=True,
-                **options,
-            )
-    except (OSError, ValueError) as error:
-        raise BadInput(f"model.path {path}: {error}") from None
+    with _one_line_errors(path), local_copy(path) as folder:
+        loaded, report = network.from_pretrained(
+            folder,
+            attn_implementation="eager",
+            dtype=torch.float32,
+            output_loading_info=True,
+            local_files_only=True,
+            **options,
+        )
     return loaded, {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
 
 

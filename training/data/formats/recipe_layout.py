@@ -4,6 +4,9 @@ transformers' examples/tensorflow/language-modeling-tpu/prepare_tfrecord_shards.
 `tf.train.Example` with int64 `input_ids` and `attention_mask`. File names and the first record supply what a manifest
 would say, but nothing says which tokenizer wrote the ids. Records vary in size: `training.data.loading.recipe_shards`
 has to read each shard once to find where its records start. `tpu-train shards` writes a layout without that cost.
+
+Rows are full: every token is attended to, as the recipe's script packs them. Padded rows are refused, because training
+would predict their padding. So are shards of two names, such as `train-*` and `eval-*`, in one folder.
 """
 
 from __future__ import annotations
@@ -24,6 +27,11 @@ from training.storage import Stat
 
 NAME = re.compile(r"\A(?P<name>.+)-(?P<number>\d+)-(?P<records>\d+)\.tfrecord\Z")
 _FIRST_READ_BYTES = 1 << 20
+_END_BYTES = 64 << 10
+PADDED = (
+    "has padding (its attention_mask is not all 1), which training would predict: write the shards again with full "
+    "rows, as `tpu-train shards` and the recipe's script with packed texts do"
+)
 
 
 def shard_name(split: str, number: int, records: int) -> str:
@@ -50,6 +58,12 @@ def open_folder(url: str) -> Dataset | None:
     )
     if not named:
         return None
+    names = sorted({match["name"] for match, _ in named})
+    if len(names) > 1:
+        raise BadInput(
+            f"{url} has shards of several names ({', '.join(f'{name}-*' for name in names[:5])}), and a folder is one "
+            "dataset: give each a folder of its own"
+        )
     first = next((stat for match, stat in named if int(match["records"])), None)
     if first is None:
         raise BadInput(f"{url}: no shard has a record, by their names")
@@ -82,18 +96,21 @@ def decode_ids(
         vocabulary: ids from here on are refused.
 
     Raises:
-        BadInput: the record is damaged (Corrupt), has another length, or an id that the tokenizer lacks.
+        BadInput: the record is damaged (Corrupt), has another length, padding, or an id that the tokenizer lacks.
     """
     [(_, payload)] = tfrecord.walk(framed, url, first=number, offset=offset)
     try:
-        ids = example_codec.decode(payload).get("input_ids")
+        features = example_codec.decode(payload)
     except example_codec.NotAnExample as error:
         raise tfrecord.Corrupt(url, number, offset, f"it is not a tf.train.Example: {error}") from None
+    ids, attended = features.get("input_ids"), features.get("attention_mask")
     if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or len(ids) != length:
         raise BadInput(
             f"{url}: record {number} at byte {offset} has no int64 input_ids of {length} numbers as the first record "
             "has"
         )
+    if attended is not None and (not isinstance(attended, np.ndarray) or not np.array_equal(attended, [1] * length)):
+        raise BadInput(f"{url}: record {number} at byte {offset} {PADDED}")
     if ids.min() < 0 or ids.max() >= vocabulary:
         raise BadInput(
             f"{url}: record {number} has token id {ids.max()}, and the tokenizer has {vocabulary} ids: "
@@ -103,12 +120,11 @@ def decode_ids(
 
 
 def _shard(match: re.Match[str], stat: Stat, length: int) -> Shard:
-    # A local file's CRC would need all of it to be read: its size and generation stand in for it.
-    crc32c = (
-        stat.stored_crc32c
-        if stat.stored_crc32c is not None
-        else google_crc32c.value(f"{stat.size} {stat.generation}".encode())
-    )
+    # A local file's CRC would need all of it to be read: that of its size and its ends stands in for it.
+    crc32c = stat.stored_crc32c
+    if crc32c is None:
+        ends = [storage.read(stat.url, max(start, 0), start + _END_BYTES) for start in (0, stat.size - _END_BYTES)]
+        crc32c = google_crc32c.value(b"".join([str(stat.size).encode(), *ends]))
     return Shard(
         name=storage.name_of(stat.url), length=length, records=int(match["records"]), bytes=stat.size, crc32c=crc32c
     )
@@ -122,7 +138,7 @@ def _read_length(stat: Stat) -> int:
         ids: Any = example_codec.decode(payload).get("input_ids")
     except example_codec.NotAnExample as error:
         raise tfrecord.Corrupt(stat.url, 0, 0, f"it is not a tf.train.Example: {error}") from None
-    if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or not len(ids):
+    if not isinstance(ids, np.ndarray) or ids.dtype != np.int64 or not 0 < len(ids) <= 1 << 20:
         raise BadInput(
             f"{stat.url}: its first record has no int64 feature input_ids, so it is not a dataset in the public "
             "recipe's layout"

@@ -6,30 +6,24 @@ records start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 
 from training.data.formats import example_codec, tfrecord
-from training.data.formats.dataset import Dataset, Shard
+from training.data.formats.dataset import Dataset
 from training.data.loading.recipe_shards import RecipeShards
 from training.data.loading.record_source import OnCorrupt
 from training.data.tf.crc32c import Crc32c, read_numbers
 from training.data.tf.record_source import Columns, RecordSource, ShardIndex, describe_record, replacing
-from training.storage import Stat
-
-# What `_scan` found, by the state of the shards then.
-_SCANNED: dict[tuple[Stat, ...], list[npt.NDArray[np.int64]]] = {}
 
 
 def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -> RecordSource:
     """The source for a folder in this layout. The options are those of `RecipeShards`. Raises BadInput."""
     source = RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
     shards, length = [shard for shard in dataset.shards if shard.records], dataset.sequence_length
-    index, offsets_of = ShardIndex(dataset, shards), _scan(source, shards)
+    index, offsets_of = ShardIndex(dataset, shards), [source.offsets(shard) for shard in shards]
     offsets = tf.constant(np.concatenate(offsets_of), tf.int64)  # of all shards, one after the other
     begins = tf.constant(np.cumsum([0, *map(len, offsets_of)])[:-1], tf.int64)  # of each shard in `offsets`
     crcs = Crc32c(max(8, max(int(np.diff(shard_offsets).max()) for shard_offsets in offsets_of) - tfrecord.OVERHEAD))
@@ -54,22 +48,29 @@ def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -
         good &= crcs.match(flat, start, lengths)
         payloads = tf.strings.substr(data, tf.cast(start, tf.int32), tf.cast(lengths, tf.int32))
         examples = tf.where(good, payloads, placeholder)  # (n,) strings that can be parsed
-        ragged = tf.io.parse_example(examples, {"input_ids": tf.io.RaggedFeature(tf.int64)})["input_ids"]
-        ids = ragged.to_tensor(0, shape=(None, length))  # (n, length)
-        good &= (ragged.row_lengths() == length) & tf.reduce_all((ids >= 0) & (ids < vocabulary), axis=1)
+        names = ("input_ids", "attention_mask")
+        parsed = tf.io.parse_example(examples, {name: tf.io.RaggedFeature(tf.int64) for name in names})
+        ids, attended = (parsed[name].to_tensor(1, shape=(None, length)) for name in names)  # (n, length) each
+        # Whole records that are not this dataset's. A record may have no attention_mask.
+        valid = (parsed["input_ids"].row_lengths() == length) & tf.reduce_all((ids >= 0) & (ids < vocabulary), axis=1)
+        valid &= (parsed["attention_mask"].row_lengths() <= length) & tf.reduce_all(attended == 1, axis=1)  # (n,)
+        refused = good & ~valid  # (n,)
+        text = tf.cond(tf.reduce_any(refused), lambda: describe_refused(first + tf.argmax(refused)), lambda: "")
+        with tf.control_dependencies([tf.debugging.Assert(~tf.reduce_any(refused), [text])]):
+            ids = tf.identity(ids)
         return {"input_ids": tf.cast(ids, tf.int32)}, good
+
+    def describe_refused(record: Any) -> Any:
+        shard = index.shard_of(record)
+        number = tf.strings.as_string(record - index.starts[shard])
+        reasons = (
+            f" has not {length} ids of a tokenizer of {vocabulary}, or padding (its attention_mask is not all 1): give "
+            "the tokenizer that the shards were made with, or write them again with full rows"
+        )
+        return tf.strings.join(["<bad shard>", index.urls[shard], ": record ", number, reasons, "</bad shard>"])
 
     def describe(record: Any) -> Any:
         return describe_record(index, record, lambda _, __: offsets[offset_index(record[None])[0]], on_corrupt)
 
     read = replacing(load, source.records, on_corrupt, describe)
     return RecordSource(source.records, source.record_bytes, 0, length, {"input_ids": (length, tf.int32)}, read)
-
-
-def _scan(source: RecipeShards, shards: Sequence[Shard]) -> list[npt.NDArray[np.int64]]:
-    """The offsets of each shard's records, as `RecipeShards.offsets`; of shards that have not changed since without
-    reading them again."""
-    state = tuple(source.stats[shard.name] for shard in shards)
-    if state not in _SCANNED:
-        _SCANNED[state] = [source.offsets(shard) for shard in shards]
-    return _SCANNED[state]

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from training.errors import BadInput
+from training.models.families import MASKED_LM_HEADS
 from training.tasks.torch_sums import cross_entropy_sums
 
 
@@ -21,8 +23,19 @@ def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
     # devices.
     chosen = batch["positions"].unsqueeze(-1) == torch.arange(hidden.shape[1], dtype=torch.int32, device=hidden.device)
     hidden = torch.bmm(chosen.to(hidden.dtype), hidden)  # (rows, predictions, sequence) times (rows, sequence, width)
-    head = network.cls if hasattr(network, "cls") else network.lm_head
-    logits = head(hidden).float().flatten(0, 1)  # (rows * predictions, vocabulary)
+    logits = apply_head(network, hidden).float().flatten(0, 1)  # (rows * predictions, vocabulary)
     labels = batch["labels"].long().flatten().clamp(min=0)  # (rows * predictions,)
     weights = batch["weights"].flatten()
     return cross_entropy_sums(logits, labels, weights), None
+
+
+def apply_head(network: Any, hidden: Tensor) -> Tensor:
+    """The masked-LM head of a network, on hidden states (..., width). (..., vocabulary)
+
+    Raises BadInput for a head that is built like none of `MASKED_LM_HEADS`."""
+    for names in MASKED_LM_HEADS:
+        if all(hasattr(network, name) for name in names):
+            for name in names:
+                hidden = getattr(network, name)(hidden)
+            return hidden
+    raise BadInput(f"the masked-LM head of {type(network).__name__} is built like none that this program knows")

@@ -1,0 +1,123 @@
+"""A model folder of any family either trains, or is refused in one line. The models are tiny and random."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.container import small_runs, test_classification_runs
+from training.errors import BadInput, StopRequested
+
+VOCABULARY = small_runs.VOCABULARY
+SMALL = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 64, "max_position_embeddings": small_runs.SEQUENCE, "pad_token_id": 3,
+}  # fmt: skip
+CONFIGURATIONS = {
+    "distilbert": lambda: transformers.DistilBertConfig(
+        vocab_size=VOCABULARY, dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=32, pad_token_id=3
+    ),
+    "modernbert": lambda: transformers.ModernBertConfig(
+        **SMALL, local_attention=8, cls_token_id=0, sep_token_id=1, bos_token_id=0, eos_token_id=1
+    ),
+    "electra": lambda: transformers.ElectraConfig(**SMALL, embedding_size=16),
+    "albert": lambda: transformers.AlbertConfig(**SMALL, embedding_size=16),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_runs.prepare(tmp_path_factory.mktemp("families"))
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("labelled")
+    small_runs.write_tokenizer(place / "tokenizer")
+    test_classification_runs.write(place / "train", place / "tokenizer", 96, 1)
+    test_classification_runs.write(place / "evaluation", place / "tokenizer", 37, 2)
+    return place
+
+
+def write_model(folder: Path, family: str) -> str:
+    """A random masked-LM model of a family, as save_pretrained writes it."""
+    torch.manual_seed(0)
+    place = folder / "models" / family
+    transformers.AutoModelForMaskedLM.from_config(CONFIGURATIONS[family]()).save_pretrained(place)
+    return str(place)
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGURATIONS))
+def test_masked_tokens_are_learnt_and_the_result_is_a_model_of_that_family(folder: Path, family: str) -> None:
+    settings = small_runs.document(
+        folder,
+        model={"path": write_model(folder, family)},
+        train__steps=24,
+        checkpoint__every_steps=None,
+        evaluation__every=12,
+    )
+    summary = small_runs.train_here(settings, family)
+    assert summary["last_loss"] < summary["first_loss"] - 0.5
+    model = transformers.AutoModelForMaskedLM.from_pretrained(summary["model"], attn_implementation="eager")
+    assert model.config.model_type == family
+    evaluated = small_runs.evaluate_here(settings, summary["model"])
+    assert evaluated.figures["loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["distilbert", "modernbert", "electra", "albert"])
+def test_a_classifier_is_trained_on_the_encoder_of_any_of_them(labelled: Path, family: str) -> None:
+    settings = test_classification_runs.document(
+        labelled,
+        model={"path": write_model(labelled, family)},
+        checkpoint__every_steps=None,
+        train__learning_rate=0.003,
+    )
+    summary = small_runs.train_here(settings, family)
+    assert summary["last_loss"] < summary["first_loss"] - 0.1
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(summary["model"])
+    assert list(model.config.id2label.values()) == test_classification_runs.LABELS
+
+
+def test_a_run_of_another_family_is_continued_bit_for_bit(folder: Path) -> None:
+    settings = small_runs.document(
+        folder, model={"path": write_model(folder, "distilbert")}, train__steps=8, checkpoint__every_steps=4
+    )
+    undisturbed = small_runs.train_here(settings, "distil-undisturbed")
+    with pytest.raises(StopRequested):
+        small_runs.train_here(settings, "distil-stopped", small_runs.StopAfter(4))
+    continued = small_runs.train_here(settings, "distil-stopped", attempt=1)
+    assert continued["final_weights_crc32c"] == undisturbed["final_weights_crc32c"]
+
+
+def broken(folder: Path, name: str, **values: Any) -> str:
+    """A BERT's folder whose config.json has other values."""
+    place = folder / "models" / name
+    transformers.BertForMaskedLM(transformers.BertConfig(**SMALL)).save_pretrained(place)
+    config = json.loads((place / "config.json").read_text())
+    (place / "config.json").write_text(json.dumps({**config, **values}))
+    return str(place)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("gpt2", {"model_type": "gpt2"}),
+        ("nothing", {"model_type": "nothing-that-is"}),
+        ("xlm", {"model_type": "xlm"}),
+        ("sizes", {"hidden_size": "many"}),
+        ("heads", {"num_attention_heads": 5}),
+        ("activation", {"hidden_act": "none-that-is"}),
+        ("wide", {"hidden_size": 64}),
+    ],
+)
+def test_a_model_that_does_not_train_is_refused_in_one_line(folder: Path, name: str, values: dict[str, Any]) -> None:
+    path = broken(folder, name, **values)
+    with pytest.raises(BadInput, match=r"^model\.path ") as caught:
+        small_runs.train_here(small_runs.document(folder, model={"path": path}, train__steps=2), f"broken-{name}")
+    assert path in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1

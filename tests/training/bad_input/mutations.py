@@ -1,0 +1,129 @@
+"""Ways to spoil an input, each decided by a random number generator: JSON values, bytes, lines of text."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+TEXTS = (
+    "", " ", "a", " a", "a\n", "\t", "\ud800", "a\ud83d", "\0", "\ufeff", "²", "٣", "../x", "/", "a/b", "gs://",
+    "gs:/b",
+    "GS://b/c", "s3://b/c", "file:///x", "gs://b/c", "gs://B!/c", "nan", "1", "-1", "1e999", "true", "null", "é",
+    "\u2028", "x" * 300, "a,b", '"', "'", "{", "[", "<<", "loss", "accurcy", "model.safetensors", "\U0001f600",
+)  # fmt: skip
+NUMBERS = (
+    0, -1, 1, 2, 7, 255, 1 << 16, 1 << 31, 1 << 32, 1 << 63, 10**30, -(10**30), 0.5, -0.5, 1e308, 5e-324, float("inf"),
+    float("-inf"), float("nan"),
+)  # fmt: skip
+
+
+def deep(depth: int) -> Any:
+    """Lists within lists."""
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def nasty(random: Random) -> Any:
+    """A value that hardly any key may have."""
+    kind = random.randrange(9)
+    if kind < 3:
+        return random.choice(TEXTS)
+    if kind < 5:
+        return random.choice(NUMBERS)
+    if kind == 5:
+        return random.choice((None, True, False))
+    if kind == 6:
+        return [nasty(random) for _ in range(random.randrange(3))]
+    if kind == 7:
+        return {random.choice(TEXTS): nasty(random) for _ in range(random.randrange(3))}
+    return deep(random.choice((1, 5, 60, 400)))
+
+
+def spoil_json(value: Any, random: Random) -> Any:
+    """A copy in which one to three parts are replaced, left out, renamed or added."""
+    value = copy.deepcopy(value)
+    for _ in range(random.choice((1, 1, 2, 3))):
+        places = list(_places(value))
+        if not places:
+            return nasty(random)
+        parent, key = random.choice(places)
+        action = random.randrange(6)
+        if action == 0 and isinstance(parent, dict):
+            del parent[key]
+        elif action == 1 and isinstance(parent, dict):
+            parent[random.choice(TEXTS)] = parent.pop(key)
+        elif action == 2 and isinstance(parent, list):
+            parent.insert(key, copy.deepcopy(parent[key]))
+        elif action == 3 and isinstance(parent, dict):
+            parent[random.choice(TEXTS)] = nasty(random)
+        elif action == 4 and isinstance(parent[key], int) and not isinstance(parent[key], bool):
+            parent[key] += random.choice((-1, 1, 1000))
+        else:
+            parent[key] = nasty(random)
+    return value
+
+
+def _places(value: Any) -> Any:
+    """Every (container, key) of a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, below in items:
+        yield value, key
+        yield from _places(below)
+
+
+def dump_json(value: Any) -> bytes:
+    """JSON with everything that Python's reader takes: NaN, and half surrogate pairs as escapes."""
+    return json.dumps(value).encode()
+
+
+def spoil_bytes(data: bytes, random: Random) -> bytes:
+    """One to four bytes, stretches or ends changed."""
+    mutated = bytearray(data)
+    for _ in range(random.choice((1, 1, 2, 4))):
+        if not mutated:
+            return random.randbytes(5)
+        start, action = random.randrange(len(mutated)), random.randrange(6)
+        end = min(len(mutated), start + random.choice((1, 1, 4, 40)))
+        if action == 0:
+            mutated[start] ^= 1 << random.randrange(8)
+        elif action == 1:
+            mutated[start:end] = random.randbytes(end - start)
+        elif action == 2:
+            del mutated[start:end]
+        elif action == 3:
+            mutated[start:start] = mutated[start:end]
+        elif action == 4:
+            del mutated[start:]
+        else:
+            mutated[start:end] = bytes(end - start)
+    return bytes(mutated)
+
+
+def spoil_lines(text: str, pieces: tuple[str, ...], random: Random) -> str:
+    """One to four lines removed, repeated, swapped, indented, joined or replaced by a piece."""
+    lines = text.splitlines(keepends=True)
+    for _ in range(random.choice((1, 1, 2, 4))):
+        if not lines:
+            return random.choice(pieces)
+        number, other = random.randrange(len(lines)), random.randrange(len(lines))
+        actions: tuple[Callable[[], None], ...] = (
+            lambda number=number: lines.pop(number),  # type: ignore[misc]
+            lambda number=number, other=other: lines.insert(other, lines[number]),  # type: ignore[misc]
+            lambda number=number: lines.__setitem__(number, "  " + lines[number]),  # type: ignore[misc]
+            lambda number=number: lines.__setitem__(number, lines[number].rstrip("\n")),  # type: ignore[misc]
+            lambda number=number: lines.insert(number, random.choice(pieces) + "\n"),  # type: ignore[misc]
+            lambda number=number: lines.__setitem__(number, _splice(lines[number], pieces, random)),  # type: ignore[misc]
+        )
+        random.choice(actions)()
+    return "".join(lines)
+
+
+def _splice(line: str, pieces: tuple[str, ...], random: Random) -> str:
+    """The line with a piece in the place of some of its characters."""
+    start = random.randrange(len(line) + 1)
+    return line[:start] + random.choice(pieces) + line[start + random.randrange(8) :]
