@@ -37,7 +37,7 @@ def doctor(config: Config, devices: bool, as_json: bool) -> None:
         for row in rows:
             click.echo(f"{click.style(row.verdict.value, fg=_COLOURS[row.verdict.value])}  {row.check}: {row.detail}")
             if row.fix:
-                click.echo(f"      to mend it: {row.fix}")
+                click.echo(f"      fix: {row.fix}")
     if doctors.failed(rows):
         sys.exit(Exit.BAD_INPUT)
 
@@ -56,6 +56,6 @@ def show_devices(config: Config, as_json: bool = False) -> None:
             for problem in result.problems:
                 click.echo(f"host {result.worker}: {problem.message}")
                 if problem.fix:
-                    click.echo(f"      to mend it: {problem.fix}")
+                    click.echo(f"      fix: {problem.fix}")
     if not all(result.ok for result in results):
         sys.exit(Exit.DEVICES)

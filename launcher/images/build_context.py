@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from launcher.errors import BadInput
+from launcher.home import where
 
 # A path inside the context (with "/"), and the file on this machine that it is made from.
 Entry = tuple[str, Path]
@@ -71,12 +72,21 @@ def folder(path: Path, dockerfile: Path | None = None) -> tuple[Entry, ...]:
         candidates.insert(0, dockerfile.with_name(f"{dockerfile.name}.dockerignore"))
     ignore_file = next((file for file in candidates if file.is_file()), None)
     if ignore_file is None:
-        return tree(path, ignore=LEFT_OUT)
+        return tree(path, ignore=left_out_of(path))
     try:
         lines = ignore_file.read_text(encoding="utf-8-sig").splitlines()
-        return tree(path, ignore=(*LEFT_OUT, *lines, "/.dockerignore", "/*.dockerignore"))
+        return tree(path, ignore=(*left_out_of(path), *lines, "/.dockerignore", "/*.dockerignore"))
     except (OSError, UnicodeDecodeError, re.error) as error:
         raise BadInput(f"{ignore_file}: can't be used: {error}") from None
+
+
+def left_out_of(folder: Path) -> tuple[str, ...]:
+    """`LEFT_OUT`, and the launcher's own folder where it is in this one under another name ($TPU_LAUNCH_HOME)."""
+    state = where().resolve()
+    if not state.is_relative_to(folder.resolve()) or state == folder.resolve():
+        return LEFT_OUT
+    below = state.relative_to(folder.resolve()).as_posix()
+    return (*LEFT_OUT, "/" + re.sub(r"[*?\[\\]", r"\\\g<0>", below))
 
 
 def _is_sent(path: Path) -> bool:

@@ -35,7 +35,7 @@ def pack(option: str) -> Overlay:
     root = Path(folder)
     if not root.is_dir():
         raise BadInput(f"--overlay {option}: {root} is not a folder")
-    paths = [path for _, path in build_context.tree(root, ignore=build_context.LEFT_OUT) if path.is_file()]
+    paths = [path for _, path in build_context.tree(root, ignore=build_context.left_out_of(root)) if path.is_file()]
     if not paths:
         raise BadInput(f"--overlay {option}: {root} holds no files")
     if (size := sum(path.stat().st_size for path in paths)) > _LARGEST_BYTES:

@@ -48,5 +48,7 @@ def parse(text: str, path: Path) -> EnvFile:
         if binding.error or binding.key is None or binding.value is None or not _NAME.fullmatch(binding.key):
             text_before = binding.original.string[: -len(binding.original.string.lstrip())]
             raise BadInput(f"{path}:{binding.original.line + text_before.count(chr(10))}: must be NAME=VALUE")
+        if "\0" in binding.value:
+            raise BadInput(f"{path}: the value of {binding.key} holds a NUL byte, which no variable can")
         values[binding.key] = binding.value
     return EnvFile(path, values)

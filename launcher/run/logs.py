@@ -24,6 +24,8 @@ from launcher.clock import shift
 from launcher.provider import LOG_OVERLAP, LogLine
 
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
+_PIECE_BYTES = 4_000_000  # of a log file in memory at once; more than _TAIL_BYTES
+_BLOCK_BYTES = 64_000  # read at once to find the end of the last whole line
 
 
 Key = tuple[str, str]  # time and text of a line
@@ -109,10 +111,18 @@ class HostLog:
 
     def _repair(self) -> None:
         """Cuts off a last line that a crash left without its end; it will be delivered again, whole."""
-        data = self.path.read_bytes()
-        if data and not data.endswith(b"\n"):
-            with open(self.path, "r+b") as file:
-                file.truncate(data.rfind(b"\n") + 1)
+        with open(self.path, "r+b") as file:
+            size = end = file.seek(0, os.SEEK_END)
+            while end:
+                start = max(0, end - _BLOCK_BYTES)
+                file.seek(start)
+                newline = file.read(end - start).rfind(b"\n")
+                if newline >= 0:
+                    end = start + newline + 1
+                    break
+                end = start
+            if end < size:
+                file.truncate(end)
 
 
 def tail(path: Path, size: int) -> list[LogLine]:
@@ -123,12 +133,15 @@ def tail(path: Path, size: int) -> list[LogLine]:
 
 
 def read_from(path: Path, offset: int) -> tuple[list[LogLine], int]:
-    """The whole lines of a host's log file from byte `offset` on, and the offset after them. No file yet: nothing."""
+    """Whole lines of a host's log file from byte `offset` on, and the offset after them: `_PIECE_BYTES` of them, or one
+    longer line. None when there is no more, or no file yet."""
     if not path.exists():
         return [], offset
     with open(path, "rb") as file:
         file.seek(offset)
-        data = file.read()
+        data = piece = file.read(_PIECE_BYTES)
+        while b"\n" not in piece and (piece := file.read(_PIECE_BYTES)):
+            data += piece
     data = data[: data.rfind(b"\n") + 1]
     lines = []
     for line in data.decode(errors="surrogateescape").split("\n"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from launcher import costs
@@ -161,9 +162,7 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
             if not ended:
                 fetcher.fetch()
             for worker in workers:
-                lines, offsets[worker] = read_from(ledger.log_file(number, worker), offsets[worker])
-                for line in lines:
-                    context.output.emit(worker, line)
+                offsets[worker] = _emit_from(ledger.log_file(number, worker), offsets[worker], worker, context.output)
             if ended or not (follow or fetcher.more):
                 return
             if fetcher.more or (fetcher.containers_ended and ledger.has_ended(number)):
@@ -223,6 +222,16 @@ def _host_status(observation: Observation, address: str, ledger: Ledger, number:
     written = parse_time(last.timestamp)
     quiet = None if written is None else max(0.0, round(clock.time() - written, 1))
     return HostStatus(observation.worker, address, _describe_container(observation), last.text, quiet)
+
+
+def _emit_from(path: Path, offset: int, worker: int, output: Output) -> int:
+    """Emits the lines of a host's log file from `offset` on. Returns the offset after them."""
+    while True:
+        lines, offset = read_from(path, offset)
+        if not lines:
+            return offset
+        for line in lines:
+            output.emit(worker, line)
 
 
 class _Fetcher:

@@ -169,6 +169,15 @@ def test_a_run_does_not_change_the_hash_of_the_folder_that_it_was_started_in(tmp
     assert build_context.digest(build_context.folder(tmp_path)) == before
 
 
+@pytest.mark.parametrize("name", ["state", "st[a]te*"])
+def test_the_launchers_own_folder_is_left_out_whatever_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    make_folder(tmp_path, "train.py", "states/a", f"sub/{name}/runs/r/run.json")
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "sub" / name))
+    assert [path for path, _ in build_context.folder(tmp_path)] == ["states/a", "train.py"]
+
+
 def test_the_folders_dockerignore_can_let_a_private_file_in(tmp_path: Path) -> None:
     make_folder(tmp_path, "train.py", ".env", "sub/.env")
     (tmp_path / ".dockerignore").write_text("!sub/.env\n")

@@ -62,6 +62,11 @@ def test_an_env_file_is_read_as_people_write_it(tmp_path: Path) -> None:
     path = tmp_path / ".env"
     path.write_text("# comment\n\nA=1\nexport B='two words'\nC=\"$HOME\"\nD=a=b\nE=\n")
     assert env_file.read(path).values == {"A": "1", "B": "two words", "C": "$HOME", "D": "a=b", "E": ""}
+    path.write_bytes(b"\xef\xbb\xbfA=1\r\nB=2\r\n")  # as an editor on Windows writes it
+    assert env_file.read(path).values == {"A": "1", "B": "2"}
+    path.write_text("A=secret\0value\n")
+    with pytest.raises(BadInput, match="the value of A holds a NUL byte"):
+        env_file.read(path)
     path.write_text("A=1\nnot a variable: secret-value\n")
     with pytest.raises(BadInput, match=r"\.env:2: must be NAME=VALUE") as refused:
         env_file.read(path)

@@ -4,10 +4,12 @@ from collections import Counter
 from datetime import datetime, timedelta
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.provider import LogLine
+from launcher.run import logs
 from launcher.run.logs import Cursor, HostLog, read_from
 from launcher.tpu_vm.log_window import covers
 
@@ -80,6 +82,33 @@ def test_reading_goes_on_at_the_offset_and_leaves_an_unfinished_line(tmp_path: P
     with path.open("a") as file:
         file.write("o\n")
     assert [line.text for line in read_from(path, offset)[0]] == ["two"]
+
+
+@given(
+    st.lists(st.integers(0, 30), max_size=30).map(lambda sizes: [LogLine(stamp(0), "x" * size) for size in sizes]),
+    st.sampled_from(["", f"{stamp(0)} unfinished" * 9]),
+)
+def test_a_log_is_read_in_pieces_and_repaired_in_blocks(
+    tmp_path_factory,  # type: ignore[no-untyped-def]
+    history: list[LogLine],
+    unfinished: str,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logs, "_PIECE_BYTES", 50)
+        patch.setattr(logs, "_BLOCK_BYTES", 7)
+        path: Path = tmp_path_factory.mktemp("log") / "host-0.log"
+        path.write_text("".join(f"{line.timestamp} {line.text}\n" for line in history) + unfinished)
+        HostLog(path)
+        read: list[LogLine] = []
+        offset = 0
+        while True:
+            lines, offset = read_from(path, offset)
+            assert sum(len(f"{line.timestamp} {line.text}\n") for line in lines[:-1]) <= 100
+            if not lines:
+                break
+            read += lines
+    assert read == history
+    assert offset == path.stat().st_size
 
 
 def test_bytes_that_are_not_text_survive(tmp_path: Path) -> None:
