@@ -70,15 +70,7 @@ def up(
     provider = open_provider(config)
     if provider.capabilities.cloud_tpu_node and (existing := provider.describe()) is not None:
         ownership.require_ours(config, existing.labels, machine().owner)
-    try:
-        provider.create()
-    except KeyboardInterrupt:
-        if config.slice.queued is None:  # the queue has messages of its own
-            terminal.say(
-                "interrupted: Google may go on creating it. `tpu-launch up` goes on waiting, "
-                "`tpu-launch down` deletes it"
-            )
-        raise
+    provider.create()
     hosts, devices = config.accelerator.hosts, config.accelerator.devices
     terminal.say(f"slice {config.slice.name} is READY: {hosts} hosts, {devices} devices")
     if check_devices:

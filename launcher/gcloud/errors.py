@@ -98,7 +98,8 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
     (r"(?i:unable to queue the operation)|\bABORTED\b|while in state \W?[A-Z]+ING\b|(?i:resource_?not_?ready)|"
      r"[Aa]nother operation .*in progress", Busy,
      "another operation on it has not ended yet: try again in a minute"),
-    (r'"code": 1\b|\bCANCELLED\b|creation of \S+ was cancelled', Conflict, "somebody deleted it meanwhile"),
+    (r'"code": 1\b|\bCANCELLED\b|creation of \S+ was cancelled', Conflict,
+     "somebody deleted it meanwhile: `tpu-launch up` creates a slice again"),
     (r"(?i:has not finished in \d+ seconds)", StillRunning, "Google goes on with it"),
     (r"(?i:per (minute|second|100 seconds))|RATE_?LIMIT_?EXCEEDED|(?i:rate ?limit ?exceeded|too many requests)|"
      r"PerMinute|OPERATION_RATE_EXCEEDED|Resource has been exhausted", RateLimited,
@@ -120,8 +121,10 @@ _MEANINGS: tuple[tuple[str, type[LaunchError], str], ...] = (
      "sign in first: gcloud auth login"),
     (r"PERMISSION_DENIED|[Pp]ermission .*denied|does not have permission|[Ff]orbidden|access is unauthorized|"
      r"prohibited by organization|CONSUMER_INVALID|not found or deleted", PermissionDenied, _NO_ACCESS),
-    (r"ALREADY_EXISTS|already exists", Conflict, "something of that name exists already"),
-    (r"NOT_FOUND|was not found|could not be found", NotFound, "it does not exist"),
+    (r"ALREADY_EXISTS|already exists", Conflict,
+     "something of that name exists already: choose another name, or delete it"),
+    (r"NOT_FOUND|was not found|could not be found", NotFound,
+     "it does not exist: look at its name, project and zone; `tpu-launch up` creates a slice"),
     (r"INVALID_ARGUMENT|invalid AcceleratorType|invalid RuntimeVersion", Refused,
      "Google refuses the request: correct the file"),
     (r"unrecognized arguments|Invalid choice|(?i:must be specified)", Refused,

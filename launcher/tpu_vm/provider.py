@@ -75,7 +75,14 @@ class TpuVm:
         self._connections.forget()
         machine = replace(self._machine, clock=clock or self._machine.clock)
         self._connections.note_state(slices.create(self.config, self.say, machine))
-        self._wait_for_hosts(machine)
+        try:
+            self._wait_for_hosts(machine)
+        except KeyboardInterrupt:
+            self.say(
+                f"interrupted: slice {self.config.slice.name} exists and is billed. `tpu-launch up` waits for its "
+                "hosts, `tpu-launch down` deletes it"
+            )
+            raise
         self._connections.close()  # a late observation of the last attempt may have opened some
         if not self._connections.gcloud_only:
             with contextlib.suppress(LaunchError):  # then the next command lists the addresses

@@ -130,8 +130,12 @@ def create(config: Config, say: Say, machine: Machine) -> SliceState:
     while True:
         for placed in zones:
             placement.save_zone(config, placed.zone)
+            creation = _Creation(placed, say, machine)
             try:
-                return _Creation(placed, say, machine).run()
+                return creation.run()
+            except KeyboardInterrupt:
+                creation.explain_interrupt()
+                raise
             except Stockout as error:
                 stockout = error
                 if len(zones) > 1:
@@ -167,6 +171,7 @@ class _Creation:
     def __init__(self, config: Config, say: Say, machine: Machine) -> None:
         self.config, self.say, self.machine = config, say, machine
         self.patience = Patience(machine, say, f"slice {config.slice.name}")
+        self.exists = False  # when it was described last
         self.asked = 0
         self.granted = False  # whether gcloud reported the end of a creation
         self.lost: LaunchError | None = None  # why the answer to a creation is not known
@@ -178,6 +183,7 @@ class _Creation:
         """The READY slice."""
         node = _describe_node(self.config, self.machine)
         while True:
+            self.exists = node is not None
             if node is None:
                 self._handle_missing()
             else:
@@ -187,6 +193,14 @@ class _Creation:
                 if self._act(node):
                     return node
             node = self.patience.ask(lambda: _describe_node(self.config, self.machine), self.deadline)
+
+    def explain_interrupt(self) -> None:
+        """Says what Ctrl-C leaves: of a request in the queue that has been said."""
+        if self.exists or (self.asked and self.config.slice.queued is None):
+            self.say(
+                "interrupted: Google may go on creating it. `tpu-launch up` goes on waiting, `tpu-launch down` deletes "
+                "it"
+            )
 
     def _act(self, node: SliceState) -> bool:
         """One step towards READY; whether it is there."""

@@ -231,6 +231,22 @@ def test_a_slice_that_somebody_deletes_while_it_is_waited_for_stays_deleted(
     assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
 
 
+@pytest.mark.parametrize("command", ["tpu-vm create", "tpu-vm describe"])
+def test_ctrl_c_says_what_it_leaves(cloud: Cloud, config: Config, command: str) -> None:
+    said: list[str] = []
+
+    def interrupt(zone: str, running: str, now: float) -> None:
+        if running == command and len(cloud.calls) > 1:
+            raise KeyboardInterrupt
+
+    if command == "tpu-vm describe":
+        cloud.made_by(OURS, "CREATING")
+    cloud.trouble = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        slices.create(config, said.append, cloud.machine())
+    assert "`tpu-launch down` deletes it" in said[-1]
+
+
 def test_a_slice_that_was_deleted_while_the_api_was_away_stays_deleted(cloud: Cloud, config: Config) -> None:
     begin = cloud.clock.now
     cloud.trouble = lambda zone, command, now: UNAVAILABLE if 62 < now - begin < 300 and "describe" in command else None
