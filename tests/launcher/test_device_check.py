@@ -219,4 +219,4 @@ def test_the_command_prints_a_row_a_host_and_ends_with_its_code(
     assert heading.split()[:2] == ["host", "devices"]
     assert [row.split()[0] for row in rows[:4]] == ["0", "1", "2", "3"]
     assert rows[4] == "host 2: 6 TPU devices, and it should have 8"
-    assert rows[5].strip().startswith("to mend it: ")
+    assert rows[5].strip().startswith("fix: ")

@@ -61,7 +61,7 @@ def test_doctor_finds_nothing_wrong_with_an_emulated_slice_and_names_a_wrong_zon
     assert {row["verdict"] for row in rows} == {"PASS", "WARN"}, rows
     ended = emulator.launch("--emulated", "doctor", "-f", file, "--set", "zone=europe-west4-a")
     assert ended.code == 2
-    assert "to mend it: zone: one of us-central2-b" in ended.output
+    assert "fix: zone: one of us-central2-b" in ended.output
 
 
 def test_ssh_runs_words_as_they_are_and_its_exit_code_is_ours(four: Workstation) -> None:

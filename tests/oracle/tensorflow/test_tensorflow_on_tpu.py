@@ -9,30 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.container import small_runs
-from tests.oracle import libtpu
-
-# Without hardware libtpu takes the machine for a v2, which has no configuration named as later generations' are.
-NO_CHIPS = {
-    "v3-8": "No .* device found",
-    "v4-8": "Failed to get global TPU topology",
-    "v6e-8": "Failed to get global TPU topology",
-}
+from tests.oracle import libtpu, no_chips
 
 
 def test_libtpu_understands_every_accelerator_type_as_the_device_plugin_means_it() -> None:
     assert libtpu.compare("tensorflow") == []
 
 
-@pytest.mark.parametrize("name", NO_CHIPS)
+@pytest.mark.parametrize("name", no_chips.MESSAGES)
 def test_training_without_chips_ends_with_one_message(name: str, tmp_path: Path) -> None:
     """With tensorflow-tpu 2.20.0 the process ended with a segmentation fault."""
-    folder = small_runs.prepare(tmp_path)
-    config = small_runs.document(folder, backend="tensorflow")
-    [trainer] = small_runs.start(folder, "no-chips", config, PJRT_DEVICE="TPU", TPU_ACCELERATOR_TYPE=name)
-    assert trainer.finish(150) == 1, trainer.text()
-    message = f"tpu-train: error: the TPU of this host could not be initialised: .*{NO_CHIPS[name]}.*; check that"
-    assert len(re.findall(message, trainer.text())) == 1, trainer.text()
-    assert "Traceback" not in trainer.text()
+    no_chips.require_one_message(tmp_path, "tensorflow", name)
 
 
 @pytest.mark.parametrize(("name", "hosts"), [("v4-16", 2), ("v3-32", 4)])
@@ -60,7 +47,7 @@ def test_workers_of_a_slice_meet_and_end_with_a_message(name: str, hosts: int, t
         assert all(re.search(message, text) for text in texts), texts
         assert codes[0] == 1
     else:
-        assert any(re.search(f"could not be initialised: {NO_CHIPS['v4-8']}; check that", text) for text in texts), (
-            texts
-        )
+        assert any(
+            re.search(f"could not be initialised: {no_chips.MESSAGES['v4-8']}; check that", text) for text in texts
+        ), texts
     assert not any("Traceback" in text for text in texts), texts

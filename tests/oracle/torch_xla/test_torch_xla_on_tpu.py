@@ -4,38 +4,23 @@ it ends with a message."""
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.container import small_runs
-from tests.oracle import libtpu
+from tests.oracle import libtpu, no_chips
 from training.distributed.cluster import Cluster, torch_xla_environment, tpu_environment
-
-# Without hardware libtpu takes the machine for a v2, which has no configuration named as later generations' are.
-NO_CHIPS = {
-    "v3-8": "No .* device found",
-    "v4-8": "Failed to get global TPU topology",
-    "v6e-8": "Failed to get global TPU topology",
-}
 
 
 def test_libtpu_understands_every_accelerator_type_as_the_device_plugin_means_it() -> None:
     assert libtpu.compare("torch-xla") == []
 
 
-@pytest.mark.parametrize("name", NO_CHIPS)
+@pytest.mark.parametrize("name", no_chips.MESSAGES)
 def test_training_without_chips_ends_with_one_message(name: str, tmp_path: Path) -> None:
-    folder = small_runs.prepare(tmp_path)
-    config = small_runs.document(folder, backend="torch-xla")
-    [trainer] = small_runs.start(folder, "no-chips", config, PJRT_DEVICE="TPU", TPU_ACCELERATOR_TYPE=name)
-    assert trainer.finish(150) == 1, trainer.text()
-    message = f"tpu-train: error: the TPU of this host could not be initialised: .*{NO_CHIPS[name]}.*; check that"
-    assert len(re.findall(message, trainer.text())) == 1, trainer.text()
-    assert "Traceback" not in trainer.text()
+    no_chips.require_one_message(tmp_path, "torch-xla", name)
 
 
 FLAGS_OF_TORCH_XLA = """
