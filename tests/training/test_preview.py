@@ -35,6 +35,7 @@ def test_hidden_replaced_and_kept_words_are_told_apart() -> None:
         labels=np.array([[6, 8, 5, 0]], np.int32),
         weights=np.array([[1, 1, 1, 0]], np.float32),
         records=np.array([42]),
+        replaced=np.array([False]),
     )
     heading, text = map(click.unstyle, preview.render(batch, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram"))))
     assert heading == "record 42: 7 tokens, 3 to predict (1 hidden, 1 replaced, 1 left)"
@@ -48,16 +49,20 @@ def test_wordpieces_are_joined() -> None:
 
 def test_a_labelled_row_is_shown_without_padding() -> None:
     ids = np.array([[0, 5, 6, 1, 3, 3]], np.int32)
-    batch = LabelledBatch(
-        ids, (ids != 3).astype(np.int32), np.array([1], np.int32), np.ones(1, np.float32), np.array([7])
+    labels, weights, records, replaced = (
+        np.array([1], np.int32),
+        np.ones(1, np.float32),
+        np.array([7]),
+        np.array([False]),
     )
+    batch = LabelledBatch(ids, (ids != 3).astype(np.int32), labels, weights, records, replaced)
     shown = preview.render_labelled(batch, 5, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), ["dog", "cat"])
     assert list(map(click.unstyle, shown)) == ["record 7: cat, 4 tokens", "[CLS] the cat [SEP]"]
 
 
 def test_a_label_that_is_a_number_is_shown_as_one() -> None:
     ids = np.array([[0, 5, 6, 1]], np.int32)
-    labels, records = np.array([-2.5], np.float32), np.array([0])
-    batch = LabelledBatch(ids, np.ones((1, 4), np.int32), labels, np.ones(1, np.float32), records)
+    labels, records, replaced = np.array([-2.5], np.float32), np.array([0]), np.array([False])
+    batch = LabelledBatch(ids, np.ones((1, 4), np.int32), labels, np.ones(1, np.float32), records, replaced)
     heading, _ = preview.render_labelled(batch, 1, TOKENS, preview.pieces(tokenizer(PIECES, "Unigram")), [])
     assert click.unstyle(heading) == "record 0: -2.5, 4 tokens"
