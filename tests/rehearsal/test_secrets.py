@@ -32,7 +32,7 @@ def test_a_secret_reaches_the_command_and_nothing_else_shows_it(
     work, file = two_hosts
     program = (
         "import hashlib, os, time; print(hashlib.sha256(os.environ['HF_TOKEN'].encode()).hexdigest(), "
-        "flush=True); time.sleep(8)"
+        "flush=True); print('reversed', os.environ['TPU_LAUNCH_SECRET'][::-1], flush=True); time.sleep(8)"
     )
     digest = hashlib.sha256(VALUE.encode()).hexdigest()
     planned = work.launch(
@@ -62,20 +62,25 @@ def test_a_secret_reaches_the_command_and_nothing_else_shows_it(
     )
     running.wait_for(rf"^\[0\] {digest}")
     running.wait_for(rf"^\[1\] {digest}")
+    running.wait_for(r"^\[0\] reversed [0-9a-f]{64}")
+    running.wait_for(r"^\[1\] reversed [0-9a-f]{64}")
+    made = {line.split()[-1][::-1] for line in running.lines if "reversed" in line}
+    assert len(made) == 1, "both hosts know the same secret of the attempt"
+    needles = [NEEDLE, made.pop().encode()]
     names = [entry.split()[0] for entry in work.containers_of_runs()]
     assert len(names) == 2
-    assert NEEDLE.decode() not in docker("inspect", *names)
+    assert not [needle for needle in needles if needle.decode() in docker("inspect", *names)]
     assert running.end(60).code == 0
     over.set()
     watch.join(10)
     assert any(b"--worker=" in line for line in seen), "the start was not seen"
-    assert not [line for line in seen if NEEDLE in line], (
+    assert not [line for line in seen if any(needle in line for needle in needles)], (
         "no process may ever have it in its arguments, here or on a host"
     )
-    assert NEEDLE not in "\n".join(running.lines).encode()
+    assert not [needle for needle in needles if needle in "\n".join(running.lines).encode()]
     home = Path(work.environment["TPU_LAUNCH_HOME"])
     found = subprocess.run(
-        ["grep", "--recursive", "--files-with-matches", "--text", NEEDLE.decode(), str(home)],
+        ["grep", "-r", "--files-with-matches", "--text", *(f"-e{needle.decode()}" for needle in needles), str(home)],
         capture_output=True,
         text=True,
         check=False,

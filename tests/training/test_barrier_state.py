@@ -138,3 +138,14 @@ def test_a_rendezvous_has_one_answer_and_a_lost_attempt_stays_lost(history: list
             else:
                 lost.add(message["lost"])
         assert len(lost) <= 1
+
+
+def test_many_missing_hosts_are_all_named_in_a_short_message() -> None:
+    """It goes to every host and into every log."""
+    state = BarrierState(Identity("run", 0, 512))
+    state.connect(0, state.identity, 0.0)
+    state.arrive(0, "start", None, 10, 0.0)
+    [(_, message)] = state.check_deadlines(10.0)
+    assert "host 1 never appeared; host 2 never appeared" in message["lost"]
+    assert message["lost"].endswith("; and hosts 17-511")
+    assert len(message["lost"]) < 600

@@ -17,6 +17,7 @@ from training.errors import Exit
 
 Message = dict[str, Any]
 Outgoing = list[tuple[int, Message]]
+DESCRIBED = 16  # hosts that did not arrive whose last phase is told; of the others, who they are
 REMEMBERED = 256  # completed barriers whose answers are kept for late repeats
 
 
@@ -72,6 +73,18 @@ def compare(expected: Identity, given: Identity) -> Refusal | None:
         "TPU_WORKER_HOSTNAMES",
         True,
     )
+
+
+def name_hosts(workers: list[int]) -> str:
+    """Ascending numbers of hosts, for a person: "host 3", or "hosts 0-2 4"."""
+    ranges: list[tuple[int, int]] = []
+    for worker in workers:
+        if ranges and worker == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], worker)
+        else:
+            ranges.append((worker, worker))
+    text = " ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return f"host {text}" if len(workers) == 1 else f"hosts {text}"
 
 
 class BarrierState:
@@ -150,7 +163,9 @@ class BarrierState:
         for name, barrier in self.barriers.items():
             if now >= barrier.deadline:
                 missing = [number for number in range(self.identity.hosts) if number not in barrier.payloads]
-                hosts = "; ".join(self._describe(number, now) for number in missing)
+                hosts = "; ".join(self._describe(number, now) for number in missing[:DESCRIBED])
+                if others := missing[DESCRIBED:]:
+                    hosts += f"; and {name_hosts(others)}"
                 return self._lose(f"rendezvous {name!r}: not everyone arrived within {barrier.seconds:g} s: {hosts}")
         return []
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from training.distributed.barrier_state import BarrierState, Outgoing
+from training.distributed.barrier_state import BarrierState, Outgoing, name_hosts
 from training.distributed.protocol import messages
 from training.distributed.protocol.greeting import SPARE_CONNECTIONS, Credentials, Doorkeeper, Greeting, make_nonce
 from training.distributed.protocol.messages import FROM_HOST, LineBuffer, Malformed, Message, decode, encode
@@ -151,16 +151,4 @@ def summarize(phases: Iterable[str]) -> str:
     for worker, phase in enumerate(phases):
         workers.setdefault(phase, []).append(worker)
     groups = sorted(workers.items(), key=lambda group: len(group[1]))
-    return ", ".join(f"{_name_hosts(members)} {phase!r}" for phase, members in groups)
-
-
-def _name_hosts(workers: list[int]) -> str:
-    """ "host 3", or "hosts 0-2 4"."""
-    ranges: list[list[int]] = []
-    for worker in workers:
-        if ranges and worker == ranges[-1][-1] + 1:
-            ranges[-1] = [ranges[-1][0], worker]
-        else:
-            ranges.append([worker])
-    text = " ".join("-".join(map(str, part)) for part in ranges)
-    return f"host {text}" if len(workers) == 1 else f"hosts {text}"
+    return ", ".join(f"{name_hosts(members)} {phase!r}" for phase, members in groups)
