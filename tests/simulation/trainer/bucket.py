@@ -50,6 +50,7 @@ class Treatment:
     before: float
     after: float
     fails: str = ""  # "", "before" or "after" it took effect
+    flips: bool = False  # storage keeps another byte than it was sent
 
 
 @dataclass
@@ -109,14 +110,18 @@ class HostStorage:
 
     def write(self, url: str, data: bytes | memoryview, *, create_only: bool = False) -> Stat:
         content = bytes(data)  # what is sent; the caller may use its memory again when this has returned
+        kept = [content]
 
         def effect() -> Stat:
             if create_only and url in self._bucket.objects:
                 raise AlreadyExists(f"{url} already exists")
-            stored = self._bucket.put(url, content, self._host)
+            stored = self._bucket.put(url, kept[0], self._host)
             return Stat(url, len(content), stored.generation, stored.crc32c)
 
-        return self._call(WRITE, url, effect, len(content))
+        def flip() -> None:
+            kept[0] = content[:-1] + bytes([content[-1] ^ 1])
+
+        return self._call(WRITE, url, effect, len(content), flip)
 
     def delete(self, url: str) -> None:
         self._call(DELETE, url, lambda: self._bucket.remove(url, self._host))
@@ -137,12 +142,16 @@ class HostStorage:
         stored = self._bucket.objects.get(url)
         return None if stored is None else Stat(url, len(stored.data), stored.generation, stored.crc32c)
 
-    def _call(self, kind: str, url: str, effect: Callable[[], Any], size: int = 0) -> Any:
+    def _call(
+        self, kind: str, url: str, effect: Callable[[], Any], size: int = 0, flip: Callable[[], None] | None = None
+    ) -> Any:
         """Carries an operation out as the world treats it."""
         scheduler = self._bucket.scheduler
         scheduler.check_alive()
         request = Request(self._host, kind, url, name_of(url), size)
         treatment = self._bucket.treat(request)
+        if treatment.flips and flip:
+            flip()
         if treatment.fails == "before":
             scheduler.sleep(treatment.before + treatment.after)
             scheduler.note(f"{kind} {url}: fails, and nothing was done")

@@ -36,7 +36,9 @@ class Group:
     def __init__(self, world: World, label: str, attempt: int, slice_number: int) -> None:
         self.world, self.label, self.attempt, self.slice_number = world, label, attempt, slice_number
         self.size = world.plan.hosts
-        self.exchange = Exchange(self.size, lambda message: world.promises.broken("all hosts choose alike", message))
+        self.exchange = Exchange(
+            self.size, self._draw_seconds, lambda message: world.promises.broken("all hosts choose alike", message)
+        )
         self.collective: dict[Task, None] = {}  # who waits in one
         self.addresses = tuple(f"10.{slice_number}.0.{worker}" for worker in range(self.size))
         self.glitch: tuple[int, bool] | None = None  # the step whose update is not finite, and whether its norm tells
@@ -47,6 +49,10 @@ class Group:
         for host in self.hosts:
             host.hurt = host.cut
         self.disturbed = any(host.hurt for host in self.hosts)
+
+    def _draw_seconds(self) -> float:
+        """Of one collective."""
+        return self.world.plan.step_seconds * (0.5 + self.world.random.random())
 
     @property
     def is_over(self) -> bool:

@@ -135,14 +135,14 @@ class Gathering:
 
     kind: str
     brought: dict[int, tuple[np.ndarray, Signals]]
-    result: StepResult | None = None
+    seconds: float  # that it takes each host
 
 
 class Exchange:
     """The collectives of a group, in order. All hosts must take part in each, in the same one at the same place."""
 
-    def __init__(self, hosts: int, mismatch: Callable[[str], None]) -> None:
-        self._hosts, self._mismatch = hosts, mismatch
+    def __init__(self, hosts: int, draw_seconds: Callable[[], float], mismatch: Callable[[str], None]) -> None:
+        self._hosts, self._draw_seconds, self._mismatch = hosts, draw_seconds, mismatch
         self._gatherings: list[Gathering] = []
         self._counts = [0] * hosts
 
@@ -151,7 +151,7 @@ class Exchange:
         place = self._counts[worker]
         self._counts[worker] += 1
         if place == len(self._gatherings):
-            self._gatherings.append(Gathering(kind, {}))
+            self._gatherings.append(Gathering(kind, {}, self._draw_seconds()))
         gathering = self._gatherings[place]
         if gathering.kind != kind:
             self._mismatch(f"host {worker} is in {kind}, where others are in {gathering.kind}")
@@ -223,7 +223,9 @@ class SimulatedBackend:
     def finish(self, kind: str, gathering: Gathering, number: int | None) -> StepResult:
         """Waits for a collective, and changes the state as it says."""
         host = self._host
-        host.pass_time(kind, self._world.plan.step_seconds)
+        host.scheduler.sleep(gathering.seconds)
+        host.pass_time("leaving a collective", 0.5)
+        self._world.promises.little_work_is_at_risk(host)
         while not host.group.exchange.is_complete(gathering):
             host.scheduler.wait(host.group.collective, None, f"the other hosts in {kind}")
         signals = Signals()
@@ -243,6 +245,7 @@ class SimulatedBackend:
             norm = float("nan") if glitch[1] else norm
         if self._started == number and self._world.poisoned == number:
             loss = float("nan")
+            self._world.notice_poison()
         return StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, signals, gradient_norm=norm)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:

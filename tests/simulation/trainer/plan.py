@@ -47,6 +47,7 @@ KINDS = (
     "full",  # storage takes no more bytes
     "telemetry",  # storage refuses what is not a checkpoint
     "cut line",  # a file of metrics ends in the middle of a line
+    "bad write",  # storage keeps another byte of a part than it was sent
     "rot",  # a byte of the newest checkpoint changes
     "nan",  # an update gives a state that is not finite
     "poison",  # the first step after the newest checkpoint is not finite, whenever it is restored
@@ -112,7 +113,7 @@ def draw(seed: int, without: frozenset[int] = frozenset()) -> Plan:
         best=rng.random() < 0.2,
         background=rng.random() < 0.8,
         in_flight=rng.choice((0, 0, 2)),
-        step_seconds=rng.choice((0.5, 2.0, 5.0)),
+        step_seconds=rng.choice((0.5, 2.0, 5.0)) if rng.random() < 0.98 else 170.0,
         compile_seconds=rng.choice((0.5, 5.0)),
         stop_seconds=rng.choice((15.0, 25.0)),
         rendezvous_seconds=30.0,

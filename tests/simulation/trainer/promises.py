@@ -49,6 +49,7 @@ class Promises:
         self.newest_whole = 0
         self.claims: dict[str, Claimed] = {}  # by the labels of groups, in the order in which they were written
         self.commits: list[tuple[str, int]] = []  # (group label, step) in the order in which manifests were written
+        self._committed_at = 0.0  # seconds; the newest commit
         self._fenced_by: dict[str, str] = {}  # group label -> label of the start that goes before it
         self.refused_start = False  # the world destroyed all checkpoints, or somebody else started the run
 
@@ -67,6 +68,7 @@ class Promises:
                 self.one_winner_a_step(url, before, by)
                 self.what_is_committed_is_whole_finite_and_right(url, by)
                 self.only_the_newest_start_commits(url, by)
+                self._committed_at = self._world.scheduler.now
             self.newest_commit_never_goes_back(url, by)
         elif after is not None and before is None and _CLAIM.fullmatch(name_of(url)):
             label = by.partition(".")[0]
@@ -158,6 +160,15 @@ class Promises:
                     "what restores is whole and finite", f"{host.name} begins at step {step} with another {name}"
                 )
                 return
+
+    def little_work_is_at_risk(self, host: Host) -> None:
+        """By default a run that trains has committed within the last 15 minutes, and the time of some steps."""
+        world, group = self._world, host.group
+        since = world.scheduler.now - max(group.claimed, self._committed_at)
+        if world.plan.every_steps or group.disturbed or world.disturbed or group is not world.groups[-1]:
+            return
+        if since > 15 * 60 + 6 * world.plan.step_seconds + 60:
+            self.broken("a lost host costs minutes", f"{host.name} trains, and the last commit was {since:.0f} s ago")
 
     def find_whole(self) -> list[int]:
         """The steps whose checkpoints are whole, newest first, and 0, at which every run begins."""

@@ -76,13 +76,15 @@ class World:
         self.hidden_rot: dict[int, tuple[int, Stored]] = {}
         self.damaged = False  # or can't be gone on from
         self.poisoned: int | None = None  # the step that is not finite when it is the first after a restore
-        self.poisoned_generation = -1  # of the manifest of that checkpoint
+        self.poisoned_generation = -1  # of the manifest of that checkpoint, once somebody has noticed
+        self._hidden_poison = -1  # the same before
         self.finished = False
         self._hosts: dict[Process, Host] = {}
         self._waiting: dict[Task, None] = {}  # launchers that wait for something to happen
         self._launchers = 0
         self._slices = 0
         self._late = 0.0
+        self._flips_next = False  # the next part that is written
         self._active: list[tuple[float, Fault]] = []  # faults of storage that last, and until when
         self._awaited = [[fault, 0] for fault in plan.faults if fault.request]  # and how often their request was seen
 
@@ -126,6 +128,7 @@ class World:
     def _in_a_kind_world(self) -> None:
         """The run is started once more, and nothing disturbs it."""
         self._active.clear()
+        self._flips_next = False
         self._awaited.clear()
         self.disturbed = False
         self.scheduler.note("the world is kind now")
@@ -233,6 +236,8 @@ class World:
             group.disturbed = True
         if fault.kind in ("storm", "slow", "full"):
             self.disturbed = True
+        if fault.kind == "bad write":
+            self.disturbed = self._flips_next = True
         if fault.kind in ("storm", "slow", "full", "telemetry"):
             self._active.append((until, fault))
         elif fault.kind == "kill":
@@ -306,9 +311,13 @@ class World:
         newest = self.promises.newest_whole
         manifest = self.bucket.objects.get(f"{CHECKPOINTS}step-{newest:08d}/{MANIFEST}")
         if self.poisoned is None and manifest and self.promises.find_whole()[1:-1] and newest < self.plan.steps:
-            self.poisoned, self.poisoned_generation = newest, manifest.generation
-            self.promises.newest_whole = self.promises.find_whole()[0]
+            self.poisoned, self._hidden_poison = newest, manifest.generation
             self.disturbed = self.damaged = True
+
+    def notice_poison(self) -> None:
+        """A step after the poisoned checkpoint was not finite: from now on it is as good as damaged."""
+        self.poisoned_generation = self._hidden_poison
+        self.promises.newest_whole = self.promises.find_whole()[0]
 
     def refuses(self, group: Group) -> bool:
         """Whether the world gave this group a reason to end for good."""
@@ -334,7 +343,9 @@ class World:
                 fails, after = "before", after + 20 * rand()
         for waiting in list(self._awaited):
             self._count(waiting, request, now + before, after)
-        return Treatment(before, after, fails)
+        flips = self._flips_next and request.kind == WRITE and request.name.startswith("part-")
+        self._flips_next = self._flips_next and not flips
+        return Treatment(before, after, fails, flips)
 
     def _count(self, waiting: list, request: Request, effect: float, after: float) -> None:  # type: ignore[type-arg]
         fault, seen = waiting
