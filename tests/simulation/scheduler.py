@@ -239,9 +239,11 @@ class Scheduler:
             timeout: None for no limit.
             what: it waits for, for messages.
         """
-        task = self._caller()
+        task = self.current
         if task is None:
             raise RuntimeError(f"the scheduler itself can't wait for {what}")
+        if not task.process.alive:
+            raise Killed
         task._generation += 1
         if waiters is not None:
             waiters[task] = None
@@ -249,7 +251,9 @@ class Scheduler:
         if timeout is not None:
             heapq.heappush(self._timers, (self.now + timeout, next(self._numbers), task, task._generation))
         self.hub.switch()
-        self._resumed(task)
+        self.current = task
+        if not task.process.alive:
+            raise Killed
         task.waits_for = ""
         return bool(task._outcome)
 
@@ -398,6 +402,8 @@ class Event:
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
+        if self._is_set:
+            return True
         deadline = Deadline(self._scheduler, timeout)
         while not self._is_set and self._scheduler.wait(self._waiters, deadline.left(), self._name):
             pass

@@ -117,7 +117,7 @@ FROM_SERVER: Kinds = {
 def decode(line: bytes | bytearray, kinds: Kinds) -> tuple[str, Message]:
     """A message of one of these kinds, and its kind. Raises Malformed."""
     try:
-        message = json.loads(line.decode(), parse_constant=_refuse_constant, parse_float=_parse_finite)
+        message = _DECODER.decode(line.decode())
     except RecursionError:
         raise Malformed("nested too deeply") from None
     except ValueError as error:
@@ -145,6 +145,9 @@ def _parse_finite(text: str) -> float:
     if not math.isfinite(number):
         raise Malformed(f"{text[:20]} is not a finite number")
     return number
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_finite)  # json.loads makes one a line
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
