@@ -407,4 +407,7 @@ def explain_interrupt(config: Config, context: Context) -> None:
             "detached: what was started goes on. `tpu-launch run --attach` watches it again, `tpu-launch stop` stops it"
         )
     else:
-        say("interrupted: nothing of it is running. `tpu-launch run` again starts it or goes on with it")
+        say(
+            "interrupted: nothing of it is running. `tpu-launch run` again starts it or goes on with it; "
+            "a slice stays until `tpu-launch down`"
+        )
