@@ -7,6 +7,7 @@ There is no slice to create: nodes belong to the cluster's node pools. "The slic
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -141,14 +142,16 @@ class Gke:
         """Creates the JobSet, unless it is there, and waits until every host's container has started. Raises the error
         that keeps one from starting."""
         name = _name(attempt.container)
-        if not any(jobset["metadata"]["name"] == name for jobset in self._list_jobsets()):
-            self._delete(self._files, name)  # of a start that broke off half-way
-            self._create(attempt)
         try:
+            if not any(jobset["metadata"]["name"] == name for jobset in self._list_jobsets()):
+                self._delete(self._files, name)  # of a start that broke off half-way
+                self._create(attempt)
             self._own_files(name)
             self._wait_started(attempt, name)
         except LaunchError:
-            self._remove(name)
+            # Also where creating failed: its answer may be all that was lost.
+            with contextlib.suppress(LaunchError):
+                self._remove(name)
             raise
         return [HostReport(worker, True, "") for worker in self._workers]
 
@@ -176,24 +179,32 @@ class Gke:
     ) -> list[HostReport]:
         """Deletes the pods that run, which stops them; with `remove`, the objects of the attempt as well."""
         wanted = list(self._workers) if workers is None else list(workers)
-        watch = self._watch(container)
-        running = [pod for worker, pod in watch.pods(fresh=True).items() if worker in wanted and not pod.ended]
-        if running:
-            names = [pod.name for pod in running]
-            self._delete("pods", *names, f"--grace-period={grace}")
-        late = self._wait_ended(watch, {pod.worker for pod in running}, grace + 30)
-        if remove:
-            self._remove(_name(container))
-            watch.close()
-            with self._lock:
-                self._watches.pop(container, None)
+        try:
+            late = self._stop_pods(container, wanted, grace)
+            if remove:
+                self._remove(_name(container))
+                self._watch(container).close()
+                with self._lock:
+                    self._watches.pop(container, None)
+        except LaunchError as error:
+            if not error.transient:
+                raise
+            return [HostReport(worker, False, str(error)) for worker in wanted]
         problem = f"its pod has not ended within {grace + 30} s"
         return [HostReport(worker, worker not in late, problem if worker in late else "") for worker in wanted]
+
+    def _stop_pods(self, container: str, workers: Sequence[int], grace: int) -> set[int]:
+        """Deletes those of these hosts' pods that run, and waits for their ends. Returns the hosts that are late."""
+        watch = self._watch(container)
+        running = [pod for worker, pod in watch.pods(fresh=True).items() if worker in workers and not pod.ended]
+        if running:
+            self._delete("pods", *(pod.name for pod in running), f"--grace-period={grace}")
+        return self._wait_ended(watch, {pod.worker for pod in running}, grace + 30)
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """What `kubectl describe` says of the attempt's pods."""
         files = {}
-        for worker, pod in self._watch(container).pods().items():
+        for worker, pod in self._known_pods(container).items():
             try:
                 files[f"host-{worker}.txt"] = self._kubectl.call("describe", "pod", pod.name)
             except LaunchError as error:  # it may be gone
@@ -203,7 +214,7 @@ class Gke:
     def stacks(self, container: str) -> dict[int, str]:
         """The stack of each container's first process, by `kubectl exec`, for which k8s/role.yaml has a rule."""
         stacks = {}
-        for worker, pod in self._watch(container).pods().items():
+        for worker, pod in self._known_pods(container).items():
             if not pod.started or pod.ended:
                 continue
             command = ("exec", pod.name, "--container", CONTAINER, "--", "sh", "-c", _STACK)
@@ -212,6 +223,14 @@ class Gke:
             except LaunchError as error:
                 stacks[worker] = str(error)
         return stacks
+
+    def _known_pods(self, container: str) -> Mapping[int, Pod]:
+        """An attempt's pods; none when the cluster does not answer."""
+        try:
+            return self._watch(container).pods()
+        except LaunchError as error:
+            self.say(f"the pods are not known: {error}")
+            return {}
 
     # -- parts --------------------------------------------------------------------------------------------------------
 

@@ -31,6 +31,9 @@ run: {command: [train], start_minutes: START}
 KUBECTL = """#!/bin/sh
 cd "$(dirname "$0")" || exit 9
 echo "$*" >>calls
+for refused in refused-*; do
+  case "$*" in *" ${refused#refused-} "*) cat "$refused" >&2; exit 1 ;; esac
+done
 case "$*" in
   *--watch*) exec sleep 60 ;;
   *jsonpath*) echo the-uid ;;
@@ -128,6 +131,43 @@ def test_with_nodes_and_without_containers_it_is_no_stockout(kubectl: Path) -> N
     with pytest.raises(LaunchError, match=r"within run\.start_minutes \(0\.02\) after they had nodes") as bad:
         gke.start(ATTEMPT)
     assert bad.value.exit_code is Exit.CLOUD_ERROR
+
+
+NO_ANSWER = "Unable to connect to the server: dial tcp 34.1.2.3:443: i/o timeout\n"
+
+
+def calls(kubectl: Path, verb: str) -> list[str]:
+    return [call for call in (kubectl / "calls").read_text().splitlines() if f" {verb} " in call]
+
+
+def test_what_a_creation_that_failed_may_have_left_is_removed_and_its_reason_is_told(kubectl: Path) -> None:
+    (kubectl / "refused-create").write_text(NO_ANSWER)
+    gke = provider(kubectl, 1, 1)
+    with pytest.raises(LaunchError, match="does not answer"):
+        gke.start(ATTEMPT)
+    assert "jobsets" in calls(kubectl, "delete")[-1]
+    (kubectl / "refused-delete").write_text('Error from server (InternalError): "etcd" leader changed\n')
+    with pytest.raises(LaunchError, match=r"leader changed|does not answer") as bad:
+        gke.start(ATTEMPT)
+    assert bad.value.transient
+
+
+def test_a_cluster_that_does_not_answer_for_a_moment_does_not_end_a_run_that_has_ended(kubectl: Path) -> None:
+    show(kubectl, "a", "b")
+    gke = provider(kubectl, 1, 1)
+    (kubectl / "refused-get").write_text(NO_ANSWER)
+    reports = gke.stop(ATTEMPT.container, grace=1, remove=True)
+    assert [report.ok for report in reports] == [False, False]
+    assert "does not answer" in reports[0].detail
+    assert gke.evidence(ATTEMPT.container, [0, 1]) == {}
+    assert gke.stacks(ATTEMPT.container) == {}
+
+
+def test_who_may_not_stop_a_run_is_told(kubectl: Path) -> None:
+    (kubectl / "refused-get").write_text('Error from server (Forbidden): User "a@b.c" cannot list resource "pods"\n')
+    with pytest.raises(LaunchError) as bad:
+        provider(kubectl, 1, 1).stop(ATTEMPT.container, grace=1, remove=False)
+    assert bad.value.exit_code is Exit.PERMISSION
 
 
 @given(st.text("$()Aa =", max_size=12), st.dictionaries(st.text("Aa", min_size=1), st.text(max_size=3)))
