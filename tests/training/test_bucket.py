@@ -111,6 +111,50 @@ def test_a_third_of_the_requests_failing_changes_nothing(gcs: Any, status: int) 
     storage.delete("gs://bucket/0")
 
 
+@pytest.mark.parametrize("failure", ["refused", "lost answer"])
+def test_a_failed_chunk_of_a_large_object_alone_is_sent_again(
+    gcs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: str
+) -> None:
+    monkeypatch.setattr("google.cloud.storage.blob._DEFAULT_CHUNKSIZE", 1 << 20)
+    failed: list[str] = []
+    content = DATA * 40  # 12 MB, 12 chunks
+
+    def fail_once(request: Any) -> Response | None:
+        if (
+            request.method != "PUT"
+            or failed
+            or not request.headers.get("Content-Range", "").startswith("bytes 5242880-")
+        ):
+            return None
+        failed.append(request.headers["Content-Range"])
+        if failure == "refused":
+            return Response(503, b"busy")
+        gcs.api.answer(request)
+        raise Disconnected
+
+    gcs.fault = fail_once
+    stat = storage.write("gs://bucket/x", content, create_only=True)
+    assert failed
+    assert stat.crc32c == google_crc32c.value(content)
+    assert storage.read("gs://bucket/x") == content
+    assert [method for method, _, _ in gcs.requests].count("PUT") == 12 + 1
+
+
+def test_an_upload_whose_session_is_lost_begins_anew(gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("google.cloud.storage.blob._DEFAULT_CHUNKSIZE", 4 << 20)
+    lost: list[int] = []
+
+    def lose(request: Any) -> Response | None:
+        if request.method == "PUT" and len(lost) < 2:
+            lost.append(1)
+            return Response(410 if len(lost) == 1 else 404, b"no such upload")
+        return None
+
+    gcs.fault = lose
+    assert storage.write("gs://bucket/x", DATA * 40).crc32c == google_crc32c.value(DATA * 40)
+    assert len(lost) == 2
+
+
 def test_broken_connections_are_made_again(gcs: Any) -> None:
     chance = random.Random(1)
 

@@ -305,7 +305,7 @@ def test_the_cache_keeps_each_block_once_whatever_is_read_together(samples: Any,
     for first, last in ((20, 40), (0, 100), (60, 100), (0, 20)):
         assert np.array_equal(source.read(first, last, 10)["input_ids"], expected[first:last])
     kept = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert sum(path.stat().st_size for path in kept) == 100 * size_of(dataset)
+    assert sum(path.stat().st_size for path in kept) == 100 * size_of(dataset) + 4 * len(kept), "and a checksum each"
     gcs.requests.clear()
     assert np.array_equal(source.read(30, 100, 10)["input_ids"], expected[30:])
     assert not gcs.requests

@@ -1,5 +1,6 @@
 """Claims about `training.storage` on local files; tests/training/test_bucket.py makes them for gs://."""
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -121,3 +122,21 @@ def test_only_the_scheme_makes_a_url_remote(url: str, remote: bool) -> None:
 )
 def test_join(parts: tuple[str, ...], joined: str) -> None:
     assert storage.join(*parts) == joined
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS, errno.ENOTSUP])
+def test_a_mounted_bucket_without_hard_links_is_named_with_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """Cloud Storage FUSE has none."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refuse)
+    with pytest.raises(
+        storage.StorageError, match=rf"^{tmp_path}/x: this file system has no hard links \(.*write to gs://"
+    ):
+        storage.write(str(tmp_path / "x"), b"1", create_only=True)
+    assert not list(tmp_path.iterdir()), "nothing is left"
+    storage.write(str(tmp_path / "x"), b"1")

@@ -16,6 +16,7 @@ at the first `gs://` URL.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ from training.storage.types import (
     Changed,
     NotFound,
     Stat,
+    StorageError,
     crc32c,
     is_remote,
     local_errors,
@@ -37,6 +39,7 @@ from training.storage.types import (
 
 _PARTIAL = ".partial"
 _PIECE = 8 << 20
+_NO_HARD_LINKS = (errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EXDEV, errno.EMLINK)
 _WRITTEN = 64 << 20  # bytes after which the write-back begins, and other threads of the interpreter get their turn
 
 
@@ -226,6 +229,13 @@ def _replacing(url: str, create_only: bool) -> Iterator[int]:
                 os.link(partial, url)
             except FileExistsError:
                 raise AlreadyExists(f"{url} already exists") from None
+            except OSError as error:
+                if error.errno not in _NO_HARD_LINKS:
+                    raise
+                raise StorageError(
+                    f"{url}: this file system has no hard links ({error.strerror}), and without them two writers could "
+                    "both win: write to gs:// itself instead of a mounted bucket, or to another file system"
+                ) from None
             os.unlink(partial)
         else:
             os.replace(partial, url)

@@ -71,6 +71,7 @@ patience = Patience()
 _lock = threading.Lock()
 _clients: dict[tuple[int, str | None], Any] = {}
 _CONNECTIONS = 64
+_ONE_REQUEST = 8 << 20  # bytes up to which the client sends an object in one request
 # Reasons of a 403 that no permission would help against:
 # https://cloud.google.com/storage/docs/json_api/v1/status-codes
 _QUOTA_REASONS = (
@@ -202,24 +203,43 @@ def delete(url: str) -> None:
 
 
 def _send(url: str, size: int, checksum: Callable[[], int], send: Callable[..., None], create_only: bool) -> Stat:
-    """Writes an object of `size` bytes by `send(blob, **options)`. `checksum` computes the crc32c of what is sent."""
+    """Writes an object of `size` bytes by `send(blob, **options)`. `checksum` computes the crc32c of what is sent.
+
+    A large object is sent in chunks, and a chunk that fails is sent again by the client; only when the upload's session
+    is lost it begins anew."""
     bucket, name = _object(url)
-    attempts = 0
+    sent = 0  # requests that may have written the object
 
-    def attempt(timeout: tuple[float, float], _: float) -> Stat:
-        from google.api_core.exceptions import PreconditionFailed
+    def may_pass(error: Exception) -> bool:
+        nonlocal sent
+        passes = _may_pass(error)
+        sent += passes  # the client sends the chunk again
+        return passes
 
-        nonlocal attempts
-        attempts += 1
+    def attempt(timeout: tuple[float, float], until: float) -> Stat:
+        from google.api_core import exceptions as api
+        from google.api_core.retry import Retry
+
+        nonlocal sent
+        sent += 1
         blob = _client().bucket(bucket).blob(name)
+        limits, left = patience, max(until - time.monotonic(), 0.1)
+        chunks = Retry(may_pass, 2 * limits.first_delay, limits.longest_delay, 2, left) if size > _ONE_REQUEST else None
+        generation = 0 if create_only else None
         try:
-            send(blob, checksum="crc32c", if_generation_match=0 if create_only else None, timeout=timeout, retry=None)
-        except PreconditionFailed:
-            # It may be there because of our own earlier attempt, whose answer was lost.
-            present = stat(url) if attempts > 1 else None
+            send(blob, checksum="crc32c", if_generation_match=generation, timeout=timeout, retry=chunks)
+        except api.PreconditionFailed:
+            # It may be there because of our own earlier request, whose answer was lost.
+            present = stat(url) if sent > 1 else None
             if present and present.size == size and present.crc32c == checksum():
                 return present
             raise AlreadyExists(f"{url} already exists") from None
+        except api.RetryError as error:
+            raise error.cause or error from None
+        except api.GoogleAPICallError as error:
+            if error.code in (404, 410) and size > _ONE_REQUEST and _bucket_exists(bucket):
+                raise ConnectionError(f"the session of the upload is lost: {error.code}") from None
+            raise
         return _stat(url, blob)
 
     return _retry(url, "writing", attempt, size=size)
