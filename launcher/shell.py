@@ -110,7 +110,7 @@ def run(
         out, err = process.communicate(data, timeout=timeout)
     except subprocess.TimeoutExpired:
         _kill_group(process)
-        raise CommandTimeout(f"no answer within {timeout:.0f} s from: {quote(argv)}") from None
+        raise CommandTimeout(f"no answer within {timeout:.0f} s from: {quote(argv)}\n  try again") from None
     except BaseException:
         _kill_group(process)
         raise

@@ -15,7 +15,7 @@ from pathlib import Path
 from launcher.checks import inputs, preflight
 from launcher.clock import format_time
 from launcher.config import Config
-from launcher.errors import BadInput, LaunchError
+from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import local
 from launcher.images import overlay as overlays
 from launcher.machine import Machine
@@ -110,6 +110,11 @@ def run(request: Request, context: Context) -> Outcome:
         )
         ledger = _choose(request, context, requested, extras.overlay)
         with ledger.supervising():
+            if request.run_id is None and ledger.outcome == _FINISHED:
+                raise LaunchError(
+                    f"run {ledger.run_id} has just finished elsewhere: `tpu-launch run` again starts a new one",
+                    exit_code=Exit.CONFLICT,
+                )
             return _start_or_resume(request, context, ledger, provider, requested, extras)
 
 
@@ -142,7 +147,7 @@ def attach(request: Request, context: Context) -> Outcome:
             )
         session = open_session(config, context, ledger, SecretSource(context.environment, given))
         with contextlib.closing(session.provider):
-            if not ledger.started_everywhere and _look(session) is _Presence.INCOMPLETE:
+            if not ledger.started_everywhere and _look(session) in (_Presence.INCOMPLETE, _Presence.GONE):
                 raise BadInput(
                     f"run {ledger.run_id}: attempt {ledger.attempts - 1} was interrupted while it was started, and "
                     "does not run on all hosts: `tpu-launch run` ends it and starts the next"

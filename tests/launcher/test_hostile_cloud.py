@@ -5,6 +5,7 @@ Over the provider of two hosts in memory of test_runs; each names what happens a
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -79,6 +80,41 @@ def test_an_attempt_whose_slice_was_taken_away_unseen_is_a_preemption_like_any_o
         "preempted",
         "finished",
     ]
+
+
+def test_a_start_that_was_interrupted_before_any_host_ran_is_not_watched_for_ever(work: Workstation) -> None:
+    def interrupted() -> None:
+        work.hosts.only_created = {0, 1}
+        raise KeyboardInterrupt
+
+    config = work.config(command=COMMAND)
+    work.hosts.exits[0] = None
+    work.hosts.hooks["started"] = [interrupted]
+    with pytest.raises(KeyboardInterrupt):
+        work.run(config)
+    with pytest.raises(LaunchError, match="interrupted while it was started"):
+        work.attach(config)
+
+
+def test_a_run_that_finishes_while_another_terminal_waits_for_it_is_not_started_again(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work.hosts.exits[0] = 3
+    config = work.config(command=COMMAND)
+    work.run(config)
+    ledger, elsewhere = work.ledger, contextlib.ExitStack()
+    elsewhere.enter_context(ledger.supervising())
+
+    def finish(_seconds: float) -> None:  # while this terminal waits for the run's lock
+        ledger.append(events.AttemptBegan(1))
+        ledger.append(events.Ended(1, "finished"))
+        elsewhere.close()
+
+    monkeypatch.setattr(work.clock, "sleep", finish)
+    with pytest.raises(LaunchError, match="has just finished elsewhere") as refused:
+        work.run(config)
+    assert refused.value.exit_code == Exit.CONFLICT
+    assert len(work.hosts.attempts) == 1
 
 
 def test_a_start_that_was_interrupted_between_two_hosts_is_ended_and_made_again(work: Workstation) -> None:

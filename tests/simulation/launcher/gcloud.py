@@ -123,7 +123,7 @@ class Gcloud:
     def _tpu_vm_create(self) -> Answer:
         operation = self.google.create_node(
             (self.zone, self.name), self.project, self.flags["accelerator-type"], self._labels(),
-            self._is_spot(), self.actor.person,
+            self._is_spot(), self.actor.person, by=self.actor,
         )  # fmt: skip
         if "async" in self.flags:
             return self._started(operation)
@@ -173,7 +173,7 @@ class Gcloud:
         self.google.create_request(
             Request(
                 self.name, self.zone, self.project, self.flags["accelerator-type"], self._labels(), self._is_spot(),
-                self.actor.person, now, now + seconds,
+                self.actor.person, now, now + seconds, by=self.actor,
             )
         )  # fmt: skip
         return 0, "", f"Create request issued for: [{self.name}]"

@@ -44,6 +44,8 @@ class Node:
     uid: str
     state: str = "CREATING"
     request: str = ""
+    by: object = None
+    """The command that asked for it."""
     hosts: list[Host] = field(default_factory=list)
     deleted: float | None = None
 
@@ -88,6 +90,8 @@ class Request:
     state: str = "ACCEPTED"
     initiator: str = "SERVICE"
     error: dict[str, Any] | None = None
+    by: object = None
+    """The command that asked for it."""
 
     def document(self) -> dict[str, Any]:
         """As GET shows it."""
@@ -147,6 +151,7 @@ class Google:
         spot: bool,
         maker: str,
         request: str = "",
+        by: object = None,
     ) -> Operation:
         """Begins a creation. Raises ApiError."""
         zone, name = key
@@ -156,7 +161,7 @@ class Google:
             )
         self.counter += 1
         node = Node(name, zone, project, kind, labels, spot, maker, self.scheduler.now, str(1000 + self.counter))
-        node.request = request
+        node.request, node.by = request, by
         self.nodes[key] = node
         self.every_node.append(node)
         self._changed("nodes")
@@ -286,7 +291,14 @@ class Google:
         else:
             try:
                 self.create_node(
-                    key, request.project, request.type, request.labels, request.spot, request.maker, request.name
+                    key,
+                    request.project,
+                    request.type,
+                    request.labels,
+                    request.spot,
+                    request.maker,
+                    request.name,
+                    request.by,
                 )
                 request.state = "PROVISIONING"
             except ApiError as error:

@@ -48,7 +48,14 @@ class Command:
 
     def _say(self, text: str) -> None:
         self.said.append(text)
+        if text.startswith("run ") and ": started on all hosts" in text:
+            self._confirm(text.split()[1].rstrip(":"))
         self.world.note(f"  {self.name}: {text}")
+
+    def _confirm(self, run: str) -> None:
+        jobs = [job for (name, _), job in self.world.record.jobs.items() if name == run]
+        if jobs:
+            jobs[-1].confirmed = True
 
     def _emit(self, worker: int, line: object) -> None:
         pass

@@ -74,8 +74,8 @@ def no_silent_bill(life: Life, command: Command) -> None:
     if command.code == 0 or command.name not in ("up", "run", "attach") or command.verdict is not None:
         return
     google, person = life.world.google, command.place.person
-    left = [node for node in nodes_of(life.world, person) if node.created >= command.began and node.state in _BILLED]
-    requests = [item for item in google.requests.values() if item.maker == person and item.created >= command.began]
+    left = [node for node in nodes_of(life.world, person) if node.by is command.actor and node.state in _BILLED]
+    requests = [item for item in google.requests.values() if item.maker == person and item.by is command.actor]
     text = "\n".join(command.said)
     if (left or requests) and not any(word in text for word in ("tpu-launch down", "tpu-launch up", "billed")):
         life.world.break_promise(

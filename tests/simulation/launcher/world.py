@@ -236,6 +236,7 @@ class World:
             self.record.jobs[key] = job
         self._check_alone(container)
         self._check_not_stopped(container)
+        self._check_not_finished(container)
         container.status, container.started = "running", now
         container.started_at = container.finished_at = ""
         container.job = job
@@ -277,6 +278,13 @@ class World:
                         f"{container.name} starts while {other.name} runs on {host!r}",
                     )
 
+    def _check_not_finished(self, container: Container) -> None:
+        for (run, attempt), job in self.record.jobs.items():
+            if run == container.run and attempt < container.attempt and job.confirmed and job.finished:
+                self.break_promise(
+                    "a run that has finished is over", f"{container.name} starts after attempt {attempt}"
+                )
+
     def _check_not_stopped(self, container: Container) -> None:
         for stop in self.record.stops:
             asked_since = any(at > stop.at for at in self.record.runs_asked)
@@ -311,7 +319,7 @@ class World:
 
     def _check_end(self, container: Container, actor: Actor) -> None:
         job = container.job
-        if job is None or not job.healthy or job.began is None or self.scheduler.now - job.began < 0.5:
+        if job is None or not job.healthy or job.began is None or not job.confirmed:
             return
         stopped = any(stop.run == container.run for stop in self.record.stops)
         if not stopped and job.plan.kind != "stall":
@@ -325,6 +333,10 @@ class World:
     def node_deleted(self, node: Node, who: str) -> None:
         """Somebody's command deletes a node."""
         self.note(f"{who} deletes node {node.name} of {node.maker}, which is {node.state}")
+        for host in node.hosts:
+            for container in host.containers.values():
+                if container.job is not None:
+                    container.job.truths.append(Truth("deleted", host.worker))
         if node.maker != who:
             self.break_promise("nothing of others is touched", f"{who} deletes node {node.name} of {node.maker}")
         wanted = who in self.down_allowed
@@ -535,6 +547,6 @@ class Terminal:
             scheduler.wait(execution.waiters, deadline - scheduler.now, "gcloud")
         if execution.result is None:
             scheduler.kill(child)
-            raise CommandTimeout(f"no answer within {timeout:.0f} s from: {' '.join(argv)[:100]}")
+            raise CommandTimeout(f"no answer within {timeout:.0f} s from: {' '.join(argv)[:100]}\n  try again")
         code, output = execution.result
         return Result(tuple(argv), code, output, execution.errors)
