@@ -2,8 +2,9 @@
 means in `barrier_state.py`; here are sockets and a clock.
 
 No connection can hold up another one: nothing here waits for a peer to read or to write. One that takes nothing for
-`lost_seconds`, or on whose behalf anything goes wrong, is closed. When the thread itself ends, for whatever reason, it
-closes all connections, so that no host waits for an answer that will not come.
+`lost_seconds` is broken by the kernel (TCP_USER_TIMEOUT), and one on whose behalf anything goes wrong is closed. When
+the thread itself ends, for whatever reason, it closes all connections, so that no host waits for an answer that will
+not come.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ class _Connection:
     socket: Connection
     unsent: deque[memoryview] = field(default_factory=deque)
     watched_for_writing: bool = False
-    progress: float = 0.0  # when the peer last took something of what was to be sent; seconds of the clock
 
 
 class RendezvousServer:
@@ -77,7 +77,8 @@ class RendezvousServer:
                 if now >= next_tick:
                     next_tick = now + TICK
                     self._perform(self._protocol.tick(now))
-                    self._drop_stuck(now)
+        except Exception as error:  # a defect of ours: the hosts notice at once, from their connections
+            print(f"tpu-train: the rendezvous has ended: {describe(error)}", file=sys.stderr, flush=True)
         finally:
             self._listener.close()
             for connection in self._connections.values():
@@ -158,7 +159,6 @@ class RendezvousServer:
 
     def _flush(self, connection: _Connection) -> bool:
         unsent = connection.unsent
-        connection.progress = self._clock()
         try:
             while unsent:
                 sent = connection.socket.send(unsent[0])
@@ -175,12 +175,6 @@ class RendezvousServer:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
             self._selector.modify(connection.socket, events, connection)
         return True
-
-    def _drop_stuck(self, now: float) -> None:
-        """Closes the connections whose peers take nothing, though their kernels answer: such processes are stopped."""
-        for connection in list(self._connections.values()):
-            if connection.unsent and now - connection.progress > self._lost_seconds:
-                self._lose(connection)
 
     def _close(self, connection: _Connection) -> None:
         del self._connections[connection.number]

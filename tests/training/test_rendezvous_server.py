@@ -1,0 +1,159 @@
+"""Host 0's side of the rendezvous over real sockets: no host can hold up another one, and its end is noticed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from training.distributed import connection as connections
+from training.distributed.barrier_state import Identity
+from training.distributed.cluster import SECRET_VARIABLE, Cluster, discover
+from training.distributed.protocol.greeting import RENDEZVOUS, Credentials, credentials, derive_token
+from training.distributed.protocol.messages import encode
+from training.distributed.rendezvous_server import RendezvousServer
+from training.errors import BadInput
+
+SECRET = b"the secret of the attempt"
+LOST_SECONDS = 2.0
+
+
+class Host:
+    """A connection that host 0 has let in."""
+
+    def __init__(self, port: int, worker: int) -> None:
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        own = Credentials(Identity("run", 1, 3), RENDEZVOUS, SECRET)
+        assert not isinstance(connections.introduce(self.socket, own, worker, 10), connections.Refused)
+        self.socket.settimeout(10)
+        self._unread = b""
+
+    def arrive(self, name: str, payload: Any = None) -> None:
+        self.socket.sendall(encode({"arrive": name, "payload": payload, "seconds": 60}))
+
+    def read(self, kind: str) -> dict[str, Any]:
+        """The next message of a kind."""
+        while True:
+            while b"\n" in self._unread:
+                line, self._unread = self._unread.split(b"\n", 1)
+                message: dict[str, Any] = json.loads(line)
+                if kind in message:
+                    return message
+            data = self.socket.recv(1 << 20)
+            assert data, "host 0 has closed the connection"
+            self._unread += data
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        number: int = probe.getsockname()[1]
+        return number
+
+
+@pytest.fixture
+def server(port: int) -> Iterator[RendezvousServer]:
+    cluster = Cluster(0, ("127.0.0.1",) * 3, None, "run", 1, port, secret=SECRET)
+    server = RendezvousServer(cluster, LOST_SECONDS)
+    yield server
+    server.close(0)
+
+
+@pytest.fixture
+def hosts(server: RendezvousServer, port: int) -> Iterator[list[Host]]:
+    hosts = [Host(port, worker) for worker in range(3)]
+    yield hosts
+    for host in hosts:
+        host.socket.close()
+
+
+def test_a_host_that_reads_nothing_holds_up_no_other_one_and_is_lost_in_the_end(hosts: list[Host]) -> None:
+    """Its process is stopped: its kernel answers, and its buffers fill up."""
+    large = "x" * 3_900_000
+    began = time.monotonic()
+    for host in hosts:
+        host.arrive("parts", [host.socket.fileno(), large])
+    for host in hosts[1:]:
+        assert [payload[1] == large for payload in host.read("complete")["payloads"]] == [True] * 3
+    assert time.monotonic() - began < LOST_SECONDS
+    for host in hosts[1:]:
+        assert "host 0 is gone" in host.read("lost")["lost"]
+    assert time.monotonic() - began < 4 * LOST_SECONDS
+
+
+def test_when_the_servers_thread_ends_all_hosts_notice_at_once(
+    server: RendezvousServer, hosts: list[Host], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(now: float) -> Any:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(server._protocol, "tick", fail)
+    began = time.monotonic()
+    for host in hosts:
+        while host.socket.recv(1 << 16):
+            pass
+    assert time.monotonic() - began < 2
+    assert "tpu-train: the rendezvous has ended: a defect" in capsys.readouterr().err
+
+
+def test_a_defect_in_what_one_host_says_costs_that_host(
+    server: RendezvousServer, hosts: list[Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(server._protocol.state, "set_phase", fail)
+    hosts[1].socket.sendall(encode({"phase": "x"}))
+    for host in (hosts[0], hosts[2]):
+        assert "host 1 is gone" in host.read("lost")["lost"]
+
+
+def test_without_room_for_a_connection_the_oldest_stranger_goes() -> None:
+    strangers, accepted = ["first", "second"], []
+
+    def accept() -> tuple[str, None]:
+        if len(strangers) > 1:
+            raise OSError(errno.EMFILE, "too many open files")
+        return "a host", None
+
+    def shed() -> bool:
+        accepted.append(strangers.pop(0))
+        return True
+
+    assert connections.accept(accept, shed) == "a host"
+    assert accepted == ["first"]
+    naps: list[float] = []
+    strangers = ["first", "second"]
+    assert connections.accept(accept, lambda: False, naps.append) is None
+    assert naps, "it must not spin"
+
+
+def test_several_hosts_without_a_secret_are_refused_in_one_line() -> None:
+    cluster = Cluster(1, ("10.0.0.1", "10.0.0.2"))
+    with pytest.raises(BadInput, match="TPU_LAUNCH_SECRET is not set: the 2 hosts") as refused:
+        credentials(cluster, RENDEZVOUS)
+    assert "openssl rand -hex 32" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert credentials(Cluster(1, ("127.0.0.1", "localhost", "::1")), RENDEZVOUS).secret == b""
+
+
+def test_a_short_secret_is_refused_and_no_message_shows_one() -> None:
+    environment = {"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2", SECRET_VARIABLE: "short"}
+    with pytest.raises(BadInput, match="5 characters; it must have 16"):
+        discover(environment)
+    cluster = discover({**environment, SECRET_VARIABLE: f"{SECRET.decode()}\n"})
+    assert cluster.secret == SECRET, "the end of a file's line does not count"
+    own = credentials(cluster, RENDEZVOUS)
+    assert SECRET.decode() not in repr((cluster, own))
+
+
+def test_a_librarys_own_exchange_has_a_name_that_only_this_attempt_knows() -> None:
+    one = Cluster(0, ("10.0.0.1",), secret=SECRET)
+    assert derive_token(one, "token") == derive_token(one, "token")
+    others = (Cluster(0, ("10.0.0.1",), secret=SECRET, attempt=1), Cluster(0, ("10.0.0.1",), secret=SECRET * 2))
+    assert all(derive_token(one, "token") != derive_token(other, "token") for other in others)
