@@ -20,7 +20,7 @@ from typing import Any
 from launcher import costs, home, shell
 from launcher.checks import inputs
 from launcher.config import Config
-from launcher.errors import LaunchError
+from launcher.errors import CommandMissing, LaunchError
 from launcher.gcloud.calls import ask_gcloud
 from launcher.gcloud.errors import PermissionDenied
 from launcher.images import engine
@@ -108,7 +108,8 @@ def _gcloud_and_account() -> list[Row]:
         shell.find("ssh")
         info = json.loads(ask_gcloud(["gcloud", "info", "--format=json", "--quiet"], timeout=_SECONDS))
     except LaunchError as error:
-        return [Row("gcloud", Verdict.FAIL, str(error).splitlines()[0], "https://cloud.google.com/sdk/docs/install")]
+        fix = "https://cloud.google.com/sdk/docs/install" if isinstance(error, CommandMissing) else "gcloud info"
+        return [Row("gcloud", Verdict.FAIL, str(error).splitlines()[0], fix)]
     return [version_row(info), account_row(info)]
 
 

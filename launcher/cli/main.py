@@ -104,6 +104,10 @@ def main() -> None:
     except TrainError as error:
         terminal.error(str(error))
         _end(Exit.BAD_INPUT if error.exit_code == 2 else Exit.CLOUD_ERROR)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): nothing may be written at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _end(Exit.OK)
     except OSError as error:
         if error.errno not in _DISK_TROUBLE:
             raise
@@ -112,10 +116,6 @@ def main() -> None:
             "make room, then `tpu-launch run --attach` watches it again"
         )
         _end(Exit.CLOUD_ERROR)
-    except BrokenPipeError:
-        # The reader of our output went away (`| head`): nothing may be written at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _end(Exit.OK)
 
 
 def _interrupt(_signal: int, _frame: object) -> None:
