@@ -559,3 +559,25 @@ def test_checkpoints_are_kept_in_the_storage_that_is_passed_in() -> None:
     assert restored is not None
     assert (restored.manifest.step, restored.damaged, len(warnings)) == (20, (30,), 1)
     assert state.is_of(20)
+
+
+class BeforeNewerStart(SingleHost):
+    """Host 0 listed step 3, which a newer start has deleted since."""
+
+    def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
+        return [[3]] if name == "checkpoints" else [payload]
+
+
+def test_a_restore_that_finds_nothing_of_what_it_listed_looks_again() -> None:
+    storage = MemoryStorage()
+    description = RunDescription(IDENTITY, {}, "c", "aa")
+    writer = CheckpointWriter(
+        "runs/r", Cluster(0, ("h",), run_id="r"), SingleHost(), description, Keep(2), storage=storage
+    )
+    writer.save(8, State(8).layout(), State(8).copy, {})
+    writer.wait()
+    warnings: list[str] = []
+    restored = restore("runs/r", BeforeNewerStart(), IDENTITY, lambda _: None, warnings.append, storage)
+    assert restored is not None
+    assert (restored.manifest.step, restored.damaged) == (8, (3,))
+    assert "manifest.json is missing" in warnings[0]

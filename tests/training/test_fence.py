@@ -67,6 +67,16 @@ def test_of_starts_at_the_same_moment_exactly_one_commits(names: tuple[str, ...]
     assert [may_commit("runs/r", own, storage) for own in (*starts, later)] == [False, False, False, True]
 
 
+def test_of_three_starts_one_commits_though_only_two_were_after_each_other() -> None:
+    storage = MemoryStorage()
+    first = start("runs/r", "cc", storage)
+    second = start("runs/r", "aa", storage)
+    # Listed at the same moment as `first`, and was written after `second` had listed.
+    third = Claim("runs/r/attempts/attempt-0000.bb.json", frozenset())
+    storage.write(third.url, b'{"after": []}')
+    assert [may_commit("runs/r", own, storage) for own in (first, second, third)] == [False, True, False]
+
+
 def test_a_claim_of_an_older_program_that_appears_is_newer(tmp_path: Path) -> None:
     storage = MemoryStorage()
     own = start("runs/r", "bb", storage)

@@ -4,9 +4,9 @@
                                           changed. Its "after" lists the claims that were there before
 
 Whether by two launchers, or because a host of an old attempt wakes up: of two groups of hosts that train one run, one
-goes on, from what the other had committed. A start whose claim another one lists is older than that one. Two that do
-not list each other were made at the same moment: attempt number and token decide. So there is no moment at which two
-starts take each other for older, whatever happens between listing and writing.
+goes on, from what the other had committed. A start whose claim another one lists is older than that one, which lists
+more. Of those that list equally many, made at the same moment, attempt number and token decide. So there is one order
+of all starts, and no moment at which they take each other for older, whatever happens between listing and writing.
 """
 
 from __future__ import annotations
@@ -95,14 +95,16 @@ def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_
 def _goes_before(record: Mapping[str, Any], name: str, own: Claim) -> bool:
     """Whether a start that `own` does not know of is newer, or was made at the same moment and has precedence."""
     after = record.get("after")
-    if not isinstance(after, list) or own.name in after:
+    if not isinstance(after, list):
         return True  # of a program that did not write the key, a claim that is new here is newer
-    return _precedence(name) > _precedence(own.name)
+    return _rank(len(after), name) > _rank(len(own.after), own.name)
 
 
-def _precedence(name: str) -> tuple[int, str]:
+def _rank(seen: int, name: str) -> tuple[int, int, str]:
+    """The place of a claim in the one order that all starts agree on. Who lists a claim lists what that one lists too,
+    and so has seen more: numbers seen can't go in a circle, as pairs that decide by name can."""
     match = _CLAIM.fullmatch(name)
-    return (int(match[1]), match[2]) if match else (0, name)
+    return (seen, int(match[1]), match[2]) if match else (seen, 0, name)
 
 
 def _claims(folder: str, storage: Storage) -> frozenset[str]:

@@ -287,6 +287,7 @@ class Promises:
         if not host.group.asked_to_stop:
             self.broken("75 means asked to stop", f"{host.name}: {message[-300:]}")
         quick = self._world.plan.step_seconds <= 2 and self._world.plan.compile_seconds < 1
+        quick = quick and self.newest_whole < self._world.plan.steps
         if "could not stop in good order" in message and quick and not host.group.disturbed | self._world.disturbed:
             self.broken("SIGTERM leads to a commit", f"{host.name}: {message[-300:]}")
         match = re.search(r"stopped after step (\d+), which is committed", message)
