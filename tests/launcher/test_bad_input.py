@@ -127,7 +127,7 @@ def test_help_of_every_verb_is_there(folder: Path) -> None:
 def test_a_reader_that_goes_away_is_no_error(folder: Path) -> None:
     """`tpu-launch plan | head -n 1`"""
     command = subprocess.Popen(
-        [sys.executable, "-m", "launcher.cli", "plan", "run.yaml"],
+        [sys.executable, "-m", "launcher.cli", "plan", "-f", "run.yaml"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(HOUSE), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
