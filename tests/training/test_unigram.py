@@ -110,3 +110,25 @@ def test_words_begin_with_their_space_and_special_tokens_are_not_words() -> None
         "▁a": 1,
         "▁b": 1,
     }
+
+
+def test_equally_frequent_words_are_a_sample_of_all_and_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text without spaces: each sentence is a word that occurs once."""
+    monkeypatch.setattr(unigram, "WORDS", 300)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    once = [f"{letters[number % 26]}{letters[number // 26 % 26]}{number}" for number in range(3000)]
+    often = ["zzz", "yyy"]
+    words = dict.fromkeys(once, 1) | dict.fromkeys(often, 5)
+    sample = [word for word, _ in unigram._most_frequent(words)]
+    assert set(often) < set(sample)
+    assert len(sample) == len(set(sample)) == 300
+    first_letters = [sum(word[0] == letter for word in sample) for letter in letters]
+    assert min(first_letters) >= 3, "the first of the alphabet would be words with a alone"
+    reversed_words = dict(reversed(words.items()))
+    assert {word for word, _ in unigram._most_frequent(reversed_words)} == set(sample)
+    assert unigram.train(words, 60) == unigram.train(reversed_words, 60)
+
+
+def test_fewer_words_than_the_limit_give_the_vocabulary_that_they_always_gave() -> None:
+    words = {"▁the": 9, "▁cat": 4, "▁mat": 4, "▁rat": 1, "▁tea": 1}
+    assert sorted(unigram._most_frequent(words)) == sorted(words.items())

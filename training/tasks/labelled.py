@@ -16,7 +16,7 @@ from training.batch import Arrays, HostBatch
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
-from training.data.sampling import bucket_schedule
+from training.data.sampling import bucket_schedule, order
 from training.distributed.cluster import Cluster
 from training.tasks.task import evaluation_slice, open_data, read_ahead, training_slice
 
@@ -53,6 +53,7 @@ class LabelledTask:
             "task": self._config.task,
             "data.train": self.data.train.hash,
             "tokenizer": self.data.train.tokenizer_hash,
+            **order.identity(),
         }
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:

@@ -16,11 +16,13 @@ in a fixed order.
      Maximisation: log probabilities from the expected counts (with digamma, as a Bayesian with a sparse prior would).
   3. Drop the quarter of pieces whose loss costs the likelihood least; repeat from 2 until few enough are left.
 
-Memory grows with the number of different words: training uses the WORDS most frequent ones.
+Memory grows with the number of different words: training uses the WORDS most frequent ones (`_most_frequent`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import heapq
 from collections.abc import Mapping
 
 import numpy as np
@@ -86,12 +88,25 @@ def _best(pieces: list[str], scores: list[float], required: list[bool], spare: i
     return sorted(chosen, key=lambda entry: (-entry[1], entry[0]))
 
 
+def _most_frequent(words: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The WORDS most frequent words. Among equally frequent ones a hash decides: in text without spaces a sentence is
+    one word, which occurs once, and the first of the alphabet would be a sample of few characters."""
+    if len(words) <= WORDS:
+        return list(words.items())
+
+    def rank(entry: tuple[str, int]) -> tuple[int, bytes]:
+        word, count = entry
+        return -count, hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+    return heapq.nsmallest(WORDS, words.items(), key=rank)
+
+
 class _Text:
     """Words side by side in flat arrays."""
 
     def __init__(self, words: Mapping[str, int]) -> None:
         cut: dict[str, int] = {}
-        for word, count in sorted(words.items(), key=lambda entry: (-entry[1], entry[0]))[:WORDS]:
+        for word, count in _most_frequent(words):
             for start in range(0, len(word), WORD_CHARACTERS):
                 part = word[start : start + WORD_CHARACTERS]
                 cut[part] = cut.get(part, 0) + count

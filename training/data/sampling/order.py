@@ -11,9 +11,10 @@ How an epoch is shuffled (every stage depends on seed and epoch):
      batch, step after step.
 
 Why not a global permutation of records: reading single records in random order costs one request each. Here a window
-costs about WINDOW_BLOCKS requests for some 60 MB, enough for hundreds of steps. And because a group fills few rows, a
-host that needs only some rows reads only some groups: all hosts together read the dataset about once per epoch, not
-once each.
+costs about WINDOW_BLOCKS requests for some 60 MB, enough for tens to hundreds of steps. And because a group fills few
+rows, a host that needs only some rows reads only some groups, whole blocks of them: up to 8 hosts together read the
+dataset about 1.2 times an epoch, 64 hosts 3 times, 512 hosts 17 times (`benchmarks/read_amplification.py`). What one
+host reads falls all the same with the number of hosts, to two or three groups of 2 MB a window.
 
 Quality: each epoch is a permutation of all records, and a record may be at any place of the epoch. Two records of one
 block are in the same window, and in the same batch with a probability of about B / window: with a record come on
@@ -21,8 +22,8 @@ average B / 256 others of its own block, whatever the size of the dataset; all o
 buffer of the window's size over files read in order would take *all* its records from one stretch of the dataset.
 Datasets of up to GROUP_BLOCKS * MIN_BLOCK records are one group, so their permutation is uniform.
 
-The constants are part of what a seed means: changing one changes every order. ORDER_VERSION is stored in checkpoints
-for that reason.
+The constants are part of what a seed means: changing one changes every order, and then ORDER_VERSION must change, too.
+It is part of what a checkpoint must agree with (`identity`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ WINDOW_BLOCKS = 256  # blocks per window
 GROUP_BLOCKS = 8  # blocks per group
 BLOCK_BYTES = 256 << 10  # the largest block
 MIN_BLOCK = 64  # records in the smallest block
+FIRST_ORDER_VERSION = 1  # which checkpoints do not name
 
 Ints = npt.NDArray[np.int64]
 
@@ -123,6 +125,21 @@ class CellRange:
     number: int
     start: int
     stop: int
+
+
+def identity() -> dict[str, int]:
+    """What a checkpoint must agree with, so that the run continues on the records that were not used yet."""
+    return {} if ORDER_VERSION == FIRST_ORDER_VERSION else {"data.order": ORDER_VERSION}
+
+
+def blocks_of_hosts(order: Shuffled, epoch: int, number: int, hosts: int) -> list[int]:
+    """How many blocks each host reads for a window."""
+    blocks = order.window(epoch, number) // order.geometry.block  # (cells,)
+    counts = []
+    for host in range(hosts):
+        rows = host_rows(order.batch, host, hosts)
+        counts.append(len(np.unique(blocks[cells_of_rows(order, order.batch, epoch, number, *rows)])))
+    return counts
 
 
 def split_places(geometry: Geometry, first: int, last: int) -> list[CellRange]:

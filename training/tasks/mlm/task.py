@@ -12,6 +12,7 @@ from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
 from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluation
+from training.data.sampling import order
 from training.data.sampling.masking import Masking
 from training.distributed.cluster import Cluster
 from training.registry import TASKS
@@ -54,6 +55,7 @@ class MaskedLanguageModeling:
             "task": self._config.task,
             "data.train": self.data.train.hash,
             "tokenizer": self.data.train.tokenizer_hash,
+            **order.identity(),
             "masking": f"{self._masking.percent} % at {self._masking.places(self.data.sequence_length)} places",
         }
 
