@@ -51,7 +51,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_records() -> None:
 
 def test_the_best_evaluation_is_the_first_of_equal_ones() -> None:
     evaluations = Evaluations(Best("accuracy", "max"))
-    for step, accuracy in ((10, 0.5), (20, 0.7), (30, 0.7), (40, float("nan"))):
+    for step, accuracy in ((10, 0.5), (20, 0.7), (30, 0.7), (35, float("inf")), (40, float("nan"))):
         evaluations.record(step, {"accuracy": accuracy}, None)
         assert evaluations.is_best(step) == (step in (10, 20))
     assert evaluations.best == {"step": 20, "metric": "accuracy", "value": 0.7}

@@ -54,7 +54,8 @@ class Best:
     mode: str  # min or max
 
     def better(self, value: float, than: float | None) -> bool:
-        """Whether `value` is better. The first value is better than None; equal ones are not, and NaN never is."""
-        if math.isnan(value):
+        """Whether `value` is better. The first value is better than None; equal ones are not, and one that is not finite
+        never is."""
+        if not math.isfinite(value):
             return False
         return than is None or (value < than if self.mode == "min" else value > than)
