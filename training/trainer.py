@@ -37,10 +37,9 @@ from training.telemetry.console import Console, warn
 from training.telemetry.metrics import MetricsLog
 from training.telemetry.phase_timer import PhaseTimer
 from training.telemetry.text import format_evaluation, format_progress
-from training.telemetry.writer import MetricsWriter
+from training.telemetry.writer import HURRIED_SECONDS, MetricsWriter
 
-# That the last metrics may take: at the run's end, and while a machine is taken away.
-_FINISH_SECONDS, _STOP_SECONDS = 60.0, 5.0
+_FINISH_SECONDS = 60.0  # that the last metrics may take
 
 RECORD_SECONDS = 30.0  # for host 0 to record that a step was not finite, before any host leaves
 
@@ -70,7 +69,7 @@ def train(
     run, begin_record = open_run(
         config, cluster, rendezvous, shutdown, timer, Console(cluster.is_first), dependencies or Dependencies()
     )
-    context = AttemptContext(run.console)
+    context = AttemptContext(run.console, is_hurried=lambda: shutdown.requested)
     recording = record_attempt_end(
         run.folder, begin_record, timer, context, warn, run.dependencies.storage, run.dependencies.machine
     )
@@ -245,7 +244,7 @@ class Trainer:
         self.checkpoints.wait()
         self.run.rendezvous.meet("stop", step)
         if self.log:
-            self.log.finish(_STOP_SECONDS, whole=True)
+            self.log.finish(HURRIED_SECONDS, whole=True)
         raise StopRequested(f"stopped after step {step}, which is committed: {self._checkpoint_url(step)}")
 
     def finish(self) -> dict[str, Any]:
@@ -273,7 +272,7 @@ class Trainer:
             checksum=checksum, skipped=skipped, hub=hub,
         )  # fmt: skip
         if self.log:
-            self.log.finish(_FINISH_SECONDS, whole=True)
+            self.log.finish(_FINISH_SECONDS, whole=True, is_hurried=lambda: run.shutdown.requested)
             write_summary(run, self.evaluations, summary)
         return summary
 

@@ -54,7 +54,7 @@ class Best:
     mode: str  # min or max
 
     def better(self, value: float, than: float | None) -> bool:
-        """Whether `value` is better. The first value is better than None; equal ones are not, and one that is not finite
+        """Whether `value` is better. The first value is better than None; equal ones are not, and what is not finite
         never is."""
         if not math.isfinite(value):
             return False

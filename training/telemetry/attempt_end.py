@@ -13,7 +13,7 @@ from training.storage import Storage
 from training.telemetry import attempts, html
 from training.telemetry.console import Console
 from training.telemetry.phase_timer import PhaseTimer
-from training.telemetry.writer import MetricsWriter
+from training.telemetry.writer import MetricsWriter, join
 
 END_SECONDS = 90.0  # that host 0 spends on recording an end: storage may not answer
 
@@ -24,6 +24,7 @@ class AttemptContext:
 
     console: Console
     log: MetricsWriter | None = None
+    is_hurried: Callable[[], bool] = lambda: False  # the machine is taken away
     step: Callable[[], int] = lambda: 0  # steps done so far
     close: list[Callable[[], None]] = field(default_factory=list)  # called first: ends what runs in the background
 
@@ -60,7 +61,7 @@ def record_attempt_end(
             for close in context.close:
                 close()
             if context.log:
-                context.log.finish(END_SECONDS / 3)
+                context.log.finish(END_SECONDS / 3, is_hurried=context.is_hurried)
             attempts.write_end(start_url, error, context.step(), timer.report(), storage=storage)
             if not isinstance(error, StopRequested):
                 context.console.print(f"report: {html.write_report(folder, storage=storage)}")
@@ -75,6 +76,5 @@ def record_attempt_end(
     finally:
         context.console.close()
         recording = machine.threads.start(record, name="attempt-end")
-        recording.join(END_SECONDS)
-        if recording.is_alive():
-            warn(f"the end of the attempt is not recorded in {folder} within {END_SECONDS:g} s")
+        if not join(recording, END_SECONDS, context.is_hurried, machine.clock):
+            warn(f"the end of the attempt is not recorded in {folder}: storage is slow")

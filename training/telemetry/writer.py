@@ -14,12 +14,26 @@ from collections import deque
 from collections.abc import Callable
 
 from training.machine import SYSTEM, Machine
+from training.machine.threads import Thread
 from training.telemetry.metrics import MetricsLog
 from training.telemetry.tracker import Values
 
 FLUSH_SECONDS = 20.0
 RETRY_SECONDS = 1.0  # between tries when the run waits for the end
+HURRIED_SECONDS = 5.0  # that the end may take while a machine is taken away
 MOST_WAITING = 10_000  # lines in memory: hours of them, in 3 MB
+
+
+def join(thread: Thread, seconds: float, is_hurried: Callable[[], bool], clock: Callable[[], float]) -> bool:
+    """Waits for the end of a thread, at most `seconds`, and at most `HURRIED_SECONDS` from when `is_hurried` says so.
+    Returns whether it has ended."""
+    deadline = clock() + seconds
+    was_hurried = False
+    while thread.is_alive() and clock() < deadline:
+        if is_hurried() and not was_hurried:
+            was_hurried, deadline = True, min(deadline, clock() + HURRIED_SECONDS)
+        thread.join(min(0.5, max(0.0, deadline - clock())))
+    return not thread.is_alive()
 
 
 class MetricsWriter:
@@ -35,7 +49,7 @@ class MetricsWriter:
             warn: shows a warning.
             machine: for the thread.
         """
-        self._open_log, self._warn = open_log, warn
+        self._open_log, self._warn, self._clock = open_log, warn, machine.clock
         self._log: MetricsLog | None = None  # the thread's
         self._is_flushed = True  # the thread's
         self._failure: str | None = None  # of the last try
@@ -53,12 +67,13 @@ class MetricsWriter:
                 self._lost += 1
             self._waiting.append((step, dict(values)))
 
-    def finish(self, seconds: float, *, whole: bool = False) -> None:
+    def finish(self, seconds: float, *, whole: bool = False, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Writes what is left, and waits for that at most `seconds`. A second call does nothing.
 
         Args:
             seconds: to wait.
             whole: the attempt ends in good order: the run's whole history is written too.
+            is_hurried: whether the machine is taken away: then it waits for `HURRIED_SECONDS` at most.
         """
         if self._was_awaited:
             return
@@ -66,9 +81,8 @@ class MetricsWriter:
         with self._changed:
             self._is_ending, self._is_whole = True, whole
             self._changed.notify_all()
-        self._thread.join(seconds)
-        if self._thread.is_alive():
-            self._warn(f"the last metrics are not written within {seconds:g} s: {self._failure or 'storage is slow'}")
+        if not join(self._thread, seconds, is_hurried, self._clock):
+            self._warn(f"the last metrics are not written: {self._failure or 'storage is slow'}")
         if self._lost:
             self._warn(f"{self._lost} lines of metrics were lost: storage did not take them for too long")
 
