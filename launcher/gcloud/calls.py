@@ -28,7 +28,10 @@ T = TypeVar("T")
 def ask_gcloud(argv: Sequence[str], *, timeout: float, run: RunCommand = shell.run) -> str:
     """Runs a gcloud command that does not concern a node, once, and returns its standard output. Raises the LaunchError
     that its message means."""
-    result = run(argv, timeout=timeout)
+    try:
+        result = run(argv, timeout=timeout)
+    except CommandTimeout as error:
+        raise CommandTimeout(f"{error}\n  Google's API, or the network to it, does not answer: try again") from None
     if result.ok:
         return result.stdout
     raise explain_error(result.stderr or result.stdout, argv)

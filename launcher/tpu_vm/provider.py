@@ -295,7 +295,7 @@ class TpuVm:
             if clock.monotonic() > deadline:
                 raise HostsUnreachable(
                     f"slice {name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts are: "
-                    f"{'; '.join(missing)}\n  `tpu-launch up` goes on waiting; `tpu-launch down`, then `up`, makes it anew"
+                    f"{'; '.join(missing)}\n  `tpu-launch up` goes on waiting; `down`, then `up`, makes it anew"
                 )
             state = patience.ask(self.describe, deadline)
             if state is None or state.state == "DELETING":

@@ -307,8 +307,10 @@ def remove(config: Config, doomed: Request, say: Callable[[str], None], machine:
     anew under its name is left alone. Raises CommandTimeout."""
     deadline = machine.clock.monotonic() + _DELETE_SECONDS
     patience = Patience(machine, say, f"request {doomed.name}")
-    request: Request | None = doomed
-    while request is not None and request.created == doomed.created:
+    while True:
+        request = patience.ask(lambda: describe(config, machine), deadline)
+        if request is None or request.created != doomed.created:
+            return
         if machine.clock.monotonic() > deadline:
             raise CommandTimeout(
                 f"request {request.name} is {request.state} and not gone after {_DELETE_SECONDS / 60:.0f} minutes; "
@@ -316,19 +318,17 @@ def remove(config: Config, doomed: Request, say: Callable[[str], None], machine:
             )
         # A request that is being suspended must get there first; the API sometimes forgets a deletion, so it is asked
         # for again.
-        if request.state in ("DELETING", "SUSPENDING"):
-            machine.clock.sleep(_POLL_SECONDS)
-        else:
+        if request.state not in ("DELETING", "SUSPENDING"):
             try:
                 call_gcloud(machine, delete_command(config), timeout=_DELETE_SECONDS)
+                continue
             except (NotFound, Conflict):
-                machine.clock.sleep(_POLL_SECONDS)  # gone meanwhile, or another operation is on it
+                pass  # gone meanwhile, or another operation is on it
             except LaunchError as error:
                 if not error.transient:
                     raise
                 say(f"deleting request {request.name}: {str(error).splitlines()[0]}; trying again")
-                machine.clock.sleep(_POLL_SECONDS)
-        request = patience.ask(lambda: describe(config, machine), deadline)
+        machine.clock.sleep(_POLL_SECONDS)
 
 
 class _Progress:

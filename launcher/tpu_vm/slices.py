@@ -408,18 +408,18 @@ def _delete_in_zone(
     if request is not None:
         say(f"its queued resource is {request.state}: deleted with what belongs to it")
         queued.remove(config, request, say, machine)
-        later = Patience(machine, say, f"slice {config.slice.name}").ask(
-            lambda: _describe_node(config, machine), deadline
-        )
-        if node is None and later is not None:  # granted in the meantime
-            ownership.require_ours(config, later.labels, machine.owner)
-            node = later
+        if node is None:  # it may have been granted in the meantime
+            patience = Patience(machine, say, f"slice {config.slice.name}")
+            node = patience.ask(lambda: _describe_node(config, machine), deadline)
+            if node is not None:
+                ownership.require_ours(config, node.labels, machine.owner)
     if node is not None:
         _wait_gone(config, node, say, machine, deadline, delete=True)
 
 
 def _wait_gone(config: Config, gone: SliceState, say: Say, machine: Machine, deadline: float, *, delete: bool) -> None:
-    """Waits until the API shows this node no more, or one that was made anew under its name, which is left alone.
+    """Waits until the API shows this node no more, or one that was made anew under its name, which is left alone. Each
+    deletion follows a description: what was seen before may have been minutes ago.
 
     Args:
         config: of one zone.
@@ -433,24 +433,26 @@ def _wait_gone(config: Config, gone: SliceState, say: Say, machine: Machine, dea
         CommandTimeout: it is still there.
     """
     patience = Patience(machine, say, f"slice {gone.name}")
-    node: SliceState | None = gone
-    while node is not None and gone.is_same(node):
+    while True:
+        node = patience.ask(lambda: _describe_node(config, machine), deadline)
+        if node is None:
+            return
+        if not gone.is_same(node):
+            say(f"slice {node.name} was made anew in the meantime, by {node.labels.get(ownership.OWNER) or 'somebody'}")
+            return
+        if machine.clock.monotonic() > deadline:
+            raise CommandTimeout(
+                f"slice {node.name} is {node.state} and not gone after {_DELETE_MINUTES:.0f} minutes; run "
+                "`tpu-launch down` again"
+            )
         if delete and node.state != "DELETING":
             try:
                 call_gcloud(machine, commands.delete_command(config), timeout=_DELETE_MINUTES * 60)
+                continue
             except (NotFound, Conflict):
                 pass  # gone meanwhile, or another operation is on it: the next description tells
             except LaunchError as error:
                 if not error.transient:
                     raise
                 say(f"deleting slice {gone.name}: {str(error).splitlines()[0]}; trying again")
-        node = patience.ask(lambda: _describe_node(config, machine), deadline)
-        if node is not None and gone.is_same(node):
-            if machine.clock.monotonic() > deadline:
-                raise CommandTimeout(
-                    f"slice {node.name} is {node.state} and not gone after {_DELETE_MINUTES:.0f} minutes; run "
-                    "`tpu-launch down` again"
-                )
-            machine.clock.sleep(_POLL_SECONDS)
-    if node is not None:
-        say(f"slice {node.name} was made anew in the meantime, by {node.labels.get(ownership.OWNER) or 'somebody'}")
+        machine.clock.sleep(_POLL_SECONDS)

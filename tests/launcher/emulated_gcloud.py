@@ -93,11 +93,13 @@ class Cloud:
         self._settle()
         return self.state.nodes.get(f"projects/p/locations/{zone}/nodes/{name}")
 
-    def made_by(self, labels: dict[str, str], state: str = "READY", zone: str = "us-central2-b") -> None:
+    def made_by(
+        self, labels: dict[str, str], state: str = "READY", zone: str = "us-central2-b", name: str = "demo"
+    ) -> None:
         """A node that exists already."""
         accelerator = "v4-16" if zone == "us-central2-b" else "v5litepod-8"
         body = {"acceleratorType": accelerator, "runtimeVersion": "tpu-ubuntu2204-base", "labels": dict(labels)}
-        call = tpu_api.Call("POST", ("projects", "p", "locations", zone, "nodes"), "", {"nodeId": "demo"}, body)
+        call = tpu_api.Call("POST", ("projects", "p", "locations", zone, "nodes"), "", {"nodeId": name}, body)
         operation = self.state.operations[tpu_api.answer(self.state, call, self.clock.now)["name"]]
         operation.done = state != "CREATING"
         self.state.nodes[operation.target].resource["state"] = state

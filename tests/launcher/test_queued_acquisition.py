@@ -264,3 +264,17 @@ def test_somebody_elses_request_is_neither_waited_for_nor_deleted(config: Config
     assert request_state(cloud) == "WAITING_FOR_RESOURCES"
     assert slices.delete(config, lambda text: None, bobs)
     assert request_state(cloud) == ""
+
+
+def test_a_slice_that_somebody_made_while_down_could_not_look_is_left_alone(config: Config, cloud: Cloud) -> None:
+    cloud.state.faults.clear()
+    create(config, cloud)
+    zone = "us-west1-c"
+    begin = cloud.clock.now
+    cloud.trouble = lambda zone, command, now: OFFLINE if 10 < now - begin < 300 and "describe" in command else None
+    bobs = {"tpu-launch": "1", "tpu-launch-owner": "bob"}
+    cloud.at(100, lambda: (cloud.node("s", zone), cloud.made_by(bobs, zone=zone, name="s")))
+    assert slices.delete(config, lambda text: None, cloud.machine())
+    left = cloud.node("s", zone)
+    assert left is not None
+    assert (left.state, left.resource["labels"]) == ("READY", bobs)
