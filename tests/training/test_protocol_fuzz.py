@@ -43,7 +43,7 @@ from training.machine import Machine
 from training.machine.network import listen
 
 SEED = 20260722
-STRANGERS, ADMITTED, EXCHANGE, CLIENTS = 55_000, 20_000, 10_000, 15_000  # 100,000 in all
+STRANGERS, ADMITTED, EXCHANGE, CLIENTS = 65_000, 10_000, 10_000, 15_000  # 100,000 in all
 OWN = Credentials(Identity("run", 1, 3), RENDEZVOUS, b"the secret of the attempt")
 
 VALUES: list[Any] = [

@@ -3,6 +3,7 @@ to 4 small processes a test."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -242,8 +243,11 @@ def test_strangers_on_the_port_disturb_nobody(hosts: Hosts) -> None:
         b"\xff\xfe\n",
         b"[]\n",
         b'{"hello": 7, "run_id": "run", "attempt": 0, "hosts": 2}\n',
+        b'{"hello": Infinity}\n',
+        b"[" * 200_000 + b"\n",
+        b'{"hello": 1, "run_id": "run", "attempt": 0, "hosts": 2}\n',
     ):
-        with socket.create_connection(("127.0.0.1", hosts.port)) as stranger:
+        with socket.create_connection(("127.0.0.1", hosts.port)) as stranger, contextlib.suppress(ConnectionError):
             stranger.sendall(noise)
     assert end(hosts.start(1, 2, "meet start"))[0] == 0
     assert end(first)[0] == 0
