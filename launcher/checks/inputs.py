@@ -11,6 +11,7 @@ from typing import Any
 from launcher import shell
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
+from training.config import TrainerConfig
 from training.errors import BadInput as BadDataset
 from training.errors import TrainError
 from training.storage import Changed, NotAllowed, NotFound, is_remote, split_remote
@@ -52,7 +53,7 @@ def buckets(config: Config, say: Callable[[str], None]) -> None:
 
 def data(config: Config, say: Callable[[str], None]) -> None:
     """Checks that the datasets are complete and fit the configuration, down to the tokenizer that wrote them and the
-    size of every shard.
+    size of every shard, and that the run can train a model of the family that `model.path` is of.
 
     A tokenizer on the Hub is compared by the hosts, when they start: this machine has no client of the Hub.
 
@@ -69,6 +70,7 @@ def data(config: Config, say: Callable[[str], None]) -> None:
     from training.data.formats.open_dataset import check
     from training.storage.hub import is_on_hub
 
+    _starting_model(config, config.trainer)
     tokenizer = config.trainer.data.tokenizer
     length: int | None = None
     for key, url in _datasets(config):
@@ -86,6 +88,27 @@ def data(config: Config, say: Callable[[str], None]) -> None:
             raise BadInput(f"{place}: {error}") from None
         except TrainError as error:
             raise (LaunchError if is_remote(url) else BadInput)(f"{place}: {error}") from None
+
+
+def _starting_model(config: Config, trainer: TrainerConfig) -> None:
+    """Raises BadInput for a model folder of a family that the run can't train. A name on the Hub, a run's folder, and a
+    folder that this machine can't read are looked at by the hosts."""
+    from training.models.hugging_face import read_config, require_family
+    from training.registry import TASKS
+    from training.storage import StorageError, join, stat
+    from training.storage.hub import is_on_hub
+
+    path = trainer.model.path
+    if path is None or is_on_hub(path):
+        return
+    try:
+        if stat(join(path, "config.json")) is not None:
+            require_family(read_config(path), path, TASKS[trainer.task].head, trainer.backend)
+    except StorageError:
+        return
+    except BadDataset as error:
+        reason = str(error).removeprefix("model.path ")
+        raise BadInput(f"{config.document.place(('model', 'path'))}: model.path: {reason}") from None
 
 
 def _datasets(config: Config) -> Iterable[tuple[tuple[str, str], str]]:

@@ -124,3 +124,34 @@ def test_a_bucket_that_can_not_be_read_now_is_no_bad_input(
     with pytest.raises(LaunchError, match=r"run\.yaml:5: data\.train: ") as bad:
         inputs.data(config(tmp_path), print)
     assert bad.value.exit_code is Exit.CLOUD_ERROR
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "message"),
+    [
+        (
+            '{"model_type": "gpt2"}',
+            "task: classification",
+            "is a gpt2 model, and a new head is trained on one of: bert, ",
+        ),
+        (
+            '{"model_type": "distilbert"}',
+            "backend: tensorflow",
+            "backend: tensorflow trains one of: bert, roberta; take",
+        ),
+        ('{"model_type": "bert", "hidden_size": "many"}', "", "hidden_size must be a whole number above 0, not 'many'"),
+        ("[]", "", "config.json is no model's: it has no model_type"),
+        ("{", "", "config.json is not JSON"),
+    ],
+)
+def test_a_model_that_the_run_can_not_train_is_refused_before_anything_is_rented(
+    server: BucketServer, tmp_path: Path, model: str, more: str, message: str
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(model)
+    path = tmp_path / "run.yaml"
+    path.write_text(FILE.replace("BUCKET", "bucket").replace("name: bert-base", f"path: {tmp_path}/model") + more)
+    with pytest.raises(BadInput, match=r"run\.yaml:4: model\.path: ") as caught:
+        inputs.data(load(path), print)
+    assert message in str(caught.value)
+    assert not server.requests, "before the datasets are looked at"

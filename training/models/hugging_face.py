@@ -15,8 +15,8 @@ from typing import Any
 from training import storage
 from training.config import Model
 from training.errors import BadInput
-from training.models.families import FAMILIES, POSITIONS_AFTER_PAD
-from training.registry import MASKED_LM, Head
+from training.models.families import BERT_LIKE, FAMILIES, POSITIONS_AFTER_PAD
+from training.registry import MASKED_LM, BackendName, Head
 from training.storage.hub import model_folder
 
 CONFIG = "config.json"
@@ -80,12 +80,23 @@ def read_labels(config: Mapping[str, Any]) -> list[str]:
         raise BadInput(f"{CONFIG}: id2label does not give each number of a class its name") from None
 
 
-def _with_fresh_head(values: dict[str, Any], head: Head, labels: Sequence[str] | None, model: Model) -> dict[str, Any]:
-    if values.get("model_type") not in FAMILIES:
+def require_family(values: Mapping[str, Any], path: str | None, head: Head, backend: BackendName) -> None:
+    """Raises BadInput for a starting model whose family can't get this head, or that a backend can't train. Other
+    families are tried by the backend. `path`: for messages."""
+    family = values.get("model_type")
+    if head.is_fresh and family not in FAMILIES:
         raise BadInput(
-            f"model.path {model.path} is a {values.get('model_type')} model, and a new head is trained on one of: "
-            f"{', '.join(FAMILIES)}"
+            f"model.path {path} is a {family} model, and a new head is trained on one of: {', '.join(FAMILIES)}"
         )
+    if backend == "tensorflow" and family not in BERT_LIKE:
+        raise BadInput(
+            f"model.path {path} is a {family} model, and backend: tensorflow trains one of: {', '.join(BERT_LIKE)}; "
+            "take backend: torch-xla"
+        )
+
+
+def _with_fresh_head(values: dict[str, Any], head: Head, labels: Sequence[str] | None, model: Model) -> dict[str, Any]:
+    require_family(values, model.path, head, "torch-xla")
     names = ("LABEL_0",) if labels is None else labels  # one number a text has transformers' default name
     own = {
         "architectures": [f"{FAMILIES[values['model_type']].prefix}{head.network}"],

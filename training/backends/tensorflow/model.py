@@ -21,7 +21,7 @@ from training import storage
 from training.checkpoint.safetensors_file import Damaged, decode
 from training.config import Model
 from training.errors import BadInput
-from training.models.families import BERT_LIKE, FAMILIES
+from training.models.families import FAMILIES
 from training.models.hugging_face import (
     WEIGHTS,
     ModelRequirements,
@@ -29,6 +29,7 @@ from training.models.hugging_face import (
     check_capacity,
     read_config,
     read_labels,
+    require_family,
 )
 from training.models.initial import initial_weight
 from training.registry import Head
@@ -81,11 +82,7 @@ def build(
     values = build_model_config(
         model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
     )
-    if values.get("model_type") not in BERT_LIKE:
-        raise BadInput(
-            f"model.path {model.path} is a {values.get('model_type')} model, and backend: tensorflow trains one of: "
-            f"{', '.join(BERT_LIKE)}; take backend: torch-xla"
-        )
+    require_family(values, model.path, needs.head, "tensorflow")
     if model.path is not None:
         values = {
             **values,
