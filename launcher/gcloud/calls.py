@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from launcher import shell
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.errors import Busy, PermissionDenied, explain_error
+from launcher.gcloud.errors import Busy, Conflict, PermissionDenied, explain_error
 from launcher.machine import Machine, RunCommand
 
 _BUSY_SECONDS = 60.0  # how long another operation on the same node is waited for
@@ -35,6 +35,24 @@ def ask_gcloud(argv: Sequence[str], *, timeout: float, run: RunCommand = shell.r
     if result.ok:
         return result.stdout
     raise explain_error(result.stderr or result.stdout, argv)
+
+
+def try_deletion(machine: Machine, argv: Sequence[str], *, timeout: float) -> LaunchError | None:
+    """Runs a deletion once: whoever tries it again looks first what has the name by then.
+
+    Returns:
+        None when it is done; else why it may have to be tried again: gone already, another operation, a lost answer.
+
+    Raises:
+        LaunchError: trying again changes nothing.
+    """
+    try:
+        ask_gcloud(argv, timeout=timeout, run=machine.run)
+    except LaunchError as error:
+        if not (error.transient or isinstance(error, Conflict)):
+            raise
+        return error
+    return None
 
 
 def call_gcloud(machine: Machine, argv: Sequence[str], *, timeout: float) -> str:

@@ -16,8 +16,8 @@ from typing import Any
 
 from launcher import costs
 from launcher.clock import parse_time
-from launcher.errors import LaunchError
-from launcher.gcloud.calls import Patience, call_gcloud
+from launcher.errors import CommandTimeout, LaunchError
+from launcher.gcloud.calls import Patience, call_gcloud, try_deletion
 from launcher.gcloud.errors import NotFound
 from launcher.machine import Machine
 from launcher.machine.owner import Owner
@@ -26,6 +26,7 @@ from launcher.tpu_vm.ownership import ACCOUNT, EXPIRES, LABEL, OWNER, RUN, why_n
 _SECONDS = 120.0
 _DELETE_SECONDS = 900.0
 _POLL_SECONDS = 5.0
+_FRESH_SECONDS = 60.0  # between the first look at something and its deletion
 # Nothing runs there any more, and it keeps its name and its quota until it is deleted.
 _DEAD = frozenset(("PREEMPTED", "TERMINATED", "FAILED", "SUSPENDED"))
 
@@ -238,8 +239,11 @@ def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machi
     """
     deadline = machine.clock.monotonic() + _DELETE_SECONDS
     patience = Patience(machine, say, f"{leftover.kind} {leftover.name}")
-    asked = False
+    asked, reported = False, ""
     while True:
+        began = machine.clock.monotonic()
+        request = _request_of(project, leftover, patience, machine, deadline)
+        under = _node_under(project, leftover, patience, machine, deadline)
         current = patience.ask(lambda: _describe(project, leftover, machine), deadline)
         if current is None or (asked and current.uid != leftover.uid):
             return "deleted" if asked else "gone already"
@@ -247,19 +251,21 @@ def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machi
             return "deleted"
         if reason := _why_changed(leftover, current, machine.clock.time()):
             return f"left alone: {reason}"
-        if current.kind != "node":
-            node = patience.ask(lambda: _describe(project, replace(leftover, kind="node"), machine), deadline)
-            if node is not None and node.request != current.name:  # its deletion, with force, might take the node along
-                return "left alone: the slice of its name did not come from it; `tpu-launch down` deletes both"
-        doomed = _with_its_request(project, current, patience, machine, deadline)
+        if under is not None and under.request != leftover.name:  # a deletion with force might take it along
+            return "left alone: the slice of its name did not come from it; `tpu-launch down` deletes both"
+        if machine.clock.monotonic() > deadline:
+            raise CommandTimeout(f"{leftover.name} could not be deleted within {_DELETE_SECONDS / 60:.0f} minutes")
+        if machine.clock.monotonic() - began > _FRESH_SECONDS:
+            continue  # what was seen first may not be so any more
         asked = True
-        try:
-            call_gcloud(machine, delete_command(project, doomed), timeout=_DELETE_SECONDS)
+        doomed = replace(current, request=request.name if request is not None else "")
+        problem = try_deletion(machine, delete_command(project, doomed), timeout=_DELETE_SECONDS)
+        if problem is None:
             return "deleted"
-        except LaunchError as error:  # one that is gone meanwhile is told by the next description
-            if not (error.transient or isinstance(error, NotFound)) or machine.clock.monotonic() > deadline:
-                raise
-            say(f"{leftover.name}: {str(error).splitlines()[0]}; looking again")
+        text = str(problem).splitlines()[0]
+        if text != reported:
+            say(f"{leftover.name}: {text}; looking again")
+        reported = text
         machine.clock.sleep(_POLL_SECONDS)
 
 
@@ -286,16 +292,24 @@ def _why_changed(listed: OwnedSlice, current: OwnedSlice, now: float) -> str:
     return "" if current.why_leftover(now) else f"it is {current.state} and no leftover any more"
 
 
-def _with_its_request(
+def _request_of(
     project: str, node: OwnedSlice, patience: Patience, machine: Machine, deadline: float
-) -> OwnedSlice:
-    """What is deleted to delete a leftover: with the request that it came from, if that is there and carries the same
-    labels."""
+) -> OwnedSlice | None:
+    """The request that goes with a node: the one that it came from, if that is there and carries the same labels."""
     if node.kind != "node" or not node.request:
-        return node
+        return None
     listed = replace(node, kind="queued resource", name=node.request)
     request = patience.ask(lambda: _describe(project, listed, machine), deadline)
-    own = request is not None and all(
+    same = request is not None and all(
         request.labels.get(key) == node.labels.get(key) for key in (LABEL, OWNER, ACCOUNT)
     )
-    return node if own else replace(node, request="")
+    return request if same else None
+
+
+def _node_under(
+    project: str, request: OwnedSlice, patience: Patience, machine: Machine, deadline: float
+) -> OwnedSlice | None:
+    """The node that has a request's name."""
+    if request.kind == "node":
+        return None
+    return patience.ask(lambda: _describe(project, replace(request, kind="node"), machine), deadline)

@@ -18,7 +18,7 @@ from launcher import costs
 from launcher.clock import parse_time
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.calls import Patience, call_gcloud
+from launcher.gcloud.calls import Patience, call_gcloud, try_deletion
 from launcher.gcloud.errors import Conflict, NotFound, Stockout, explain_error
 from launcher.machine import Machine
 from launcher.provider import SliceState
@@ -306,7 +306,7 @@ def remove(config: Config, doomed: Request, say: Callable[[str], None], machine:
     """Deletes the request, with its node if it has one, and waits until the API says that it is gone. One that was made
     anew under its name is left alone. Raises CommandTimeout."""
     deadline = machine.clock.monotonic() + _DELETE_SECONDS
-    patience = Patience(machine, say, f"request {doomed.name}")
+    patience, reported = Patience(machine, say, f"request {doomed.name}"), ""
     while True:
         request = patience.ask(lambda: describe(config, machine), deadline)
         if request is None or request.created != doomed.created:
@@ -319,15 +319,13 @@ def remove(config: Config, doomed: Request, say: Callable[[str], None], machine:
         # A request that is being suspended must get there first; the API sometimes forgets a deletion, so it is asked
         # for again.
         if request.state not in ("DELETING", "SUSPENDING"):
-            try:
-                call_gcloud(machine, delete_command(config), timeout=_DELETE_SECONDS)
+            problem = try_deletion(machine, delete_command(config), timeout=_DELETE_SECONDS)
+            if problem is None:
                 continue
-            except (NotFound, Conflict):
-                pass  # gone meanwhile, or another operation is on it
-            except LaunchError as error:
-                if not error.transient:
-                    raise
-                say(f"deleting request {request.name}: {str(error).splitlines()[0]}; trying again")
+            text = str(problem).splitlines()[0]
+            if text != reported:
+                say(f"deleting request {request.name}: {text}; trying again")
+            reported = text
         machine.clock.sleep(_POLL_SECONDS)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from launcher import costs
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.calls import Patience, call_gcloud, call_gcloud_long
+from launcher.gcloud.calls import Patience, call_gcloud, call_gcloud_long, try_deletion
 from launcher.gcloud.errors import Conflict, NotFound, PermissionDenied, Preempted, StillRunning, Stockout
 from launcher.machine import Machine
 from launcher.provider import SliceState
@@ -432,7 +432,7 @@ def _wait_gone(config: Config, gone: SliceState, say: Say, machine: Machine, dea
     Raises:
         CommandTimeout: it is still there.
     """
-    patience = Patience(machine, say, f"slice {gone.name}")
+    patience, reported = Patience(machine, say, f"slice {gone.name}"), ""
     while True:
         node = patience.ask(lambda: _describe_node(config, machine), deadline)
         if node is None:
@@ -446,13 +446,11 @@ def _wait_gone(config: Config, gone: SliceState, say: Say, machine: Machine, dea
                 "`tpu-launch down` again"
             )
         if delete and node.state != "DELETING":
-            try:
-                call_gcloud(machine, commands.delete_command(config), timeout=_DELETE_MINUTES * 60)
+            problem = try_deletion(machine, commands.delete_command(config), timeout=_DELETE_MINUTES * 60)
+            if problem is None:
                 continue
-            except (NotFound, Conflict):
-                pass  # gone meanwhile, or another operation is on it: the next description tells
-            except LaunchError as error:
-                if not error.transient:
-                    raise
-                say(f"deleting slice {gone.name}: {str(error).splitlines()[0]}; trying again")
+            text = str(problem).splitlines()[0]
+            if text != reported:
+                say(f"deleting slice {gone.name}: {text}; trying again")
+            reported = text
         machine.clock.sleep(_POLL_SECONDS)

@@ -122,6 +122,26 @@ def test_a_slice_that_somebody_makes_as_soon_as_ours_is_gone_is_left_alone(cloud
     assert node.state == "READY"
 
 
+@pytest.mark.parametrize("seconds", range(5, 70, 5))
+def test_a_slice_that_takes_the_place_of_ours_while_down_waits_is_left_alone(
+    cloud: Cloud, config: Config, seconds: float
+) -> None:
+    cloud.made_by(OURS)
+    bobs = {"tpu-launch": "1", "tpu-launch-owner": "bob"}
+
+    def take_its_place() -> None:
+        cloud.state.nodes.clear()
+        cloud.made_by(bobs)
+
+    cloud.at(seconds, take_its_place)
+    begin = cloud.clock.now
+    cloud.trouble = lambda zone, command, now: BUSY if "delete" in command and now - begin < seconds + 4 else None
+    assert down(cloud, config)
+    left = cloud.node()
+    assert left is not None
+    assert (left.state, left.resource["labels"]) == ("READY", bobs)
+
+
 # -- up ---------------------------------------------------------------------------------------------------------------
 
 
