@@ -339,10 +339,12 @@ class TpuVm:
         return host_output.parse_reports(result.stdout, word, self._workers)
 
     def _send(self, script: str, stdin: str, word: str, *, timeout: float) -> list[HostReport]:
-        """Runs a script with standard input on every host, through gcloud when ssh is refused."""
+        """Runs a script with standard input on every host, through gcloud when ssh is refused. It may run twice."""
         results: list[HostResult] = []
         if not self._connections.gcloud_only:
             results = self._connections.run_all(script, timeout=timeout, stdin=stdin)
+        if missed := [result.worker for result in results if not result.reached and not result.refused]:
+            results = self._connections.retry(results, script, timeout=timeout, workers=missed, stdin=stdin)
         if all(result.refused for result in results):
             results = self._connections.run_all_through_gcloud(script, self._workers, stdin, timeout=timeout)
         return [_to_report(result, word) for result in results]

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from launcher.config import Config, load
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.errors import Conflict
-from launcher.provider import Attempt, Overlay, SliceState
+from launcher.provider import Attempt, HostReport, Overlay, SliceState
 from launcher.providers import this_machine
 from launcher.shell import Result
 from launcher.tpu_vm.provider import TpuVm
 from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections
+from launcher.tpu_vm.ssh.result import HostResult
 from tests.launcher.emulated_gcloud import UNAVAILABLE, Cloud
 
 DRY_RUN = (  # as gcloud 528 prints it
@@ -207,3 +209,28 @@ def test_a_slice_that_is_deleted_during_first_contact_is_not_made_again(
     with pytest.raises(Conflict, match="was deleted as soon as it came") as end:
         TpuVm(config(tmp_path, more=", iap: true"), lambda text: None, cloud.machine()).create()
     assert not end.value.transient
+
+
+def test_a_host_that_was_missed_when_secrets_were_delivered_gets_the_same_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every attempt of several hosts has one: a connection that breaks once must not keep it from starting."""
+    sent: list[tuple[Sequence[int] | None, str | None]] = []
+
+    def run_all(
+        script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
+    ) -> list[HostResult]:
+        sent.append((workers, stdin))
+        broken = HostResult(1, None, problem="connection reset")
+        delivered = [HostResult(worker, 0, f"tpu-launch {worker} delivered\n") for worker in range(2)]
+        return [delivered[0], broken] if workers is None else [delivered[worker] for worker in workers]
+
+    slice_ = TpuVm(config(tmp_path), print, this_machine())
+    monkeypatch.setattr(slice_._connections, "run_all", run_all)
+    monkeypatch.setattr(slice_._connections, "pool", lambda: SimpleNamespace(run_all=run_all))
+    started = [HostReport(worker, True, "") for worker in range(2)]
+    monkeypatch.setattr(slice_, "_release_start", lambda attempt: started)
+    attempt = Attempt("demo-1", 0, "sha256:ab", ("true",), {})
+    assert [report.ok for report in slice_.start(attempt)] == [True, True]
+    assert [workers for workers, _ in sent] == [None, [1]]
+    assert all(f"TPU_LAUNCH_SECRET={attempt.host_secret}" in (stdin or "") for _, stdin in sent)

@@ -116,10 +116,17 @@ class SliceConnections:
         return results
 
     def retry(
-        self, results: list[HostResult], script: str, *, timeout: float, workers: Sequence[int]
+        self,
+        results: list[HostResult],
+        script: str,
+        *,
+        timeout: float,
+        workers: Sequence[int],
+        stdin: str | None = None,
     ) -> list[HostResult]:
         """The results, those of `workers` replaced by a second try."""
-        second = {result.worker: result for result in self.pool().run_all(script, timeout=timeout, workers=workers)}
+        again = self.pool().run_all(script, timeout=timeout, workers=workers, stdin=stdin)
+        second = {result.worker: result for result in again}
         return [second.get(result.worker, result) for result in results]
 
     def run_through_gcloud(
