@@ -9,6 +9,7 @@ not come.
 
 from __future__ import annotations
 
+import contextlib
 import selectors
 import sys
 from collections import deque
@@ -135,6 +136,9 @@ class RendezvousServer:
 
     def _lose(self, connection: _Connection) -> None:
         """A connection broke."""
+        self._perform(self._read_last_words(connection))
+        if self._connections.get(connection.number) is not connection:
+            return  # what it sent last was a reason to close it
         self._close(connection)
         self._perform(self._protocol.closed(connection.number))
 
@@ -148,8 +152,17 @@ class RendezvousServer:
             if data is None:
                 self._close(connection)
             elif not self._send(connection, data):
+                pending += self._read_last_words(connection)
                 self._close(connection)
                 pending += self._protocol.closed(number)
+
+    def _read_last_words(self, connection: _Connection) -> Actions:
+        """What a peer sent before its connection broke: perhaps that it leaves, and then it is not lost."""
+        actions: Actions = []
+        with contextlib.suppress(OSError):
+            while data := connection.socket.recv(_CHUNK):
+                actions += self._protocol.received(connection.number, data, self._clock())
+        return actions
 
     def _send(self, connection: _Connection, data: bytes) -> bool:
         """Sends what the peer takes now, and keeps the rest. False when the connection is broken."""

@@ -57,8 +57,6 @@ class End:
             raise OSError(errno.EBADF, "bad file descriptor")
         if self._error:
             raise OSError(self._error, "the connection broke")
-        if self._peer.closed:
-            raise BrokenPipeError(errno.EPIPE, "broken pipe")
         self.put_on_wire(bytes(data))
         self._wire.scheduler.maybe_pause()
 
@@ -129,10 +127,15 @@ class End:
 
     def receive(self, data: bytes | None, sender: End) -> None:
         """Bytes arrive, or the end."""
-        if self.closed or self._error:
+        if self._error:
             return
         if self.link.cut or sender.link.cut:
             sender._held.append(data)
+            return
+        if self.closed:
+            if data is not None:  # answered with a reset: what the sender has received before, it can still read
+                wire = self._wire
+                wire.scheduler.call_at(wire.scheduler.now + wire.latency(), lambda: sender.break_off(errno.ECONNRESET))
             return
         if data is None:
             self._end_of_stream = True

@@ -50,6 +50,7 @@ class Promises:
         self.claims: dict[str, Claimed] = {}  # by the labels of groups, in the order in which they were written
         self.commits: list[tuple[str, int]] = []  # (group label, step) in the order in which manifests were written
         self._committed_at = 0.0  # seconds; the newest commit
+        self._commit_times: dict[str, float] = {}  # of groups' newest commits
         self._fenced_by: dict[str, str] = {}  # group label -> label of the start that goes before it
         self.refused_start = False  # the world destroyed all checkpoints, or somebody else started the run
 
@@ -68,7 +69,7 @@ class Promises:
                 self.one_winner_a_step(url, before, by)
                 self.what_is_committed_is_whole_finite_and_right(url, by)
                 self.only_the_newest_start_commits(url, by)
-                self._committed_at = self._world.scheduler.now
+                self._committed_at = self._commit_times[by.partition(".")[0]] = self._world.scheduler.now
             self.newest_commit_never_goes_back(url, by)
         elif after is not None and before is None and _CLAIM.fullmatch(name_of(url)):
             label = by.partition(".")[0]
@@ -287,7 +288,9 @@ class Promises:
         if not host.group.asked_to_stop:
             self.broken("75 means asked to stop", f"{host.name}: {message[-300:]}")
         quick = self._world.plan.step_seconds <= 2 and self._world.plan.compile_seconds < 1
-        quick = quick and self.newest_whole < self._world.plan.steps
+        committed = self._commit_times.get(host.group.label, -1.0)
+        asked = min((stop for other in host.group.hosts for stop in other.stops), default=0.0)
+        quick = quick and self.newest_whole < self._world.plan.steps and committed < asked
         if "could not stop in good order" in message and quick and not host.group.disturbed | self._world.disturbed:
             self.broken("SIGTERM leads to a commit", f"{host.name}: {message[-300:]}")
         match = re.search(r"stopped after step (\d+), which is committed", message)

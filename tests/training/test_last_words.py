@@ -1,0 +1,61 @@
+"""A host that leaves and closes its connection is not lost, though host 0 was sending to it at that moment."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from training.distributed.barrier_state import Identity
+from training.distributed.cluster import Cluster
+from training.distributed.protocol.messages import HOST_BYTES, LineBuffer, encode
+from training.distributed.rendezvous_server import RendezvousServer, _Connection
+from training.machine import Machine
+
+
+class Reset:
+    """The kernel has got a reset, after the peer's last message."""
+
+    def __init__(self, received: bytes) -> None:
+        self.received = received
+
+    def send(self, data: Any) -> int:
+        raise ConnectionResetError
+
+    def recv(self, size: int) -> bytes:
+        data, self.received = self.received, b""
+        if not data:
+            raise ConnectionResetError
+        return data
+
+    def close(self) -> None:
+        pass
+
+
+class Idle:
+    """A listener, a selector, and a thread that does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **keywords: None
+
+
+def serve(last_words: bytes) -> str | None:
+    """Why the attempt is over once host 0 has sent something to a host that has closed its connection."""
+    network = SimpleNamespace(listen=lambda *_: Idle(), selector=Idle)
+    threads = SimpleNamespace(event=Idle, start=lambda *_, **__: Idle())
+    cluster = Cluster(0, ("127.0.0.1", "127.0.0.1"), run_id="r", secret=b"0123456789abcdef")
+    server = RendezvousServer(cluster, 4.0, Machine(network=network, threads=threads))  # type: ignore[arg-type]
+    protocol = server._protocol
+    assert protocol.state.connect(1, Identity("r", 0, 2), 0.0) is None
+    protocol._workers[7], protocol._connections[1] = (1, LineBuffer(HOST_BYTES)), 7
+    server._connections[7] = _Connection(7, Reset(last_words))
+    server._perform([(7, b"news\n")])
+    assert server._connections == {}
+    return protocol.state.lost
+
+
+def test_a_host_that_said_that_it_leaves_is_not_lost() -> None:
+    assert serve(encode({"goodbye": 0, "reason": "", "overdue": False})) is None
+
+
+def test_a_host_that_said_nothing_is_lost() -> None:
+    assert serve(b"") == "host 1 is gone: its connection broke in phase 'connected'"
