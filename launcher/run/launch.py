@@ -407,7 +407,17 @@ def _look(session: Session) -> _Presence:
 def explain_interrupt(config: Config, context: Context) -> None:
     """Says what Ctrl-C means for the run of this slice."""
     say = context.output.say
-    if under_way(config, context.home, context.machine):
+    begun = [
+        ledger
+        for ledger in ledgers.runs(context.home, context.machine)
+        if same_slice(config, ledger.record) and ledger.under_way
+    ]
+    if begun and not begun[-1].started_everywhere:
+        say(
+            f"interrupted while run {begun[-1].run_id} was started: what has started of it goes on. `tpu-launch run` "
+            "again starts it anew, `tpu-launch stop` ends it"
+        )
+    elif begun:
         say(
             "detached: what was started goes on. `tpu-launch run --attach` watches it again, `tpu-launch stop` stops it"
         )

@@ -2,6 +2,11 @@
 real, gcloud is its printed words."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -51,6 +56,51 @@ def config(folder: Path, kind: str = "v4-16", more: str = "") -> Config:
     path = folder / "run.yaml"
     path.write_text(f"project: p\nzone: us-central2-b\nslice: {{name: demo, accelerator_type: {kind}{more}}}\n")
     return load(path, command=["true"])
+
+
+PULL = """
+import sys, time
+from dataclasses import replace
+from launcher.machine.remote import Address
+from launcher.providers import this_machine
+from launcher.tpu_vm.ssh.pool import ConnectionPool
+
+class Host:
+    is_open = True
+
+    def run(self, command, *, timeout, stdin):
+        print("pulling", flush=True)
+        time.sleep(600)
+
+    def close(self):
+        pass
+
+machine = replace(this_machine(), connect=lambda address: Host())
+pool = ConnectionPool([Address(worker, "h", "me", "key", "known", "h") for worker in range(3)], machine)
+try:
+    pool.run_all("pull", timeout=900)
+finally:
+    pool.close()
+"""
+
+
+def test_ctrl_c_does_not_wait_for_hosts_that_pull() -> None:
+    root = Path(__file__).resolve().parents[2]
+    with subprocess.Popen(
+        ["env", "--default-signal=INT", sys.executable, "-c", PULL],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"pulling\n"
+        process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+        assert time.monotonic() - begun < 10
 
 
 def test_a_slice_is_remembered_for_the_same_file_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,8 @@ def test_a_start_that_was_interrupted_between_two_hosts_is_ended_and_made_again(
         work.run(config)
     with pytest.raises(LaunchError, match="interrupted while it was started"):
         work.attach(config)
+    launch.explain_interrupt(config, work.context())
+    assert "interrupted while" in work.messages[-1]
     work.hosts.hooks["prepare"] = [work.hosts.only_created.clear]
     outcome = work.run(config)
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
@@ -341,7 +343,7 @@ def test_a_slice_that_somebody_deletes_is_not_created_again_for_its_run(work: Wo
         work.hosts.silent, work.hosts.slice_state = {0, 1}, None
 
     work.hosts.hooks["observe"] = [lambda: None] * 3 + [deleted]
-    outcome = work.run(work.config())
+    outcome = work.run(work.config("run.failure_retries=1"))
     assert outcome.verdict.kind is Kind.DELETED
     assert outcome.verdict.kind.exit_code is Exit.PREEMPTED
     assert "create" not in work.hosts.calls

@@ -1,5 +1,6 @@
 """Claims about the run specification, on an emulated slice of two hosts: every later attempt is the same program with
-the same configuration, secrets and overlay, whoever watches the run. Starts one slice; about 1 minute."""
+the same configuration, secrets and overlay, whoever watches the run; what happened while nobody watched is found out.
+Starts one slice; about 2 minutes."""
 
 from __future__ import annotations
 
@@ -129,3 +130,40 @@ def test_an_attempt_whose_secrets_are_missing_is_not_started_and_the_run_can_be_
     assert resumed.code == 0, resumed.output
     assert resumed.json()["run"] == run_id
     assert f"[0] STARTED {json.dumps(expected(1))}" in resumed.output
+
+
+def detach(work: Workstation, file: str, seconds: int) -> str:
+    """Starts a run of `sleep` on both hosts and detaches from it. Its id."""
+    running = work.begin("--emulated", "run", "--new", "-f", file, "--", "sleep", str(seconds))
+    run_id = running.wait_for(r"run \S+: started on all hosts", 120).split("run ")[1].split(":")[0]
+    running.interrupt()
+    assert running.end(30).code == 130
+    return run_id
+
+
+def test_a_host_that_rebooted_while_nobody_watched_is_lost_whatever_its_engine_says(
+    two_hosts: tuple[Workstation, str],
+) -> None:
+    """It was never seen away, and its engine says 255 of a container whose end it did not see."""
+    work, file = two_hosts
+    run_id = detach(work, file, 600)
+    work.good("emulator", "inject", "kill-host", "two", "1")
+    work.good("emulator", "inject", "restore-host", "two", "1")
+    ended = work.launch("--emulated", "run", "--attach", "--json", "-f", file)
+    assert ended.code == 11, ended.output
+    cause = ended.json()["cause"]
+    assert (cause["worker"], cause["exit_code"]) == (1, 255), cause
+    assert "rebooted" in cause["what"]
+    assert ended.json()["run"] == run_id
+
+
+def test_a_run_does_not_vanish_because_a_host_can_not_be_asked(two_hosts: tuple[Workstation, str]) -> None:
+    work, file = two_hosts
+    run_id = detach(work, file, 25)
+    work.good("emulator", "inject", "cut-host", "two", "1", "--for", "12")
+    ended = work.launch("--emulated", "run", "--json", "-f", file, "--", "sleep", "25")
+    assert ended.code == 0, ended.output
+    assert (ended.json()["run"], ended.json()["attempt"]) == (run_id, 0)
+    kinds = [event["event"] for event in work.events(run_id)]
+    assert kinds.count("attempt") == 1
+    assert [event["outcome"] for event in work.events(run_id) if event["event"] == "ended"] == ["finished"]
