@@ -40,7 +40,7 @@ class Masker:
         # A form may hold a shorter one: the longest are replaced first.
         self._literals = sorted(literals, key=len, reverse=True)
         longest_first = sorted(words, key=len, reverse=True)
-        self._expressions += [re.compile(rb"(?<![\w-])" + re.escape(word) + rb"(?![\w-])") for word in longest_first]
+        self._expressions += [_word(word) for word in longest_first]
 
     @property
     def longest(self) -> int:
@@ -52,7 +52,7 @@ class Masker:
         for literal in self._literals:
             data = data.replace(literal, MASK)
         for expression in self._expressions:
-            data = expression.sub(MASK, data)
+            data = expression.sub(rb"\g<1>" + MASK, data)
         return data
 
 
@@ -64,14 +64,17 @@ def _parts(value: str) -> Iterator[str]:
         yield from (stripped for line in value.splitlines() if len(stripped := line.strip()) >= _LONG)
 
 
+# Both patterns begin with a literal, which `re` finds quickly.
 def _behind(name: str, value: str) -> re.Pattern[bytes]:
-    """A short value where it stands behind its name: NAME=1, "NAME": "1", NAME='1'."""
-    return re.compile(
-        rb"(?<=" + re.escape(name.encode()) + rb"=)" + re.escape(value.encode()) + rb"(?![\w-])"
-        rb"|(?<=" + re.escape(name.encode()) + rb"=[\"'])" + re.escape(value.encode()) + rb"(?![\w-])"
-        rb"|(?<=" + re.escape(name.encode()) + rb"\": \")" + re.escape(value.encode()) + rb"(?=\")"
-        rb"|(?<=" + re.escape(name.encode()) + rb"\":\")" + re.escape(value.encode()) + rb"(?=\")"
-    )
+    """A short value where it stands behind its name: NAME=1, NAME='1', "NAME": "1"."""
+    between = rb"(=[\"']?|\": ?\")"
+    return re.compile(b"(" + re.escape(name.encode()) + between + b")" + re.escape(value.encode()) + rb"(?![\w-])")
+
+
+def _word(form: bytes) -> re.Pattern[bytes]:
+    """A form that is no part of a longer word."""
+    escaped = re.escape(form)
+    return re.compile(b"()" + escaped + rb"(?<![\w-]" + escaped + rb")(?![\w-])")
 
 
 def _escaped(value: str) -> Iterator[bytes]:
