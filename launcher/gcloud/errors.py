@@ -77,12 +77,15 @@ class StillRunning(LaunchError):
 
 
 _NO_CAPACITY = "no capacity in the zone right now: try again later, another zone, or another accelerator type"
-_NO_ACCESS = "the account lacks a permission, the zone is not open to the project, or the zone does not exist"
+_NO_ACCESS = (
+    "the account lacks a permission, the zone is not open to the project, or the zone does not exist: "
+    "`tpu-launch doctor` looks which"
+)
 _NO_QUOTA = (
     "quota: ask for more in the Cloud console (IAM & Admin > Quotas), or use what you have elsewhere; waiting does not "
     "help"
 )
-_SSH = "a host can't be reached with ssh yet, or any more"
+_SSH = "a host can't be reached with ssh yet, or any more: try again in a minute"
 
 # Longest and most specific first: the first that matches explains the error. tests/launcher/test_gcloud_errors.py has
 # each wording with its source.
@@ -155,7 +158,7 @@ def explain_error(stderr: str, argv: Sequence[str]) -> LaunchError:
             if advice.startswith("sign in"):  # gcloud says it in eight lines
                 text = text.splitlines()[0]
             return kind(f"{text}\n  {advice}")
-    return LaunchError(f"{text}\n  from: {shell.quote(argv)[:400]}")
+    return LaunchError(f"{text}\n  from: {shell.quote(argv)[:400]}\n  `tpu-launch status` looks; then try again")
 
 
 def summarize_error(stderr: str) -> str:

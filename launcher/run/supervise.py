@@ -25,6 +25,7 @@ from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit,
 OBSERVE_EVERY = 1.0  # seconds between two observations of a host
 _OBSERVATIONS_A_SECOND = 16  # of all hosts together, so that the cost does not grow with the slice
 _INBOX_SIZE = 64  # an observation may hold 4 MB: producers that are faster than this machine must wait
+_STANDSTILL_SECONDS = 10.0  # a turn of the main task takes a fraction of a second
 _INBOX_SECONDS = 0.25  # how long the main thread waits for news before it judges again
 _ASK_SLICE_EVERY = 15.0  # seconds between two questions to the API while a host is out of reach
 _DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
@@ -189,6 +190,7 @@ class _Supervision:
         self.slice_asked = begun - _ASK_SLICE_EVERY
         self.complained = begun
         self.last_line = begun  # when a host last wrote a line, or could not be asked whether it did
+        self.turned = begun  # when the main task last began a turn of its loop
         self.hurried = False
         self.stopping = False
 
@@ -198,6 +200,7 @@ class _Supervision:
             self._start_task(self._observe_repeatedly, worker)
         try:
             while True:
+                self._forgive_standstill()
                 self._take_news()
                 self._ask_about_slice()
                 self._complain()
@@ -229,6 +232,19 @@ class _Supervision:
         self.tasks.map(lambda worker: self._fetch_rest_of(worker, turn), workers, at_once=_AT_ONCE)
 
     # -- the main task -----------------------------------------------------------------------------------------------
+
+    def _forgive_standstill(self) -> None:
+        """While this process stood still (stopped, or its machine asleep) it looked at nothing: that time is no host's
+        silence."""
+        now = self.clock.monotonic()
+        still = now - self.turned
+        self.turned = now
+        if still < _STANDSTILL_SECONDS:
+            return
+        self.last_line += still
+        for worker, view in self.views.items():
+            ended_seen = view.ended_seen + still if view.ended_seen is not None else None
+            self.views[worker] = replace(view, seen=view.seen + still, ended_seen=ended_seen)
 
     def _take_news(self) -> None:
         news = self.inbox.get(timeout=_INBOX_SECONDS)

@@ -408,11 +408,12 @@ def _delete_in_zone(
     if request is not None:
         say(f"its queued resource is {request.state}: deleted with what belongs to it")
         queued.remove(config, request, say, machine)
-        if node is None:  # it may have been granted in the meantime
-            patience = Patience(machine, say, f"slice {config.slice.name}")
-            node = patience.ask(lambda: _describe_node(config, machine), deadline)
-            if node is not None:
-                ownership.require_ours(config, node.labels, machine.owner)
+        patience = Patience(machine, say, f"slice {config.slice.name}")
+        later = patience.ask(lambda: _describe_node(config, machine), deadline)
+        if later is not None and node is None:  # granted in the meantime
+            ownership.require_ours(config, later.labels, machine.owner)
+        # Of a node that went with its request nothing is left to delete: its name may be somebody else's by now.
+        node = later if later is not None and (node is None or node.is_same(later)) else None
     if node is not None:
         _wait_gone(config, node, say, machine, deadline, delete=True)
 

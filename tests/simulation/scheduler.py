@@ -254,6 +254,9 @@ class Scheduler:
         self.current = task
         if not task.process.alive:
             raise Killed
+        if task._interruption is not None:
+            interruption, task._interruption = task._interruption, None
+            raise interruption
         task.waits_for = ""
         return bool(task._outcome)
 

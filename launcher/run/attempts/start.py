@@ -184,4 +184,7 @@ def require_all(reports: Sequence[HostReport], verb: str) -> None:
             f"the slice is in use:\n{details}\n  wait for it, or stop it with `tpu-launch stop --run RUN`",
             exit_code=Exit.CONFLICT,
         )
-    raise LaunchError(f"{len(failed)} of {len(reports)} hosts could not {verb} the container:\n{details}")
+    raise LaunchError(
+        f"{len(failed)} of {len(reports)} hosts could not {verb} the container:\n{details}\n"
+        "  `tpu-launch ssh --host N` looks there; then run again"
+    )

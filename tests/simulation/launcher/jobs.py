@@ -55,6 +55,7 @@ class Job:
         self.began: float | None = None  # when all hosts had started
         self.first: float = scheduler.now
         self.truths: list[Truth] = []  # everything that happened to it, in order
+        self.seen_finished = False  # whether the launcher has said so
         self.confirmed = False  # whether the launcher has said that it runs
         self.disturbed = False  # something that was not its plan happened to it
         self.over = False
@@ -67,14 +68,6 @@ class Job:
     def healthy(self) -> bool:
         """Whether it runs on all hosts, and nothing ever happened to it."""
         return not self.disturbed and not self.truths and all(item.running for item in self.containers.values())
-
-    @property
-    def finished(self) -> bool:
-        """Whether all hosts have finished."""
-        return len(self.containers) == self.hosts and all(
-            item.status == "exited" and item.exit_code == 0 and item.boot == item.host.boot
-            for item in self.containers.values()
-        )
 
     def started(self, container: Container) -> None:
         """A container of it was started."""

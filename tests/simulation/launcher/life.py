@@ -318,13 +318,14 @@ class Life:
 
     def _sleep(self, run: Command, seconds: float) -> None:
         """The workstation is closed for a while."""
-        if run.code is not None or run.killed:
+        if run.code is not None or run.killed or run.process.frozen:
             return
         self.world.note(f"the workstation sleeps for {seconds:.0f} s")
         self.scheduler.freeze(run.process)
         begin = self.scheduler.now
         self.scheduler.sleep(seconds)
-        self.ann.asleep += self.scheduler.now - begin
+        if self.chance.random() < 0.5:  # else its clock went on, as that of a process that was stopped does
+            self.ann.asleep += self.scheduler.now - begin
         self.scheduler.thaw(run.process)
 
     def _tear_last_line(self) -> None:

@@ -88,6 +88,10 @@ class Command:
             self.error, code = error, int(error.exit_code)
             self._say(f"error: {error}")
         except KeyboardInterrupt:
+            if self.name in ("run", "attach"):
+                launch.explain_interrupt(self.config, self.context)
+            elif self.name in ("up", "down"):
+                self._say("interrupted: `tpu-launch up` goes on waiting, `tpu-launch down` deletes it")
             code = int(Exit.DETACHED)
         except Killed:
             raise
@@ -123,6 +127,9 @@ class Command:
 
     def _show(self, outcome: object) -> int:
         self.verdict = outcome.verdict.kind  # type: ignore[attr-defined]
+        job = self.world.record.jobs.get((outcome.run_id, outcome.attempt))  # type: ignore[attr-defined]
+        if job is not None and self.verdict is Kind.FINISHED:
+            job.seen_finished = True
         for line in explain(outcome.verdict):  # type: ignore[attr-defined]
             self._say(line)
         return int(self.verdict.exit_code)

@@ -113,7 +113,8 @@ def run_with_budget_goes_on(life: Life, command: Command) -> None:
     if command.error is None or command.error.exit_code in (Exit.QUOTA, Exit.PERMISSION, Exit.STOCKOUT):
         return
     recovering = any(": starting again (" in line for line in command.said)
-    if recovering and "run.recovery_minutes" not in str(command.error):
+    text = str(command.error)
+    if recovering and "run.recovery_minutes" not in text and "somebody deleted it" not in text:
         world.break_promise(
             "a run with budget left goes on", f"ended with {command.code} after {spent}: {str(command.error)[:300]}"
         )

@@ -280,7 +280,7 @@ class World:
 
     def _check_not_finished(self, container: Container) -> None:
         for (run, attempt), job in self.record.jobs.items():
-            if run == container.run and attempt < container.attempt and job.confirmed and job.finished:
+            if run == container.run and attempt < container.attempt and job.seen_finished:
                 self.break_promise(
                     "a run that has finished is over", f"{container.name} starts after attempt {attempt}"
                 )
