@@ -53,7 +53,8 @@ def ensure_image(spec: ImageSpec, on_line: Callable[[str], None]) -> Image:
 
     Args:
         spec: the image.
-        on_line: is given a few lines to show.
+        on_line: is given a few lines to show. One of them is that an image which was pushed before could not be pushed
+            again.
 
     Raises:
         BadInput: no engine, or no base image.
@@ -65,16 +66,21 @@ def ensure_image(spec: ImageSpec, on_line: Callable[[str], None]) -> Image:
         for base in plan.missing_bases:
             _pull(docker, base, on_line)
         plan = make_plan(spec)
-    if not plan.reference:
+    if not plan.image_id or plan.needs_push:
         with _open_log(plan.tag, on_line) as log:
             plan = refresh(plan)  # another process may have built it while we waited
             if not plan.image_id:
                 _build(spec, plan, log, on_line)
                 plan = refresh(plan)
-            if plan.remote and plan.image_id and not plan.pushed:
-                if spec.create_repository and registry.require(plan.remote):
-                    on_line(f"made the repository of {spec.repository}: private, as the project's")
-                _push(plan, plan.remote, plan.image_id, log, on_line)
+            if plan.remote and plan.image_id and plan.needs_push:
+                try:
+                    if spec.create_repository and registry.require(plan.remote):
+                        on_line(f"made the repository of {spec.repository}: private, as the project's")
+                    _push(plan, plan.remote, plan.image_id, log, on_line)
+                except LaunchError as error:
+                    if plan.pushed is None:
+                        raise
+                    on_line(f"{str(error).splitlines()[0]}; it was pushed before, and hosts get that: {plan.pushed}")
             plan = refresh(plan)
     if not plan.reference:
         raise LaunchError(

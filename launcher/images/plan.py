@@ -40,10 +40,17 @@ class ImagePlan:
     pushed: str | None = None
     """repository@sha256:..., when it was pushed."""
 
+    pushed_recently: bool = False
+
     @property
     def reference(self) -> str | None:
         """What hosts are to run; None while something has to be built or pushed."""
         return self.pushed if self.remote else self.image_id
+
+    @property
+    def needs_push(self) -> bool:
+        """Whether the registry may lack the image."""
+        return self.remote is not None and not self.pushed_recently
 
     @property
     def work_folder(self) -> Path:
@@ -63,19 +70,15 @@ def make_plan(spec: ImageSpec) -> ImagePlan:
 
 
 def refresh(plan: ImagePlan) -> ImagePlan:
-    """The plan with what the store has now, and what of it was pushed."""
+    """The plan with what the store has now, and what of it was pushed: by a record, and by the engine's own word."""
     if plan.missing_bases:
         return plan
     image_id = store.find_id(plan.docker, plan.local)
-    return replace(plan, image_id=image_id, pushed=_find_pushed(plan, image_id) if image_id else None)
-
-
-def _find_pushed(plan: ImagePlan, image_id: str) -> str | None:
-    """repository@sha256:... of an image whose push is recorded, and that the engine knows by that digest."""
-    push = pushed.find(plan.tag, plan.remote, image_id) if plan.remote else None
+    push = pushed.find(plan.tag, plan.remote, image_id) if plan.remote and image_id else None
     if push is None or push.digest not in store.find_digests(plan.docker, push.remote):
-        return None
-    return f"{push.remote.rpartition(':')[0]}@{push.digest}"
+        return replace(plan, image_id=image_id, pushed=None, pushed_recently=False)
+    reference = f"{push.remote.rpartition(':')[0]}@{push.digest}"
+    return replace(plan, image_id=image_id, pushed=reference, pushed_recently=push.is_recent)
 
 
 def list_commands(spec: ImageSpec) -> list[list[str]]:
@@ -85,7 +88,7 @@ def list_commands(spec: ImageSpec) -> list[list[str]]:
     commands = [[docker, "pull", "--quiet", base] for base in plan.missing_bases]
     if plan.image_id is None:
         commands.append(build_command(spec, plan))
-    if plan.remote and not plan.pushed:
+    if plan.remote and plan.needs_push:
         if spec.create_repository and (repository := registry.parse(plan.remote)):
             commands.append(repository.create_command)
         commands += [[docker, "tag", plan.local, plan.remote], [docker, "push", plan.remote]]

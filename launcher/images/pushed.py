@@ -3,7 +3,7 @@
 The engine's own word is no proof: with the containerd image store, an image has a digest of a repository
 (`RepoDigests`) from `docker tag` on, before a byte of it was sent. What is not recorded is pushed; a registry that has
 it already takes only the manifest. A push through another engine counts for nothing: an emulated slice's engine pushes
-to an emulated registry of the same name. Neither does a push of yesterday: registries delete images by their cleanup
+to an emulated registry of the same name. A push of yesterday is repeated: registries delete images by their cleanup
 policies.
 
 What can fail half-way: a push that was interrupted, or whose record could not be written, is done again.
@@ -41,15 +41,17 @@ class Push:
     time: float
     """Unix seconds."""
 
+    @property
+    def is_recent(self) -> bool:
+        """Whether the registry can be expected to have the image still."""
+        return 0 <= time.time() - self.time < _TRUSTED_SECONDS
+
 
 def find(tag: str, remote: str, image_id: str) -> Push | None:
-    """The recorded push of this very image to `remote`, of the last day and through the engine that is used now; None
-    when there is none."""
+    """The recorded push of this very image to `remote`, through the engine that is used now; None when there is
+    none."""
     wanted = (remote, image_id, current_engine())
-    for push in _read(tag):
-        if (push.remote, push.image_id, push.engine) == wanted and 0 <= time.time() - push.time < _TRUSTED_SECONDS:
-            return push
-    return None
+    return next((push for push in _read(tag) if (push.remote, push.image_id, push.engine) == wanted), None)
 
 
 def current_engine() -> str:

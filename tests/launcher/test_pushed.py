@@ -108,7 +108,7 @@ def test_what_the_engine_does_not_know_by_that_digest_is_pushed(docker: Path, sp
 
 
 @pytest.mark.parametrize("hours", [-1, 25])
-def test_a_push_of_yesterday_or_of_the_future_does_not_count(
+def test_a_push_of_yesterday_or_of_the_future_is_repeated(
     docker: Path, spec: ImageSpec, tmp_path: Path, hours: int
 ) -> None:
     """A registry may have deleted the image since; a clock may have jumped."""
@@ -116,8 +116,16 @@ def test_a_push_of_yesterday_or_of_the_future_does_not_count(
     (record,) = (tmp_path / "home" / "images").glob("*.pushed.json")
     (push,) = json.loads(record.read_text())
     record.write_text(json.dumps([{**push, "time": time.time() - hours * 3600}]))
+    (docker / "interrupted").touch()
+    said: list[str] = []
+    assert ensure_image(spec, said.append).reference == REFERENCE
+    assert "it was pushed before" in said[-1]
+    (docker / "interrupted").unlink()
+    assert make_plan(spec).pushed == REFERENCE  # for who only wants to know the name
+    assert [command[1] for command in list_commands(spec)] == ["tag", "push"]
     ensure_image(spec, print)
-    assert count_pushes(docker) == 2
+    assert count_pushes(docker) == 3
+    assert list_commands(spec) == []
 
 
 def test_a_damaged_record_means_another_push(docker: Path, spec: ImageSpec, tmp_path: Path) -> None:
