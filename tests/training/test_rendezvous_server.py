@@ -20,7 +20,7 @@ from training.distributed.rendezvous_server import RendezvousServer
 from training.errors import BadInput
 
 SECRET = b"the secret of the attempt"
-LOST_SECONDS = 2.0
+LOST_SECONDS = 5.0
 
 
 class Host:
@@ -30,7 +30,7 @@ class Host:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
         own = Credentials(Identity("run", 1, 3), RENDEZVOUS, SECRET)
         assert not isinstance(connections.introduce(self.socket, own, worker, 10), connections.Refused)
-        self.socket.settimeout(10)
+        self.socket.settimeout(20)
         self._unread = b""
 
     def arrive(self, name: str, payload: Any = None) -> None:
@@ -72,7 +72,9 @@ def hosts(server: RendezvousServer, port: int) -> Iterator[list[Host]]:
         host.socket.close()
 
 
-def test_a_host_that_reads_nothing_holds_up_no_other_one_and_is_lost_in_the_end(hosts: list[Host]) -> None:
+def test_a_host_that_reads_nothing_holds_up_no_other_one_and_is_lost_in_the_end(
+    server: RendezvousServer, hosts: list[Host]
+) -> None:
     """Its process is stopped: its kernel answers, and its buffers fill up."""
     large = "x" * 3_900_000
     began = time.monotonic()
@@ -80,10 +82,10 @@ def test_a_host_that_reads_nothing_holds_up_no_other_one_and_is_lost_in_the_end(
         host.arrive("parts", [host.socket.fileno(), large])
     for host in hosts[1:]:
         assert [payload[1] == large for payload in host.read("complete")["payloads"]] == [True] * 3
-    assert time.monotonic() - began < LOST_SECONDS
+    assert 0 in server._protocol.workers, "its time is not over: the others did not wait for it"
     for host in hosts[1:]:
         assert "host 0 is gone" in host.read("lost")["lost"]
-    assert time.monotonic() - began < 4 * LOST_SECONDS
+    assert time.monotonic() - began < LOST_SECONDS + 10
 
 
 def test_when_the_servers_thread_ends_all_hosts_notice_at_once(
@@ -97,7 +99,7 @@ def test_when_the_servers_thread_ends_all_hosts_notice_at_once(
     for host in hosts:
         while host.socket.recv(1 << 16):
             pass
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < LOST_SECONDS
     assert "tpu-train: the rendezvous has ended: a defect" in capsys.readouterr().err
 
 
