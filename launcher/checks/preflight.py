@@ -35,6 +35,8 @@ _MARK = '{"preflight"'  # what the JSON line of `tpu-train preflight` begins wit
 _NOT_IN_PROGRAMS = ("output", "checkpoint", "export", "rendezvous")
 _NOT_IN_STEP = ("steps", "learning_rate", "warmup_steps", "schedule", "log_every", "strict", "prefetch")
 
+_RESULT_KEYS = {"accelerator", "fits", "graphs", "max_batch"}  # of a kept answer
+
 Say = Callable[[str], None]
 
 
@@ -192,13 +194,15 @@ def _path(config: Config, home: Path, name: str) -> Path | None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """A kept answer; None where there is none, or it is damaged, or from a time before this format."""
     try:
-        document: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+        document = json.loads(path.read_text())
+    except (OSError, ValueError):
         return None
-    except ValueError:
-        return None  # not ours, or from a time before this format
-    return document if document.get("format") == FORMAT else None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        return None
+    result = document.get("result")
+    return document if isinstance(result, dict) and result.keys() >= _RESULT_KEYS else None
 
 
 def _write(path: Path, result: dict[str, Any]) -> None:

@@ -124,6 +124,13 @@ def test_a_file_that_was_cut_is_no_answer(folder: Path) -> None:
     assert preflight.known(load("run.yaml"), folder / "home") is None
 
 
+@pytest.mark.parametrize("text", ["[]", "1", '{"format": 1}', '{"format": 1, "result": {"fits": true}}', "\xff"])
+def test_a_file_of_something_else_is_no_answer(folder: Path, text: str) -> None:
+    keep(folder, result(fits=False)).write_bytes(text.encode("latin-1"))
+    assert preflight.known(load("run.yaml"), folder / "home") is None
+    assert preflight.require(load("run.yaml"), folder / "home", print) == ()
+
+
 def test_a_command_of_ones_own_is_not_checked(folder: Path) -> None:
     with pytest.raises(BadInput, match="only the trainer can be checked"):
         preflight.check(load("run.yaml", command=["true"]), folder / "home", [], max_batch=False, more=[], say=print)
