@@ -200,8 +200,9 @@ class _Supervision:
             self._start_task(self._observe_repeatedly, worker)
         try:
             while True:
-                self._forgive_standstill()
                 self._take_news()
+                now = self.clock.monotonic()
+                self._forgive_standstill(now)  # before anything is judged by that time
                 self._ask_about_slice()
                 self._complain()
                 stop_requested = self.ledger.stop_requested()
@@ -210,11 +211,11 @@ class _Supervision:
                     self._start_task(self._stop_hosts)
                 verdict = judge(
                     list(self.views.values()),
-                    self.clock.monotonic(),
+                    now,
                     self.limits,
                     slice_state=self.slice.state,
                     stop_requested=stop_requested,
-                    quiet=self.clock.monotonic() - self.last_line,
+                    quiet=now - self.last_line,
                 )
                 if verdict.kind is Kind.SETTLING:
                     self._hurry()
@@ -233,18 +234,17 @@ class _Supervision:
 
     # -- the main task -----------------------------------------------------------------------------------------------
 
-    def _forgive_standstill(self) -> None:
+    def _forgive_standstill(self, now: float) -> None:
         """While this process stood still (stopped, or its machine asleep) it looked at nothing: that time is no host's
         silence."""
-        now = self.clock.monotonic()
         still = now - self.turned
         self.turned = now
         if still < _STANDSTILL_SECONDS:
             return
-        self.last_line += still
+        self.last_line = min(now, self.last_line + still)
         for worker, view in self.views.items():
-            ended_seen = view.ended_seen + still if view.ended_seen is not None else None
-            self.views[worker] = replace(view, seen=view.seen + still, ended_seen=ended_seen)
+            ended_seen = min(now, view.ended_seen + still) if view.ended_seen is not None else None
+            self.views[worker] = replace(view, seen=min(now, view.seen + still), ended_seen=ended_seen)
 
     def _take_news(self) -> None:
         news = self.inbox.get(timeout=_INBOX_SECONDS)

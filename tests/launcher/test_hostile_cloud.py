@@ -392,6 +392,24 @@ def test_down_stops_the_runs_of_its_slice_first(work: Workstation) -> None:
     assert len(work.hosts.attempts) == 1
 
 
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_that_slept_judges_nobody_by_the_time_that_it_slept(work: Workstation) -> None:
+    """Neither does the run stall, nor is a host lost: nobody looked meanwhile."""
+    work.hosts.exits[0] = None
+
+    def sleep() -> None:
+        work.clock.skipped += 3600
+
+    def end() -> None:
+        work.hosts.end(0)
+
+    work.hosts.hooks["observe"] = [lambda: None, lambda: None, sleep, lambda: None, end]
+    outcome = work.run(work.config("run.stall_minutes=5"))
+    assert outcome.verdict.kind is Kind.FINISHED
+
+
 # -- ends that can't be carried out -----------------------------------------------------------------------------------
 
 
