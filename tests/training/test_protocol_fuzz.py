@@ -118,16 +118,20 @@ def admit(server: ServerProtocol, connection: int, worker: int) -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """Connections, threads and memory are as before."""
+    """Connections, threads and memory are as before, or fewer: those of earlier tests may end meanwhile."""
     gc.collect()
-    before = resources()
+    files, threads, blocks = resources()
     yield
-    deadline = time.monotonic() + 10
-    while (gc.collect(), resources())[1][:2] != before[:2] and time.monotonic() < deadline:
+    deadline = time.monotonic() + 20
+    while True:
+        gc.collect()
+        after = resources()
+        if after[0] <= files and after[1] <= threads or time.monotonic() > deadline:
+            break
         time.sleep(0.05)
-    after = resources()
-    assert after[:2] == before[:2], "connections, threads"
-    assert after[2] - before[2] < 5000, "blocks of memory"
+    assert after[0] <= files, "connections"
+    assert after[1] <= threads, "threads"
+    assert after[2] - blocks < 5000, "memory"
 
 
 def resources() -> tuple[int, int, int]:
@@ -308,7 +312,7 @@ def test_noise_from_host_0_ends_a_client_in_good_order() -> None:
         with contextlib.suppress(OSError):
             theirs.sendall(stream)
         theirs.close()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while client._lost is None:
             assert time.monotonic() < deadline, stream
             time.sleep(0.001)
