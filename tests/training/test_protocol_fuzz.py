@@ -126,7 +126,7 @@ def _nothing_is_left() -> Iterator[None]:
     while True:
         gc.collect()
         after = resources()
-        if after[0] <= files and after[1] <= threads or time.monotonic() > deadline:
+        if (after[0] <= files and after[1] <= threads) or time.monotonic() > deadline:
             break
         time.sleep(0.05)
     assert after[0] <= files, "connections"
