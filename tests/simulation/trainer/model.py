@@ -200,6 +200,7 @@ class SimulatedBackend:
         self._snapshot: SimulatedSnapshot | None = None
         self._compiled = 0
         self._started = 0  # the first step of this attempt
+        self._steps_after_stop = 0
         host.pass_time("loading the framework", self._world.plan.compile_seconds)
 
     def batches(self, task: SimulatedTask, start: int) -> Generator[HostBatch, None, None]:
@@ -211,6 +212,9 @@ class SimulatedBackend:
         return task.evaluation_batches()
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> Pending:
+        shutdown = self._host.shutdown
+        self._steps_after_stop += bool(self._host.stops and shutdown and shutdown.requested)
+        self._world.promises.a_stop_is_agreed_in_the_next_step(self._host, self._steps_after_stop - self.in_flight)
         if not self._compiled:
             self._compiled = 1
             self._host.pass_time("compiling", self._world.plan.compile_seconds)

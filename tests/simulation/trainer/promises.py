@@ -305,6 +305,12 @@ class Promises:
         if host.shutdown and apart < max(self._world.plan.stop_seconds, 30.0):
             self.broken("two SIGTERMs are one request", f"{host.name} left at once, {apart:.0f} s after the first")
 
+    def a_stop_is_agreed_in_the_next_step(self, host: Host, steps: int) -> None:
+        """A host that was asked to stop says so in its next step, and starts none after it has read that one's
+        result. `steps`: that it has started since, without those in flight."""
+        if steps == 3:
+            self.broken("a stop is agreed in the next step", f"{host.name} was asked at {host.stops} and trains on")
+
     def a_stop_takes_no_longer_than_it_may(self, host: Host) -> None:
         """Some seconds after `checkpoint.stop_seconds` a process that was asked to stop has ended."""
         if host.code is None and not host.hurt:
