@@ -37,8 +37,9 @@ from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import FloatLabels, label_mistake, select_columns
 from training.data.prepare.pack import pack_documents
 from training.errors import BadInput
+from training.models.families import FAMILIES
 from training.models.flops import flops_per_row
-from training.models.hugging_face import build_model_config, read_config, read_labels
+from training.models.hugging_face import SIZES, build_model_config, read_config, read_labels
 from training.registry import TASKS, task_of_model
 from training.storage.types import place_mistake
 from training.yaml_file import ConfigError, parse
@@ -78,6 +79,11 @@ YAML_PIECES = (
     "---", "%YAML 1.1", "[" * 50, "{a: " * 20, ".inf", "-.inf", ".nan", "010", "1:30", "0x1f", "yes", "!!set {x}", "|",
     ">", "- x", "steps: 010", "steps: 1:30", "learning_rate: .inf", "output: ''", "train: {}", "task: classification",
     "evaluation: gs://b/train", '"\\ud800"', '"\\0"', "# ", ": ", "9" * 5000, "2020-99-99", "{", "}", "'", '"', "\r",
+)  # fmt: skip
+VALUES = (
+    "''", "' a'", "s3://b/c", "GS://b/c", "gs:/b", "gs://", "gs://b/train", "gs://b/train/", ".inf", "-.inf", ".nan",
+    "1e999", "accurcy", "accuracy", "max", "min", "0", "-1", "1e-3", "010", "1:30", "yes", "true", "~", "[]", "{}",
+    "classification", "{metric: loss, mode: max}", "5", "1e300", "'100'", "0.5", "/data", "v3-8", "v3-16",
 )  # fmt: skip
 ROWS = [{"text": f"text number {number}", "label": ("card", "cash")[number % 2]} for number in range(6)]
 CSV = "text,label\n" + "".join(f'"{row["text"]}, quoted",{row["label"]}\n' for row in ROWS)
@@ -122,8 +128,12 @@ def _require(is_right: object, message: object) -> None:
 
 def read_configuration(folder: Path, random: Random) -> bool:
     text, overrides = CONFIGURATION, []
-    if random.random() < 0.8:
+    if random.random() < 0.5:
         text = spoil_lines(text, YAML_PIECES, random)
+    elif random.random() < 0.8:
+        keys = re.findall(r"\w+: [^\s{}&][^\n{},]*", text)
+        key = random.choice(keys)
+        text = text.replace(key, f"{key.partition(':')[0]}: {random.choice(VALUES)}", 1)
     if random.random() < 0.3:
         key = random.choice(
             ("train.steps", "output", "checkpoint.best.mode", "data", "model.path", "", "a..b", "train")
@@ -138,7 +148,7 @@ def read_configuration(folder: Path, random: Random) -> bool:
         return False
     assert place_mistake(config.output) is None
     assert config.data.evaluation is None or config.data.evaluation.rstrip("/") != config.data.train.rstrip("/")
-    assert all(map(math.isfinite, _floats(config.canonical())))
+    assert all(map(math.isfinite, _floats(config.model_dump())))
     if best := config.checkpoint.best:
         assert TASKS[config.task].figures[best.metric] == best.mode
     assert from_document(parse(document.dump(), "dumped.yaml")) == config, "a dump means something else"
@@ -233,6 +243,7 @@ def read_model(folder: Path, random: Random) -> bool:
         config = build_model_config(
             Model(path=str(folder)), vocabulary=VOCABULARY, pad=3, dropout=0.1, head=TASKS[task].head, labels=["a", "b"]
         )
+        assert all(type(config.get(name, 1)) is int for name in SIZES) or config["model_type"] not in FAMILIES
         flops_per_row(config, LENGTH, 2 if task == "mlm" else None)
     except BadInput as error:
         _require("config.json" in str(error) or str(folder) in str(error), error)
