@@ -200,6 +200,9 @@ class Shell:
         if container.status == "created":
             if container.boot != host.boot:
                 return self.report("failed the host rebooted after it had been prepared", 1)
+            for other in host.containers.values():
+                if other.running and other.run != container.run:
+                    return self.report(f"busy {other.run}", 1)
             self.world.start_container(container, self.actor)
         return self.report("started")
 
@@ -217,7 +220,7 @@ class Shell:
         self.pause()
         container = self._get(parameters)
         if not host.engine_up:
-            return self.report("stopped")  # docker inspect fails, as for a container that is gone
+            return self.report("failed its container engine does not answer", 1)
         if container is not None and container.status == "created":
             self.world.remove_container(container, self.actor, "stop")
             container = None
