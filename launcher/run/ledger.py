@@ -83,6 +83,7 @@ class Ledger:
     def __init__(self, folder: Path, clock: Clock) -> None:
         self.folder = folder
         self.clock = clock
+        self._events = folder / "events.jsonl"
         self._cached: tuple[int, list[Entry]] = (0, [])  # size of the events that were read, and what they say
 
     @property
@@ -113,7 +114,10 @@ class Ledger:
 
     def entries(self) -> Sequence[Entry]:
         """Everything that was recorded, oldest first."""
-        size = self._events.stat().st_size if self._events.exists() else 0
+        try:
+            size = os.stat(self._events).st_size
+        except FileNotFoundError:
+            size = 0
         if size != self._cached[0]:  # it only grows, and is asked for many times a second
             entries = []
             for line in self._events.read_text(errors="replace").splitlines():
@@ -236,10 +240,6 @@ class Ledger:
             lock.write(str(os.getpid()))
             lock.flush()
             yield
-
-    @property
-    def _events(self) -> Path:
-        return self.folder / "events.jsonl"
 
 
 def same_slice(config: Config, record: RunRecord) -> bool:

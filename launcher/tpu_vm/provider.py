@@ -297,7 +297,14 @@ class TpuVm:
                     f"slice {name} is READY, but after {_FIRST_CONTACT_SECONDS:.0f} s not all hosts are: "
                     f"{'; '.join(missing)}\n  `tpu-launch up` goes on waiting; `down`, then `up`, makes it anew"
                 )
-            state = patience.ask(self.describe, deadline)
+            try:
+                state = patience.ask(self.describe, deadline)
+            except LaunchError as error:
+                raise LaunchError(
+                    f"{error}\n  slice {name} was READY, and is billed: `tpu-launch up` goes on waiting for its hosts, "
+                    "`tpu-launch down` deletes it",
+                    exit_code=error.exit_code,
+                ) from None
             if state is None or state.state == "DELETING":
                 raise Conflict(f"slice {name} was deleted as soon as it came; `tpu-launch up` creates it again")
             if state.gone_for_good:
