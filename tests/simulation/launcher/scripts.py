@@ -172,6 +172,8 @@ class Shell:
             self.pause(0.2, self.world.pull_seconds)
             if host.disk_full:
                 return self.report("failed the image can not be pulled: no space left on device", 1)
+            if name in host.containers:  # a replay of this script was quicker
+                return self.report("failed the container can not be created: Conflict. The name is already in use", 1)
             attempt = int(re.search(r"tpu-launch\.attempt=(\d+)", arguments)[1])  # type: ignore[index]
             container = Container(name, parameters["run_id"], attempt, host, host.boot, parameters["image"])
             container.awaits_secrets = "await_secrets" in arguments or "/run/tpu-launch:" in arguments
