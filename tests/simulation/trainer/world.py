@@ -361,5 +361,5 @@ class World:
 
 def _is_claim(request: Request) -> bool:
     """Whether a request is about the starts of a run, by which an older one is fenced, or about its result."""
-    is_claim = request.name.startswith("attempt-") and request.name.count(".") == 2
+    is_claim = request.name.startswith("attempt-") and request.name.endswith(".json") and ".end." not in request.name
     return is_claim or request.name in ("attempts", "summary.json")
