@@ -93,10 +93,8 @@ def down(config: Config, any_owner: bool, dry_run: bool) -> None:
     if dry_run:
         show_plan(config, "down")
         return
-    launch.stop_runs_of_slice(config, run_context())
-    provider = open_provider(config)
     try:
-        provider.delete()
+        launch.delete_slice(config, run_context())
     except KeyboardInterrupt:
         terminal.say("interrupted: a deletion that Google was asked for goes on; `tpu-launch down` again waits for it")
         raise

@@ -32,6 +32,8 @@ from launcher.run.verdict import Cause, Kind
 
 MakeProvider = Callable[[Config], Provider]
 
+_RELEASE_SECONDS = 60.0  # for a process that was told to stop a run: gcloud may be under way
+_RELEASE_POLL_SECONDS = 1.0
 _FINISHED = Kind.FINISHED.value
 
 
@@ -188,13 +190,29 @@ def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
     return ledgers.find(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
 
 
-def stop_runs_of_slice(config: Config, context: Context) -> None:
-    """Records that every run of the slice is stopped that is under way or recovered by a process of this machine: the
-    slice is about to be deleted, and nobody shall create it again for them."""
-    for ledger in ledgers.runs(context.home, context.machine):
-        if same_slice(config, ledger.record) and (ledger.under_way or ledger.supervised()):
-            context.output.say(f"run {ledger.run_id} is stopped with its slice; `tpu-launch run` resumes it on another")
-            ledger.append(events.StopRequested(max(0, ledger.attempts - 1)))
+def delete_slice(config: Config, context: Context) -> None:
+    """Deletes the slice. Runs of it that are under way, or that a process of this machine recovers, are stopped first,
+    and those processes are waited for: they shall not create the slice again behind our back."""
+    stopped = [
+        ledger
+        for ledger in ledgers.runs(context.home, context.machine)
+        if same_slice(config, ledger.record) and (ledger.under_way or ledger.supervised())
+    ]
+    for ledger in stopped:
+        context.output.say(f"run {ledger.run_id} is stopped with its slice; `tpu-launch run` resumes it on another")
+        ledger.append(events.StopRequested(max(0, ledger.attempts - 1), config.run.stop_seconds))
+    deadline = context.machine.clock.monotonic() + config.run.stop_seconds + _RELEASE_SECONDS
+    for ledger in stopped:
+        while ledger.supervised():
+            if context.machine.clock.monotonic() > deadline:
+                context.output.say(
+                    f"run {ledger.run_id}: the tpu-launch that supervises it has not ended; going on. See afterwards "
+                    "whether it created the slice again: `tpu-launch list`"
+                )
+                break
+            context.machine.clock.sleep(_RELEASE_POLL_SECONDS)
+    with contextlib.closing(context.make_provider(config)) as provider:
+        provider.delete()
 
 
 def open_session(config: Config, context: Context, ledger: Ledger, secrets: SecretSource) -> Session:

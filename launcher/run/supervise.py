@@ -278,9 +278,10 @@ class _Supervision:
         if not view.reachable:
             self.ledger.append(events.HostBack(number, worker))
             self.output.say(f"host {worker} answers again")
+            view = replace(view, answering_since=now)
         container, ended_seen, ended_away = news.container, view.ended_seen, view.ended_away
         if (container.ended or container.status == "absent") and ended_seen is None:
-            ended_seen, ended_away = now, not view.reachable
+            ended_seen, ended_away = now, bool(view.problem)
             what = describe_exit(container) if container.ended else "its container is gone"
             self.ledger.append(events.HostEnded(number, worker, container.exit_code, container.oom_killed, what))
         self.views[worker] = replace(

@@ -74,6 +74,7 @@ class HostView:
     problem: str = ""  # why it does not answer now; empty when it does
     ended_seen: float | None = None  # when its container was first seen to have ended
     ended_away: bool = False  # its container ended while the host was out of reach
+    answering_since: float = float("-inf")  # since when it has answered without a gap
 
     @property
     def reachable(self) -> bool:
@@ -92,12 +93,12 @@ class HostView:
 
     @property
     def rebooted(self) -> bool:
-        """Whether its host rebooted under the container: the exit code says nothing then. An end that only the trainer
-        can have written down before the reboot counts as it is."""
+        """Whether its host rebooted under the container: the exit code says nothing then. A code that only the trainer
+        gives counts as it is when it was there before the reboot; 0 may be made up, of a reboot before the last."""
         state = self.container
         if state is None or not (state.ended and state.rebooted):
             return False
-        return not (state.ended_before_reboot and state.exit_code in (*_SUCCESSES, TrainerExit.BAD_INPUT))
+        return not (state.ended_before_reboot and state.exit_code in (TrainerExit.SAVED, TrainerExit.BAD_INPUT))
 
     @property
     def exit_code(self) -> int | None:
@@ -115,6 +116,7 @@ class Limits:
     """How long things are waited for, in seconds."""
 
     settle: float = 4.0  # for asking all hosts once more after a failure
+    reconnect: float = 12.0  # for the others to answer, after a failure that was found when hosts came back into reach
     blip: float = 2.5  # a host out of reach for less may just have had a hiccup
     lost: float = 120.0  # a host out of reach for so long is lost even if nobody complains
     stall: float | None = None  # no line of any host for so long, while all answer: the run hangs
@@ -165,6 +167,9 @@ def judge(
         return Verdict(Kind.DELETED, SLICE_DELETED)
     if slice_state in ("PREEMPTED", "TERMINATED", "STOPPED"):
         return Verdict(Kind.PREEMPTED, Cause(-1, f"the slice is {slice_state}"))
+    finished = any(view.exit_code == TrainerExit.FINISHED and not view.rebooted for view in views)
+    if finished:  # a program does not finish on one host when another reboots under it
+        views = [_trust_end(view) for view in views]
     failed = [view for view in views if view.ended and (view.rebooted or view.exit_code not in _SUCCESSES)]
     removed = [view for view in views if view.removed]
     if failed or removed:
@@ -175,15 +180,24 @@ def judge(
     return _judge_running(views, now, limits, stop_requested=stop_requested, quiet=quiet)
 
 
+def _trust_end(view: HostView) -> HostView:
+    """The view of a host that finished before it rebooted, as if it had not rebooted."""
+    state = view.container
+    if state is None or not (state.ended_before_reboot and state.exit_code == TrainerExit.FINISHED):
+        return view
+    return replace(view, container=replace(state, rebooted=False))
+
+
 def _judge_running(
     views: Sequence[HostView], now: float, limits: Limits, *, stop_requested: bool, quiet: float
 ) -> Verdict:
     """The verdict while no host has failed: one may be lost, or all may be stalled."""
     unreachable = [view for view in views if not view.reachable]
     overdue = [view for view in unreachable if now - view.seen > limits.lost and not view.ended]
-    # When nobody answers it may be our own network: a host is lost when others were heard long after it.
-    if overdue and max(view.seen for view in views) - min(view.seen for view in overdue) > limits.lost / 2:
-        return Verdict(Kind.HOST_LOST, _lost(min(overdue, key=lambda view: view.seen), now))
+    # When nobody answers it may be our own network: a host is lost when others were heard for long after it.
+    for lost in sorted(overdue, key=lambda view: view.seen):
+        if any(view.seen - max(view.answering_since, lost.seen) > limits.lost / 2 for view in views):
+            return Verdict(Kind.HOST_LOST, _lost(lost, now))
     if limits.stall is not None and quiet > limits.stall and not unreachable and not stop_requested:
         return Verdict(Kind.STALLED, Cause(-1, f"no host has written a line for {quiet / 60:.1f} minutes"))
     return Verdict(Kind.RUNNING)
@@ -204,6 +218,10 @@ def _judge_failure(
     silent = [view for view in others if not (view.reachable and view.seen > first_seen)]
     settled = all(not view.reachable and now - view.seen > limits.blip for view in silent)
     explained = bool(silent) or any(view.rebooted or view.exit_code != TrainerExit.LOST_PEER for view in failed)
+    # Nobody was asked while all were out of reach: those that are not back yet have the time of a new connection.
+    returned = any(view.answering_since >= first_seen - limits.blip for view in (*failed, *removed))
+    if returned and silent and now - first_seen < limits.reconnect:
+        return Verdict(Kind.SETTLING)
     if not (settled and explained) and now - first_seen < limits.settle:
         return Verdict(Kind.SETTLING)
     if stop_requested:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 
 import pytest
 
@@ -380,15 +381,30 @@ def test_one_answer_that_there_is_no_slice_ends_nothing(work: Workstation) -> No
     assert work.run(work.config()).verdict.kind is Kind.FINISHED
 
 
-def test_down_stops_the_runs_of_its_slice_first(work: Workstation) -> None:
-    work.hosts.exits[0] = 75
+def test_down_stops_a_run_that_is_recovered_and_waits_until_nobody_creates_its_slice(work: Workstation) -> None:
+    work.hosts.exits[0] = 1
+    order: list[str] = []
 
     def down() -> None:
-        launch.stop_runs_of_slice(work.config(), work.context())
-        work.hosts.slice_state = None
+        launch.delete_slice(work.config(), work.context())
+        order.append("deleted")
 
-    work.hosts.hooks["create"] = [down]
-    assert work.run(work.config()).verdict.kind is Kind.SAVED
+    terminal = threading.Thread(target=down)
+
+    def create_slowly() -> None:
+        terminal.start()
+        deadline = time.monotonic() + 20
+        while not work.ledger.stops and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)
+        order.append("created")
+
+    work.hosts.hooks["create"] = [create_slowly]
+    work.clock.sleep = lambda seconds: time.sleep(min(seconds, 0.1))  # type: ignore[method-assign]
+    assert work.run(work.config("run.failure_retries=1")).verdict.kind is Kind.FAILED
+    terminal.join(30)
+    assert order == ["created", "deleted"]
+    assert work.hosts.slice_state is None
     assert len(work.hosts.attempts) == 1
 
 

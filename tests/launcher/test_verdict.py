@@ -1,5 +1,7 @@
 """Claims about `launcher.run.verdict`: who is blamed, and when."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,10 +42,35 @@ def test_a_host_that_rebooted_is_lost_whatever_exit_code_its_engine_made_up(code
         assert (verdict.cause.worker, "rebooted" in verdict.cause.what) == (1, True)
 
 
-@pytest.mark.parametrize(("code", "kind"), [(0, Kind.FINISHED), (75, Kind.SAVED), (2, Kind.BAD_INPUT)])
-def test_what_the_trainer_said_before_its_host_rebooted_counts(code: int, kind: Kind) -> None:
+@pytest.mark.parametrize(("code", "kind"), [(0, Kind.HOST_LOST), (75, Kind.SAVED), (2, Kind.BAD_INPUT)])
+def test_what_only_the_trainer_says_counts_when_its_host_rebooted_later(code: int, kind: Kind) -> None:
+    """Some engines make 0 up; after two reboots the time does not tell."""
     state = ContainerState("exited", code, rebooted=True, ended_before_reboot=True)
     assert judge([HostView(0, state, seen=100.0, ended_seen=99.0)], 100.0, LIMITS).kind is kind
+
+
+def test_a_host_that_rebooted_after_all_had_finished_is_no_lost_host() -> None:
+    state = ContainerState("exited", 0, rebooted=True, ended_before_reboot=True)
+    views = [exited(0, 0), HostView(1, state, seen=100.0, ended_seen=99.0)]
+    assert judge(views, 100.0, LIMITS).kind is Kind.FINISHED
+    made_up = HostView(1, ContainerState("exited", 0, rebooted=True), seen=100.0, ended_seen=99.0)
+    assert judge([exited(0, 0), made_up], 100.0, LIMITS).kind is Kind.HOST_LOST
+
+
+def test_a_host_is_not_lost_that_was_not_asked_since_our_own_network_is_back() -> None:
+    back = replace(running(0, seen=1000.0), answering_since=1000.0)
+    away = running(1, seen=800.0, problem="timed out")
+    assert judge([back, away], 1000.0, LIMITS).kind is Kind.RUNNING
+    assert judge([replace(back, seen=1061.0), away], 1061.0, LIMITS).kind is Kind.HOST_LOST
+
+
+def test_a_failure_that_is_found_when_our_network_is_back_waits_for_the_other_hosts() -> None:
+    failed = replace(exited(0, 1, ended_seen=1000.0, seen=1000.0), ended_away=True, answering_since=1000.0)
+    away = running(1, seen=900.0, problem="timed out")
+    assert judge([failed, away], 1006.0, LIMITS).kind is Kind.SETTLING
+    verdict = judge([failed, running(1, seen=1007.0)], 1007.0, LIMITS)
+    assert (verdict.kind, verdict.cause and verdict.cause.worker) == (Kind.FAILED, 0)
+    assert judge([failed, away], 1012.5, LIMITS).kind is Kind.HOST_LOST
 
 
 @pytest.mark.parametrize("code", [1, 137, 143])

@@ -11,6 +11,7 @@ from dataclasses import replace
 from launcher.config import Config
 from launcher.errors import Exit, LaunchError
 from launcher.run import launch, status
+from launcher.run import ledger as ledgers
 from launcher.run.supervise import Output, explain
 from launcher.run.verdict import Kind
 from launcher.tpu_vm import inventory, ownership
@@ -115,7 +116,9 @@ class Command:
 
     def _down(self) -> int:
         self.world.down_allowed.add(self.place.person)
-        self._make_provider(self.config).delete()
+        for ledger in ledgers.runs(self.place.home, self.machine):  # `down` stops what is under way
+            self.world.record.stops.append(Stop(ledger.run_id, self.world.scheduler.now))
+        launch.delete_slice(self.config, self.context)
         return 0
 
     def _run(self) -> int:
