@@ -31,7 +31,8 @@ class Fault:
 
     kind: str
     anchor: str
-    """What `at` is counted from: "life", or "start": the first moment at which an attempt runs on all hosts."""
+    """What `at` is counted from: "life"; "start", when the first attempt runs on all hosts; "restart", the
+    second command on a run; "recovery", the end of the first attempt that is followed by another; "down"."""
     at: float
     seconds: float
     """How long it lasts."""
@@ -45,12 +46,12 @@ class Fault:
 def draw(chance: random.Random) -> list[Fault]:
     """The faults of a life: none in some, one in many, several in the others."""
     kindness = chance.random()
-    count = 0 if kindness < 0.12 else 1 if kindness < 0.55 else chance.randint(2, 7)
+    count = 0 if kindness < 0.08 else 1 if kindness < 0.3 else chance.randint(2, 8)
     weights = [_WEIGHTS.get(kind, 1.0) for kind in ALL]
     faults = []
     for kind in chance.choices(ALL, weights, k=count):
-        anchor = chance.choice(("life", "start", "start"))
-        at = chance.uniform(0.0, 90.0) if anchor == "life" else chance.uniform(-8.0, 45.0)
+        anchor = chance.choice(("life", "start", "start", "start", "restart", "recovery", "recovery", "down"))
+        at = chance.uniform(0.0, 90.0) if anchor == "life" else chance.uniform(-8.0, 45.0 if anchor == "start" else 8.0)
         seconds = chance.choice((chance.uniform(1.0, 12.0), chance.uniform(10.0, 60.0), chance.uniform(60.0, 300.0)))
         faults.append(Fault(kind, anchor, max(0.0, at), seconds, chance.randrange(64)))
     return faults

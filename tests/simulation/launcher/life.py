@@ -86,8 +86,23 @@ def draw_story(chance: random.Random) -> Story:
         plans.append(_draw_plan(chance, kind, hosts))
     plans.append(_draw_plan(chance, "finish", hosts))
     deeds = []
-    for _ in range(chance.choice((0, 0, 1, 1, 2, 3))):
-        kinds = ("kill", "kill", "ctrl-c", "asleep", "stop", "logs", "second run", "bob down", "bob up", "gc", "bob gc")
+    for _ in range(chance.choice((0, 1, 1, 2, 3))):
+        kinds = (
+            "kill",
+            "kill",
+            "kill",
+            "ctrl-c",
+            "ctrl-c",
+            "stop",
+            "asleep",
+            "stop",
+            "logs",
+            "second run",
+            "bob down",
+            "bob up",
+            "gc",
+            "bob gc",
+        )
         deeds.append(Deed(chance.choice(kinds), chance.uniform(0.0, 80.0)))
     leftover = chance.choice(("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting"))
     return Story(setting, leftover, tuple(plans), tuple(deeds), skip_up=False)
@@ -218,6 +233,10 @@ class Life:
         chance = random.Random(f"command {self.seed} {len(self.commands)}")
         command = Command(self.world, place or self.ann, name, self.config, chance)
         self.commands.append(command)
+        if name == "down" and place is None:
+            self.world.reached("down")
+        elif name in ("run", "attach") and any(other.name == "run" for other in self.commands[:-1]):
+            self.world.reached("restart")
         return command
 
     def do(self, name: str, place: Place | None = None) -> Command:
@@ -288,6 +307,8 @@ class Life:
             ):
                 self.do("up")
             detached = run.killed or run.code == Exit.DETACHED
+            if detached and (self.ann.home / "runs").exists() and self.chance.random() < 0.25:
+                self.do("logs")
             next_command = "attach" if detached and self.chance.random() < 0.5 else "run"
 
     def _act(self, deed: Deed, run: Command) -> None:

@@ -51,6 +51,8 @@ class Command:
         self.said.append(text)
         if text.startswith("run ") and ": started on all hosts" in text:
             self._confirm(text.split()[1].rstrip(":"))
+        if ": starting again (" in text:
+            self.world.reached("recovery")
         self.world.note(f"  {self.name}: {text}")
 
     def _confirm(self, run: str) -> None:

@@ -82,7 +82,7 @@ class World:
         self.google = Google(self)
         self.addresses: dict[str, Host] = {}
         self.record = Record()
-        self.first_start: float | None = None
+        self._reached: set[str] = set()
         self.pull_seconds = chance.choice((0.5, 5.0, 40.0))
         self.places: list[Place] = []
         self.hosts_of_runs = 0
@@ -112,13 +112,13 @@ class World:
             self._weather.setdefault(fault.kind, []).append((at, at + fault.seconds, fault))
         self.scheduler.call_at(at, lambda: self._strike(fault))
 
-    def attempt_began(self) -> None:
-        """The first attempt runs on all hosts: what is anchored there is arranged."""
-        if self.first_start is not None:
+    def reached(self, anchor: str) -> None:
+        """A life has come to this moment: faults that are anchored there are arranged, the first time."""
+        if anchor in self._reached:
             return
-        self.first_start = self.scheduler.now
+        self._reached.add(anchor)
         for fault in self.faults:
-            if fault.anchor == "start":
+            if fault.anchor == anchor:
                 self._arrange(fault, self.scheduler.now + fault.at)
 
     def weather(self, kind: str) -> Fault | None:
@@ -249,7 +249,7 @@ class World:
     def _begin_program(self, container: Container, job: Job) -> None:
         job.started(container)
         if job.began is not None:
-            self.attempt_began()
+            self.reached("start")
 
     def give_secrets(self, container: Container) -> None:
         """The command of a container begins; a second delivery changes nothing."""
