@@ -24,6 +24,8 @@ from launcher.run.supervise import Output
 from launcher.run.verdict import describe_exit
 from training.telemetry.text import Progress, parse_progress
 
+_SILENCE_SECONDS = 600.0  # for which `logs -f` waits for a host to answer
+_A_SUPERVISOR = 60  # fetches in a row that find the lock held
 _FOLLOW_EVERY = 1.0  # seconds
 _LAST_LINE_BYTES = 20_000  # of a host's log, for its last line
 _RECENT_SECONDS = 60.0  # how far back hosts are asked for lines
@@ -156,6 +158,7 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
     workers = range(own.accelerator.hosts) if host is None else [host]
     offsets = dict.fromkeys(workers, 0)
     fetcher = _Fetcher(ledger, session.provider, number, workers, context.output)
+    answered = context.machine.clock.monotonic()
     try:
         while True:
             ended = ledger.has_ended(number)
@@ -171,6 +174,14 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
                 context.output.say(
                     f"run {ledger.run_id}: its containers have ended, and no tpu-launch watches the run: "
                     "`tpu-launch run --attach` says how it ended and goes on as the file says"
+                )
+                return
+            now = context.machine.clock.monotonic()
+            answered = answered if fetcher.silent else now
+            if now - answered > _SILENCE_SECONDS:
+                context.output.say(
+                    f"run {ledger.run_id}: no host has answered for {_SILENCE_SECONDS / 60:.0f} minutes, and nothing "
+                    "watches the run: `tpu-launch status` looks at the slice, `tpu-launch run` goes on with the run"
                 )
                 return
             context.machine.clock.sleep(_FOLLOW_EVERY)
@@ -245,6 +256,9 @@ class _Fetcher:
         """Where the lines begin that the last observation of a host had no room for."""
         self.containers_ended = False
         """Whether the last fetch saw that no host runs its container any more."""
+        self.silent = False
+        """Whether no host answered the last fetch."""
+        self._conflicts = 0  # fetches in a row that found the run's lock held
 
     @property
     def more(self) -> bool:
@@ -258,9 +272,13 @@ class _Fetcher:
             with self._ledger.supervising(patience=0.0):
                 running = [self._fetch_from(worker, pages.get(worker)) for worker in self._workers]
                 self.containers_ended = not any(running)
+                self.silent, self._conflicts = all(self._problems.values()), 0
         except LaunchError as error:
             if error.exit_code is not Exit.CONFLICT:
                 raise
+            self._conflicts += 1
+            if self._conflicts > _A_SUPERVISOR:  # another `logs` would let go of the lock
+                self.silent = False
 
     def _fetch_from(self, worker: int, page: str | None) -> bool:
         """Whether the host's container may go on writing."""
@@ -277,7 +295,7 @@ class _Fetcher:
             # From its last line on, without the overlap: that may hold more than an observation does.
             self._next_page[worker] = observation.lines[-1].timestamp
         state = observation.container
-        return state is None or not (state.ended or state.status == "absent")
+        return state is None or not (state.ended or state.status in ("absent", "created"))
 
 
 def _describe_container(observation: Observation) -> str:
