@@ -49,6 +49,13 @@ def test_what_only_the_trainer_says_counts_when_its_host_rebooted_later(code: in
     assert judge([HostView(0, state, seen=100.0, ended_seen=99.0)], 100.0, LIMITS).kind is kind
 
 
+def test_a_host_that_comes_back_without_its_container_is_lost() -> None:
+    """It was set up anew; one that never went away had its container removed by somebody."""
+    gone = HostView(1, ContainerState("absent"), seen=104.0, ended_seen=99.0, ended_away=True)
+    verdict = judge([running(0, seen=104.0), gone], 104.0, LIMITS)
+    assert (verdict.kind, verdict.cause and verdict.cause.worker) == (Kind.HOST_LOST, 1)
+
+
 def test_a_host_that_rebooted_after_all_had_finished_is_no_lost_host() -> None:
     state = ContainerState("exited", 0, rebooted=True, ended_before_reboot=True)
     views = [exited(0, 0), HostView(1, state, seen=100.0, ended_seen=99.0)]

@@ -157,10 +157,11 @@ def test_a_host_that_rebooted_while_nobody_watched_is_lost_whatever_its_engine_s
     assert ended.json()["run"] == run_id
 
 
-def test_a_run_does_not_vanish_because_a_host_can_not_be_asked(two_hosts: tuple[Workstation, str]) -> None:
+def test_a_run_does_not_vanish_because_its_hosts_can_not_be_asked(two_hosts: tuple[Workstation, str]) -> None:
     work, file = two_hosts
     run_id = detach(work, file, 25)
-    work.good("emulator", "inject", "cut-host", "two", "1", "--for", "12")
+    for worker in ("0", "1"):
+        work.good("emulator", "inject", "cut-host", "two", worker, "--for", "15")
     ended = work.launch("--emulated", "run", "--json", "-f", file, "--", "sleep", "25")
     assert ended.code == 0, ended.output
     assert (ended.json()["run"], ended.json()["attempt"]) == (run_id, 0)
