@@ -87,7 +87,7 @@ def test_an_event_that_does_not_fit_on_the_disk_is_one_message_and_the_next_one_
         pytest.skip("no /dev/full")
     run = new_run(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(Ledger, "_events", Path("/dev/full"))
+        patch.setattr(run, "_events", Path("/dev/full"))
         with pytest.raises(LaunchError, match=r"can't be recorded: No space left.*run --attach"):
             run.append(AttemptBegan(0))
     run.append(AttemptBegan(0))
