@@ -122,8 +122,9 @@ def test_a_classifier_is_evaluated_where_it_lies(undisturbed: dict[str, Any], fo
         found = small_runs.evaluate_here(document(folder), place)
         assert found.figures == {name: undisturbed[f"eval_{name}"] for name in ("loss", "accuracy", "weighted_f1")}
         assert (found.labels, np.sum(found.confusion)) == (tuple(LABELS), 37)
-    write(folder / "renamed", folder / "tokenizer", 20, 3, ["calm", "loud", "wild"])
-    renamed = document(folder, data__train=str(folder / "renamed"), data__evaluation=str(folder / "renamed"))
+    for name in ("renamed", "renamed-evaluation"):
+        write(folder / name, folder / "tokenizer", 20, 3, ["calm", "loud", "wild"])
+    renamed = document(folder, data__train=str(folder / "renamed"), data__evaluation=str(folder / "renamed-evaluation"))
     with pytest.raises(BadInput, match="the labels of the model: calm, wild; of the data: calm, loud, wild"):
         small_runs.evaluate_here(renamed, undisturbed["model"])
 
