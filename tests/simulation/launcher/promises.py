@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from launcher.errors import Exit
+from launcher.errors import CommandTimeout, Exit
 from launcher.run import ledger as ledgers
 from launcher.run.events import Ended
 from launcher.run.logs import read_from
@@ -39,6 +39,7 @@ def check_command(life: Life, command: Command) -> None:
     nothing_is_left_after_down(life, command)
     no_silent_bill(life, command)
     run_with_budget_goes_on(life, command)
+    up_in_a_kind_world_succeeds(life, command)
 
 
 def documented_code(life: Life, command: Command) -> None:
@@ -82,6 +83,14 @@ def no_silent_bill(life: Life, command: Command) -> None:
             "money never runs unattended",
             f"{command.name} ended with {command.code} and left {left or requests}: {text[-300:]}",
         )
+
+
+def up_in_a_kind_world_succeeds(life: Life, command: Command) -> None:
+    """Before anything has gone wrong, the first `up` succeeds, whatever of ours is there."""
+    if command is not life.commands[0] or command.name != "up" or life.world.struck:
+        return
+    if command.code not in (0, Exit.CONFLICT) and not isinstance(command.error, CommandTimeout):
+        life.world.break_promise("up goes on from what is there", f"{life.story.leftover}: {command.error}")
 
 
 def run_with_budget_goes_on(life: Life, command: Command) -> None:

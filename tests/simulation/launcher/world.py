@@ -83,6 +83,7 @@ class World:
         self.addresses: dict[str, Host] = {}
         self.record = Record()
         self._reached: set[str] = set()
+        self.struck = False  # whether any fault has happened
         self.pull_seconds = chance.choice((0.5, 5.0, 40.0))
         self.places: list[Place] = []
         self.hosts_of_runs = 0
@@ -140,6 +141,7 @@ class World:
 
     def _strike(self, fault: Fault) -> None:
         """A fault happens. It never blocks."""
+        self.struck = True
         self.note(f"FAULT: {fault}")
         later = self.scheduler.now + fault.seconds
         if fault.kind == "offline":
