@@ -241,7 +241,7 @@ def test_labelled_texts_become_a_classification_dataset(tokenizer: Path, tmp_pat
     assert "labels     7: c0, c1" in succeed("dataset", "show", train.url)
     assert "are as they were written" in succeed("dataset", "verify", train.url)
     assert ": c" in succeed("dataset", "preview", train.url, "--tokenizer", tokenizer, "--global-batch-size", "16")
-    assert "has no 'label', it has: text, category" in refused(
+    assert "has no 'label', it has: 'text', 'category'" in refused(
         "shards", "--task", "classification", "--corpus", tmp_path / "train.csv", *options[4:]
     )
 
