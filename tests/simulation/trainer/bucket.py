@@ -61,6 +61,7 @@ class Bucket:
     randomness: random.Random
     treat: Callable[[Request], Treatment]
     changed: Callable[[str, Stored | None, Stored | None, str], None]  # url, before, after, by whom
+    refused: Callable[[str, str], None]  # url, by whom: a create-only write of what was there
     objects: dict[str, Stored] = field(default_factory=dict)
     generations: int = 0
 
@@ -114,6 +115,7 @@ class HostStorage:
 
         def effect() -> Stat:
             if create_only and url in self._bucket.objects:
+                self._bucket.refused(url, self._host)
                 raise AlreadyExists(f"{url} already exists")
             stored = self._bucket.put(url, kept[0], self._host)
             return Stat(url, len(content), stored.generation, stored.crc32c)

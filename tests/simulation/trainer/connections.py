@@ -133,9 +133,10 @@ class End:
             sender._held.append(data)
             return
         if self.closed:
-            if data is not None:  # answered with a reset: what the sender has received before, it can still read
+            if data is not None:  # answered with a reset, which overtakes nothing that was sent before
                 wire = self._wire
-                wire.scheduler.call_at(wire.scheduler.now + wire.latency(), lambda: sender.break_off(errno.ECONNRESET))
+                self._arrives = max(self._arrives, wire.scheduler.now + wire.latency())
+                wire.scheduler.call_at(self._arrives, lambda: sender.break_off(errno.ECONNRESET))
             return
         if data is None:
             self._end_of_stream = True

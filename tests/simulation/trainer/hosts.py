@@ -43,6 +43,7 @@ class Group:
         self.addresses = tuple(f"10.{slice_number}.0.{worker}" for worker in range(self.size))
         self.glitch: tuple[int, bool] | None = None  # the step whose update is not finite, and whether its norm tells
         self.asked_to_stop = False
+        self.delayed = world.jitter > 0.5  # storage took longer than a stop has time for
         self.claimed = float("inf")  # when all of its hosts had met
         self.began = world.scheduler.now
         self.hosts = [Host(self, worker) for worker in range(self.size)]
@@ -78,7 +79,7 @@ class Host:
         self.code: int | None = None
         self.ended = 0.0
         self.lines: list[str] = []  # that it printed
-        self.frozen = False
+        self.frozen = self.hanging = False
         self.hurt = False  # it stood still, or had no network, at some time
         self.stops: list[float] = []  # when it was asked to stop
         self.shutdown: ShutdownRequest | None = None
@@ -178,8 +179,19 @@ class Host:
             self.world.wire.cut(self.address)
             self.scheduler.freeze(self.process)
 
+    def hang(self) -> None:
+        """The process stands still; the machine, and so its network, does not."""
+        if not self.frozen and not self.hanging and self.code is None:
+            self.hanging = self.hurt = True
+            self.scheduler.note(f"{self.name} hangs")
+            self.scheduler.freeze(self.process)
+
     def thaw(self) -> None:
         """It wakes up."""
+        if self.hanging and not self.frozen:
+            self.scheduler.note(f"{self.name} runs on")
+            self.scheduler.thaw(self.process)
+        self.hanging = False
         if self.frozen:
             self.frozen = False
             self.scheduler.note(f"{self.name} wakes up")

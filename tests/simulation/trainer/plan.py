@@ -7,9 +7,10 @@ easily hurt. Faults can be left out one by one (`without`), and nothing else cha
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 HOSTILE_SECONDS = 240.0  # within which faults strike; after that the world is kind
+REQUESTER = -1  # in the place of a worker: the host whose request it is
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Fault:
     at: float  # seconds; of those that strike at a time
     request: tuple[str, str, int] | None  # (operation, part of the object's name, its number) at which it strikes
     moment: str  # before or after the request takes effect
-    worker: int  # whom it strikes, of the newest group
+    worker: int  # whom it strikes, of the newest group; or REQUESTER
     seconds: float  # how long it lasts
     rate: float  # how often, of faults that strike now and then
 
@@ -54,6 +55,8 @@ KINDS = (
     "clock",  # a wall clock jumps
     "late host",  # a host of the next attempt starts much later than the others
 )
+# Beside these, in scenes of duels.py alone: "hang" (a process stands still, and its network answers for it) and "late"
+# (a request takes effect late, or its answer comes late).
 _REQUESTS = (
     ("write", "manifest.json"),
     ("write", "part-"),
@@ -90,10 +93,18 @@ class Plan:
     rendezvous_seconds: float
     launcher_patience: float  # seconds that a launcher waits for hosts it can't reach
     faults: tuple[Fault, ...]
+    jitter: float = 0.2  # seconds that storage takes at most to carry out a request
 
 
 def draw(seed: int, without: frozenset[int] = frozenset()) -> Plan:
     """The life of a seed, without some of its faults."""
+    from tests.simulation.trainer.duels import stage  # it builds on what is above
+
+    plan = stage(_draw(seed))
+    return replace(plan, faults=tuple(fault for number, fault in enumerate(plan.faults) if number not in without))
+
+
+def _draw(seed: int) -> Plan:
     rng = random.Random(f"trainer {seed}")
     hosts = rng.choice((1, 2, 2, 2, 3, 3, 4))
     steps = rng.randint(4, 14)
@@ -118,7 +129,7 @@ def draw(seed: int, without: frozenset[int] = frozenset()) -> Plan:
         stop_seconds=rng.choice((15.0, 25.0)),
         rendezvous_seconds=30.0,
         launcher_patience=rng.choice((5.0, 40.0)),
-        faults=tuple(fault for number, fault in enumerate(faults) if number not in without),
+        faults=faults,
     )
 
 

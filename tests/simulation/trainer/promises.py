@@ -37,7 +37,8 @@ class Claimed:
 
     name: str  # of its object
     after: frozenset[str]  # names of the claims that it has seen
-    commits: int  # that there were
+    generation: int  # of its object
+    commits: int  # that somebody had made or tried to make
 
 
 class Promises:
@@ -48,7 +49,10 @@ class Promises:
         self.violations: list[tuple[str, str]] = []  # names of promises, and what was seen
         self.newest_whole = 0
         self.claims: dict[str, Claimed] = {}  # by the labels of groups, in the order in which they were written
-        self.commits: list[tuple[str, int]] = []  # (group label, step) in the order in which manifests were written
+        # (group label, step) of manifests in the order in which they were written, or found to be there.
+        self.commits: list[tuple[str, int]] = []
+        self._late_commits: dict[str, str] = {}  # manifests that were written after their parts were deleted: by whom
+        self._overtaken: set[str] = set()  # these, and those whose parts were deleted just then
         self._committed_at = 0.0  # seconds; the newest commit
         self._commit_times: dict[str, float] = {}  # of groups' newest commits
         self._fenced_by: dict[str, str] = {}  # group label -> label of the start that goes before it
@@ -69,15 +73,21 @@ class Promises:
                 self.one_winner_a_step(url, before, by)
                 self.what_is_committed_is_whole_finite_and_right(url, by)
                 self.only_the_newest_start_commits(url, by)
+                self.a_commit_begins_with_a_look(url, after, by)
                 self._committed_at = self._commit_times[by.partition(".")[0]] = self._world.scheduler.now
             self.newest_commit_never_goes_back(url, by)
         elif after is not None and before is None and _CLAIM.fullmatch(name_of(url)):
             label = by.partition(".")[0]
             older = json.loads(after.data).get("after", [])
             self._world.group(label).claimed = self._world.scheduler.now
-            self.claims[label] = Claimed(name_of(url), frozenset(older), len(self.commits))
+            self.claims[label] = Claimed(name_of(url), frozenset(older), after.generation, len(self.commits))
         elif after is not None and name_of(url) in ("summary.json",):
             self.summary_is_json(url, after)
+
+    def write_refused(self, url: str, by: str) -> None:
+        """A create-only write of what was there already."""
+        if url.startswith(CHECKPOINTS) and name_of(url) == MANIFEST:
+            self.only_the_newest_start_commits(url, by)
 
     def one_winner_a_step(self, url: str, before: Stored | None, by: str) -> None:
         """A commit is never replaced by another, unless it was damaged."""
@@ -86,10 +96,21 @@ class Promises:
 
     def what_is_committed_is_whole_finite_and_right(self, url: str, by: str) -> None:
         """At the moment of a commit all parts are there, and hold exactly the state after that many steps: each record
-        once in each epoch."""
+        once in each epoch. Unless a newer start has taken the parts for abandoned ones, while the commit was on its
+        way: it has newer checkpoints then, and the commit is taken back."""
         why = self._difference(_step_of(url))
-        if why:
+        if why and self._is_overtaken(url, by):
+            self._late_commits[url] = by
+            self._overtaken.add(url)
+        elif why:
             self.broken("what is committed is whole, finite and right", f"{by} committed {url}, but {why}")
+
+    def _is_overtaken(self, url: str, by: str) -> bool:
+        """Whether a checkpoint is an older start's, of a step that a newer one has passed, which takes its parts for
+        abandoned ones."""
+        label = by.partition(".")[0]
+        newer = label in self.claims and any(self.goes_before(newer, label) for newer in self.claims)
+        return newer and _step_of(url) < self.newest_whole
 
     def only_the_newest_start_commits(self, url: str, by: str) -> None:
         """No two groups commit into one run: after a newer start's claim, an older group ends with at most the commit
@@ -115,16 +136,29 @@ class Promises:
         """Whether a start has seen another one's claim before it made its own."""
         return self.claims[older].name in self.claims[newer].after
 
-    def _commits_since_both(self, one: str, other: str, group: str) -> list[int]:
-        """The steps that a group has committed since two starts had both claimed the run."""
+    def _commits_since_both(self, one: str, other: str, group: str) -> set[int]:
+        """The steps that a group has committed, or meant to, since two starts had both claimed the run."""
         since = max(self.claims[one].commits, self.claims[other].commits)
-        return [step for label, step in self.commits[since:] if label == group]
+        return {step for label, step in self.commits[since:] if label == group}
+
+    def a_commit_begins_with_a_look(self, url: str, stored: Stored, by: str) -> None:
+        """Host 0 looks for newer starts when all parts are written: one that was there by then is seen."""
+        label, objects = by.partition(".")[0], self._world.bucket.objects
+        parts = [objects.get(url.rpartition("/")[0] + "/" + name) for name in self._part_names(stored)]
+        last = max((part.generation for part in parts if part is not None and part.writer != "world"), default=0)
+        for newer, claim in self.claims.items():
+            if label in self.claims and self.goes_before(newer, label) and claim.generation < last:
+                self.broken("a commit begins with a look", f"{by} committed {url}, and {newer} had claimed the run")
 
     def a_commit_is_whole_or_gone(self, url: str, before: Stored | None, after: Stored | None, by: str) -> None:
-        """No part that a manifest names is deleted or written again: a half-deleted checkpoint is no checkpoint."""
+        """No part that a manifest names is deleted or written again: a half-deleted checkpoint is no checkpoint. Unless
+        the manifest came late, when a newer start had listed the parts as abandoned ones."""
         manifest = self._world.bucket.objects.get(url.rpartition("/")[0] + "/" + MANIFEST)
         is_part = name_of(url) != MANIFEST and by != "world"
         if is_part and before is not None and manifest is not None and name_of(url) in self._part_names(manifest):
+            if self._is_overtaken(url, manifest.writer):
+                self._overtaken.add(url.rpartition("/")[0] + "/" + MANIFEST)
+                return
             verb = "deleted" if after is None else "wrote again"
             self.broken("a commit is whole or gone", f"{by} {verb} {url}, which a manifest names")
 
@@ -258,8 +292,12 @@ class Promises:
             self.saved_means_asked_and_committed(host, message)
         if code == Exit.FINISHED:
             self.finished_means_committed(host)
+            self.what_is_left_is_whole(host)
         if code == Exit.BAD_INPUT:
             self.bad_input_is_final(host, message)
+            self.a_late_commit_is_taken_back(host)
+        if " not finite" in message:
+            self.what_was_not_finite_is_recorded(host)
         if code not in (0, 75, 137):
             self.telemetry_stops_nothing(host)
 
@@ -291,13 +329,21 @@ class Promises:
         committed = self._commit_times.get(host.group.label, -1.0)
         asked = min((stop for other in host.group.hosts for stop in other.stops), default=0.0)
         quick = quick and self.newest_whole < self._world.plan.steps and committed < asked
-        if "could not stop in good order" in message and quick and not host.group.disturbed | self._world.disturbed:
+        if "could not stop in good order" in message and quick and not self._is_disturbed(host):
             self.broken("SIGTERM leads to a commit", f"{host.name}: {message[-300:]}")
         match = re.search(r"stopped after step (\d+), which is committed", message)
-        if match and int(match[1]) > 0 and int(match[1]) > self.newest_whole and not self._world.rotten:
+        if match and int(match[1]) > 0 and int(match[1]) > self.newest_whole and not self._rots_since(host):
             self.broken(
                 "75 means committed", f"{host.name} says step {match[1]}, the newest whole is {self.newest_whole}"
             )
+
+    def _is_disturbed(self, host: Host) -> bool:
+        """Whether a stop may lack the time for its commit."""
+        return host.group.disturbed or host.group.delayed or self._world.disturbed
+
+    def _rots_since(self, host: Host) -> bool:
+        """Whether a checkpoint was damaged when the attempt had begun: nobody may have noticed."""
+        return self._world.rotten and self._world.rotten_at >= host.group.began
 
     def a_second_sigterm_saves_too(self, host: Host) -> None:
         """What the engine and the launcher ask for within the time to save is one request."""
@@ -323,8 +369,36 @@ class Promises:
 
     def finished_means_committed(self, host: Host) -> None:
         """0 is for who committed the last step."""
-        if self.newest_whole < self._world.plan.steps and not self._world.rotten:
+        if self.newest_whole < self._world.plan.steps and not self._rots_since(host):
             self.broken("0 means finished", f"{host.name} exits with 0, the newest whole step is {self.newest_whole}")
+
+    def what_is_left_is_whole(self, host: Host) -> None:
+        """An attempt that has finished leaves no checkpoint that it has found damaged: it was replaced or deleted."""
+        world = self._world
+        if world.disturbed or self._rots_since(host) or host.group is not world.groups[-1]:
+            return
+        for url in world.bucket.objects:
+            is_manifest = url.startswith(CHECKPOINTS) and name_of(url) == MANIFEST
+            why = self._difference(_step_of(url)) if is_manifest and url not in self._overtaken else None
+            if why:
+                self.broken("what is left is whole", f"{host.name} has finished, and of {url} {why}")
+
+    def a_late_commit_is_taken_back(self, host: Host) -> None:
+        """Who was fenced leaves no manifest whose parts are gone."""
+        fenced = any("was started again" in line for line in host.lines)
+        for url, by in self._late_commits.items():
+            stored = self._world.bucket.objects.get(url)
+            if fenced and by == _writer_of(stored) == host.name and not self._world.disturbed:
+                self.broken("a late commit is taken back", f"{host.name} ends, and {url} is there without its parts")
+
+    def what_was_not_finite_is_recorded(self, host: Host) -> None:
+        """No host leaves for a step that was not finite before host 0 has recorded that, or has said why not."""
+        group, first = host.group, host.group.hosts[0]
+        killed = any(other.hurt or other.code in (137, 143) for other in group.hosts) or group.asked_to_stop
+        excused = killed or self._world.disturbed or any("is not recorded" in line for line in first.lines)
+        names = (url for url, stored in self._world.bucket.objects.items() if stored.writer == first.name)
+        if host.code == Exit.FAILED and not excused and not any(name.endswith(".nonfinite.json") for name in names):
+            self.broken("what was not finite is recorded", f"{host.name} ends before host 0 has recorded it")
 
     def bad_input_is_final(self, host: Host, message: str) -> None:
         """2 means never again: only for who was fenced by a newer start, or where all checkpoints are destroyed."""
@@ -358,6 +432,11 @@ class Promises:
         errors = [line for line in host.lines if "error:" in line and _TELEMETRY.search(line)]
         if errors:
             self.broken("telemetry stops nothing", f"{host.name} exits with {host.code}: {errors[0][:300]}")
+
+
+def _writer_of(stored: Stored | None) -> str:
+    """The process that wrote an object; "" when it is gone."""
+    return stored.writer if stored else ""
 
 
 def _step_of(url: str) -> int:

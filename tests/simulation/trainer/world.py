@@ -12,7 +12,7 @@ from tests.simulation.trainer.bucket import WRITE, Bucket, Request, Stored, Trea
 from tests.simulation.trainer.connections import Wire
 from tests.simulation.trainer.hosts import Group, Host
 from tests.simulation.trainer.model import curriculum
-from tests.simulation.trainer.plan import HOSTILE_SECONDS, Fault, Plan
+from tests.simulation.trainer.plan import HOSTILE_SECONDS, REQUESTER, Fault, Plan
 from tests.simulation.trainer.promises import CHECKPOINTS, RUN, Promises
 from training.checkpoint.format import MANIFEST
 from training.config import TrainerConfig
@@ -67,11 +67,15 @@ class World:
         self.promises = Promises(self)
         self.differences: dict[tuple[int, ...], str | None] = {}  # of manifests and parts, by their generations
         self.manifests: dict[int, object] = {}
-        self.bucket = Bucket(self.scheduler, self.random, self.treat, self.promises.object_changed)
+        self.bucket = Bucket(
+            self.scheduler, self.random, self.treat, self.promises.object_changed, self.promises.write_refused
+        )
         self.wire = Wire(self.scheduler, self.random)
         self.groups: list[Group] = []
         self.disturbed = False  # storage did not answer as it should
+        self.jitter = plan.jitter
         self.rotten = False  # a checkpoint was damaged
+        self.rotten_at = 0.0  # seconds; when the last one was
         # What nobody has noticed yet: generation of the damaged object -> its step, and the object as it was.
         self.hidden_rot: dict[int, tuple[int, Stored]] = {}
         self.damaged = False  # or can't be gone on from
@@ -128,6 +132,7 @@ class World:
     def _in_a_kind_world(self) -> None:
         """The run is started once more, and nothing disturbs it."""
         self._active.clear()
+        self.jitter = min(self.jitter, 0.2)
         self._flips_next = False
         self._awaited.clear()
         self.disturbed = False
@@ -223,16 +228,16 @@ class World:
 
     # --- faults
 
-    def strike(self, fault: Fault) -> None:
+    def strike(self, fault: Fault, requester: Host | None = None) -> None:
         """Something bad happens."""
         scheduler = self.scheduler
         if scheduler.now > HOSTILE_SECONDS or not self.groups:
             return
-        group = self.groups[-1]
-        host = group.hosts[fault.worker]
+        group = requester.group if requester and fault.worker == REQUESTER else self.groups[-1]
+        host = requester if requester and fault.worker == REQUESTER else group.hosts[fault.worker % group.size]
         until = min(scheduler.now + fault.seconds, HOSTILE_SECONDS)
         scheduler.note(f"strikes: {fault.kind}")
-        if fault.kind in ("kill", "power", "freeze", "cut", "nan"):
+        if fault.kind in ("kill", "power", "freeze", "hang", "cut", "nan"):
             group.disturbed = True
         if fault.kind in ("storm", "slow", "full"):
             self.disturbed = True
@@ -247,6 +252,9 @@ class World:
                 each.kill()
         elif fault.kind == "freeze":
             host.freeze()
+            scheduler.call_at(until, host.thaw)
+        elif fault.kind == "hang":
+            host.hang()
             scheduler.call_at(until, host.thaw)
         elif fault.kind == "cut":
             host.hurt = True
@@ -292,6 +300,7 @@ class World:
             data = bytearray(self.bucket.objects[url].data)
             data[self.random.randrange(len(data))] ^= 0x40
             self.rotten = self.damaged = True
+            self.rotten_at = self.scheduler.now
             self.scheduler.note(f"{url} rots")
             before = self.bucket.objects[url]
             self.hidden_rot[self.bucket.generations + 1] = (
@@ -314,6 +323,11 @@ class World:
             self.poisoned, self._hidden_poison = newest, manifest.generation
             self.disturbed = self.damaged = True
 
+    def is_poisoned(self, step: int) -> bool:
+        """Whether the checkpoint of that step is the one that can't be gone on from."""
+        manifest = self.bucket.objects.get(f"{CHECKPOINTS}step-{step:08d}/{MANIFEST}")
+        return manifest is not None and manifest.generation == self._hidden_poison
+
     def notice_poison(self) -> None:
         """A step after the poisoned checkpoint was not finite: from now on it is as good as damaged."""
         self.poisoned_generation = self._hidden_poison
@@ -326,7 +340,7 @@ class World:
     def treat(self, request: Request) -> Treatment:
         """How a request to storage fares."""
         rand, now = self.random.random, self.scheduler.now
-        before, after, fails = rand() * 0.2, rand() * 0.1, ""
+        before, after, fails = rand() * self.jitter, rand() * 0.1, ""
         host = self._hosts.get(self.scheduler.current.process) if self.scheduler.current else None
         if host is not None and host.cut:
             return Treatment(30.0, 1.0, "before")
@@ -342,21 +356,33 @@ class World:
             elif fault.kind == "telemetry" and not is_checkpoint and not _is_claim(request):
                 fails, after = "before", after + 20 * rand()
         for waiting in list(self._awaited):
-            self._count(waiting, request, now + before, after)
+            late = self._count(waiting, request, host, now + before, after)
+            before, after = before + late[0], after + late[1]
         flips = self._flips_next and request.kind == WRITE and request.name.startswith("part-")
         self._flips_next = self._flips_next and not flips
         return Treatment(before, after, fails, flips)
 
-    def _count(self, waiting: list, request: Request, effect: float, after: float) -> None:  # type: ignore[type-arg]
+    def _count(
+        self, waiting: list, request: Request, host: Host | None, effect: float, after: float,  # type: ignore[type-arg]
+    ) -> tuple[float, float]:  # fmt: skip
+        """Strikes when it is the request that a fault waits for. Returns how much longer the request takes: until it
+        takes effect, and until it is answered."""
         fault, seen = waiting
         kind, name, number = fault.request
         if request.kind != kind or name not in request.url:
-            return
+            return 0.0, 0.0
         waiting[1] = seen + 1
-        if seen + 1 == number:
-            self._awaited.remove(waiting)
-            when = self.scheduler.now if fault.moment == "before" else effect + after / 2
-            self.scheduler.call_at(when, lambda: self.strike(fault))
+        if seen + 1 != number:
+            return 0.0, 0.0
+        self._awaited.remove(waiting)
+        if fault.kind == "late" and host is not None:
+            self.scheduler.note(f"strikes: late by {fault.seconds:.1f} s")
+            host.group.delayed = True
+            host.group.disturbed |= fault.seconds > 10  # time-outs may count it
+            return (fault.seconds, 0.0) if fault.moment == "before" else (0.0, fault.seconds)
+        when = self.scheduler.now if fault.moment == "before" else effect + after / 2
+        self.scheduler.call_at(when, lambda: self.strike(fault, host))
+        return 0.0, 0.0
 
 
 def _is_claim(request: Request) -> bool:

@@ -1,0 +1,135 @@
+"""Lives in which several starts of one run meet at the worst moment, or a host stands still there: chance alone would
+have to play very many lives for one of them. Some lives are such a scene, most of them without any other fault.
+
+What a scene needs beside its faults (several hosts, short steps, frequent saves) it sets in the plan.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+from tests.simulation.trainer.plan import REQUESTER, Fault, Plan
+
+SHARE = 0.3  # of all lives
+OTHER_FAULTS = 0.25  # of these lives have other faults too
+
+Request = tuple[str, str]
+MANIFEST: Request = ("write", "manifest.json")
+CLAIM: Request = ("write", "attempt-")
+_HANGS: tuple[Request, ...] = (
+    ("read", "attempt-"),
+    ("list", "checkpoints"),
+    ("read", "manifest.json"),
+    ("read", "part-"),
+    ("write", "part-"),
+    MANIFEST,
+)
+
+
+def stage(plan: Plan) -> Plan:
+    """The plan, or a scene of the same seed."""
+    rng = random.Random(f"scene {plan.seed}")
+    if rng.random() >= SHARE:
+        return plan
+    faults = plan.faults if rng.random() < OTHER_FAULTS else ()
+    plan = replace(
+        plan,
+        faults=faults,
+        every_steps=rng.choice((1, 2, 2, 3)),
+        step_seconds=rng.choice((0.5, 0.5, 1.0)),
+        compile_seconds=0.5,
+        stop_seconds=25.0,
+        jitter=rng.choice((0.2, 0.2, 1.0, 3.0)),
+    )
+    return rng.choice(_SCENES)(rng, plan)
+
+
+def _with(plan: Plan, *faults: Fault) -> Plan:
+    return replace(plan, faults=(*plan.faults, *faults))
+
+
+def _fault(kind: str, request: Request, number: int, moment: str = "before", seconds: float = 0.0) -> Fault:
+    return Fault(kind, 0.0, (*request, number), moment, REQUESTER, seconds, 1.0)
+
+
+def _late_commit(rng: random.Random, plan: Plan) -> Plan:
+    """Host 0 has looked at the fence, and what it then writes takes effect late, or it stands still just then. Somebody
+    starts the run again meanwhile."""
+    number = rng.randint(1, 3)
+    kind = rng.choice(("late", "late", "late", "freeze", "hang"))
+    return _with(
+        plan,
+        _fault(kind, MANIFEST, number, rng.choice(("before", "before", "before", "after")), rng.uniform(3.0, 30.0)),
+        _fault("second start", MANIFEST, number),
+    )
+
+
+def _several_starts(rng: random.Random, plan: Plan) -> Plan:
+    """Two starts at the same moment: neither sees the other one's claim before it makes its own. And perhaps a third,
+    which sees one of them."""
+    plan = _with(plan, _fault("late", CLAIM, 1, "before", rng.uniform(4.0, 25.0)), _fault("second start", CLAIM, 1))
+    if rng.random() < 0.6:
+        plan = _with(replace(plan, jitter=0.2, steps=14), _fault("second start", CLAIM, 2, "after"))
+    return plan
+
+
+def _late_listing(rng: random.Random, plan: Plan) -> Plan:
+    """A start's hosts list the checkpoints at different times, while the older start commits one."""
+    number = rng.randint(1, 3)
+    plan = _with(
+        replace(plan, hosts=rng.randint(2, 3)),
+        _fault("late", MANIFEST, number, "before", rng.uniform(3.0, 10.0)),
+        _fault("second start", MANIFEST, number),
+    )
+    # Each commit of the older start lists them too, and each of its hosts has at its beginning.
+    listing = plan.hosts + number - 1 + rng.randint(1, plan.hosts)
+    return _with(plan, _fault("late", ("list", "checkpoints"), listing, "before", rng.uniform(2.0, 9.0)))
+
+
+def _taken_back(rng: random.Random, plan: Plan) -> Plan:
+    """A start that was asked to stop commits late a step that the newer start never saves, and has passed."""
+    number = rng.randint(1, 2)
+    stop = Fault("sigterm all", rng.uniform(3.0, 9.0), None, "before", 0, 0.0, 1.0)
+    return _with(
+        replace(plan, every_steps=rng.randint(3, 5), steps=14, step_seconds=0.5, jitter=0.2),
+        stop,
+        _fault("late", MANIFEST, number, "before", rng.uniform(8.0, 20.0)),
+        _fault("second start", MANIFEST, number),
+    )
+
+
+def _hang(rng: random.Random, plan: Plan) -> Plan:
+    """A process hangs, and its network answers for it."""
+    plan = replace(plan, hosts=rng.randint(2, 4), jitter=0.2)
+    return _with(plan, _fault("hang", rng.choice(_HANGS), rng.randint(1, 5), "before", rng.uniform(60.0, 200.0)))
+
+
+def _rot(rng: random.Random, plan: Plan) -> Plan:
+    """The newest checkpoint is damaged, and the run begins again."""
+    number = rng.randint(2, 5)
+    plan = replace(plan, keep_last=rng.choice((2, 3)), jitter=0.2)
+    return _with(plan, _fault("rot", MANIFEST, number, "after"), _fault("power", MANIFEST, number, "after"))
+
+
+def _late_record(rng: random.Random, plan: Plan) -> Plan:
+    """A step is not finite, and its record takes a while."""
+    return _with(
+        replace(plan, hosts=rng.randint(2, 4), jitter=0.2),
+        Fault("nan", rng.uniform(0.5, 3.0), None, "before", 0, 0.0, 1.0),
+        _fault("late", ("write", ".nonfinite.json"), 1, "before", rng.uniform(1.0, 9.0)),
+    )
+
+
+_SCENES: tuple[Callable[[random.Random, Plan], Plan], ...] = (
+    _late_commit,
+    _late_commit,
+    _several_starts,
+    _several_starts,
+    _late_listing,
+    _taken_back,
+    _hang,
+    _rot,
+    _late_record,
+)
