@@ -71,8 +71,9 @@ def train(
     )
     context = AttemptContext(run.console, is_hurried=lambda: shutdown.requested)
     recording = record_attempt_end(
-        run.folder, begin_record, timer, context, warn, run.dependencies.storage, run.dependencies.machine
-    )
+        run.folder, begin_record, timer, context, warn, run.dependencies.storage, run.dependencies.machine,
+        config.rendezvous.seconds,
+    )  # fmt: skip
     with recording if cluster.is_first else contextlib.nullcontext():
         trainer = open_trainer(run, context)
         try:

@@ -18,11 +18,11 @@ from training import storage
 from training.checkpoint import admin as inspect
 from training.checkpoint import format as form
 from training.checkpoint import writer as saving
-from training.checkpoint.reader import Restored, restore, verify
+from training.checkpoint.reader import Restored, checkpoint_name, restore, verify
 from training.checkpoint.retention import Keep
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
 from training.checkpoint.snapshot import Snapshot
-from training.checkpoint.store import committed_steps
+from training.checkpoint.store import committed_steps, read_manifest
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous, SingleHost
@@ -207,6 +207,24 @@ def test_damage_is_named_and_the_checkpoint_before_is_used(
     assert "step 10: good" in text
     assert save(tmp_path, [20], damaged=restored.damaged, token="u") == [20, 20]
     assert load(tmp_path)[1].is_of(20)
+
+
+@pytest.mark.parametrize(("saved", "expected"), [([10], 10), ([10, 20], 10)])
+def test_a_suspected_checkpoint_is_passed_over_only_while_there_is_one_before_it(
+    tmp_path: Path, saved: list[int], expected: int
+) -> None:
+    save(tmp_path, saved)
+    suspects = {checkpoint_name(read_manifest(str(tmp_path), saved[-1]))}
+    meeting, states = Meeting(2), [State(-1), State(-1)]
+
+    def work(worker: int) -> Restored | None:
+        accept = states[worker].accept
+        return restore(str(tmp_path), meeting.of(worker), IDENTITY, accept, lambda _: None, suspects=suspects)
+
+    for restored, state in zip(on_all(2, work), states, strict=True):
+        assert restored.manifest.step == expected
+        assert restored.damaged == tuple(step for step in saved if step > expected)
+        assert state.is_of(expected)
 
 
 def test_when_nothing_verifies_the_run_is_not_started_over(tmp_path: Path) -> None:

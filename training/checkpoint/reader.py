@@ -36,6 +36,8 @@ _HEAD = 1 << 18  # bytes that a part's header hardly ever exceeds
 _RANGE = 16 << 20  # bytes that one request reads, at least
 _READERS, _READERS_REMOTE = 2, 6  # one connection to a bucket gives a fraction of a host's bandwidth
 
+_SUSPECTED = "the first step after it was not finite in an earlier attempt"
+
 # Loads some tensors: name -> (specification, raw bytes). The bytes are overwritten when it has returned, so it copies.
 LoadState = Callable[[Mapping[str, tuple[TensorSpec, memoryview]]], None]
 Header = Mapping[str, tuple[TensorSpec, slice]]  # of a part: name -> (specification, byte range in the file)
@@ -77,7 +79,8 @@ def restore(
         identity: What the checkpoint must have been made from.
         load_state: Is given the tensors, some at a time. What a damaged checkpoint has given, the next overwrites.
         warn: Shows a message about each damaged checkpoint.
-        suspects: Checkpoints, by `checkpoint_name`, that are passed over: the first step after them was not finite.
+        suspects: Checkpoints, by `checkpoint_name`, that are passed over while there is one before them: the first step
+            after them was not finite.
         meeting_seconds: For all hosts to meet once they have read a checkpoint, beside what storage takes.
 
     Returns:
@@ -87,28 +90,39 @@ def restore(
         BadInput: A checkpoint belongs to something else, or there are checkpoints but none verifies: starting over
             silently would throw the run away.
     """
-    damaged: list[int] = []
-    for step in _candidates(folder, rendezvous, storage):
+
+    def load(step: int, name: str, suspects: Collection[str]) -> tuple[Manifest | None, list[str]]:
+        """Loads a checkpoint. Returns its manifest and, in worker order, why hosts can't use it, "" where they can."""
         rendezvous.set_phase(f"restoring {step}")
         manifest, why = None, ""
         try:
             manifest = read_manifest(folder, step, storage)
             _require_identity(folder, manifest, identity)
             if checkpoint_name(manifest) in suspects:
-                raise Damaged("the first step after it was not finite in an earlier attempt")
+                raise Damaged(_SUSPECTED)
             load_tensors(folder, manifest, finite(load_state), storage, threads)
         except Damaged as error:
             why = str(error)
         size = sum(part.size for part in manifest.parts) if manifest else 0
-        errors = rendezvous.meet(f"restore {step}", why, meeting_seconds + transfer_seconds(folder, size))
+        return manifest, rendezvous.meet(name, why, meeting_seconds + transfer_seconds(folder, size))
+
+    damaged: list[int] = []
+    suspected: list[int] = []  # those of them that are whole
+    for step in _candidates(folder, rendezvous, storage):
+        manifest, errors = load(step, f"restore {step}", suspects)
+        if manifest is not None and not any(errors):
+            return Restored(manifest, tuple(damaged))
+        damaged.append(step)
+        suspected += [step] if set(errors) == {_SUSPECTED} else []
         failures = [
             f"host {worker}: {error}" if len(errors) > 1 else error for worker, error in enumerate(errors) if error
         ]
-        if not failures:
-            assert manifest is not None
-            return Restored(manifest, tuple(damaged))
-        damaged.append(step)
         warn(f"checkpoint {join(folder, form.step_folder(step))} can't be used ({failures[0]}); trying the one before")
+    for step in suspected:  # what was not finite once, with nothing before it to go back to, may be finite now
+        manifest, errors = load(step, f"restore {step} after all", ())
+        if manifest is not None and not any(errors):
+            warn(f"there is no checkpoint before step {step} that can be used, so the run goes on from it after all")
+            return Restored(manifest, tuple(newer for newer in damaged if newer > step))
     if damaged:
         raise BadInput(
             f"{folder}: none of the checkpoints of steps {', '.join(map(str, damaged))} can be used; to start over, "

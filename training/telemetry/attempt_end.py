@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -38,12 +39,15 @@ def record_attempt_end(
     warn: Callable[[str], None],
     storage: Storage = default_storage,
     machine: Machine = SYSTEM,
+    patience: float = math.inf,
 ) -> Iterator[None]:
     """Runs a whole attempt on host 0, and records how it ended.
 
     A failure to record is a warning: it changes neither the attempt's result nor its error, and delays neither for more
-    than `END_SECONDS`. An attempt that was asked
-    to stop leaves at once, without report.html: the next attempt or `tpu-train report` writes it.
+    than `END_SECONDS`, an error for no more than half of `patience`: the other hosts would miss this one, and tell that
+    instead of the error.
+    An attempt that was asked to stop leaves at once, without report.html: the next attempt or `tpu-train report` writes
+    it.
 
     Args:
         folder: of the run.
@@ -53,7 +57,9 @@ def record_attempt_end(
         warn: shows a warning.
         storage: where the run's folder is.
         machine: for the thread that records.
+        patience: seconds that the other hosts wait for this one where they meet.
     """
+    limit = END_SECONDS
     error: BaseException | None = None
 
     def record() -> None:
@@ -61,7 +67,7 @@ def record_attempt_end(
             for close in context.close:
                 close()
             if context.log:
-                context.log.finish(END_SECONDS / 3, is_hurried=context.is_hurried)
+                context.log.finish(limit / 3, is_hurried=context.is_hurried)
             attempts.write_end(start_url, error, context.step(), timer.report(), storage=storage)
             if not isinstance(error, StopRequested):
                 context.console.print(f"report: {html.write_report(folder, storage=storage)}")
@@ -71,10 +77,10 @@ def record_attempt_end(
     try:
         yield
     except BaseException as raised:
-        error = raised
+        error, limit = raised, min(limit, patience / 2)
         raise
     finally:
         context.console.close()
         recording = machine.threads.start(record, name="attempt-end")
-        if not join(recording, END_SECONDS, context.is_hurried, machine.clock):
+        if not join(recording, limit, context.is_hurried, machine.clock):
             warn(f"the end of the attempt is not recorded in {folder}: storage is slow")
