@@ -121,7 +121,7 @@ class NonFiniteHistory:
         return NonFinite(
             error.step,
             f"{error}. This is the first step after restoring: the next attempt goes back one "
-            f"checkpoint, before step {restored}",
+            f"checkpoint, before step {restored}, where there is one",
         )
 
 
