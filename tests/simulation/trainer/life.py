@@ -9,6 +9,7 @@ import traceback
 from dataclasses import dataclass
 
 from tests.simulation.scheduler import Stuck
+from tests.simulation.trainer.duels import stage
 from tests.simulation.trainer.hosts import Output
 from tests.simulation.trainer.plan import Plan, draw
 from tests.simulation.trainer.world import World
@@ -32,7 +33,7 @@ class Life:
 def play(seed: int, *, story: bool = False, without: frozenset[int] = frozenset()) -> Life:
     """The life of a seed. Nothing but the seed, and the faults that are left out, decides what happens in it."""
     began = time.perf_counter()
-    world = World(draw(seed, without), story=story)
+    world = World(stage(draw(seed)).leave_out(without), story=story)
     output = Output(world)
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):  # type: ignore[type-var]
         try:

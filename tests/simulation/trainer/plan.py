@@ -95,16 +95,13 @@ class Plan:
     faults: tuple[Fault, ...]
     jitter: float = 0.2  # seconds that storage takes at most to carry out a request
 
-
-def draw(seed: int, without: frozenset[int] = frozenset()) -> Plan:
-    """The life of a seed, without some of its faults."""
-    from tests.simulation.trainer.duels import stage  # it builds on what is above
-
-    plan = stage(_draw(seed))
-    return replace(plan, faults=tuple(fault for number, fault in enumerate(plan.faults) if number not in without))
+    def leave_out(self, numbers: frozenset[int]) -> Plan:
+        """The same without some of the faults."""
+        return replace(self, faults=tuple(fault for number, fault in enumerate(self.faults) if number not in numbers))
 
 
-def _draw(seed: int) -> Plan:
+def draw(seed: int) -> Plan:
+    """The plan of a seed, before duels.py makes a scene of some."""
     rng = random.Random(f"trainer {seed}")
     hosts = rng.choice((1, 2, 2, 2, 3, 3, 4))
     steps = rng.randint(4, 14)
