@@ -202,10 +202,12 @@ class SimulatedBackend:
         self._started = 0  # the first step of this attempt
         self._steps_after_stop = 0
         self._is_poisoned = False  # what it began from
+        self._restored_generation = 0  # of that
         host.pass_time("loading the framework", self._world.plan.compile_seconds)
 
     def batches(self, task: SimulatedTask, start: int) -> Generator[HostBatch, None, None]:
         self._started, self._is_poisoned = start, self._world.is_poisoned(start)
+        self._restored_generation = self._world.generation_of(start)
         self._world.promises.state_is_right(self._host, start, self.state)
         return task.batches(start)
 
@@ -248,6 +250,8 @@ class SimulatedBackend:
         if glitch and glitch[0] == number:
             self.state["model/weight"][0] = np.nan
             norm = float("nan") if glitch[1] else norm
+            if self._started == number > 0:
+                self._world.suspects[self._restored_generation] = number
         if self._started == number and self._is_poisoned:
             loss = float("nan")
             self._world.notice_poison()

@@ -187,7 +187,8 @@ class Promises:
         noticed = [generation for generation, (rotten, _) in self._world.hidden_rot.items() if rotten > step]
         for generation in noticed:
             del self._world.hidden_rot[generation]
-        self.newest_whole = self.find_whole()[0] if noticed else self.newest_whole
+        self.suspects_are_passed_over(step)
+        self.newest_whole = self.find_whole()[0] if noticed or self._world.suspects else self.newest_whole
         expected = self._world.curriculum.states[step]
         for name, array in expected.items():
             if not np.array_equal(state[name], array):
@@ -195,6 +196,13 @@ class Promises:
                     "what restores is whole and finite", f"{host.name} begins at step {step} with another {name}"
                 )
                 return
+
+    def suspects_are_passed_over(self, restored: int) -> None:
+        """A restore may go back before a checkpoint whose next step was not finite: it is as good as damaged then, and
+        no longer once a restore takes it after all."""
+        world = self._world
+        world.given_up |= {generation for generation, step in world.suspects.items() if step > restored}
+        world.given_up.discard(world.generation_of(restored))
 
     def little_work_is_at_risk(self, host: Host) -> None:
         """By default a run that trains has committed within the last 15 minutes, and the time of some steps."""
@@ -230,7 +238,7 @@ class Promises:
         objects = self._objects
         folder = f"{CHECKPOINTS}step-{step:08d}/"
         stored = objects.get(folder + MANIFEST)
-        if stored is not None and stored.generation == self._world.poisoned_generation:
+        if stored is not None and stored.generation in {self._world.poisoned_generation, *self._world.given_up}:
             return "no step after it is finite"
         if stored is None:
             return "there is no manifest"

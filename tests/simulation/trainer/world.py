@@ -82,6 +82,10 @@ class World:
         self.poisoned: int | None = None  # the step that is not finite when it is the first after a restore
         self.poisoned_generation = -1  # of the manifest of that checkpoint, once somebody has noticed
         self._hidden_poison = -1  # the same before
+        # Checkpoints after which the first step was not finite once, by their manifests' generations -> step; and those
+        # of them that a restore has passed over for that.
+        self.suspects: dict[int, int] = {}
+        self.given_up: set[int] = set()
         self.finished = False
         self._hosts: dict[Process, Host] = {}
         self._waiting: dict[Task, None] = {}  # launchers that wait for something to happen
@@ -325,8 +329,12 @@ class World:
 
     def is_poisoned(self, step: int) -> bool:
         """Whether the checkpoint of that step is the one that can't be gone on from."""
+        return self.generation_of(step) == self._hidden_poison > 0
+
+    def generation_of(self, step: int) -> int:
+        """Of a step's manifest; 0 when there is none."""
         manifest = self.bucket.objects.get(f"{CHECKPOINTS}step-{step:08d}/{MANIFEST}")
-        return manifest is not None and manifest.generation == self._hidden_poison
+        return manifest.generation if manifest else 0
 
     def notice_poison(self) -> None:
         """A step after the poisoned checkpoint was not finite: from now on it is as good as damaged."""
