@@ -27,7 +27,7 @@ from launcher.run.attempts.session import Outcome, RunStopped, Session, with_ima
 from launcher.run.attempts.start import end_everywhere, require_inputs, require_ready
 from launcher.run.ledger import Ledger, RunRecord, same_slice
 from launcher.run.specification import SecretSource, Specification
-from launcher.run.supervise import Output, explain
+from launcher.run.supervise import Output, StartInterrupted, describe_interrupted_start, explain
 from launcher.run.verdict import Cause, Kind
 
 MakeProvider = Callable[[Config], Provider]
@@ -150,10 +150,7 @@ def attach(request: Request, context: Context) -> Outcome:
         session = open_session(config, context, ledger, SecretSource(context.environment, given))
         with contextlib.closing(session.provider):
             if not ledger.started_everywhere and _look(session) in (_Presence.INCOMPLETE, _Presence.GONE):
-                raise BadInput(
-                    f"run {ledger.run_id}: attempt {ledger.attempts - 1} was interrupted while it was started, and "
-                    "does not run on all hosts: `tpu-launch run` ends it and starts the next"
-                )
+                raise BadInput(describe_interrupted_start(ledger.run_id, ledger.attempts - 1))
             _warn_of_missing_secrets(session)
             return drive(session, session.attempt(ledger.attempts - 1))
 
@@ -383,19 +380,27 @@ def _end_open_attempt(context: Context, config: Config, ledger: Ledger, secrets:
             ledger.append(events.Ended(number, events.VANISHED, Cause(-1, "no host has its container any more")))
             return None
         if presence is _Presence.INCOMPLETE:
-            session.say(f": attempt {number} was interrupted while it was started: ending it")
-            attempt = session.attempt(number)
-            end_everywhere(session, number, attempt.container, attempt.workers, grace=session.config.run.stop_seconds)
-            cause = Cause(-1, "it was interrupted while it was started")
-            ledger.append(events.Ended(number, events.NOT_STARTED, cause))
+            _end_interrupted_start(session, number)
             return None
         session.say(f": attempt {number} is there already; attaching to it")
-        outcome = drive(session, session.attempt(number))
+        try:
+            outcome = drive(session, session.attempt(number))
+        except StartInterrupted:  # a host that could not be asked before says so now
+            _end_interrupted_start(session, number)
+            return None
     if presence is not _Presence.ENDED or outcome.verdict.kind is Kind.FINISHED:
         return outcome
     # It had ended while nobody watched: what was asked for now is to resume it.
     session.say(f": attempt {number} had ended: {explain(outcome.verdict)[0]}")
     return None
+
+
+def _end_interrupted_start(session: Session, number: int) -> None:
+    session.say(f": attempt {number} was interrupted while it was started: ending it")
+    attempt = session.attempt(number)
+    end_everywhere(session, number, attempt.container, attempt.workers, grace=session.config.run.stop_seconds)
+    cause = Cause(-1, "it was interrupted while it was started")
+    session.ledger.append(events.Ended(number, events.NOT_STARTED, cause))
 
 
 def _look(session: Session) -> _Presence:

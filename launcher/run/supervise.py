@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launcher.errors import LaunchError
+from launcher.errors import BadInput, LaunchError
 from launcher.machine import Machine
 from launcher.machine.tasks import Queue
 from launcher.provider import HostReport, LogLine, Observation, Provider, container_name
@@ -82,12 +82,19 @@ class SliceNews:
     """What the API says is wrong with it."""
 
 
+class StartInterrupted(BadInput):
+    """An attempt does not run on all hosts, because its start was interrupted: it would be watched for ever."""
+
+
 def supervise(
     provider: Provider, ledger: Ledger, attempt: AttemptRef, *, limits: Limits, output: Output, machine: Machine
 ) -> Verdict:
     """Watches an attempt to its end, ends it on every host, and records how it ended.
 
     KeyboardInterrupt leaves everything running.
+
+    Raises:
+        StartInterrupted: A host whose container was not seen to start says that it never did.
     """
     supervision = _Supervision(provider, ledger, attempt, limits, output, machine)
     verdict, reachable = supervision.watch()
@@ -145,6 +152,14 @@ def explain(verdict: Verdict) -> list[str]:
     return lines + [f"because of it: {symptom}" for symptom in verdict.symptoms]
 
 
+def describe_interrupted_start(run_id: str, attempt: int) -> str:
+    """What a person is told of an attempt that does not run on all hosts."""
+    return (
+        f"run {run_id}: attempt {attempt} was interrupted while it was started, and does not run on all hosts: "
+        "`tpu-launch run` ends it and starts the next"
+    )
+
+
 def stop_hosts(
     provider: Provider, container: str, workers: Sequence[int], *, grace: int, remove: bool
 ) -> list[HostReport]:
@@ -184,6 +199,7 @@ class _Supervision:
         self.inbox: Queue[Observation | SliceNews] = self.tasks.queue(_INBOX_SIZE)
         self.over = self.tasks.event()
         self.interval = max(OBSERVE_EVERY, len(attempt.workers) / _OBSERVATIONS_A_SECOND)
+        self.started = ledger.started_everywhere
         begun = self.clock.monotonic()
         self.views = {worker: HostView(worker, None, seen=begun) for worker in attempt.workers}
         self.slice = SliceNews("READY")
@@ -279,6 +295,8 @@ class _Supervision:
             self.ledger.append(events.HostBack(number, worker))
             self.output.say(f"host {worker} answers again")
             view = replace(view, answering_since=now)
+        if not self.started and news.container.status in ("created", "absent"):
+            raise StartInterrupted(describe_interrupted_start(self.attempt.run_id, number))
         container, ended_seen, ended_away = news.container, view.ended_seen, view.ended_away
         if (container.ended or container.status == "absent") and ended_seen is None:
             ended_seen, ended_away = now, bool(view.problem)

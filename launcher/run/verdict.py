@@ -224,9 +224,12 @@ def _judge_failure(
         return Verdict(Kind.SETTLING)
     if not (settled and explained) and now - first_seen < limits.settle:
         return Verdict(Kind.SETTLING)
+    refused = [view for view in failed if view.exit_code == TrainerExit.BAD_INPUT and not view.rebooted]
+    if stop_requested and refused:  # no stop makes a program say that: its owner must know before the next `run`
+        return Verdict(Kind.BAD_INPUT, _exit(_first(refused)))
     if stop_requested:
         # SIGTERM and SIGKILL of our own are no failures; that nothing was saved is what its owner must know.
-        return Verdict(Kind.STOPPED, _exit(failed[0]) if failed else None)
+        return Verdict(Kind.STOPPED, _exit(_first(failed)) if failed else None)
 
     def symptoms(cause: HostView) -> tuple[str, ...]:
         return _symptoms([view for view in failed if view is not cause])
@@ -245,17 +248,22 @@ def _judge_failure(
     if away := [view for view in removed if view.ended_away]:
         what = "the host went away and came back without its container"
         return Verdict(Kind.HOST_LOST, Cause(away[0].worker, what), symptoms(away[0]))
-    causes = [view for view in failed if view.exit_code != TrainerExit.LOST_PEER]
-    if not causes and removed:
+    if removed and all(view.exit_code == TrainerExit.LOST_PEER for view in failed):
         cause = removed[0]
         return Verdict(Kind.FAILED, Cause(cause.worker, "its container was removed by somebody else"), symptoms(cause))
-    cause = min(causes or failed, key=lambda view: view.finished_at)
+    cause = _first(failed)
     kind = Kind.BAD_INPUT if cause.exit_code == TrainerExit.BAD_INPUT else Kind.FAILED
     return Verdict(kind, _exit(cause), symptoms(cause))
 
 
 _SUCCESSES = (TrainerExit.FINISHED, TrainerExit.SAVED)
 _KILLED = (137, 143, 255)  # how a container ends when its machine goes down
+
+
+def _first(failed: Sequence[HostView]) -> HostView:
+    """The host whose exit its engine recorded first; one that lost a peer only when there is no other."""
+    causes = [view for view in failed if view.exit_code != TrainerExit.LOST_PEER]
+    return min(causes or failed, key=lambda view: view.finished_at)
 
 
 def _lost(view: HostView, now: float) -> Cause:

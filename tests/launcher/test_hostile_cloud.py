@@ -97,6 +97,35 @@ def test_a_start_that_was_interrupted_before_any_host_ran_is_not_watched_for_eve
         work.attach(config)
 
 
+@pytest.mark.parametrize("command", ["run", "attach"])
+def test_a_start_that_was_interrupted_is_not_watched_for_ever_when_its_host_answers_late(
+    work: Workstation, command: str
+) -> None:
+    """Seeds 1620 and 2666: nobody could ask the host first, so its container, which never started, was watched."""
+
+    def interrupted() -> None:
+        work.hosts.only_created = {1}
+        raise KeyboardInterrupt
+
+    config = work.config(command=COMMAND)
+    work.hosts.exits[0] = None
+    work.hosts.hooks["started"] = [interrupted]
+    with pytest.raises(KeyboardInterrupt):
+        work.run(config)
+    work.hosts.silent = {1}
+    threading.Timer(1.0, work.hosts.silent.clear).start()
+    threading.Timer(8.0, work.hosts.end, [9]).start()  # else a failure of this test would have no end
+    if command == "attach":
+        with pytest.raises(LaunchError, match="does not run on all hosts: `tpu-launch run` ends it"):
+            work.attach(config)
+        return
+    work.hosts.hooks["prepare"] = [work.hosts.only_created.clear]
+    outcome = work.run(config)
+    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
+    ends = [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)]
+    assert ends == [events.NOT_STARTED, "finished"]
+
+
 def test_a_run_that_finishes_while_another_terminal_waits_for_it_is_not_started_again(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

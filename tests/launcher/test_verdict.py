@@ -49,6 +49,20 @@ def test_what_only_the_trainer_says_counts_when_its_host_rebooted_later(code: in
     assert judge([HostView(0, state, seen=100.0, ended_seen=99.0)], 100.0, LIMITS).kind is kind
 
 
+def test_a_stop_does_not_hide_that_the_trainer_refused_its_input() -> None:
+    """Seed 1445: no signal makes a program end with 2; the next `run` would end so again."""
+    views = [exited(0, 2), exited(1, 143)]
+    verdict = judge(views, 104.0, LIMITS, stop_requested=True)
+    assert (verdict.kind, verdict.cause and verdict.cause.worker) == (Kind.BAD_INPUT, 0)
+
+
+def test_a_stop_names_the_first_of_the_hosts_that_failed_before_it() -> None:
+    """Seed 2078 and its kin: the host with the lowest number may only have lost its peer."""
+    views = [exited(0, 76), exited(1, 3), exited(2, 143, at="2026-01-01T00:00:05Z")]
+    verdict = judge(views, 104.0, LIMITS, stop_requested=True)
+    assert (verdict.kind, verdict.cause and verdict.cause.worker) == (Kind.STOPPED, 1)
+
+
 def test_a_host_that_comes_back_without_its_container_is_lost() -> None:
     """It was set up anew; one that never went away had its container removed by somebody."""
     gone = HostView(1, ContainerState("absent"), seen=104.0, ended_seen=99.0, ended_away=True)

@@ -45,6 +45,7 @@ class Container:
     waiters: dict[Task, None] = field(default_factory=dict)  # tasks that wait for its end
     stopping: bool = False  # it has got SIGTERM
     awaits_secrets: bool = False  # its command begins when they are delivered
+    secrets_seconds: float = 0.0  # for which await_secrets.sh waits for them
     lines_written: int = 0
 
     @property

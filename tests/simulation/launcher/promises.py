@@ -173,8 +173,13 @@ def verdict_names_the_first_cause(life: Life, job: Job, event: Ended) -> None:
     wrong = False
     if not job.disturbed and job.began is not None and not any(truth.kind == "stop" for truth in truths):
         expected = {"finish": "finished", "save": "saved", "bad input": "bad input", "fail": "failed"}.get(first.kind)
+        # Of a failure and a stop that was asked for before anybody had seen it, the exit code is the stop's (14, as
+        # documented: what SIGTERM does to a program is no failure), and the cause is the host that failed.
+        asked = any(stop.run == job.run for stop in life.world.record.stops)
+        stopped = ("stopped",) if asked and expected == "failed" else ()
         wrong = expected is not None and (
-            event.outcome not in (expected, "preempted", "host lost", "vanished")
+            event.outcome not in (expected, "preempted", "host lost", "vanished", *stopped)
+            or (event.outcome == "stopped" and cause != first.worker)
             or (expected == "failed" and event.outcome == "failed" and cause != first.worker)
         )
     hosts = {truth.worker for truth in truths if truth.kind == "host"}

@@ -176,7 +176,9 @@ class Shell:
                 return self.report("failed the container can not be created: Conflict. The name is already in use", 1)
             attempt = int(re.search(r"tpu-launch\.attempt=(\d+)", arguments)[1])  # type: ignore[index]
             container = Container(name, parameters["run_id"], attempt, host, host.boot, parameters["image"])
-            container.awaits_secrets = "await_secrets" in arguments or "/run/tpu-launch:" in arguments
+            container.awaits_secrets = "/run/tpu-launch:" in arguments
+            if container.awaits_secrets:
+                container.secrets_seconds = float(re.search(r"seconds=(\d+)", arguments)[1])  # type: ignore[index]
             host.containers[name] = container
         self.pause()
         return self.report(f"ready {parameters['image']}")

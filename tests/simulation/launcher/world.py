@@ -18,7 +18,6 @@ from tests.simulation.launcher.hosts import Container, Execution, Host
 from tests.simulation.launcher.jobs import Job, Plan, Truth
 from tests.simulation.scheduler import Process, Scheduler
 
-SECRETS_SECONDS = 120.0  # as await_secrets.sh has it
 _CONNECT_SECONDS = 5.0  # as the launcher's transport has it
 _BROKEN_SECONDS = 10.0  # until a connection whose packets are lost is given up
 
@@ -244,7 +243,7 @@ class World:
         container.job = job
         self.note(f"{container.name} starts on {container.host!r} ({job.plan.kind})")
         if container.awaits_secrets:
-            self.scheduler.call_at(now + SECRETS_SECONDS, lambda: self._give_up_secrets(container))
+            self.scheduler.call_at(now + container.secrets_seconds, lambda: self._give_up_secrets(container))
         else:
             self._begin_program(container, job)
 
