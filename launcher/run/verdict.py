@@ -101,6 +101,12 @@ class HostView:
         return not (state.ended_before_reboot and state.exit_code in (TrainerExit.SAVED, TrainerExit.BAD_INPUT))
 
     @property
+    def lost_peer_first(self) -> bool:
+        """Whether its program had lost a peer before its host rebooted."""
+        state = self.container
+        return state is not None and state.ended_before_reboot and state.exit_code == TrainerExit.LOST_PEER
+
+    @property
     def exit_code(self) -> int | None:
         """Of its container; None while that runs."""
         return self.container.exit_code if self.container else None
@@ -235,7 +241,7 @@ def _judge_failure(
         return _symptoms([view for view in failed if view is not cause])
 
     if rebooted := [view for view in failed if view.rebooted]:
-        cause = min(rebooted, key=lambda view: view.worker)
+        cause = min(rebooted, key=lambda view: (view.lost_peer_first, view.worker))
         what = "the host rebooted, and its container was killed with it"
         return Verdict(Kind.HOST_LOST, replace(_exit(cause), what=what), symptoms(cause))
     if lost := [view for view in silent if not view.ended]:

@@ -49,6 +49,17 @@ def test_what_only_the_trainer_says_counts_when_its_host_rebooted_later(code: in
     assert judge([HostView(0, state, seen=100.0, ended_seen=99.0)], 100.0, LIMITS).kind is kind
 
 
+def test_of_two_hosts_that_rebooted_the_one_that_had_lost_its_peer_before_is_not_to_blame() -> None:
+    """Seed 2623."""
+    symptom = ContainerState("exited", 76, rebooted=True, ended_before_reboot=True)
+    views = [
+        HostView(0, symptom, seen=100.0, ended_seen=99.0),
+        HostView(1, ContainerState("exited", 143, rebooted=True), seen=100.0, ended_seen=99.0),
+    ]
+    verdict = judge(views, 104.0, LIMITS)
+    assert (verdict.kind, verdict.cause and verdict.cause.worker) == (Kind.HOST_LOST, 1)
+
+
 def test_a_stop_does_not_hide_that_the_trainer_refused_its_input() -> None:
     """Seed 1445: no signal makes a program end with 2; the next `run` would end so again."""
     views = [exited(0, 2), exited(1, 143)]
