@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 RUN = "gs://bucket/runs/run"
 CHECKPOINTS = f"{RUN}/checkpoints/"
 SECOND_SIGTERM = 128 + 15
+_NOT_GONE_ON_FROM = "no step after it is finite"
 _CLAIM = re.compile(r"attempt-\d+\.[0-9a-f]+\.json")
 _TELEMETRY = re.compile(r"metrics|report\.html|tensorboard|\.end\.json|events")
 _NAMED = re.compile(r"[Hh]osts? \d|this host|worker \d")
@@ -239,7 +240,7 @@ class Promises:
         folder = f"{CHECKPOINTS}step-{step:08d}/"
         stored = objects.get(folder + MANIFEST)
         if stored is not None and stored.generation in {self._world.poisoned_generation, *self._world.given_up}:
-            return "no step after it is finite"
+            return _NOT_GONE_ON_FROM
         if stored is None:
             return "there is no manifest"
         key = (stored.generation, *(objects[folder + name].generation if folder + name in objects else 0
@@ -381,14 +382,15 @@ class Promises:
             self.broken("0 means finished", f"{host.name} exits with 0, the newest whole step is {self.newest_whole}")
 
     def what_is_left_is_whole(self, host: Host) -> None:
-        """An attempt that has finished leaves no checkpoint that it has found damaged: it was replaced or deleted."""
+        """An attempt that has finished leaves no checkpoint that it has found damaged: it was replaced or deleted. One
+        that is whole, and can't be gone on from, may lie before those that it has looked at."""
         world = self._world
         if world.disturbed or self._rots_since(host) or host.group is not world.groups[-1]:
             return
         for url in world.bucket.objects:
             is_manifest = url.startswith(CHECKPOINTS) and name_of(url) == MANIFEST
             why = self._difference(_step_of(url)) if is_manifest and url not in self._overtaken else None
-            if why:
+            if why and why != _NOT_GONE_ON_FROM:
                 self.broken("what is left is whole", f"{host.name} has finished, and of {url} {why}")
 
     def a_late_commit_is_taken_back(self, host: Host) -> None:
