@@ -19,6 +19,10 @@ from training.distributed.cluster import SECRET_VARIABLE
 LOG_OVERLAP = timedelta(seconds=1)  # how far before the newest known line `observe` is asked to begin again
 
 
+DELIVERY_SECONDS = 120
+"""How long a container waits for its secrets beyond Attempt.start_seconds."""
+
+
 @dataclass(frozen=True)
 class Capabilities:
     """What a provider can do beyond the methods of the Protocol. Callers ask for these, never for a provider's name."""

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.checks import inputs, preflight
-from launcher.clock import format_time
+from launcher.clock import format_time, parse_time
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import local
 from launcher.images import overlay as overlays
 from launcher.machine import Machine
-from launcher.provider import ContainerState, HostReport, Overlay, Provider
+from launcher.provider import DELIVERY_SECONDS, HostReport, Observation, Overlay, Provider
 from launcher.run import env_file, events, specification
 from launcher.run import ledger as ledgers
 from launcher.run.attempts.drive import drive
@@ -407,24 +407,42 @@ def _look(session: Session) -> _Presence:
     """Asks every host once for the last attempt. An answer that is missing says nothing: a host may be away for a
     moment while the run goes on."""
     attempt = session.attempt(session.ledger.attempts - 1)
-    now = format_time(session.machine.clock.time())
+    started_everywhere = session.ledger.started_everywhere
+    # The lines matter only where the start may have been interrupted.
+    since = format_time(session.machine.clock.time()) if started_everywhere else None
 
-    def observe(worker: int) -> ContainerState | None:
+    def observe(worker: int) -> Observation | None:
         try:
-            return session.provider.observe(worker, attempt.container, now).container
+            return session.provider.observe(worker, attempt.container, since)
         except LaunchError:
             return None
 
     answers = session.machine.tasks.map(observe, attempt.workers, at_once=64)
-    containers = [container for container in answers if container is not None]
+    observations = [answer for answer in answers if answer is not None]
+    containers = [answer.container for answer in observations if answer.container is not None]
     if len(containers) < len(answers):
         return _Presence.WATCHABLE
     begun = [container.running or container.ended for container in containers]
     if not any(begun):
         return _Presence.GONE
-    if not all(begun) and not session.ledger.started_everywhere:
+    if not started_everywhere and (not all(begun) or _waits_for_secrets(session, observations)):
         return _Presence.INCOMPLETE
     return _Presence.WATCHABLE if any(container.running for container in containers) else _Presence.ENDED
+
+
+def _waits_for_secrets(session: Session, observations: Sequence[Observation]) -> bool:
+    """Whether the containers of an attempt of which no start was recorded may wait for secrets that nobody has any
+    more: those of an attempt died with the launcher that started it. Then nothing is written yet, and less time has
+    passed than they wait."""
+    spec, config = session.specification, session.config
+    is_sent = config.accelerator.hosts > 1 or (spec is not None and bool(spec.secrets))
+    if not session.provider.capabilities.sends_secrets or not is_sent:
+        return False
+    if any(observation.lines for observation in observations):
+        return False
+    now, longest = session.machine.clock.time(), config.run.start_minutes * 60 + DELIVERY_SECONDS
+    starts = [parse_time(observation.container.started_at) for observation in observations if observation.container]
+    return all(start is None or now - start < longest for start in starts)
 
 
 def explain_interrupt(config: Config, context: Context) -> None:

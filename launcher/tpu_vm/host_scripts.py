@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from launcher.provider import Attempt
+from launcher.provider import DELIVERY_SECONDS, Attempt
 from launcher.tpu_vm.scripts import load, render
 from training.accelerators import accelerator
 
@@ -25,7 +25,6 @@ GATE_SECONDS = 30.0  # a first pull of an image takes longer; then gcloud is cal
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _WITHOUT_HUGE_PAGES = ("v2", "v3", "v4")
 
-_DELIVERY_SECONDS = 120  # for the delivery of secrets, after the last host has started
 _SECRETS_FOLDER = "/run/tpu-launch"  # in the container; await_secrets.sh and receive_secrets.sh name it too
 
 
@@ -44,7 +43,7 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
     if not attempt.all_secrets(len(hosts)):
         return [*arguments, attempt.image, *attempt.command]
     tmpfs = ["--tmpfs", f"{_SECRETS_FOLDER}:mode=1777,size=1m"]
-    wait = render("await_secrets", seconds=math.ceil(attempt.start_seconds) + _DELIVERY_SECONDS)
+    wait = render("await_secrets", seconds=math.ceil(attempt.start_seconds) + DELIVERY_SECONDS)
     return [*arguments, *tmpfs, attempt.image, "sh", "-c", wait, "sh", *attempt.command]
 
 

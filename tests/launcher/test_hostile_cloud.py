@@ -126,6 +126,27 @@ def test_a_start_that_was_interrupted_is_not_watched_for_ever_when_its_host_answ
     assert ends == [events.NOT_STARTED, "finished"]
 
 
+def test_an_attempt_whose_secrets_died_with_its_launcher_is_ended_and_made_again(work: Workstation) -> None:
+    """Its containers run on all hosts and wait for secrets that nobody has any more: `run` watched them for minutes."""
+
+    def killed() -> None:
+        raise KeyboardInterrupt
+
+    config = work.config(command=COMMAND)
+    work.hosts.quiet = True
+    work.hosts.exits[0] = None
+    work.hosts.hooks["started"] = [killed]
+    with pytest.raises(KeyboardInterrupt):
+        work.run(config)
+    threading.Timer(8.0, work.hosts.end, [9]).start()  # else a failure of this test would have no end
+    with pytest.raises(LaunchError, match="interrupted while it was started"):
+        work.attach(config)
+    outcome = work.run(config)
+    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
+    ends = [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)]
+    assert ends == [events.NOT_STARTED, "finished"]
+
+
 def test_a_run_that_finishes_while_another_terminal_waits_for_it_is_not_started_again(
     work: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

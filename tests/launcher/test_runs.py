@@ -66,6 +66,8 @@ class Hosts:
     """Hosts that do not answer."""
     only_created: set[int] = field(default_factory=set)
     """Hosts on which containers have not started."""
+    quiet: bool = False
+    """Whether containers have written nothing."""
 
     def call(self, method: str) -> None:
         """Counts a call, and lets happen what shall happen at it."""
@@ -146,7 +148,8 @@ class FakeProvider:
         state = self.hosts.state.get(container, ContainerState("absent"))
         if worker in self.hosts.only_created and state.running:
             state = ContainerState("created")
-        return Observation(worker, state, (LogLine("2026-01-01T00:00:00.000000000Z", "a line"),))
+        lines = () if self.hosts.quiet else (LogLine("2026-01-01T00:00:00.000000000Z", "a line"),)
+        return Observation(worker, state, lines)
 
     def stop(
         self, container: str, *, grace: int, remove: bool, workers: Sequence[int] | None = None

@@ -281,7 +281,7 @@ def test_what_runs_on_a_host_dies_with_it_and_is_seen_dead_when_the_host_is_back
         {"w": "running"},
     ]
     control.inject(pod.home, {"fault": "restore-host", "node": "pod", "worker": 2})
-    assert pod.ssh("docker inspect w --format '{{.State.ExitCode}} {{.State.Running}}'", worker="2") == ["137 false"]
+    assert pod.ssh("docker inspect w --format '{{.State.ExitCode}} {{.State.Running}}'", worker="2") == ["255 false"]
     pod.remove("w")
 
 
