@@ -9,7 +9,8 @@ SHELLS = ("dash", "bash")
 
 _PROGRAMS = {
     # Each call a line in `calls`; the words of `create` one by one in `create`. Answers: the first file in `answers`
-    # whose name begins a call (with _ for a blank); without one, a `docker inspect` fails and all else succeeds.
+    # whose name begins a call (with _ for a blank); without one, a `docker inspect` fails as the real one does, with an
+    # empty line, and all else succeeds.
     "docker": """
 echo "$*" >>"$HOST/calls"
 [ "$1" != create ] || printf '%s\\0' "$@" >"$HOST/create"
@@ -18,7 +19,7 @@ for answer in "$HOST"/answers/*; do
   name=${answer##*/}
   case "$*" in "$(echo "$name" | tr _ ' ')"*) . "$answer"; exit 0 ;; esac
 done
-case "$1 $2" in inspect*) exit 1 ;; "image inspect") exit 1 ;; esac
+case "$1 $2" in inspect*) echo; exit 1 ;; "image inspect") exit 1 ;; esac
 exit 0
 """,
     "curl": """

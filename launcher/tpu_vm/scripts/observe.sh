@@ -15,7 +15,9 @@ if [ "${1-} ${3-}" = '--tail --since' ] &&
 fi
 created_on='{{json (index .Config.Labels "'$label_boot'")}}'
 summary='{"state": {{json .State}}, "created_on": '$created_on', "boot": "'$boot'", "booted": '$booted'}'
-if $docker inspect --format "$summary" "$container" 2>/dev/null; then
+# docker prints an empty line, too, when there is no such container.
+if answer=$($docker inspect --format "$summary" "$container" 2>/dev/null); then
+  printf '%s\n' "$answer"
   $docker logs --timestamps "$@" "$container" 2>&1 | head -c "$log_bytes"
 elif $docker version >/dev/null 2>&1; then
   echo absent
