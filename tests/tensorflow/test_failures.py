@@ -11,6 +11,7 @@ from tests.container import small_runs
 from training.backends.tensorflow import input as tensorflow_input
 from training.backends.tensorflow.failures import describe_tpu_failure, translate_failures, translate_tpu_failures
 from training.config import from_document
+from training.data.tf.record_source import translate_errors
 from training.errors import LostPeer, OutOfMemory, UnusableTpu
 from training.tasks.task import open_data
 from training.yaml_file import Document
@@ -59,8 +60,14 @@ def test_out_of_memory_while_waiting_for_a_batch_is_told_as_such(
 
     monkeypatch.setattr(tensorflow_input, "host_rows", too_large)
     batches = tensorflow_input.distributed(tf.distribute.get_strategy(), config, open_data(config), 0)
-    with pytest.raises(OutOfMemory, match="out of memory: lower"):
-        next(batches)
+    batch = next(batches).arrays
+    # As the step of a backend does, which takes the rows itself.
+    with (
+        pytest.raises(OutOfMemory, match="out of memory: lower"),
+        translate_failures(),
+        translate_errors(tensorflow_input.dataset_of(batch)),
+    ):
+        tf.function(lambda: next(batch["input_ids"].iterator), autograph=False)()  # type: ignore[attr-defined]
 
 
 def test_a_tpu_that_cannot_be_initialised_is_one_line() -> None:

@@ -54,7 +54,11 @@ def program(config, cluster, rendezvous, stopping):
     if WHAT == "next":
         from training.backends.tensorflow.input import distributed
         from training.tasks.task import open_data
-        for number, batch in enumerate(distributed(on_worker_of_host_1(), config, open_data(config), 0)):
+        from training.backends.tensorflow.failures import translate_failures
+        batches = distributed(on_worker_of_host_1(), config, open_data(config), 0)
+        for number, batch in enumerate(batches):
+            with translate_failures():  # as a backend's step, which takes the rows itself
+                next(batch.arrays["input_ids"].iterator)
             if number == 20:
                 print("under way", flush=True)
     while not stopping.requested:
