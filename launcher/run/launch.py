@@ -135,9 +135,7 @@ def attach(request: Request, context: Context) -> Outcome:
     config = request.config
     if request.overlay is not None:
         raise BadInput("--overlay: a run that is there keeps the overlay that it was started with: leave out --attach")
-    ledger = ledgers.find(
-        context.home, context.machine, request.run_id, slice_name=config.slice.name, provider=config.provider
-    )
+    ledger = _find(config, context, request.run_id)
     given = env_file.read(request.env_file).values if request.env_file is not None else {}
     with ledger.supervising():
         if ledger.attempts == 0:
