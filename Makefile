@@ -25,11 +25,16 @@ help: ## this list
 rehearsal: need-containers $(VENV_READY) ## a whole run on an emulated slice: up, train, down (SET="slice.accelerator_type=v4-32 ...")
 	@tools/with-engine.sh $(BIN)/tpu-launch rehearsal -f examples/rehearsal.yaml $(foreach each,$(SET),--set '$(each)')
 
-test: need-containers need-kubectl $(VENV_READY) ## everything: lint, fast tests, tests inside the images, emulated slices
+test: need-containers need-kubectl $(VENV_READY) ## lint, fast tests, tests inside the images, emulated slices (test-nightly: further cases)
 	@tools/with-engine.sh $(BIN)/python tools/run_tests.py
 
-test-nightly: need-containers $(VENV_READY) ## trainers killed at every point of a save, and the bucket failing: KILLS=100 times
+test-nightly: need-containers $(VENV_READY) ## trainers killed at every point of a save, and the bucket failing: KILLS=100 times; and tests that `make test` leaves out
 	@TPU_LAUNCH_KILLS=$(or $(KILLS),100) tools/with-engine.sh $(BIN)/python tools/container_tests.py torch-xla tests/container/test_kill_anywhere.py
+	@tools/with-engine.sh $(BIN)/python tools/container_tests.py torch-xla -m nightly
+	@tools/with-engine.sh $(BIN)/python tools/container_tests.py virtual-tpu -m nightly
+	@tools/with-engine.sh $(BIN)/python tools/container_tests.py tensorflow -m nightly
+	@tools/with-engine.sh $(BIN)/python tools/container_tests.py oracle-tensorflow -s
+	@tools/with-engine.sh $(BIN)/pytest tests/rehearsal -m nightly --timeout=900
 
 test-fast: need-kubectl $(VENV_READY) ## the tests that need no container (ARGS="-k words")
 	@$(BIN)/pytest $(ARGS)
@@ -60,10 +65,10 @@ benchmark: need-containers $(VENV_READY) ## one benchmark: NAME=x runs benchmark
 
 lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
 	$(LOCK) --universal pyproject.toml requirements-dev.in --extra dev --output-file requirements-dev.txt
-	for each in requirements requirements-2.8 requirements-test requirements-installer; do \
+	for each in requirements requirements-2.8 requirements-test requirements-trackers requirements-installer; do \
 	    $(LOCK_IMAGE) images/torch-xla/$$each.in --output-file images/torch-xla/$$each.txt; \
 	done
-	for each in requirements requirements-tpu requirements-test requirements-installer requirements-beam; do \
+	for each in requirements requirements-tpu requirements-test requirements-trackers requirements-installer requirements-beam; do \
 	    $(LOCK_IMAGE) --override images/tensorflow/overrides.in images/tensorflow/$$each.in --output-file images/tensorflow/$$each.txt; \
 	done
 

@@ -115,7 +115,7 @@ def in_image(backend: str, folder: Path, jobs: list[Job], ask: list[str] | None 
         "HOME=/tmp",
         "PYTHONDONTWRITEBYTECODE=1",
         "PJRT_DEVICE=CPU",
-        "XLA_FLAGS=--xla_backend_optimization_level=0",
+        "XLA_FLAGS=--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
     ):
         container.append(f"--env={variable}")
     command = [*container, reference, "python", "/src/benchmarks/parity.py", "--plan", "/parity/plan.json"]

@@ -5,6 +5,7 @@ State machines take a `Clock` as an argument, so that tests and simulations deci
 
 from __future__ import annotations
 
+import functools
 import time
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
@@ -50,6 +51,7 @@ def parse_time(text: str) -> float | None:
     return whole + (float(f"0.{fraction}") if fraction.isdigit() else 0.0)
 
 
+@functools.lru_cache(maxsize=1024)  # an observation asks three times about the same line
 def shift(timestamp: str, by: timedelta) -> str:
     """Another RFC 3339 time, with nine digits of a second (Python has six), so that times compare as text."""
     head, _, fraction = timestamp.removesuffix("Z").partition(".")

@@ -7,6 +7,7 @@ Every error a user can meet is a `LaunchError`: one message that says what happe
 from __future__ import annotations
 
 import enum
+import errno
 
 
 class Exit(enum.IntEnum):
@@ -89,3 +90,16 @@ class HostsUnreachable(LaunchError):
 
 class CommandTimeout(LaunchError):
     """A local command did not end in its time; the message names what was waited for."""
+
+
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+def from_disk(error: OSError) -> LaunchError | None:
+    """What a user is told when this machine's disk is full or fails; None of any other error."""
+    if error.errno not in _DISK_TROUBLE:
+        return None
+    return LaunchError(
+        f"this machine's disk: {error.strerror} ({error.filename or 'while writing'}); what runs on hosts goes on, and "
+        "is billed: make room, then `tpu-launch run --attach` watches it again"
+    )

@@ -5,7 +5,9 @@ Private to its owner (0700): run folders hold logs and configurations.
 
 from __future__ import annotations
 
+import errno
 import os
+from io import FileIO
 from pathlib import Path
 
 from launcher.errors import BadInput
@@ -28,6 +30,12 @@ def write_private_bytes(path: Path, data: bytes) -> None:
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
     os.replace(temporary, path)
+
+
+def write_whole(file: FileIO, data: bytes) -> None:
+    """Writes to a file without a buffer. Raises OSError where not all of it fits, which `write` alone does not say."""
+    if file.write(data) != len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def home() -> Path:

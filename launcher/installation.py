@@ -11,10 +11,10 @@ import shutil
 from pathlib import Path
 
 from launcher import shell
-from launcher.errors import LaunchError
+from launcher.errors import CommandTimeout, LaunchError
 
 _PACKAGE = Path(__file__).resolve().parent
-_GIT_SECONDS = 5.0
+_GIT_SECONDS = 20.0
 
 
 def version() -> str:
@@ -58,5 +58,8 @@ def _commit() -> str | None:
     if git is None or not (_PACKAGE.parent / ".git").exists():
         return None
     command = [git, "-C", str(_PACKAGE.parent), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
-    answer = shell.run(command, timeout=_GIT_SECONDS)
+    try:
+        answer = shell.run(command, timeout=_GIT_SECONDS)
+    except CommandTimeout:  # a slow disk
+        return None
     return answer.stdout.strip() if answer.ok else None

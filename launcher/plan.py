@@ -16,6 +16,8 @@ from launcher.machine.owner import this_owner
 from launcher.run import specification
 from launcher.tpu_vm import commands, host_scripts, ownership, placement, queued
 
+_TOKEN_COMMAND = ["gcloud", "auth", "print-access-token", "--quiet"]
+
 
 @dataclass(frozen=True)
 class Step:
@@ -50,6 +52,8 @@ def _run(config: Config) -> list[Step]:
     stop = host_scripts.stop_script(attempt.container, config.run.stop_seconds, remove=False)
     by_hand = "(over open ssh connections; by hand it is)"
     builds = [Step("run", "build the image, if nothing has it", command) for command in local.build_commands(config)]
+    if not config.image.reference and not local.needs_engine(config):
+        builds = [Step("run", "who we are to the registry, in which the image is made", _TOKEN_COMMAND)]
     return [
         *builds,
         Step("run", "how to reach the hosts", commands.ssh_command(config, "true", dry_run=True)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -73,6 +73,7 @@ class SliceState:
     created: str = ""  # when, RFC 3339; empty when the API doesn't say
     uid: str = ""  # the API's own number of it: another slice of the same name has another one
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
+    request: str = ""  # name of the request in the queue that it came from
 
     def is_same(self, other: SliceState | None) -> bool:
         """Whether both are descriptions of one slice, and not of two that have the same name one after the other."""
@@ -180,6 +181,7 @@ class Observation:
     lines: tuple[LogLine, ...] = ()
     more: bool = False  # the look was cut short: there are more lines right now
     problem: str = ""
+    since: str | None = None  # from when on lines were asked for; None: from the beginning
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,22 @@ class HostReport:
 
     occupied_by: str = ""
     """Id of another run that uses this host, when that is why the command failed."""
+
+
+@dataclass(frozen=True)
+class CommandReport:
+    """How a command in a host's live container ended."""
+
+    worker: int
+
+    exit_code: int | None
+    """The command's own; None when it was not seen to end, or did not run."""
+
+    ended: float
+    """By this machine's monotonic clock: which host was the first."""
+
+    problem: str = ""
+    """Why there is no exit code, for a person."""
 
 
 class Provider(Protocol):
@@ -243,6 +261,18 @@ class Provider(Protocol):
     ) -> list[HostReport]:
         """Stops a container on every host, or on some: SIGTERM, then SIGKILL after `grace` seconds; removes it if
         asked. Gone is fine."""
+
+    def execute(
+        self,
+        container: str,
+        command: Sequence[str],
+        workers: Sequence[int],
+        *,
+        seconds: float,
+        on_line: Callable[[int, str], None],
+    ) -> list[CommandReport]:
+        """Runs a command in a live container on some hosts at once, never twice, and hands over each line of it (worker
+        index, text). It has no standard input, is ended after so many seconds, and when this call is interrupted."""
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """What the slice and the hosts know of an attempt that failed: file name -> text for a person. Never raises."""

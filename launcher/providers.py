@@ -72,6 +72,9 @@ def capabilities(name: str) -> Capabilities:
 def this_machine() -> Machine:
     """The machine that this process runs on; the command line makes it once."""
 
+    tasks = Threads()
+    making = tasks.lock()
+
     @functools.cache
     def client() -> SshClient:
         from launcher.tpu_vm.ssh.transport import SshClient
@@ -79,6 +82,8 @@ def this_machine() -> Machine:
         return SshClient()
 
     def connect(address: Address) -> Connection:
-        return client().connect(address)
+        with making:  # the first commands go to all hosts at once: each would make a client, and read its key again
+            ssh = client()
+        return ssh.connect(address)
 
-    return Machine(SystemClock(), Threads(), shell.run, connect, random.SystemRandom(), this_owner(os.environ))
+    return Machine(SystemClock(), tasks, shell.run, connect, random.SystemRandom(), this_owner(os.environ))

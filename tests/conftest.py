@@ -1,4 +1,7 @@
-"""In CI, and with TPU_LAUNCH_NO_SKIPS=1, a test that did not run (skipped, expected to fail) makes the run fail."""
+"""In CI, and with TPU_LAUNCH_NO_SKIPS=1, a test that did not run (skipped, expected to fail) makes the run fail.
+
+Tests marked `nightly` are left out, except where `-m nightly` asks for them.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,14 @@ _not_run = pytest.StashKey[list[str]]()
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_not_run] = []
     config.pluginmanager.register(_NoSkips(config.stash[_not_run]), "no-skips")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "nightly" in config.option.markexpr:
+        return
+    later = [item for item in items if item.get_closest_marker("nightly")]
+    config.hook.pytest_deselected(items=later)
+    items[:] = [item for item in items if item not in later]
 
 
 class _NoSkips:

@@ -2,7 +2,8 @@
 
 A benchmark that needs a framework says so in a line of its own, `RUNS_IN = "tensorflow"` (or "torch-xla"): it then runs
 in that image's test stage, from this checkout, as the current user, without a network. Otherwise it runs here. Either
-way it writes .tpu-launch/benchmarks/NAME.json.
+way it writes .tpu-launch/benchmarks/NAME.json. With the line `VIRTUAL_TPU = True` the virtual TPU is mounted there, for
+processes that ask for it (PJRT_DEVICE=TPU).
 
 Real data is at /data there: the folder that BENCHMARK_DATA names, or ../shared/data, where there is one. Packages that
 only the benchmark wants (`PACKAGES = "name==1.0 other==2.0"`) are fetched to .tpu-launch/benchmarks/packages.
@@ -16,12 +17,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+from launcher.emulator.vm import virtual_tpu
 from launcher.errors import LaunchError
 from launcher.images import engine
 from launcher.images.build import ensure_image
 from launcher.images.specification import default_spec
 
 ROOT = Path(__file__).resolve().parent.parent
+VARIABLES = (
+    "HOME=/tmp",
+    "PYTHONPATH=/src:/out/benchmarks/packages",
+    "PYTHONDONTWRITEBYTECODE=1",
+    "PJRT_DEVICE=CPU",
+    "TPU_LAUNCH_HOME=/out",
+)
 MOUNTED = ("benchmarks", "training", "launcher", "examples")
 
 
@@ -31,21 +40,26 @@ def main(arguments: list[str]) -> int:
     place = re.search(r'^RUNS_IN = "([\w-]+)"', script.read_text(), re.MULTILINE)
     if place is None:
         return subprocess.run([sys.executable, str(script), *rest], check=False).returncode
+    has_virtual_tpu = re.search(r"^VIRTUAL_TPU = True", script.read_text(), re.MULTILINE) is not None
     wanted = re.search(r'^PACKAGES = "([^"]+)"', script.read_text(), re.MULTILINE)
     out = ROOT / ".tpu-launch"
     (out / "benchmarks").mkdir(mode=0o700, parents=True, exist_ok=True)
+    mounts, variables = [], list(VARIABLES)
     try:
-        image = ensure_image(
-            default_spec(place.group(1), target="test"), lambda line: print(line, file=sys.stderr, flush=True)
-        )
+        image = ensure_image(default_spec(place.group(1), target="test"), say)
         docker = engine.client()
+        if has_virtual_tpu:
+            volume = virtual_tpu.ensure_volume(ROOT / "images" / "virtual-tpu", say)
+            mounts.append(f"--volume={volume}:{virtual_tpu.MOUNTED_AT}:ro")
+            library = virtual_tpu.container_environment()["TPU_LIBRARY_PATH"]
+            variables.append(f"TPU_LIBRARY_PATH={library}")
     except LaunchError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     if wanted and not fetch(wanted.group(1).split(), out / "benchmarks" / "packages"):
         return 1
     data = Path(os.environ.get("BENCHMARK_DATA", ROOT.parent / "shared" / "data"))
-    mounts = [f"--volume={ROOT / each}:/src/{each}:ro" for each in MOUNTED]
+    mounts += [f"--volume={ROOT / each}:/src/{each}:ro" for each in MOUNTED]
     mounts += [f"--volume={data.absolute()}:/data:ro"] if data.is_dir() else []
     container = [
         docker,
@@ -59,17 +73,15 @@ def main(arguments: list[str]) -> int:
         f"--volume={out}:/out",
     ]
     container += [f"--user={os.getuid()}:{os.getgid()}", "--label=tpu-launch.tests=benchmark"]
-    for variable in (
-        "HOME=/tmp",
-        "PYTHONPATH=/src:/out/benchmarks/packages",
-        "PYTHONDONTWRITEBYTECODE=1",
-        "PJRT_DEVICE=CPU",
-        "TPU_LAUNCH_HOME=/out",
-    ):
-        container.append(f"--env={variable}")
+    container += [f"--env={variable}" for variable in variables]
     return subprocess.run(
         [*container, image.reference, "/opt/venv/bin/python", f"benchmarks/{name}.py", *rest], check=False
     ).returncode
+
+
+def say(line: str) -> None:
+    """A line of a build."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def chosen(name: str, *rest: str) -> tuple[str, list[str]]:

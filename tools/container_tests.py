@@ -7,6 +7,8 @@
   oracle-torch-xla    tests/oracle/torch_xla: what the torch-xla image's libtpu understands
   oracle-tensorflow   tests/oracle/tensorflow: the same in the tensorflow image for TPUs
 
+  --build-only        no tests: makes what the places need that are not nightly
+
 The image is built by the launcher's own code when anything in it changed. The tests run as the image's user and import
 the `training` package that is in the image; only what the tests read is mounted, read-only.
 """
@@ -38,6 +40,7 @@ class Place:
     python: str = "/opt/venv/bin/python"
     build_args: dict[str, str] = field(default_factory=dict)
     virtual_tpu: bool = False
+    nightly: bool = False  # `make test` leaves it out
 
 
 PLACES = {
@@ -47,12 +50,30 @@ PLACES = {
     "beam": Place("tensorflow", ("tests/beam",), python="/opt/beam/bin/python"),
     "oracle-torch-xla": Place("torch-xla", ("tests/oracle/torch_xla",)),
     "oracle-tensorflow": Place(
-        "tensorflow", ("tests/oracle/tensorflow",), build_args={"REQUIREMENTS": "requirements-tpu.txt"}
+        "tensorflow",
+        ("tests/oracle/tensorflow",),
+        build_args={"REQUIREMENTS": "requirements-tpu.txt"},
+        nightly=True,
     ),
 }
 
 
+def build_images() -> int:
+    """Makes the images that `make test` needs, so that the tests find them, and the volume of the virtual TPU."""
+    try:
+        for place in (place for place in PLACES.values() if not place.nightly):
+            ensure_image(default_spec(place.image, target="test", build_args=place.build_args), say)
+        virtual_tpu.ensure_volume(ROOT / "images" / "virtual-tpu", say)
+    except LaunchError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
 def main(arguments: list[str]) -> int:
+    """Runs the tests; pytest's exit code, or the launcher's where there is no image."""
+    if arguments == ["--build-only"]:
+        return build_images()
     name, *rest = arguments if arguments and arguments[0] in PLACES else ["torch-xla", *arguments]
     place = PLACES[name]
     device = {"PJRT_DEVICE": "CPU"}
@@ -93,7 +114,8 @@ def main(arguments: list[str]) -> int:
         "pytest",
         "-p",
         "no:cacheprovider",
-        "--durations=10",
+        "--durations=25",
+        "--timeout=1200",
         *rest,
         *(() if any(argument.startswith("tests/") for argument in rest) else place.tests),
     ]

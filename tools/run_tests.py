@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / ".tpu-launch" / "tests"
 PYTEST = (sys.executable, "-m", "pytest")
+CONTAINER_TESTS = (sys.executable, "tools/container_tests.py")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Stage:
     command: tuple[str, ...]
     seconds: int  # how long it may take
     runs_tests: bool = True
+    idle: bool = False  # takes only the processor's time that nothing else wants
 
 
 @dataclass(frozen=True)
@@ -49,34 +51,53 @@ class Outcome:
 
 
 SLOWEST = ("--durations=0", "--durations-min=1")
+PATIENT = ("--timeout=900",)  # of a test with its fixtures, which train too
 FAULTS = tuple(
     f"tests/rehearsal/test_{name}.py"
-    for name in ("fault_matrix", "queued_slices", "emulator_slice", "housekeeping", "gcloud_defects")
+    for name in (
+        "fault_matrix",
+        "queued_slices",
+        "emulator_slice",
+        "housekeeping",
+        "gcloud_defects",
+        "run_specification",
+        "secrets",
+    )
 )
 SIMULATORS = ("tests/simulation/test_scheduler.py", "tests/simulation/test_sensitivity.py")
-# One after the other; those of one line at the same time, because they wait more than they work, for processes, hosts
-# and time-outs.
-STAGES = (
-    (Stage("lint", ("make", "--no-print-directory", "lint"), 300, runs_tests=False),),
-    (Stage("fast", (*PYTEST, "--durations=5"), 600),),
+# A lane is a list of stages, one after the other. The lanes of a row run at the same time, because most stages wait
+# half of their time, for processes, hosts and time-outs. The rows follow each other.
+LIVES = (
+    Stage("trainer-lives", (*PYTEST, "-s", "tests/simulation/trainer", *SIMULATORS), 3600, idle=True),
+    Stage("launcher-lives", (*PYTEST, "-s", "tests/simulation/launcher"), 3600, idle=True),
+)
+ROWS: tuple[tuple[tuple[Stage, ...], ...], ...] = (
     (
-        Stage("trainer-lives", (*PYTEST, "-s", "tests/simulation/trainer", *SIMULATORS), 900),
-        Stage("launcher-lives", (*PYTEST, "-s", "tests/simulation/launcher"), 900),
-    ),
-    (Stage("container", (sys.executable, "tools/container_tests.py"), 3000),),
-    (Stage("virtual-tpu", (sys.executable, "tools/container_tests.py", "virtual-tpu"), 1200),),
-    (Stage("tensorflow", (sys.executable, "tools/container_tests.py", "tensorflow"), 1500),),
-    (Stage("oracle-torch-xla", (sys.executable, "tools/container_tests.py", "oracle-torch-xla", "-s"), 600),),
-    (Stage("oracle-tensorflow", (sys.executable, "tools/container_tests.py", "oracle-tensorflow", "-s"), 900),),
-    (Stage("beam", (sys.executable, "tools/container_tests.py", "beam"), 600),),
-    (Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *SLOWEST), 2400),),
-    (
-        Stage(
-            "slices",
-            (*PYTEST, "tests/rehearsal", "-m", "not alone", *(f"--ignore={file}" for file in FAULTS), *SLOWEST),
-            1800,
+        (
+            Stage("lint", ("make", "--no-print-directory", "lint"), 600, runs_tests=False),
+            Stage("fast", (*PYTEST, "--durations=30"), 1200),
         ),
-        Stage("faults", (*PYTEST, *FAULTS, *SLOWEST), 1800),
+        (Stage("images", (*CONTAINER_TESTS, "--build-only"), 1800, runs_tests=False),),
+    ),
+    (
+        (Stage("container", CONTAINER_TESTS, 3600),),
+        (
+            Stage("tensorflow", (*CONTAINER_TESTS, "tensorflow"), 1800),
+            Stage("oracle-torch-xla", (*CONTAINER_TESTS, "oracle-torch-xla", "-s"), 600),
+            Stage("beam", (*CONTAINER_TESTS, "beam"), 600),
+            Stage("virtual-tpu", (*CONTAINER_TESTS, "virtual-tpu"), 1200),
+        ),
+    ),
+    ((Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *PATIENT, *SLOWEST), 3000),),),
+    (
+        (
+            Stage(
+                "slices",
+                (*PYTEST, "tests/rehearsal", "-m", "not alone", *(f"--ignore={file}" for file in FAULTS), *SLOWEST),
+                2400,
+            ),
+        ),
+        (Stage("faults", (*PYTEST, *FAULTS, *SLOWEST), 2400),),
     ),
 )
 
@@ -84,14 +105,14 @@ STAGES = (
 class Running:
     """A stage under way. Its lines go to the screen, with its name where others run beside it, and to its log."""
 
-    def __init__(self, stage: Stage, *, alone: bool) -> None:
+    def __init__(self, stage: Stage, *, prefix: str) -> None:
         print(f"\n== {stage.name}: {' '.join(stage.command)}", flush=True)
         self.stage = stage
-        self._prefix = "" if alone else f"{stage.name}: "
+        self._prefix = prefix
         self._closing = ""
         self._began = self._ended = time.monotonic()
         self.process = subprocess.Popen(
-            stage.command,
+            ("nice", "-n", "19", *stage.command) if stage.idle else stage.command,
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -100,6 +121,8 @@ class Running:
             errors="replace",
             start_new_session=True,
         )
+        if stage.idle:
+            yield_to_other_sessions(self.process.pid)
         self._late = threading.Timer(
             stage.seconds, end, ([self.process], f"stage {stage.name} was not done within {stage.seconds} s")
         )
@@ -118,6 +141,10 @@ class Running:
                     self._closing = line
         self._ended = time.monotonic()
 
+    def has_ended(self) -> bool:
+        """Whether the process has ended and all its lines were read."""
+        return self.process.poll() is not None and not self._reading.is_alive()
+
     def outcome(self) -> Outcome:
         """Waits for its end."""
         returncode = self.process.wait()
@@ -129,16 +156,51 @@ class Running:
         return Outcome(self.stage, returncode, self._ended - self._began, passed, failed)
 
 
-def run(stages: Sequence[Stage]) -> list[Outcome]:
-    """At the same time."""
-    started: list[Running] = []
+def yield_to_other_sessions(process: int) -> None:
+    """Where the kernel shares the processor between sessions first, `nice` counts only inside one (sched(7))."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{process}/autogroup").write_text("19", encoding="ascii")
+
+
+class Lane:
+    """Stages that run one after the other."""
+
+    def __init__(self, stages: Sequence[Stage], *, named: bool) -> None:
+        self.outcomes: list[Outcome] = []
+        self.running: Running | None = None
+        self._later = list(stages)
+        self._named = named
+        self._start_next()
+
+    def _start_next(self) -> None:
+        stage = self._later.pop(0) if self._later else None
+        self.running = Running(stage, prefix=f"{stage.name}: " if self._named else "") if stage else None
+
+    def advance(self) -> bool:
+        """Starts the next stage where one has ended. Whether any is left."""
+        if self.running and self.running.has_ended():
+            self.outcomes.append(self.running.outcome())
+            self._start_next()
+        return self.running is not None
+
+
+def run(rows: Sequence[Sequence[Sequence[Stage]]], beside: Sequence[Stage]) -> list[Outcome]:
+    """Runs the rows one after the other, and the stages of `beside` meanwhile."""
+    lanes = [Lane(beside, named=True)]
     try:
-        for stage in stages:
-            started.append(Running(stage, alone=len(stages) == 1))
-        return [each.outcome() for each in started]
+        for row in rows:
+            begun = [Lane(stages, named=len(row) > 1 or bool(beside)) for stages in row]
+            lanes += begun
+            while sum([lane.advance() for lane in begun]):
+                lanes[0].advance()
+                time.sleep(0.1)
+        while lanes[0].advance():
+            time.sleep(0.1)
     except BaseException:
-        end([each.process for each in started], f"interrupted: {', '.join(each.stage.name for each in started)}")
+        under_way = [lane.running for lane in lanes if lane.running]
+        end([each.process for each in under_way], f"interrupted: {', '.join(each.stage.name for each in under_way)}")
         raise
+    return [outcome for lane in lanes for outcome in lane.outcomes]
 
 
 def count(closing: str, *words: str) -> int:
@@ -158,13 +220,19 @@ def end(processes: Sequence[subprocess.Popen[str]], why: str) -> None:
             return
 
 
+def choose(stages: Sequence[Stage], names: Sequence[str]) -> list[Stage]:
+    """Those that were asked for; all of them where none was."""
+    return [stage for stage in stages if not names or stage.name in names]
+
+
 def main(names: list[str]) -> int:
-    wanted = [[stage for stage in stages if not names or stage.name in names] for stages in STAGES]
+    rows = [[choose(lane, names) for lane in row] for row in ROWS]
+    rows = [[lane for lane in row if lane] for row in rows]
     LOGS.mkdir(mode=0o700, parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         began = time.monotonic()
-        outcomes = [outcome for stages in wanted for outcome in run(stages)]
+        outcomes = run([row for row in rows if row], choose(LIVES, names))
     except KeyboardInterrupt:
         return 130
     print()

@@ -14,7 +14,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import (
+    AfterValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+)
 
 from training.accelerators import UnknownAccelerator, accelerator
 from training.checkpoint.config import Checkpoint
@@ -29,6 +36,7 @@ from training.yaml_file import ConfigError, Document, Section, refuse_unknown, v
 from training.yaml_file import load as load_document
 
 Remat = Literal["none", "attention", "layers"]
+TrackerName = Literal["wandb", "mlflow"]
 Mistake = tuple[tuple[str, ...], str]  # the path of the key to change, and what is wrong
 
 LAUNCHER_SECTIONS = frozenset({"project", "zone", "slice", "image", "run", "gke"})
@@ -138,15 +146,22 @@ class Train(ScheduleSettings, AdamWSettings):
     jit_compile: bool = False
     """Compile the step with XLA on CPUs too, as on TPUs. Only for `backend: tensorflow`."""
 
+    steps_per_call: int | None = Field(default=None, ge=1, le=10_000, json_schema_extra={"unit": "steps"})
+    """Training steps that one call of the program runs where it reads its rows itself: several devices and batches of
+    one shape. Default: as many as take about half a second, at most 64. A stop, a save or an evaluation cuts a call, so
+    it happens on its step; the losses are the same to 2e-6. Only for `backend: tensorflow`."""
+
     @model_serializer(mode="wrap")
-    def _without_default_optimizer(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves the optimizer out where it is the default: the hash of a configuration, and the configuration in a
-        checkpoint, are those of programs that did not have the key."""
+    def _without_later_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out later keys where they have their defaults: the hash of a configuration, and the configuration in a
+        checkpoint, are those of programs that did not have them."""
         values: dict[str, Any] = serialize(self)
         if self.optimizer == "adamw":
             values.pop("optimizer", None)
         if self.on_nonfinite == "stop":
             values.pop("on_nonfinite", None)
+        if self.steps_per_call is None:
+            values.pop("steps_per_call", None)
         return values
 
 
@@ -168,6 +183,22 @@ class Export(Section):
 
     at_end: bool = True
     """Write the folder when training has finished. `tpu-train export` makes it from any checkpoint later."""
+
+
+class Telemetry(Section):
+    """Where the numbers of a run go, beside its own folder (metrics, TensorBoard, report)."""
+
+    trackers: list[TrackerName] = []
+    """Services that show them: `wandb`, `mlflow`. Our image gets their packages by this; your own must have them.
+    Keys and addresses are in their own variables (`run.secrets`, `run.environment`). What fails there is a warning, and
+    training goes on."""
+
+    @field_validator("trackers")
+    @classmethod
+    def _once_each(cls, value: list[str]) -> list[str]:
+        if len(set(value)) < len(value):
+            raise ValueError("names a tracker twice")
+        return value
 
 
 def _repository(value: str) -> str:
@@ -230,6 +261,9 @@ class TrainerConfig(Section):
     export: Export = Export()
     """The result as a Hugging Face folder."""
 
+    telemetry: Telemetry = Telemetry()
+    """Where the numbers of a run go."""
+
     hub: Hub | None = None
     """Upload the model to the Hugging Face Hub. Default: no upload."""
 
@@ -250,8 +284,9 @@ class TrainerConfig(Section):
         return self.evaluation.batch_size or self.train.global_batch_size
 
     def canonical(self) -> dict[str, Any]:
-        """As plain JSON values, with every default written out."""
-        return self.model_dump(mode="json")
+        """As plain JSON values, with every default written out, and without `telemetry`: it changes nothing that is
+        computed, and an attempt may resume with another one."""
+        return self.model_dump(mode="json", exclude={"telemetry"})
 
     @property
     def hash(self) -> str:
@@ -415,6 +450,11 @@ def _training_mistakes(config: TrainerConfig) -> Iterator[Mistake]:
         yield (
             ("train", "remat"),
             "the TensorFlow backend keeps everything for the backward pass: remove train.remat, or use torch-xla",
+        )
+    if config.backend != "tensorflow" and train.steps_per_call is not None:
+        yield (
+            ("train", "steps_per_call"),
+            "only the TensorFlow backend runs several steps in one call: remove train.steps_per_call",
         )
     if train.warmup_steps > train.steps:
         yield (

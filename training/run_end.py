@@ -22,18 +22,19 @@ from training.telemetry.text import format_summary
 from training.telemetry.tracker import finite_or_none
 
 
-def compare_weights(run: Run, backend: Backend, replaced: int) -> tuple[str, int]:
+def compare_weights(run: Run, backend: Backend, replaced: int, seconds: float) -> tuple[str, int]:
     """Raises TrainError when the hosts have ended with different weights.
 
     Args:
         run: of this host.
         backend: with the weights.
         replaced: rows of this host in the place of damaged records.
+        seconds: for all hosts to come here from their last save.
 
     Returns:
         The checksum of the weights, and such rows of all hosts.
     """
-    reports = run.rendezvous.meet("end", [weights_crc32c(backend), replaced])
+    reports = run.rendezvous.meet("end", [weights_crc32c(backend), replaced], seconds)
     checksums = [checksum for checksum, _ in reports]
     if len(set(checksums)) > 1:
         raise TrainError(
@@ -63,7 +64,15 @@ def export_model(run: Run, backend: Backend) -> None:
             backend.snapshot_state,
             run.model_config(),
             run.config.data.tokenizer,
+            run.dependencies.storage,
         )
+
+
+def export_seconds(run: Run, backend: Backend) -> float:
+    """How long the other hosts wait for the export of host 0: as long as storage may take for the weights, beside what
+    a start may take."""
+    size = sum(spec.size for name, spec in backend.tensor_specs().items() if name.startswith(export.PREFIX))
+    return run.config.rendezvous.start_seconds + storage.transfer_seconds(run.model_folder, size)
 
 
 def build_summary(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from training.checkpoint.admin import has_checkpoint
 from training.checkpoint.retention import Keep
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig, batch_mistake
+from training.data.sampling import order
 from training.distributed.agreement import agree, code_hash
 from training.distributed.cluster import Cluster, device_kind, tensorflow_environment
 from training.distributed.fence import claim, fence
@@ -22,7 +23,9 @@ from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError, UnusableTpu
 from training.machine import SYSTEM, Machine
+from training.machine.deferred_imports import hidden
 from training.models.export import export_checkpoint
+from training.models.hub import RunPush, run_push
 from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config
 from training.registry import BACKENDS, TASKS, load
 from training.storage import Storage, join
@@ -52,6 +55,11 @@ class Run:
     def folder(self) -> str:
         """Where everything of the run is."""
         return join(self.config.output, self.cluster.run_id)
+
+    @property
+    def checkpoint_folder(self) -> str:
+        """Where its checkpoints are."""
+        return join(self.folder, "checkpoints")
 
     @property
     def model_folder(self) -> str:
@@ -101,6 +109,7 @@ def open_run(
     """Opens the data, and makes sure that all hosts are about to run the same thing. Returns the run and the URL of
     this attempt's record. Raises BadInput."""
     machine, storage = dependencies.machine, dependencies.storage
+    require_trackers(config.telemetry.trackers)
     with timer.phase("start"):
         rendezvous.set_phase("opening the data")
         task = dependencies.open_task(config, cluster)
@@ -125,17 +134,31 @@ def open_run(
         return run, own.url
 
 
-def open_checkpoints(run: Run) -> tuple[CheckpointWriter, dict[str, Any]]:
-    """The writer of the run's checkpoints, and the identity that a checkpoint must have to be continued."""
-    config = run.config
-    identity = {
+def require_trackers(names: Sequence[str]) -> None:
+    """Raises BadInput for a tracker whose package is not installed here."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise BadInput(
+                f"telemetry.trackers: {name} is not installed here: install it in your image, or leave it out"
+            )
+
+
+def checkpoint_identity(run: Run) -> dict[str, Any]:
+    """What a checkpoint must agree with to be continued."""
+    return {
         **run.task.identity(),
         **run.model_identity,
-        "seed": config.seed,
-        "train.global_batch_size": config.train.global_batch_size,
+        "seed": run.config.seed,
+        "train.global_batch_size": run.config.train.global_batch_size,
     }
-    writer = CheckpointWriter(
-        join(run.folder, "checkpoints"),
+
+
+def open_checkpoints(run: Run) -> CheckpointWriter:
+    """The writer of the run's checkpoints, once it is known in which order the run takes records."""
+    config = run.config
+    identity = {**checkpoint_identity(run), **order.identity(run.task.order_version)}
+    return CheckpointWriter(
+        run.checkpoint_folder,
         run.cluster,
         run.rendezvous,
         RunDescription(identity, config.canonical(), run.code, run.token),
@@ -147,7 +170,6 @@ def open_checkpoints(run: Run) -> tuple[CheckpointWriter, dict[str, Any]]:
         storage=run.dependencies.storage,
         machine=run.dependencies.machine,
     )
-    return writer, identity
 
 
 def open_task(config: TrainerConfig, cluster: Cluster) -> Task:
@@ -233,7 +255,9 @@ def _import_for_devices(name: str, cluster: Cluster) -> OpenBackend:
 def import_backend(name: str) -> OpenBackend:
     """The class of a registered backend, its framework imported. Raises BadInput where that is not installed."""
     prepare_framework(name)
-    return cast(OpenBackend, load(BACKENDS[name].backend))
+    entry = BACKENDS[name]
+    with hidden(*entry.unused):
+        return cast(OpenBackend, load(entry.backend))
 
 
 def prepare_framework(name: str) -> None:
@@ -255,5 +279,6 @@ class Dependencies:
     machine: Machine = SYSTEM
     storage: Storage = default_storage  # where the run's folder is
     trackers: tuple[str, ...] = ("jsonl", "tensorboard")  # where its numbers go
+    push: RunPush = run_push  # uploads a checkpoint to the Hub
     open_task: Callable[[TrainerConfig, Cluster], Task] = open_task
     open_backend: Callable[[TrainerConfig, Cluster, Rendezvous, Task, str], Backend] = open_backend

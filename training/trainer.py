@@ -20,6 +20,7 @@ from training.checkpoint.reader import Restored, checkpoint_name, restore
 from training.checkpoint.retention import Best, EveryMinutes, EverySteps
 from training.checkpoint.writer import CheckpointWriter
 from training.config import TrainerConfig
+from training.data.sampling import order
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
@@ -29,8 +30,8 @@ from training.models.flops import WorkCounter
 from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
 from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
-from training.run_end import build_summary, compare_weights, export_model, write_summary
-from training.run_setup import Dependencies, Run, open_checkpoints, open_run
+from training.run_end import build_summary, compare_weights, export_model, export_seconds, write_summary
+from training.run_setup import Dependencies, Run, checkpoint_identity, open_checkpoints, open_run
 from training.telemetry.attempt_end import AttemptContext, record_attempt_end
 from training.telemetry.attempts import NonFiniteStep, write_nonfinite
 from training.telemetry.console import Console, warn
@@ -75,33 +76,35 @@ def train(
         config.rendezvous.seconds,
     )  # fmt: skip
     with recording if cluster.is_first else contextlib.nullcontext():
-        trainer = open_trainer(run, context)
+        trainer = open_trainer(run, context, begin_record)
         try:
             trainer.loop()
             return trainer.finish()
         except NonFinite as error:
-            raise trainer.judge(error, begin_record) from None
+            raise trainer.judge(error) from None
 
 
-def open_trainer(run: Run, context: AttemptContext) -> Trainer:
-    """Builds the model, as it was when the run was last committed. `context` learns what the attempt's end needs."""
+def open_trainer(run: Run, context: AttemptContext, record_url: str) -> Trainer:
+    """Builds the model, as it was when the run was last committed. `context` learns what the attempt's end needs;
+    `record_url`: of this attempt's record."""
     cluster, config = run.cluster, run.config
     with run.timer.phase("start"):
         run = run.with_starting_model()
         run.rendezvous.set_phase("loading the framework")
         backend = run.dependencies.open_backend(run.config, cluster, run.rendezvous, run.task, run.token)
     with run.timer.phase("restore"):
-        checkpoints, identity = open_checkpoints(run)
         warn_here = warn if cluster.is_first else lambda _: None
         history = NonFiniteHistory.read(
             run.folder, run.program, run.rendezvous, cluster.is_first, run.dependencies.storage
         )
         restored = restore(
-            checkpoints.folder, run.rendezvous, identity, backend.load_state, warn_here,
+            run.checkpoint_folder, run.rendezvous, checkpoint_identity(run), backend.load_state, warn_here,
             run.dependencies.storage, run.dependencies.machine.threads, history.suspects,
-            config.rendezvous.seconds,
+            config.rendezvous.seconds, adopted=(order.VERSION_KEY,),
         )  # fmt: skip
-        trainer = Trainer(run, backend, checkpoints, history)
+        if restored:
+            run.task.take_order(order.version_of(restored.manifest.identity))
+        trainer = Trainer(run, backend, open_checkpoints(run), history, record_url)
         run.console.print(
             f"run {cluster.run_id}, attempt {cluster.attempt}: {len(cluster.all_addresses)} host(s), "
             f"{backend.devices} device(s), {run.precision}, {run.task.data.train.records} records"
@@ -112,7 +115,8 @@ def open_trainer(run: Run, context: AttemptContext) -> Trainer:
             trainer.log = open_metrics(run, trainer.progress.step)
             context.log, context.step = trainer.log, lambda: trainer.progress.step
         if cluster.is_first and config.hub:
-            trainer.uploader = BackgroundUploader(config.hub, run.folder, warn)
+            dependencies = run.dependencies
+            trainer.uploader = BackgroundUploader(config.hub, run.folder, warn, dependencies.push, dependencies.machine)
             context.close.append(trainer.uploader.close)
     return trainer
 
@@ -122,8 +126,16 @@ def open_metrics(run: Run, step: int) -> MetricsWriter:
     dependencies = run.dependencies
 
     def open_log() -> MetricsLog:
-        trackers, storage = dependencies.trackers, dependencies.storage
-        return MetricsLog(run.folder, run.cluster.attempt, step, trackers=trackers, storage=storage)
+        trackers = (*dependencies.trackers, *run.config.telemetry.trackers)
+        settings = run.config.canonical()
+        return MetricsLog(
+            run.folder,
+            run.cluster.attempt,
+            step,
+            trackers=trackers,
+            storage=dependencies.storage,
+            settings=settings,
+        )
 
     return MetricsWriter(open_log, warn, dependencies.machine)
 
@@ -132,10 +144,13 @@ class Trainer:
     """The loop of one attempt, and what it works on."""
 
     def __init__(
-        self, run: Run, backend: Backend, checkpoints: CheckpointWriter, history: NonFiniteHistory | None = None
+        self, run: Run, backend: Backend, checkpoints: CheckpointWriter, history: NonFiniteHistory, record_url: str
     ) -> None:
-        """A run at step 0. `history`: of earlier attempts."""
-        self.history = history or NonFiniteHistory()
+        """A run at step 0. `history`: of earlier attempts; `record_url`: of this attempt's record."""
+        self.history, self._record_url = history, record_url
+        self._recording = run.dependencies.machine.threads.lock()
+        self._is_recorded = False  # that a step of this attempt was not finite
+        checkpoints.on_nonfinite = self.record
         self.restored: Restored | None = None
         train, best = run.config.train, run.config.checkpoint.best
         self.run, self.backend, self.checkpoints = run, backend, checkpoints
@@ -196,11 +211,14 @@ class Trainer:
         run, progress = self.run, self.progress
         first = "" if progress.trained else ", the first of this attempt"
         run.rendezvous.set_phase(f"step {progress.step}{first}")
+        signals = self._signals()
+        # A host without others need not wait until all have read the result of this step.
+        is_last = signals.stop and run.cluster.hosts == 1
         with self.compilations.timed("step"):
-            self._in_flight.append((self.backend.step(progress.step, batch.arrays, self._signals()), batch))
+            self._in_flight.append((self.backend.step(progress.step, batch.arrays, signals), batch))
             progress.start_step()
             self.work.add(batch.arrays)
-            finished = self._read_results(leave=self.backend.in_flight)
+            finished = self._read_results(leave=0 if is_last else self.backend.in_flight)
         self._take_results(finished)
         self.checkpoints.check()
         run.rendezvous.check()
@@ -243,7 +261,7 @@ class Trainer:
         step = self.progress.step
         self.run.rendezvous.set_phase(f"stopping after step {step}")
         self.checkpoints.wait()
-        self.run.rendezvous.meet("stop", step)
+        self.run.rendezvous.meet("stop", step, self.checkpoints.meeting_seconds)
         if self.log:
             self.log.finish(HURRIED_SECONDS, whole=True)
         raise StopRequested(f"stopped after step {step}, which is committed: {self._checkpoint_url(step)}")
@@ -258,10 +276,10 @@ class Trainer:
                 self.stop()
         with run.timer.phase("checkpoint"):
             self.checkpoints.release()
-        checksum, skipped = compare_weights(run, self.backend, self.progress.replaced)
+        checksum, skipped = compare_weights(run, self.backend, self.progress.replaced, self.checkpoints.meeting_seconds)
         if run.cluster.is_first and config.export.at_end:
             export_model(run, self.backend)
-        if any(run.rendezvous.meet("exported", run.shutdown.requested, config.rendezvous.start_seconds)):
+        if any(run.rendezvous.meet("exported", run.shutdown.requested, export_seconds(run, self.backend))):
             self.stop()
         hub = None
         if self.uploader:
@@ -277,27 +295,40 @@ class Trainer:
             write_summary(run, self.evaluations, summary)
         return summary
 
-    def judge(self, error: NonFinite, record_url: str) -> TrainError:
-        """What ends an attempt whose step, or whose state, was not finite. Host 0 records it for later attempts."""
+    def judge(self, error: NonFinite) -> TrainError:
+        """What ends an attempt whose step, or whose state, was not finite."""
+        self.record(error)
+        return self.history.judge(error, self.restored.manifest.step if self.restored else 0)
+
+    def record(self, error: NonFinite) -> None:
+        """Host 0 records for later attempts that a step was not finite, and all hosts wait for that: host 0 ends soon
+        after the first that leaves, whatever it is doing. The first such step of an attempt counts.
+
+        A thread that saves calls it too. Hosts learn from their saves that a state is not finite, each at another step,
+        and host 0 may be waiting in a step for one that has left the loop.
+        """
         manifest = self.restored.manifest if self.restored else None
-        restored = manifest.step if manifest else 0
-        if self.run.cluster.is_first:
-            name = checkpoint_name(manifest) if manifest else None
-            try:
-                record = NonFiniteStep(error.step, restored, name, self.run.program)
-                write_nonfinite(record_url, record, self.run.dependencies.storage)
-            except storage.StorageError as problem:
-                warn(f"that step {error.step} was not finite is not recorded: {problem}")
-        # Nobody leaves before: host 0 ends soon after the first that does, whatever it is writing.
-        with contextlib.suppress(LostPeer):
-            self.run.rendezvous.meet(f"step {error.step} was not finite", seconds=RECORD_SECONDS)
-        return self.history.judge(error, restored)
+        with self._recording:
+            if self._is_recorded:
+                return
+            if self.run.cluster.is_first:
+                restored, name = (manifest.step, checkpoint_name(manifest)) if manifest else (0, None)
+                try:
+                    record = NonFiniteStep(error.step, restored, name, self.run.program)
+                    write_nonfinite(self._record_url, record, self.run.dependencies.storage)
+                except storage.StorageError as problem:
+                    warn(f"that step {error.step} was not finite is not recorded: {problem}")
+            self._is_recorded = True
+            with contextlib.suppress(LostPeer, StopRequested):
+                self.run.rendezvous.meet("a step was not finite", seconds=RECORD_SECONDS)
 
     # --- results of steps
 
     def finish_steps(self) -> None:
         """Waits for all steps in flight."""
-        self._take_results(self._read_results(leave=0))
+        with self.compilations.timed("step"):
+            finished = self._read_results(leave=0)
+        self._take_results(finished)
 
     def _signals(self) -> Signals:
         """What this host asks of all hosts in its next step."""

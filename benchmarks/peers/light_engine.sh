@@ -4,6 +4,14 @@ root=/rack/$WORKER
 while :; do case "$1" in --*=*) shift ;; --*) shift 2 ;; *) break ;; esac; done
 verb=$1; shift
 last() { for last in "$@"; do :; done; }
+# Puts $3 in the place of every $2 in $1; the result is in $text. Without a process: an engine is not what is measured.
+put() {
+  text="" rest=$1
+  while [ "${rest#*"$2"}" != "$rest" ]; do text=$text${rest%%"$2"*}$3; rest=${rest#*"$2"}; done
+  text=$text$rest
+}
+# The file of a container: the first line of it.
+line() { line=""; [ ! -e "$c/$1" ] || IFS= read -r line < "$c/$1" || :; }
 now() { date -u +%Y-%m-%dT%H:%M:%S.%NZ; }
 alive() { [ -e "$c/pid" ] && [ ! -e "$c/exit" ]; }
 status() { if [ -e "$c/exit" ]; then echo exited; elif [ -e "$c/pid" ]; then echo running; else echo created; fi; }
@@ -12,36 +20,62 @@ version|info) echo 1 ;;
 ps|cp|pull) ;;
 image) echo sha256:1 ;;
 create)
+  boot=""
   while [ $# -gt 0 ]; do
-    case $1 in --name) c=$root/$2; shift 2 ;; *@sha256:*) shift; break ;; *) shift ;; esac
+    case $1 in
+    --name) c=$root/$2; shift 2 ;;
+    --label) case $2 in tpu-launch.boot=*) boot=${2#*=} ;; esac; shift 2 ;;
+    *@sha256:*) shift; break ;;
+    *) shift ;;
+    esac
   done
-  mkdir -p "$c"; for word in "$@"; do printf '%s\0' "$word"; done > "$c/command" ;;
+  mkdir "$c" "$c/tmpfs" || exit 1
+  echo "$boot" > "$c/boot"
+  # The words as the shell reads them.
+  for word in "$@"; do
+    put "$word" /run/tpu-launch "$c/tmpfs"; put "$text" "'" "'\\''"; printf " '%s'" "$text"
+  done > "$c/command" ;;
+exec)
+  mark=""
+  while :; do
+    case $1 in --interactive) shift ;; --env) mark=$2; shift 2 ;; --user) shift 2 ;; *) break ;; esac
+  done
+  c=$root/$1; shift; alive || exit 1
+  [ -z "$mark" ] || exec env "$mark" "$@"
+  put "$3" /run/tpu-launch "$c/tmpfs"
+  shift 3
+  exec sh -c "$text" "$@" ;;
 start)
   last "$@"; c=$root/$last
   [ -e "$c/pid" ] && exit 0
+  export c
   now > "$c/started"
-  # shellcheck disable=SC2016 # the inner shells expand it
+  # shellcheck disable=SC2016 # the inner shell expands it
   setsid sh -c '
-    echo $$ > "$1/pid"
-    { xargs -0 sh -c '"'"'"$@" & echo $! > "$0/child"; wait $!; echo $? > "$0/code"'"'"' "$1" < "$1/command"; } 2>&1 |
+    { eval "set -- $(cat "$1/command")"; "$@" & echo $! > "$c/child"; wait $!; echo $? > "$c/code"; } 2>&1 |
       while IFS= read -r line; do echo "$(date -u +%Y-%m-%dT%H:%M:%S.%NZ) $line"; done >> "$1/log"
     date -u +%Y-%m-%dT%H:%M:%S.%NZ > "$1/finished"
     mv "$1/code" "$1/exit"' sh "$c" < /dev/null > /dev/null 2>&1 &
-  while [ ! -e "$c/pid" ]; do sleep 0.01; done ;;
+  echo $! > "$c/pid" ;;
 inspect)
-  last "$@"; c=$root/$last; [ -d "$c" ] || exit 1
-  case "$*" in
-  *json*) echo >> "$root/looks"
-    state='{"Status":"%s","ExitCode":%s,"OOMKilled":false,"Error":"","StartedAt":"%s","FinishedAt":"%s"}\n'
-    # shellcheck disable=SC2059 # the format is the line above
-    printf "$state" "$(status)" "$(cat "$c/exit" 2>/dev/null || echo 0)" \
-      "$(cat "$c/started" 2>/dev/null)" "$(cat "$c/finished" 2>/dev/null)" ;;
-  *Status*) status ;;
-  *Running*) if alive; then echo true; else echo false; fi ;;
-  *Image*) echo sha256:1 ;;
-  *Name*) echo "/$last" ;;
-  *) echo "[]" ;;
-  esac ;;
+  last "$@"; c=$root/$last; [ -d "$c" ] || { echo; exit 1; }
+  text=$2
+  status=$(status) running=false
+  [ "$status" != running ] || running=true
+  case $text in *'{{json .State}}'*)
+    echo >> "$root/looks"
+    line exit; state='{"Status":"'$status'","ExitCode":'${line:-0}',"OOMKilled":false,"Error":""'
+    line started; state=$state',"StartedAt":"'$line'"'
+    line finished; put "$text" '{{json .State}}' "$state,\"FinishedAt\":\"$line\"}" ;;
+  esac
+  line boot
+  put "$text" '{{json (index .Config.Labels "tpu-launch.boot")}}' "\"$line\""
+  put "$text" '{{index .Config.Labels "tpu-launch.boot"}}' "$line"
+  put "$text" '{{.State.Status}}' "$status"
+  put "$text" '{{.State.Running}}' "$running"
+  put "$text" '{{.Image}}' sha256:1
+  case $text in *'{{'*) echo "no such field: $text" >&2; exit 1 ;; esac
+  echo "$text" ;;
 logs)
   since=0
   while [ $# -gt 1 ]; do case $1 in --since) since=$2; shift 2 ;; *) shift ;; esac; done

@@ -30,6 +30,8 @@ from launcher.emulator.state import State
 from launcher.images import engine
 from launcher.images.build import ensure_image
 from launcher.images.specification import folder_spec
+from launcher.machine.owner import Owner, this_owner
+from launcher.tpu_vm import ownership
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TYPES = {2: "v4-16", 4: "v4-32", 8: "v4-64", 16: "v4-128", 32: "v4-256", 64: "v4-512"}
@@ -213,7 +215,8 @@ def rack(hosts: int) -> Iterator[Rack]:
         # sudo does nothing: it would look for the holders of a TPU among the processes of all hosts.
         slice_.inside("cat > /rack/bin/sudo; chmod 755 /rack/bin/sudo", "#!/bin/sh\n")
         slice_.inside("cat > /rack/authorized_keys", key.with_suffix(".pub").read_text())
-        node = make_node(state, hosts, slice_.inside("cut -d' ' -f1-2 /rack/key.pub").split()[1])
+        host_key = slice_.inside("cut -d' ' -f2 /rack/key.pub").strip()
+        node = make_node(state, hosts, this_owner(environment), host_key)
         for host in node.hosts:
             configuration = SSHD.format(address=host.address, worker=host.index)
             slice_.inside(
@@ -274,8 +277,13 @@ class Closing:
         self.inner.remove(self.listener, close=True)
 
 
-def make_node(state: State, hosts: int, key: str) -> Any:
+def make_node(state: State, hosts: int, owner: Owner, host_key: str) -> Any:
+    """The slice, as `tpu-launch up` of `owner` would have created it. `host_key`: the ssh key that its hosts show."""
+    labels = {ownership.LABEL: "1", ownership.OWNER: owner.user}
+    if owner.account:
+        labels[ownership.ACCOUNT] = owner.account
     body = {
+        "labels": labels,
         "acceleratorType": TYPES[hosts],
         "runtimeVersion": "tpu-ubuntu2204-base",
         "networkConfig": {"enableExternalIps": True},
@@ -286,5 +294,5 @@ def make_node(state: State, hosts: int, key: str) -> Any:
     node.resource |= {"state": "READY", "health": "HEALTHY"}
     finish_pending_operations(state)
     for host in node.hosts:
-        host.guest_attributes["hostkeys/ssh-ed25519"] = key
+        host.guest_attributes["hostkeys/ssh-ed25519"] = host_key
     return node

@@ -23,7 +23,9 @@ from launcher.config import Config
 from launcher.errors import CommandMissing, LaunchError
 from launcher.gcloud.calls import ask_gcloud
 from launcher.gcloud.errors import PermissionDenied
-from launcher.images import engine
+from launcher.images import engine, local
+from launcher.images.distribution import credentials
+from launcher.images.distribution.client import Registry
 from launcher.tpu_vm import commands, placement
 
 _SECONDS = 60.0
@@ -258,6 +260,8 @@ def _engine(config: Config) -> Row:
     except LaunchError as error:
         if config.image.reference:
             return Row("container engine", Verdict.PASS, "none, and none is needed: image.reference is given")
+        if not local.needs_engine(config):
+            return Row("container engine", Verdict.PASS, "none, and none is needed: the image is made in the registry")
         return Row(
             "container engine",
             Verdict.FAIL,
@@ -277,6 +281,8 @@ def _registry(config: Config) -> Row:
             "image.repository is not given: only emulated hosts have this machine's images",
             f"image.repository: REGION-docker.pkg.dev/{config.project}/REPOSITORY/NAME",
         )
+    if not local.needs_engine(config):
+        return base_image_row(config)
     host = config.image.repository.split("/")[0]
     folder = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker")
     try:
@@ -284,6 +290,19 @@ def _registry(config: Config) -> Row:
     except (OSError, ValueError):
         settings = {}
     return registry_row(host, settings)
+
+
+def base_image_row(config: Config) -> Row:
+    """Whether the registry lets us in and has the base that an image without an engine is appended to."""
+    try:
+        spec = local.append_spec(config)
+        with Registry(spec.base.host, credentials.find, reads=[spec.base.path], ca_bundle=spec.ca_bundle) as registry:
+            found = registry.find_manifest(spec.base.path, spec.base.version)
+    except LaunchError as error:
+        return Row("registry", Verdict.FAIL, str(error).splitlines()[0], "gcloud auth login, or docker login")
+    if found is None:
+        return Row("registry", Verdict.FAIL, f"{spec.base} is not there", spec.advice)
+    return Row("registry", Verdict.PASS, f"has the base image {spec.base}")
 
 
 def registry_row(host: str, settings: dict[str, Any]) -> Row:

@@ -53,16 +53,33 @@ def emulator() -> None:
     help="The newer form of worker-network-endpoints: addresses only.",
 )
 @click.option(
+    "--full-pushes/--named-pushes",
+    default=None,
+    help="docker's pushes send an image's bytes to the emulated registry; else only its name is entered.",
+)
+@click.option(
     "--environment",
     is_flag=True,
     help="Print `export` lines that point gcloud, docker and storage clients of this shell to it.",
 )
 def start(
-    port: int | None, bucket: str | None, create_seconds: float | None, plain_endpoints: bool | None, environment: bool
+    port: int | None,
+    bucket: str | None,
+    create_seconds: float | None,
+    plain_endpoints: bool | None,
+    full_pushes: bool | None,
+    environment: bool,
 ) -> None:
     """Start the emulator, or continue one that crashed; does nothing when it runs."""
     home = _home()
-    control.start(home, port=port, bucket=bucket, create_seconds=create_seconds, plain_endpoints=plain_endpoints)
+    control.start(
+        home,
+        port=port,
+        bucket=bucket,
+        create_seconds=create_seconds,
+        plain_endpoints=plain_endpoints,
+        full_pushes=full_pushes,
+    )
     values = control.environment(home)
     if environment:
         for key, value in values.items():

@@ -7,7 +7,6 @@ and a documented exit code (launcher.errors.Exit).
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ import click
 
 from launcher import installation
 from launcher.cli import terminal
-from launcher.errors import Exit, LaunchError
+from launcher.errors import Exit, LaunchError, from_disk
 from training.cli.lazy_group import LazyCommand, LazyGroup
 from training.errors import TrainError
 
@@ -26,12 +25,15 @@ COMMANDS = {
     "down": LazyCommand("launcher.cli.slices:down", "Delete the slice and wait until it is gone."),
     "emulator": LazyCommand("launcher.cli.emulator:emulator", "Start, stop and break a stand-in for Google Cloud."),
     "events": LazyCommand("launcher.cli.run:events", "Tell what happened to a run, oldest first."),
+    "exec": LazyCommand("launcher.cli.live.execution:exec_", "Run a command in the live container of every host."),
     "gc": LazyCommand("launcher.cli.slices:gc", "Delete leftovers: slices that are expired, preempted or failed."),
+    "image": LazyCommand("launcher.cli.plan:image", "Make the base that images without a container engine start from."),
     "init": LazyCommand("launcher.cli.init:init", "Write a first file, commented and valid."),
     "list": LazyCommand("launcher.cli.slices:list_", "List the project's slices that tpu-launch made."),
     "local": LazyCommand("launcher.cli.plan:local", "Run a command in the run's image on this machine."),
     "logs": LazyCommand("launcher.cli.run:logs", "Print the lines of all hosts, each once."),
     "manifest": LazyCommand("launcher.cli.plan:manifest", "Print the run as Kubernetes objects for GKE."),
+    "notebook": LazyCommand("launcher.cli.live.notebook:notebook", "Start Jupyter in the live container of a host."),
     "plan": LazyCommand("launcher.cli.plan:plan", "Print every command that up, run and down would use."),
     "preflight": LazyCommand(
         "launcher.cli.preflight:preflight", "Compile the step with the TPU compiler: does it fit, what does it cost?"
@@ -41,6 +43,7 @@ COMMANDS = {
     "ssh": LazyCommand("launcher.cli.ssh:ssh", "Open a shell on a host, or run a command there."),
     "status": LazyCommand("launcher.cli.run:status", "Show the slice, its newest run, and what each host is doing."),
     "stop": LazyCommand("launcher.cli.run:stop", "Stop the run's containers on every host."),
+    "top": LazyCommand("launcher.cli.live.top:top", "Watch a run in the terminal: loss curve, hosts, memory, cost."),
     "tunnel": LazyCommand("launcher.cli.ssh:tunnel", "Make a port of a host reachable on this machine."),
     "up": LazyCommand("launcher.cli.slices:up", "Create the slice and wait until every host answers."),
 }
@@ -83,9 +86,6 @@ def cli(context: click.Context, emulated: bool, verbose: bool) -> None:
         terminal.show_log()
 
 
-_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-
-
 def main() -> None:
     """The console script. Turns every error into one message and its exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
@@ -109,13 +109,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _end(Exit.OK)
     except OSError as error:
-        if error.errno not in _DISK_TROUBLE:
+        if (trouble := from_disk(error)) is None:
             raise
-        terminal.error(
-            f"this machine's disk: {error.strerror} ({error.filename or 'while writing'}); what runs on hosts goes on: "
-            "make room, then `tpu-launch run --attach` watches it again"
-        )
-        _end(Exit.CLOUD_ERROR)
+        terminal.error(str(trouble))
+        _end(trouble.exit_code)
 
 
 def _interrupt(_signal: int, _frame: object) -> None:

@@ -25,7 +25,12 @@ if TYPE_CHECKING:  # only the commands on a run need it, and it takes time to im
 
 DEFAULT_FILE = Path("tpu-launch.yaml")
 # Commands that work with any provider; the others are for slices that are Cloud TPU nodes.
-_ANY_PROVIDER = ("up", "run", "status", "logs", "stop", "down", "manifest")
+_ANY_PROVIDER = ("up", "run", "status", "top", "logs", "stop", "down", "manifest")
+# What users of a cluster have in place of the others.
+_WITH_KUBECTL = {
+    "exec": "`kubectl exec POD -- COMMAND` runs a command in a pod",
+    "notebook": "`kubectl exec POD -- jupyter notebook` and `kubectl port-forward POD 8888` are a cluster's way",
+}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -48,7 +53,7 @@ def configured(function: Function, *, file_flags: tuple[str, ...] = ("-f", "--fi
                 "or write a first one with `tpu-launch init`"
             )
         emulated = emulated or bool(context.find_root().obj)
-        _require_support(function.__name__, provider, emulated)
+        _require_support(function.__name__.rstrip("_"), provider, emulated)
         config = replace(load(path, overrides, command=options.get("command", ())), provider=provider)
         if not emulated:
             return function(config, **options)
@@ -97,8 +102,10 @@ def _options(file_flags: tuple[str, ...]) -> list[Callable[[Any], Any]]:
 def _require_support(command: str, provider: str, emulated: bool) -> None:
     """Raises BadInput for a command, or `--emulated`, that the provider does not have."""
     if not capabilities(provider).cloud_tpu_node and command not in _ANY_PROVIDER:
+        instead = f"; {_WITH_KUBECTL[command]}" if command in _WITH_KUBECTL else ""
         raise BadInput(
-            f"tpu-launch {command} is for TPU VMs; with --provider {provider} there are {', '.join(_ANY_PROVIDER)}"
+            f"tpu-launch {command} is for TPU VMs; with --provider {provider} there are "
+            f"{', '.join(_ANY_PROVIDER)}{instead}"
         )
     if emulated and not capabilities(provider).emulated:
         raise BadInput("--emulated is a slice of TPU VMs; a cluster is not emulated")

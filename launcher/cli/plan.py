@@ -1,4 +1,5 @@
-"""Commands that print or try what a run would do, and start nothing on hosts: `plan`, `manifest`, `local`."""
+"""Commands that print, try or prepare what a run would do, and start nothing on hosts: `plan`, `manifest`, `local`,
+`image base`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from launcher import plan as plans
 from launcher.cli import terminal
 from launcher.cli.options import configured
 from launcher.config import Config
+from launcher.errors import BadInput
 from launcher.gke import standalone
+from launcher.images import base as bases
 from launcher.images import local as images
 
 
@@ -56,3 +59,29 @@ def manifest(config: Config, kind: str, name: str | None, image: str | None, com
 def local(config: Config, command: tuple[str, ...]) -> None:
     """Run a command in the run's image on this machine, on its CPU: prepare data, try things out."""
     sys.exit(images.run(config, command, terminal.say))
+
+
+@click.group()
+def image() -> None:
+    """Images: what machines without a container engine need once."""
+
+
+@image.command()
+@click.option("--cloud-build", is_flag=True, help="Print the commands that make it by Cloud Build, and do nothing.")
+@configured
+def base(config: Config, cloud_build: bool) -> None:
+    """Make the base image and push it to image.repository, unless it is there.
+
+    It holds everything but the code. `run` on a machine without a container engine appends the code to it, in the
+    registry. It is made anew after an upgrade that changed its packages.
+    """
+    if config.image.dockerfile or config.image.reference or config.image.base:
+        raise BadInput(
+            f"{config.document.name}: image base makes the base of our own image: leave out image.dockerfile, "
+            "image.reference and image.base"
+        )
+    spec = images.image_spec(config)
+    if cloud_build:
+        click.echo(bases.cloud_build_commands(spec, config.project), nl=False)
+        return
+    click.echo(bases.make(spec, terminal.say))

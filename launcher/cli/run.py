@@ -35,6 +35,11 @@ from launcher.tpu_vm import placement
 @click.option(
     "--overlay", metavar="FOLDER=TARGET", help="Files over those of the image that ran last, without a build."
 )
+@click.option(
+    "--sync",
+    metavar="FOLDER[=TARGET]",
+    help="Start the command again with the folder's changed files, without a build.",
+)
 @dry_run_option
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 @configured
@@ -46,6 +51,7 @@ def run(
     as_json: bool,
     env_file: Path | None,
     overlay: str | None,
+    sync: str | None,
     dry_run: bool,
     no_preflight: bool,
     command: tuple[str, ...],
@@ -57,10 +63,10 @@ def run(
     tpu-launch run -f run.yaml -- python train.py   any command of the image
     """
     request = launch.Request(
-        config, run_id=run_id, new=new, env_file=env_file, overlay=overlay, preflight=not no_preflight
+        config, run_id=run_id, new=new, env_file=env_file, overlay=overlay, sync=sync, preflight=not no_preflight
     )
     if dry_run:
-        launch.read_extras(request)
+        launch.read_extras(request, run_context())
         show_plan(config, "run")
         return
     try:

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import click
 
@@ -69,16 +70,41 @@ def remote_script(command: tuple[str, ...]) -> str:
 def tunnel(config: Config, host: int, port: int, local_port: int | None) -> None:
     """Make a port of a host reachable on 127.0.0.1 of this machine until Ctrl-C; prints the address."""
     _check_host(config, host)
-    local = _free(local_port, port)
+    local = find_port(local_port, port)
+    open_tunnel(
+        config, host, port, local, f"http://127.0.0.1:{local} leads to port {port} of host {host}; Ctrl-C closes it"
+    )
+    terminal.say("the tunnel is closed")
+
+
+def open_tunnel(
+    config: Config,
+    host: int,
+    port: int,
+    local: int,
+    text: str,
+    *,
+    on_start: Callable[[Callable[[], None]], None] | None = None,
+) -> None:
+    """Makes a port of a host reachable here until Ctrl-C. Raises LaunchError when it ends before.
+
+    Args:
+        config: Finds the slice.
+        host: Worker index.
+        port: On the host.
+        local: Here, on 127.0.0.1.
+        text: What is said once something listens there.
+        on_start: Is given a function that ends it.
+    """
     forward = ["-N", "-oExitOnForwardFailure=yes", f"-L127.0.0.1:{local}:localhost:{port}"]
     output: list[str] = []
     over = threading.Event()
-    announcer = threading.Thread(target=_announce, args=(local, port, host, over), daemon=True)
+    announcer = threading.Thread(target=_announce, args=(local, text, over), daemon=True)
     announcer.start()
     try:
-        result = shell.stream(commands.shell_command(config, host, forward), output.append, timeout=_DAYS)
+        command = commands.shell_command(config, host, forward)
+        result = shell.stream(command, output.append, timeout=_DAYS, on_start=on_start)
     except KeyboardInterrupt:
-        terminal.say("the tunnel is closed")
         return
     finally:
         over.set()
@@ -87,7 +113,7 @@ def tunnel(config: Config, host: int, port: int, local_port: int | None) -> None
     raise LaunchError(f"the tunnel to host {host} ended by itself")
 
 
-def _free(wanted: int | None, preferred: int) -> int:
+def find_port(wanted: int | None, preferred: int) -> int:
     """A port of 127.0.0.1 to listen on. Raises BadInput when the wanted one is taken."""
     for port in [wanted] if wanted is not None else [preferred, 0]:
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as probe:
@@ -95,11 +121,11 @@ def _free(wanted: int | None, preferred: int) -> int:
     raise BadInput(f"port {wanted} of 127.0.0.1 is taken: choose another --local-port, or leave it out")
 
 
-def _announce(local: int, port: int, host: int, over: threading.Event) -> None:
-    """Says the address once something listens there."""
+def _announce(local: int, text: str, over: threading.Event) -> None:
+    """Says the text once something listens there."""
     deadline = time.monotonic() + _TUNNEL_SECONDS
     while not over.is_set() and time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", local), 1):
-            terminal.say(f"http://127.0.0.1:{local} leads to port {port} of host {host}; Ctrl-C closes it")
+            terminal.say(text)
             return
         over.wait(0.2)

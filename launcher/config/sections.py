@@ -112,6 +112,15 @@ class ImageSection(Section):
     """Build context of your Dockerfile, relative to this file; the Dockerfile's folder when absent. Left out is what
     `<Dockerfile>.dockerignore` or .dockerignore names, and what is left out of image.code."""
 
+    build: Literal["auto", "engine", "registry"] = "auto"
+    """How the image is made. engine: with this machine's container engine. registry: without one; our trainer and
+    image.code are appended to a base image in the registry, which `tpu-launch image base` puts there once. auto: with
+    the engine where one answers, else in the registry."""
+
+    base: str | None = None
+    """HOST/PATH:TAG or HOST/PATH@sha256:...: a base image of your own for image.build: registry, in the registry of
+    image.repository. image.code is appended to its working directory."""
+
     target: str | None = None
     """Stage of the Dockerfile at which the build stops; the last one when absent."""
 
@@ -128,6 +137,16 @@ class ImageSection(Section):
             raise ValueError(
                 "code comes into our image: copy it in your own Dockerfile, "
                 "or leave out image.dockerfile and image.reference"
+            )
+        if self.base and (self.dockerfile or self.reference or self.build == "engine"):
+            raise ValueError(
+                "base is appended to in the registry: leave out image.dockerfile, image.reference and "
+                "image.build: engine"
+            )
+        if self.build == "registry" and (self.dockerfile or self.target):
+            raise ValueError(
+                "build: registry runs no Dockerfile: make your image once and name it as image.base, "
+                "or leave out image.dockerfile and image.target"
             )
         return self
 

@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from launcher import shell
-from launcher.emulator.server import CONTROL, ENGINE
+from launcher.emulator.server import ACCESS_TOKEN, CONTROL, ENGINE
 from launcher.emulator.state import State, emulator_id, from_json, to_json, write_atomically
+from launcher.emulator.storage.tls import CA_FILE
 from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnection
 from launcher.emulator.vm.host_containers import remove_everything
+from launcher.emulator.vm.registry_transfer import remove_pulled
 from launcher.errors import BadInput, LaunchError
 from launcher.images.build import ensure_image
 from launcher.images.plan import make_plan
@@ -55,6 +57,7 @@ def start(
     port: int | None = None,
     create_seconds: float | None = None,
     plain_endpoints: bool | None = None,
+    full_pushes: bool | None = None,
 ) -> None:
     """Starts the emulator of `home` unless it runs.
 
@@ -64,6 +67,7 @@ def start(
         port: of 127.0.0.1; when absent, the one of before, or a free one.
         create_seconds: how long a node's creation takes at least; when absent, as before.
         plain_endpoints: whether worker-network-endpoints has the newer format; when absent, as before.
+        full_pushes: whether docker's pushes send bytes to the registry; when absent, as before.
 
     Raises:
         BadInput: no engine runs, the port is taken, or the home can't be used.
@@ -77,7 +81,11 @@ def start(
         with _starting(home):
             state = _read(home)
             if state is None or not _answers(state):  # another process may have started it meanwhile
-                state = _launch(home, state, engine, image, tpu_volume, port, create_seconds, plain_endpoints)
+                state = _launch(
+                    home, state, engine, image, tpu_volume, port, create_seconds, plain_endpoints, full_pushes
+                )
+    elif full_pushes is not None and full_pushes != state.full_pushes:
+        raise BadInput(f"the emulator of {home} already runs with other pushes: `tpu-launch emulator stop` it first")
     if port is not None and state.port != port:
         raise BadInput(
             f"the emulator of {home} already runs on port {state.port}, not {port}: `tpu-launch emulator stop` it first"
@@ -114,6 +122,8 @@ def _stop(home: Path, keep_data: bool) -> None:
     engine = Engine(state.engine if state is not None else _engine_path(None))
     try:
         remove_everything(engine, emulator_id(home))
+        if state is not None and state.registry_port:
+            remove_pulled(engine, state.registry_port)
     except OSError as error:
         if state is not None and state.nodes:
             raise LaunchError(
@@ -157,6 +167,7 @@ def environment(home: Path) -> dict[str, str]:
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_ARTIFACTREGISTRY": f"{endpoint}/",
         "CLOUDSDK_API_ENDPOINT_OVERRIDES_STORAGE": f"{endpoint}/storage/v1/",
         "CLOUDSDK_AUTH_DISABLE_CREDENTIALS": "true",
+        "CLOUDSDK_AUTH_ACCESS_TOKEN_FILE": str(home / ACCESS_TOKEN),
         "CLOUDSDK_CORE_DISABLE_PROMPTS": "1",
         # No search for a metadata server, no telemetry, no update check: each would send requests to Google.
         "CLOUDSDK_CORE_CHECK_GCE_METADATA": "false",
@@ -170,6 +181,8 @@ def environment(home: Path) -> dict[str, str]:
         "DOCKER_CONFIG": os.environ.get("DOCKER_CONFIG") or str(Path.home() / ".docker"),
         "DOCKER_HOST": f"unix://{Path(state.sockets) / ENGINE}",
         "STORAGE_EMULATOR_HOST": endpoint,
+        "TPU_LAUNCH_REGISTRY_ADDRESS": f"127.0.0.1:{state.registry_port}",
+        "SSL_CERT_FILE": str(Path(state.sockets) / CA_FILE),
     }
 
 
@@ -185,6 +198,7 @@ def _launch(
     port: int | None,
     create_seconds: float | None,
     plain_endpoints: bool | None,
+    full_pushes: bool | None,
 ) -> State:
     """Starts the server, with the state of a crashed one where there is one, and waits until it answers."""
     state = before or State(emulator_id(home), 0, "", engine.path, CREATE_SECONDS, UPDATE_SECONDS)
@@ -195,6 +209,8 @@ def _launch(
         state.create_seconds = create_seconds
     if plain_endpoints is not None:
         state.plain_endpoints = plain_endpoints
+    if full_pushes is not None:
+        state.full_pushes = full_pushes
     write_atomically(home / "state.json", to_json(state).encode())
     (home / "user" / "gcloud").mkdir(mode=0o700, parents=True, exist_ok=True)
     log = home / "server.log"

@@ -27,20 +27,25 @@ from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
 from launcher.emulator.operations import OperationRunner
-from launcher.emulator.state import Fault, Node, Store, from_json
+from launcher.emulator.registry.api import NAMES as REGISTRY_NAMES
+from launcher.emulator.registry.api import RegistryApi
+from launcher.emulator.registry.blobs import BlobStore
+from launcher.emulator.state import Fault, Node, Store, from_json, write_atomically
 from launcher.emulator.storage.api import StorageApi
 from launcher.emulator.storage.bucket import Buckets
-from launcher.emulator.storage.tls import CA_FILE, tls_context
+from launcher.emulator.storage.tls import CA_FILE, NAMES, serve_secure, tls_context
 from launcher.emulator.vm import metadata
 from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
 from launcher.emulator.vm.engine_proxy import EngineProxy
 from launcher.emulator.vm.host_containers import HostContainers
 from launcher.emulator.vm.hosts import Hosts, all_hosts, find_host, unix_listener
+from launcher.emulator.vm.registry_transfer import RegistryTransfer
 
 log = logging.getLogger(__name__)
 
 # Names of the sockets in the private folder.
 CONTROL, ENGINE = "control.sock", "engine.sock"
+ACCESS_TOKEN = Path("user") / "access-token"  # below the home: what gcloud says of the workstation's account
 _SHOWN = {
     "worker": "index",
     "hostname": "hostname",
@@ -66,24 +71,42 @@ class Server:
         self.buckets = Buckets(home / "buckets")
         self.storage = StorageApi(self.buckets)
         self.acceptor = Acceptor()
+        self.tls = tls_context(self.sockets, (*NAMES, *REGISTRY_NAMES))
+        self.token = f"emulated-{state.id}-workstation"
+        self.registry = RegistryApi(
+            BlobStore(home / "registry"),
+            self._is_token,
+            trouble=self._registry_trouble,
+            missing=self._is_missing,
+            named=self._is_named,
+        )
         self.hosts = Hosts(
             self.store,
             self.containers,
             self.acceptor,
             metadata=self._metadata,
             storage=lambda hostname, request: self._storage(request),
-            context=tls_context(self.sockets),
+            context=self.tls,
             engine=lambda hostname, connection: self.engine_proxy.serve_host(hostname, connection),
         )
         self.engine_proxy = EngineProxy(
-            self.store, self.engine, bind=self.hosts.bind, ca=self.sockets / CA_FILE, tpu_volume=tpu_volume
+            self.store,
+            self.engine,
+            bind=self.hosts.bind,
+            ca=self.sockets / CA_FILE,
+            tpu_volume=tpu_volume,
+            blobs=self.registry.store,
+            transfer=RegistryTransfer(self.engine, self._registry_port, self.token),
         )
         self.operations = OperationRunner(self.store, self.containers, prepare=self.hosts.prepare)
         self.stopping = threading.Event()
 
     def run(self, listener: socket.socket) -> None:
         """Serves until `stopping` is set."""
+        registry = _registry_listener(self._registry_port())
+        write_atomically(self.home / ACCESS_TOKEN, self.token.encode())
         with self.store.change() as state:
+            state.registry_port = registry.getsockname()[1]
             state.subnet = self.containers.ensure_network(state.subnet)
             state.pid = os.getpid()
             nodes = list(state.nodes.values())
@@ -96,6 +119,7 @@ class Server:
             self.hosts.return_from_reboot(nodes)
         self.acceptor.add(unix_listener(self.sockets / ENGINE, 0o600), self.engine_proxy.serve_workstation)
         self.acceptor.add(listener, lambda connection: serve_http(connection, self.google))
+        self.acceptor.add(registry, lambda connection: serve_secure(connection, self.tls, self.registry.answer))
         self.store.after_change = self.operations.wake
         self.operations.wake()
         self.hosts.watch()
@@ -166,6 +190,30 @@ class Server:
 
     def _storage(self, request: Request) -> Response:
         return self._faulty("storage", lambda: self.storage.answer(request))
+
+    def _registry_port(self) -> int:
+        with self.store.read() as state:
+            return state.registry_port
+
+    def _is_token(self, token: str) -> bool:
+        """Whether it is the access token of the workstation's account or of a host's."""
+        with self.store.read() as state:
+            return token == self.token or any(token == metadata.token(state, host) for host in all_hosts(state))
+
+    def _registry_trouble(self, repository: str) -> str | None:
+        with self.store.read() as state:
+            return faults.engine_trouble(state, "", registry=True)
+
+    def _is_missing(self, repository: str) -> bool:
+        """Whether repositories have to be created, and this one was not."""
+        with self.store.read() as state:
+            required = any(fault.kind == "repository" for fault in state.faults)
+            return required and not repositories.is_there(state, repository)
+
+    def _is_named(self, repository: str, version: str) -> bool:
+        """Whether docker pushed it, with or without bytes."""
+        with self.store.read() as state:
+            return version in state.pushed.get(repository, {})
 
     def _metadata(self, hostname: str, request: Request) -> Response:
         if request.path.startswith("/v2/"):
@@ -315,6 +363,14 @@ class Server:
         with ThreadPoolExecutor(max(1, len(hosts))) as pool:
             list(pool.map(act, hosts))
         return {"fault": kind, "node": node.name, "hosts": [host.hostname for host in hosts]}
+
+
+def _registry_listener(port: int) -> socket.socket:
+    """Listens where the registry was before, else at a free port."""
+    try:
+        return socket.create_server(("127.0.0.1", port), backlog=128)
+    except OSError:
+        return socket.create_server(("127.0.0.1", 0), backlog=128)
 
 
 def _injected_error(status: int) -> Response:

@@ -129,6 +129,8 @@ class State:
     engine: str  # the workstation's engine, a unix socket
     create_seconds: float
     update_seconds: float
+    registry_port: int = 0  # of 127.0.0.1, over TLS
+    full_pushes: bool = False  # docker's pushes send an image's bytes to the registry; else only its name is entered
     plain_endpoints: bool = False  # worker-network-endpoints as a plain list of hosts, the newer format
     subnet: str = ""
     pid: int = 0

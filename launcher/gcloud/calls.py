@@ -87,10 +87,11 @@ class Patience:
         machine: asks gcloud, and waits.
         say: is given lines for a person.
         subject: what is waited for, as it begins a line.
+        doubts: whether a permission that is refused may come back, because it was there a moment ago.
     """
 
-    def __init__(self, machine: Machine, say: Callable[[str], None], subject: str) -> None:
-        self._machine, self._say, self._subject = machine, say, subject
+    def __init__(self, machine: Machine, say: Callable[[str], None], subject: str, *, doubts: bool = True) -> None:
+        self._machine, self._say, self._subject, self._doubts = machine, say, subject, doubts
         self._refused_since: float | None = None
         self._reported = ""
 
@@ -118,7 +119,7 @@ class Patience:
             return error.transient
         if self._refused_since is None:
             self._refused_since = now
-        return now - self._refused_since < _DOUBT_SECONDS
+        return self._doubts and now - self._refused_since < _DOUBT_SECONDS
 
     def _report(self, error: LaunchError) -> None:
         text = " ".join(line.strip() for line in str(error).splitlines())[:300]

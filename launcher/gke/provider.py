@@ -35,7 +35,7 @@ from launcher.gke.workload import (
     needs_secret,
     node_selector,
 )
-from launcher.provider import Attempt, ContainerState, HostReport, LogLine, Observation, SliceState
+from launcher.provider import Attempt, CommandReport, ContainerState, HostReport, LogLine, Observation, SliceState
 from training.accelerators import gke_nodes
 
 LOG_BYTES = 16_000_000  # of one observation
@@ -200,6 +200,22 @@ class Gke:
         if running:
             self._delete("pods", *(pod.name for pod in running), f"--grace-period={grace}")
         return self._wait_ended(watch, {pod.worker for pod in running}, grace + 30)
+
+    def execute(
+        self,
+        container: str,
+        command: Sequence[str],
+        workers: Sequence[int],
+        *,
+        seconds: float,
+        on_line: Callable[[int, str], None],
+    ) -> list[CommandReport]:
+        """Refused: kubectl has it."""
+        pod = self._known_pods(container).get(min(workers, default=0))
+        raise BadInput(
+            "commands in live containers are for TPU VMs; on GKE: "
+            f"kubectl --namespace {self._kubectl.namespace} exec {pod.name if pod else 'POD'} -- {' '.join(command)}"
+        )
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """What `kubectl describe` says of the attempt's pods."""

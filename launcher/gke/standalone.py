@@ -11,7 +11,6 @@ from launcher.gke import checks
 from launcher.gke.manifest import render
 from launcher.gke.workload import Kind, Workload
 from launcher.images import local
-from launcher.images.plan import make_plan
 
 HEADING = "A run on {hosts} host(s) of {accelerator} on GKE, as `tpu-launch manifest` renders it from {file}."
 
@@ -55,9 +54,7 @@ def workload(config: Config, name: str, image: str, secret: str | None) -> Workl
 def _image(config: Config, given: str | None) -> str:
     if given is not None and not re.match(IMAGE_BY_DIGEST, given):
         raise BadInput(f"--image {given}: name it by digest, REPOSITORY@sha256:..., so that every host runs the same")
-    reference = given or config.image.reference
-    if reference is None and config.image.repository:
-        reference = make_plan(local.image_spec(config)).pushed
+    reference = given or local.published(config)
     if reference is None:
         raise BadInput(
             f"{config.document.name}: no image is known by digest: give --image REPOSITORY@sha256:..., or "

@@ -6,7 +6,6 @@ processes that want the same image take turns (a lock on its log).
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -213,6 +212,8 @@ def show_steps(on_line: Callable[[str], None]) -> Callable[[str], None]:
 @contextmanager
 def _open_log(name: str, on_line: Callable[[str], None]) -> Iterator[IO[str]]:
     """The log of one tag's builds, which is also the lock that keeps two processes from building it at once."""
+    import fcntl  # not everywhere where images are made without an engine
+
     folder = home() / "images"
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / f"{name}.log"

@@ -114,7 +114,7 @@ def assemble(entries: Iterable[Entry], destination: Path) -> None:
             target.symlink_to(os.readlink(source))
         else:
             shutil.copyfile(source, target)
-            target.chmod(0o755 if _executable(source) else 0o644)
+            target.chmod(0o755 if is_executable(source) else 0o644)
 
 
 def _content(source: Path) -> tuple[bytes, bytes]:
@@ -122,12 +122,13 @@ def _content(source: Path) -> tuple[bytes, bytes]:
     try:
         if source.is_symlink():
             return b"link", os.readlink(source).encode()
-        return b"program" if _executable(source) else b"file", source.read_bytes()
+        return b"program" if is_executable(source) else b"file", source.read_bytes()
     except OSError as error:
         raise BadInput(f"{source}: can't be read for the image's build context: {error.strerror}") from None
 
 
-def _executable(source: Path) -> bool:
+def is_executable(source: Path) -> bool:
+    """Whether its owner may run a file: all of its mode that counts."""
     return bool(source.stat().st_mode & 0o100)
 
 

@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from launcher import shell
-from launcher.errors import BadInput, CommandMissing, CommandTimeout
+from launcher.errors import BadInput, CommandMissing, CommandTimeout, LaunchError
 
 _SECONDS = 20.0  # for one question to the client or the engine
 _FIRST_WITHOUT_BUILDKIT = 23  # from this version on the client leaves BuildKit to the buildx plug-in
@@ -48,6 +48,15 @@ def require_engine() -> str:
         f"no container engine answers at {_address(docker)}: {advice}"
         + (f"\n  docker said: {lines[-1]}" if lines else "")
     )
+
+
+def answers() -> bool:
+    """Whether a container engine can be used here."""
+    try:
+        require_engine()
+    except LaunchError:
+        return False
+    return True
 
 
 @functools.cache

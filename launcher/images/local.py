@@ -1,4 +1,5 @@
-"""The run's image on this machine: which image the file means, and running one command in it, on the CPU.
+"""The run's image, from this machine: which image the file means, making it with or without a container engine, and
+running one command in it, on the CPU.
 
 Used for preparing data (`tpu-launch local -- tpu-train shards ...`) and for trying things out with exactly what the
 hosts will run.
@@ -15,10 +16,12 @@ from types import MappingProxyType
 
 from launcher import shell
 from launcher.config import Config
-from launcher.images import engine
+from launcher.errors import BadInput
+from launcher.images import appended, base, engine
 from launcher.images.build import ensure_image
-from launcher.images.plan import list_commands
-from launcher.images.specification import ImageSpec, default_spec, folder_spec
+from launcher.images.distribution.reference import parse
+from launcher.images.plan import list_commands, make_plan
+from launcher.images.specification import ImageSpec, default_spec, folder_spec, own_files, training_files
 
 LABEL = "tpu-launch.local"
 
@@ -33,7 +36,7 @@ def image_spec(config: Config) -> ImageSpec:
         spec = default_spec(
             config.backend,
             repository=section.repository,
-            build_args=section.build_args,
+            build_args={**_tracker_packages(config), **section.build_args},
             ca_bundle=bundle,
             target=section.target,
             code=config.folder / section.code if section.code else None,
@@ -53,32 +56,93 @@ def image_spec(config: Config) -> ImageSpec:
     return replace(spec, create_repository=section.create_repository)
 
 
+def _tracker_packages(config: Config) -> dict[str, str]:
+    """The build argument with which our image gets the packages of telemetry.trackers."""
+    wanted = config.trainer is not None and config.trainer.telemetry.trackers
+    return {"EXTRA": "requirements-trackers.txt"} if wanted else {}
+
+
+def needs_engine(config: Config) -> bool:
+    """Whether the image is made with this machine's engine, and not in the registry."""
+    section = config.image
+    if section.base or section.build == "registry":
+        return False
+    possible = section.repository is not None and section.dockerfile is None and section.target is None
+    return section.build == "engine" or not possible or engine.answers()
+
+
+def append_spec(config: Config) -> appended.AppendSpec:
+    """The image as it is made without an engine. Raises BadInput for what the file lacks, or names in vain."""
+    section = config.image
+    if section.repository is None:
+        raise BadInput(
+            f"{config.document.name}: image.repository is needed, because the image is made in a registry "
+            "(image.build): REGION-docker.pkg.dev/PROJECT/REPOSITORY/NAME"
+        )
+    spec = image_spec(config)
+    if section.base:
+        reference, advice = parse(section.base), "push it there, or correct image.base"
+    else:
+        reference = base.reference_of(spec)
+        advice = (
+            f"make it once with `tpu-launch image base -f {config.document.name}` where a container engine runs; "
+            "with --cloud-build it prints the commands that make it by Cloud Build"
+        )
+    return appended.AppendSpec(
+        base=reference,
+        advice=advice,
+        repository=section.repository,
+        training=training_files(),
+        code=own_files(config.folder / section.code) if section.code else (),
+        create_repository=section.create_repository,
+        ca_bundle=spec.ca_bundle,
+    )
+
+
 def build_commands(config: Config) -> list[list[str]]:
-    """The docker commands that would build and push the image; none when the file names one. Touches nothing."""
-    if config.image.reference:
+    """The docker commands that would build and push the image; none when the file names one, or it is made in the
+    registry. Touches nothing."""
+    if config.image.reference or not needs_engine(config):
         return []
     commands = list_commands(image_spec(config))
     return [["env", "DOCKER_BUILDKIT=1", *command] if "build" in command[:2] else command for command in commands]
 
 
 def check(config: Config) -> None:
-    """Raises BadInput when the image can't be built here: no engine answers, or its files are missing. An image that is
-    only named is not checked."""
+    """Raises BadInput when the image can't be made here: no engine answers that it needs, or its files are missing. An
+    image that is only named is not checked."""
     if config.image.reference:
+        return
+    if not needs_engine(config):
+        append_spec(config)
         return
     image_spec(config)
     engine.require_engine()
 
 
 def image(config: Config, say: Callable[[str], None]) -> str:
-    """Builds and pushes the image unless that was done before; returns the reference that hosts run."""
+    """Makes and pushes the image unless that was done before; returns the reference that hosts run."""
     if config.image.reference:
         return config.image.reference
+    if not needs_engine(config):
+        if config.image.build == "auto" and not config.image.base:
+            say("no container engine answers here: the image is made in the registry")
+        return appended.ensure(append_spec(config), say)
     return ensure_image(image_spec(config), say).reference
 
 
+def published(config: Config) -> str | None:
+    """The image by digest, where it is in a registry; nothing is built or sent."""
+    if config.image.reference or config.image.repository is None:
+        return config.image.reference
+    return make_plan(image_spec(config)).pushed if needs_engine(config) else appended.find(append_spec(config))
+
+
 def unpublished(config: Config, say: Callable[[str], None]) -> str:
-    """The image for use on this machine only: built unless it was, and not pushed."""
+    """The image for use on this machine only: built unless it was, and not pushed. One with a base of the user's own
+    exists in the registry only."""
+    if config.image.base:
+        return image(config, say)
     return config.image.reference or ensure_image(replace(image_spec(config), repository=None), say).reference
 
 

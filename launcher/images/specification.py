@@ -76,22 +76,28 @@ def default_spec(
     if not (source / "Dockerfile").is_file():
         known = sorted(path.parent.name for path in shared_folder("images").glob("*/Dockerfile"))
         raise BadInput(f"there is no image for backend {backend!r}; there are: {', '.join(known) or 'none'}")
-    package = Path(training.__path__[0])
     # The Dockerfile copies the folder `code`, so it must hold a file.
-    own_code = (
-        tuple((f"code/{path}", file) for path, file in build_context.folder(code))
-        if code
-        else (("code/.none", package / "__init__.py"),)
-    )
-    if not own_code:
-        raise BadInput(f"image.code: {code} holds no files for an image")
+    own_code = own_files(code) if code else ((".none", Path(training.__path__[0]) / "__init__.py"),)
     context = (
         *build_context.tree(source, ignore=("Dockerfile", "*.in")),
-        *build_context.tree(package, below="training", ignore=("**/__pycache__", "**/*.pyc")),
-        *own_code,
+        *((f"training/{path}", file) for path, file in training_files()),
+        *((f"code/{path}", file) for path, file in own_code),
     )
     name, dockerfile = f"tpu-launch/{backend}", source / "Dockerfile"
     return ImageSpec(name, dockerfile, context, _sort(build_args), target, repository, _find_ca_bundle(ca_bundle))
+
+
+def training_files() -> tuple[Entry, ...]:
+    """The `training` package of this installation."""
+    return build_context.tree(Path(training.__path__[0]), ignore=("**/__pycache__", "**/*.pyc"))
+
+
+def own_files(code: Path) -> tuple[Entry, ...]:
+    """A folder of the user's own, as it comes into an image. Raises BadInput when there is none, or it is empty."""
+    files = build_context.folder(code)
+    if not files:
+        raise BadInput(f"image.code: {code} holds no files for an image")
+    return files
 
 
 def folder_spec(

@@ -47,6 +47,15 @@ class Connection(Protocol):
             ConnectionFailed: The connection broke; the command may have run.
         """
 
+    def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
+        """Runs a command line whose standard input stays open until its end, and hands over each line of its output and
+        error output as it comes; its exit code.
+
+        Raises:
+            TimeoutError: The command did not end within `timeout` seconds.
+            ConnectionFailed: The connection broke; the command may have run.
+        """
+
     def close(self) -> None:
         """Closes it; commands that run on it fail."""
 

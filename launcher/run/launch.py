@@ -7,33 +7,34 @@ crash at any point: a start that finds its containers running attaches to them.
 from __future__ import annotations
 
 import contextlib
-import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.checks import inputs, preflight
-from launcher.clock import format_time, parse_time
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import local
-from launcher.images import overlay as overlays
+from launcher.images.overlays import overlay as overlays
+from launcher.images.overlays import sync
 from launcher.machine import Machine
-from launcher.provider import DELIVERY_SECONDS, HostReport, Observation, Overlay, Provider
+from launcher.provider import HostReport, Overlay, Provider
 from launcher.run import env_file, events, specification
 from launcher.run import ledger as ledgers
 from launcher.run.attempts.drive import drive
+from launcher.run.attempts.found import Presence, end_open_attempt, look
 from launcher.run.attempts.session import Outcome, RunStopped, Session, with_image
-from launcher.run.attempts.start import end_everywhere, require_inputs, require_ready
+from launcher.run.attempts.start import require_all, require_inputs, require_ready
 from launcher.run.ledger import Ledger, RunRecord, same_slice
 from launcher.run.specification import SecretSource, Specification
-from launcher.run.supervise import Output, StartInterrupted, describe_interrupted_start, explain
-from launcher.run.verdict import Cause, Kind
+from launcher.run.supervise import Output, describe_interrupted_start
+from launcher.run.verdict import Kind
 
 MakeProvider = Callable[[Config], Provider]
 
 _RELEASE_SECONDS = 60.0  # for a process that was told to stop a run: gcloud may be under way
-_RELEASE_POLL_SECONDS = 1.0
+_RELEASE_POLL_SECONDS = 0.2
+_SHOWN_PATHS = 5
 _FINISHED = Kind.FINISHED.value
 
 
@@ -62,6 +63,8 @@ class Request:
     env_file: Path | None = None
     overlay: str | None = None
     """FOLDER=TARGET."""
+    sync: str | None = None
+    """FOLDER[=TARGET]: the attempt that is there is stopped, and the next one has the folder's changed files."""
     preflight: bool = True
     """Whether a step that preflight found too large is refused."""
 
@@ -78,11 +81,26 @@ class Extras:
         return SecretSource(environment, self.variables.values if self.variables else {})
 
 
-def read_extras(request: Request) -> Extras:
+def read_extras(request: Request, context: Context) -> Extras:
     """Reads the env file and packs the overlay. Raises BadInput for what is wrong with them."""
     variables = env_file.read(request.env_file) if request.env_file is not None else None
     overlay = overlays.pack(request.overlay) if request.overlay is not None else None
+    if request.sync is not None:
+        overlay = _read_changes(request, request.sync, context)
     return Extras(variables, overlay)
+
+
+def _read_changes(request: Request, folder: str, context: Context) -> Overlay:
+    """The changed files of a folder, as an overlay over what ran last; says which they are."""
+    if request.overlay is not None:
+        raise BadInput("--sync and --overlay: one of the two")
+    changes = sync.find_changes(folder, request.config, context.home, _last_image(request.config, context))
+    shown = ", ".join(changes.changed[:_SHOWN_PATHS]) + (", ..." if len(changes.changed) > _SHOWN_PATHS else "")
+    size = len(changes.overlay.archive) / 1024
+    context.output.say(f"{len(changes.changed)} changed files ({shown or 'none'}), {size:.1f} KiB to each host")
+    if changes.removed:
+        context.output.say(f"removed here, and in the image until it is built again: {', '.join(changes.removed)}")
+    return changes.overlay
 
 
 def run(request: Request, context: Context) -> Outcome:
@@ -96,7 +114,8 @@ def run(request: Request, context: Context) -> Outcome:
         LaunchError: An attempt could not be started.
     """
     config, say = request.config, context.output.say
-    extras = read_extras(request)
+    stops = {ledger.run_id: ledger.stops for ledger in ledgers.runs(context.home, context.machine)}
+    extras = read_extras(request, context)
     config.require_something_to_run()
     inputs.buckets(config, say)
     inputs.data(config, say)
@@ -110,6 +129,8 @@ def run(request: Request, context: Context) -> Outcome:
         requested = specification.describe(
             config, "", variables=extras.variables, overlay=extras.overlay, preflight=checked
         )
+        for run_id in _stop_before_restart(config, context) if request.sync is not None else ():
+            stops[run_id] = stops.get(run_id, 0) + 1  # that one was ours
         ledger = _choose(request, context, requested, extras.overlay)
         with ledger.supervising():
             if request.run_id is None and ledger.outcome == _FINISHED:
@@ -117,6 +138,8 @@ def run(request: Request, context: Context) -> Outcome:
                     f"run {ledger.run_id} has just finished elsewhere: `tpu-launch run` again starts a new one",
                     exit_code=Exit.CONFLICT,
                 )
+            # A stop that came while this command checked or waited for the lock is later than what it was asked for.
+            _require_no_stop_since(ledger, stops.get(ledger.run_id, 0))
             return _start_or_resume(request, context, ledger, provider, requested, extras)
 
 
@@ -133,8 +156,9 @@ def attach(request: Request, context: Context) -> Outcome:
         BadInput: There is no such run, it is not running, or another attempt would follow and secrets are missing.
     """
     config = request.config
-    if request.overlay is not None:
-        raise BadInput("--overlay: a run that is there keeps the overlay that it was started with: leave out --attach")
+    if (request.overlay or request.sync) is not None:
+        option = "--overlay" if request.sync is None else "--sync"
+        raise BadInput(f"{option}: a run that is there keeps the files that it was started with: leave out --attach")
     ledger = _find(config, context, request.run_id)
     given = env_file.read(request.env_file).values if request.env_file is not None else {}
     with ledger.supervising():
@@ -147,7 +171,7 @@ def attach(request: Request, context: Context) -> Outcome:
             )
         session = open_session(config, context, ledger, SecretSource(context.environment, given))
         with contextlib.closing(session.provider):
-            if not ledger.started_everywhere and _look(session) in (_Presence.INCOMPLETE, _Presence.GONE):
+            if not ledger.started_everywhere and look(session) in (Presence.INCOMPLETE, Presence.GONE):
                 raise BadInput(describe_interrupted_start(ledger.run_id, ledger.attempts - 1))
             _warn_of_missing_secrets(session)
             return drive(session, session.attempt(ledger.attempts - 1))
@@ -198,16 +222,43 @@ def delete_slice(config: Config, context: Context) -> None:
         ledger.append(events.StopRequested(max(0, ledger.attempts - 1), config.run.stop_seconds))
     deadline = context.machine.clock.monotonic() + config.run.stop_seconds + _RELEASE_SECONDS
     for ledger in stopped:
-        while ledger.supervised():
-            if context.machine.clock.monotonic() > deadline:
-                context.output.say(
-                    f"run {ledger.run_id}: the tpu-launch that supervises it has not ended; going on. See afterwards "
-                    "whether it created the slice again: `tpu-launch list`"
-                )
-                break
-            context.machine.clock.sleep(_RELEASE_POLL_SECONDS)
+        if not _is_released(ledger, context, deadline):
+            context.output.say(
+                f"run {ledger.run_id}: the tpu-launch that supervises it has not ended; going on. See afterwards "
+                "whether it created the slice again: `tpu-launch list`"
+            )
     with contextlib.closing(context.make_provider(config)) as provider:
         provider.delete()
+
+
+def _stop_before_restart(config: Config, context: Context) -> list[str]:
+    """Stops what runs on the slice, so that it can save, and waits for the processes that supervise it. Returns the ids
+    of the runs that were stopped.
+
+    Raises LaunchError when a host could not be stopped, or a process does not end.
+    """
+    stopped = []
+    for ledger in ledgers.runs(context.home, context.machine):
+        if not same_slice(config, ledger.record) or not ledger.under_way:
+            continue
+        stopped.append(ledger.run_id)
+        require_all(stop(config, context, ledger.run_id, grace=None), "stop")
+        if not _is_released(ledger, context, context.machine.clock.monotonic() + _RELEASE_SECONDS):
+            raise LaunchError(
+                f"run {ledger.run_id} is stopped, but the tpu-launch that supervises it has not ended within "
+                f"{_RELEASE_SECONDS:.0f} s: end it, then run again",
+                exit_code=Exit.CONFLICT,
+            )
+    return stopped
+
+
+def _is_released(ledger: Ledger, context: Context, deadline: float) -> bool:
+    """Waits until no process supervises the run. False when one still does at `deadline`."""
+    while ledger.supervised():
+        if context.machine.clock.monotonic() > deadline:
+            return False
+        context.machine.clock.sleep(_RELEASE_POLL_SECONDS)
+    return True
 
 
 def open_session(config: Config, context: Context, ledger: Ledger, secrets: SecretSource) -> Session:
@@ -232,8 +283,9 @@ def _require_capabilities(request: Request, provider: Provider) -> None:
             f"--env-file: provider {request.config.provider} sends no secrets; "
             "name where the cluster has them in gke.secrets"
         )
-    if request.overlay is not None and not provider.capabilities.overlays:
-        raise BadInput(f"--overlay: provider {request.config.provider} has no overlays: build an image (image.code)")
+    if (request.overlay or request.sync) is not None and not provider.capabilities.overlays:
+        option = "--overlay" if request.sync is None else "--sync"
+        raise BadInput(f"{option}: provider {request.config.provider} has no overlays: build an image (image.code)")
 
 
 def _require_secrets(config: Config, provider: Provider, secrets: SecretSource) -> None:
@@ -315,11 +367,10 @@ def _start_or_resume(
     if ledger.under_way:
         if ready and provider.describe() is None:
             require_ready(config, provider)
-        outcome = _end_open_attempt(context, config, ledger, secrets)
+        outcome = end_open_attempt(open_session(config, context, ledger, secrets))
         if outcome is not None:
             return outcome
-        if ledger.stops > stops:
-            raise RunStopped(f"run {ledger.run_id}: its owner stopped it; `tpu-launch run` resumes it")
+        _require_no_stop_since(ledger, stops)
         ledger.append(events.Requested(ledger.attempts))
     if ready:
         require_ready(config, provider)
@@ -333,14 +384,23 @@ def _start_or_resume(
     return drive(with_image(session, _image(request, context, kept, spec)), None, ready=ready)
 
 
+def _require_no_stop_since(ledger: Ledger, stops: int) -> None:
+    """Raises RunStopped when the run's owner has asked it to stop more often than that."""
+    if ledger.stops > stops:
+        raise RunStopped(f"run {ledger.run_id}: its owner stopped it; `tpu-launch run` resumes it")
+
+
 def _image(request: Request, context: Context, kept: Specification | None, spec: Specification) -> str:
     """What hosts will run. An overlay goes over the image that ran last, instead of a new build."""
     known: str | None = None
-    if request.overlay is not None:
+    if request.overlay is not None or request.sync is not None:
         known = _last_image(request.config, context)
     elif spec.overlay is not None and kept is not None:
         known = kept.image  # the overlay is resumed, and so is what it was laid over
-    return known or local.image(request.config, context.output.say)
+    if known is None:
+        known = local.image(request.config, context.output.say)
+        sync.remember(context.home, known, request.config)
+    return known
 
 
 def _last_image(config: Config, context: Context) -> str | None:
@@ -350,97 +410,6 @@ def _last_image(config: Config, context: Context) -> str | None:
         if attempt is not None and same_slice(config, ledger.record):
             return attempt.image
     return None
-
-
-# -- an attempt that is there already ---------------------------------------------------------------------------------
-
-
-class _Presence(enum.Enum):
-    """What hosts have of an attempt that was not seen to end."""
-
-    GONE = "gone"  # every host answered, and none has a container that ever ran
-    INCOMPLETE = "incomplete"  # every host answered; its start was interrupted, and some hosts do not run it
-    ENDED = "ended"  # every host answered, and it runs on none any more
-    WATCHABLE = "watchable"  # it runs, or hosts could not be asked: supervision finds out what became of it
-
-
-def _end_open_attempt(context: Context, config: Config, ledger: Ledger, secrets: SecretSource) -> Outcome | None:
-    """Watches the attempt that was not seen to end, or records how it ended while nobody watched.
-
-    Returns:
-        How the run ended; None when what was asked for now is the next attempt.
-    """
-    session = open_session(config, context, ledger, secrets)
-    number = ledger.attempts - 1
-    with contextlib.closing(session.provider):
-        presence = _look(session)
-        if presence is _Presence.GONE:
-            ledger.append(events.Ended(number, events.VANISHED, Cause(-1, "no host has its container any more")))
-            return None
-        if presence is _Presence.INCOMPLETE:
-            _end_interrupted_start(session, number)
-            return None
-        session.say(f": attempt {number} is there already; attaching to it")
-        try:
-            outcome = drive(session, session.attempt(number))
-        except StartInterrupted:  # a host that could not be asked before says so now
-            _end_interrupted_start(session, number)
-            return None
-    if presence is not _Presence.ENDED or outcome.verdict.kind is Kind.FINISHED:
-        return outcome
-    # It had ended while nobody watched: what was asked for now is to resume it.
-    session.say(f": attempt {number} had ended: {explain(outcome.verdict)[0]}")
-    return None
-
-
-def _end_interrupted_start(session: Session, number: int) -> None:
-    session.say(f": attempt {number} was interrupted while it was started: ending it")
-    attempt = session.attempt(number)
-    end_everywhere(session, number, attempt.container, attempt.workers, grace=session.config.run.stop_seconds)
-    cause = Cause(-1, "it was interrupted while it was started")
-    session.ledger.append(events.Ended(number, events.NOT_STARTED, cause))
-
-
-def _look(session: Session) -> _Presence:
-    """Asks every host once for the last attempt. An answer that is missing says nothing: a host may be away for a
-    moment while the run goes on."""
-    attempt = session.attempt(session.ledger.attempts - 1)
-    started_everywhere = session.ledger.started_everywhere
-    # The lines matter only where the start may have been interrupted.
-    since = format_time(session.machine.clock.time()) if started_everywhere else None
-
-    def observe(worker: int) -> Observation | None:
-        try:
-            return session.provider.observe(worker, attempt.container, since)
-        except LaunchError:
-            return None
-
-    answers = session.machine.tasks.map(observe, attempt.workers, at_once=64)
-    observations = [answer for answer in answers if answer is not None]
-    containers = [answer.container for answer in observations if answer.container is not None]
-    if len(containers) < len(answers):
-        return _Presence.WATCHABLE
-    begun = [container.running or container.ended for container in containers]
-    if not any(begun):
-        return _Presence.GONE
-    if not started_everywhere and (not all(begun) or _waits_for_secrets(session, observations)):
-        return _Presence.INCOMPLETE
-    return _Presence.WATCHABLE if any(container.running for container in containers) else _Presence.ENDED
-
-
-def _waits_for_secrets(session: Session, observations: Sequence[Observation]) -> bool:
-    """Whether the containers of an attempt of which no start was recorded may wait for secrets that nobody has any
-    more: those of an attempt died with the launcher that started it. Then nothing is written yet, and less time has
-    passed than they wait."""
-    spec, config = session.specification, session.config
-    is_sent = config.accelerator.hosts > 1 or (spec is not None and bool(spec.secrets))
-    if not session.provider.capabilities.sends_secrets or not is_sent:
-        return False
-    if any(observation.lines for observation in observations):
-        return False
-    now, longest = session.machine.clock.time(), config.run.start_minutes * 60 + DELIVERY_SECONDS
-    starts = [parse_time(observation.container.started_at) for observation in observations if observation.container]
-    return all(start is None or now - start < longest for start in starts)
 
 
 def explain_interrupt(config: Config, context: Context) -> None:
@@ -454,7 +423,7 @@ def explain_interrupt(config: Config, context: Context) -> None:
     if begun and not begun[-1].started_everywhere:
         say(
             f"interrupted while run {begun[-1].run_id} was started: what has started of it goes on. `tpu-launch run` "
-            "again starts it anew, `tpu-launch stop` ends it"
+            "again starts it anew, `tpu-launch stop` ends it; the slice is billed until `tpu-launch down` deletes it"
         )
     elif begun:
         say(
@@ -463,5 +432,5 @@ def explain_interrupt(config: Config, context: Context) -> None:
     else:
         say(
             "interrupted: nothing of it is running. `tpu-launch run` again starts it or goes on with it; "
-            "a slice stays until `tpu-launch down`"
+            f"slice {config.slice.name} stays if it is there, and is billed, until `tpu-launch down` deletes it"
         )

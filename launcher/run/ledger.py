@@ -18,7 +18,6 @@ with its process. All files are 0600, all folders 0700.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -29,7 +28,7 @@ from pathlib import Path
 from launcher.clock import Clock, format_time
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.home import write_private
+from launcher.home import write_private, write_whole
 from launcher.machine import Machine
 from launcher.run.events import (
     AttemptBegan,
@@ -46,6 +45,8 @@ from launcher.run.events import (
 )
 
 _LOCK_POLL_SECONDS = 0.05
+_ROOM_SECONDS = 60.0  # for which an event waits on a full disk
+_ROOM_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,10 @@ class Ledger:
         self.folder = folder
         self.clock = clock
         self._events = folder / "events.jsonl"
-        self._cached: tuple[int, list[Entry]] = (0, [])  # size of the events that were read, and what they say
+        self._size = 0  # of the events' file, when it was read last
+        self._whole: list[Entry] = []  # what its whole lines say
+        self._end = 0  # of its last whole line, in bytes
+        self._entries: Sequence[Entry] = ()  # with what may be read of a line that lacks its end
 
     @property
     def run_id(self) -> str:
@@ -96,21 +100,42 @@ class Ledger:
         """How the run was started. Raises BadInput when its file is damaged."""
         return read_record(self.folder)
 
-    def append(self, event: Event) -> None:
-        """Records an event. It must not hold secrets: the file is kept."""
-        line = json.dumps(to_document(format_time(self.clock.time()), event)) + "\n"
+    def append(self, event: Event, *, patience: float = _ROOM_SECONDS) -> None:
+        """Records an event. It must not hold secrets: the file is kept.
+
+        Args:
+            patience: Seconds to wait for room on a disk that is full.
+
+        Raises:
+            LaunchError: It can't be written.
+        """
+        deadline = self.clock.monotonic() + patience
+        while True:
+            try:
+                return self._write(event)
+            except OSError as error:
+                if self.clock.monotonic() < deadline:
+                    self.clock.sleep(_ROOM_POLL_SECONDS)
+                    continue
+                waited = f" for {patience:.0f} s" if patience else ""
+                raise LaunchError(
+                    f"{self._events}: the event {event.kind!r} can't be recorded{waited}: {error.strerror}; what runs "
+                    "on hosts goes on, and is billed: make room, then `tpu-launch run --attach`"
+                ) from None
+
+    def note(self, event: Event, say: Callable[[str], None]) -> None:
+        """Records what only tells people something. Where it can't be written that is said, and changes nothing."""
         try:
-            with open(os.open(self._events, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b", buffering=0) as file:
-                size = file.seek(0, os.SEEK_END)
-                cut = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-                data = ("\n" * cut + line).encode()
-                if file.write(data) != len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError as error:
-            raise LaunchError(
-                f"{self._events}: the event {event.kind!r} can't be recorded: {error.strerror}; what runs on hosts "
-                "goes on: make room, then `tpu-launch run --attach`"
-            ) from None
+            self.append(event, patience=0.0)
+        except LaunchError as error:
+            say(str(error))
+
+    def _write(self, event: Event) -> None:
+        line = json.dumps(to_document(format_time(self.clock.time()), event)) + "\n"
+        with open(os.open(self._events, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            cut = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            write_whole(file, ("\n" * cut + line).encode())
 
     def entries(self) -> Sequence[Entry]:
         """Everything that was recorded, oldest first."""
@@ -118,14 +143,22 @@ class Ledger:
             size = os.stat(self._events).st_size
         except FileNotFoundError:
             size = 0
-        if size != self._cached[0]:  # it only grows, and is asked for many times a second
-            entries = []
-            for line in self._events.read_text(errors="replace").splitlines():
-                with contextlib.suppress(json.JSONDecodeError):  # cut by a crash
-                    if isinstance(document := json.loads(line), dict):
-                        entries.append(from_document(document))
-            self._cached = size, entries
-        return self._cached[1]
+        if size != self._size:  # it only grows, and is asked for many times a second
+            self._read_on(size)
+        return self._entries
+
+    def _read_on(self, size: int) -> None:
+        """Reads what was appended since the last time; all of a file that has become shorter: somebody replaced it."""
+        if size < self._end:
+            self._whole, self._end = [], 0
+        with open(self._events, "rb") as file:
+            file.seek(self._end)
+            data = file.read()
+        whole, newline, rest = data.rpartition(b"\n")
+        self._size = self._end + len(data)
+        self._end += len(whole) + len(newline)
+        self._whole += _parse(whole)
+        self._entries = (*self._whole, *_parse(rest))
 
     def events(self) -> list[Event]:
         """The events alone, oldest first."""
@@ -204,10 +237,16 @@ class Ledger:
     def supervised(self) -> bool:
         """Whether a process holds the run's lock now."""
         try:
-            with self.supervising(patience=0.0):
-                return False
-        except LaunchError:
+            lock = os.open(self.folder / "lock", os.O_RDONLY)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
             return True
+        finally:
+            os.close(lock)
+        return False
 
     @contextlib.contextmanager
     def supervising(self, patience: float = 5.0) -> Iterator[None]:
@@ -220,7 +259,7 @@ class Ledger:
             LaunchError: Another process supervises the run (Exit.CONFLICT).
         """
         deadline = self.clock.monotonic() + patience
-        with open(os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+") as lock:
+        with open(os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0) as lock:
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -229,17 +268,26 @@ class Ledger:
                     if self.clock.monotonic() < deadline:
                         self.clock.sleep(_LOCK_POLL_SECONDS)
                         continue
-                    holder = lock.read().strip() or "unknown"
+                    holder = lock.read().decode().strip() or "unknown"
                     raise LaunchError(
                         f"run {self.run_id} is supervised by another tpu-launch (process {holder}): "
                         "follow it with `tpu-launch logs -f`",
                         exit_code=Exit.CONFLICT,
                     ) from None
-            lock.seek(0)
-            lock.truncate()
-            lock.write(str(os.getpid()))
-            lock.flush()
+            with contextlib.suppress(OSError):  # a full disk: it holds without saying whose it is
+                lock.truncate(0)
+                lock.write(str(os.getpid()).encode())
             yield
+
+
+def _parse(data: bytes) -> list[Entry]:
+    """The entries of lines; those that a crash has cut say nothing."""
+    entries = []
+    for line in data.decode(errors="replace").split("\n"):
+        with contextlib.suppress(json.JSONDecodeError):
+            if isinstance(document := json.loads(line), dict):
+                entries.append(from_document(document))
+    return entries
 
 
 def same_slice(config: Config, record: RunRecord) -> bool:

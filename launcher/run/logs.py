@@ -17,10 +17,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from launcher.clock import shift
+from launcher.home import write_whole
 from launcher.provider import LOG_OVERLAP, LogLine
 
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
@@ -96,18 +97,45 @@ class HostLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cursor = Cursor()
+        self.behind = False  # whether the newest observation could not be written
         if path.exists():
             self._repair()
             self.cursor.new(tail(path, _TAIL_BYTES))
 
-    def take(self, lines: Iterable[LogLine]) -> list[LogLine]:
-        """Writes the new ones among `lines` and returns them."""
-        fresh = self.cursor.new(lines)
+    def take(self, lines: Iterable[LogLine], since: str | None = None) -> list[LogLine]:
+        """Writes the new ones among `lines` and returns them.
+
+        Args:
+            lines: An observation.
+            since: What it was asked from. One from behind lines that could not be written is left alone: they come
+                first.
+
+        Raises:
+            OSError: They can't be written, for example because the disk is full: all of them are still new.
+        """
+        if self.behind and since is not None and since > (self.cursor.since or ""):
+            return []
+        cursor = replace(self.cursor, recent=self.cursor.recent.copy())
+        fresh = cursor.new(lines)
         if fresh:
-            data = "".join(f"{line.timestamp} {line.text}\n" for line in fresh).encode(errors="surrogateescape")
-            with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
-                file.write(data)
+            text = "".join(f"{line.timestamp} {line.text}\n" for line in fresh)
+            try:
+                self._append(text.encode(errors="surrogateescape"))
+            except OSError:
+                self.behind = True
+                raise
+        self.cursor, self.behind = cursor, False
         return fresh
+
+    def _append(self, data: bytes) -> None:
+        """Writes all of it, or nothing."""
+        with open(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", buffering=0) as file:
+            size = file.seek(0, os.SEEK_END)
+            try:
+                write_whole(file, data)
+            except OSError:
+                file.truncate(size)
+                raise
 
     def _repair(self) -> None:
         """Cuts off a last line that a crash left without its end; it will be delivered again, whole."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -156,8 +156,9 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
     if host is not None and host not in range(own.accelerator.hosts):
         raise BadInput(f"--host {host}: a {own.slice.accelerator_type} has hosts 0 to {own.accelerator.hosts - 1}")
     workers = range(own.accelerator.hosts) if host is None else [host]
+    files = {worker: ledger.log_file(number, worker) for worker in workers}
     offsets = dict.fromkeys(workers, 0)
-    fetcher = _Fetcher(ledger, session.provider, number, workers, context.output)
+    fetcher = _Fetcher(ledger, session.provider, number, files, context.output)
     answered = context.machine.clock.monotonic()
     try:
         while True:
@@ -165,7 +166,7 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
             if not ended:
                 fetcher.fetch()
             for worker in workers:
-                offsets[worker] = _emit_from(ledger.log_file(number, worker), offsets[worker], worker, context.output)
+                offsets[worker] = _emit_from(files[worker], offsets[worker], worker, context.output)
             if ended or not (follow or fetcher.more):
                 return
             if fetcher.more or (fetcher.containers_ended and ledger.has_ended(number)):
@@ -248,10 +249,12 @@ def _emit_from(path: Path, offset: int, worker: int, output: Output) -> int:
 class _Fetcher:
     """Brings the lines of an attempt's hosts into the run's files while no other process supervises the run."""
 
-    def __init__(self, ledger: Ledger, provider: Provider, number: int, workers: Sequence[int], output: Output) -> None:
-        self._ledger, self._provider, self._workers, self._output = ledger, provider, workers, output
+    def __init__(
+        self, ledger: Ledger, provider: Provider, number: int, files: Mapping[int, Path], output: Output
+    ) -> None:
+        self._ledger, self._provider, self._files, self._output = ledger, provider, files, output
         self._number = number
-        self._problems = dict.fromkeys(workers, "")
+        self._problems = dict.fromkeys(files, "")
         self._next_page: dict[int, str] = {}
         """Where the lines begin that the last observation of a host had no room for."""
         self.containers_ended = False
@@ -270,7 +273,7 @@ class _Fetcher:
         pages, self._next_page, self.containers_ended = self._next_page, {}, False
         try:
             with self._ledger.supervising(patience=0.0):
-                running = [self._fetch_from(worker, pages.get(worker)) for worker in self._workers]
+                running = [self._fetch_from(worker, pages.get(worker)) for worker in self._files]
                 self.containers_ended = not any(running)
                 self.silent, self._conflicts = all(self._problems.values()), 0
         except LaunchError as error:
@@ -282,7 +285,7 @@ class _Fetcher:
 
     def _fetch_from(self, worker: int, page: str | None) -> bool:
         """Whether the host's container may go on writing."""
-        log = HostLog(self._ledger.log_file(self._number, worker))
+        log = HostLog(self._files[worker])
         container = container_name(self._ledger.run_id, self._number)
         try:
             observation = self._provider.observe(worker, container, page or log.cursor.since)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from launcher.errors import BadInput, LaunchError
+from launcher.errors import BadInput, LaunchError, from_disk
 from launcher.machine import Machine
 from launcher.machine.tasks import Queue
 from launcher.provider import HostReport, LogLine, Observation, Provider, container_name
@@ -35,6 +35,7 @@ _WORTH_A_POST_MORTEM = frozenset((Kind.FAILED, Kind.HOST_LOST, Kind.PREEMPTED, K
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
 _LAST_LINES, _LAST_BYTES = 8, 20_000  # of the host that is the cause, in the report
 _LAST_OBSERVATIONS = 50  # of 4 MB: bounds the fetching of a huge rest of a log
+_ROOM_SECONDS = 40.0  # for which last lines wait on a full disk of this machine
 _LAST_TRIES = 3  # of a host that does not answer when its last lines are fetched
 _AT_ONCE = 64  # for work on all hosts at once
 
@@ -129,7 +130,7 @@ def _keep_post_mortem(
     except OSError as error:
         say(f"no post-mortem of attempt {attempt.number} could be written: {error}")
         return
-    ledger.append(events.PostMortemWritten(attempt.number, str(path)))
+    ledger.note(events.PostMortemWritten(attempt.number, str(path)), say)
     unmasked = f"; not masked in it: {', '.join(attempt.unknown_secrets)}" if attempt.unknown_secrets else ""
     say(f"logs, inspection, TPU logs and the slice's state are kept in {path}{unmasked}")
 
@@ -184,7 +185,7 @@ def _end_on_hosts(
                 ledger.write_stack(attempt.number, worker, text)
         say(f"the stacks of all hosts' processes are in {ledger.stacks_folder(attempt.number)}")
     for report in stop_hosts(provider, attempt.container, reachable, grace=_FAILURE_GRACE, remove=False):
-        ledger.append(events.HostStopped(attempt.number, report.worker, report.ok, report.detail))
+        ledger.note(events.HostStopped(attempt.number, report.worker, report.ok, report.detail), say)
 
 
 class _Supervision:
@@ -209,6 +210,7 @@ class _Supervision:
         self.turned = begun  # when the main task last began a turn of its loop
         self.hurried = False
         self.stopping = False
+        self.no_room = False  # for lines, on this machine's disk
 
     def watch(self) -> tuple[Verdict, list[int]]:
         """The verdict that ends the attempt, and the hosts that answer."""
@@ -231,7 +233,7 @@ class _Supervision:
                     self.limits,
                     slice_state=self.slice.state,
                     stop_requested=stop_requested,
-                    quiet=now - self.last_line,
+                    quiet=min(view.seen for view in self.views.values()) - self.last_line,
                 )
                 if verdict.kind is Kind.SETTLING:
                     self._hurry()
@@ -276,8 +278,20 @@ class _Supervision:
         self._update_view(news)
 
     def _deliver(self, observation: Observation) -> bool:
-        """Hands on the lines that are new. Whether there were any."""
-        fresh = self.logs[observation.worker].take(observation.lines)
+        """Hands on the lines that are new. Whether there were any. While this machine's disk is full, they stay new."""
+        try:
+            fresh = self.logs[observation.worker].take(observation.lines, observation.since)
+        except OSError as error:
+            if from_disk(error) is None:
+                raise
+            if not self.no_room:
+                self.no_room = True
+                self.output.say(
+                    f"this machine's disk: {error.strerror}: lines wait on their hosts until there is room, and the "
+                    "run is watched meanwhile"
+                )
+            return True
+        self.no_room = False
         for line in fresh:
             self.output.emit(observation.worker, line)
         return bool(fresh)
@@ -287,12 +301,12 @@ class _Supervision:
         view = self.views[worker]
         if news.container is None:
             if view.reachable:
-                self.ledger.append(events.HostOutOfReach(number, worker, news.problem))
+                self.ledger.note(events.HostOutOfReach(number, worker, news.problem), self.output.say)
                 self.output.say(f"host {worker} does not answer: {news.problem}")
             self.views[worker] = replace(view, problem=news.problem or "no answer")
             return
         if not view.reachable:
-            self.ledger.append(events.HostBack(number, worker))
+            self.ledger.note(events.HostBack(number, worker), self.output.say)
             self.output.say(f"host {worker} answers again")
             view = replace(view, answering_since=now)
         if not self.started and news.container.status in ("created", "absent"):
@@ -301,7 +315,8 @@ class _Supervision:
         if (container.ended or container.status == "absent") and ended_seen is None:
             ended_seen, ended_away = now, bool(view.problem)
             what = describe_exit(container) if container.ended else "its container is gone"
-            self.ledger.append(events.HostEnded(number, worker, container.exit_code, container.oom_killed, what))
+            ended = events.HostEnded(number, worker, container.exit_code, container.oom_killed, what)
+            self.ledger.note(ended, self.output.say)
         self.views[worker] = replace(
             view, container=container, seen=now, problem="", ended_seen=ended_seen, ended_away=ended_away
         )
@@ -350,16 +365,16 @@ class _Supervision:
 
         An observation waits on the host, where the end of the container is seen at once.
         """
-        cursor = self.logs[worker].cursor
-        patience, since = 0.0, cursor.since
+        log = self.logs[worker]
+        patience, since = 0.0, log.cursor.since
         while not self.over.is_set():
             begun = self.clock.monotonic()
             observation = self._observe(worker, since, patience)
             if self.over.is_set():
                 return
             self.inbox.put(observation)
-            since = cursor.since or since
-            if observation.more:
+            since = log.cursor.since if log.behind else log.cursor.since or since
+            if observation.more and not log.behind:
                 # From its last line on, without the overlap: that may hold more than an observation does.
                 patience, since = 0.0, max(since or "", observation.lines[-1].timestamp)
                 continue
@@ -373,7 +388,8 @@ class _Supervision:
 
     def _observe(self, worker: int, since: str | None, patience: float) -> Observation:
         try:
-            return self.provider.observe(worker, self.attempt.container, since, patience=patience)
+            observation = self.provider.observe(worker, self.attempt.container, since, patience=patience)
+            return replace(observation, since=since)
         except LaunchError as error:
             return Observation(worker, None, problem=str(error).splitlines()[0])
 
@@ -399,19 +415,25 @@ class _Supervision:
 
     def _fetch_rest_of(self, worker: int, turn: AbstractContextManager[Any]) -> None:
         """Delivers a host's last lines. One that does not answer is asked again: its container is removed next."""
-        since, failures = self.logs[worker].cursor.since, 0
+        log = self.logs[worker]
+        since, failures, begun = log.cursor.since, 0, self.clock.monotonic()
         for _ in range(_LAST_OBSERVATIONS):
             observation = self._observe(worker, since, 0.0)
             if observation.container is None:
                 failures += 1
-                if failures == _LAST_TRIES:
+                problem, last = observation.problem or "no answer", failures == _LAST_TRIES
+            else:
+                with turn:
+                    self._deliver(observation)
+                problem = "this machine's disk is full" if log.behind else ""
+                last = self.clock.monotonic() - begun > _ROOM_SECONDS
+            if problem:
+                if last:
                     with turn:
-                        self.output.say(f"host {worker}: its last lines may be missing: {observation.problem}")
+                        self.output.say(f"host {worker}: its last lines may be missing: {problem}")
                     return
                 self.clock.sleep(OBSERVE_EVERY)
                 continue
-            with turn:
-                self._deliver(observation)
             if not observation.more:
                 return
             since = observation.lines[-1].timestamp

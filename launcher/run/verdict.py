@@ -94,9 +94,10 @@ class HostView:
     @property
     def rebooted(self) -> bool:
         """Whether its host rebooted under the container: the exit code says nothing then. A code that only the trainer
-        gives counts as it is when it was there before the reboot; 0 may be made up, of a reboot before the last."""
+        gives counts as it is when it was there before the reboot; 0 may be made up, of a reboot before the last. That a
+        container was killed for its memory is known only to an engine that saw it."""
         state = self.container
-        if state is None or not (state.ended and state.rebooted):
+        if state is None or not (state.ended and state.rebooted) or state.oom_killed:
             return False
         return not (state.ended_before_reboot and state.exit_code in (TrainerExit.SAVED, TrainerExit.BAD_INPUT))
 
@@ -105,6 +106,11 @@ class HostView:
         """Whether its program had lost a peer before its host rebooted."""
         state = self.container
         return state is not None and state.ended_before_reboot and state.exit_code == TrainerExit.LOST_PEER
+
+    @property
+    def oom_killed(self) -> bool:
+        """Whether its container was killed for its memory: the program's failure, wherever the host was meanwhile."""
+        return self.container is not None and self.container.oom_killed
 
     @property
     def exit_code(self) -> int | None:
@@ -247,7 +253,7 @@ def _judge_failure(
     if lost := [view for view in silent if not view.ended]:
         cause = min(lost, key=lambda view: view.seen)
         return Verdict(Kind.HOST_LOST, _lost(cause, now), symptoms(cause))
-    if restarted := [view for view in failed if view.ended_away and view.exit_code in _KILLED]:
+    if restarted := [view for view in failed if view.ended_away and view.exit_code in _KILLED and not view.oom_killed]:
         cause = min(restarted, key=lambda view: view.finished_at)
         what = "the host went away and came back; its container was killed with it"
         return Verdict(Kind.HOST_LOST, replace(_exit(cause), what=what), symptoms(cause))

@@ -155,6 +155,25 @@ def observe_script(container: str, since: str | None, *, patience: float = 0.0, 
     )
 
 
+def execute_script(container: str, command: Sequence[str], mark: str, *, seconds: int, held: bool) -> str:
+    """Runs a command in the running container. Its last line is `MARK exit CODE`, or `MARK failed REASON`.
+
+    Args:
+        container: its name.
+        command: program and arguments.
+        mark: a word that nothing else prints; the command's environment carries it.
+        seconds: after which the command is ended.
+        held: whether the command is ended as soon as standard input ends.
+    """
+    end = load("end_command")
+    return render("execute", *command, container=container, mark=mark, seconds=seconds, held=held, end=end)
+
+
+def end_execution_script(container: str, mark: str) -> str:
+    """Ends a command that `execute_script` began."""
+    return render("end_execution", container=container, mark=mark, end=load("end_command"))
+
+
 def stacks_script(container: str) -> str:
     """Prints the container's process list, and the stack of each of its Python processes (py-spy is in our images)."""
     return render("stacks", container=container, dump=load("dump_stacks"))

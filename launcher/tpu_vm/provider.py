@@ -19,11 +19,12 @@ from launcher.gcloud.calls import Patience, call_gcloud
 from launcher.gcloud.errors import Conflict, Preempted, explain_error
 from launcher.images.store import unpacked_size
 from launcher.machine import Machine
-from launcher.provider import Attempt, HostReport, Observation, SliceState
+from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
 from launcher.tpu_vm import CAPABILITIES, commands, host_checks, host_output, host_scripts, slices
 from launcher.tpu_vm.host_checks import HostFacts, Problem
 from launcher.tpu_vm.log_window import covers
 from launcher.tpu_vm.ssh.connections import SliceConnections
+from launcher.tpu_vm.ssh.execution import Execution
 from launcher.tpu_vm.ssh.result import HostResult
 from launcher.tpu_vm.ssh.start_gate import PendingStart
 
@@ -202,6 +203,19 @@ class TpuVm:
         if all(result.refused for result in results):
             results = self._connections.run_all_through_gcloud(script, chosen, timeout=timeout)
         return [_to_report(result, "stopped") for result in results]
+
+    def execute(
+        self,
+        container: str,
+        command: Sequence[str],
+        workers: Sequence[int],
+        *,
+        seconds: float,
+        on_line: Callable[[int, str], None],
+    ) -> list[CommandReport]:
+        """Runs a command in a live container; see `ssh.execution`."""
+        execution = Execution(self._connections, self._machine, container, command, seconds=seconds, on_line=on_line)
+        return execution.run(workers)
 
     def evidence(self, container: str, workers: Sequence[int]) -> dict[str, str]:
         """The API's description of the slice, and what the hosts know of a container that failed."""

@@ -25,6 +25,7 @@ from launcher.provider import SliceState
 from launcher.tpu_vm import commands, ownership, placement
 
 _SECONDS = 120.0  # for one question; creating and deleting a request is quick, providing it is not
+_FIRST_LOOK_SECONDS = 120.0  # until an API that does not answer ends what has not begun
 _POLL_SECONDS = 2.0
 _REPORT_SECONDS = 60.0
 _LONGEST_PAUSE = 300.0
@@ -165,7 +166,10 @@ class _Acquisition:
         assert config.slice.queued is not None
         self.config, self.labels, self.node, self.say, self.machine = config, labels, node, say, machine
         self.patience = Patience(machine, say, f"request {config.slice.name}")
-        self.request = describe(config, machine)
+        # A hiccup must not end this: the request of an earlier command may be there, and be granted.
+        first_look = Patience(machine, say, f"request {config.slice.name}", doubts=False)
+        look_until = machine.clock.monotonic() + _FIRST_LOOK_SECONDS
+        self.request = first_look.ask(lambda: describe(config, machine), look_until)
         self.pause = 0.0  # before the next request, when one was lost
         self.lost_answers = 0
         self.node_missing_since: float | None = None

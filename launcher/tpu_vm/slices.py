@@ -55,6 +55,7 @@ def parse_state(text: str) -> SliceState:
         created=node.get("createTime", ""),
         uid=node.get("id", ""),
         labels=node.get("labels", {}),
+        request=node.get("queuedResource", "").rsplit("/", 1)[-1],
     )
 
 
@@ -140,6 +141,8 @@ def create(config: Config, say: Say, machine: Machine) -> SliceState:
                 stockout = error
                 if len(zones) > 1:
                     say(str(error).splitlines()[0])
+            except LaunchError as error:
+                raise creation.with_bill(error) from None
         wait = pause * (0.5 + machine.random.random())  # jitter: others wait for the same capacity
         left = config.slice.stockout_minutes * 60 - (machine.clock.monotonic() - begin)
         if wait > left:
@@ -171,7 +174,7 @@ class _Creation:
     def __init__(self, config: Config, say: Say, machine: Machine) -> None:
         self.config, self.say, self.machine = config, say, machine
         self.patience = Patience(machine, say, f"slice {config.slice.name}")
-        self.exists = False  # when it was described last
+        self.exists: bool | None = None  # when it was described last
         self.asked = 0
         self.granted = False  # whether gcloud reported the end of a creation
         self.lost: LaunchError | None = None  # why the answer to a creation is not known
@@ -201,6 +204,18 @@ class _Creation:
                 "interrupted: Google may go on creating it. `tpu-launch up` goes on waiting, `tpu-launch down` deletes "
                 "it"
             )
+
+    def with_bill(self, error: LaunchError) -> LaunchError:
+        """The error, which says what it leaves: of a request in the queue that has been said."""
+        is_asked_for = self.asked and self.config.slice.queued is None
+        is_left = self.exists or (error.transient and (is_asked_for or self.exists is None))
+        if not is_left or isinstance(error, Conflict) or "`tpu-launch down`" in str(error):
+            return error
+        return type(error)(
+            f"{error}\n  slice {self.config.slice.name} may be there, and is billed then: `tpu-launch up` goes on with "
+            "it, `tpu-launch down` deletes it",
+            exit_code=error.exit_code,
+        )
 
     def _act(self, node: SliceState) -> bool:
         """One step towards READY; whether it is there."""
@@ -385,6 +400,8 @@ def _look_and_delete(config: Config, say: Say, machine: Machine) -> bool:
     try:
         request = looking.result()
     except LaunchError:
+        request = patience.ask(lambda: _describe_request(config, machine), deadline)
+    if request is None and node is not None and node.request:  # made and granted after it was looked for
         request = patience.ask(lambda: _describe_request(config, machine), deadline)
     if request is None and node is None:
         return False

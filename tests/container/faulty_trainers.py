@@ -1,19 +1,16 @@
 """Trainers with an injected fault: the real `tpu-train train`, in a process of its own that is killed, or asked to
 stop, at a named point or some time after it.
 
-A fork server imports the framework once, so that an attempt costs little more than its compilations. Faults are
-injected by wrapping the trainer's own functions in the forked process; what runs between them is the code that users
-run.
+Faults are injected by wrapping the trainer's own functions in a fork of `fork_server`; what runs between them is the
+code that users run.
 """
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,20 +22,10 @@ from typing import Any
 import yaml
 
 from tests.container import small_runs
+from tests.container.fork_server import become_trainer, fork, run_trainer
 from training import storage
 from training.checkpoint.reader import verify
 from training.checkpoint.store import committed_steps
-
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "google.cloud.storage",
-        "training.backends.torch_xla.backend",
-        "training.backends.torch_xla.gloo",
-        "training.trainer",
-        "transformers.models.bert.modeling_bert",
-    ]
-)
 
 # The named points of a save that every host passes, in this order; and those that only host 0 passes.
 POINTS = (
@@ -77,7 +64,7 @@ class Attempt:
     def everything(self) -> str:
         return "\n".join(f"--- host {worker}\n{self.text(worker)[-3000:]}" for worker in range(len(self.logs)))
 
-    def finish(self, seconds: float = 120) -> list[int]:
+    def finish(self, seconds: float = 600) -> list[int]:
         """Exit codes; a signal's is negative. Fails when a trainer outlives `seconds`."""
         deadline = time.monotonic() + seconds
         try:
@@ -136,9 +123,7 @@ class Run:
                 (faults or {}).get(worker),
                 self.ahead.get(worker, 0.0),
             )
-            process = _CONTEXT.Process(target=_run_trainer, args=arguments, daemon=True)
-            process.start()
-            attempt.processes.append(process)
+            attempt.processes.append(fork(_run_trainer, *arguments))
             attempt.logs.append(log)
         return attempt
 
@@ -194,20 +179,14 @@ def resumed_at(text: str) -> int:
 def _run_trainer(
     environment: dict[str, str], config: str, log: str, trained: str, fault: Fault | None, ahead: float
 ) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.environ.update(environment)
+    become_trainer(environment, config, log)
     wall = time.time
     time.time = lambda: wall() + ahead
-    from training.cli import main as cli
     from training.storage import gcs as bucket
 
-    bucket.patience = bucket.Patience(connect=2, silence=3, deadline=3, first_delay=0.02, longest_delay=0.3)
+    bucket.patience = bucket.Patience(connect=20, silence=20, deadline=15, first_delay=0.02, longest_delay=0.3)
     _inject(fault or Fault("never"), trained)
-    sys.argv = ["tpu-train", "train", config]
-    cli._BEGAN = time.monotonic()
-    cli.main()
+    run_trainer()
 
 
 class _Injector:

@@ -36,13 +36,13 @@ def labelled_document(folder: Path, backend: str) -> dict[str, Any]:
     small_runs.write_tokenizer(folder / "tokenizer")
     write_classification(folder / "train", folder / "tokenizer", 96, 1)
     write_classification(folder / "evaluation", folder / "tokenizer", 37, 2)
-    return classification_document(folder, backend=backend, train__steps=STEPS, train__learning_rate=0.003)
+    return classification_document(folder, seed=1, backend=backend, train__steps=STEPS, train__learning_rate=0.003)
 
 
 def regression_document(folder: Path, backend: str) -> dict[str, Any]:
     """Twenty steps of regression, over batches of several lengths."""
     prepare_regression(folder)
-    return regression_settings(folder, backend=backend, train__steps=STEPS, train__learning_rate=0.003)
+    return regression_settings(folder, seed=1, backend=backend, train__steps=STEPS, train__learning_rate=0.003)
 
 
 DOCUMENTS = {"mlm": mlm_document, "classification": labelled_document, "regression": regression_document}

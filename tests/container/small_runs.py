@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import google_crc32c
 import numpy as np
 import yaml
 
+from tests.container.fork_server import ForkedTrainer
+from tests.xla_flags import COMPILE_FAST, UNOPTIMIZED
 from training.config import from_document
 from training.data import tokenizer as tokenizers
 from training.data.formats import dataset as datasets
@@ -32,9 +34,8 @@ from training.telemetry.phase_timer import PhaseTimer
 from training.trainer import train
 from training.yaml_file import Document
 
-# Tiny models are trained for moments: compiling fast matters more than fast programs. Read when torch_xla is first
-# imported.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# Read when torch_xla is first imported.
+os.environ.setdefault("XLA_FLAGS", COMPILE_FAST if os.environ.get("PJRT_DEVICE") == "CPU" else UNOPTIMIZED)
 
 VOCABULARY = 200
 SEQUENCE = 32
@@ -156,31 +157,31 @@ def prepare(folder: Path) -> Path:
 class Host:
     """One trainer process."""
 
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedTrainer
     out: Path
 
-    def finish(self, seconds: float = 120) -> int:
+    def finish(self, seconds: float = 600) -> int:
         return self.process.wait(timeout=seconds)
 
     def text(self) -> str:
         return self.out.read_text()
 
-    def wait_until_it_listens(self, seconds: float = 120) -> None:
+    def wait_until_it_listens(self, seconds: float = 600) -> None:
         """Until SIGTERM asks the trainer to stop; before, it would end the process at once."""
         deadline = time.monotonic() + seconds
         status = Path(f"/proc/{self.process.pid}/status")
         while not int(status.read_text().partition("SigCgt:")[2].split()[0], 16) >> (signal.SIGTERM - 1) & 1:
             assert self.process.poll() is None, (
-                f"ended with {self.process.returncode} before it listened to signals:\n{self.text()}"
+                f"ended with {self.process.poll()} before it listened to signals:\n{self.text()}"
             )
             assert time.monotonic() < deadline, f"no handler of SIGTERM within {seconds} s:\n{self.text()}"
             time.sleep(0.02)
 
-    def wait_for(self, text: str, seconds: float = 120) -> None:
+    def wait_for(self, text: str, seconds: float = 600) -> None:
         """Until the trainer has printed `text`."""
         deadline = time.monotonic() + seconds
         while text not in self.text():
-            assert self.process.poll() is None, f"ended with {self.process.returncode} before {text!r}:\n{self.text()}"
+            assert self.process.poll() is None, f"ended with {self.process.poll()} before {text!r}:\n{self.text()}"
             assert time.monotonic() < deadline, f"no {text!r} within {seconds} s:\n{self.text()}"
             time.sleep(0.02)
 
@@ -218,7 +219,11 @@ def start(
 ) -> list[Host]:
     """Starts the trainers of a run of `hosts` hosts on loopback: all of them, or `only` one.
 
-    `homes`: the folder that each one works in. `prefix`: a command that starts them."""
+    `homes`: the folder that each one works in. `prefix`: a command that starts them. `environment`: variables. Trainers
+    of PyTorch on CPUs are forks, but where a prefix or variables, which libraries read when they are imported, are
+    given."""
+    pytorch = config.get("backend") != "tensorflow" and os.environ.get("PJRT_DEVICE") == "CPU"
+    forked = pytorch and not prefix and not environment
     logs = folder / "logs"
     logs.mkdir(exist_ok=True)
     path = logs / f"{run_id}.{attempt}.{'all' if only is None else only}.yaml"
@@ -227,18 +232,28 @@ def start(
     started = []
     for worker in range(hosts) if only is None else [only]:
         out = logs / f"{run_id}.{attempt}.{worker}.log"
-        cluster = cluster_environment(run_id, attempt, worker, hosts, ports)
-        with out.open("w") as log:
-            process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", "training.cli", "train", str(path)],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=homes[worker] if homes else None,
-                env={**os.environ, **cluster, **environment},
-            )
-        started.append(Host(process, out))
+        told = {**os.environ, **cluster_environment(run_id, attempt, worker, hosts, ports), **environment}
+        home = homes[worker] if homes else None
+        out.write_text("")
+        started.append(
+            Host(ForkedTrainer(path, out, told, home) if forked else process(path, out, told, home, prefix), out)
+        )
     return started
+
+
+def process(
+    config: Path, out: Path, environment: Mapping[str, str], home: Path | None, prefix: Sequence[str]
+) -> subprocess.Popen[str]:
+    """`tpu-train train CONFIG` as a process of its own."""
+    with out.open("w") as log:
+        return subprocess.Popen(
+            [*prefix, sys.executable, "-m", "training.cli", "train", str(config)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=home,
+            env=environment,
+        )
 
 
 def summary(folder: Path, run_id: str) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def test_a_loader_that_raises_on_one_host(mlm: Path) -> None:
     lost(told[0], r"record 31 at byte \d+: its checksum")
 
 
+@pytest.mark.nightly
 def test_a_label_outside_the_range_on_one_host(labelled: Path) -> None:
     homes = hosts_of(labelled, "label")
     for shard in (homes[1] / "train").glob("*.tfrecord"):
@@ -140,6 +141,7 @@ def test_a_pretrained_folder_with_missing_weights(mlm: Path) -> None:
     assert re.search(r"lacks \d+ of the model's weights: bert\.embeddings", told[0]), told[0]
 
 
+@pytest.mark.nightly
 def test_a_loss_that_is_not_finite(mlm: Path) -> None:
     config = small_runs.document(mlm, train__learning_rate=1e30, train__clip_norm=None, train__warmup_steps=0)
     codes, told = end(mlm, "infinite", hosts_of(mlm, "infinite"), config)

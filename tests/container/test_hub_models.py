@@ -105,7 +105,7 @@ def test_a_model_that_the_hub_does_not_give_is_named_with_what_to_do(folder: Pat
             },
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         assert ended.stdout.startswith(
             "model.path org/other: there is no such folder, and the Hub did not give a model of that name: "

@@ -112,7 +112,7 @@ def test_training_does_not_wait_for_a_slow_hub(folder: Path, server: hub_server.
     began = time.monotonic()
     pushes.committed(4)
     assert time.monotonic() - began < 5
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while not any("/commit/" in request for request in server.requests):
         assert time.monotonic() < deadline, "the upload did not come to its commit within 60 s"
         time.sleep(0.05)
@@ -127,7 +127,7 @@ def test_push_is_a_command_and_leaves_a_card_alone(
 ) -> None:
     server.repositories[REPOSITORY] = hub_server.Repository(private=False, files={"README.md": b"written by hand"})
     command = [sys.executable, "-m", "training.cli", "push", str(folder / "runs" / "pushed"), REPOSITORY, "--step", "4"]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    output = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert output.startswith(f"{REPOSITORY}: the model after step 4: {server.url}")
     assert server.repositories[REPOSITORY].files["README.md"] == b"written by hand"
     monkeypatch.delenv("HF_TOKEN")

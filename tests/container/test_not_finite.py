@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.container.poisoned_runs import (
     assert_skip_leaves_the_state_alone,
     assert_stop_commits_nothing_behind_it,
@@ -23,5 +25,6 @@ def test_nothing_is_committed_behind_a_finite_loss_with_an_infinite_gradient(tmp
     assert_stop_commits_nothing_behind_it(tmp_path, "torch-xla", 1e19)
 
 
+@pytest.mark.nightly
 def test_two_hosts_leave_the_same_update_out(tmp_path: Path) -> None:
     assert_two_hosts_skip_alike(tmp_path, "torch-xla")

@@ -63,7 +63,7 @@ def test_every_cell_runs_and_the_command_gives_the_same_bits(folder: Path) -> No
     [parameters] = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())]
     parameters.source += f"\nsettings = {SETTINGS!r}\nquery = 'w110 w120 w130 w140'"
     NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+        notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
     ).execute()
     printed = [text_of(cell) for cell in notebook.cells if cell.cell_type == "code"]
     assert "64 records of 16 tokens" in printed[1], printed[1]
@@ -72,7 +72,7 @@ def test_every_cell_runs_and_the_command_gives_the_same_bits(folder: Path) -> No
 
     settings = [word for each in SETTINGS for word in ("--set", each)]
     command = [sys.executable, "-m", "training.cli", "train", "banking77.yaml", "--run-id", "command", *settings]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     summary = json.loads((folder / "runs" / "command" / "summary.json").read_text())
     assert f"weights: {summary['final_weights_crc32c']}" in printed[-2]

@@ -55,7 +55,7 @@ def files_in(folder: str) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def wait_for(attempt: Attempt, text: str, seconds: float = 120) -> None:
+def wait_for(attempt: Attempt, text: str, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while text not in attempt.text():
         assert time.monotonic() < deadline, f"no {text!r} within {seconds} s\n{attempt.everything()}"
@@ -63,6 +63,7 @@ def wait_for(attempt: Attempt, text: str, seconds: float = 120) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.nightly
 def test_clocks_that_differ_by_days_change_nothing(folder: Path, undisturbed: dict[str, Any]) -> None:
     config = small_runs.document(folder, **SMALL, checkpoint__every_minutes=0.01)
     run = Run(folder, "skewed", 2, config, ahead={0: -86_400.0, 1: 3 * 86_400.0})
@@ -73,6 +74,7 @@ def test_clocks_that_differ_by_days_change_nothing(folder: Path, undisturbed: di
     finish(run, undisturbed)
 
 
+@pytest.mark.nightly
 def test_of_two_launchers_on_one_run_the_later_goes_on_and_the_earlier_leaves(
     folder: Path, undisturbed: dict[str, Any]
 ) -> None:
@@ -93,6 +95,7 @@ def test_of_two_launchers_on_one_run_the_later_goes_on_and_the_earlier_leaves(
     assert later.newest() > resumed_at(second.text())
 
 
+@pytest.mark.nightly
 def test_a_run_id_is_used_again_by_a_launcher_that_counts_from_zero(folder: Path, undisturbed: dict[str, Any]) -> None:
     config = small_runs.document(folder, **SMALL)
     attempt = Run(folder, "reused", 2, config).start({0: Fault("a step", 7, signals=(signal.SIGTERM,))})
@@ -103,6 +106,7 @@ def test_a_run_id_is_used_again_by_a_launcher_that_counts_from_zero(folder: Path
     finish(Run(folder, "reused", 2, config), undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_full_disk_on_one_host_ends_the_attempt_and_costs_one_save(folder: Path, undisturbed: dict[str, Any]) -> None:
     run = Run(folder, "full", 2, small_runs.document(folder, **SMALL))
     attempt = run.start({1: Fault("within the part", 2, error=errno.ENOSPC)})
@@ -116,6 +120,7 @@ def test_a_full_disk_on_one_host_ends_the_attempt_and_costs_one_save(folder: Pat
     assert list(Path(run.checkpoints).rglob(".*.partial")) == []
 
 
+@pytest.mark.nightly
 def test_a_host_that_freezes_in_a_save_is_named_and_can_do_no_harm_when_it_wakes_up(
     folder: Path, undisturbed: dict[str, Any]
 ) -> None:

@@ -121,7 +121,9 @@ def traced_step(folder: Path, name: str, target: str, **changes: Any) -> dict[st
     return figures
 
 
-@pytest.mark.parametrize("evaluation", ["with evaluation", "without, and with the choice to skip"])
+@pytest.mark.parametrize(
+    "evaluation", [pytest.param("with evaluation", marks=pytest.mark.nightly), "without, and with the choice to skip"]
+)
 def test_all_of_the_state_is_donated_whatever_was_traced_before(folder: Path, evaluation: str) -> None:
     skip = {"data__evaluation": None, "train__on_nonfinite": "skip"}  # the old state is needed to the program's end
     changes: dict[str, Any] = {} if evaluation == "with evaluation" else skip

@@ -241,7 +241,7 @@ def test_evaluate_is_a_command(undisturbed: dict[str, Any], folder: Path) -> Non
         str(folder / "run.yaml"),
         "--json",
     ]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True).stdout
+    told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert json.loads(told)["loss"] == undisturbed["eval_loss"]
     assert json.loads(told)["examples"] == 19
 

@@ -22,7 +22,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_runs.prepare(tmp_path_factory.mktemp("runs"))
 
 
-def finish(hosts: list[small_runs.Host], seconds: float = 120) -> list[int]:
+def finish(hosts: list[small_runs.Host], seconds: float = 600) -> list[int]:
     return [host.finish(seconds) for host in hosts]
 
 
@@ -39,21 +39,21 @@ def test_two_hosts_report_one_run(undisturbed: dict[str, Any]) -> None:
     assert undisturbed["compilations"] == 3  # gradients, update, evaluation
 
 
-@pytest.mark.timeout(600)  # seven trainers
-def test_one_two_and_four_hosts_train_alike(folder: Path) -> None:
+@pytest.mark.timeout(600)  # five trainers
+@pytest.mark.nightly
+def test_four_hosts_train_as_one(folder: Path) -> None:
     config = small_runs.document(folder, train__steps=50, checkpoint__every_steps=None)
-    for hosts in (1, 2, 4):
+    for hosts in (1, 4):
         running = small_runs.start(folder, f"on-{hosts}", config, hosts=hosts)
         assert finish(running, 240) == [0] * hosts, "".join(host.text() for host in running)
-    one, two, four = (
+    one, four = (
         [line["loss"] for line in metrics.read_history(str(folder / "runs" / f"on-{hosts}")) if "loss" in line]
-        for hosts in (1, 2, 4)
+        for hosts in (1, 4)
     )
     assert len(one) == 50
-    assert two == pytest.approx(one, rel=1e-5)
     assert four == pytest.approx(one, rel=1e-5)
-    evaluated = [small_runs.summary(folder, f"on-{hosts}")["eval_loss"] for hosts in (1, 2, 4)]
-    assert evaluated == pytest.approx([evaluated[0]] * 3, rel=1e-5)
+    evaluated = [small_runs.summary(folder, f"on-{hosts}")["eval_loss"] for hosts in (1, 4)]
+    assert evaluated[1] == pytest.approx(evaluated[0], rel=1e-5)
 
 
 @pytest.mark.timeout(600)  # five runs of two trainers

@@ -1,6 +1,7 @@
 """A host for the scripts of tpu-launch: real shells, and in place of docker, curl and sudo programs that write down how
 they were called and answer as the test says."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -8,11 +9,12 @@ from pathlib import Path
 SHELLS = ("dash", "bash")
 
 _PROGRAMS = {
-    # Each call a line in `calls`; the words of `create` one by one in `create`. Answers: the first file in `answers`
-    # whose name begins a call (with _ for a blank); without one, a `docker inspect` fails as the real one does, with an
-    # empty line, and all else succeeds.
+    # Each call in `calls`, its first word a line in `verbs`; the words of `create` one by one in `create`. Answers: the
+    # first file in `answers` whose name begins a call (with _ for a blank); without one, a `docker inspect` fails as
+    # the real one does, with an empty line, and all else succeeds.
     "docker": """
 echo "$*" >>"$HOST/calls"
+echo "$1" >>"$HOST/verbs"
 [ "$1" != create ] || printf '%s\\0' "$@" >"$HOST/create"
 [ "$1" != cp ] || cp -r "$2" "$HOST/copied"
 for answer in "$HOST"/answers/*; do
@@ -55,9 +57,19 @@ class ScriptHost:
         """Docker calls that begin with `call` run these shell lines."""
         (self.folder / "answers" / call.replace(" ", "_")).write_text(shell)
 
-    def answer_status(self, status: str) -> None:
-        """`docker inspect` says this of the container's status, and nothing of its labels."""
-        self.answer("inspect", f'case "$*" in *Labels*) ;; *) echo {status} ;; esac')
+    def answer_container(self, state: dict[str, object], created_on: str = "") -> None:
+        """What `docker inspect --format TEMPLATE NAME` prints of a container of image sha256:ab, with that state and
+        label of a boot."""
+        fields = {
+            "json .State": json.dumps(state),
+            ".State.Status": str(state["Status"]),
+            ".State.Running": json.dumps(state["Status"] == "running"),
+            ".Image": "sha256:ab",
+            'json (index .Config.Labels "tpu-launch.boot")': json.dumps(created_on),
+            'index .Config.Labels "tpu-launch.boot"': created_on,
+        }
+        replacements = (f"-e 's|{{{{{field}}}}}|{value}|'" for field, value in fields.items())
+        self.answer("inspect --format", f"""printf '%s\\n' "$3" | sed {" ".join(replacements)}""")
 
     def popen(self, script: str, shell: str = "sh") -> "subprocess.Popen[str]":
         return subprocess.Popen(
@@ -81,6 +93,12 @@ class ScriptHost:
     def calls(self) -> list[str]:
         path = self.folder / "calls"
         return path.read_text().splitlines() if path.exists() else []
+
+    @property
+    def verbs(self) -> list[str]:
+        """What docker was called for: the first word of each call, whose others may hold line ends."""
+        path = self.folder / "verbs"
+        return path.read_text().split() if path.exists() else []
 
     @property
     def created(self) -> list[str]:

@@ -4,8 +4,10 @@ real, gcloud is its printed words."""
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,16 +15,18 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import paramiko
 import pytest
 
 from launcher.config import Config, load
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.errors import Conflict
+from launcher.machine.remote import ConnectionFailed
 from launcher.provider import Attempt, HostReport, Overlay, SliceState
 from launcher.providers import this_machine
 from launcher.shell import Result
 from launcher.tpu_vm.provider import TpuVm
-from launcher.tpu_vm.ssh import addresses
+from launcher.tpu_vm.ssh import addresses, transport
 from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.result import HostResult
@@ -284,3 +288,65 @@ def test_a_host_that_was_missed_when_secrets_were_delivered_gets_the_same_again(
     assert [report.ok for report in slice_.start(attempt)] == [True, True]
     assert [workers for workers, _ in sent] == [None, [1]]
     assert all(f"TPU_LAUNCH_SECRET={attempt.host_secret}" in (stdin or "") for _, stdin in sent)
+
+
+def test_commands_to_all_hosts_at_once_share_one_client_which_reads_its_key_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first commands of a process go to all hosts at once. What listens here is no sshd."""
+    read: list[str] = []
+
+    class SlowToMake(transport.SshClient):
+        def __init__(self) -> None:
+            time.sleep(0.2)  # as the import of its module
+            super().__init__()
+
+        def _read_key(self, path: str) -> paramiko.PKey:
+            read.append(path)
+            return super()._read_key(path)
+
+    key = make_key(tmp_path, "ed25519")
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
+        monkeypatch.setattr(transport, "SshClient", SlowToMake)
+        monkeypatch.setattr(transport, "_SSH_PORT", listener.getsockname()[1])
+        closing = threading.Thread(target=refuse, args=(listener, 8), daemon=True)
+        closing.start()
+        machine = this_machine()
+
+        def connect(worker: int) -> str:
+            with pytest.raises(ConnectionFailed) as failed:
+                machine.connect(Address(worker, "127.0.0.1", "me", str(key), str(tmp_path / "known"), "a"))
+            return str(failed.value)
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(connect, range(8)))
+        closing.join(10)
+    assert read == [str(key)]
+
+
+@pytest.mark.parametrize(
+    "options", [("rsa", "-b", "2048"), ("rsa", "-b", "2048", "-m", "PEM"), ("ed25519",), ("ecdsa",)]
+)
+def test_every_kind_of_key_that_gcloud_uses_is_read(tmp_path: Path, options: tuple[str, ...]) -> None:
+    key = make_key(tmp_path, *options)
+    public = key.with_suffix(".pub").read_text().split()
+    read = transport.SshClient().key(str(key))
+    assert [read.get_name(), read.get_base64()] == public[:2]
+
+
+def test_a_locked_key_is_told(tmp_path: Path) -> None:
+    key = make_key(tmp_path, "rsa", "-b", "2048", passphrase="secret")
+    with pytest.raises(paramiko.AuthenticationException, match="is locked, or of a kind that only ssh can read"):
+        transport.SshClient().key(str(key))
+
+
+def refuse(listener: socket.socket, connections: int) -> None:
+    """Closes each connection as soon as it comes."""
+    for _ in range(connections):
+        listener.accept()[0].close()
+
+
+def make_key(folder: Path, kind: str, *options: str, passphrase: str = "") -> Path:
+    path = folder / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", kind, *options, "-N", passphrase, "-f", path], check=True)
+    return path

@@ -17,7 +17,7 @@ from launcher.checks.doctor import Verdict, quota_row
 from launcher.cli.main import cli
 from launcher.config import Config, load
 from launcher.errors import BadInput
-from launcher.images import overlay
+from launcher.images.overlays import overlay
 from launcher.run import env_file
 from launcher.tpu_vm import commands, idle_shutdown
 

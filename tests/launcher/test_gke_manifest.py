@@ -263,6 +263,7 @@ def test_the_example_is_a_file_that_can_be_used() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["exec", "--provider", "gke"], "`kubectl exec POD -- COMMAND` runs a command in a pod"),
         (["plan", "--provider", "gke"], "tpu-launch plan is for TPU VMs; with --provider gke there are up, run"),
         (["--emulated", "run", "--provider", "gke"], "a cluster is not emulated"),
     ],

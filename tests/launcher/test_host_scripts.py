@@ -51,6 +51,8 @@ def prepare(**changes: object) -> str:
         host_scripts.stop_script("demo", 5, remove=True),
         host_scripts.evidence_script("demo"),
         host_scripts.stacks_script("demo"),
+        host_scripts.execute_script("demo", ["echo", "it's"], "mark", seconds=5, held=True),
+        host_scripts.end_execution_script("demo", "mark"),
         host_scripts.secrets_script(attempt()),
         host_scripts.overlay_script(attempt(overlay=Overlay("/opt/it's here", b"x"))),
         host_checks.check_script("repo@sha256:ab", "run'1", "v5p-8"),
@@ -122,7 +124,7 @@ def test_huge_pages_are_switched_on_where_they_help_and_a_refusal_is_no_failure(
     path.write_text("always [madvise] never\n")
     if not may:
         host.replace("sudo", "echo no >&2; exit 1")
-    host.answer("inspect --format {{.Image}}", "echo sha256:ab")
+    host.answer_container({"Status": "created"})
     script = host_scripts.prepare_script(attempt(), ["10.0.0.1"], kind).replace(HUGE_PAGES, str(path))
     assert host.run(script, shell) == "tpu-launch 3 ready sha256:ab\n"
     assert (path.read_text() == "always\n") == (wanted and may)
@@ -138,7 +140,7 @@ def test_a_host_that_another_run_uses_is_left_alone(host: ScriptHost, shell: str
 @pytest.mark.parametrize("shell", SHELLS)
 def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: ScriptHost, shell: str) -> None:
     host.answer("ps", "echo demo-1 tpu-launch-demo-1-9 running; echo other tpu-launch-other-0 exited")
-    host.answer("inspect --format {{.Image}}", "echo sha256:ab")
+    host.answer_container({"Status": "created"})
     assert host.run(prepare(), shell) == "tpu-launch 3 ready sha256:ab\n"
     assert [call for call in host.calls if call.startswith("rm --force")] == ["rm --force tpu-launch-demo-1-9"]
     assert not any(call.startswith("pull") for call in host.calls), "an image that is named by its id is there"
@@ -193,7 +195,7 @@ def test_an_overlay_is_copied_and_its_hash_comes_back(host: ScriptHost, shell: s
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> None:
     container = f"tpu-launch-test-{host.folder.parent.name}-{shell}"
-    host.answer("inspect", "echo false")
+    host.answer_container({"Status": "exited"})
     stop = host_scripts.stop_script(container, 5, remove=False)
     for _ in range(2):
         assert host.run(stop, shell) == "tpu-launch 3 stopped\n"
@@ -222,7 +224,7 @@ def test_secrets_that_do_not_arrive_end_the_command_with_a_message(tmp_path: Pat
 @pytest.mark.parametrize("shell", SHELLS)
 def test_of_two_runs_that_were_prepared_at_once_one_starts(host: ScriptHost, shell: str) -> None:
     """The engine lists what was started; the first start takes long."""
-    host.answer_status("created")
+    host.answer_container({"Status": "created"})
     host.answer("start", 'sleep 0.5; echo "$2" >>"$HOST/running"')
     host.answer("ps", 'sed -e "s/^tpu-launch-//" -e "s/-0$//" "$HOST/running" 2>/dev/null')
     starts = [host.popen(host_scripts.start_script(attempt(run_id=name)), shell) for name in ("demo-1", "demo-2")]
@@ -242,14 +244,14 @@ def test_a_host_whose_engine_is_down_has_not_stopped_anything(host: ScriptHost, 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_stop_keeps_a_container_from_starting_that_was_only_created(host: ScriptHost, shell: str) -> None:
-    host.answer_status("created")
+    host.answer_container({"Status": "created"})
     host.run(host_scripts.stop_script("demo", 5, remove=False), shell)
     assert "rm --force demo" in host.calls
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, shell: str) -> None:
-    answer_inspect(host, {"Status": "running"}, "an earlier boot")
+    host.answer_container({"Status": "running"}, "an earlier boot")
     host.answer("logs", "echo 2026-01-01T00:00:00.5Z hello")
     script = host_scripts.observe_script("demo", "2026-01-01T00:00:00Z", patience=2.0, tail=10)
     summary, line = host.run(script, shell).splitlines()
@@ -271,26 +273,12 @@ def test_an_observation_asks_for_the_lines_that_are_wanted(host: ScriptHost, she
 def test_a_host_whose_clock_stepped_back_gives_its_last_lines(
     host: ScriptHost, shell: str, now: str, options: str
 ) -> None:
-    answer_inspect(host, {"Status": "running"}, "a boot")
+    host.answer_container({"Status": "running"}, "a boot")
     host.replace("date", f'case "$*" in *%Y*) echo {now} ;; *) exec /bin/date "$@" ;; esac')
     host.run(host_scripts.observe_script("demo", "2026-01-01T00:00:10.5Z", tail=10), shell)
     assert host.calls[-1] == f"logs --timestamps {options} demo"
     host.run(host_scripts.observe_script("demo", "2026-01-01T00:00:10.5Z"), shell)
     assert host.calls[-1] == "logs --timestamps --since 2026-01-01T00:00:10.5Z demo"
-
-
-def answer_inspect(host: ScriptHost, state: dict[str, object], created_on: str) -> None:
-    """What `docker inspect` prints of a container, as its Go template says."""
-    (host.folder / "state").write_text(json.dumps(state))
-    host.answer(
-        "inspect",
-        f"""
-format=$(echo "$*" | sed -e 's/^inspect --format //' -e 's/ [^ ]*$//')
-echo "$format" | sed -e "s|{{{{json .State}}}}|$(cat "$HOST/state")|" -e 's|{{{{.State.Status}}}}|{state["Status"]}|' \\
-  -e 's|{{{{json (index .Config.Labels "tpu-launch.boot")}}}}|"{created_on}"|' \\
-  -e 's|{{{{index .Config.Labels "tpu-launch.boot"}}}}|{created_on}|'
-""",
-    )
 
 
 def boot_of(host: ScriptHost, shell: str) -> str:
@@ -307,11 +295,11 @@ def test_an_end_says_whether_the_host_rebooted_under_the_container(
 ) -> None:
     created_on = "another-boot.7" if rebooted else boot_of(host, shell)
     state = {"Status": "exited", "ExitCode": 255, "FinishedAt": "2999-01-01T00:00:00Z"}
-    answer_inspect(host, state, created_on)
+    host.answer_container(state, created_on)
     container = parse_observation(3, host.run(host_scripts.observe_script("demo", None), shell)).container
     assert container is not None
     assert (container.exit_code, container.rebooted, container.ended_before_reboot) == (255, rebooted, False)
-    answer_inspect(host, {**state, "FinishedAt": "2001-01-01T00:00:00Z"}, created_on)
+    host.answer_container({**state, "FinishedAt": "2001-01-01T00:00:00Z"}, created_on)
     container = parse_observation(3, host.run(host_scripts.observe_script("demo", None), shell)).container
     assert container is not None
     assert container.ended_before_reboot == rebooted
@@ -320,17 +308,36 @@ def test_an_end_says_whether_the_host_rebooted_under_the_container(
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_container_that_waits_for_its_start_does_not_outlive_a_reboot(host: ScriptHost, shell: str) -> None:
     boot = boot_of(host, shell)
-    answer_inspect(host, {"Status": "created"}, boot)
+    host.answer_container({"Status": "created"}, boot)
+    host.answer("ps --all", f"echo demo-1 tpu-launch-demo-1-0 created {boot}")
     host.run(prepare(), shell)
+    assert host.verbs.count("create") == 1, "the container that is there is used"
     assert not any(call.startswith("rm --force") for call in host.calls)
     assert host.run(host_scripts.start_script(attempt()), shell) == "tpu-launch 3 started\n"
 
-    answer_inspect(host, {"Status": "created"}, "another-boot.7")
+    host.answer_container({"Status": "created"}, "another-boot.7")
+    host.answer("ps --all", "echo demo-1 tpu-launch-demo-1-0 created another-boot.7")
     assert "failed the host rebooted after it had been prepared" in host.run(
         host_scripts.start_script(attempt()), shell
     )
     host.run(prepare(), shell)
-    assert any(call.startswith("rm --force") for call in host.calls)
+    assert host.verbs[-4:] == ["ps", "rm", "create", "inspect"], "it is created anew"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_start_looks_at_each_container_no_oftener_than_it_must(host: ScriptHost, shell: str) -> None:
+    """On a host of many containers, each call of the engine's client is a process that takes tens of milliseconds."""
+    host.answer_container({"Status": "created"})
+    host.run(prepare(files={"config.yaml": b"x"}), shell)
+    host.run(host_scripts.start_script(attempt()), shell)
+    assert host.verbs == ["ps", "create", "cp", "inspect", "inspect", "ps", "start"]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_boot_of_a_host_is_the_kernels_and_that_of_its_first_process(host: ScriptHost, shell: str) -> None:
+    started = Path("/proc/1/stat").read_text().rsplit(") ", 1)[1].split()[19]
+    kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert boot_of(host, shell) == f"{kernel}.{started}"
 
 
 @pytest.mark.parametrize(("version", "printed"), [("exit 0", "absent\n"), ("exit 1", "no engine\n")])

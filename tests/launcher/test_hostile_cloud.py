@@ -352,6 +352,48 @@ def test_a_stop_before_the_first_start_keeps_it_from_starting(work: Workstation)
     assert work.ledger.outcome == "stopped"
 
 
+def test_a_run_that_waits_for_its_lock_does_not_start_after_a_stop(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was asked for before the stop; another terminal held the run then."""
+    work.hosts.exits[0] = 3
+    config = work.config(command=COMMAND)
+    work.run(config)
+    ledger, elsewhere = work.ledger, contextlib.ExitStack()
+    elsewhere.enter_context(ledger.supervising())
+
+    def stop(_seconds: float) -> None:  # while this terminal waits for the run's lock
+        ledger.append(events.StopRequested(0))
+        elsewhere.close()
+
+    monkeypatch.setattr(work.clock, "sleep", stop)
+    with pytest.raises(RunStopped, match="`tpu-launch run` resumes it"):
+        work.run(config)
+    assert len(work.hosts.attempts) == 1
+
+
+def test_a_recovery_that_is_stopped_says_that_the_slice_is_billed(work: Workstation) -> None:
+    work.hosts.exits[0] = 75
+    work.hosts.hooks["create"] = [lambda: stop_elsewhere(work)]
+    work.run(work.config())
+    assert "slice demo is READY and billed" in work.messages[-1]
+    assert "`tpu-launch down` deletes it" in work.messages[-1]
+
+
+def test_ctrl_c_during_a_recovery_says_that_the_slice_is_billed(work: Workstation) -> None:
+    work.hosts.exits[0] = 75
+    work.hosts.hooks["create"] = [lambda: _raise(KeyboardInterrupt())]
+    config = work.config()
+    with pytest.raises(KeyboardInterrupt):
+        work.run(config)
+    launch.explain_interrupt(config, work.context())
+    assert "slice demo stays if it is there, and is billed, until `tpu-launch down` deletes it" in work.messages[-1]
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
 def test_run_resumes_what_was_stopped_during_a_recovery(work: Workstation) -> None:
     work.hosts.exits[:2] = [75, 0]
     work.hosts.hooks["create"] = [lambda: stop_elsewhere(work)]
@@ -473,6 +515,26 @@ def test_a_machine_that_slept_judges_nobody_by_the_time_that_it_slept(work: Work
 
     work.hosts.hooks["observe"] = [lambda: None, lambda: None, sleep, lambda: None, end]
     outcome = work.run(work.config("run.stall_minutes=5"))
+    assert outcome.verdict.kind is Kind.FINISHED
+
+
+def test_while_a_look_is_under_way_nothing_is_known_about_silence(work: Workstation) -> None:
+    """Answers are late: what hosts have written meanwhile is not known yet."""
+    work.hosts.exits[0] = None
+    looked = threading.Event()
+
+    def be_late() -> None:
+        for _ in range(15):  # of both hosts, in small steps: this process does not stand still
+            time.sleep(0.1)
+            work.clock.skipped += 1.4
+
+    def end() -> None:
+        looked.set()
+        work.hosts.end(0)
+
+    work.hosts.hooks["observe"] = [lambda: None, lambda: None, be_late, be_late, end]
+    outcome = work.run(work.config("run.stall_minutes=0.5"))
+    assert looked.is_set()
     assert outcome.verdict.kind is Kind.FINISHED
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.providers import this_machine
-from launcher.run.events import AttemptBegan, Ended, Requested, StopRequested
+from launcher.run.events import AttemptBegan, Ended, HostBack, Requested, StopRequested
 from launcher.run.ledger import Ledger, RunRecord, begin, find, new_run_id, runs
+from tests.launcher.emulated_gcloud import Clock
 
 HOUSE = Path(__file__).resolve().parents[2]
 HOLD = """
@@ -88,10 +89,26 @@ def test_an_event_that_does_not_fit_on_the_disk_is_one_message_and_the_next_one_
     run = new_run(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(run, "_events", Path("/dev/full"))
-        with pytest.raises(LaunchError, match=r"can't be recorded: No space left.*run --attach"):
+        patch.setattr(run, "clock", clock := Clock())
+        begun = clock.monotonic()
+        with pytest.raises(LaunchError, match=r"can't be recorded for 60 s: No space left.*run --attach"):
             run.append(AttemptBegan(0))
+        assert clock.monotonic() - begun >= 60, "it waits for room"
+        said: list[str] = []
+        run.note(HostBack(0, 1), said.append)
+        assert "can't be recorded: No space left" in said[0]
     run.append(AttemptBegan(0))
     assert run.attempts == 1
+
+
+def test_a_full_disk_keeps_nobody_from_asking_who_supervises_a_run(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    assert not run.supervised()
+    assert not (run.folder / "lock").exists(), "it asks without writing"
+    with run.supervising():
+        assert run.supervised()
+        assert Ledger(run.folder, run.clock).supervised()
+    assert not run.supervised()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"run_id": "r"}'])

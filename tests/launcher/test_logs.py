@@ -1,7 +1,9 @@
 """Claims about `launcher.run.logs`: each line once, whatever the looks were like."""
 
+import errno
 from collections import Counter
 from datetime import datetime, timedelta
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,30 @@ def test_a_log_is_read_in_pieces_and_repaired_in_blocks(
             read += lines
     assert read == history
     assert offset == path.stat().st_size
+
+
+def test_lines_that_do_not_fit_on_the_disk_stay_new_and_come_before_those_behind_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = HostLog(tmp_path / "host-0.log")
+    history = [LogLine(stamp(number), f"line {number}") for number in range(6)]
+    assert log.take(history[:2], None) == history[:2]
+    asked = log.cursor.since
+
+    def write_half(file: FileIO, data: bytes) -> None:
+        file.write(data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(logs, "write_whole", write_half)
+        with pytest.raises(OSError, match="No space"):
+            log.take(history[2:4], asked)
+    assert log.cursor.since == asked
+    assert read_from(log.path, 0)[0] == history[:2], "nothing of them is in the file"
+    assert log.take(history[4:], history[3].timestamp) == [], "the next page, asked for before"
+    assert log.take(history[:4], asked) == history[2:4]
+    assert log.take(history[4:], history[3].timestamp) == history[4:]
+    assert read_from(log.path, 0)[0] == history
 
 
 def test_bytes_that_are_not_text_survive(tmp_path: Path) -> None:

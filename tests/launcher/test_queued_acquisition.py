@@ -194,6 +194,23 @@ def test_waiting_survives_minutes_of_failures_and_says_so(config: Config, cloud:
     assert cloud.calls.count("us-west1-c queued-resources create") == 1
 
 
+def test_a_hiccup_at_the_first_look_ends_nothing(config: Config, cloud: Cloud) -> None:
+    begin = cloud.clock.now
+    cloud.state.faults.clear()
+    create(config, cloud)
+    looks = iter([None, UNAVAILABLE])  # at the node, then at the request
+
+    def trouble(zone: str, command: str, now: float) -> str | None:
+        return next(looks, None)
+
+    slices.delete(config, lambda line: None, cloud.machine())
+    cloud.trouble = trouble
+    node, said = create(config, cloud)
+    assert node.ready
+    assert cloud.clock.now - begin < HOUR
+    assert any("still waiting, although" in line for line in said)
+
+
 def test_a_night_without_a_network_is_waited_out(config: Config, cloud: Cloud) -> None:
     begin = cloud.clock.now
     cloud.trouble = lambda zone, command, now: OFFLINE if HOUR < now - begin < 5 * HOUR else None
@@ -278,3 +295,17 @@ def test_a_slice_that_somebody_made_while_down_could_not_look_is_left_alone(conf
     left = cloud.node("s", zone)
     assert left is not None
     assert (left.state, left.resource["labels"]) == ("READY", bobs)
+
+
+def test_a_request_that_was_made_after_down_had_looked_for_one_goes_with_its_node(config: Config, cloud: Cloud) -> None:
+    """Another `up` made it between the two looks: only its node was deleted, and the request kept its quota."""
+    cloud.state.faults.clear()
+    create(config, cloud)
+    missing = iter(["ERROR: (gcloud.x) NOT_FOUND: Resource 'r' was not found"])
+
+    def not_yet(zone: str, command: str, now: float) -> str | None:
+        return next(missing, None) if command == "queued-resources describe" else None
+
+    cloud.trouble = not_yet
+    assert slices.delete(config, lambda line: None, cloud.machine())
+    assert request_state(cloud) == ""

@@ -233,7 +233,7 @@ def test_an_api_that_is_away_for_minutes_does_not_end_the_waiting(cloud: Cloud, 
 
 def test_an_api_that_is_away_at_once_is_told_at_once(cloud: Cloud, config: Config) -> None:
     cloud.trouble = lambda zone, command, now: UNAVAILABLE
-    with pytest.raises(Unavailable):
+    with pytest.raises(Unavailable, match="may be there, and is billed then"):
         up(cloud, config)
     assert len(cloud.calls) == 1
 

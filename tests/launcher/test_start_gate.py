@@ -30,7 +30,7 @@ def start(
     seconds: float = host_scripts.GATE_SECONDS,
     shell: str = "sh",
 ) -> "subprocess.Popen[str]":
-    host.answer_status(status)
+    host.answer_container({"Status": status})
     return host.popen(host_scripts.start_script(attempt(name), gated=True, gate_seconds=seconds), shell)
 
 
@@ -86,7 +86,7 @@ def test_a_container_that_has_started_is_not_waited_for(host: ScriptHost, name: 
 
 def test_a_container_that_can_not_be_started_is_reported(host: ScriptHost, name: str) -> None:
     host.answer("start", "echo no such device >&2; exit 1")
-    host.answer_status("created")
+    host.answer_container({"Status": "created"})
     report = host.run(host_scripts.start_script(attempt(name)))
     assert report == "tpu-launch 3 failed the container can not be started: no such device\n"
 

@@ -271,3 +271,14 @@ def test_a_program_that_failed_while_its_host_was_out_of_reach_is_a_failure() ->
     failed = ContainerState("exited", exit_code=1, finished_at="2026-01-01T00:00:05Z")
     views = [exited(0, 76, ended_seen=99.0), HostView(1, failed, seen=100.0, ended_seen=99.5, ended_away=True)]
     assert judge(views, 100.0, LIMITS).kind is Kind.FAILED
+
+
+@pytest.mark.parametrize("rebooted", [False, True])
+def test_a_program_that_ran_out_of_memory_is_no_lost_host_wherever_its_host_was_meanwhile(rebooted: bool) -> None:
+    """An engine knows that it killed for memory only when it saw it; the exit code is that of a host that went away."""
+    state = ContainerState("exited", 137, oom_killed=True, finished_at="2026-01-01T00:00:00Z", rebooted=rebooted)
+    views = [exited(0, 76), HostView(1, state, seen=100.0, ended_seen=99.5, ended_away=True)]
+    verdict = judge(views, 200.0, LIMITS)
+    assert (verdict.kind, verdict.cause and verdict.cause.worker) == (Kind.FAILED, 1)
+    assert verdict.cause is not None
+    assert "out of host memory" in verdict.cause.what

@@ -29,6 +29,7 @@ def test_up_tries_the_eight_devices_of_a_virtual_v3(emulator: Workstation, one_h
     assert emulator.containers_of_runs() == []
 
 
+@pytest.mark.nightly
 def test_two_hosts_add_up_over_all_their_devices_and_a_host_that_is_gone_is_told(
     two_hosts: tuple[Workstation, str],
 ) -> None:
@@ -61,6 +62,7 @@ def test_two_hosts_add_up_over_all_their_devices_and_a_host_that_is_gone_is_told
     assert work.containers_of_runs() == []
 
 
+@pytest.mark.nightly
 def test_a_host_that_does_not_answer_is_named(two_hosts: tuple[Workstation, str]) -> None:
     work, file = two_hosts
     work.good("emulator", "inject", "cut-host", "two", "1")

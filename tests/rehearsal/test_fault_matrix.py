@@ -37,6 +37,8 @@ test_a_request_that_lost_its_node_is_deleted_and_made_again           |
                    |
 | no docker credentials on a host            | test_emulator_slice.py: the engine refuses; every run with a repository
 here shows it its token |
+| a push that is interrupted                 | test_an_interrupted_push_is_no_push
+                   |
 | no repository to push to                   | test_a_repository_that_is_not_there_is_named_and_made_on_request
                    |
 | an image that differs on one host          | test_a_host_with_another_image_is_named_and_nothing_starts
@@ -58,10 +60,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from launcher.images.engine import client
+from tests.nightly import others_at_night
 from tests.rehearsal.conftest import SLICE
 from tests.rehearsal.workstation import Ended, Running, Workstation, docker
 
@@ -135,7 +140,7 @@ HOST_ROWS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", HOST_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", others_at_night(HOST_ROWS, HOST_ROWS[:1]), ids=lambda row: row.name)
 def test_a_fault_of_a_host_in_the_middle_of_a_run(pair: Workstation, row: HostRow) -> None:
     running = begin(pair, WAITS, "--set", "run.host_lost_seconds=4")
     running.wait_for(r"^\[0\] here")
@@ -151,6 +156,7 @@ def test_a_fault_of_a_host_in_the_middle_of_a_run(pair: Workstation, row: HostRo
     nothing_left(pair)
 
 
+@pytest.mark.nightly
 def test_a_slow_host_is_waited_for(pair: Workstation) -> None:
     bashrc(pair, 1, "sleep 1.2")
     ended = begin(pair, "echo one; sleep 1; echo two", "--set", "run.host_lost_seconds=3").end(120)
@@ -217,7 +223,8 @@ def shadow(work: Workstation, worker: int, program: str, script: str) -> None:
 
 
 def test_a_host_with_another_image_is_named_and_nothing_starts(pair: Workstation) -> None:
-    shadow(pair, 1, "docker", 'case "$*" in *"{{.Image}}"*) echo sha256:0ther ;; *) exec /usr/bin/docker "$@" ;; esac')
+    other = """/usr/bin/docker "$@" | sed 's/sha256:[0-9a-f]*/sha256:0ther/'"""
+    shadow(pair, 1, "docker", 'case "$*" in *"{{.Image}}"*) ' + other + ' ;; *) exec /usr/bin/docker "$@" ;; esac')
     ended = begin(pair, WAITS).end(60)
     shadow(pair, 1, "docker", "")
     told(ended, 24, "the hosts do not have the same image", "host 1 has sha256:0ther")
@@ -249,6 +256,46 @@ def test_a_repository_that_is_not_there_is_named_and_made_on_request(pair: Works
     wanted = ("--set", "image.create_repository=true")
     told(begin(pair, "echo ran", *wanted).end(60), 0, "made the repository", "[1] ran")
     pair.good("emulator", "inject", "clear")
+    nothing_left(pair)
+
+
+# A docker client whose engine keeps images in containerd's store: an image has a digest of the repository as soon as it
+# is tagged. The first push of a file `hang` sends nothing and never ends.
+CONTAINERD_CLIENT = """\
+case "$1 $2" in
+"push "*) if rm HANG 2>/dev/null; then echo "The push refers to repository"; exec sleep 600; fi ;;
+"image inspect")
+  case "$*" in *RepoDigests*)
+    for name; do :; done
+    if id=$(CLIENT image inspect --format '{{.Id}}' "$name"); then echo "[\\"${name%:*}@$id\\"]"; exit 0; fi ;;
+  esac ;;
+esac
+exec CLIENT "$@"
+"""
+
+
+def test_an_interrupted_push_is_no_push(pair: Workstation) -> None:
+    """Hosts pull from the registry, which has nothing of an image whose push was interrupted, whatever the engine of
+    the workstation says."""
+    pair.file("small/Dockerfile", "FROM debian:bookworm-slim\nLABEL tpu-launch.test=push\n")
+    hang = pair.folder / "hang"
+    hang.touch()
+    (pair.folder / "bin").mkdir()
+    docker_client = Path(pair.folder / pair.file("bin/docker", "#!/bin/sh\n" + CONTAINERD_CLIENT))
+    docker_client.write_text(docker_client.read_text().replace("CLIENT", client()).replace("HANG", str(hang)))
+    docker_client.chmod(0o755)
+    path = {"PATH": f"{docker_client.parent}:{pair.environment['PATH']}"}
+    words = ("--emulated", "run", "--new", "-f", FILE, "--", "sh", "-c", "echo ran")
+    running = pair.begin(*words, environment=path)
+    deadline = time.monotonic() + 60
+    while hang.exists():  # until the push is under way
+        assert running.process.poll() is None, "\n".join(running.lines)
+        assert time.monotonic() < deadline, "\n".join(running.lines)
+        time.sleep(0.1)
+    running.interrupt()
+    assert running.end(60).code == 130
+    ended = pair.begin(*words, environment=path).end(120)
+    told(ended, 0, "pushing ", "[0] ran", "[1] ran")
     nothing_left(pair)
 
 
@@ -298,7 +345,7 @@ UP_ROWS = (
 )
 
 
-@pytest.mark.parametrize("row", UP_ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", others_at_night(UP_ROWS, UP_ROWS[:1]), ids=lambda row: row.name)
 def test_what_google_refuses_is_told_apart_and_down_leaves_nothing(pair: Workstation, row: UpRow) -> None:
     file = one(pair, "single")
     pair.good("emulator", "inject", *row.inject)
@@ -308,6 +355,7 @@ def test_what_google_refuses_is_told_apart_and_down_leaves_nothing(pair: Worksta
     assert hosts(pair, "single") == []
 
 
+@pytest.mark.nightly
 def test_a_slice_that_is_taken_away_as_soon_as_it_comes_is_told_at_once(pair: Workstation) -> None:
     file = one(pair, "brief")
     running = pair.begin("--emulated", "up", "-f", file)
@@ -322,6 +370,7 @@ def test_a_slice_that_is_taken_away_as_soon_as_it_comes_is_told_at_once(pair: Wo
     pair.good("--emulated", "down", "-f", file)
 
 
+@pytest.mark.nightly
 def test_conflicts_with_other_changes_pass_and_one_with_another_slice_is_told(pair: Workstation) -> None:
     """409 in all its places: for the creation, while the ssh key is spread (gcloud swallows it and would try for 50 s
     to get in), for the deletion."""
@@ -360,6 +409,7 @@ def test_a_changed_host_key_is_told_at_once_and_nobody_is_trusted(pair: Workstat
     nothing_left(pair)
 
 
+@pytest.mark.nightly
 def test_a_preemption_while_stopping_is_told(pair: Workstation) -> None:
     running = begin(pair, "trap '' TERM; echo here; while :; do sleep 0.1; done")
     running.wait_for(r"^\[1\] here")
@@ -375,6 +425,7 @@ def test_a_preemption_while_stopping_is_told(pair: Workstation) -> None:
     nothing_left(pair)
 
 
+@pytest.mark.nightly
 def test_a_preemption_during_the_start_counts_as_one(pair: Workstation) -> None:
     """With a budget, the slice is made again and the run goes on: also when it is taken away before anything ran."""
     bashrc(pair, 0, "sleep 3")
@@ -386,6 +437,7 @@ def test_a_preemption_during_the_start_counts_as_one(pair: Workstation) -> None:
     nothing_left(pair)
 
 
+@pytest.mark.nightly
 def test_a_slice_that_was_made_anew_by_somebody_else_is_recognised(pair: Workstation) -> None:
     """Same name, other hosts and keys: gcloud alone would meet the old key under the old alias."""
     elsewhere = {"TPU_LAUNCH_HOME": pair.environment["TPU_LAUNCH_HOME"]}

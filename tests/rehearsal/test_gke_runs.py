@@ -142,6 +142,7 @@ def test_a_command_that_the_image_lacks_is_told_in_words(work: Workstation) -> N
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.nightly
 def test_every_line_arrives_once_although_the_launcher_is_killed_twice(work: Workstation) -> None:
     running = work.begin(
         *sh(
@@ -191,6 +192,7 @@ def test_ctrl_c_detaches_and_run_again_attaches_instead_of_starting_twice(work: 
     assert work.good("logs", "--provider", "gke", "--file", "two.yaml").output.count("[0] only once") == 1
 
 
+@pytest.mark.nightly
 def test_another_run_on_the_slice_is_not_touched(work: Workstation, cluster: Cluster) -> None:
     running = work.begin(*sh("echo mine; exec sleep 60"))
     running.wait_for(r"^\[1\] mine")

@@ -31,9 +31,10 @@ from tests.kubernetes.cluster.cluster import CONTEXT, Cluster
 from tests.kubernetes.cluster.store import Object
 from tests.kubernetes.golden import IMAGE
 from tests.rehearsal.workstation import ROOT, Workstation
+from tests.xla_flags import COMPILE_FAST
 from training import storage
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 
 STEPS = 300  # long enough on any machine: what happens in the middle must not come after the end
 SAME = ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c", "committed_step", "steps")
@@ -59,7 +60,7 @@ class Room:
         )
         assert applied.ok, applied.stderr
 
-    def end_of(self, name: str, seconds: float = 180) -> Object:
+    def end_of(self, name: str, seconds: float = 600) -> Object:
         """The JobSet or Job, once it has ended."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -72,7 +73,7 @@ class Room:
             f"{name} did not end within {seconds} s: {self.cluster.store.get('jobsets', name)}\n{self.cluster.log(0)}"
         )
 
-    def wait(self, true: Callable[[], Any], what: str, seconds: float = 120) -> None:
+    def wait(self, true: Callable[[], Any], what: str, seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while not true():
             if time.monotonic() > deadline:
@@ -148,7 +149,7 @@ def document(folder: Path) -> dict[str, Any]:
         "zone": "us-central2-b",
         "slice": {"name": "trained", "accelerator_type": "v4-16", "capacity": "spot"},
     }
-    speed = {"environment": {"XLA_FLAGS": "--xla_backend_optimization_level=0"}}
+    speed = {"environment": {"XLA_FLAGS": COMPILE_FAST}}
     return {
         **where,
         "image": {"reference": IMAGE},
@@ -184,6 +185,7 @@ def undisturbed(room: Room) -> dict[str, Any]:
     return room.summary("plain")
 
 
+@pytest.mark.nightly
 def test_a_jobset_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, undisturbed: dict[str, Any]) -> None:
     cluster = room.cluster
     cluster.add_pool("first", "v4-16", spot=True)
@@ -204,6 +206,7 @@ def test_a_jobset_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, undis
     same_bits(room, "restarted", undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_plain_job_goes_on_with_the_same_bits_after_an_eviction(room: Room, undisturbed: dict[str, Any]) -> None:
     cluster = room.cluster
     cluster.add_pool("first", "v4-16", spot=True)
@@ -229,7 +232,7 @@ def test_a_watched_run_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, 
     cluster.nodes.preempt("first")
     running.wait_for(r"starting again", 60)
     cluster.add_pool("second", "v4-16", spot=True)
-    ended = running.end(180)
+    ended = running.end(600)
     assert ended.code == 0, ended.output
     assert ended.json()["attempt"] == 1
     assert "going on from gs://data/runs/" in ended.output

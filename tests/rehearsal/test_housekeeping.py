@@ -103,6 +103,7 @@ def test_down_and_up_leave_the_slices_of_others_alone(four: Workstation) -> None
     assert sorted(names) == ["bobs", "lost", "old", "theirs"]
 
 
+@pytest.mark.nightly
 def test_up_waits_out_a_deletion_and_finds_a_creation_whose_answer_was_lost(four: Workstation) -> None:
     home = Path(four.environment["TPU_LAUNCH_HOME"]) / "emulator"
     before = gcloud(four, "tpu-vm", "describe", "old", "--format=value(id)")
@@ -115,6 +116,7 @@ def test_up_waits_out_a_deletion_and_finds_a_creation_whose_answer_was_lost(four
     control.inject(home, {"fault": "clear"})
 
 
+@pytest.mark.nightly
 def test_gc_removes_what_expired_or_was_preempted_and_nothing_else(four: Workstation) -> None:
     emulator = four
     emulator.good("emulator", "inject", "preempt", "theirs")

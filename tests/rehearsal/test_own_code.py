@@ -15,12 +15,7 @@ pytestmark = pytest.mark.alone
 
 def test_own_code_trains_over_two_hosts(emulator: Workstation) -> None:
     shutil.copytree(ROOT / "examples" / "own_code", emulator.folder / "own")
-    file = "own/run.yaml"
-    emulator.good("--emulated", "up", "-f", file)
-    try:
-        ended = emulator.good("--emulated", "run", "--new", "-f", file)
-    finally:
-        emulator.launch("--emulated", "down", "-f", file)
+    ended = emulator.train_on_slice("own/run.yaml")
     found = re.findall(r"^\[(\d)\] host (\d) of 2: y = ([\d.-]+) x \+ ([\d.-]+)$", ended.output, re.MULTILINE)
     assert sorted(each[:2] for each in found) == [("0", "0"), ("1", "1")], ended.output
     assert found[0][2:] == found[1][2:], "the hosts end with the same weights"

@@ -14,6 +14,7 @@ from benchmarks import parity
 pytestmark = pytest.mark.alone
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)  # two frameworks' imports and compilations, on a machine that may be busy
 def test_losses_batches_checkpoints_and_models_of_both_backends_agree(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in parity.compare(tmp_path)}

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from launcher.emulator import control
 from tests.rehearsal.workstation import Workstation
 
@@ -60,6 +62,7 @@ def test_a_wait_can_be_interrupted_and_gone_on_with_and_down_takes_what_was_gran
     assert there(emulator) == {"requests": {}, "nodes": {}}
 
 
+@pytest.mark.nightly
 def test_a_request_that_lost_its_node_is_deleted_and_made_again(emulator: Workstation) -> None:
     file = emulator.file("lost.yaml", QUEUED.replace("NAME", "lost"))
     running = emulator.begin("--emulated", "up", "-f", file)
@@ -87,6 +90,7 @@ def test_without_capacity_it_ends_with_its_code_and_nothing_is_left(emulator: Wo
     control.inject(home(emulator), {"fault": "clear"})
 
 
+@pytest.mark.nightly
 def test_the_next_zone_is_tried_on_a_stockout_and_later_commands_find_the_slice_there(emulator: Workstation) -> None:
     file = emulator.file("zones.yaml", ZONES)
     control.inject(home(emulator), {"fault": "quota", "left": 1})

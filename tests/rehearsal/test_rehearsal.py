@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.emulator.state import emulator_id
-from tests.rehearsal.workstation import ROOT, Workstation, docker
+from tests.rehearsal.workstation import COMPILE_FAST, ROOT, Workstation, docker
 
 pytestmark = pytest.mark.alone
 
@@ -40,7 +40,7 @@ def left(work: Workstation) -> list[str]:
     return found + [line for line in _processes() if str(home) in line]
 
 
-@pytest.mark.parametrize(("accelerator", "hosts"), [("v4-16", 2), ("v4-32", 4)])
+@pytest.mark.parametrize(("accelerator", "hosts"), [("v4-16", 2), pytest.param("v4-32", 4, marks=pytest.mark.nightly)])
 def test_a_rehearsal_trains_commits_and_leaves_nothing(workstation: Workstation, accelerator: str, hosts: int) -> None:
     file = str(ROOT / "examples" / "rehearsal.yaml")
     ended = workstation.good(
@@ -51,6 +51,7 @@ def test_a_rehearsal_trains_commits_and_leaves_nothing(workstation: Workstation,
         f"slice.accelerator_type={accelerator}",
         "--set",
         "train.steps=12",
+        *COMPILE_FAST,
         seconds=600,
     )
     summary = json.loads((Path(workstation.environment["TPU_LAUNCH_HOME"]) / "rehearsal" / "summary.json").read_text())
@@ -72,6 +73,7 @@ def test_ctrl_c_in_the_middle_leaves_nothing(workstation: Workstation) -> None:
     assert left(workstation) == []
 
 
+@pytest.mark.nightly
 def test_down_after_ctrl_c_leaves_nothing_running(workstation: Workstation) -> None:
     file = workstation.file(
         "hello.yaml",

@@ -10,6 +10,8 @@ import stat
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.rehearsal.conftest import SLICE
 from tests.rehearsal.workstation import Running, Workstation
 
@@ -78,6 +80,7 @@ def run_folder(work: Workstation, run_id: str) -> Path:
     return Path(work.environment["TPU_LAUNCH_HOME"]) / "runs" / run_id
 
 
+@pytest.mark.nightly
 def test_the_attempt_after_an_attach_is_the_program_that_was_started(two_hosts: tuple[Workstation, str]) -> None:
     work, file = two_hosts
     run_id = start_detached(work, file)
@@ -105,6 +108,7 @@ def test_the_attempt_after_an_attach_is_the_program_that_was_started(two_hosts: 
     assert not [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
+@pytest.mark.nightly
 def test_an_attempt_whose_secrets_are_missing_is_not_started_and_the_run_can_be_resumed(
     two_hosts: tuple[Workstation, str],
 ) -> None:

@@ -8,6 +8,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.rehearsal.workstation import Workstation, docker
 
 TwoHosts = tuple[Workstation, str]
@@ -145,6 +147,61 @@ def test_ctrl_c_detaches_and_stop_stops_on_every_host(two_hosts: TwoHosts) -> No
     assert work.containers_of_runs() == []
 
 
+def test_a_command_runs_in_the_live_containers_and_ends_with_ctrl_c(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    secret = {"TOKEN": "s3cret-value"}
+    with_secret = ("--set", "run.secrets=[TOKEN]", "--set", "run.environment={COLOUR: blue}")
+    script = command("echo up; trap 'exit 75' TERM; while :; do sleep 0.1; done")
+    running = work.begin("--emulated", "run", "--new", "-f", file, *with_secret, *script, environment=secret)
+    running.wait_for(r"^\[1\] up")
+    execute = ("--emulated", "exec", "-f", file)
+
+    shown = 'echo "$COLOUR $TPU_WORKER_ID" it\\\'s; cat; echo "key: s3cret-value"; printf end; exit $TPU_WORKER_ID'
+    ended = work.launch(*execute, *command(shown), environment=secret)
+    for worker in (0, 1):
+        lines = [line for line in ended.output.splitlines() if line.startswith(f"[{worker}]")]
+        assert lines == [f"[{worker}] blue {worker} it's", f"[{worker}] key: ***", f"[{worker}] end"]
+    assert (ended.code, "host 1: exit code 1" in ended.output) == (1, True), ended.output
+
+    late = work.launch(*execute, "--host", "1", "--timeout", "1", "--", "sh", "-c", "echo begun; exec sleep 4321")
+    assert (late.code, "host 1: " in late.output, "not done within 1 s" in late.output) == (24, True, True), late.output
+    assert "[0]" not in late.output
+
+    endless = work.begin(*execute, *command("echo begun; setsid sleep 4321; sleep 4321"))
+    endless.wait_for(r"^\[1\] begun")
+    endless.interrupt()
+    assert endless.end(20).code == 130
+    deadline = time.monotonic() + 10
+    names = [entry.split()[0] for entry in work.containers_of_runs()]
+    while left := [name for name in names if "4321" in docker("top", name, "-o", "pid,args")]:
+        assert time.monotonic() < deadline, f"the command goes on in {left}"
+        time.sleep(0.1)
+    assert not any(re.search("ended|failed", line) for line in running.lines), "the run goes on"
+    work.good("--emulated", "stop", "-f", file)
+    assert running.end(60).code == 75
+    refused = work.launch(*execute, "--", "true")
+    assert (refused.code, "is not running" in refused.output) == (2, True), refused.output
+
+
+def test_live_containers_are_stopped_and_a_changed_line_runs_without_a_build(two_hosts: TwoHosts) -> None:
+    work, file = two_hosts
+    script = command("cat line || echo of the image; trap 'exit 75' TERM; while :; do sleep 0.1; done")
+    first = work.begin("--emulated", "run", "--new", "-f", file, *script)
+    first.wait_for(r"^\[1\] of the image")
+    (work.folder / "code").mkdir()
+    (work.folder / "code" / "line").write_text("changed\n")
+    again = work.begin("--emulated", "run", "-f", file, "--sync", "code", *script)
+    for worker in (0, 1):
+        again.wait_for(rf"^\[{worker}\] changed")
+    assert first.end(30).code == 75
+    begun = run_id_of("\n".join(again.lines))
+    kinds = [event["event"] for event in work.events(begun)]
+    assert begun == run_id_of("\n".join(first.lines)), "the same run"
+    assert kinds.count("attempt") == 2
+    work.good("--emulated", "stop", "-f", file)
+    assert again.end(60).code == 75
+
+
 def test_run_again_attaches_to_what_runs_instead_of_starting_twice(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
     script = command("echo only once; sleep 8")
@@ -158,6 +215,7 @@ def test_run_again_attaches_to_what_runs_instead_of_starting_twice(two_hosts: Tw
     assert logs.output.count("[0] only once") == 1
 
 
+@pytest.mark.nightly
 def test_another_run_on_the_slice_is_not_touched(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
     running = work.begin("--emulated", "run", "--new", "-f", file, *command("echo mine; exec sleep 60"))
@@ -204,6 +262,7 @@ def test_plan_prints_every_command_and_touches_nothing(two_hosts: TwoHosts) -> N
     assert work.good("emulator", "status", "--json").output == before
 
 
+@pytest.mark.nightly
 def test_a_failure_is_tried_again_within_its_budget_and_the_slice_of_a_bad_host_is_made_anew(
     two_hosts: TwoHosts,
 ) -> None:
@@ -243,6 +302,7 @@ def test_a_preempted_slice_is_created_again_and_the_run_goes_on(two_hosts: TwoHo
     assert work.containers_of_runs() == []
 
 
+@pytest.mark.nightly
 def test_a_preempted_slice_without_a_budget_ends_the_run_with_its_own_code(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
     running = work.begin("--emulated", "run", "--new", "--json", "-f", file, *command("echo here; exec sleep 600"))
@@ -293,6 +353,7 @@ def test_the_last_lines_of_the_host_that_failed_are_shown_again(two_hosts: TwoHo
     assert ended.json()["last_lines"] == ["one", "the reason"]
 
 
+@pytest.mark.nightly
 def test_a_stop_that_is_sent_twice_reaches_the_program_once(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
     script = (

@@ -20,11 +20,11 @@ pytestmark = pytest.mark.alone
 FILE = "tensorflow.yaml"
 LENGTH = [
     "--set",
-    "train.steps=300",
+    "train.steps=160",
     "--set",
     "checkpoint.every_steps=20",
     "--set",
-    "evaluation.every=100",
+    "evaluation.every=80",
     "--set",
     "train.log_every=5",
 ]

@@ -60,6 +60,7 @@ print("seen: " + json.dumps([names, hashlib.sha256(content).hexdigest(), records
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
 
 
+@pytest.mark.nightly
 def test_tensorflow_reads_and_writes_the_emulated_bucket_by_its_own_code(
     emulator: Workstation, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,9 +17,11 @@ import pytest
 
 from launcher.emulator.state import emulator_id
 from launcher.images.engine import client
+from tests import xla_flags
 
 ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "rehearsal"
+COMPILE_FAST = ("--set", f"run.environment.XLA_FLAGS={xla_flags.COMPILE_FAST}")  # for runs that train
 
 
 @dataclass
@@ -120,6 +122,14 @@ class Workstation:
         ended = self.launch(*arguments, seconds=seconds)
         assert ended.code == 0, f"tpu-launch {' '.join(arguments)} ended with {ended.code}:\n{ended.output}"
         return ended
+
+    def train_on_slice(self, file: str) -> Ended:
+        """`up`, `run`, which must succeed, and `down`, whatever happens."""
+        self.good("--emulated", "up", "-f", file)
+        try:
+            return self.good("--emulated", "run", "--new", "-f", file, *COMPILE_FAST)
+        finally:
+            self.launch("--emulated", "down", "-f", file)
 
     def containers_of_runs(self) -> list[str]:
         """Names and states of all containers of runs on the emulated hosts of this workstation, running or not."""

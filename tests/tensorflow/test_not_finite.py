@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.container import small_runs
 from tests.container.poisoned_runs import (
     assert_skip_leaves_the_state_alone,
@@ -26,10 +28,12 @@ def test_nothing_is_committed_behind_a_finite_loss_with_an_infinite_gradient(tmp
     assert_stop_commits_nothing_behind_it(tmp_path, "tensorflow", 1e19)
 
 
+@pytest.mark.nightly
 def test_two_hosts_leave_the_same_update_out(tmp_path: Path) -> None:
     assert_two_hosts_skip_alike(tmp_path, "tensorflow")
 
 
+@pytest.mark.nightly
 def test_two_devices_leave_the_same_update_out(tmp_path: Path) -> None:
     """Under a strategy, as on a TPU."""
     config = poisoned_document(tmp_path, "tensorflow", 1e19, train__on_nonfinite="skip")

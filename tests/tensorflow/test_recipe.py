@@ -23,7 +23,7 @@ STEPS = 50
 
 def tpu_train(*arguments: str) -> str:
     ended = subprocess.run(
-        [sys.executable, "-m", "training.cli", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "training.cli", *arguments], capture_output=True, text=True, timeout=600
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout

@@ -46,7 +46,7 @@ def test_an_array_leaves_the_process_once_for_a_host_and_every_device_has_its_bi
         env={**os.environ, "CPU_NUM_DEVICES": "4"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert ended.stdout.split() == ["1", "4"], ended.stderr[-3000:]
 

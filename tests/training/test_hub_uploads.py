@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from training.config import Hub
-from training.models.hub import BackgroundUploader, find_result
+from training.models.hub import BackgroundUploader, find_result, run_push
 
 RESULT = '{"step": 8, "commit": "https://hub/commit/1"}'
 
@@ -25,7 +26,8 @@ def uploader(tmp_path: Path, script: str, warnings: list[str], **settings: Any) 
     path = tmp_path / "push.py"
     path.write_text(script)
     hub = Hub(repository="a/b", every="checkpoint", **settings)
-    return BackgroundUploader(hub, str(tmp_path), warnings.append, command=(sys.executable, str(path)))
+    push = partial(run_push, command=(sys.executable, str(path)))
+    return BackgroundUploader(hub, str(tmp_path), warnings.append, push)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +73,10 @@ def test_an_upload_that_fails_is_one_warning(tmp_path: Path, script: str, error:
 def test_a_program_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
     pushes = BackgroundUploader(
-        Hub(repository="a/b", every="checkpoint"), str(tmp_path), warnings.append, command=("/no/such/program",)
+        Hub(repository="a/b", every="checkpoint"),
+        str(tmp_path),
+        warnings.append,
+        partial(run_push, command=("/no/such/program",)),
     )
     pushes.committed(8)
     assert "No such file" in pushes.finish(8)["error"]

@@ -27,8 +27,8 @@ from training.data.loading.open_source import open_source
 from training.data.prepare import dataset_writer
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.pack import pack_documents
+from training.data.sampling.blocks import geometry
 from training.data.sampling.masking import Masking, SpecialTokens
-from training.data.sampling.order import geometry
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)

@@ -21,8 +21,8 @@ from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.host_slice import HostSlice
 from training.data.loading.mlm_batches import MlmBatches, mlm_evaluation
 from training.data.loading.record_source import read_replacing
+from training.data.sampling.blocks import geometry
 from training.data.sampling.masking import Masking, SpecialTokens
-from training.data.sampling.order import geometry
 from training.errors import BadInput
 from training.storage import gcs as bucket
 
@@ -264,9 +264,11 @@ def test_neighbouring_blocks_are_read_in_large_requests(samples: Any, gcs: Any) 
 
 
 def test_a_host_reads_only_what_its_rows_need(samples: Any, gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.data.sampling import order
+    from training.data.sampling import blocks
 
-    monkeypatch.setattr(order, "MIN_BLOCK", 4)
+    monkeypatch.setattr(blocks, "MIN_BLOCK", 4)
+    monkeypatch.setattr(blocks, "WINDOW_BLOCKS", 64)  # several windows: what fits into one is read whole, once
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 430)
     dataset = samples.make("gs://bucket/data", 2000, per_shard=500)
     gcs.requests.clear()
     training_batches = batches(dataset, global_batch_size=64, host=1, hosts=4)

@@ -42,7 +42,7 @@ except TrainError as error:
 def test_a_state_that_the_compiler_may_split_is_refused(names: list[str], refused: str | None) -> None:
     environment = {**os.environ, **small_runs.cluster_environment("layout", 0, 0, 1, small_runs.free_ports())}
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *names], env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", SCRIPT, *names], env=environment, capture_output=True, text=True, timeout=600
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
     if refused is None:

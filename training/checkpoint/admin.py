@@ -47,14 +47,20 @@ def has_checkpoint(folder: str) -> bool:
         return False
 
 
+def newest_manifest(folder: str) -> Manifest:
+    """Of a run's newest checkpoint. Raises BadInput when there is none, or it is damaged."""
+    checkpoints, steps = find_checkpoints(folder)
+    try:
+        return read_manifest(checkpoints, steps[0])
+    except Damaged as error:
+        raise BadInput(f"{checkpoints}, step {steps[0]}: {error}") from None
+
+
 def best_saved_step(folder: str) -> int:
     """The step with the best figure, as the newest checkpoint says. Raises BadInput when there is none, or when it was
     damaged or deleted."""
     checkpoints, steps = find_checkpoints(folder)
-    try:
-        step = best_step(read_manifest(checkpoints, steps[0]))
-    except Damaged as error:
-        raise BadInput(f"{checkpoints}, step {steps[0]}: {error}") from None
+    step = best_step(newest_manifest(folder))
     if step is None:
         raise BadInput(
             f"{checkpoints}: no best checkpoint is known; the run needs checkpoint.best, and an evaluation before its "

@@ -35,6 +35,9 @@ from training.machine.threads import Thread
 from training.storage import AlreadyExists, Storage, StorageError, crc32c, is_remote, join, transfer_seconds
 
 _LATE = 0.5  # seconds that a save may wait for the one before without a warning
+# Requests that host 0 makes to storage while it commits, one after another: the fence, the manifest, the fence, the
+# folders that retention looks at.
+_COMMIT_REQUESTS = 4
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,9 @@ class CheckpointWriter:
         self.blocked_seconds = 0.0  # that the loop has waited, without what the save under way will still cost it
         self.committed: int | None = None  # the newest committed step, known on every host once `wait` has returned
         self.newest: int | None = None  # the newest step that was restored or whose save has begun
+        # Called in the background, on every host, when the state of a save is not finite, before `check` raises that:
+        # the main thread may be in a step that the others do not take part in any more.
+        self.on_nonfinite: Callable[[NonFinite], None] = lambda error: None
         self._cluster, self._rendezvous, self._description, self._keep = cluster, rendezvous, description, keep
         self._background, self._fence, self._warn = background, fence, warn
         self._meeting_seconds = meeting_seconds
@@ -182,6 +188,11 @@ class CheckpointWriter:
             self._snapshot = None
         self.check()
 
+    @property
+    def meeting_seconds(self) -> float:
+        """For all hosts to meet after a save, of which host 0 has the commit to make, as slowly as storage may be."""
+        return self._meeting_seconds + _COMMIT_REQUESTS * transfer_seconds(self.folder, 0)
+
     def release(self) -> None:
         """After the last save: gives the memory of snapshots back, three times the model's, which the export can
         use."""
@@ -194,6 +205,9 @@ class CheckpointWriter:
             snapshot.wait()
             self._commit(manifest, buffer)
             self.committed = manifest.step
+        except NonFinite as error:
+            self.on_nonfinite(error)
+            self._error = error
         except BaseException as error:
             self._error = error
         finally:
@@ -211,8 +225,8 @@ class CheckpointWriter:
             part = self._write_part(folder, name, buffer.data)
             report = {"name": part.name, "size": part.size, "crc32c": part.crc32c}
         self._rendezvous.set_background_phase(f"saving {step}: waiting for all parts")
-        # The first host to arrive waits as long as storage lets the slowest one write.
-        seconds = self._meeting_seconds + transfer_seconds(self.folder, buffer.largest_part)
+        # The first host to arrive waits as long as storage lets the slowest one write, and host 0 commit before that.
+        seconds = self.meeting_seconds + transfer_seconds(self.folder, buffer.largest_part)
         reports = self._rendezvous.meet(f"checkpoint {step}", report, seconds)
         for worker, report in enumerate(reports):
             if tensor := report.get("nonfinite"):

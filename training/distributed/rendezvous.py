@@ -168,6 +168,7 @@ class RendezvousClient:
         self._lost_code = int(Exit.LOST_PEER)
         self._closing = machine.threads.event()
         self._main_phase, self._background_phase, self._reported_phase = "connected", "", ""
+        self._phase_changed = machine.threads.event()
         self._news, self._phase_of_host_0 = "", "unknown"
         machine.threads.start(self._listen, lines, name="rendezvous-listener")
         machine.threads.start(self._report_phases, name="rendezvous-phase")
@@ -195,9 +196,11 @@ class RendezvousClient:
 
     def set_phase(self, name: str) -> None:
         self._main_phase = name
+        self._phase_changed.set()
 
     def set_background_phase(self, name: str) -> None:
         self._background_phase = name
+        self._phase_changed.set()
 
     @property
     def _phase(self) -> str:
@@ -215,6 +218,7 @@ class RendezvousClient:
         why = messages.clip(reason.splitlines()[0]) if reason else ""
         self._post({"phase": self._phase}, {"goodbye": int(code), "reason": why, "overdue": overdue})
         self._closing.set()
+        self._phase_changed.set()
         if self._server:
             self._server.close(5 if code in (Exit.FINISHED, Exit.SAVED) else 1)
         with contextlib.suppress(OSError):
@@ -241,6 +245,10 @@ class RendezvousClient:
 
     def _report_phases(self) -> None:
         while not self._closing.wait(max(PHASE_INTERVAL, self._cluster.hosts / PHASES_A_SECOND)):
+            self._phase_changed.wait()
+            self._phase_changed.clear()
+            if self._closing.is_set():
+                return
             phase = self._phase
             if phase != self._reported_phase:
                 self._reported_phase = phase

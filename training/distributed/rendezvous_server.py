@@ -22,7 +22,7 @@ from training.distributed.protocol.server import Actions, ServerProtocol
 from training.machine import SYSTEM, Machine
 from training.machine.network import Connection
 
-TICK = 0.25  # seconds between checks of deadlines
+TICK = 0.5  # seconds between checks of deadlines
 _ACCEPTED_AT_ONCE = 64  # then those that are in have their turn
 _CHUNK = 1 << 16
 

@@ -31,6 +31,9 @@ class Event(Protocol):
     def set(self) -> None:
         """It has happened: wakes all that wait."""
 
+    def clear(self) -> None:
+        """It may happen again."""
+
     def wait(self, timeout: float | None = None) -> bool:
         """Waits, at most `timeout` seconds. Returns whether it has happened."""
 
@@ -40,6 +43,9 @@ class Condition(AbstractContextManager[bool, None], Protocol):
 
     def wait(self, timeout: float | None = None) -> bool:
         """Releases the lock and waits for a notification, at most `timeout` seconds. Returns whether one came."""
+
+    def wait_for(self, predicate: Callable[[], T], timeout: float | None = None) -> T:
+        """Waits until `predicate()` is true, at most `timeout` seconds. Returns its value."""
 
     def notify_all(self) -> None:
         """Wakes all that wait."""

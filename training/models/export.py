@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from training import storage
+from training import storage as default_storage
 from training.checkpoint.admin import find_checkpoints
 from training.checkpoint.reader import finite, load_tensors
 from training.checkpoint.safetensors_file import Damaged, TensorSpec, encode
@@ -25,6 +25,7 @@ from training.data import tokenizer as tokenizers
 from training.errors import BadInput
 from training.models.hugging_face import CONFIG, WEIGHTS, build_model_config
 from training.registry import TASKS
+from training.storage import Storage, join, name_of
 from training.storage.hub import tokenizer_folder
 
 PREFIX = "model/"
@@ -41,6 +42,7 @@ def write_model_folder(
     snapshot_state: StartSnapshot,
     config: Mapping[str, Any],
     tokenizer: str,
+    storage: Storage = default_storage,
 ) -> None:
     """Writes a model folder.
 
@@ -50,19 +52,20 @@ def write_model_folder(
         snapshot_state: as Backend.snapshot_state.
         config: values of config.json.
         tokenizer: the tokenizer folder. It may be another model's folder, whose weights are not copied.
+        storage: where both folders are.
     """
     tokenizer = tokenizer_folder(tokenizer)
     for stat in storage.listing(tokenizer):
-        name = storage.name_of(stat.url)
+        name = name_of(stat.url)
         is_below = "/" in stat.url.removeprefix(tokenizer.rstrip("/") + "/")
         if not is_below and name != CONFIG and not name.endswith(_WEIGHT_FILES):
-            storage.write(storage.join(folder, name), storage.read(stat.url))
+            storage.write(join(folder, name), storage.read(stat.url))
     text = json.dumps({**config, "dtype": "float32"}, indent=2, sort_keys=True)
-    storage.write(storage.join(folder, CONFIG), text.encode() + b"\n")
+    storage.write(join(folder, CONFIG), text.encode() + b"\n")
     names = [name for name in sorted(weights) if name.startswith(PREFIX)]
     data, buffers = encode([(name.removeprefix(PREFIX), weights[name]) for name in names], {"format": "pt"})
     snapshot_state({PREFIX + name: buffer for name, buffer in buffers.items()}).wait()
-    storage.write(storage.join(folder, WEIGHTS), data)
+    storage.write(join(folder, WEIGHTS), data)
 
 
 def export_checkpoint(run: str, out: str, step: int | None = None) -> int:

@@ -15,15 +15,16 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from training import storage
 from training.config import Hub
 from training.errors import BadInput, TrainError
+from training.machine import SYSTEM, Machine
 from training.models import export
 from training.models.hugging_face import read_config
 from training.registry import TASKS, task_of_model
@@ -124,6 +125,48 @@ def render_card(repository: str, config: Mapping[str, Any], figures: Mapping[str
     return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class PushEnd:
+    """How an upload's process ended."""
+
+    code: int | None  # None: it was ended, because nobody waits for it any more
+    out: Sequence[str] = ()  # lines at the end of what it printed
+    err: Sequence[str] = ()
+
+
+# Runs `tpu-train push` with these arguments, until it has ended or the function says that nobody waits any more.
+RunPush = Callable[[Sequence[str], Callable[[], bool]], PushEnd]
+
+
+def run_push(
+    arguments: Sequence[str],
+    is_over: Callable[[], bool],
+    command: Sequence[str] = (sys.executable, "-m", "training.cli", "push"),
+) -> PushEnd:
+    """`RunPush`, as a process of its own."""
+    if not os.environ.get(TOKEN):
+        return PushEnd(2, err=[f"{TOKEN} is not in the environment (name it in run.secrets)"])
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        # A session of its own: Ctrl-C is for the trainer, which then ends the upload too.
+        process = subprocess.Popen(
+            [*command, *arguments], stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            code = _await_end(process, is_over)
+        finally:
+            process.kill()
+            process.wait()
+        return PushEnd(code, _lines(out), _lines(err))
+
+
+def _await_end(process: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> int | None:
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_POLL_SECONDS)
+        if is_over():
+            return None
+
+
 class BackgroundUploader:
     """The uploads of one attempt, on host 0: one at a time, by a thread that starts a process for each and reads what
     it printed. Commits during an upload are left out, except the last. Nothing that goes wrong here reaches the loop.
@@ -134,8 +177,8 @@ class BackgroundUploader:
         settings: Hub,
         run: str,
         warn: Callable[[str], None],
-        command: Sequence[str] = (sys.executable, "-m", "training.cli", "push"),
-        now: Callable[[], float] = time.monotonic,
+        run_push: RunPush = run_push,
+        machine: Machine = SYSTEM,
     ) -> None:
         """Uploads nothing yet.
 
@@ -143,21 +186,20 @@ class BackgroundUploader:
             settings: the section hub of the configuration.
             run: the run's folder.
             warn: shows a warning.
-            command: that uploads; the run, the repository and options follow.
-            now: seconds, for `hub.wait_seconds`.
+            run_push: uploads.
+            machine: for the thread, and for `hub.wait_seconds`.
         """
         self.settings, self.run, self.warn = settings, run, warn
         self.pushed: int | None = None  # the newest step on the Hub
         self.commit: str | None = None  # its URL
         self.error: str | None = None  # of the newest upload
-        self._command, self._now = tuple(command), now
+        self._run_push, self._now = run_push, machine.clock
         self._requested: int | None = None  # the newest commit that an upload was wanted for
         self._waiting: int | None = None  # a step to upload next
         self._deadline: float | None = None  # of the upload under way, once the run waits for it
         self._is_busy = self._is_closed = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._serve, name="hub", daemon=True)
-        self._thread.start()
+        self._changed = machine.threads.condition()
+        self._thread = machine.threads.start(self._serve, name="hub")
 
     def committed(self, step: int | None) -> None:
         """Uploads a newly committed step some time, if that is wanted. Called after every step."""
@@ -211,41 +253,24 @@ class BackgroundUploader:
                 self._fail(f"{type(error).__name__}: {error}")
 
     def _upload(self, step: int) -> None:
-        if not os.environ.get(TOKEN):
-            self._fail(f"{TOKEN} is not in the environment (name it in run.secrets)")
-            return
         arguments = [self.run, self.settings.repository, "--step", str(step), "--beside"]
-        arguments.append("--private" if self.settings.private else "--public")
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            # A session of its own: Ctrl-C is for the trainer, which then ends the upload too.
-            process = subprocess.Popen(
-                [*self._command, *arguments], stdout=out, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-            try:
-                code = self._await_end(process)
-            finally:
-                process.kill()
-                process.wait()
-            if self._is_closed:
-                return
-            if code is None:
-                self._fail(f"not done within hub.wait_seconds ({self.settings.wait_seconds:g} s)")
-                return
-            result, last_line = find_result(_lines(out)), (_lines(err) or _lines(out) or [""])[-1]
-        if code == 0 and result:
+        end = self._run_push([*arguments, "--private" if self.settings.private else "--public"], self._is_over)
+        if self._is_closed:
+            return
+        if end.code is None:
+            self._fail(f"not done within hub.wait_seconds ({self.settings.wait_seconds:g} s)")
+            return
+        result, last_line = find_result(end.out), (end.err or end.out or [""])[-1]
+        if end.code == 0 and result:
             self.pushed, self.commit, self.error = result["step"], result["commit"], None
-        elif code == 0:
+        elif end.code == 0:
             self._fail(f"the upload told no commit: {last_line[:400]}")
         else:
-            self._fail(last_line.removeprefix("tpu-train: error: ") or f"the upload ended with {code}")
+            self._fail(last_line.removeprefix("tpu-train: error: ") or f"the upload ended with {end.code}")
 
-    def _await_end(self, process: subprocess.Popen[bytes]) -> int | None:
-        """The exit code; None when the run would wait no longer."""
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(_POLL_SECONDS)
-            if self._is_closed or (self._deadline is not None and self._now() >= self._deadline):
-                return None
+    def _is_over(self) -> bool:
+        """Whether the run waits for an upload no longer."""
+        return self._is_closed or (self._deadline is not None and self._now() >= self._deadline)
 
     def _fail(self, reason: str) -> None:
         reason = reason.replace(os.environ.get(TOKEN) or "\0", "***")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from training.batch import Arrays, HostBatch
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
-from training.data.sampling import bucket_schedule, order
+from training.data.sampling import bucket_schedule
 from training.distributed.cluster import Cluster
 from training.tasks.task import evaluation_slice, open_data, read_ahead, training_slice
 
@@ -32,8 +33,22 @@ class LabelledTask:
         self._config = config
         self.data = open_data(config)
         self._slice = training_slice(config, self.data, cluster.worker, cluster.hosts)
-        self._source = LabelledBatches(self.data.train, self._slice, config.seed)
+        self._source = self._open()
         self.shapes = len(self._source.lengths)
+
+    @property
+    def order_version(self) -> int:
+        """Of the order in which `batches` takes records."""
+        return self._slice.order_version
+
+    def take_order(self, version: int) -> None:
+        if version != self.order_version:
+            self._source.close()
+            self._slice = replace(self._slice, order_version=version)
+            self._source = self._open()
+
+    def _open(self) -> LabelledBatches:
+        return LabelledBatches(self.data.train, self._slice, self._config.seed)
 
     @staticmethod
     def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
@@ -53,7 +68,6 @@ class LabelledTask:
             "task": self._config.task,
             "data.train": self.data.train.hash,
             "tokenizer": self.data.train.tokenizer_hash,
-            **order.identity(),
         }
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:

@@ -19,6 +19,12 @@ def warn(message: str) -> None:
         print(f"tpu-train: warning: {message}", file=sys.stderr, flush=True)
 
 
+def note(message: str) -> None:
+    """Shows a line about what is under way on standard error, beside the results on standard output."""
+    with contextlib.suppress(OSError):
+        print(f"tpu-train: {message}", file=sys.stderr, flush=True)
+
+
 class Console:
     """Standard output, or nothing on other hosts."""
 

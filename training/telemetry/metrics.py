@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from training import storage as default_storage
@@ -38,6 +38,7 @@ class MetricsLog:
         *,
         trackers: Sequence[str] = ("jsonl",),
         storage: Storage = default_storage,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         """Starts the trackers.
 
@@ -48,8 +49,10 @@ class MetricsLog:
             trackers: names in `training.telemetry.tracker.TRACKERS`. Reports and later attempts read the one
                 that is named "jsonl".
             storage: where the run's folder is.
+            settings: the trainer's configuration, for trackers that show it.
         """
-        info = AttemptInfo(folder, attempt, resumed_at, unused_file_number(folder, attempt, storage), storage)
+        number = unused_file_number(folder, attempt, storage)
+        info = AttemptInfo(folder, attempt, resumed_at, number, storage, settings or {})
         self._trackers = [open_tracker(name, info) for name in trackers]
 
     def log(self, step: int, values: Values) -> None:

@@ -1,6 +1,6 @@
 """Where the numbers of a run go. A tracker receives them in one process (host 0) and keeps them in its own form.
 
-To add a tracker (Weights & Biases, MLflow, ...), write a module with a class that satisfies `Tracker` and takes an
+To add a tracker, write a module with a class that satisfies `Tracker` and takes an
 `AttemptInfo`, and add it to `TRACKERS`. A tracker's package is imported only when a run uses it.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from training import storage as default_storage
@@ -34,6 +34,7 @@ class AttemptInfo:
     resumed_at: int  # steps that were done before
     file_number: int  # for names of files: no earlier attempt has used it, even where all attempts have number 0
     storage: Storage = default_storage
+    settings: Mapping[str, Any] = field(default_factory=dict)  # the trainer's configuration
 
 
 class Tracker(Protocol):
@@ -49,10 +50,12 @@ class Tracker(Protocol):
         """Ends the attempt's records after the last `log`. Not called when the attempt fails."""
 
 
-# Name -> "module:class". The class is called with an AttemptInfo.
+# Name -> "module:class", or a function that makes one. It is called with an AttemptInfo.
 TRACKERS = {
     "jsonl": "training.telemetry.metrics:JsonLinesTracker",
     "tensorboard": "training.telemetry.tensorboard:TensorBoardTracker",
+    "wandb": "training.telemetry.services.weights_and_biases:open_tracker",
+    "mlflow": "training.telemetry.services.mlflow_tracking:open_tracker",
 }
 
 

@@ -85,6 +85,11 @@ def _system_cas() -> list[Path]:
 
 
 def serve_tls(connection: socket.socket, context: ssl.SSLContext, handler: Handler) -> None:
+    """Answers the requests of one connection to Cloud Storage's names."""
+    serve_secure(connection, context, lambda request: answer(request, handler))
+
+
+def serve_secure(connection: socket.socket, context: ssl.SSLContext, handler: Handler) -> None:
     """Answers the requests of one connection; drops it when the TLS handshake fails."""
     connection.setblocking(True)
     connection.settimeout(30)
@@ -93,7 +98,7 @@ def serve_tls(connection: socket.socket, context: ssl.SSLContext, handler: Handl
     except OSError:
         return
     secure.settimeout(None)
-    serve_http(secure, lambda request: answer(request, handler))
+    serve_http(secure, handler)
     secure.close()
 
 

@@ -53,14 +53,21 @@ class Engine:
         return json.loads(data) if data.strip() else None
 
     def raw(
-        self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None, *, timeout: float = 120
+        self,
+        method: str,
+        path: str,
+        query: dict[str, Any] | None = None,
+        body: Any = None,
+        *,
+        headers: dict[str, str] | None = None,
+        timeout: float = 120,
     ) -> tuple[int, bytes]:
         """Status and body, errors included. Raises OSError when the engine does not run."""
         connection = UnixConnection(self.path, timeout)
         try:
             data = None if body is None else json.dumps(body).encode()
-            headers = {"Content-Type": "application/json"} if data is not None else {}
-            connection.request(method, url(path, query), data, headers)
+            content = {"Content-Type": "application/json"} if data is not None else {}
+            connection.request(method, url(path, query), data, {**content, **(headers or {})})
             response = connection.getresponse()
             return response.status, response.read()
         except http.client.HTTPException as error:

@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote, urlencode
 
 from launcher.emulator import faults
 from launcher.emulator.api import repositories
+from launcher.emulator.registry.blobs import BlobStore
 from launcher.emulator.state import Store
 from launcher.emulator.vm import engine_view, metadata, registry, virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnection
@@ -32,6 +33,7 @@ from launcher.emulator.vm.engine_request import (
 )
 from launcher.emulator.vm.engine_view import HostView, Refused
 from launcher.emulator.vm.hosts import find_host
+from launcher.emulator.vm.registry_transfer import RegistryTransfer
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,15 @@ class EngineProxy:
     """Answers engine requests, of hosts and of the workstation."""
 
     def __init__(
-        self, store: Store, engine: Engine, *, bind: Callable[[str, str], str], ca: Path, tpu_volume: str
+        self,
+        store: Store,
+        engine: Engine,
+        *,
+        bind: Callable[[str, str], str],
+        ca: Path,
+        tpu_volume: str,
+        blobs: BlobStore,
+        transfer: RegistryTransfer,
     ) -> None:
         """Makes a proxy.
 
@@ -54,7 +64,10 @@ class EngineProxy:
             bind: (hostname, folder of the host) -> folder of the workstation; raises Refused.
             ca: certificates that containers of hosts trust, a file of the workstation.
             tpu_volume: the volume of the virtual TPU, for containers on slices of one host.
+            blobs: what the registry holds.
+            transfer: moves images between the engine and the registry.
         """
+        self._blobs, self._transfer = blobs, transfer
         self._store = store
         self._engine = engine
         self._ca = str(ca)
@@ -96,12 +109,17 @@ class EngineProxy:
         status, data = self._engine.raw("GET", f"/images/{quote(names[0], safe='/:')}/json") if names else (404, b"")
         if status != 200:
             raise Refused(404, f"An image does not exist locally with the tag: {reference.repository}")
-        with self._store.change() as state:
-            for tagged in names:
-                image_id = self._engine.call("GET", f"/images/{quote(tagged, safe='/:')}/json")["Id"]
-                registry.push(state.pushed, reference.repository, registry.parse(tagged).tag, image_id)
+        with self._store.read() as state:
+            full = state.full_pushes
+        digest = ""
+        for tagged in names:
+            pushed_tag = registry.parse(tagged).tag
+            image_id = self._engine.call("GET", f"/images/{quote(tagged, safe='/:')}/json")["Id"]
+            digest = self._transfer.push(image_id, reference.repository, pushed_tag) if full else ""
+            with self._store.change() as state:
+                registry.push(state.pushed, reference.repository, pushed_tag, image_id, digest)
         tags = [registry.parse(tagged).tag for tagged in names]
-        reply(request.connection, 200, registry.push_progress(reference.repository, tags, json.loads(data)))
+        reply(request.connection, 200, registry.push_progress(reference.repository, tags, json.loads(data), digest))
 
     def _tagged_names(self, repository: str) -> list[str]:
         """All names with a tag that the workstation's engine has of a repository."""
@@ -140,7 +158,10 @@ class EngineProxy:
                 self._own_container(process["ContainerID"], view)
                 self._forward(request)
             case ("GET", ["distribution", *name, "json"]) if registry.is_registry("/".join(name)):
-                digest = self._image_id("/".join(name), only_pushed=True)
+                held = self._blobs.manifest(
+                    registry.parse("/".join(name)).repository, registry.parse("/".join(name)).version
+                )
+                digest = held[0] if held else self._image_id("/".join(name), only_pushed=True)
                 descriptor = {"mediaType": _MANIFEST_TYPE, "digest": digest, "size": _MANIFEST_BYTES}
                 reply_json(request.connection, {"Descriptor": descriptor, "Platforms": []})
             case _:
@@ -267,18 +288,19 @@ class EngineProxy:
         }
 
     def _pull(self, request: EngineRequest, hostname: str) -> None:
-        """Enters a pushed image as pulled by the host. No bytes move: all hosts share the workstation's store."""
+        """Enters a pushed image as pulled by the host. All hosts share the workstation's store: bytes move only when
+        it lacks them, of what was pushed without it."""
         name, tag = request.query.get("fromImage", ""), request.query.get("tag", "")
         if not registry.is_registry(name):
             return self._forward(request)
         full_name = name if not tag else f"{name}@{tag}" if tag.startswith("sha256:") else f"{name}:{tag}"
         reference = registry.parse(full_name)
         with self._store.read() as state:
-            image = registry.resolve(state.pushed, full_name)
             entry = find_host(state, hostname)
             token = metadata.token(state, entry[1]) if entry else ""
         if registry.password(request.headers.get("X-Registry-Auth", "")) != token:
             raise Refused(500, registry.unauthenticated(reference))
+        image = self._fetch(reference)
         if image is None:
             raise Refused(404, registry.unknown(reference))
         if self._engine.raw("GET", f"/images/{image}/json")[0] != 200:
@@ -288,6 +310,19 @@ class EngineProxy:
             if (entry := find_host(state, hostname)) and image not in entry[1].pulled:
                 entry[1].pulled.append(image)
         return reply(request.connection, 200, registry.pull_progress(reference, image))
+
+    def _fetch(self, reference: registry.Reference) -> str | None:
+        """The id of a registry's image, which the engine pulls when it was pushed without it; None when there is
+        none."""
+        held = self._blobs.manifest(reference.repository, reference.version)
+        with self._store.read() as state:
+            image = state.pushed.get(reference.repository, {}).get(held[0] if held else reference.version)
+        if held is None or (image is not None and self._engine.raw("GET", f"/images/{image}/json")[0] == 200):
+            return image
+        image = self._transfer.pull(reference, held[0])
+        with self._store.change() as state:
+            registry.push(state.pushed, reference.repository, reference.version, image, held[0])
+        return image
 
     def _stream_events(self, request: EngineRequest, view: HostView) -> None:
         query = engine_view.own_query(request.query, view)

@@ -1,7 +1,9 @@
-"""Artifact Registry without bytes: which images were pushed under which names. Pure functions of the state's `pushed`.
+"""Artifact Registry as engines see it: which images were pushed under which names. Pure functions of the state's
+`pushed`.
 
-Names under *-docker.pkg.dev and gcr.io are a registry's; all others belong to the engine. A pushed image stays in the
-workstation's store, and its "digest" is its image id. Hosts can pull what was pushed and nothing else.
+Names under *-docker.pkg.dev and gcr.io are a registry's; all others belong to the engine. An image that docker pushed
+stays in the workstation's store; its "digest" is its image id, unless pushes send bytes (`State.full_pushes`). Hosts
+can pull what was pushed, and what the registry holds in bytes (launcher/emulator/registry), and nothing else.
 """
 
 from __future__ import annotations
@@ -68,18 +70,19 @@ def unauthenticated(reference: Reference) -> str:
     )
 
 
-def push(pushed: dict[str, dict[str, str]], repository: str, tag: str, image: str) -> None:
-    """Enters an image under its tag and its digest in `pushed` (repository -> tag or digest -> image id)."""
-    pushed.setdefault(repository, {}).update({tag: image, image: image})
+def push(pushed: dict[str, dict[str, str]], repository: str, tag: str, image: str, digest: str = "") -> None:
+    """Enters an image under its tag and its digest in `pushed` (repository -> tag or digest -> image id). Without
+    bytes, its digest is its id."""
+    pushed.setdefault(repository, {}).update({tag: image, digest or image: image})
 
 
-def push_progress(repository: str, tags: list[str], image: dict[str, Any]) -> bytes:
+def push_progress(repository: str, tags: list[str], image: dict[str, Any], digest: str = "") -> bytes:
     """What the engine streams during a push: JSON lines, with the digest in an `aux` record at the end."""
     lines: list[dict[str, Any]] = [{"status": f"The push refers to repository [{repository}]"}]
     for layer in image.get("RootFS", {}).get("Layers") or []:
         lines.append({"status": "Layer already exists", "progressDetail": {}, "id": layer.removeprefix("sha256:")[:12]})
     for tag in tags:
-        digest, size = image["Id"], 2000
+        digest, size = digest or image["Id"], 2000
         lines.append({"status": f"{tag}: digest: {digest} size: {size}"})
         lines.append({"progressDetail": {}, "aux": {"Tag": tag, "Digest": digest, "Size": size}})
     return "".join(json.dumps(line) + "\r\n" for line in lines).encode()
@@ -110,6 +113,11 @@ def unknown(reference: Reference) -> str:
 
 def with_digests(image: dict[str, Any], pushed: dict[str, dict[str, str]]) -> dict[str, Any]:
     """An image's inspect answer, with the digests under which it was pushed."""
-    own = [f"{repository}@{image['Id']}" for repository, versions in sorted(pushed.items()) if image["Id"] in versions]
+    own = [
+        f"{repository}@{version}"
+        for repository, versions in sorted(pushed.items())
+        for version, known in versions.items()
+        if known == image["Id"] and version.startswith("sha256:")
+    ]
     digests = [digest for digest in image.get("RepoDigests") or [] if digest not in own]
     return {**image, "RepoDigests": digests + own}

@@ -90,11 +90,14 @@ def _recover(session: Session, attempt: AttemptRef, verdict: Verdict) -> Attempt
     require_inputs(session, session.specification)
     delay = f" in {decision.delay:.0f} s" if decision.delay else ""
     session.say(f": starting again ({decision.reason}){delay}")
-    ledger.append(events.Recovering(attempt.number, verdict.kind.value, decision.reason, decision.delay))
+    try:
+        ledger.append(events.Recovering(attempt.number, verdict.kind.value, decision.reason, decision.delay))
+    except LaunchError as error:
+        raise LaunchError(f"{error}\n  {_describe_bill(session)}`tpu-launch run` resumes the run") from error
     try:
         return _Recovery(session).run(decision.delay, settle=verdict.kind is Kind.SAVED)
     except RunStopped:
-        session.say(": its owner stopped it: no attempt follows")
+        session.say(f": its owner stopped it: no attempt follows; {_describe_bill(session)}`tpu-launch run` resumes it")
         return None
 
 
@@ -169,7 +172,7 @@ class _Recovery:
         started = self.clock.monotonic()
         steps = {"delay": round_begun - self.begun, "slice": ready - round_begun, "start": started - ready}
         seconds = {name: round(value, 1) for name, value in steps.items()}
-        session.ledger.append(events.Recovered(attempt.number, seconds))
+        session.ledger.note(events.Recovered(attempt.number, seconds), session.output.say)
         parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
         session.say(f": recovered in {started - self.begun:.1f} s ({parts})")
         return attempt
@@ -199,7 +202,8 @@ class _Recovery:
             self.replace = problem
         session.say(f": not recovered yet: {problem}; {decision.reason} in {decision.delay:.0f} s")
         number = session.ledger.attempts - 1
-        session.ledger.append(events.RoundFailed(number, problem, decision.reason, decision.delay))
+        failed = events.RoundFailed(number, problem, decision.reason, decision.delay)
+        session.ledger.note(failed, session.output.say)
         self.clock.sleep(decision.delay)
 
     def _delete_slice_if_bad(self) -> None:
@@ -237,4 +241,6 @@ def _describe_bill(session: Session) -> str:
     if slice_state is None:
         return f"there is no slice {name}, nothing of it is billed; "
     cost = costs.since(session.config, slice_state.created, session.machine.clock.time())
-    return f"slice {name} is {slice_state.state}{f' ({cost})' if cost else ''}: `tpu-launch down` deletes it; "
+    return (
+        f"slice {name} is {slice_state.state} and billed{f' ({cost})' if cost else ''}: `tpu-launch down` deletes it; "
+    )

@@ -3,18 +3,19 @@
 # environment, and removes them. They come when the last host has started. /run/tpu-launch is a tmpfs: no argument, file on a disk or `docker inspect` holds a secret.
 : "${seconds:?}"
 cd /run/tpu-launch || exit 1
-i=0
-while [ ! -e ready ]; do
-  i=$((i + 1))
-  if [ $i -gt $((seconds * 10)) ]; then
-    echo "tpu-launch: the secrets of this run did not arrive within $seconds s (run.start_minutes and 2 more)" >&2
-    exit 1
-  fi
-  sleep 0.1
-done
+# The pipe is open before the file is looked for, and receive_secrets.sh makes the file before it looks for the pipe: what
+# arrives in between is not missed, and nothing runs while a host waits for the slowest one.
+mkfifo gate 2>/dev/null
+exec 3<>gate
+[ -e ready ] || timeout "$seconds" head -c 1 <&3 >/dev/null
+exec 3>&-
+if [ ! -e ready ]; then
+  echo "tpu-launch: the secrets of this run did not arrive within $seconds s (run.start_minutes and 2 more)" >&2
+  exit 1
+fi
 # shellcheck source=/dev/null
 . ./secrets
-rm -f secrets
 : >taken
+rm -f secrets gate
 cd "$OLDPWD" || exit 1
 exec "$@"

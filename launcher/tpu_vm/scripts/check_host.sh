@@ -13,8 +13,11 @@ engine=$($docker info --format '{{.ServerVersion}} {{.DockerRootDir}}' 2>/dev/nu
 root=${engine#* }
 fact engine "${engine%% *}"
 fact image "$($docker image inspect --format '{{.Id}}' "$image" 2>/dev/null)"
-fact runs "$($docker ps --filter "label=$label_run" --format "{{.Label \"$label_run\"}}" 2>/dev/null |
-  grep -vxF -e "$run_id")"
+others=''
+for run in $($docker ps --filter "label=$label_run" --format "{{.Label \"$label_run\"}}" 2>/dev/null); do
+  [ "$run" = "$run_id" ] || others="$others $run"
+done
+fact runs "$others"
 fact free_kb "$(
   set -- $(df -Pk "${root:-/}" 2>/dev/null)
   [ $# -lt 6 ] || shift $(($# - 6))

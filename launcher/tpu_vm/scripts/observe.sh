@@ -7,6 +7,8 @@
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./engine.sh
 . ./boot.sh
+# When the host booted, in Unix seconds.
+booted=$(($(sed -n 's/^btime //p' /proc/stat) + init_ticks / 100))
 : "${container:?}" "${patience?}" "${log_bytes:?}"
 [ -z "$patience" ] || timeout "$patience" $docker wait "$container" >/dev/null 2>&1
 if [ "${1-} ${3-}" = '--tail --since' ] &&

@@ -9,43 +9,45 @@
 : "${container:?}" "${image:?}" "${run_id:?}" "${label_run:?}" "${pull:?}" "${registry?}" "${files?}" "${huge_pages?}"
 
 if [ -z "$worker" ]; then report failed "the metadata server does not tell the worker index"; exit 1; fi
-# The token of the host's service account is in $login; it is removed again.
-folder=$(mktemp -d) && errors=$folder/errors && trap 'rm -rf "$folder" "${login:-}"' EXIT
-fail() { report failed "$1: $(tr '\n' ' ' <"$errors" | tail -c 600)"; exit 1; }
+fail() { report failed "$1: $(printf '%s ' "$errors" | tr '\n' ' ' | tail -c 600)"; exit 1; }
 
 pull_image() {
   if $docker image inspect "$image" >/dev/null 2>&1; then return 0; fi
   if [ -z "$registry" ]; then
-    $docker pull --quiet "$image" >/dev/null 2>"$errors"
+    errors=$($docker pull --quiet "$image" 2>&1 >/dev/null)
     return
   fi
+  # The token of the host's service account is in $login; it is removed again.
   login=$(mktemp -d)
   curl -sf --max-time 10 -H 'Metadata-Flavor: Google' "$metadata/service-accounts/default/token" |
     sed 's/.*"access_token" *: *"\([^"]*\)".*/\1/' |
     $docker --config "$login" login --username oauth2accesstoken --password-stdin "https://$registry" >/dev/null 2>&1
-  $docker --config "$login" pull --quiet "$image" >/dev/null 2>"$errors"
+  errors=$($docker --config "$login" pull --quiet "$image" 2>&1 >/dev/null)
 }
 
-runs=$($docker ps --all --filter "label=$label_run" --format "{{.Label \"$label_run\"}} {{.Names}} {{.State}}")
-while read -r run name state; do
+trap 'rm -rf ${folder:+"$folder"} ${login:+"$login"}' EXIT
+there=no
+listed="{{.Label \"$label_run\"}} {{.Names}} {{.State}} {{.Label \"$label_boot\"}}"
+runs=$($docker ps --all --filter "label=$label_run" --format "$listed")
+while read -r run name state created_on; do
   if [ "$run" != "$run_id" ]; then
     # The container of another run is never touched.
     [ "$state" != running ] || { report busy "$run"; exit 1; }
   elif [ "$name" != "$container" ]; then
     $docker rm --force "$name" >/dev/null 2>&1 </dev/null
+  elif [ "$state" = created ] && rebooted_since "$created_on"; then
+    # One that was created before the host rebooted, and never started, is created anew.
+    $docker rm --force "$name" >/dev/null 2>&1 </dev/null
+  else
+    there=yes
   fi
 done <<EOF
 $runs
 EOF
 
-# One that was created before the host rebooted, and never started, is created anew.
-if [ "$($docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null)" = created ] &&
-  rebooted_since "$container"; then
-  $docker rm --force "$container" >/dev/null 2>&1 </dev/null
-fi
-if ! $docker inspect "$container" >/dev/null 2>&1; then
+if [ "$there" = no ]; then
   [ "$pull" = no ] || pull_image || fail "the image can not be pulled"
-  $docker create --env TPU_WORKER_ID="$worker" --label "$label_boot=$boot" "$@" >/dev/null 2>"$errors" ||
+  errors=$($docker create --env TPU_WORKER_ID="$worker" --label "$label_boot=$boot" "$@" 2>&1 >/dev/null) ||
     fail "the container can not be created"
 fi
 
@@ -54,13 +56,14 @@ fi
   sudo -n sh -c 'echo always >"$0"' "$huge_pages" >/dev/null 2>&1 </dev/null
 
 if [ -n "$files" ]; then
-  umask 022 && mkdir "$folder/tpu-launch"
+  folder=$(mktemp -d) && umask 022 && mkdir "$folder/tpu-launch"
   while read -r name content; do
     echo "$content" | base64 -d >"$folder/tpu-launch/$name"
   done <<EOF
 $files
 EOF
-  $docker cp "$folder/tpu-launch" "$container:/etc/" >/dev/null 2>"$errors" ||
+  errors=$($docker cp "$folder/tpu-launch" "$container:/etc/" 2>&1 >/dev/null) ||
     fail "the configuration can not be copied into the container"
 fi
-report ready "$($docker inspect --format '{{.Image}}' "$container")"
+look_at "$container"
+report ready "$image_id"

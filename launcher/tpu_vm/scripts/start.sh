@@ -7,12 +7,12 @@
 . ./report.sh
 . ./boot.sh
 : "${container:?}" "${gated:?}" "${gate_seconds:?}" "${run_id:?}" "${label_run:?}"
-container_status() { $docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null; }
 
 if [ "$gated" = yes ]; then
   released=/tmp/$container.$worker.go
   gate=/tmp/$container.$worker.gate
-  case $(container_status) in
+  look_at "$container"
+  case $status in
     '' | created)
       # The pipe is open before the file is looked for, and both sides open it for reading and writing: neither waits
       # for the other, and a release in between is not missed.
@@ -26,17 +26,17 @@ if [ "$gated" = yes ]; then
   trap 'rm -f "$released" "$gate"' EXIT
 fi
 
-status=$(container_status)
+look_at "$container"
 if [ -z "$status" ]; then report failed "there is no container $container"; exit 1; fi
 if [ "$status" = created ]; then
-  if rebooted_since "$container"; then report failed "the host rebooted after it had been prepared"; exit 1; fi
+  if rebooted_since "$created_on"; then report failed "the host rebooted after it had been prepared"; exit 1; fi
   # One start at a time. Every user's start must be able to open the file.
   lock=/tmp/tpu-launch.start
   [ -e "$lock" ] || (umask 022; : >"$lock") 2>/dev/null
   if [ -r "$lock" ]; then exec 9<"$lock"; flock -w 60 9; fi
-  other=$($docker ps --filter "label=$label_run" --format "{{.Label \"$label_run\"}}" | grep -vxF -e "$run_id" |
-    head -n 1)
-  if [ -n "$other" ]; then report busy "$other"; exit 1; fi
+  for run in $($docker ps --filter "label=$label_run" --format "{{.Label \"$label_run\"}}"); do
+    [ "$run" = "$run_id" ] || { report busy "$run"; exit 1; }
+  done
   if ! error=$($docker start "$container" 2>&1 >/dev/null 9<&-); then
     report failed "the container can not be started: $(echo $error | tail -c 600)"
     exit 1

@@ -6,10 +6,9 @@
 . ./report.sh
 : "${container:?}" "${grace:?}" "${remove:?}"
 mark=/tmp/$container.$worker.stopping
-if [ "$($docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null)" = created ]; then
-  $docker rm --force "$container" >/dev/null 2>&1
-fi
-if $docker inspect "$container" >/dev/null 2>&1; then
+status=$($docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null)
+if [ "$status" = created ] && $docker rm --force "$container" >/dev/null 2>&1; then status=''; fi
+if [ -n "$status" ]; then
   # A second SIGTERM may tell a program to leave without saving: a replay, or a second stop, only waits.
   if mkdir "$mark" 2>/dev/null; then
     $docker stop --time "$grace" "$container" >/dev/null 2>&1

@@ -97,6 +97,16 @@ class SliceConnections:
         self._wait_connected()
         return self._open_pool()
 
+    def open_pool(self) -> ConnectionPool:
+        """As `pool`, connected to every host that answers: for what must not run twice. Where hosts have moved, gcloud
+        says so now."""
+        pool = self.pool()
+        pool.connect_all()
+        if not pool.connected and (other := self.replacement_of(pool)):
+            other.connect_all()
+            return other
+        return pool
+
     def run(self, worker: int, script: str, *, timeout: float) -> HostResult:
         """Runs a script on one host. `timeout` in seconds; what a network or a host does is in the result."""
         pool = self.pool()

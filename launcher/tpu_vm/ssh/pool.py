@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from launcher.machine import Machine
 from launcher.machine.remote import Address, Connection, ConnectionFailed
@@ -61,6 +61,22 @@ class ConnectionPool:
             return HostResult(worker, None, problem=str(error), refused=error.refused)
         return HostResult(worker, code, out, err)
 
+    def follow(self, worker: int, script: str, *, timeout: float, on_line: Callable[[str], None]) -> HostResult:
+        """Runs a script on a host, once, and hands over its lines as they come; its standard input ends with the
+        connection. The result has no output. `timeout` in seconds, as for `run`."""
+        connection: Connection | None = None
+        try:
+            with self._locks[worker]:
+                connection = self._connect(worker)
+            code = connection.follow(f"sh -c {shlex.quote(script)}", timeout=timeout, on_line=on_line)
+        except TimeoutError:
+            self._drop(worker, connection)
+            return HostResult(worker, None, problem=f"no end within {timeout:.0f} s", timed_out=True)
+        except ConnectionFailed as error:
+            self._drop(worker, connection)
+            return HostResult(worker, None, problem=str(error), refused=error.refused and connection is None)
+        return HostResult(worker, code)
+
     def run_all(
         self, script: str, *, timeout: float, workers: Sequence[int] | None = None, stdin: str | None = None
     ) -> list[HostResult]:
@@ -71,6 +87,12 @@ class ConnectionPool:
         return self._machine.tasks.map(
             lambda worker: self.run(worker, script, timeout=timeout, stdin=stdin), chosen, at_once=_AT_ONCE
         )
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is an open connection to every host."""
+        connections = [self._connections.get(worker) for worker in self.workers]
+        return all(connection is not None and connection.is_open for connection in connections)
 
     def connect_all(self) -> None:
         """Opens the connections that can be opened; a later command reports the others."""

@@ -75,6 +75,8 @@ class Gcloud:
         if self.world.weather("lost") is not None:
             self.world.note(f"the answer to {self.kind} {self.verb} {self.name} is lost")
             return 1, "", _WEATHER["lost"].format(command=self.command)
+        if self.verb == "describe" and answer[0] == 0:
+            self.actor.looked = True
         return answer
 
     def _refusal(self) -> Answer | None:

@@ -269,6 +269,7 @@ class Google:
             raise ApiError(f"ALREADY_EXISTS: Resource 'nodes/{request.name}' already exists")
         self.requests[key] = request
         self.world.note(f"Google accepts request {request.name} of {request.maker}")
+        self.world.reached("request")
         self._changed("requests")
         self._later(self.chance.uniform(1.0, 8.0), lambda: self._advance(request))
 

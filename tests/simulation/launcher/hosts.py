@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import functools
+import math
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -19,8 +21,12 @@ _NEVER = "0001-01-01T00:00:00Z"  # what engines write for a time that is not the
 def timestamp(seconds: float) -> str:
     """Unix seconds as an engine prints them: RFC 3339 with nine digits."""
     whole = int(seconds)
-    moment = datetime.fromtimestamp(whole, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    return f"{moment}.{int((seconds - whole) * 1e9):09d}Z"
+    return f"{_format_second(whole)}.{int((seconds - whole) * 1e9):09d}Z"
+
+
+@functools.lru_cache(maxsize=10_000)
+def _format_second(whole: int) -> str:
+    return datetime.fromtimestamp(whole, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 @dataclass(eq=False)
@@ -40,6 +46,7 @@ class Container:
     started: float | None = None  # virtual seconds
     started_at: str = _NEVER
     finished_at: str = _NEVER
+    ended: float = math.inf  # virtual time of its end
     job: Job | None = None
     log: list[tuple[str, str]] = field(default_factory=list)  # (time, line)
     waiters: dict[Task, None] = field(default_factory=dict)  # tasks that wait for its end
@@ -47,6 +54,7 @@ class Container:
     awaits_secrets: bool = False  # its command begins when they are delivered
     secrets_seconds: float = 0.0  # for which await_secrets.sh waits for them
     lines_written: int = 0
+    wrote: float | None = None  # virtual time of its newest line
 
     @property
     def running(self) -> bool:
@@ -56,6 +64,7 @@ class Container:
     def write(self, text: str, at: float | None = None) -> None:
         """Writes a line, at a virtual time of now or before."""
         moment = self.host.scheduler.now if at is None else at
+        self.wrote = moment
         self.log.append((timestamp(moment + self.host.wall), text))
 
     def lines(self, since: str, tail: int | None) -> list[tuple[str, str]]:
@@ -77,7 +86,8 @@ class Container:
         if self.job is not None:
             self.job.write_lines(self)
         self.status, self.exit_code, self.oom_killed = "exited", code, oom_killed
-        self.finished_at = timestamp(self.host.scheduler.now + self.host.wall)
+        self.ended = self.host.scheduler.now
+        self.finished_at = timestamp(self.ended + self.host.wall)
         self.host.scheduler.wake_all(self.waiters)
 
 
@@ -115,6 +125,7 @@ class Host:
         self.alias = f"tpu.{slice_name}.{address}-{worker}"
         self.gates: dict[Task, None] = {}
         self.troubled = 0  # counts what was done to it
+        self.trouble_over = scheduler.now  # when it last began to answer
 
     def __repr__(self) -> str:
         return f"{self.slice_name}-w{self.worker}"
@@ -134,6 +145,10 @@ class Host:
         if self.scheduler.story is not None:
             self.scheduler.note(f"[host {self!r}] {text}")
 
+    def quiet_since(self, since: float) -> bool:
+        """Whether it has answered everybody since a moment."""
+        return self.reachable and self.engine_up and self.trouble_over < since
+
     def changed(self) -> None:
         """Wakes every task that waits for something here: it may have to fail."""
         for execution in self.executions:
@@ -150,7 +165,7 @@ class Host:
 
     def reconnect(self) -> None:
         """Packets reach it again."""
-        self.cut = False
+        self.cut, self.trouble_over = False, self.scheduler.now
         self.note("is reachable again")
 
     def hang(self) -> None:
@@ -162,7 +177,7 @@ class Host:
 
     def unhang(self) -> None:
         """Answers again, as if nothing had been."""
-        self.hung = False
+        self.hung, self.trouble_over = False, self.scheduler.now
         self.note("answers again")
 
     def die(self, *, for_good: bool) -> None:
@@ -187,7 +202,7 @@ class Host:
         if self.gone or self.up:
             return
         self.up, self.hung, self.engine_up, self.boots = True, False, True, self.boots + 1
-        self.booted = self.scheduler.now
+        self.booted = self.trouble_over = self.scheduler.now
         self.marks.clear()
         self.executions.clear()
         self.ssh_from = self.scheduler.now + 2.0
@@ -195,6 +210,7 @@ class Host:
         for container in self.containers.values():
             if container.status == "lost":
                 container.status, container.exit_code = "exited", exit_code
+                container.ended = self.scheduler.now
                 container.finished_at = timestamp(self.scheduler.now + self.wall) if writes_time else _NEVER
 
     def _peers_notice(self, what: str) -> None:

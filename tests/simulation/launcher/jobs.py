@@ -59,6 +59,7 @@ class Job:
         self.confirmed = False  # whether the launcher has said that it runs
         self.disturbed = False  # something that was not its plan happened to it
         self.over = False
+        self.stall_seconds: float | None = None  # of silence that the file calls a standstill
         self.left: set[int] = set()  # containers that were removed
 
     def __repr__(self) -> str:

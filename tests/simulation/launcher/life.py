@@ -13,53 +13,19 @@ from pathlib import Path
 
 from launcher.config import Config, load
 from launcher.errors import Exit
-from tests.simulation.launcher import faults, promises
+from tests.simulation.launcher import faults, full_disk, promises, stories
+from tests.simulation.launcher.full_disk import FullDisk
 from tests.simulation.launcher.hosts import Host
-from tests.simulation.launcher.jobs import Plan
 from tests.simulation.launcher.people import Command
-from tests.simulation.launcher.speed import remember_yaml
+from tests.simulation.launcher.speed import observe_every, remember_yaml
+from tests.simulation.launcher.stories import Deed, Setting
 from tests.simulation.launcher.world import Place, World
 from tests.simulation.scheduler import Scheduler, Stuck
 
 LONGEST_LIFE = 16 * 3600.0  # seconds: every wait ends long before
-LONGEST_LOOK = 3600.0  # seconds for which somebody looks at lines: far longer than a program runs
+LONGEST_LOOK = 900.0  # seconds for which somebody looks at lines: longer than a program runs, or silence is borne
 _STEPS = 80_000
-_SLICES = (("v4-8", 1), ("v4-16", 2), ("v4-16", 2), ("v4-32", 4))
 _NAME = "bert"
-_SETTINGS = 80  # files: reading one takes as long as a life
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the file says."""
-
-    accelerator: str
-    queued: bool
-    preemption_retries: int
-    failure_retries: int
-    replace_after: int | None
-    stall_minutes: float | None
-    host_lost_seconds: float
-
-
-@dataclass(frozen=True)
-class Deed:
-    """Something that somebody does while a run is on."""
-
-    kind: str
-    after: float
-    """Seconds after the command `run` was given."""
-
-
-@dataclass(frozen=True)
-class Story:
-    """All that people will do."""
-
-    setting: Setting
-    leftover: str
-    plans: tuple[Plan, ...]
-    deeds: tuple[Deed, ...]
-    skip_up: bool
 
 
 @dataclass(frozen=True)
@@ -73,65 +39,6 @@ class Result:
     steps: int
     story: tuple[str, ...] = ()
     faults: tuple[faults.Fault, ...] = ()
-
-
-def draw_story(chance: random.Random) -> Story:
-    """What people do in a life."""
-    setting = _draw_setting(random.Random(f"setting {chance.randrange(_SETTINGS)}"))
-    hosts = dict(_SLICES)[setting.accelerator]
-    plans = []
-    for _ in range(chance.choice((0, 0, 1, 1, 2))):
-        kind = chance.choice(("fail", "fail", "save", "bad input", "stall"))
-        if kind == "stall" and setting.stall_minutes is None:
-            kind = "fail"
-        plans.append(_draw_plan(chance, kind, hosts))
-    plans.append(_draw_plan(chance, "finish", hosts))
-    deeds = []
-    for _ in range(chance.choice((0, 1, 1, 2, 3))):
-        kinds = (
-            "kill",
-            "kill",
-            "kill",
-            "ctrl-c",
-            "ctrl-c",
-            "stop",
-            "asleep",
-            "stop",
-            "logs",
-            "second run",
-            "bob down",
-            "bob up",
-            "gc",
-            "bob gc",
-        )
-        deeds.append(Deed(chance.choice(kinds), chance.uniform(0.0, 80.0)))
-    leftover = chance.choice(("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting"))
-    return Story(setting, leftover, tuple(plans), tuple(deeds), skip_up=False)
-
-
-def _draw_setting(chance: random.Random) -> Setting:
-    return Setting(
-        chance.choice(_SLICES)[0],
-        queued=chance.random() < 0.2,
-        preemption_retries=chance.choice((0, 1, 3, 8, 8)),
-        failure_retries=chance.choice((0, 0, 1, 2)),
-        replace_after=chance.choice((None, None, 1, 2)),
-        stall_minutes=chance.choice((None, None, 0.5)),
-        host_lost_seconds=chance.choice((20.0, 60.0)),
-    )
-
-
-def _draw_plan(chance: random.Random, kind: str, hosts: int) -> Plan:
-    return Plan(
-        kind,
-        seconds=chance.choice((chance.uniform(0.2, 5.0), chance.uniform(5.0, 30.0), chance.uniform(5.0, 60.0))),
-        host=chance.randrange(hosts),
-        code=chance.choice((1, 1, 3, 137, 139)),
-        others_hang=chance.random() < 0.3,
-        saves=chance.random() < 0.85,
-        save_seconds=chance.uniform(0.5, 12.0),
-        period=chance.choice((0.5, 1.0, 3.0)),
-    )
 
 
 @functools.cache
@@ -176,8 +83,7 @@ class Life:
             without: indices of faults and deeds that are left out (faults first).
         """
         self.seed = seed
-        self.story = draw_story(random.Random(f"story {seed}"))
-        drawn = faults.draw(random.Random(f"faults {seed}"))
+        self.story, drawn = stories.draw(seed)
         self.faults = [fault for number, fault in enumerate(drawn) if number not in without]
         self.deeds = [deed for number, deed in enumerate(self.story.deeds, len(drawn)) if number not in without]
         self.scheduler = Scheduler(random.Random(f"tasks {seed}"), preempt=0.03)
@@ -186,12 +92,17 @@ class Life:
         self.world = World(self.scheduler, random.Random(f"world {seed}"), self.faults, self.story.plans)
         self.world.slice_name = _NAME
         self.config = make_config(self.story.setting)
+        stall = self.story.setting.stall_minutes
+        self.world.stall_seconds = stall * 60.0 if stall is not None else None
         self.chance = random.Random(f"people {seed}")
+        observe_every(self.chance.choice((1.0, 2.0, 3.0, 4.0)))
+        self.full_disk = full_disk.draw(seed)
         self.commands: list[Command] = []
         homes = _folder()
         self.ann = Place("ann", "ann", homes / "ann")
         self.bob = Place("bob", "bob", homes / "bob")
         self.world.places = [self.ann, self.bob]
+        self.main: Command | None = None  # what ann's first terminal does, or did last
         self.main_over = False
 
     def play(self) -> Result:
@@ -209,6 +120,7 @@ class Life:
         except Stuck as stuck:
             self.world.break_promise("every wait ends", str(stuck)[:2000])
         finally:
+            full_disk.fill(False)
             self.scheduler.close()
             for name, value in environment.items():
                 if value is None:
@@ -226,6 +138,11 @@ class Life:
             tuple(self.faults),
         )
 
+    @property
+    def loses_by_its_disk(self) -> bool:
+        """Whether the workstation's disk is full for longer than lines and events are waited for."""
+        return self.full_disk is not None and self.full_disk.long
+
     # -- what people do -----------------------------------------------------------------------------------------------
 
     def command(self, name: str, place: Place | None = None) -> Command:
@@ -242,15 +159,22 @@ class Life:
 
     def do(self, name: str, place: Place | None = None) -> Command:
         """Gives a command and waits for its end."""
-        command = self.command(name, place)
-        if name == "logs":  # of a program that hangs, and that nobody watches, they have no end: she has seen enough
+        return self.finish(self.command(name, place))
+
+    def finish(self, command: Command) -> Command:
+        """Waits for the end of a command."""
+        if command.name == "logs":  # of a program that hangs, and that nobody watches, they have no end
             command.over.wait(LONGEST_LOOK)
-            command.interrupt()
+            command.interrupt()  # she has seen enough
         command.over.wait()
         promises.check_command(self, command)
         return command
 
     def _live(self) -> None:
+        for deed in self.deeds:
+            self.scheduler.spawn(self._act, deed, name=deed.kind, process=self.scheduler.world)
+        if self.full_disk is not None:
+            self.scheduler.spawn(self._fill_disk, self.full_disk, name="full disk", process=self.scheduler.world)
         self._leave_something()
         if self._get_slice():
             self._train()
@@ -282,8 +206,10 @@ class Life:
             google.delete_node(node, "ann")
 
     def _get_slice(self) -> bool:
-        for _ in range(6):
-            up = self.do("up")
+        for round_ in range(6):
+            up = self.main = self.command("up")
+            self.world.reached("up again" if round_ else "up")
+            self.finish(up)
             if up.code == 0:
                 return True
             if up.code in (Exit.CONFLICT, Exit.BAD_INPUT):
@@ -294,10 +220,9 @@ class Life:
     def _train(self) -> None:
         next_command = "run"
         for round_ in range(8):
-            run = self.command(next_command)
+            run = self.main = self.command(next_command)
             if round_ == 0:
-                for deed in self.deeds:
-                    self.scheduler.spawn(self._act, deed, run, name=deed.kind, process=self.scheduler.world)
+                self.world.reached("run")
             run.over.wait()
             promises.check_command(self, run)
             if run.code == 0 or run.code == Exit.BAD_INPUT:
@@ -315,9 +240,13 @@ class Life:
                 self.do("logs")
             next_command = "attach" if detached and self.chance.random() < 0.5 else "run"
 
-    def _act(self, deed: Deed, run: Command) -> None:
+    def _act(self, deed: Deed) -> None:
         """One deed of ann's or bob's."""
+        self.world.wait_until(deed.anchor)
         self.scheduler.sleep(deed.after)
+        run = self.main
+        if run is None:
+            return
         match deed.kind:
             case "kill":
                 run.kill()
@@ -332,6 +261,9 @@ class Life:
                     self.do(deed.kind)
             case "second run":
                 self.do("run")
+            case "second attach":
+                if (self.ann.home / "runs").exists():
+                    self.do("attach")
             case "bob down":
                 self.do("down", self.bob)
             case "bob up":
@@ -352,6 +284,15 @@ class Life:
         if self.chance.random() < 0.5:  # else its clock went on, as that of a process that was stopped does
             self.ann.asleep += self.scheduler.now - begin
         self.scheduler.thaw(run.process)
+
+    def _fill_disk(self, full: FullDisk) -> None:
+        self.world.wait_until(full.anchor)
+        self.scheduler.sleep(full.after)
+        self.world.struck = True
+        self.world.note(f"the workstation's disk is full for {full.seconds:.0f} s")
+        full_disk.fill(True)
+        self.scheduler.sleep(full.seconds)
+        full_disk.fill(False)
 
     def _tear_last_line(self) -> None:
         """A process that was killed has left half a line."""

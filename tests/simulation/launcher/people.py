@@ -9,13 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from launcher.config import Config
-from launcher.errors import Exit, LaunchError
+from launcher.errors import Exit, LaunchError, from_disk
 from launcher.run import launch, status
 from launcher.run import ledger as ledgers
+from launcher.run.attempts.session import Outcome
 from launcher.run.supervise import Output, explain
 from launcher.run.verdict import Kind
 from launcher.tpu_vm import inventory, ownership
 from launcher.tpu_vm.provider import TpuVm
+from tests.simulation.launcher import promises
 from tests.simulation.launcher.machine import make_machine
 from tests.simulation.launcher.world import Actor, Place, Stop, World
 from tests.simulation.scheduler import Event, Killed, Process
@@ -27,11 +29,14 @@ class Command:
     def __init__(self, world: World, place: Place, name: str, config: Config, chance: random.Random) -> None:
         self.world, self.place, self.name, self.config = world, place, name, config
         self.began = world.scheduler.now
+        self.run_id = ""  # that it spoke of last
         self.code: int | None = None  # None while it runs, and when it was killed
         self.killed = self.interrupted = False
         self.said: list[str] = []
         self.error: LaunchError | None = None
         self.verdict: Kind | None = None
+        self.outcome: Outcome | None = None
+        self.ended = float("inf")  # virtual time
         self.over = Event(world.scheduler, f"the end of {name} of {place.name}")
         self.process = Process(f"{place.name}:{name}")
         self.process.enter = self._enter
@@ -49,8 +54,12 @@ class Command:
 
     def _say(self, text: str) -> None:
         self.said.append(text)
+        if text.startswith("run "):
+            self.run_id = text.split()[1].rstrip(":,")
         if text.startswith("run ") and ": started on all hosts" in text:
             self._confirm(text.split()[1].rstrip(":"))
+        if text.startswith("ending the attempt on all hosts: stalled"):
+            promises.stalled_program_is_silent(self.world, self.run_id)
         if ": starting again (" in text:
             self.world.reached("recovery")
         self.world.note(f"  {self.name}: {text}")
@@ -68,7 +77,7 @@ class Command:
     def kill(self) -> None:
         """The process ends at once."""
         if self.code is None and not self.killed:
-            self.killed = True
+            self.killed, self.ended = True, self.world.scheduler.now
             self.world.note(f"{self.name} of {self.place.name} is killed")
             self.world.scheduler.kill(self.process)
             self.over.set()
@@ -98,13 +107,19 @@ class Command:
             code = int(Exit.DETACHED)
         except Killed:
             raise
+        except OSError as trouble:
+            self.error = from_disk(trouble)
+            if self.error is None:
+                raise
+            code = int(self.error.exit_code)
+            self._say(f"error: {self.error}")
         except BaseException as error:
             code = 1
             self.world.break_promise(
                 "every ending has a documented code",
                 f"traceback of {self.name}: {''.join(traceback.format_exception(error)[-4:])}",
             )
-        self.code = code
+        self.code, self.ended = code, self.world.scheduler.now
         self.world.note(f"{self.name} of {self.place.name} ended with {code}")
         self.over.set()
         self.world.scheduler.kill(self.process)  # what still runs in the background ends with it
@@ -130,18 +145,18 @@ class Command:
     def _attach(self) -> int:
         return self._show(launch.attach(launch.Request(self.config), self.context))
 
-    def _show(self, outcome: object) -> int:
-        self.verdict = outcome.verdict.kind  # type: ignore[attr-defined]
-        job = self.world.record.jobs.get((outcome.run_id, outcome.attempt))  # type: ignore[attr-defined]
+    def _show(self, outcome: Outcome) -> int:
+        self.verdict, self.outcome = outcome.verdict.kind, outcome
+        job = self.world.record.jobs.get((outcome.run_id, outcome.attempt))
         if job is not None and self.verdict is Kind.FINISHED:
             job.seen_finished = True
-        for line in explain(outcome.verdict):  # type: ignore[attr-defined]
+        for line in explain(outcome.verdict):
             self._say(line)
         return int(self.verdict.exit_code)
 
     def _stop(self) -> int:
         ledger = launch._find(self.config, self.context, None)
-        stop = Stop(ledger.run_id, self.world.scheduler.now)
+        stop = Stop(ledger.run_id, self.world.scheduler.now, by=self)
         self.world.record.stops.append(stop)
         reports = launch.stop(self.config, self.context, None, grace=None)
         if not all(report.ok for report in reports):

@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 
 from launcher.errors import CommandTimeout, Exit
 from launcher.run import ledger as ledgers
-from launcher.run.events import Ended
+from launcher.run.events import AttemptBegan, Ended
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.google import Node
+    from tests.simulation.launcher.hosts import Container
     from tests.simulation.launcher.jobs import Job
     from tests.simulation.launcher.life import Life
     from tests.simulation.launcher.people import Command
     from tests.simulation.launcher.world import World
 
 _CODES = {int(code) for code in Exit}
+_LOOK_SECONDS = 6.0  # from a line until the launcher may know it
 _BILLED = ("CREATING", "READY", "STOPPED", "STARTING")
 
 
@@ -38,6 +40,14 @@ def check_command(life: Life, command: Command) -> None:
     message_with_a_next_step(life, command)
     nothing_is_left_after_down(life, command)
     no_silent_bill(life, command)
+    who_leaves_a_recovery_hears_of_the_bill(life, command)
+    up_that_fails_says_what_stays(life, command)
+    after_a_stop_nothing_runs(life, command)
+    stop_in_a_kind_world_succeeds(life, command)
+    logs_end_with_their_program(life, command)
+    command_ends_in_time(life, command)
+    conflict_has_another_party(life, command)
+    nothing_runs_on_after_a_verdict(life, command)
     run_with_budget_goes_on(life, command)
     up_in_a_kind_world_succeeds(life, command)
 
@@ -78,6 +88,8 @@ def no_silent_bill(life: Life, command: Command) -> None:
     left = [node for node in nodes_of(life.world, person) if node.by is command.actor and node.state in _BILLED]
     requests = [item for item in google.requests.values() if item.maker == person and item.by is command.actor]
     text = "\n".join(command.said)
+    if "detached: what was started goes on" in text:  # a run that is well has a slice
+        return
     if (left or requests) and not any(word in text for word in ("tpu-launch down", "tpu-launch up", "billed")):
         life.world.break_promise(
             "money never runs unattended",
@@ -87,7 +99,7 @@ def no_silent_bill(life: Life, command: Command) -> None:
 
 def up_in_a_kind_world_succeeds(life: Life, command: Command) -> None:
     """Before anything has gone wrong, the first `up` succeeds, whatever of ours is there."""
-    if command is not life.commands[0] or command.name != "up" or life.world.struck:
+    if command is not life.commands[0] or command.name != "up" or life.world.struck or command.interrupted:
         return
     if command.code not in (0, Exit.CONFLICT) and not isinstance(command.error, CommandTimeout):
         life.world.break_promise("up goes on from what is there", f"{life.story.leftover}: {command.error}")
@@ -99,7 +111,7 @@ def run_with_budget_goes_on(life: Life, command: Command) -> None:
     if command.name not in ("run", "attach") or command.code in (0, Exit.DETACHED, Exit.BAD_INPUT, Exit.CONFLICT):
         return
     known = ledgers.runs(command.place.home, command.machine)
-    if not known or world.record.stops or world.record.permanent:
+    if not known or world.record.stops or world.record.permanent or life.loses_by_its_disk:
         return
     ledger = known[-1]
     ended = [event for event in ledger.events() if isinstance(event, Ended)]
@@ -129,6 +141,131 @@ def run_with_budget_goes_on(life: Life, command: Command) -> None:
         )
 
 
+def who_leaves_a_recovery_hears_of_the_bill(life: Life, command: Command) -> None:
+    """A recovery that its owner stopped or left says that the slice stays, is billed, and how it is deleted."""
+    if command.name not in ("run", "attach") or life.world.down_allowed:
+        return
+    recoveries = [number for number, line in enumerate(command.said) if ": starting again (" in line]
+    if not recoveries:
+        return
+    since = "\n".join(command.said[recoveries[-1] :])
+    left = [node for node in nodes_of(life.world, command.place.person) if node.state in _BILLED]
+    if ": started on all hosts" not in since and left and not ("tpu-launch down" in since and "billed" in since):
+        life.world.break_promise(
+            "who leaves a recovery hears of the bill", f"{command.name} ended with {command.code}: {since[-300:]}"
+        )
+
+
+def up_that_fails_says_what_stays(life: Life, command: Command) -> None:
+    """An `up` that has seen a slice or a request of its owner's, and fails, says that it stays."""
+    if command.name != "up" or command.error is None or not command.actor.looked:
+        return
+    google, person = life.world.google, command.place.person
+    left: list[object] = [node for node in nodes_of(life.world, person) if node.state in _BILLED]
+    left += [item for item in google.requests.values() if item.maker == person and item.state != "DELETING"]
+    if left and not any(word in "\n".join(command.said) for word in ("tpu-launch down", "tpu-launch up", "billed")):
+        life.world.break_promise("up that fails says what stays", f"{command.error}; there is {left[0]}")
+
+
+def after_a_stop_nothing_runs(life: Life, command: Command) -> None:
+    """A `stop` that succeeded has ended the run on every host that there is."""
+    if command.name != "stop" or command.code != 0 or any(at > command.began for at in life.world.record.runs_asked):
+        return
+    stop = next((item for item in life.world.record.stops if item.by is command), None)
+    for container in containers_of(life.world, stop.run) if stop is not None else ():
+        if container.running and container.host.up:
+            life.world.break_promise("after a stop nothing runs", f"{container.name} on {container.host!r}")
+
+
+def stop_in_a_kind_world_succeeds(life: Life, command: Command) -> None:
+    """Where nothing has gone wrong, a `stop` succeeds."""
+    if command.name != "stop" or life.world.struck or command.interrupted or life.world.down_allowed:
+        return
+    if command.code not in (0, Exit.BAD_INPUT):
+        life.world.break_promise("a stop in a kind world succeeds", f"{command.code}: {command.said[-2:]}")
+
+
+def logs_end_with_their_program(life: Life, command: Command) -> None:
+    """`logs -f` ends by itself when nothing of the run is left that could write."""
+    if command.name != "logs" or not command.interrupted:
+        return
+    since = life.world.scheduler.now - 120.0
+    job = life.world.newest_job()
+    busy = any(other.began < command.began or other.code is None for other in life.commands if other is not command
+               and other.name in ("run", "attach") and (other.code is None or other.ended > since))  # fmt: skip
+    if job is None or busy or not job.containers:  # none: they may wait for the rest of an interrupted start
+        return
+    if all(item.ended < since and item.host.quiet_since(since) for item in job.containers.values()):
+        life.world.break_promise("logs end with their program", f"{job}: {command.said[-2:]}")
+
+
+def command_ends_in_time(life: Life, command: Command) -> None:
+    """Commands that wait for nobody end within minutes."""
+    longest = {"stop": 900.0, "gc": 3600.0, "down": 4800.0}.get(command.name)
+    if longest is None or command.place.asleep:
+        return
+    if (seconds := life.world.scheduler.now - command.began) > longest:
+        life.world.break_promise("every wait ends in its time", f"{command.name} took {seconds:.0f} s")
+
+
+def conflict_has_another_party(life: Life, command: Command) -> None:
+    """Who is told that another process supervises the run shares the folder with one."""
+    if command.error is None or "is supervised by another tpu-launch" not in str(command.error):
+        return
+    others = [
+        other
+        for other in life.commands
+        if other is not command
+        and other.place is command.place
+        and other.name in ("run", "attach", "logs", "down", "stop")
+        and other.ended > command.began
+    ]
+    if not others:
+        life.world.break_promise("a conflict has another party", str(command.error))
+
+
+def nothing_runs_on_after_a_verdict(life: Life, command: Command) -> None:
+    """When a command says how a run ended, no host runs it any more, except those that are recorded as left behind."""
+    if command.verdict is None or command.outcome is None:
+        return
+    run = command.outcome.run_id
+    ledger = next(item for item in ledgers.runs(command.place.home, command.machine) if item.run_id == run)
+    if ledger.under_way or ledger.supervised():  # another terminal has started it again
+        return
+    left = {(item.attempt, worker) for item in ledger.left_behind() for worker in item.hosts}
+    for container in containers_of(life.world, run):
+        known = (container.attempt, container.host.worker) in left
+        if container.running and container.host.up and not known:
+            life.world.break_promise(
+                "nothing runs on after a verdict", f"{container.name} on {container.host!r}: {command.verdict}"
+            )
+
+
+def containers_of(world: World, run: str) -> list[Container]:
+    """All containers of a run that hosts have, those of slices that are gone left out."""
+    hosts = [host for node in world.google.nodes.values() for host in node.hosts]
+    return [item for host in hosts for item in host.containers.values() if item.run == run]
+
+
+# -- of one moment ----------------------------------------------------------------------------------------------------
+
+
+def stalled_program_is_silent(life_world: World, run: str) -> None:
+    """A run that is called stalled has written no line for as long as its file says. Called when that is said."""
+    job = life_world.newest_job(run)
+    if job is None or job.stall_seconds is None:
+        return
+    now = life_world.scheduler.now
+    for container in job.containers.values():
+        job.write_lines(container)
+        if (newest := container.wrote) is not None and now - newest < job.stall_seconds - _LOOK_SECONDS:
+            life_world.break_promise(
+                "what writes lines is not stalled",
+                f"{container.name} on {container.host!r} wrote {now - newest:.0f} s ago",
+            )
+            return
+
+
 # -- of the whole life, at its end ------------------------------------------------------------------------------------
 
 
@@ -136,12 +273,16 @@ def check_end(life: Life) -> None:
     """Everything that is promised at the end of a life."""
     nothing_of_ours_is_left(life)
     budgets_are_kept(life)
+    ledgers_are_in_order(life)
+    locks_are_free(life)
     for ledger in ledgers.runs(life.ann.home, life.commands[0].machine) if life.commands else []:
         for event in ledger.events():
             if isinstance(event, Ended):
                 job = life.world.record.jobs.get((ledger.run_id, event.attempt))
                 if job is not None:
                     verdict_names_the_first_cause(life, job, event)
+                    memory_is_the_programs(life, job, event)
+                    finished_means_finished(life, job, event)
     lines_come_once(life)
 
 
@@ -161,6 +302,39 @@ def budgets_are_kept(life: Life) -> None:
         spent = spent_so_far(ledger.events())
         if spent.preemptions > run.preemption_retries or spent.failures > run.failure_retries:
             life.world.break_promise("budgets are spent on what they are for", f"{ledger.run_id}: {spent}")
+
+
+def ledgers_are_in_order(life: Life) -> None:
+    """Attempts are numbered one after another, each ends at most once, and none begins before the last has ended."""
+    for ledger in ledgers.runs(life.ann.home, life.commands[0].machine) if life.commands else []:
+        began = [event.attempt for event in ledger.events() if isinstance(event, AttemptBegan)]
+        ended = [event.attempt for event in ledger.events() if isinstance(event, Ended)]
+        if began != list(range(len(began))) or len(set(ended)) < len(ended):
+            life.world.break_promise("a ledger is in order", f"{ledger.run_id}: began {began}, ended {ended}")
+
+
+def locks_are_free(life: Life) -> None:
+    """Who has ended holds no run."""
+    if any(command.code is None and not command.killed for command in life.commands):
+        return
+    for ledger in ledgers.runs(life.ann.home, life.commands[0].machine) if life.commands else []:
+        if ledger.supervised():
+            life.world.break_promise("locks go with their processes", ledger.run_id)
+
+
+def memory_is_the_programs(life: Life, job: Job, event: Ended) -> None:
+    """A program that was killed for its memory is no lost host."""
+    if event.outcome == "host lost" and event.cause is not None and event.cause.oom_killed:
+        life.world.break_promise("who runs out of memory is no lost host", f"{job}: {event.cause}")
+
+
+def finished_means_finished(life: Life, job: Job, event: Ended) -> None:
+    """A run is said to have finished, or to have saved, only when its programs have said so."""
+    codes = {worker: container.exit_code for worker, container in job.containers.items()}
+    wanted = {"finished": (0,), "saved": (0, 75)}.get(event.outcome)
+    rebooted = any(container.boot != container.host.boot for container in job.containers.values())
+    if wanted and not rebooted and (len(codes) < job.hosts or any(code not in wanted for code in codes.values())):
+        life.world.break_promise("finished means finished", f"{job} ended {event.outcome}: {codes}")
 
 
 def verdict_names_the_first_cause(life: Life, job: Job, event: Ended) -> None:
@@ -186,7 +360,9 @@ def verdict_names_the_first_cause(life: Life, job: Job, event: Ended) -> None:
     dead = {truth.worker for truth in truths if truth.detail == "dead"}
     if first.kind == "host" and first.detail == "dead" and len(hosts) == 1 and dead == hosts and len(truths) == 1:
         allowed = ("host lost", "preempted", "vanished", "stopped")
-        wrong = event.outcome not in allowed or (event.outcome == "host lost" and cause not in hosts)
+        # Of two hosts that are dead when a launcher first looks, nobody can tell which one died first.
+        others = {worker for worker, container in job.containers.items() if container.host.troubled}
+        wrong = event.outcome not in allowed or (event.outcome == "host lost" and cause not in hosts | others)
     if wrong:
         life.world.break_promise(
             "the verdict names the first cause", f"{job} ended {event.outcome} of host {cause}; the truth is {truths}"
@@ -207,7 +383,8 @@ def lines_come_once(life: Life) -> None:
                     "every line once", f"{job} host {worker}: twice or never written: {list(extra)[:3]}"
                 )
             removed = (job.run, job.attempt, worker) in life.world.record.removed_logs
-            if removed and not job.disturbed and not life.world.faults and container.status == "exited":
+            kind = not life.world.faults and not life.loses_by_its_disk
+            if removed and not job.disturbed and kind and container.status == "exited":
                 missing = Counter(container.log) - Counter(kept)
                 if missing:
                     life.world.break_promise("every line once", f"{job} host {worker}: lost {list(missing)[:3]}")

@@ -34,6 +34,7 @@ def _bodies() -> list[tuple[str, str]]:
     return [(name, load(name)) for name in _NAMES]
 
 
+@functools.lru_cache(maxsize=2_000)  # the same text goes to all hosts
 def parse(text: str) -> tuple[str, dict[str, str], str]:
     """The name of a script, its parameters, and the line of its arguments."""
     for name, body in _bodies():  # noqa: B007
@@ -153,6 +154,7 @@ class Shell:
     def prepare(self, parameters: Mapping[str, str], arguments: str) -> tuple[int, str]:
         """prepare.sh."""
         host, name = self.host, parameters["container"]
+        self.world.reached("prepare")
         self.pause()
         if not host.engine_up:
             return self.report("failed the container can not be created: no engine", 1)

@@ -1,6 +1,7 @@
-"""YAML of runs' folders, remembered: reading and writing it would take half of a life, and no promise is about it.
+"""What makes lives cheap, and changes nothing that a promise is about.
 
-A run's id is another one in each life, so it is left out of what is remembered and put back.
+YAML of runs' folders is remembered: reading and writing it would take half of a life. A run's id is another one in each
+life, so it is left out of what is remembered and put back. Hosts are looked at as often as those of a larger slice.
 """
 
 from __future__ import annotations
@@ -12,10 +13,18 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from launcher.run import supervise
 from training import yaml_file
 from training.yaml_file import Document
 
 _ID = "the-id-of-the-run"
+
+
+def observe_every(seconds: float) -> None:
+    """Sets the time between two observations of a host: 1 s on slices of up to 16 hosts, 4 s on one of 64, and no more
+    hosts are simulated than show what there is to see."""
+    supervise.OBSERVE_EVERY = seconds
+    supervise._INBOX_SECONDS = seconds / 2
 
 
 def remember_yaml() -> None:

@@ -16,7 +16,7 @@ from tests.simulation.launcher.gcloud import Gcloud
 from tests.simulation.launcher.google import Google, Node, Request
 from tests.simulation.launcher.hosts import Container, Execution, Host
 from tests.simulation.launcher.jobs import Job, Plan, Truth
-from tests.simulation.scheduler import Process, Scheduler
+from tests.simulation.scheduler import Process, Scheduler, Task
 
 _CONNECT_SECONDS = 5.0  # as the launcher's transport has it
 _BROKEN_SECONDS = 10.0  # until a connection whose packets are lost is given up
@@ -41,6 +41,8 @@ class Actor:
     place: Place
     command: str
     process: Process
+    looked: bool = False
+    """Whether Google has shown it a slice or a request."""
 
     @property
     def person(self) -> str:
@@ -55,6 +57,8 @@ class Stop:
     run: str
     at: float
     done: float | None = None
+    by: object = None
+    """The command."""
 
 
 @dataclass
@@ -82,11 +86,13 @@ class World:
         self.addresses: dict[str, Host] = {}
         self.record = Record()
         self._reached: set[str] = set()
+        self._awaiting: dict[str, dict[Task, None]] = {}  # tasks, by the moment
         self.struck = False  # whether any fault has happened
         self.pull_seconds = chance.choice((0.5, 5.0, 40.0))
         self.places: list[Place] = []
         self.hosts_of_runs = 0
         self.slice_name = ""
+        self.stall_seconds: float | None = None  # as the file says
         self._weather: dict[str, list[tuple[float, float, Fault]]] = {}
         self.down_allowed: set[str] = set()  # persons who gave `down` or an expired slice's `gc`
         for fault in faults:
@@ -105,6 +111,11 @@ class World:
         self.record.broken.append((promise, what))
         self.note(f"BROKEN: {promise}: {what}")
 
+    def newest_job(self, run: str | None = None) -> Job | None:
+        """The newest attempt that was started, of that run or of any."""
+        jobs = [job for (name, _), job in self.record.jobs.items() if run in (None, name)]
+        return jobs[-1] if jobs else None
+
     # -- weather ------------------------------------------------------------------------------------------------------
 
     def _arrange(self, fault: Fault, at: float) -> None:
@@ -117,9 +128,15 @@ class World:
         if anchor in self._reached:
             return
         self._reached.add(anchor)
+        self.scheduler.wake_all(self._awaiting.get(anchor, {}))
         for fault in self.faults:
             if fault.anchor == anchor:
                 self._arrange(fault, self.scheduler.now + fault.at)
+
+    def wait_until(self, anchor: str) -> None:
+        """Waits until the life comes to that moment, which may be never."""
+        while anchor not in self._reached:
+            self.scheduler.wait(self._awaiting.setdefault(anchor, {}), None, f"the moment {anchor!r}")
 
     def weather(self, kind: str) -> Fault | None:
         """The fault of that kind that hits a call now, if any."""
@@ -234,6 +251,7 @@ class World:
             job = Job(
                 self.scheduler, container.run, container.attempt, self._hosts_of(container.host), plan, self.chance
             )
+            job.stall_seconds = self.stall_seconds
             self.record.jobs[key] = job
         self._check_alone(container)
         self._check_not_stopped(container)

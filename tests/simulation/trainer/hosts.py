@@ -6,6 +6,7 @@ computes is simulated.
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
@@ -83,6 +84,7 @@ class Host:
         self.frozen = self.hanging = False
         self.hurt = False  # it stood still, or had no network, at some time
         self.stops: list[float] = []  # when it was asked to stop
+        self.interrupted = False  # by a person
         self.shutdown: ShutdownRequest | None = None
         skew = world.random.choice((0.0, 0.0, -3600.0, 86400.0))
         self.clock = SimulatedClock(self.scheduler, started=-1000 * world.random.random(), wall=1.8e9 + skew)
@@ -134,6 +136,7 @@ class Host:
             open_task=lambda *_: SimulatedTask(self),  # type: ignore[arg-type, return-value]
             open_backend=lambda *_: SimulatedBackend(self),  # type: ignore[arg-type, return-value]
             trackers=("jsonl",),
+            push=world.hub.push_of(self),
         )
         run_and_exit(rendezvous, lambda: _train(config, cluster, rendezvous, shutdown, timer, dependencies), machine)
 
@@ -166,6 +169,15 @@ class Host:
             self.scheduler.spawn(self.shutdown.request, name="signals", process=self.process)
             limit = self.world.plan.stop_seconds + STOP_MARGIN
             self.scheduler.call_at(self.scheduler.now + limit, self._check_stop)
+        elif self.code is None:
+            self._end(143)  # no handler yet
+
+    def interrupt(self) -> None:
+        """A person presses Ctrl-C."""
+        self.group.asked_to_stop = self.interrupted = True
+        if self.code is None and self.shutdown is not None:
+            self.scheduler.note(f"Ctrl-C for {self.name}")
+            self.scheduler.spawn(self.shutdown.request, signal.SIGINT, name="signals", process=self.process)
         elif self.code is None:
             self._end(143)  # no handler yet
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tests.simulation.scheduler import Stuck
 from tests.simulation.trainer.duels import stage
+from tests.simulation.trainer.ends import add_ends
 from tests.simulation.trainer.hosts import Output
 from tests.simulation.trainer.plan import Plan, draw
 from tests.simulation.trainer.world import World
@@ -33,7 +34,7 @@ class Life:
 def play(seed: int, *, story: bool = False, without: frozenset[int] = frozenset()) -> Life:
     """The life of a seed. Nothing but the seed, and the faults that are left out, decides what happens in it."""
     began = time.perf_counter()
-    world = World(stage(draw(seed)).leave_out(without), story=story)
+    world = World(add_ends(stage(draw(seed))).leave_out(without), story=story)
     output = Output(world)
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):  # type: ignore[type-var]
         try:

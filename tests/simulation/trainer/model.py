@@ -7,8 +7,9 @@ end of a run are compared with it. As on real devices, a step is a collective of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
-from training.data.sampling.order import Shuffled, batch_records, geometry, host_rows
+from training.data.sampling.order import ORDER_VERSION, batch_records, host_rows, training_order
 
 if TYPE_CHECKING:
     from tests.simulation.trainer.hosts import Host
@@ -30,8 +31,9 @@ State = dict[str, np.ndarray]
 class Curriculum:
     """What each step trains on, and the state that it leaves behind."""
 
-    def __init__(self, records: int, batch: int, steps: int, seed: int) -> None:
-        order = Shuffled(geometry(records, RECORD_BYTES), seed, batch)
+    def __init__(self, records: int, batch: int, steps: int, seed: int, skipped: frozenset[int] = frozenset()) -> None:
+        """`skipped`: steps that leave the state as it was, and have no loss."""
+        order = training_order(ORDER_VERSION, records, RECORD_BYTES, seed=seed, batch=batch)
         self.records, self.batch, self.steps = records, batch, steps
         self.batches = [batch_records(order, step)[1] for step in range(steps)]
         self.losses: list[float] = []
@@ -42,9 +44,10 @@ class Curriculum:
             "seen/records": np.zeros(records, np.int64),
         }
         self.states = [state]
-        for batch_of_step in self.batches:
+        for number, batch_of_step in enumerate(self.batches):
             self.losses.append(loss_of(self.states[-1], batch_of_step))
-            self.states.append(advance(self.states[-1], batch_of_step))
+            skips = number in skipped
+            self.states.append(self.states[-1] if skips else advance(self.states[-1], batch_of_step))
 
     def check_epochs(self) -> None:
         """Each record is once in each epoch: what the states rest on."""
@@ -54,9 +57,9 @@ class Curriculum:
 
 
 @lru_cache(maxsize=256)
-def curriculum(records: int, batch: int, steps: int, seed: int) -> Curriculum:
+def curriculum(records: int, batch: int, steps: int, seed: int, skipped: frozenset[int] = frozenset()) -> Curriculum:
     """The same for all lives with these sizes."""
-    made = Curriculum(records, batch, steps, seed)
+    made = Curriculum(records, batch, steps, seed, skipped)
     made.check_epochs()
     return made
 
@@ -100,6 +103,7 @@ class SimulatedTask:
     labels = None
     figure_names = ("loss",)
     skipped = 0
+    order_version = ORDER_VERSION
 
     def __init__(self, host: Host) -> None:
         self._host, self._curriculum = host, host.group.world.curriculum
@@ -113,6 +117,9 @@ class SimulatedTask:
 
     def identity(self) -> dict[str, Any]:
         return {"task": "mlm", "data.train": "d1"}
+
+    def take_order(self, version: int) -> None:
+        assert version == self.order_version, version
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
         host = self._host
@@ -136,6 +143,7 @@ class Gathering:
     kind: str
     brought: dict[int, tuple[np.ndarray, Signals]]
     seconds: float  # that it takes each host
+    glitch: list[tuple[int, bool] | None] = field(default_factory=list)  # of its group, once a host has its result
 
 
 class Exchange:
@@ -244,18 +252,24 @@ class SimulatedBackend:
         if self._snapshot:
             self._snapshot.wait_before_mutation()
             self._snapshot = None
-        loss, norm = loss_of(self.state, records), 1.5
-        self.state = advance(self.state, records)
-        glitch = host.group.glitch
+        loss, norm, state = loss_of(self.state, records), 1.5, advance(self.state, records)
+        if number in self._world.plan.skipped:
+            loss, norm = (float("inf"), norm) if number % 2 else (loss, float("nan"))
+        if not gathering.glitch:
+            gathering.glitch.append(host.group.glitch)  # one that strikes later meets no host in this step
+        glitch = gathering.glitch[0]
         if glitch and glitch[0] == number:
-            self.state["model/weight"][0] = np.nan
+            state["model/weight"][0] = np.nan
             norm = float("nan") if glitch[1] else norm
             if self._started == number > 0:
                 self._world.suspects[self._restored_generation] = number
         if self._started == number and self._is_poisoned:
             loss = float("nan")
             self._world.notice_poison()
-        return StepResult({"loss": loss, "weight": 1.0, "correct": 0.0}, signals, gradient_norm=norm)
+        skipped = self._world.plan.skip and not math.isfinite(loss + norm)
+        self.state = self.state if skipped else state
+        sums = {"loss": loss, "weight": 1.0, "correct": 0.0}
+        return StepResult(sums, signals, gradient_norm=norm, skipped=skipped)
 
     def tensor_specs(self) -> dict[str, TensorSpec]:
         return specs_of(self.state)

@@ -56,7 +56,8 @@ KINDS = (
     "late host",  # a host of the next attempt starts much later than the others
 )
 # Beside these, in scenes of duels.py alone: "hang" (a process stands still, and its network answers for it) and "late"
-# (a request takes effect late, or its answer comes late).
+# (a request takes effect late, or its answer comes late); in those of ends.py: "slow request" (as "late", within what
+# storage may take), "sigterm all twice" and "interrupt twice".
 _REQUESTS = (
     ("write", "manifest.json"),
     ("write", "part-"),
@@ -94,6 +95,12 @@ class Plan:
     launcher_patience: float  # seconds that a launcher waits for hosts it can't reach
     faults: tuple[Fault, ...]
     jitter: float = 0.2  # seconds that storage takes at most to carry out a request
+    # What ends.py adds to some lives.
+    skip: bool = False  # train.on_nonfinite: skip
+    skipped: frozenset[int] = frozenset()  # the steps that are never finite
+    export: bool = False  # the model, at the end
+    hub: str = ""  # uploads: at the "end", or of each "checkpoint" too
+    hub_fault: str = ""  # what is wrong with the Hub, or with the processes that upload to it
 
     def leave_out(self, numbers: frozenset[int]) -> Plan:
         """The same without some of the faults."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tests.simulation.trainer.bucket import Stored
+from tests.simulation.trainer.ends import EndPromises
 from training.checkpoint.format import MANIFEST, Manifest, load_manifest, step_of
 from training.checkpoint.safetensors_file import Damaged, decode
 from training.errors import Exit
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 RUN = "gs://bucket/runs/run"
 CHECKPOINTS = f"{RUN}/checkpoints/"
-SECOND_SIGTERM = 128 + 15
+SECOND_SIGTERM, SECOND_INTERRUPT = 128 + 15, 128 + 2
 _NOT_GONE_ON_FROM = "no step after it is finite"
 _CLAIM = re.compile(r"attempt-\d+\.[0-9a-f]+\.json")
-_TELEMETRY = re.compile(r"metrics|report\.html|tensorboard|\.end\.json|events")
+_TELEMETRY = re.compile(r"metrics|report\.html|tensorboard|\.end\.json|events|hub|Hub")
 _NAMED = re.compile(r"[Hh]osts? \d|this host|worker \d")
 
 
@@ -47,6 +48,7 @@ class Promises:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self.ends = EndPromises(world)
         self.violations: list[tuple[str, str]] = []  # names of promises, and what was seen
         self.newest_whole = 0
         self.claims: dict[str, Claimed] = {}  # by the labels of groups, in the order in which they were written
@@ -75,6 +77,8 @@ class Promises:
                 self.what_is_committed_is_whole_finite_and_right(url, by)
                 self.only_the_newest_start_commits(url, by)
                 self.a_commit_begins_with_a_look(url, after, by)
+                if (manifest := self._manifest(after)) and self._is_whole(manifest.step):
+                    self.ends.a_checkpoint_counts_what_was_skipped(url, manifest.step, manifest.state, by)
                 self._committed_at = self._commit_times[by.partition(".")[0]] = self._world.scheduler.now
             self.newest_commit_never_goes_back(url, by)
         elif after is not None and before is None and _CLAIM.fullmatch(name_of(url)):
@@ -82,8 +86,10 @@ class Promises:
             older = json.loads(after.data).get("after", [])
             self._world.group(label).claimed = self._world.scheduler.now
             self.claims[label] = Claimed(name_of(url), frozenset(older), after.generation, len(self.commits))
-        elif after is not None and name_of(url) in ("summary.json",):
-            self.summary_is_json(url, after)
+        elif after is not None and by != "world":
+            if name_of(url) == "summary.json":
+                self.summary_is_json(url, after)
+            self.ends.object_written(url, after, by)
 
     def write_refused(self, url: str, by: str) -> None:
         """A create-only write of what was there already."""
@@ -250,6 +256,10 @@ class Promises:
             cache[key] = self._compare(step, stored, folder)
         return cache[key]
 
+    def is_deletable(self, step: int) -> bool:
+        """Whether retention may have deleted a checkpoint: there is a newer one."""
+        return step < self.newest_whole or self._world.rotten
+
     def _part_names(self, stored: Stored) -> list[str]:
         manifest = self._manifest(stored)
         return [part.name for part in manifest.parts] if manifest else []
@@ -301,6 +311,7 @@ class Promises:
             self.saved_means_asked_and_committed(host, message)
         if code == Exit.FINISHED:
             self.finished_means_committed(host)
+            self.ends.finished(host)
             self.what_is_left_is_whole(host)
         if code == Exit.BAD_INPUT:
             self.bad_input_is_final(host, message)
@@ -312,7 +323,7 @@ class Promises:
 
     def exit_codes_are_documented(self, host: Host, message: str) -> None:
         """0, 1, 2, 75, 76; a second signal's; a kill's."""
-        if host.code not in (0, 1, 2, 75, 76, 137, SECOND_SIGTERM):
+        if host.code not in (0, 1, 2, 75, 76, 137, SECOND_SIGTERM, *([SECOND_INTERRUPT] if host.interrupted else [])):
             self.broken("exit codes are documented", f"{host.name} exits with {host.code}: {message[-300:]}")
         disturbed = host.group.disturbed or self._world.disturbed or self._world.poisoned is not None
         if host.code == Exit.FAILED and not disturbed:
@@ -355,10 +366,11 @@ class Promises:
         return self._world.rotten and self._world.rotten_at >= host.group.began
 
     def a_second_sigterm_saves_too(self, host: Host) -> None:
-        """What the engine and the launcher ask for within the time to save is one request."""
-        apart = host.stops[-1] - host.stops[0]
-        if host.shutdown and apart < max(self._world.plan.stop_seconds, 30.0):
-            self.broken("two SIGTERMs are one request", f"{host.name} left at once, {apart:.0f} s after the first")
+        """What the engine and the launcher ask for within the time to save is one request. A process that was frozen
+        may read the second one when that time is over."""
+        taken = self._world.scheduler.now - host.stops[0]
+        if host.shutdown and taken < max(self._world.plan.stop_seconds, 30.0):
+            self.broken("two SIGTERMs are one request", f"{host.name} left at once, {taken:.0f} s after the first")
 
     def a_stop_is_agreed_in_the_next_step(self, host: Host, steps: int) -> None:
         """A host that was asked to stop says so in its next step, and starts none after it has read that one's

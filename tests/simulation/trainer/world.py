@@ -10,6 +10,7 @@ from functools import lru_cache
 from tests.simulation.scheduler import Process, Scheduler, Task
 from tests.simulation.trainer.bucket import WRITE, Bucket, Request, Stored, Treatment
 from tests.simulation.trainer.connections import Wire
+from tests.simulation.trainer.ends import HUB_SECONDS, SimulatedHub, is_export, put_tokenizer
 from tests.simulation.trainer.hosts import Group, Host
 from tests.simulation.trainer.model import curriculum
 from tests.simulation.trainer.plan import HOSTILE_SECONDS, REQUESTER, Fault, Plan
@@ -28,6 +29,7 @@ LONGEST = 20_000.0  # seconds of a life
 def config_of(
     steps: int, batch: int, every_steps: int | None, keep_last: int, keep_every: int | None,
     evaluate_every: int | None, best: bool, background: bool, stop_seconds: float, rendezvous_seconds: float,
+    skip: bool, export: bool, hub: str,
 ) -> TrainerConfig:  # fmt: skip
     """The run's configuration."""
     checkpoint: dict[str, object] = {
@@ -36,15 +38,19 @@ def config_of(
     }  # fmt: skip
     if best and evaluate_every:
         checkpoint["best"] = {"metric": "loss", "mode": "min"}
+    every = "checkpoint" if hub == "checkpoint" else None
+    upload = {"hub": {"repository": "a/b", "every": every, "wait_seconds": HUB_SECONDS}} if hub else {}
+    train = {"steps": steps, "global_batch_size": batch, "learning_rate": 0.1, "log_every": 2}
     return TrainerConfig.model_validate(
         {
+            **upload,
             "model": {"name": "bert-tiny"},
             "data": {"train": "gs://data/train", "evaluation": "gs://data/evaluation", "tokenizer": "gs://data/t"},
-            "train": {"steps": steps, "global_batch_size": batch, "learning_rate": 0.1, "log_every": 2},
+            "train": {**train, "on_nonfinite": "skip" if skip else "stop"},
             "evaluation": {"every": evaluate_every},
             "checkpoint": checkpoint,
             "rendezvous": {"start_seconds": 60.0, "seconds": rendezvous_seconds, "lost_seconds": 4.0},
-            "export": {"at_end": False},
+            "export": {"at_end": export},
             "output": "gs://bucket/runs",
         }
     )
@@ -61,15 +67,18 @@ class World:
             self.scheduler.story = []
         self.config = config_of(
             plan.steps, plan.batch, plan.every_steps, plan.keep_last, plan.keep_every, plan.evaluate_every,
-            plan.best, plan.background, plan.stop_seconds, plan.rendezvous_seconds,
+            plan.best, plan.background, plan.stop_seconds, plan.rendezvous_seconds, plan.skip, plan.export, plan.hub,
         )  # fmt: skip
-        self.curriculum = curriculum(plan.records, plan.batch, plan.steps, 0)
+        self.curriculum = curriculum(plan.records, plan.batch, plan.steps, 0, plan.skipped)
         self.promises = Promises(self)
+        self.hub = SimulatedHub(self)
         self.differences: dict[tuple[int, ...], str | None] = {}  # of manifests and parts, by their generations
         self.manifests: dict[int, object] = {}
         self.bucket = Bucket(
             self.scheduler, self.random, self.treat, self.promises.object_changed, self.promises.write_refused
         )
+        if plan.export:
+            put_tokenizer(self)
         self.wire = Wire(self.scheduler, self.random)
         self.groups: list[Group] = []
         self.disturbed = False  # storage did not answer as it should
@@ -266,12 +275,18 @@ class World:
             scheduler.call_at(until, lambda: self.mend(host))
         elif fault.kind.startswith("sigterm"):
             self._ask_to_stop(fault, group, host)
+        elif fault.kind == "interrupt twice":
+            host.interrupt()
+            scheduler.call_at(scheduler.now + fault.seconds, host.interrupt)
+            check = self.promises.ends.a_second_interrupt_ends_at_once
+            scheduler.call_at(scheduler.now + fault.seconds + 1, lambda: check(host))
         elif fault.kind == "second start":
             self._launch(0.0)
         elif fault.kind == "late host":
             self._late = min(fault.seconds, 40.0)
         elif fault.kind == "nan":
-            group.glitch = (self.random.randrange(self.plan.steps), self.random.random() < 0.5)
+            number, tells = self.random.randrange(self.plan.steps), self.random.random() < 0.5
+            group.glitch = (number, tells and not self.plan.skip)
         elif fault.kind == "poison":
             self._poison()
         elif fault.kind == "clock":
@@ -289,9 +304,10 @@ class World:
             self.changed()
 
     def _ask_to_stop(self, fault: Fault, group: Group, host: Host) -> None:
-        hosts = group.hosts if fault.kind == "sigterm all" else [host]
-        for each in hosts:
+        for each in group.hosts if fault.kind.startswith("sigterm all") else [host]:
             each.sigterm()
+            if fault.kind == "sigterm all twice":
+                self.scheduler.call_at(self.scheduler.now + fault.seconds, each.sigterm)
             if fault.kind == "sigterm twice":
                 self.scheduler.call_at(self.scheduler.now + self.random.choice((0.2, 2.0, 12.0)), each.sigterm)
 
@@ -342,8 +358,11 @@ class World:
         self.promises.newest_whole = self.promises.find_whole()[0]
 
     def refuses(self, group: Group) -> bool:
-        """Whether the world gave this group a reason to end for good."""
-        return sum(each.glitch is not None for each in self.groups) > 1
+        """Whether the world gave this group a reason to end for good: two groups had a step that was not finite, or one
+        had that which is not finite after the poisoned checkpoint too."""
+        glitches = [each.glitch[0] for each in self.groups if each.glitch is not None]
+        poisoned = self.poisoned if self.poisoned_generation > 0 else None
+        return len(glitches) > 1 or (poisoned is not None and not {poisoned - 1, poisoned}.isdisjoint(glitches))
 
     def treat(self, request: Request) -> Treatment:
         """How a request to storage fares."""
@@ -361,7 +380,7 @@ class World:
                 before += fault.seconds * rand()
             elif fault.kind == "full" and request.kind == WRITE and request.size > 64:
                 fails = "before"
-            elif fault.kind == "telemetry" and not is_checkpoint and not _is_claim(request):
+            elif fault.kind == "telemetry" and not is_checkpoint and not _is_claim(request) and not is_export(request):
                 fails, after = "before", after + 20 * rand()
         for waiting in list(self._awaited):
             late = self._count(waiting, request, host, now + before, after)
@@ -383,10 +402,10 @@ class World:
         if seen + 1 != number:
             return 0.0, 0.0
         self._awaited.remove(waiting)
-        if fault.kind == "late" and host is not None:
+        if fault.kind in ("late", "slow request") and host is not None:
             self.scheduler.note(f"strikes: late by {fault.seconds:.1f} s")
             host.group.delayed = True
-            host.group.disturbed |= fault.seconds > 10  # time-outs may count it
+            host.group.disturbed |= fault.kind == "late" and fault.seconds > 10  # time-outs may count it
             return (fault.seconds, 0.0) if fault.moment == "before" else (0.0, fault.seconds)
         when = self.scheduler.now if fault.moment == "before" else effect + after / 2
         self.scheduler.call_at(when, lambda: self.strike(fault, host))

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from training.backends.tensorflow.calls import StepCalls
 from training.backends.tensorflow.failures import translate_failures
 from training.backends.tensorflow.input import dataset_of, distributed, distributed_evaluation, is_upcoming
 from training.backends.tensorflow.model import Noise, Parameter, build
@@ -63,7 +64,7 @@ class TensorFlow:
         self._replicas = self._open_replicas()
         self.devices = cluster.hosts * self._replicas.count
         self._exchange = TcpAllReduce(cluster, rendezvous, config.rendezvous.seconds) if cluster.hosts > 1 else None
-        self.in_flight = 2 if self._replicas.is_tpu else 0
+        self._calls = StepCalls(self._run_steps, config.train.steps_per_call)
         rendezvous.set_phase("building the model")
         noise = Noise()
         network, parameters, optimizer = _build(config, requirements, self._replicas, noise)
@@ -77,6 +78,7 @@ class TensorFlow:
             for name, function in (
                 ("train", self._step.train_program),
                 ("train next", self._step.train_next_program),
+                ("train several", self._step.train_several_program),
                 ("gradients", self._step.gradients_program),
                 ("update", self._step.update_program),
                 ("evaluate", self._step.evaluation_program),
@@ -90,12 +92,17 @@ class TensorFlow:
 
     # --- steps
 
+    @property
+    def in_flight(self) -> int:
+        """On a TPU one call runs while the next is filled; on a CPU a call has ended when it returns."""
+        return 2 * self._calls.length if self._replicas.is_tpu else self._calls.length - 1
+
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
         """The hosts of the strategy read for their devices. With one device, with hosts outside the strategy, or to
         count skipped records here, the loop's own batches."""
         if not self._hosts_read:
             return task.batches(start)
-        return distributed(self._replicas.strategy, self._config, task.data, start)
+        return distributed(self._replicas.strategy, self._config, task.data, start, task.order_version)
 
     def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
         """As `batches`: on a slice host 0 reads no rows of other hosts."""
@@ -111,6 +118,11 @@ class TensorFlow:
 
     @translate_failures()
     def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingStep:
+        if is_upcoming(batch) and self._config.train.steps_per_call != 1:
+            dataset = dataset_of(batch)
+            with translate_errors(dataset):
+                queued = self._calls.add(self._replicas.send_rows(batch), *self._step.scalar_values(number))
+            return _PendingStep(queued, signals, dataset, trains=True)
         seed, scalars = self._step.scalars(number)
         rows = self._replicas.send_rows(batch)
         if is_upcoming(batch):
@@ -122,8 +134,12 @@ class TensorFlow:
         update = self._call("update", tf.constant(total[: -len(_as_array(signals))]), scalars).numpy()
         return _PendingStep(np.concatenate([total[len(gradients) - len(SUMS) :], update]), trains=True)
 
+    def _run_steps(self, batches: Any, seeds: npt.NDArray[np.int32], scalars: npt.NDArray[np.float32], due: int) -> Any:
+        return self._call("train several", batches, tf.constant(seeds), tf.constant(scalars), tf.constant(due))
+
     @translate_failures()
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
+        self._calls.flush()
         rows = self._replicas.send_rows(batch)
         if is_upcoming(batch):
             return self._pending_of_upcoming(batch, False, signals, rows)
@@ -160,6 +176,7 @@ class TensorFlow:
 
     @translate_failures()
     def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
+        self._calls.flush()
         return self._state.snapshot(buffers)
 
     @translate_failures()

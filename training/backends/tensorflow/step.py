@@ -16,7 +16,7 @@ import tensorflow as tf
 from training.backends.seeds import step_seed
 from training.backends.tensorflow.model import Noise, Parameter
 from training.backends.tensorflow.replicas import Replicas
-from training.batch import SUMS
+from training.batch import SUMS, UPDATE
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.optim.schedule import learning_rate
@@ -44,10 +44,14 @@ class TrainingStep:
         self._network, self._parameters, self._optimizer = network, parameters, optimizer
         self._noise, self._replicas, self._task_sums = noise, replicas, task_sums
 
-    def scalars(self, number: int) -> tuple[Any, Any]:
+    def scalar_values(self, number: int) -> tuple[int, tuple[float, ...]]:
         """What changes with the step: the seed of dropout; and the learning rate and the optimizer's scalars."""
         scalars = (learning_rate(self._train, number), *self._optimizer.step_scalars(number))
-        seed = step_seed(self._config.seed, number, self._cluster.worker)
+        return step_seed(self._config.seed, number, self._cluster.worker), scalars
+
+    def scalars(self, number: int) -> tuple[Any, Any]:
+        """`scalar_values` as tensors: of int32, and of float32."""
+        seed, scalars = self.scalar_values(number)
         return tf.constant(seed, tf.int32), tf.constant(np.array(scalars, np.float32))
 
     def train_program(self, rows: Any, seed: Any, scalars: Any) -> Any:
@@ -62,6 +66,29 @@ class TrainingStep:
     def train_next_program(self, batches: Any, seed: Any, scalars: Any) -> Any:
         """The same, on what the strategy's iterator gives next."""
         return self.train_program(next(batches), seed, scalars)
+
+    def train_several_program(self, batches: Any, seeds: Any, scalars: Any, due: Any) -> Any:
+        """The first `due` of several steps, one after the other, on what the strategy's iterator gives next.
+
+        Args:
+            batches: the iterator.
+            seeds: (n,); of each step.
+            scalars: (n, m); of each step.
+            due: at most n; data, so that a call that is cut short is no other program.
+
+        Returns:
+            (due, 3 + 2): what `train_program` returns, of each step.
+        """
+
+        def one_step(index: Any, results: Any) -> tuple[Any, Any]:
+            result = self.train_program(next(batches), seeds[index], scalars[index])
+            return index + 1, results.write(index, result)
+
+        results = tf.TensorArray(tf.float32, size=due, element_shape=[len(SUMS) + len(UPDATE)])
+        _, results = tf.while_loop(
+            lambda index, _: index < due, one_step, (tf.constant(0), results), parallel_iterations=1
+        )
+        return results.stack()
 
     def gradients_program(self, rows: Any, seed: Any) -> Any:
         """(all parameters + 3,): what hosts add up."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch_xla
@@ -21,9 +21,10 @@ from torch_xla.backends import set_mat_mul_precision
 
 from training.backends.torch_xla import counters
 from training.backends.torch_xla.model import build, patch_modules
-from training.backends.torch_xla.sharding import REPORT, DataParallel
+from training.backends.torch_xla.programs.by_position import StepPrograms
+from training.backends.torch_xla.sharding import REPORT, DataParallel, HostArray
 from training.backends.torch_xla.state import State
-from training.backends.torch_xla.step import TrainingStep
+from training.backends.torch_xla.step import SCALARS, TrainingStep
 from training.backends.torch_xla.tracing import hash_program
 from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
@@ -35,6 +36,10 @@ from training.models.hugging_face import ModelRequirements
 from training.preflight.agreement import CheckedPrograms
 from training.registry import OPTIMIZERS, TASKS, load
 from training.tasks.task import Task
+from training.telemetry.console import note, warn
+
+if TYPE_CHECKING:
+    from training.backends.torch_xla.gloo import Exchange
 
 
 class TorchXla:
@@ -71,6 +76,11 @@ class TorchXla:
         self._stepped = False
         task_sums = load(TASKS[config.task].torch)
         self._step = TrainingStep(config, cluster, self._state, self._sharding, task_sums)
+        say, warn_here = (note, warn) if cluster.is_first else (_silent, _silent)
+        self._training = StepPrograms("training", self._state, say, warn_here)
+        self._evaluation = StepPrograms("evaluation", self._state, say, warn_here)
+        if self._exchange:
+            self.trace_always()
 
     # --- steps
 
@@ -81,44 +91,65 @@ class TorchXla:
         return task.evaluation_batches()
 
     def step(self, number: int, batch: Arrays, signals: Signals) -> _PendingStep:
-        if not self._exchange:
-            report = self.trace_step(number, batch, signals)
+        inputs = self._send(self._step.inputs(number, batch, signals))
+        if self._exchange:
+            return self._step_of_hosts(number, inputs, self._exchange)
+
+        def trace() -> Tensor:
+            report = self._step.trace(number, inputs)
             self._checked.compare(
                 "training", _shapes(batch), lambda: hash_program([*self.state_tensors().values(), report])
             )
-            self._state.wait_before_mutation()
-            torch_xla.sync()
-            if not self._stepped:
-                self._sharding.require_replicated(self.state_tensors())
-                self._stepped = True
-            return _PendingStep(self._state, report, trains=True)
-        scalars = self._step.begin(number)
-        flat = self._step.flatten(*self._step.gradients(number, batch, signals))
+            return report
+
+        report = self._training.run(_named_shapes(batch), inputs, self._step.seed(number), trace)
+        if not self._stepped:
+            self._sharding.require_replicated(self.state_tensors())
+            self._stepped = True
+        return _PendingStep(self._state, report, trains=True)
+
+    def _step_of_hosts(self, number: int, inputs: Mapping[str, Tensor], exchange: Exchange) -> _PendingStep:
+        """Two programs, traced every step, and between them the sum over all hosts."""
+        flat = self._step.flatten(*self._step.gradients(number, inputs))
         torch_xla.sync()
         total = self._state.to_host(flat)
-        self._exchange.sum(total)
+        exchange.sum(total)
         flat = total.to(self._sharding.device)
-        update = self._step.update(*self._step.unflatten(flat), scalars)
+        update = self._step.update(*self._step.unflatten(flat), inputs[SCALARS])
         self._state.wait_before_mutation()
         torch_xla.sync()
         return _PendingStep(self._state, total[-REPORT:], update, trains=True)
 
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
-        report = self.trace_evaluation(batch, signals)
-        self._checked.compare("evaluation", _shapes(batch), lambda: hash_program([report]))
-        torch_xla.sync()
+        inputs = self._send(self._step.evaluation_inputs(batch, signals))
+
+        def trace() -> Tensor:
+            report = self._step.trace_evaluation(inputs)
+            self._checked.compare("evaluation", _shapes(batch), lambda: hash_program([report]))
+            return report
+
+        report = self._evaluation.run(_named_shapes(batch), inputs, None, trace)
         if self._exchange:
             report = self._state.to_host(report)
             self._exchange.sum(report)
         return _PendingStep(self._state, report, trains=False)
 
     def trace_step(self, number: int, batch: Arrays, signals: Signals) -> Tensor:
-        """The report of a step that has not run: what a host without other hosts runs at the next sync."""
-        return self._step.trace(number, batch, signals)
+        """The report of a step that has not run: what a host without other hosts runs."""
+        return self._step.trace(number, self._send(self._step.inputs(number, batch, signals)))
 
     def trace_evaluation(self, batch: Arrays, signals: Signals) -> Tensor:
         """The report and counts of an evaluation that has not run."""
-        return self._step.trace_evaluation(batch, signals)
+        return self._step.trace_evaluation(self._send(self._step.evaluation_inputs(batch, signals)))
+
+    def trace_always(self) -> None:
+        """From here on every step records its operations, for whoever looks at them."""
+        for programs in (self._training, self._evaluation):
+            programs.trace_always()
+
+    def _send(self, inputs: Mapping[str, HostArray]) -> dict[str, Tensor]:
+        self._state.upload(self._sharding)
+        return self._sharding.send(inputs)
 
     # --- state
 
@@ -160,6 +191,14 @@ class TorchXla:
 
     def close(self) -> None:
         self._exchange = None
+
+
+def _named_shapes(batch: Arrays) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, array.shape) for name, array in batch.items())
+
+
+def _silent(_line: str) -> None:
+    """On other hosts than the first."""
 
 
 def _shapes(batch: Arrays) -> list[tuple[int, ...]]:

@@ -19,12 +19,15 @@ the price. tests/container/test_dropout.py looks at all that.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch_xla import _XLAC
 
 from training.data.sampling import random_bits
 
@@ -52,7 +55,10 @@ class Noise:
         rows, *matrices, columns = shape
         lines = matrices.pop() if matrices else 1
         odd = [_odd(place, number) for number in range(6)]
+        with _numbers_in_the_program():
+            return self._compare(rows, matrices, lines, columns, odd, int(rate * 2**32) - 2**31).view(shape)
 
+    def _compare(self, rows: int, matrices: list[int], lines: int, columns: int, odd: list[int], least: int) -> Tensor:
         def mixed(number: int, count: int) -> Tensor:
             """(rows, matrices * count): of each line or each column."""
             at = self.table[: math.prod(matrices) * count]
@@ -62,8 +68,19 @@ class Noise:
         c, d, f = (mixed(number, columns).view(rows, *matrices, 1, columns) for number in (3, 4, 5))
         numbers = ((((a ^ c) + b) ^ d) + e) ^ f
         # A number of Python would be int64, and so the comparison.
-        least = torch.tensor(int(rate * 2**32) - 2**31, dtype=torch.int32, device=numbers.device)
-        return (numbers >= least).view(shape)
+        return numbers >= torch.tensor(least, dtype=torch.int32, device=numbers.device)
+
+
+@contextlib.contextmanager
+def _numbers_in_the_program() -> Iterator[None]:
+    """Numbers of Python that operations in this block take are constants of the program. Else each of them, seven a
+    dropout, would be an argument, and starting a program takes as long as it has arguments."""
+    before = _XLAC._get_xla_all_numbers_special_scalars()
+    _XLAC._set_xla_all_numbers_special_scalars(True)
+    try:
+        yield
+    finally:
+        _XLAC._set_xla_all_numbers_special_scalars(before)
 
 
 def _odd(place: int, number: int) -> int:

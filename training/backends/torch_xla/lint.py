@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.backends.protocol import Backend
+from training.backends.torch_xla.backend import TorchXla
 from training.backends.torch_xla.counters import fallbacks
 from training.errors import BadInput
 from training.lint.rules import HOST, SHAPE, VALUE, Finding, Operation, StepChecker, StepTrace
@@ -42,6 +43,8 @@ class TorchStepWatcher:
 
     def __init__(self, backend: Backend | None = None) -> None:
         """Watches everything that runs on XLA devices in this process, of the backend or of a user's module."""
+        if isinstance(backend, TorchXla):
+            backend.trace_always()
 
     @contextmanager
     def step(self) -> Iterator[StepTrace]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import cast
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch_xla
-import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xla_runtime
 from torch import Tensor
@@ -27,6 +27,24 @@ from training.errors import TrainError, UnusableTpu
 SIGNALS = 2  # stop, save
 _REPLICATED = "{replicated}"
 REPORT = len(SUMS) + SIGNALS  # numbers that every step gives: the sums, and how many hosts raise each signal
+
+
+@dataclass(frozen=True)
+class HostArray:
+    """An array on this host, and how it is laid out over the devices."""
+
+    array: np.ndarray
+    axes: tuple[str | None, ...]  # of the mesh, for each axis of the array
+
+
+def rows_of(array: np.ndarray) -> HostArray:
+    """(rows, ...) of this host, to be sharded by rows over all devices of all hosts."""
+    return HostArray(array, ("data", *[None] * (array.ndim - 1)))
+
+
+def replicated(array: np.ndarray) -> HostArray:
+    """The same array for every device."""
+    return HostArray(array, (None,) * array.ndim)
 
 
 class DataParallel:
@@ -49,27 +67,38 @@ class DataParallel:
             raise UnusableTpu(str(error), cluster.accelerator_type) from None
         self._hosts = cluster.hosts
         self._mesh = spmd.Mesh(np.arange(self.devices), (self.devices,), ("data",)) if self.is_spmd else None
+        self._specs: dict[tuple[str | None, ...], spmd.ShardingSpec] = {}  # by axes
 
     def send_rows(self, batch: Arrays) -> dict[str, Tensor]:
         """Arrays (rows, ...) of this host, sharded by rows over all devices of all hosts."""
-        return {name: self._send(array, ("data", *[None] * (array.ndim - 1))) for name, array in batch.items()}
+        return self.send({name: rows_of(array) for name, array in batch.items()})
 
     def send_replicated(self, array: np.ndarray) -> Tensor:
         """The same array on every device."""
-        return self._send(array, (None,) * array.ndim)
+        return self.send({"": replicated(array)})[""]
 
-    def send_signals(self, signals: Signals) -> Tensor:
-        """(5,): zeros for the sums, then over all hosts the number that raise each signal."""
+    def signal_rows(self, signals: Signals) -> HostArray:
+        """(devices of this host, 5): rows whose sum over all hosts is zeros for the sums, then the number of hosts
+        that raise each signal."""
         rows = np.zeros((self.devices // self._hosts, REPORT), dtype=np.float32)
         rows[0, len(SUMS) :] = [signals.stop, signals.save]
-        return self._send(rows, ("data", None)).sum(0)
+        return rows_of(rows)
 
-    def _send(self, array: np.ndarray, axes: tuple[str | None, ...]) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
+    def send(self, arrays: Mapping[str, HostArray]) -> dict[str, Tensor]:
+        """All of them in one upload."""
+        tensors = [torch.from_numpy(np.ascontiguousarray(value.array)) for value in arrays.values()]
+        specs = [self._spec(value, tensor) for value, tensor in zip(arrays.values(), tensors, strict=True)]
+        devices = [str(self.device)] * len(tensors)
+        sent = _XLAC._xla_tensors_from_aten(tensors, devices, specs if self._mesh else None)
+        return dict(zip(arrays, sent, strict=True))
+
+    def _spec(self, value: HostArray, tensor: Tensor) -> Any:
         if not self._mesh:
-            return tensor.to(self.device)
-        spec = spmd.ShardingSpec(self._mesh, axes, minibatch=self._hosts > 1 and axes[0] == "data")
-        return cast(Tensor, xm.send_cpu_data_to_device([tensor], self.device, input_sharding=spec)[0])
+            return None
+        if value.axes not in self._specs:
+            minibatch = self._hosts > 1 and value.axes[:1] == ("data",)
+            self._specs[value.axes] = spmd.ShardingSpec(self._mesh, value.axes, minibatch=minibatch)
+        return self._specs[value.axes].xla_spec(tensor)
 
     def replicate_report(self, report: Tensor) -> Tensor:
         """Every host reads the report, so every device must have all of it; left alone, the compiler may shard it."""

@@ -7,7 +7,7 @@ The state is uploaded in one way whether it is fresh or restored: so both lead t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class State:
         self._name_parameters()
         self.optimizer = optimizer_class(settings, self.parameters)
         self.is_uploaded = False
+        self._newest: list[Tensor] | None = None  # values that a program has returned and that no tensor holds yet
         self.planned_transfers = 0  # copies to the host that a result or a snapshot asked for
         self._snapshot = Snapshot()
 
@@ -44,7 +45,28 @@ class State:
         self.parameters: dict[str, Tensor] = dict(self.network.named_parameters())  # tied ones once
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by their names in a checkpoint."""
+        """All tensors by their names in a checkpoint, with their present values."""
+        named = self._name_tensors()
+        if self._newest is not None:
+            for tensor, value in zip(named.values(), self._newest, strict=True):
+                if tensor is not value:
+                    tensor.data = value
+            self._newest = None
+        return named
+
+    def values(self) -> Sequence[Tensor]:
+        """The present values in the order of `tensors`. The tensors themselves are left with values of earlier steps,
+        which may be gone."""
+        return list(self._name_tensors().values()) if self._newest is None else self._newest
+
+    def advance(self, places: Sequence[int], values: Sequence[Tensor]) -> None:
+        """Replaces the values at these places of `values()` by what a program has made of them."""
+        newest = list(self.values())
+        for place, value in zip(places, values, strict=True):
+            newest[place] = value
+        self._newest = newest
+
+    def _name_tensors(self) -> dict[str, Tensor]:
         groups = {"model": self.parameters, **self.optimizer.state()}
         return {f"{group}/{name}": value for group, values in groups.items() for name, value in values.items()}
 
@@ -58,8 +80,7 @@ class State:
         """Moves everything to the devices, once."""
         if self.is_uploaded:
             return
-        self.network.to(sharding.device)
-        self.network.tie_weights()  # moving to XLA makes two of a tied weight
+        _move(self.network, sharding.device)
         self._name_parameters()
         if self.noise:
             self.noise.table = sharding.send_replicated(self.noise.table.numpy())
@@ -106,3 +127,19 @@ class State:
         """A copy that is planned, and counted as such."""
         self.planned_transfers += value.device.type == "xla"
         return value.cpu()
+
+
+def _move(network: Any, device: Any) -> None:
+    """Moves a network, of which what is tied stays tied: moving to XLA makes two of a tied weight.
+
+    transformers' `tie_weights` would tie them too, but pads the bias of some heads: an operation that waits for the
+    first step, whose program is then another one than that of the second.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    network.to(device)
+    for first, *others in names.values():
+        for other in others:
+            module, _, attribute = other.rpartition(".")
+            setattr(network.get_submodule(module), attribute, network.get_parameter(first))

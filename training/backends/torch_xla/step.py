@@ -9,7 +9,7 @@ tensor that is alive at a sync becomes an output of its program. So gradients li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from training.backends.seeds import step_seed
 from training.backends.torch_xla.dropout import row_keys
-from training.backends.torch_xla.sharding import REPORT, DataParallel
+from training.backends.torch_xla.sharding import REPORT, DataParallel, HostArray, replicated, rows_of
 from training.backends.torch_xla.state import State
 from training.batch import SUMS, Arrays, Signals
 from training.config import TrainerConfig
@@ -27,7 +27,9 @@ from training.data.sampling.order import host_rows
 from training.distributed.cluster import Cluster
 from training.optim.schedule import learning_rate
 
-_ROW_KEYS = "row_keys"  # beside a batch's arrays: what dropout draws from
+# Inputs of a step beside its batch's arrays, which are named <array>/<number of the accumulation>.
+_ROW_KEYS = "row_keys"  # beside the arrays: what dropout draws from
+SCALARS, _SIGNALS = "scalars", "signals"
 
 # A task's half: (network, rows) -> the sums (3,) of training.batch.SUMS, and what else an evaluation counts.
 TaskSums = Callable[[Any, dict[str, Tensor]], tuple[Tensor, Tensor | None]]
@@ -43,28 +45,36 @@ class TrainingStep:
         self._config, self._train, self._cluster = config, config.train, cluster
         self._state, self._sharding, self._task_sums = state, sharding, task_sums
 
-    def trace(self, number: int, batch: Arrays, signals: Signals) -> Tensor:
-        """A step that has not run: its report (5 + 2,), and the state becomes what the step makes of it."""
-        scalars = self.begin(number)
-        gradients, report = self.gradients(number, batch, signals)
-        update = self.update(gradients, report, scalars)
+    def inputs(self, number: int, batch: Arrays, signals: Signals) -> dict[str, HostArray]:
+        """All that a step reads beside the state: what changes with its number (the learning rate, and the optimizer's
+        scalars), the signals, and for each gradient accumulation its rows."""
+        scalars = (learning_rate(self._train, number), *self._state.optimizer.step_scalars(number))
+        pieces = self._pieces(self._with_row_keys(number, batch))
+        return {
+            SCALARS: replicated(np.array(scalars, dtype=np.float32)),
+            _SIGNALS: self._sharding.signal_rows(signals),
+            **{f"{name}/{index}": rows_of(array) for index, rows in enumerate(pieces) for name, array in rows.items()},
+        }
+
+    def seed(self, number: int) -> int:
+        """Of PyTorch's generator in a step, for networks that use it."""
+        return step_seed(self._config.seed, number, 0 if self._sharding.is_spmd else self._cluster.worker)
+
+    def trace(self, number: int, inputs: Mapping[str, Tensor]) -> Tensor:
+        """A step that has not run: its report (5 + 2,), and the state becomes what the step makes of it. `inputs`: on
+        the devices."""
+        gradients, report = self.gradients(number, inputs)
+        update = self.update(gradients, report, inputs[SCALARS])
         return self._sharding.replicate_report(torch.cat([report, update]))
 
-    def begin(self, number: int) -> Tensor:
-        """Puts the state on the devices and seeds PyTorch's generator, for networks that use it. Returns what changes
-        with the step: the learning rate, and the optimizer's scalars."""
-        self._state.upload(self._sharding)
-        host = 0 if self._sharding.is_spmd else self._cluster.worker
-        xm.set_rng_state(step_seed(self._config.seed, number, host), self._sharding.device)
-        scalars = (learning_rate(self._train, number), *self._state.optimizer.step_scalars(number))
-        return self._sharding.send_replicated(np.array(scalars, dtype=np.float32))
-
-    def gradients(self, number: int, batch: Arrays, signals: Signals) -> tuple[list[Tensor], Tensor]:
+    def gradients(self, number: int, inputs: Mapping[str, Tensor]) -> tuple[list[Tensor], Tensor]:
         """Of the summed loss over this host's rows (under SPMD: over all rows), with the report: (5,)."""
+        xm.set_rng_state(self.seed(number), self._sharding.device)
         parameters = list(self._state.parameters.values())
         gradients: list[Tensor] = []
-        report = self._sharding.send_signals(signals)
-        for piece in self._pieces(self._with_row_keys(number, batch)):
+        report = inputs[_SIGNALS].sum(0)
+        for index in range(self._train.gradient_accumulation):
+            piece = _rows_of_piece(inputs, index)
             if self._state.noise:
                 self._state.noise.rows = piece.pop(_ROW_KEYS)
             with self._autocast():
@@ -96,15 +106,19 @@ class TrainingStep:
                 value.copy_(torch.where(is_finite, value, old))
             return torch.stack([norm, (~is_finite).to(norm.dtype)])
 
-    def trace_evaluation(self, batch: Arrays, signals: Signals) -> Tensor:
-        """The report and the counts, (5 + counts,), of an evaluation that has not run."""
-        self._state.upload(self._sharding)
+    def evaluation_inputs(self, batch: Arrays, signals: Signals) -> dict[str, HostArray]:
+        """All that an evaluation reads beside the state."""
+        rows = {f"{name}/0": rows_of(array) for name, array in batch.items()}
+        return {_SIGNALS: self._sharding.signal_rows(signals), **rows}
+
+    def trace_evaluation(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """The report and the counts, (5 + counts,), of an evaluation that has not run. `inputs`: on the devices."""
         network = self._state.network
         network.eval()
         with torch.no_grad(), self._autocast():
-            sums, counts = self._task_sums(network, self._sharding.send_rows(batch))
+            sums, counts = self._task_sums(network, _rows_of_piece(inputs, 0))
         network.train()
-        report = self._sharding.send_signals(signals)
+        report = inputs[_SIGNALS].sum(0)
         further = [] if counts is None else [counts.flatten()]
         return self._sharding.replicate_report(torch.cat([report[: len(SUMS)] + sums, report[len(SUMS) :], *further]))
 
@@ -118,13 +132,11 @@ class TrainingStep:
         *pieces, report = flat.split([*(value.numel() for value in parameters), REPORT])
         return [piece.view_as(value) for piece, value in zip(pieces, parameters, strict=True)], report
 
-    def _pieces(self, batch: Arrays) -> list[dict[str, Tensor]]:
+    def _pieces(self, batch: Arrays) -> list[Arrays]:
         """The rows of each gradient accumulation, in order."""
         count = self._train.gradient_accumulation
-        return [
-            self._sharding.send_rows({name: np.array_split(array, count)[index] for name, array in batch.items()})
-            for index in range(count)
-        ]
+        split = {name: np.array_split(array, count) for name, array in batch.items()}
+        return [{name: parts[index] for name, parts in split.items()} for index in range(count)]
 
     def _with_row_keys(self, number: int, batch: Arrays) -> Arrays:
         """With a number for each of this host's rows of the global batch, for dropout."""
@@ -136,3 +148,8 @@ class TrainingStep:
 
     def _autocast(self) -> Any:
         return torch.autocast("xla", dtype=torch.bfloat16, enabled=self._train.precision == "bf16")
+
+
+def _rows_of_piece(inputs: Mapping[str, Tensor], index: int) -> dict[str, Tensor]:
+    ending = f"/{index}"
+    return {name.removesuffix(ending): value for name, value in inputs.items() if name.endswith(ending)}

@@ -25,8 +25,9 @@ from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.host_slice import HostSlice
 from training.data.loading.reader import Reader
 from training.data.loading.record_source import REPLACED, Arrays
+from training.data.sampling.blocks import Ints, geometry
 from training.data.sampling.bucket_schedule import batch_of_step, group_lengths
-from training.data.sampling.order import Ints, Sequential, Shuffled, geometry
+from training.data.sampling.order import Sequential, training_order
 from training.data.sampling.random_bits import bucket_seed
 
 Labels = npt.NDArray[np.int32 | np.float32]
@@ -97,10 +98,12 @@ class LabelledBatches:
         self._readers = [
             Reader(
                 bucket,
-                Shuffled(
-                    geometry(bucket.records, bucket.record_bytes),
-                    bucket_seed(seed, bucket.length),
-                    self.global_batch_size,
+                training_order(
+                    host_slice.order_version,
+                    bucket.records,
+                    bucket.record_bytes,
+                    seed=bucket_seed(seed, bucket.length),
+                    batch=self.global_batch_size,
                 ),
                 self.global_batch_size,
                 *rows,

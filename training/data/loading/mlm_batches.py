@@ -21,8 +21,9 @@ from training.data.loading.host_slice import HostSlice
 from training.data.loading.open_source import open_source
 from training.data.loading.reader import Reader
 from training.data.loading.record_source import REPLACED, Arrays, RecordSource
+from training.data.sampling.blocks import Ints, geometry
 from training.data.sampling.masking import Masked, Masker, Masking
-from training.data.sampling.order import Ints, Order, Sequential, Shuffled, geometry
+from training.data.sampling.order import Order, Sequential, training_order
 from training.errors import BadInput
 
 EVALUATION_EPOCH = -1  # no training epoch has this number: masks of evaluation are always the same
@@ -59,7 +60,14 @@ class MlmBatches:
         rows = _host_rows(dataset, host_slice)
         source = _open_source(dataset, host_slice)
         self.dataset, self.global_batch_size = dataset, host_slice.global_batch_size
-        order = Shuffled(geometry(source.records, source.record_bytes, source.unit), seed, self.global_batch_size)
+        order = training_order(
+            host_slice.order_version,
+            source.records,
+            source.record_bytes,
+            source.unit,
+            seed=seed,
+            batch=self.global_batch_size,
+        )
         self._masker = Masker(masking, host_slice.tokenizer, seed)
         self._reader = Reader(source, order, self.global_batch_size, *rows, threads=_threads(dataset))
 

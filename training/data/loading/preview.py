@@ -27,7 +27,7 @@ def preview_batch(
     tokenizer: Tokenizer,
     step: int,
     rows: int,
-    global_batch_size: int,
+    host_slice: HostSlice,
     *,
     seed: int,
     percent: int,
@@ -39,26 +39,26 @@ def preview_batch(
         tokenizer: that wrote it.
         step: which batch.
         rows: how many at most.
-        global_batch_size: of the run.
+        host_slice: of all rows of the run's batches, in the run's order.
         seed: of the run.
         percent: of the tokens that are to be predicted, for masked language modelling.
 
     Yields:
         A heading, and the lines of `render` or `render_labelled`.
     """
-    host_slice = HostSlice(tokenizer.special, global_batch_size)
+    heading = f"batch {step} of seed {seed} in order {host_slice.order_version}"
     if dataset.manifest.kind != "mlm":
         with contextlib.closing(LabelledBatches(dataset, host_slice, seed)) as batches:
             labelled = batches.batch(step)
         shown, length = min(rows, len(labelled.records)), labelled.input_ids.shape[1]
-        yield f"batch {step} of seed {seed}, {shown} of {global_batch_size} rows of {length} tokens"
+        yield f"{heading}, {shown} of {host_slice.global_batch_size} rows of {length} tokens"
         piece = pieces(tokenizer.content)
         yield from render_labelled(labelled, rows, tokenizer.special, piece, dataset.manifest.labels)
         return
     with contextlib.closing(MlmBatches(dataset, host_slice, Masking(percent), seed)) as mlm_batches:
         whole = mlm_batches.batch(step)
     batch = MlmBatch(*(getattr(whole, field.name)[:rows] for field in fields(whole)))
-    yield f"batch {step} of seed {seed}, the first {len(batch.records)} of {global_batch_size} rows; {LEGEND}"
+    yield f"{heading}, the first {len(batch.records)} of {host_slice.global_batch_size} rows; {LEGEND}"
     yield from render(batch, tokenizer.special, pieces(tokenizer.content))
 
 

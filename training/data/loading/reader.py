@@ -7,8 +7,8 @@ next window is started. A batch waits only for the blocks that it needs. A datas
 once, not once per epoch.
 
 Memory: at most three windows of this host's rows (the previous one, for a batch that spans two; the current one; the
-next one), each about order.WINDOW_BLOCKS * order.BLOCK_BYTES = 64 MB over the number of hosts, and one request per
-thread.
+next one), each about blocks.WINDOW_BLOCKS * blocks.BLOCK_BYTES = 64 MB over the number of hosts, at most twice as much,
+and one request per thread.
 
 Failures: an error of a thread is raised, unchanged, by each `rows` that needs its block. Every request has the deadline
 of `training.storage.gcs`.
@@ -27,7 +27,8 @@ from concurrent.futures import Future
 import numpy as np
 
 from training.data.loading.record_source import Arrays, RecordSource
-from training.data.sampling.order import Ints, Order, Shuffled, cells_of_rows, split_places
+from training.data.sampling.blocks import Ints
+from training.data.sampling.order import Order, Sequential, cells_of_rows, split_places
 
 RUN_BYTES = 4 << 20  # the largest request
 WINDOWS_KEPT = 3
@@ -55,7 +56,7 @@ class Reader:
             StorageError: storage can't be read.
         """
         epochs, records, arrays = [], [], []  # of each window
-        for cells in split_places(self.order.geometry, start, stop):
+        for cells in split_places(self.order, start, stop):
             with self._lock:
                 window = self._window(cells.epoch, cells.number)
             low, high = np.searchsorted(window.cells, (cells.start, cells.stop))
@@ -86,9 +87,9 @@ class Reader:
 
     def _after(self, epoch: int, number: int) -> tuple[int, int] | None:
         """The next window; None after one pass of evaluation."""
-        if number + 1 < self.order.geometry.windows:
+        if number + 1 < self.order.windows:
             return epoch, number + 1
-        return (epoch + 1, 0) if isinstance(self.order, Shuffled) else None
+        return None if isinstance(self.order, Sequential) else (epoch + 1, 0)
 
     def _window(self, epoch: int, number: int) -> _Window:
         """The window, which is created, and its blocks requested, when it is new. Call it with the lock held."""
@@ -97,7 +98,7 @@ class Reader:
             cells = np.flatnonzero(cells_of_rows(self.order, self.batch, epoch, number, self.first, self.last))
             records = self.order.window(epoch, number)[cells]
             previous = next(reversed(self._windows.values()), None)
-            window = _Window(self.source, cells, records, self.order.geometry.block, self._workers, previous)
+            window = _Window(self.source, cells, records, self.order.block, self._workers, previous)
             self._windows[epoch, number] = window
             while len(self._windows) > WINDOWS_KEPT:
                 _, oldest = self._windows.popitem(last=False)

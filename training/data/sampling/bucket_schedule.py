@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from training.data.sampling.order import Ints
+from training.data.sampling.blocks import Ints
 from training.data.sampling.random_bits import stream
 
 

@@ -2,119 +2,90 @@
 
 `training.data` has the glossary of indices; `training.data.tf.order` is the same in TensorFlow operations.
 
-How an epoch is shuffled (every stage depends on seed and epoch):
+There are two versions of the training order, and the order of evaluation:
 
-  1. The blocks of the dataset are permuted, all of them: `block_permutation`, 8 bytes of state per block.
-  2. The permuted blocks are cut into windows, and each window's blocks into groups of GROUP_BLOCKS.
-  3. The records of a group are permuted: `Shuffled.window`, 8 bytes per record of one window.
-  4. The permuted records are laid out down the *columns* of the window: a column holds the cells of one row of the
-     batch, step after step.
+  1  `sampling.groups`
+  2  `sampling.lanes`    which many hosts read about once, too
+  `Sequential`           record 0, 1, 2, ...
 
-Why not a global permutation of records: reading single records in random order costs one request each. Here a window
-costs about WINDOW_BLOCKS requests for some 60 MB, enough for tens to hundreds of steps. And because a group fills few
-rows, a host that needs only some rows reads only some groups, whole blocks of them: up to 8 hosts together read the
-dataset about 1.2 times an epoch, 64 hosts 3 times, 512 hosts 17 times (`benchmarks/read_amplification.py`). What one
-host reads falls all the same with the number of hosts, to two or three groups of 2 MB a window.
-
-Quality: each epoch is a permutation of all records, and a record may be at any place of the epoch. Two records of one
-block are in the same window, and in the same batch with a probability of about B / window: with a record come on
-average B / 256 others of its own block, whatever the size of the dataset; all others come from random blocks. A shuffle
-buffer of the window's size over files read in order would take *all* its records from one stretch of the dataset.
-Datasets of up to GROUP_BLOCKS * MIN_BLOCK records are one group, so their permutation is uniform.
-
-The constants are part of what a seed means: changing one changes every order, and then ORDER_VERSION must change, too.
-It is part of what a checkpoint must agree with (`identity`).
+Their constants are part of what a seed means: changing one changes every order, and then there must be another version.
+New runs take ORDER_VERSION. A checkpoint says which version its run takes (`identity`), and the run goes on with that
+one (`version_of`).
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from training.data.sampling.random_bits import stream
+from training.data.sampling.blocks import Geometry, Ints, geometry
+from training.data.sampling.groups import Groups
+from training.data.sampling.lanes import Lanes, lanes
+from training.errors import BadInput
 
-ORDER_VERSION = 1
-WINDOW_BLOCKS = 256  # blocks per window
-GROUP_BLOCKS = 8  # blocks per group
-BLOCK_BYTES = 256 << 10  # the largest block
-MIN_BLOCK = 64  # records in the smallest block
 FIRST_ORDER_VERSION = 1  # which checkpoints do not name
+ORDER_VERSION = 2  # of new runs
+ORDER_VERSIONS = (FIRST_ORDER_VERSION, 2)
+VERSION_KEY = "data.order"  # in a checkpoint's identity
 
-Ints = npt.NDArray[np.int64]
 
-
-@dataclass(frozen=True)
-class Geometry:
-    """How a dataset is cut into blocks and windows. Depends on the dataset alone, not on the number of hosts.
-
-    Attributes:
-        records: in the dataset.
-        block: records per block; the last block may be shorter.
-        window: cells per window, a multiple of `block`; the last window of an epoch may be shorter.
-    """
-
-    records: int
-    block: int
-    window: int
+class Order(Protocol):
+    """Which record is where, window by window: consecutive indices of an epoch."""
 
     @property
-    def blocks(self) -> int:
-        """Number of blocks."""
-        return -(-self.records // self.block)
+    def records(self) -> int:
+        """In the dataset."""
+
+    @property
+    def block(self) -> int:
+        """Records per block, which are read together; the dataset's last block may be shorter."""
 
     @property
     def windows(self) -> int:
         """Number of windows per epoch."""
-        return -(-self.records // self.window)
 
-
-def geometry(records: int, record_bytes: int, unit: int = 0) -> Geometry:
-    """The geometry of a dataset: windows of equal size, blocks of at most BLOCK_BYTES.
-
-    Args:
-        records: at least 1. Blocks of a small dataset are smaller, so that it has many, too.
-        record_bytes: the size of a record in its shard.
-        unit: records that are stored together, such as a gzip member: blocks are whole units. 0: any block size.
-    """
-    assert records > 0
-    largest = max(1, BLOCK_BYTES // record_bytes)
-    block = min(largest, max(MIN_BLOCK, -(-records // WINDOW_BLOCKS)))
-    if unit:
-        block = max(unit, block // unit * unit)
-    windows = -(-records // (block * WINDOW_BLOCKS))
-    window = -(-records // (windows * block)) * block
-    return Geometry(records, block, window)
-
-
-@dataclass(frozen=True)
-class Shuffled:
-    """The training order, for batches of `batch` rows."""
-
-    geometry: Geometry
-    seed: int
-    batch: int
+    def bounds(self, epoch: int, number: int) -> tuple[int, int]:
+        """The first index of a window in its epoch, and how many cells it has."""
 
     def window(self, epoch: int, number: int) -> Ints:
         """The records of a window in the order in which steps use them. (cells,)"""
-        return _window(self, epoch, number)
 
 
 @dataclass(frozen=True)
 class Sequential:
-    """The order of evaluation: every epoch is record 0, 1, 2, ..."""
+    """The order of evaluation: every epoch is record 0, 1, 2, ... An `Order`."""
 
     geometry: Geometry
 
-    def window(self, epoch: int, number: int) -> Ints:
-        """As `Shuffled.window`."""
+    @property
+    def records(self) -> int:
+        """In the dataset."""
+        return self.geometry.records
+
+    @property
+    def block(self) -> int:
+        """Records per block."""
+        return self.geometry.block
+
+    @property
+    def windows(self) -> int:
+        """Number of windows per epoch."""
+        return self.geometry.windows
+
+    def bounds(self, epoch: int, number: int) -> tuple[int, int]:
+        """As `Order.bounds`."""
         start = number * self.geometry.window
-        return np.arange(start, min(start + self.geometry.window, self.geometry.records))
+        return start, min(self.geometry.window, self.records - start)
 
-
-Order = Shuffled | Sequential
+    def window(self, epoch: int, number: int) -> Ints:
+        """As `Order.window`."""
+        start, size = self.bounds(epoch, number)
+        return np.arange(start, start + size)
 
 
 @dataclass(frozen=True)
@@ -127,37 +98,74 @@ class CellRange:
     stop: int
 
 
-def identity() -> dict[str, int]:
-    """What a checkpoint must agree with, so that the run continues on the records that were not used yet."""
-    return {} if ORDER_VERSION == FIRST_ORDER_VERSION else {"data.order": ORDER_VERSION}
+def training_order(
+    version: int, records: int, record_bytes: int, unit: int = 0, *, seed: int, batch: int
+) -> Groups | Lanes:
+    """The training order of a dataset.
+
+    Args:
+        version: of the order.
+        records: in the dataset, at least 1.
+        record_bytes: the size of a record in its shard.
+        unit: records that are stored together, such as a gzip member: blocks are whole units. 0: any block size.
+        seed: of the run, or of a length bucket.
+        batch: rows of a global batch.
+    """
+    if version == FIRST_ORDER_VERSION:
+        return Groups(geometry(records, record_bytes, unit), seed, batch)
+    assert version in ORDER_VERSIONS, version
+    return lanes(records, record_bytes, unit, seed, batch)
 
 
-def blocks_of_hosts(order: Shuffled, epoch: int, number: int, hosts: int) -> list[int]:
+def identity(version: int) -> dict[str, int]:
+    """What a checkpoint says of the order, so that the run continues on the records that were not used yet."""
+    return {} if version == FIRST_ORDER_VERSION else {VERSION_KEY: version}
+
+
+def version_of(identity: Mapping[str, Any]) -> int:
+    """The version that a checkpoint's identity names. Raises BadInput for one that this program does not have."""
+    version = identity.get(VERSION_KEY, FIRST_ORDER_VERSION)
+    if version not in ORDER_VERSIONS or type(version) is not int:
+        raise BadInput(
+            f"the run's checkpoints have version {version!r} of the order of records, and this program has versions "
+            f"{ORDER_VERSIONS[0]} to {ORDER_VERSIONS[-1]}: go on with the program that began the run, or use another "
+            "run id or output"
+        )
+    return version
+
+
+def blocks_of_hosts(order: Order, batch: int, epoch: int, number: int, hosts: int) -> list[int]:
     """How many blocks each host reads for a window."""
-    blocks = order.window(epoch, number) // order.geometry.block  # (cells,)
-    counts = []
-    for host in range(hosts):
-        rows = host_rows(order.batch, host, hosts)
-        counts.append(len(np.unique(blocks[cells_of_rows(order, order.batch, epoch, number, *rows)])))
-    return counts
+    block = order.window(epoch, number) // order.block  # (cells,)
+    start, size = order.bounds(epoch, number)
+    row = (epoch * order.records + start + np.arange(size)) % batch  # (cells,)
+    lasts = np.array([host_rows(batch, host, hosts)[1] for host in range(hosts)])  # (hosts,)
+    host = np.searchsorted(lasts, row, side="right")  # (cells,)
+    read = np.unique(host * (block.max() + 1) + block) // (block.max() + 1)  # (reads,) the host of each
+    return [int(count) for count in np.bincount(read, minlength=hosts)]
 
 
-def split_places(geometry: Geometry, first: int, last: int) -> list[CellRange]:
+def split_places(order: Order, first: int, last: int) -> list[CellRange]:
     """Cuts the places [first, last) at the borders of windows and epochs."""
     ranges = []
     while first < last:
-        epoch, index = divmod(first, geometry.records)
-        number, cell = divmod(index, geometry.window)
-        size = min(geometry.window, geometry.records - number * geometry.window)
-        stop = min(size, cell + last - first)
+        epoch, number, cell = locate(order, first)
+        stop = min(order.bounds(epoch, number)[1], cell + last - first)
         ranges.append(CellRange(epoch, number, cell, stop))
         first += stop - cell
     return ranges
 
 
-def batch_records(order: Shuffled, k: int) -> tuple[Ints, Ints]:
+def locate(order: Order, place: int) -> tuple[int, int, int]:
+    """The epoch of a place, its window, and its cell there."""
+    epoch, index = divmod(place, order.records)
+    number = bisect_right(range(order.windows), index, key=lambda window: order.bounds(epoch, window)[0]) - 1
+    return epoch, number, index - order.bounds(epoch, number)[0]
+
+
+def batch_records(order: Groups | Lanes, k: int) -> tuple[Ints, Ints]:
     """Epoch and record of every row of global batch k: (B,), (B,)."""
-    ranges = split_places(order.geometry, k * order.batch, (k + 1) * order.batch)
+    ranges = split_places(order, k * order.batch, (k + 1) * order.batch)
     epochs = np.concatenate([np.full(cells.stop - cells.start, cells.epoch) for cells in ranges])
     records = np.concatenate([order.window(cells.epoch, cells.number)[cells.start : cells.stop] for cells in ranges])
     return epochs, records
@@ -168,50 +176,8 @@ def host_rows(batch: int, host: int, hosts: int) -> tuple[int, int]:
     return host * batch // hosts, (host + 1) * batch // hosts
 
 
-def cells_of_rows(
-    order: Shuffled | Sequential, batch: int, epoch: int, number: int, first: int, last: int
-) -> npt.NDArray[np.bool_]:
+def cells_of_rows(order: Order, batch: int, epoch: int, number: int, first: int, last: int) -> npt.NDArray[np.bool_]:
     """Which cells of a window are in rows [first, last) of their batches of `batch` rows. (cells,)"""
-    place = epoch * order.geometry.records + number * order.geometry.window  # of cell 0
-    count = len(order.window(epoch, number))
-    row = (place + np.arange(count)) % batch  # (cells,)
+    start, size = order.bounds(epoch, number)
+    row = (epoch * order.records + start + np.arange(size)) % batch  # (cells,)
     return (row >= first) & (row < last)
-
-
-@lru_cache(maxsize=4)
-def block_permutation(seed: int, epoch: int, count: int) -> Ints:
-    """The permutation of all blocks in an epoch. (count,)"""
-    return np.argsort(stream(seed, "blocks", epoch, count), kind="stable").astype(np.int64)
-
-
-@lru_cache(maxsize=8)
-def _window(order: Shuffled, epoch: int, number: int) -> Ints:
-    """`Shuffled.window`, kept for the batches of the same window."""
-    shape = order.geometry
-    start = number * shape.window
-    size = min(shape.window, shape.records - start)
-    cell = np.arange(size, dtype=np.int64)  # (cells,)
-
-    # Down the columns: the cells of one row, step after step, then those of the next row. The first `longer` rows have
-    # one step more.
-    steps, longer = divmod(size, order.batch)
-    step, row = np.divmod(cell, order.batch)  # (cells,), (cells,)
-    column = row * steps + np.minimum(row, longer) + step  # (cells,)
-
-    # Permute within groups: sort by (group, random). A tie of random numbers is rare and changes only its own pair.
-    group = cell // (GROUP_BLOCKS * shape.block)  # (cells,)
-    random = stream(order.seed, "records", epoch, size, number)  # (cells,)
-    shuffled = np.lexsort((random, group))  # (cells,)
-    position = start + shuffled[column]  # (cells,) in the epoch's sequence of permuted blocks
-
-    # From that sequence to records. All blocks are full except the dataset's last one, which is somewhere in the
-    # sequence: positions behind it move up by what it lacks.
-    permuted = block_permutation(order.seed, epoch, shape.blocks)
-    missing = shape.blocks * shape.block - shape.records
-    short = int(np.flatnonzero(permuted == shape.blocks - 1)[0])
-    # (cells,)
-    position = np.where(position < (short + 1) * shape.block - missing, position, position + missing)
-    slot, inner = np.divmod(position, shape.block)
-    records: Ints = permuted[slot] * shape.block + inner
-    records.setflags(write=False)
-    return records

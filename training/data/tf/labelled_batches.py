@@ -18,7 +18,7 @@ from training.data.loading.host_slice import HostSlice
 from training.data.loading.labelled_batches import label_dtype
 from training.data.loading.record_source import REPLACED
 from training.data.sampling.bucket_schedule import batches_before, epoch_of_step, group_lengths
-from training.data.sampling.order import Shuffled, geometry
+from training.data.sampling.order import training_order
 from training.data.sampling.random_bits import bucket_seed
 from training.data.tf.bucket_schedule import buckets_of_steps
 from training.data.tf.open_source import open_source
@@ -34,8 +34,13 @@ def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: 
     buckets = []
     for bucket, (source, bucket_start) in enumerate(zip(sources, np.cumsum([0, *records]), strict=False)):
         number = batches_before(records, batch_size, seed, epoch, index, bucket)  # of the bucket's first batch
-        shape = geometry(source.records, source.record_bytes)
-        order = Shuffled(shape, bucket_seed(seed, source.length), batch_size)
+        order = training_order(
+            host_slice.order_version,
+            source.records,
+            source.record_bytes,
+            seed=bucket_seed(seed, source.length),
+            batch=batch_size,
+        )
         batches = training_batches(source, order, host_slice, number)
         buckets.append(batches.map(_converter(int(bucket_start), host_slice.tokenizer.pad)))
     choices = buckets_of_steps(records, batch_size, seed, epoch, index)

@@ -20,7 +20,7 @@ from training.data.loading.host_slice import HostSlice
 from training.data.loading.mlm_batches import EVALUATION_EPOCH
 from training.data.loading.record_source import REPLACED
 from training.data.sampling.masking import Masking, SpecialTokens
-from training.data.sampling.order import Shuffled, geometry
+from training.data.sampling.order import training_order
 from training.data.tf.masking import mask
 from training.data.tf.open_source import open_source
 from training.data.tf.reader import evaluation_batches, training_batches
@@ -30,8 +30,15 @@ from training.data.tf.record_source import Columns, RecordSource
 def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int, start: int = 0) -> Any:
     """This host's rows of global batch `start`, `start` + 1, ..., endless: as `MlmBatches.batch`. Raises BadInput."""
     source = _open_source(dataset, host_slice)
-    shape = geometry(source.records, source.record_bytes, source.unit)
-    batches = training_batches(source, Shuffled(shape, seed, host_slice.global_batch_size), host_slice, start)
+    order = training_order(
+        host_slice.order_version,
+        source.records,
+        source.record_bytes,
+        source.unit,
+        seed=seed,
+        batch=host_slice.global_batch_size,
+    )
+    batches = training_batches(source, order, host_slice, start)
 
     def mask_batch(batch: Columns) -> Columns:
         return _mask(batch, batch["epoch"], seed, masking, host_slice.tokenizer)

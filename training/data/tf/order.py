@@ -1,4 +1,5 @@
-"""`training.data.sampling.order` in TensorFlow operations: the same windows.
+"""`training.data.sampling.order` in TensorFlow operations, with `sampling.blocks`, `groups` and `lanes`: the same
+windows.
 
 Numbers of the dataset, the seed and the batch are Python values; epoch and window are tensors.
 """
@@ -9,52 +10,125 @@ from typing import Any
 
 import tensorflow as tf
 
-from training.data.sampling.order import GROUP_BLOCKS, Geometry, Order, Sequential
+from training.data.sampling.groups import GROUP_BLOCKS, Groups
+from training.data.sampling.lanes import Lanes
+from training.data.sampling.order import Sequential
+from training.data.tf.random_bits import number as uint64
 from training.data.tf.random_bits import sortable, stream
 
 ENDLESS = 2**62
 
+AnyOrder = Groups | Lanes | Sequential
 
-def window(order: Order, epoch: Any, number: Any) -> Any:
-    """`Shuffled.window` and `Sequential.window`. epoch, number: int64 scalars. (cells,) int64"""
-    shape = order.geometry
-    start = number * shape.window
-    size = tf.minimum(tf.constant(shape.window, tf.int64), shape.records - start)
-    cell = tf.range(size)  # (cells,)
+
+def block_permutation(order: AnyOrder, epoch: Any) -> Any:
+    """The permutation of an epoch's blocks, for all its windows; empty where nothing is permuted. (blocks,) int64"""
     if isinstance(order, Sequential):
-        return start + cell
+        return tf.zeros(0, tf.int64)
+    random = stream(order.seed, "blocks", epoch, order.blocks)
+    return tf.cast(tf.argsort(sortable(random), stable=True), tf.int64)
+
+
+def bounds(order: AnyOrder, epoch: Any, number: Any) -> tuple[Any, Any]:
+    """The first index of a window in its epoch, and how many cells it has: `Order.bounds`. int64 scalars"""
+    if not isinstance(order, Lanes):
+        start = number * order.geometry.window
+        return start, tf.minimum(tf.constant(order.geometry.window, tf.int64), order.records - start)
+    uneven, cells = _uneven(order, epoch), order.count * order.block
+    start, stop = (
+        border * order.per_lane // order.windows * cells + tf.where(border > uneven, _int64(order.left_records), 0)
+        for border in (number, number + 1)
+    )
+    return start, stop - start
+
+
+def window(order: AnyOrder, permuted: Any, epoch: Any, number: Any) -> Any:
+    """`Order.window`. permuted: `block_permutation` of the epoch; epoch, number: int64 scalars. (cells,) int64"""
+    if isinstance(order, Groups):
+        return _window_of_groups(order, permuted, epoch, number)
+    if isinstance(order, Lanes):
+        return _window_of_lanes(order, permuted, epoch, number)
+    start, size = bounds(order, epoch, number)
+    return start + tf.range(size)
+
+
+def rows_of_window(
+    order: AnyOrder, permuted: Any, batch: int, epoch: Any, number: Any, first: int, last: int, start: Any
+) -> Any:
+    """The records of a window in rows [first, last) of their batches, from place `start` on. (n,) int64
+
+    The twin of `cells_of_rows`. permuted, epoch, number: as of `window`.
+    """
+    records = window(order, permuted, epoch, number)
+    begin, size = bounds(order, epoch, number)
+    place = epoch * order.records + begin + tf.range(size)
+    row = place % batch
+    return tf.boolean_mask(records, (row >= first) & (row < last) & (place >= start))
+
+
+def _window_of_groups(order: Groups, permuted: Any, epoch: Any, number: Any) -> Any:
+    """`Groups.window`."""
+    shape = order.geometry
+    start, size = bounds(order, epoch, number)
+    cell = tf.range(size)  # (cells,)
 
     # Down the columns.
     steps, longer = size // order.batch, size % order.batch
     step, row = cell // order.batch, cell % order.batch  # (cells,), (cells,)
     column = row * steps + tf.minimum(row, longer) + step  # (cells,)
 
-    # Permute within groups: numpy's lexsort is one stable sort after the other. (cells,) each
-    by_random = tf.argsort(sortable(stream(order.seed, "records", epoch, size, number)), stable=True)
-    group = tf.gather(cell // (GROUP_BLOCKS * shape.block), by_random)
-    shuffled = tf.gather(by_random, tf.argsort(group, stable=True))
-    position = start + tf.cast(tf.gather(shuffled, column), tf.int64)
+    shuffled = _shuffle_within(cell // (GROUP_BLOCKS * shape.block), stream(order.seed, "records", epoch, size, number))
+    position = start + tf.gather(shuffled, column)
 
     # From the sequence of permuted blocks (blocks,) to records (cells,).
-    permuted = tf.cast(tf.argsort(sortable(stream(order.seed, "blocks", epoch, shape.blocks)), stable=True), tf.int64)
     missing = shape.blocks * shape.block - shape.records
     short = tf.where(permuted == shape.blocks - 1)[0, 0]
     position = tf.where(position < (short + 1) * shape.block - missing, position, position + missing)
     return tf.gather(permuted, position // shape.block) * shape.block + position % shape.block
 
 
-def rows_of_window(order: Order, batch: int, epoch: Any, number: Any, first: int, last: int, start: Any) -> Any:
-    """The records of a window in rows [first, last) of their batches, from place `start` on. (n,) int64
+def _window_of_lanes(order: Lanes, permuted: Any, epoch: Any, number: Any) -> Any:
+    """`Lanes.window`."""
+    start, size = bounds(order, epoch, number)
+    steps, longer = size // order.batch, size % order.batch
+    begin = (epoch * order.records + start) % order.batch  # the row of cell 0
 
-    The twin of `cells_of_rows`. epoch, number: int64 scalars.
-    """
-    records = window(order, epoch, number)
-    place = epoch * order.geometry.records + number * order.geometry.window + tf.range(tf.size(records, tf.int64))
-    row = place % batch
-    return tf.boolean_mask(records, (row >= first) & (row < last) & (place >= start))
+    def ranks(row: Any) -> Any:
+        around = tf.minimum(row, tf.maximum(begin + longer - order.batch, 0))
+        return row * steps + tf.clip_by_value(row - begin, 0, longer) + around
+
+    cell = tf.range(size)  # (cells,)
+    rank = ranks((begin + cell % order.batch) % order.batch) + cell // order.batch  # (cells,)
+
+    if order.windows == 1:
+        lane = tf.zeros_like(cell)
+    else:
+        borders = ranks(tf.range(order.count + 1, dtype=tf.int64) * order.rows)  # (lanes + 1,) ranks
+        lane = tf.repeat(tf.range(order.count, dtype=tf.int64), borders[1:] - borders[:-1])  # (cells,), of each rank
+    shuffled = _shuffle_within(lane, stream(order.seed, "lanes", epoch, size, number))
+    position = tf.gather(shuffled, rank)  # (cells,) in the window's sequence of permuted blocks
+
+    # From that sequence to records. The last, shorter block is behind the full blocks of the uneven window.
+    uneven = _uneven(order, epoch)
+    dealt = number * order.per_lane // order.windows * order.count
+    first = dealt + tf.where(number > uneven, _int64(order.left_blocks), 0)
+    full = permuted[first : first + size // order.block]  # (blocks of the window,)
+    full = tf.concat([full, [_int64(order.blocks)]], 0)
+    return tf.gather(full, position // order.block) * order.block + position % order.block
 
 
-def window_of_place(geometry: Geometry, place: int) -> int:
-    """The window of a place, counted through all epochs."""
-    epoch, index = divmod(place, geometry.records)
-    return epoch * geometry.windows + index // geometry.window
+def _uneven(order: Lanes, epoch: Any) -> Any:
+    """`Lanes.uneven`: an int64 scalar."""
+    random = tf.bitwise.right_shift(stream(order.seed, "uneven", epoch, 1)[0], uint64(1))
+    return tf.cast(random, tf.int64) % order.windows
+
+
+def _shuffle_within(group: Any, random: Any) -> Any:
+    """numpy's lexsort((random, group)): one stable sort after the other. (cells,) int64"""
+    by_random = tf.argsort(sortable(random), stable=True)
+    order = tf.argsort(tf.gather(group, by_random), stable=True)
+    return tf.cast(tf.gather(by_random, order), tf.int64)
+
+
+def _int64(value: int) -> Any:
+    return tf.constant(value, tf.int64)

@@ -1,7 +1,7 @@
 """`training.data.loading.reader` in TensorFlow operations: this host's rows in the order of the steps, as `tf.data`.
 
-A window of this host's rows is read at once, and one more ahead of it: about 3 * order.WINDOW_BLOCKS *
-order.BLOCK_BYTES = 200 MB over the number of hosts.
+A window of this host's rows is read at once, and one more ahead of it: about 3 * blocks.WINDOW_BLOCKS *
+blocks.BLOCK_BYTES = 200 MB over the number of hosts, at most twice as much. Blocks are permuted once an epoch.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import tensorflow as tf
 
 from training.data.loading.host_slice import HostSlice
 from training.data.loading.record_source import REPLACED
-from training.data.sampling.order import Order, Sequential, geometry
-from training.data.tf.order import ENDLESS, rows_of_window, window_of_place
+from training.data.sampling.blocks import geometry
+from training.data.sampling.order import Sequential, locate
+from training.data.tf.order import ENDLESS, AnyOrder, block_permutation, rows_of_window
 from training.data.tf.record_source import Columns, RecordSource
 
 CONCURRENT_BLOCKS = 16  # blocks read at a time
 
 
-def training_batches(source: RecordSource, order: Order, host_slice: HostSlice, start: int) -> Any:
+def training_batches(source: RecordSource, order: AnyOrder, host_slice: HostSlice, start: int) -> Any:
     """This host's rows of batch `start`, `start` + 1, ...: columns, `records` and `epoch`, (rows, ...) each."""
     first, last = host_slice.rows()
     batch_size = host_slice.global_batch_size
@@ -32,7 +33,7 @@ def evaluation_batches(source: RecordSource, host_slice: HostSlice) -> Any:
     """This host's rows of one pass in record order, as batches; the last one is filled up with rows of record -1."""
     (first, last), batch_size = host_slice.rows(), host_slice.global_batch_size
     order = Sequential(geometry(source.records, source.record_bytes, source.unit))
-    rows = _read_rows(source, order, batch_size, first, last, 0, order.geometry.windows)
+    rows = _read_rows(source, order, batch_size, first, last, 0, epochs=1)
     remainder = source.records % batch_size
     present = min(max(remainder - first, 0), last - first) if remainder else last - first  # rows in the last batch
     fillers = {"records": -1, "input_ids": host_slice.tokenizer.pad}
@@ -44,37 +45,42 @@ def evaluation_batches(source: RecordSource, host_slice: HostSlice) -> Any:
 
 
 def _read_rows(
-    source: RecordSource, order: Order, batch: int, first: int, last: int, start: int, windows: int = ENDLESS
+    source: RecordSource, order: AnyOrder, batch: int, first: int, last: int, start: int, epochs: int = ENDLESS
 ) -> Any:
     """Rows [first, last) of the batches from place `start` on, one element per window."""
-    shape = order.geometry
+    first_epoch, first_window, _ = locate(order, start)
 
-    def select(window: Any) -> Any:
-        epoch, number = window // shape.windows, window % shape.windows
-        return epoch, rows_of_window(order, batch, epoch, number, first, last, start)
+    def windows_of(epoch: Any) -> Any:
+        permuted = block_permutation(order, epoch)
+
+        def select(number: Any) -> Any:
+            return epoch, rows_of_window(order, permuted, batch, epoch, number, first, last, start)
+
+        begin = tf.where(epoch == first_epoch, tf.constant(first_window, tf.int64), 0)
+        return tf.data.Dataset.range(begin, order.windows).map(select)
 
     def read_block(number: Any) -> Columns:
-        begin = number * shape.block
-        columns = source.read(begin, tf.minimum(begin + shape.block, shape.records))
-        missing = shape.block - tf.size(columns[REPLACED], tf.int64)  # the last block may be shorter
+        begin = number * order.block
+        columns = source.read(begin, tf.minimum(begin + order.block, order.records))
+        missing = order.block - tf.size(columns[REPLACED], tf.int64)  # the last block may be shorter
         return {
             name: tf.ensure_shape(
-                tf.pad(values, [[0, missing], *[[0, 0]] * (values.shape.rank - 1)]), (shape.block, *values.shape[1:])
+                tf.pad(values, [[0, missing], *[[0, 0]] * (values.shape.rank - 1)]), (order.block, *values.shape[1:])
             )
             for name, values in columns.items()
         }
 
     def read(epoch: Any, records: Any) -> Columns:
-        blocks, slot = tf.unique(records // shape.block, tf.int64)  # (blocks,), (n,)
+        blocks, slot = tf.unique(records // order.block, tf.int64)  # (blocks,), (n,)
         columns = tf.data.Dataset.from_tensor_slices(blocks).map(
             read_block, num_parallel_calls=CONCURRENT_BLOCKS, deterministic=True
         )
         columns = columns.batch(tf.size(blocks, tf.int64)).get_single_element()  # (blocks, block, ...) each
-        location = slot * shape.block + records % shape.block  # (n,)
+        location = slot * order.block + records % order.block  # (n,)
         rows = {
             name: tf.gather(tf.reshape(values, (-1, *values.shape[2:])), location) for name, values in columns.items()
         }
         return {**rows, "records": records, "epoch": tf.fill(tf.shape(records), epoch)}
 
-    selected = tf.data.Dataset.range(window_of_place(shape, start), windows).map(select)
+    selected = tf.data.Dataset.range(first_epoch, epochs).flat_map(windows_of)
     return selected.filter(lambda _, records: tf.size(records) > 0).map(read).prefetch(1)

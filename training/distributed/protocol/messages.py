@@ -147,12 +147,13 @@ def _parse_finite(text: str) -> float:
     return number
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False)
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_finite)  # json.loads makes one a line
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
     """The line of a message. Raises ValueError for a payload with NaN or an infinity."""
-    return json.dumps(message, allow_nan=False).encode() + b"\n"
+    return _ENCODER.encode(message).encode() + b"\n"
 
 
 def clip(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,6 @@ from training.batch import Arrays, HostBatch, StepResult
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
 from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluation
-from training.data.sampling import order
 from training.data.sampling.masking import Masking
 from training.distributed.cluster import Cluster
 from training.registry import TASKS
@@ -34,7 +34,21 @@ class MaskedLanguageModeling:
         self.data = open_data(config)
         self._masking = masking_of(config)
         self._slice = training_slice(config, self.data, cluster.worker, cluster.hosts)
-        self._source = MlmBatches(self.data.train, self._slice, self._masking, config.seed)
+        self._source = self._open()
+
+    @property
+    def order_version(self) -> int:
+        """Of the order in which `batches` takes records."""
+        return self._slice.order_version
+
+    def take_order(self, version: int) -> None:
+        if version != self.order_version:
+            self._source.close()
+            self._slice = replace(self._slice, order_version=version)
+            self._source = self._open()
+
+    def _open(self) -> MlmBatches:
+        return MlmBatches(self.data.train, self._slice, self._masking, self._config.seed)
 
     @staticmethod
     def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
@@ -55,7 +69,6 @@ class MaskedLanguageModeling:
             "task": self._config.task,
             "data.train": self.data.train.hash,
             "tokenizer": self.data.train.tokenizer_hash,
-            **order.identity(),
             "masking": f"{self._masking.percent} % at {self._masking.places(self.data.sequence_length)} places",
         }
 

@@ -38,9 +38,15 @@ def pack(option: str) -> Overlay:
     paths = [path for _, path in build_context.tree(root, ignore=build_context.left_out_of(root)) if path.is_file()]
     if not paths:
         raise BadInput(f"--overlay {option}: {root} holds no files")
+    return pack_files(f"--overlay {option}", target, root, paths)
+
+
+def pack_files(subject: str, target: str, root: Path, paths: list[Path]) -> Overlay:
+    """Packs files below `root` for a folder of the image. Raises BadInput, naming the `subject`, when they are too
+    large."""
     if (size := sum(path.stat().st_size for path in paths)) > _LARGEST_BYTES:
         raise BadInput(
-            f"--overlay {option}: {size / 2**20:.0f} MiB are more than the {_LARGEST_BYTES // 2**20} of an overlay; "
+            f"{subject}: {size / 2**20:.0f} MiB are more than the {_LARGEST_BYTES // 2**20} of an overlay; "
             "build an image with them"
         )
     return Overlay(target, _archive(root, paths))

@@ -1,8 +1,9 @@
-"""An unmodified Hugging Face Trainer program trains over both hosts of an emulated slice: one slice, a minute."""
+"""Unmodified programs of other frameworks train over both hosts of an emulated slice: a slice and a minute for each."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launcher.emulator import control
-from tests.rehearsal.workstation import BUCKET, ROOT, Workstation
+from tests.rehearsal.workstation import BUCKET, ROOT, Ended, Workstation
 from training import storage
 
 pytestmark = pytest.mark.alone
@@ -20,11 +21,7 @@ def test_hugging_face_trainer_trains_over_two_hosts(emulator: Workstation, monke
     shutil.copytree(ROOT / "examples" / "hugging_face", emulator.folder / "program")
     file, model = emulator.folder / "program" / "run.yaml", f"gs://{BUCKET}/intents"
     file.write_text(file.read_text().replace("# - --upload=gs://my-bucket/intents", f"- --upload={model}"))
-    emulator.good("--emulated", "up", "-f", str(file))
-    try:
-        ended = emulator.good("--emulated", "run", "--new", "-f", str(file))
-    finally:
-        emulator.launch("--emulated", "down", "-f", str(file))
+    ended = emulator.train_on_slice(str(file))
 
     results = re.findall(
         r"^\[(\d)\] process (\d) of 2 on cpu:0: loss ([\d.]+), evaluation loss ([\d.]+), accuracy ([\d.]+)$",
@@ -46,3 +43,32 @@ def test_hugging_face_trainer_trains_over_two_hosts(emulator: Workstation, monke
     assert config["architectures"] == ["BertForSequenceClassification"]
     assert config["id2label"]["0"] == "card"
     assert storage.stat(f"{model}/model.safetensors") is not None
+
+
+@pytest.mark.nightly
+def test_accelerate_trains_over_two_hosts(emulator: Workstation) -> None:
+    told = figures(run(emulator, "accelerate"), r"on cpu:0: epoch 2, loss ([\d.]+), accuracy ([\d.]+)")
+    loss, accuracy = map(float, told)
+    assert loss < 0.9 * math.log(3), "three classes"
+    assert accuracy > 0.6
+
+
+def test_jax_trains_over_two_hosts(emulator: Workstation) -> None:
+    ended = run(emulator, "jax")
+    (last,) = figures(ended, r"2 cpu devices: loss ([\d.]+)")
+    [first] = re.findall(r"^\[0\] step 1: loss ([\d.]+)$", ended.output, re.MULTILINE)
+    assert float(last) < 0.6 * float(first)
+
+
+def run(work: Workstation, example: str) -> Ended:
+    """Runs a folder of examples/ on a slice of its own."""
+    shutil.copytree(ROOT / "examples" / example, work.folder / example)
+    return work.train_on_slice(f"{example}/run.yaml")
+
+
+def figures(ended: Ended, pattern: str) -> tuple[str, ...]:
+    """What both processes say, which must be the same."""
+    lines = re.findall(rf"^\[(\d)\] process (\d) of 2[, ]+{pattern}$", ended.output, re.MULTILINE)
+    assert sorted(line[:2] for line in lines) == [("0", "0"), ("1", "1")], ended.output
+    assert lines[0][2:] == lines[1][2:], "both hosts take part in every step"
+    return tuple(lines[0][2:])

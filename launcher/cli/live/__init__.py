@@ -1,0 +1,1 @@
+"""The commands on a live run: parse, call, print."""

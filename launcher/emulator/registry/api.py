@@ -1,0 +1,194 @@
+"""The registry's HTTP interface: the OCI distribution protocol with bearer tokens, as Artifact Registry speaks it.
+
+https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md
+https://distribution.github.io/distribution/spec/auth/token/
+https://cloud.google.com/artifact-registry/docs/reference/docker-api: no uploads in pieces; a PATCH without a range,
+which docker sends, is taken.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+from collections.abc import Callable
+from urllib.parse import urlencode
+
+from launcher.emulator.http_server import FileRegion, Request, Response, json_response
+from launcher.emulator.registry.blobs import BlobStore
+
+NAMES = ("*.pkg.dev", "gcr.io", "*.gcr.io")
+"""The names under which it answers; the engine, which must not trust our certificate, comes to 127.0.0.1."""
+
+_USER = "oauth2accesstoken"
+_NAMED = "docker pushed its name only: `tpu-launch emulator start --full-pushes` before the push makes it send bytes"
+_PATH = re.compile(r"/v2/(.+)/(blobs|manifests|tags)/(.+)")
+
+
+class RegistryApi:
+    """Answers requests to the registry. Every request but that for a token needs a token."""
+
+    def __init__(
+        self,
+        store: BlobStore,
+        accepts: Callable[[str], bool],
+        *,
+        trouble: Callable[[str], str | None] = lambda repository: None,
+        missing: Callable[[str], bool] = lambda repository: False,
+        named: Callable[[str, str], bool] = lambda repository, version: False,
+        takes_pieces: bool = False,
+    ) -> None:
+        """Makes the interface.
+
+        Args:
+            store: what it holds.
+            accepts: whether an access token is good.
+            trouble: why the registry is out of order; None: it isn't.
+            missing: whether there is no such repository.
+            named: whether docker pushed a tag or digest of a repository without its bytes.
+            takes_pieces: whether it takes uploads in pieces, as other registries do.
+        """
+        self.store = store
+        self._accepts, self._trouble, self._missing, self._named = accepts, trouble, missing, named
+        self._takes_pieces = takes_pieces
+        self._lock = threading.Lock()
+        self.bytes_received = 0  # of blobs and manifests
+
+    def answer(self, request: Request) -> Response:
+        """Answers one request."""
+        if request.path == "/v2/token":
+            return self._token(request)
+        if not self._accepts(request.headers.get("Authorization", "").removeprefix("Bearer ")):
+            return self._challenge(request)
+        match = _PATH.fullmatch(request.path)
+        if request.path == "/v2/" or match is None:
+            return json_response({}) if request.path == "/v2/" else _error(404, "NOT_FOUND", request.path)
+        host = request.headers.get("Host", "")
+        repository = match[1] if host.startswith("127.0.0.1:") else f"{host.partition(':')[0]}/{match[1]}"
+        if text := self._trouble(repository):
+            return _error(503, "UNAVAILABLE", text)
+        if self._missing(repository):
+            return _error(404, "NAME_UNKNOWN", f'Repository "{repository.split("/")[2]}" not found')
+        if match[2] == "blobs" and match[3].startswith("uploads/"):
+            return self._answer_upload(request, match[1], repository, match[3].removeprefix("uploads/"))
+        if match[2] == "blobs":
+            return self._answer_blob(request, repository, match[3])
+        if match[2] == "manifests":
+            return self._answer_manifest(request, match[1], repository, match[3])
+        return json_response({"name": match[1], "tags": list(self.store.tags(repository))})
+
+    # -- who may
+
+    def _token(self, request: Request) -> Response:
+        """Turns the name and password of a login into a token; here that is the access token itself."""
+        try:
+            text = base64.b64decode(request.headers.get("Authorization", "").removeprefix("Basic ")).decode()
+        except ValueError:
+            text = ""
+        user, _, password = text.partition(":")
+        if user != _USER or not self._accepts(password):
+            return _error(401, "UNAUTHORIZED", "Unauthenticated request: the login is not valid")
+        return json_response({"token": password, "expires_in": 3599})
+
+    @staticmethod
+    def _challenge(request: Request) -> Response:
+        host = request.headers.get("Host", "")
+        response = _error(401, "UNAUTHORIZED", "Unauthenticated request.")
+        response.headers["WWW-Authenticate"] = f'Bearer realm="https://{host}/v2/token",service="{host}"'
+        return response
+
+    # -- blobs
+
+    def _answer_blob(self, request: Request, repository: str, digest: str) -> Response:
+        path = self.store.blob(repository, digest)
+        if path is None or request.method not in ("GET", "HEAD"):
+            return _error(404, "BLOB_UNKNOWN", digest)
+        headers = {"Docker-Content-Digest": digest, "Content-Type": "application/octet-stream"}
+        return Response(200, FileRegion(open(path, "rb"), 0, path.stat().st_size), headers)
+
+    def _answer_upload(self, request: Request, path: str, repository: str, identifier: str) -> Response:
+        if request.method == "POST" and not identifier:
+            digest, source = request.query.get("mount", ""), request.query.get("from", "")
+            origin = repository.removesuffix(path) + source
+            if digest and source and self.store.link(repository, digest, origin):
+                return Response(201, b"", {"Location": f"/v2/{path}/blobs/{digest}", "Docker-Content-Digest": digest})
+            return self._progress(path, self.store.begin_upload())
+        size = self.store.upload_size(identifier)
+        if size is None:
+            return _error(404, "BLOB_UPLOAD_UNKNOWN", identifier)
+        match request.method:
+            case "GET":
+                return self._progress(path, identifier, status=204)
+            case "DELETE":
+                self.store.end_upload_unasked(identifier)
+                return Response(204)
+            case "PATCH":
+                if span := request.headers.get("Content-Range"):
+                    if not self._takes_pieces:
+                        return _error(
+                            400, "UNSUPPORTED", "chunked uploads are not supported: send the blob in one piece"
+                        )
+                    if not span.startswith(f"{size}-"):
+                        return self._progress(path, identifier, status=416)
+                self._receive(request, identifier)
+                return self._progress(path, identifier)
+            case "PUT":
+                self._receive(request, identifier)
+                digest = request.query.get("digest", "")
+                if not self.store.end_upload(repository, identifier, digest):
+                    return _error(400, "DIGEST_INVALID", f"the bytes received are not {digest}")
+                return Response(201, b"", {"Location": f"/v2/{path}/blobs/{digest}", "Docker-Content-Digest": digest})
+        return _error(405, "UNSUPPORTED", request.method)
+
+    def _receive(self, request: Request, identifier: str) -> None:
+        before = self.store.upload_size(identifier) or 0
+        try:
+            self.store.extend_upload(identifier, request.body.blocks())
+        finally:
+            with self._lock:
+                self.bytes_received += (self.store.upload_size(identifier) or 0) - before
+
+    def _progress(self, path: str, identifier: str, status: int = 202) -> Response:
+        size = self.store.upload_size(identifier) or 0
+        headers = {"Range": f"0-{max(0, size - 1)}", "Docker-Upload-UUID": identifier}
+        # The state in a query, as some registries have it: clients must keep it.
+        query = urlencode({"_state": f"{size}"})
+        return Response(status, b"", {**headers, "Location": f"/v2/{path}/blobs/uploads/{identifier}?{query}"})
+
+    # -- manifests
+
+    def _answer_manifest(self, request: Request, path: str, repository: str, version: str) -> Response:
+        if request.method == "PUT":
+            return self._put_manifest(request, path, repository, version)
+        found = self.store.manifest(repository, version)
+        if found is None or request.method not in ("GET", "HEAD"):
+            hint = f" ({_NAMED})" if self._named(repository, version) else ""
+            return _error(404, "MANIFEST_UNKNOWN", f'Failed to fetch "{version}"{hint}')
+        digest, media_type, data = found
+        return Response(200, data, {"Docker-Content-Digest": digest, "Content-Type": media_type})
+
+    def _put_manifest(self, request: Request, path: str, repository: str, version: str) -> Response:
+        data = request.body.read_all()
+        with self._lock:
+            self.bytes_received += len(data)
+        try:
+            fields = json.loads(data)
+            index = "manifests" in fields
+            entries = fields["manifests"] if index else [fields["config"], *fields["layers"]]
+            needed = [str(entry["digest"]) for entry in entries]
+        except (ValueError, KeyError, TypeError):
+            return _error(400, "MANIFEST_INVALID", "not the manifest of an image")
+        has = self.store.manifest if index else self.store.blob
+        lacking = [digest for digest in needed if has(repository, digest) is None]
+        if lacking:
+            return _error(400, "MANIFEST_BLOB_UNKNOWN", ", ".join(lacking))
+        media_type = request.headers.get("Content-Type") or str(fields.get("mediaType", ""))
+        digest = self.store.put_manifest(repository, version, media_type, data)
+        if ":" in version and version != digest:
+            return _error(400, "DIGEST_INVALID", f"the manifest is {digest}")
+        return Response(201, b"", {"Location": f"/v2/{path}/manifests/{digest}", "Docker-Content-Digest": digest})
+
+
+def _error(status: int, code: str, text: str) -> Response:
+    return json_response({"errors": [{"code": code, "message": text}]}, status)

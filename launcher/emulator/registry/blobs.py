@@ -1,0 +1,134 @@
+"""What the emulated registry holds, in a folder.
+
+    blobs/<hex>                     bytes by their sha256: layers, configurations, manifests
+    repositories/<name>/blobs/<hex>       which of them a repository has (empty files); <name> is percent-encoded
+    repositories/<name>/manifests/<hex>   a manifest's media type
+    repositories/<name>/tags/<tag>        a manifest's digest
+    uploads/<id>                    bytes of uploads that have not ended
+
+What can fail half-way: bytes get their name only when they are complete, and a name is written after its bytes; an
+upload that broke off stays as it is, and can be continued.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote
+
+from launcher.emulator.state import write_atomically
+
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_TAG = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
+_UPLOAD = re.compile(r"[0-9a-f]{32}")
+
+
+class BlobStore:
+    """Blobs, manifests and tags of all repositories."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    # -- blobs
+
+    def blob(self, repository: str, digest: str) -> Path | None:
+        """The file of a blob that a repository has."""
+        match = _DIGEST.fullmatch(digest)
+        if match is None or not (self._repository(repository) / "blobs" / match[1]).exists():
+            return None
+        return self._folder / "blobs" / match[1]
+
+    def link(self, repository: str, digest: str, source: str) -> bool:
+        """Gives a repository a blob that another one has; false when that has none."""
+        path = self.blob(source, digest)
+        if path is None:
+            return False
+        self._enter(repository, path.name)
+        return True
+
+    def begin_upload(self) -> str:
+        """The id of a new upload."""
+        identifier = secrets.token_hex(16)
+        folder = self._folder / "uploads"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / identifier).touch(0o600)
+        return identifier
+
+    def upload_size(self, identifier: str) -> int | None:
+        """How many bytes an upload has; None when there is no such upload."""
+        path = self._upload(identifier)
+        return path.stat().st_size if path else None
+
+    def extend_upload(self, identifier: str, blocks: Iterable[bytes]) -> None:
+        """Appends to an upload. What came before a client left stays."""
+        path = self._upload(identifier)
+        assert path is not None, identifier
+        with open(path, "ab") as file:
+            for block in blocks:
+                file.write(block)
+
+    def end_upload(self, repository: str, identifier: str, digest: str) -> bool:
+        """Makes an upload a blob of a repository; false when its digest is another one, and then it is gone."""
+        path = self._upload(identifier)
+        assert path is not None, identifier
+        with open(path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != f"sha256:{found}":
+            path.unlink()
+            return False
+        (self._folder / "blobs").mkdir(exist_ok=True)
+        os.replace(path, self._folder / "blobs" / found)
+        self._enter(repository, found)
+        return True
+
+    def end_upload_unasked(self, identifier: str) -> None:
+        """Forgets an upload."""
+        if path := self._upload(identifier):
+            path.unlink()
+
+    # -- manifests
+
+    def manifest(self, repository: str, version: str) -> tuple[str, str, bytes] | None:
+        """Digest, media type and bytes of a manifest, by digest or tag."""
+        digest = version if _DIGEST.fullmatch(version) else self.tags(repository).get(version, "")
+        match = _DIGEST.fullmatch(digest)
+        path = self._repository(repository) / "manifests" / (match[1] if match else "")
+        if match is None or not path.is_file():
+            return None
+        return digest, path.read_text(), (self._folder / "blobs" / match[1]).read_bytes()
+
+    def put_manifest(self, repository: str, version: str, media_type: str, data: bytes) -> str:
+        """Enters a manifest, under its digest and under `version` where that is a tag; returns the digest."""
+        found = hashlib.sha256(data).hexdigest()
+        for folder in (
+            self._folder / "blobs",
+            *(self._repository(repository) / name for name in ("manifests", "tags")),
+        ):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(self._folder / "blobs" / found, data)
+        write_atomically(self._repository(repository) / "manifests" / found, media_type.encode())
+        if _TAG.fullmatch(version):
+            write_atomically(self._repository(repository) / "tags" / version, f"sha256:{found}".encode())
+        return f"sha256:{found}"
+
+    def tags(self, repository: str) -> dict[str, str]:
+        """A repository's tags and the digests that they mean."""
+        folder = self._repository(repository) / "tags"
+        paths = sorted(folder.iterdir()) if folder.is_dir() else []
+        return {path.name: path.read_text() for path in paths if not path.name.startswith(".")}
+
+    def _enter(self, repository: str, name: str) -> None:
+        folder = self._repository(repository) / "blobs"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+    def _repository(self, repository: str) -> Path:
+        return self._folder / "repositories" / quote(repository, safe="")
+
+    def _upload(self, identifier: str) -> Path | None:
+        path = self._folder / "uploads" / identifier
+        return path if _UPLOAD.fullmatch(identifier) and path.is_file() else None

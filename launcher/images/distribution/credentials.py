@@ -1,0 +1,94 @@
+"""Who we are to a registry: gcloud's access token for Google's registries, docker's settings for others.
+
+Nothing is kept and nothing is logged. Helpers speak docker's protocol
+(https://github.com/docker/docker-credential-helpers): the registry on standard input, JSON on standard output.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import shell
+from launcher.errors import BadInput, LaunchError
+from launcher.gcloud.calls import ask_gcloud
+from launcher.images.distribution.reference import is_google
+
+_SECONDS = 60.0
+_TOKEN_USER = "oauth2accesstoken"  # https://cloud.google.com/artifact-registry/docs/docker/authentication#token
+_IDENTITY_USER = "<token>"  # a helper's word for an identity token
+
+
+@dataclass(frozen=True, repr=False)
+class Credentials:
+    """A name and a password. Their text is in no message and no representation."""
+
+    user: str
+    password: str
+
+    @property
+    def basic(self) -> str:
+        """The value of an Authorization header."""
+        return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
+
+
+def find(host: str) -> Credentials | None:
+    """The credentials for a registry; None when there are none, and it is asked without.
+
+    Raises:
+        LaunchError: gcloud has no account, or a helper or docker's settings are broken.
+    """
+    if is_google(host):
+        token = ask_gcloud(["gcloud", "auth", "print-access-token", "--quiet"], timeout=_SECONDS).strip()
+        return Credentials(_TOKEN_USER, token)
+    path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        assert isinstance(settings, dict), "not a JSON object"
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, AssertionError) as error:
+        raise BadInput(f"{path}: can't be read for the credentials of {host}: {error}") from None
+    return from_docker_settings(settings, host, path)
+
+
+def from_docker_settings(settings: Mapping[str, Any], host: str, path: Path) -> Credentials | None:
+    """What docker's config.json says of a registry: its helper, else the store of all, else what is in the file."""
+    names = [host, f"https://{host}"]
+    if host.endswith("docker.io"):
+        names.append("https://index.docker.io/v1/")
+    for name in names:
+        helper = (settings.get("credHelpers") or {}).get(name) or settings.get("credsStore")
+        if helper and (found := _ask_helper(str(helper), name)):
+            return found
+        entry = (settings.get("auths") or {}).get(name) or {}
+        if encoded := entry.get("auth"):
+            try:
+                user, _, password = base64.b64decode(encoded).decode().partition(":")
+            except ValueError:
+                raise BadInput(f"{path}: the entry of {name} can't be read: `docker login {host}` again") from None
+            return Credentials(user, password.rstrip("\0"))
+    return None
+
+
+def _ask_helper(helper: str, name: str) -> Credentials | None:
+    command = [f"docker-credential-{helper}", "get"]
+    result = shell.run(command, timeout=_SECONDS, input=name)
+    if not result.ok:
+        if "not found" in (result.stdout + result.stderr).lower():
+            return None
+        lines = (result.stderr or result.stdout).strip().splitlines() or ["no reason given"]
+        raise LaunchError(f"{shell.quote(command)} gave no credentials for {name}: {lines[-1]}")
+    try:
+        answer = json.loads(result.stdout)
+        user, secret = str(answer["Username"]), str(answer["Secret"])
+    except (ValueError, KeyError, TypeError):
+        raise LaunchError(f"{shell.quote(command)} did not answer with Username and Secret for {name}") from None
+    if user == _IDENTITY_USER:
+        raise BadInput(f"{shell.quote(command)} has an identity token for {name}, which is not supported: log in again")
+    return Credentials(user, secret)

@@ -1,0 +1,34 @@
+#!/bin/sh
+# Runs a command (this script's arguments) in the running container, and prints what it writes, errors too. The last line is
+# `$mark exit <code>`, or `$mark failed <reason>`.
+# The command is ended after $seconds, and with `held` as soon as standard input ends: with the connection, however that
+# goes. $end runs in the container and ends what carries the mark.
+# shellcheck disable=SC2086 # $docker is one word or three
+. ./engine.sh
+: "${container:?}" "${mark:?}" "${held:?}" "${seconds:?}" "${end:?}"
+exec 3<&0 </dev/null 2>&1
+end_command() { $docker exec --user 0 "$container" sh -c "$end" sh "$mark" >/dev/null 2>&1; }
+
+status=$($docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null)
+if [ "$status" != running ]; then echo "$mark failed its container is ${status:-not there}"; exit 0; fi
+begun=$(date +%s)
+timeout "$seconds" $docker exec --env "TPU_LAUNCH_EXEC=$mark" "$container" "$@" 3<&- &
+client=$!
+watcher=
+if [ "$held" = yes ]; then
+  # Its output is closed: the connection would be kept open by it.
+  (while read -r _ <&3; do :; done; end_command) >/dev/null 2>&1 &
+  watcher=$!
+fi
+exec 3<&-
+wait "$client"
+code=$?
+[ -z "$watcher" ] || kill "$watcher" 2>/dev/null
+if [ $code = 124 ] && [ $(($(date +%s) - begun)) -ge "$seconds" ]; then
+  end_command
+  echo "$mark failed not done within $seconds s: it was ended"
+  exit 0
+fi
+# A client that a signal ended, as where nobody reads its output any more, leaves its command running.
+[ $code -lt 128 ] || end_command
+echo "$mark exit $code"

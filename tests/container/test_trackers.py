@@ -1,0 +1,75 @@
+"""Weights & Biases and MLflow as they are, offline: a run's numbers arrive in both, through the writer of metrics."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from training.telemetry.metrics import MetricsLog, read_history
+from training.telemetry.writer import MetricsWriter
+
+SETTINGS = {"train": {"steps": 10}, "seed": 1}
+
+
+def test_numbers_arrive_in_both_while_both_are_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    run, warnings = tmp_path / "run-1", list[str]()
+    run.mkdir()
+
+    def open_log() -> MetricsLog:
+        return MetricsLog(str(run), 2, 40, trackers=("jsonl", "wandb", "mlflow"), settings=SETTINGS)
+
+    writer = MetricsWriter(open_log, warnings.append)
+    for step in (50, 60):
+        writer.log(step, {"loss": 100.0 / step, "learning_rate": 0.1})
+    writer.finish(120, whole=True)
+    assert warnings == []
+    assert [line["step"] for line in read_history(str(run))] == [50, 60]
+
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=(run / "mlflow").as_uri())
+    [recorded] = client.search_runs([client.get_experiment_by_name("tpu-launch").experiment_id])
+    assert recorded.info.status == "FINISHED"
+    assert recorded.data.params["train.steps"] == "10"
+    assert recorded.data.tags["tpu-launch.run"] == "run-1"
+    history = client.get_metric_history(recorded.info.run_id, "train/loss")
+    assert [(metric.step, metric.value) for metric in history] == [(50, 2.0), (60, 100.0 / 60)]
+
+    assert sent_to_wandb(run) == {50: 2.0, 60: 100.0 / 60}
+
+
+def sent_to_wandb(run: Path) -> dict[int, float]:
+    """train/loss by step, from the file that `wandb sync` would upload."""
+    from wandb.proto import wandb_internal_pb2
+
+    [path] = run.glob("wandb/offline-run-*-run-1-2/run-run-1-2.wandb")
+    values_by_step = {}
+    for data in log_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = record.history.item
+            values = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+            values_by_step[values["_step"]] = values["train/loss"]
+    return values_by_step
+
+
+def log_records(data: bytes, header: int = 7, block: int = 32768) -> Iterator[bytes]:
+    """The records of a file in LevelDB's log format, behind a header of 7 bytes
+    (https://github.com/google/leveldb/blob/main/doc/log_format.md)."""
+    position, record = header, b""
+    while position + header <= len(data):
+        if block - position % block < header:  # too short for another record: padding
+            position += block - position % block
+            continue
+        length, kind = struct.unpack_from("<HB", data, position + 4)
+        record += data[position + header : position + header + length]
+        position += header + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield record
+            record = b""

@@ -1,0 +1,318 @@
+"""Images that are put together in a registry without a container engine: what travels, what the image holds, and what
+a user reads when it can't be. The real engine runs them in tests/rehearsal/test_image_without_engine.py."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.checks.doctor import Verdict, base_image_row
+from launcher.config import Config, load
+from launcher.errors import BadInput
+from launcher.images import appended, base, local
+from launcher.images.distribution import credentials
+from launcher.images.distribution.client import Document, Registry, blob_of, sha256
+from launcher.images.distribution.credentials import Credentials
+from launcher.images.distribution.layer import LARGE_BYTES, make_layers
+from tests.registry_server import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
+
+MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
+REPOSITORY = f"{OTHER_HOST}/p/images/code"
+FILE = f"""\
+project: p
+zone: us-central2-b
+slice: {{name: s, accelerator_type: v4-16}}
+image: {{repository: {REPOSITORY}, build: registry, backend: torch-xla, code: own}}
+run: {{command: [python, main.py]}}
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryServer]:
+    """A registry to which docker's settings have the login."""
+    login = Credentials("oauth2accesstoken", TOKEN).basic.removeprefix("Basic ")
+    (tmp_path / "docker").mkdir()
+    (tmp_path / "docker" / "config.json").write_text(json.dumps({"auths": {OTHER_HOST: {"auth": login}}}))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    with serve(tmp_path / "server", monkeypatch) as served:
+        yield served
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A run's file with a program of two files beside it."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "main.py").write_text("print(1)\n")
+    (tmp_path / "own" / "tool.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "own" / "tool.sh").chmod(0o700)
+    return write(tmp_path, FILE)
+
+
+def write(folder: Path, text: str) -> Config:
+    (folder / "run.yaml").write_text(text)
+    return load(folder / "run.yaml", (), command=())
+
+
+def push_base(name: str, labels: dict[str, str] | None = None) -> None:
+    """An image of one layer with a working directory, as an engine pushes it."""
+    reference = appended.parse(name)
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as files:
+        files.addfile(tarfile.TarInfo("base-file"))
+    layer = blob_of(gzip.compress(archive.getvalue(), mtime=0))
+    settings = {"WorkingDir": "/home/trainer", "Labels": labels or {}}
+    rootfs = {"type": "layers", "diff_ids": [sha256(archive.getvalue())]}
+    fields = {"os": "linux", "architecture": "amd64", "config": settings, "rootfs": rootfs}
+    described = blob_of(json.dumps(fields).encode())
+    entries = [{"digest": blob.digest, "size": blob.size} for blob in (described, layer)]
+    body = json.dumps({"schemaVersion": 2, "mediaType": MANIFEST, "config": entries[0], "layers": entries[1:]})
+    with Registry(reference.host, credentials.find, writes=reference.path) as registry:
+        for blob in (described, layer):
+            registry.upload(reference.path, blob)
+        registry.write_manifest(reference.path, reference.version, Document(MANIFEST, body.encode()))
+
+
+def push_our_base(config: Config) -> None:
+    push_base(str(base.reference_of(local.image_spec(config))), {"tpu-launch.framework": "torch-xla"})
+
+
+def make(config: Config) -> str:
+    return local.image(config, lambda line: None)
+
+
+def files(name: str) -> dict[str, tarfile.TarInfo]:
+    """The entries of an image's layers, with their bytes in `pax_headers`, the upper layers' over the lower ones'."""
+    reference, entries = appended.parse(name), {}
+    with Registry(reference.host, credentials.find, reads=[reference.path]) as registry:
+        for layer in json.loads(registry.require_manifest(reference.path, reference.digest).body)["layers"]:
+            packed = registry.read_blob(reference.path, layer["digest"], layer["size"])
+            with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+                for entry in archive:
+                    content = archive.extractfile(entry)
+                    entry.pax_headers = {"text": content.read().decode(errors="replace") if content else ""}
+                    entries[entry.name] = entry
+    return entries
+
+
+def configuration(name: str) -> Any:
+    reference = appended.parse(name)
+    with Registry(reference.host, credentials.find, reads=[reference.path]) as registry:
+        entry = json.loads(registry.require_manifest(reference.path, reference.digest).body)["config"]
+        return json.loads(registry.read_blob(reference.path, entry["digest"], entry["size"]))
+
+
+def test_an_unchanged_image_sends_no_byte(server: RegistryServer, config: Config) -> None:
+    push_our_base(config)
+    assert local.published(config) is None
+    first = make(config)
+    assert local.published(config) == first
+    sent = server.api.bytes_received
+    for path in (config.folder / "own").iterdir():
+        os.utime(path, (1, 1))
+    assert make(config) == first
+    assert server.api.bytes_received == sent
+
+
+def test_a_changed_line_sends_its_layer_the_configuration_and_the_manifest(
+    server: RegistryServer, config: Config
+) -> None:
+    push_our_base(config)
+    (config.folder / "own" / "weights.bin").write_bytes(os.urandom(LARGE_BYTES))
+    first, before = make(config), server.api.bytes_received
+    assert before > LARGE_BYTES
+    (config.folder / "own" / "main.py").write_text("print(2)\n")
+    second = make(config)
+    assert second != first
+    assert server.api.bytes_received - before < 4000
+    assert files(second)["home/trainer/main.py"].pax_headers["text"] == "print(2)\n"
+    assert files(first)["home/trainer/main.py"].pax_headers["text"] == "print(1)\n"
+
+
+def test_the_image_holds_what_a_build_would_copy(server: RegistryServer, config: Config) -> None:
+    (config.folder / "own" / ".env").write_text("SECRET=1\n")
+    (config.folder / "own" / "package").mkdir()
+    (config.folder / "own" / "package" / "link.py").symlink_to("../main.py")
+    push_our_base(config)
+    name = make(config)
+    entries = files(name)
+    assert entries["base-file"]
+    assert "from training" in entries["opt/tpu-launch/training/cli/__main__.py"].pax_headers["text"]
+    assert entries["home/trainer/tool.sh"].mode == 0o755
+    assert entries["home/trainer/main.py"].mode == 0o644
+    assert entries["home/trainer/package"].isdir()
+    assert entries["home/trainer/package/link.py"].linkname == "../main.py"
+    assert not [path for path in entries if path.endswith((".env", ".pyc")) or path in ("home", "home/trainer")]
+    assert {(entry.uid, entry.gid, entry.mtime) for entry in entries.values()} == {(0, 0, 0)}
+    described = configuration(name)
+    assert described["config"]["WorkingDir"] == "/home/trainer"
+    assert len(described["rootfs"]["diff_ids"]) == 3
+    assert [entry["created_by"] for entry in described["history"]] == [
+        "tpu-launch: the trainer",
+        "tpu-launch: image.code",
+    ]
+
+
+def test_layers_are_the_same_bytes_whatever_the_order_and_the_times(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_text(name)
+    entries = [(f"deep/{name}", tmp_path / name) for name in ("a", "b", "c")]
+    first = make_layers(entries, "/work", "title")
+    os.utime(tmp_path / "b", (5, 5))
+    (tmp_path / "c").chmod(0o600)
+    second = make_layers(entries[::-1], "/work", "title")
+    assert [layer.compress().digest for layer in first] == [layer.compress().digest for layer in second]
+
+
+def test_a_base_of_ones_own_gets_the_code_alone_and_its_layers_do_not_travel(
+    server: RegistryServer, config: Config
+) -> None:
+    push_base(f"{OTHER_HOST}/p/images/mine:1")
+    own = write(config.folder, FILE.replace("build: registry", f"base: {OTHER_HOST}/p/images/mine:1"))
+    name = make(own)
+    assert name.startswith(f"{REPOSITORY}@sha256:")
+    assert set(files(name)) == {"base-file", "home/trainer/main.py", "home/trainer/tool.sh"}
+    assert not [line for line in server.asked if line.startswith("GET") and "/mine/blobs/" in line][1:]
+
+
+def test_a_base_that_is_not_there_is_one_line_that_says_how_to_make_it(server: RegistryServer, config: Config) -> None:
+    how = r"base-[0-9a-f]{16} is not in the registry.*tpu-launch image base -f \S*run\.yaml"
+    with pytest.raises(BadInput, match=how):
+        make(config)
+    own = write(config.folder, FILE.replace("build: registry", "base: elsewhere.example.com/a/b:1"))
+    with pytest.raises(BadInput, match=r"is in another registry than image\.repository"):
+        make(own)
+
+
+def test_doctor_looks_for_the_base(server: RegistryServer, config: Config) -> None:
+    missing = base_image_row(config)
+    assert missing.verdict is Verdict.FAIL
+    assert "tpu-launch image base" in missing.fix
+    push_our_base(config)
+    assert base_image_row(config).verdict is Verdict.PASS
+    (config.folder / "docker" / "config.json").write_text("{}")
+    refused = base_image_row(config)
+    assert refused.verdict is Verdict.FAIL
+    assert "refuses these credentials" in refused.detail
+
+
+def test_a_base_with_nothing_to_append_is_refused(server: RegistryServer, config: Config) -> None:
+    push_base(f"{OTHER_HOST}/p/images/mine:1")
+    text = FILE.replace("build: registry", f"base: {OTHER_HOST}/p/images/mine:1").replace(", code: own", "")
+    with pytest.raises(BadInput, match="nothing to append"):
+        make(write(config.folder, text))
+
+
+def test_the_tag_of_the_base_says_what_it_is_made_from(config: Config) -> None:
+    def tag(**changes: str) -> str:
+        text = FILE.replace("code: own", "code: own, build_args: {A: x" + changes.get("argument", "1") + "}")
+        (config.folder / "own" / "main.py").write_text(changes.get("code", ""))
+        return base.reference_of(local.image_spec(write(config.folder, text))).tag
+
+    assert tag(code="a") == tag(code="b")
+    assert tag(argument="1") != tag(argument="2")
+
+
+def test_without_an_engine_and_with_a_repository_the_registry_is_taken(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no docker, and nothing else
+    auto = FILE.replace("build: registry, ", "")
+    assert not local.needs_engine(write(config.folder, auto))
+    for change in ("repository: " + REPOSITORY + ", ", "code: own"):
+        text = auto.replace(change, "" if "repository" in change else "dockerfile: own/Dockerfile")
+        changed = write(config.folder, text)
+        assert local.needs_engine(changed)
+        with pytest.raises(BadInput):
+            local.check(changed)
+    assert local.needs_engine(write(config.folder, FILE.replace("registry,", "engine,")))
+    assert not local.needs_engine(config)
+    assert local.build_commands(config) == []
+    local.check(config)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("build: registry, dockerfile: D", "code comes into our image"),
+        ("build: registry, target: test", "build: registry runs no Dockerfile"),
+        ("build: engine, base: gcr.io/p/i:1", "base is appended to in the registry"),
+        ("build: somewhere", "build"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(config: Config, change: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        write(config.folder, FILE.replace("build: registry", change))
+
+
+def test_a_registry_without_a_repository_is_refused(config: Config) -> None:
+    with pytest.raises(BadInput, match=r"image.repository is needed"):
+        local.check(write(config.folder, FILE.replace(f"repository: {REPOSITORY}, ", "")))
+
+
+def test_cloud_build_makes_the_same_base(config: Config, tmp_path: Path) -> None:
+    spec = local.image_spec(config)
+    commands = base.cloud_build_commands(spec, "p")
+    script = tmp_path / "script.sh"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "gcloud").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "bin" / "gcloud").chmod(0o755)
+    script.write_text(commands)
+    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    ran = subprocess.run(
+        ["sh", "-eu", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.split()[:2] == ["builds", "submit"]
+    folder = Path(ran.stdout.split()[2])
+    assert f" AS {base.TARGET}\n" in (folder / "Dockerfile").read_text()
+    build = json.loads((tmp_path / "cloudbuild.json").read_text())
+    assert build["images"] == [str(base.reference_of(spec))]
+    assert build["steps"][0]["args"][:3] == ["build", "--target", base.TARGET]
+
+
+def test_gcloud_says_who_we_are_to_googles_registries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
+    monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN_FILE", str(tmp_path / "token"))
+    assert credentials.find(HOST) == Credentials("oauth2accesstoken", TOKEN)
+
+
+def test_nothing_on_this_path_needs_what_only_linux_has() -> None:
+    hidden = "import sys; sys.modules.update(dict.fromkeys(['fcntl', 'grp', 'resource', 'termios'])); "
+    program = hidden + "import launcher.images.local, launcher.images.appended, launcher.images.base"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("backend", ["torch-xla", "tensorflow"])
+def test_trackers_bring_their_packages_into_our_image_and_change_no_other_pin(backend: str, tmp_path: Path) -> None:
+    trainer = """\
+backend: BACKEND
+model: {name: bert-tiny}
+data: {train: gs://b/train, tokenizer: gs://b/tokenizer}
+train: {global_batch_size: 8, steps: 10, learning_rate: 0.001}
+output: gs://b/runs
+telemetry: {trackers: [wandb]}
+""".replace("BACKEND", backend)
+    head = "\n".join(FILE.splitlines()[:3])
+    spec = local.image_spec(write(tmp_path, f"{head}\n{trainer}"))
+    assert ("EXTRA", "requirements-trackers.txt") in spec.build_args
+    lock = dict(spec.context)
+
+    def pins(name: str) -> dict[str, str]:
+        lines = (line.split(" ")[0].partition("==") for line in lock[name].read_text().splitlines() if "==" in line)
+        return {package: version for package, _, version in lines}
+
+    extra, own = pins("requirements-trackers.txt"), pins("requirements.txt")
+    assert {"wandb", "mlflow-skinny"} <= set(extra)
+    assert {name: extra[name] for name in extra.keys() & own.keys()} == {
+        name: own[name] for name in extra.keys() & own.keys()
+    }

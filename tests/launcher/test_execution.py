@@ -1,0 +1,223 @@
+"""Claims about `tpu-launch exec`: what a host's shell makes of a command, and what the launcher makes of its answers.
+
+Shells, processes and signals are real; docker is a script that runs the command here.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import BadInput, Exit
+from launcher.machine.remote import Address, ConnectionFailed
+from launcher.provider import CommandReport
+from launcher.providers import this_machine
+from launcher.run import events
+from launcher.run import ledger as ledgers
+from launcher.run.live import execution
+from launcher.tpu_vm import host_scripts
+from launcher.tpu_vm.ssh.execution import Execution
+from launcher.tpu_vm.ssh.pool import ConnectionPool
+from tests.launcher.script_host import SHELLS, ScriptHost
+from tests.launcher.test_runs import Hosts, Workstation
+
+# Runs what `docker exec` is given as a process of its own; the environment is that of `--env`.
+DOCKER = """
+case $1 in
+  inspect) echo "${STATUS:-running}" ;;
+  exec)
+    shift
+    while :; do case $1 in --env) mark=$2; shift 2 ;; --user) shift 2 ;; *) break ;; esac; done
+    shift
+    exec env ${mark:+"$mark"} "$@"
+    ;;
+esac
+"""
+
+
+@dataclass
+class Connected:
+    """A connection to the host whose shell runs here."""
+
+    host: ScriptHost
+    shell: str
+    is_open: bool = True
+
+    def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
+        script = command.removeprefix("sh -c ")
+        process = self.host.popen(f"exec {self.shell} -c {script}", self.shell)
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                on_line(line.rstrip("\n"))
+                if line == "cut\n":
+                    raise ConnectionFailed("the cable was pulled")
+        finally:
+            process.communicate(timeout=20)  # closes its standard input first
+        return process.wait(20)
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Connections:
+    """What `Execution` needs of the connections to a slice."""
+
+    pool: ConnectionPool
+    gcloud_only: bool = False
+
+    def open_pool(self) -> ConnectionPool:
+        return self.pool
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> ScriptHost:
+    host = ScriptHost(tmp_path / "host")
+    host.replace("docker", DOCKER)
+    return host
+
+
+def run(host: ScriptHost, *command: str, seconds: float = 20, shell: str = "sh") -> tuple[list[str], CommandReport]:
+    """The lines of a command on one host, and how it ended."""
+    machine = replace(this_machine(), connect=lambda address: Connected(host, shell))
+    pool = ConnectionPool([Address(0, "h", "me", "key", "known", "h")], machine)
+    lines: list[str] = []
+    connections: object = Connections(pool)
+    started = Execution(
+        connections,  # type: ignore[arg-type]
+        machine,
+        "demo-0",
+        command,
+        seconds=seconds,
+        on_line=lambda _worker, line: lines.append(line),
+    )
+    (report,) = started.run([0])
+    return lines, report
+
+
+def is_running(word: str) -> bool:
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return any(line.startswith(word) for line in listed.splitlines())
+
+
+def gone(word: str, seconds: float = 8.0) -> bool:
+    """Whether no process whose command begins so is left, soon."""
+    deadline = time.monotonic() + seconds
+    while is_running(word) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_running(word)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_lines_and_the_exit_code_come_as_the_command_wrote_them(host: ScriptHost, shell: str) -> None:
+    script = 'printf "%s\n" "$1"; echo error >&2; cat; printf "no end"; exit 255'
+    lines, report = run(host, "sh", "-c", script, "sh", 'it\'s "$HOME"', shell=shell)
+    assert lines == ['it\'s "$HOME"', "error", "no end"]
+    assert (report.exit_code, report.problem) == (255, "")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_command_ends_with_its_connection_whatever_it_has_started(host: ScriptHost, shell: str) -> None:
+    lines, report = run(host, "sh", "-c", "setsid sleep 5432.1 & sleep 5432.2 & echo cut; wait", shell=shell)
+    assert lines == ["cut"]
+    assert (report.exit_code, report.problem) == (None, "the cable was pulled")
+    assert gone("sleep 5432.")
+
+
+def test_a_command_that_ignores_sigterm_is_killed(host: ScriptHost) -> None:
+    run(host, "sh", "-c", "trap '' TERM; echo cut; sleep 5433.1; sleep 5433.2")
+    assert gone("sleep 5433."), "SIGKILL after 3 s"
+
+
+def test_a_command_is_ended_after_its_time_and_that_is_told(host: ScriptHost) -> None:
+    lines, report = run(host, "sh", "-c", "echo begun; sleep 5434.1", seconds=1)
+    assert lines == ["begun"]
+    assert (report.exit_code, report.problem) == (None, "not done within 1 s: it was ended")
+    assert gone("sleep 5434.")
+
+
+def test_a_command_that_ends_with_124_by_itself_is_not_taken_for_late(host: ScriptHost) -> None:
+    _, report = run(host, "sh", "-c", "exit 124")
+    assert report.exit_code == 124
+
+
+def test_a_container_that_does_not_run_is_named(host: ScriptHost) -> None:
+    host.environment["STATUS"] = "exited"
+    lines, report = run(host, "true")
+    assert (lines, report.problem) == ([], "its container is exited")
+
+
+def test_a_command_is_not_run_again_when_the_connection_breaks(host: ScriptHost) -> None:
+    run(host, "sh", "-c", f"echo ran >>{host.folder}/ran; echo cut; sleep 0.2")
+    assert (host.folder / "ran").read_text() == "ran\n"
+
+
+def test_a_command_through_gcloud_is_ended_by_a_script_of_its_own(host: ScriptHost) -> None:
+    script = host_scripts.execute_script("demo-0", ["sleep", "5435.1"], "mark-1", seconds=60, held=False)
+    process = host.popen(script)
+    while not is_running("sleep 5435.1"):
+        time.sleep(0.05)
+    host.run(host_scripts.end_execution_script("demo-0", "mark-1"))
+    out, _ = process.communicate(timeout=20)
+    assert gone("sleep 5435.1")
+    assert out.splitlines()[-1] == "mark-1 exit 143"
+
+
+def report(worker: int, code: int | None, ended: float) -> CommandReport:
+    return CommandReport(worker, code, ended, "" if code is not None else "gone")
+
+
+@pytest.mark.parametrize(
+    ("reports", "code"),
+    [
+        ([report(0, 0, 1.0), report(1, 0, 2.0)], 0),
+        ([report(0, 3, 2.0), report(1, 4, 1.0)], 4),
+        ([report(0, 0, 0.5), report(1, None, 1.0), report(2, 7, 2.0)], Exit.CLOUD_ERROR),
+        ([report(0, 7, 0.5), report(1, None, 1.0)], 7),
+    ],
+)
+def test_the_exit_code_is_that_of_the_host_that_failed_first(reports: list[CommandReport], code: int) -> None:
+    assert execution.exit_code(reports) == code
+
+
+def test_a_run_that_is_over_is_refused_and_so_is_a_host_that_is_not_there(tmp_path: Path) -> None:
+    work = Workstation(tmp_path, Hosts([0]))
+    work.run(work.config())
+    command = execution.Command(("true",), None, 5)
+    with pytest.raises(BadInput, match="is not running: its last attempt ended with 'finished'"):
+        execution.execute(work.config(), work.context(), None, command)
+    ledger = ledgers.find(work.home, this_machine(), None)
+    ledger.append(events.AttemptBegan(1, image="i", command=["train"], overlay="", overlay_target="", preflight=""))
+    with pytest.raises(BadInput, match="--host 2: a v4-16 has hosts 0 to 1"):
+        execution.execute(work.config(), work.context(), None, replace(command, host=2))
+
+
+def test_secrets_are_masked_in_the_lines_of_every_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, shown = Workstation(tmp_path, Hosts([None])), []
+    monkeypatch.setattr("launcher.run.attempts.drive.supervise", interrupt)
+    config = work.config("run.secrets=[TOKEN]")
+    with pytest.raises(KeyboardInterrupt):
+        work.run(config, {"TOKEN": "s3cret-value"})
+    monkeypatch.setattr("tests.launcher.test_runs.FakeProvider.execute", say_secret, raising=False)
+    context = work.context(TOKEN="s3cret-value")
+    output = replace(context.output, emit=lambda worker, line: shown.append((worker, line.text)))
+    execution.execute(config, replace(context, output=output), None, execution.Command(("true",), None, 5))
+    assert shown == [(0, "key ***"), (1, "key ***")]
+    execution.execute(config, replace(work.context(), output=output), None, execution.Command(("true",), 1, 5))
+    assert any("not masked" in message and "TOKEN" in message for message in work.messages)
+
+
+def interrupt(*_arguments: object, **_options: object) -> None:
+    raise KeyboardInterrupt
+
+
+def say_secret(_self: object, _container: str, _command: object, workers: list[int], **options: object) -> list[object]:
+    for worker in workers:
+        options["on_line"](worker, "key s3cret-value")  # type: ignore[operator]
+    return []

@@ -1,0 +1,95 @@
+"""Claims about `tpu-launch notebook`: the address is Jupyter's own, and what is missing is told in words. A script is
+in Jupyter's place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launcher.clock import SystemClock
+from launcher.config import Config
+from launcher.errors import BadInput, LaunchError
+from launcher.provider import CommandReport
+from launcher.run.live import execution, notebook
+from tests.launcher.test_runs import FakeProvider, Hosts, Workstation
+
+# As Jupyter Server 2 prints it, when port 8888 is taken.
+JUPYTER = """#!/bin/sh
+echo "$*" >"$0.arguments"
+echo "[I 10:00:00 ServerApp] The port 8888 is already in use, trying another port."
+echo "[I 10:00:01 ServerApp] Jupyter Server 2.14.2 is running at:"
+echo "[I 10:00:01 ServerApp] http://localhost:8889/lab?token=0123456789abcdef"
+echo "[I 10:00:01 ServerApp]     http://127.0.0.1:8889/lab?token=0123456789abcdef"
+"""
+
+
+class Hosting(FakeProvider):
+    """Two hosts whose containers have the programs of a folder."""
+
+    def __init__(self, config: Config, hosts: Hosts, folder: Path) -> None:
+        super().__init__(config, hosts)
+        self.folder = folder
+
+    def execute(
+        self, _container: str, command: Sequence[str], workers: Sequence[int], **options: object
+    ) -> list[object]:
+        (worker,) = workers
+        ended = subprocess.run(
+            command,
+            env={"PATH": f"{self.folder}:/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20,
+        )
+        for line in ended.stdout.splitlines():
+            options["on_line"](worker, line)  # type: ignore[operator]
+        return [CommandReport(worker, ended.returncode, 0.0)]
+
+
+def interrupt(*_arguments: object, **_options: object) -> None:
+    raise KeyboardInterrupt
+
+
+def start(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str | None) -> notebook.Jupyter:
+    """Jupyter on host 1 of a live run, whose image has this program for it."""
+    work = Workstation(folder, Hosts([None]), clock=SystemClock())  # type: ignore[arg-type]
+    monkeypatch.setattr("launcher.run.attempts.drive.supervise", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        work.run(work.config())
+    programs = folder / "programs"
+    programs.mkdir()
+    if program is not None:
+        (programs / "jupyter-lab").write_text(program)
+        os.chmod(programs / "jupyter-lab", 0o755)
+    context = replace(work.context(), make_provider=lambda config: Hosting(config, work.hosts, programs))
+    with execution.live_session(work.config(), context, None) as session:
+        return notebook.start(session, 1, 8888)
+
+
+def test_the_port_and_the_token_are_those_that_jupyter_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jupyter = start(tmp_path, monkeypatch, JUPYTER)
+    assert (jupyter.port, jupyter.token) == (8889, "0123456789abcdef")
+    arguments = (tmp_path / "programs" / "jupyter-lab.arguments").read_text().split()
+    assert arguments == ["--no-browser", "--allow-root", "--ip=127.0.0.1", "--port=8888"], "no token among them"
+
+
+def test_an_image_without_jupyter_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(BadInput, match=r"has no Jupyter.*exec --host 1 -- python -m pip install notebook"):
+        start(tmp_path, monkeypatch, None)
+
+
+def test_a_server_that_ends_at_once_shows_its_last_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LaunchError, match=r"host 1 has ended: exit code 3; its last lines:\n  no place"):
+        start(tmp_path, monkeypatch, "#!/bin/sh\necho no place\nexit 3\n")
+
+
+def test_where_lines_come_only_at_the_end_it_is_refused(tmp_path: Path) -> None:
+    work = Workstation(tmp_path, Hosts([None]))
+    with pytest.raises(BadInput, match="tpu-launch tunnel --port 8888"):
+        notebook.check(work.config("run.transport=gcloud"))

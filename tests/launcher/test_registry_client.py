@@ -1,0 +1,235 @@
+"""The registry's protocol as our client speaks it, to the emulated registry over TLS."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher.emulator.http_server import Disconnected, Request, Response, json_response
+from launcher.emulator.registry.api import RegistryApi
+from launcher.errors import BadInput, Exit, LaunchError
+from launcher.images.distribution import reference
+from launcher.images.distribution.client import Document, Registry, blob_of
+from launcher.images.distribution.credentials import Credentials, from_docker_settings
+from launcher.images.distribution.manifest import append, choose, read_config, read_image
+from launcher.images.distribution.transport import ADDRESS
+from tests.registry_server import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
+
+MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryServer]:
+    with serve(tmp_path / "server", monkeypatch, takes_pieces=True) as served:
+        yield served
+
+
+def session(host: str = HOST, password: str = TOKEN, chunk_bytes: int = 2**20) -> Registry:
+    """A session that pushes to p/images/code and waits for nothing."""
+    return Registry(
+        host,
+        lambda host: Credentials("oauth2accesstoken", password),
+        writes="p/images/code",
+        reads=["p/images/base"],
+        chunk_bytes=chunk_bytes,
+        sleep=lambda seconds: None,
+    )
+
+
+def test_a_blob_travels_once(server: RegistryServer) -> None:
+    blob = blob_of(b"layer" * 1000)
+    with session() as registry:
+        assert registry.upload("p/images/code", blob)
+        assert registry.bytes_sent == blob.size
+        assert not registry.upload("p/images/code", blob)
+        assert registry.bytes_sent == blob.size
+        assert registry.read_blob("p/images/code", blob.digest, blob.size) == b"layer" * 1000
+    assert server.api.bytes_received == blob.size
+
+
+def test_a_blob_of_another_repository_is_entered_without_its_bytes(server: RegistryServer) -> None:
+    blob = blob_of(b"base layer")
+    with session() as registry:
+        registry.upload("p/images/base", blob)
+        assert not registry.upload("p/images/code", blob, source="p/images/base")
+        assert registry.has_blob("p/images/code", blob.digest)
+    assert server.api.bytes_received == blob.size
+
+
+def test_a_large_blob_goes_in_pieces_where_the_registry_takes_them_and_in_one_to_googles(
+    server: RegistryServer,
+) -> None:
+    blob = blob_of(os.urandom(2_500_000))
+    for host, patches in ((OTHER_HOST, 3), (HOST, 0)):
+        server.asked.clear()
+        with session(host) as registry:
+            assert registry.upload("p/images/code", blob)
+        assert sum(line.startswith("PATCH") for line in server.asked) == patches
+
+
+def test_an_upload_that_breaks_off_goes_on_where_it_was(server: RegistryServer) -> None:
+    """The connection ends in the middle of the second piece; what had arrived of it is not sent again."""
+    blob, broken = blob_of(os.urandom(3 * 2**20)), []
+
+    def break_off(request: Request) -> Response | None:
+        if request.method == "PATCH" and request.headers["Content-Range"].startswith(f"{2**20}-") and not broken:
+            identifier = request.segments[-1]
+            broken.append(identifier)
+            server.api.store.extend_upload(identifier, [request.body.read(2**18)])
+            raise Disconnected("for this test")
+        return None
+
+    server.before = break_off
+    with session(OTHER_HOST) as registry:
+        assert registry.upload("p/images/code", blob)
+        assert registry.has_blob("p/images/code", blob.digest)
+    assert broken
+    assert server.api.bytes_received == blob.size - 2**20 - 2**18 + 2**20  # all but the quarter that came by the way
+
+
+def test_an_upload_to_google_that_breaks_off_begins_again(server: RegistryServer) -> None:
+    failures = [503, 0]
+
+    def fail(request: Request) -> Response | None:
+        if request.method != "PUT" or not failures:
+            return None
+        if status := failures.pop(0):
+            return json_response({}, status)
+        raise Disconnected("for this test")
+
+    server.before = fail
+    blob = blob_of(os.urandom(100_000))
+    with session() as registry:
+        assert registry.upload("p/images/code", blob)
+        assert registry.has_blob("p/images/code", blob.digest)
+
+
+def test_a_registry_that_stays_down_is_an_error_that_says_why(server: RegistryServer) -> None:
+    server.before = lambda request: json_response({"errors": [{"code": "UNAVAILABLE", "message": "down"}]}, 503)
+    with session() as registry, pytest.raises(LaunchError, match=r"failed 5 times.*503: down") as caught:
+        registry.read_manifest("p/images/code", "tag")
+    assert caught.value.transient
+
+
+def test_a_refused_login_is_a_permission_error_without_the_token(server: RegistryServer) -> None:
+    with session(password="wrong-secret") as registry, pytest.raises(LaunchError, match="refuses these") as caught:
+        registry.find_manifest("p/images/code", "tag")
+    assert caught.value.exit_code == Exit.PERMISSION
+    assert "wrong-secret" not in str(caught.value)
+
+
+def test_a_certificate_of_another_authority_is_refused(
+    server: RegistryServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/etc/ssl/certs/ca-certificates.crt")
+    with session() as registry, pytest.raises(BadInput, match="does not trust"):
+        registry.find_manifest("p/images/code", "tag")
+    assert server.asked == []
+
+
+def test_an_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADDRESS, "somewhere")
+    with pytest.raises(BadInput, match="must be HOST:PORT"):
+        session()
+
+
+def test_a_manifest_is_taken_when_its_blobs_are_there(server: RegistryServer) -> None:
+    config, layer = blob_of(b"{}"), blob_of(b"layer")
+    entries = [{"digest": blob.digest, "size": blob.size} for blob in (config, layer)]
+    body = json.dumps({"mediaType": MANIFEST, "config": entries[0], "layers": entries[1:]}).encode()
+    document = Document(MANIFEST, body)
+    with session() as registry:
+        assert registry.find_manifest("p/images/code", "v1") is None
+        registry.upload("p/images/code", config)
+        with pytest.raises(LaunchError, match=layer.digest):
+            registry.write_manifest("p/images/code", "v1", document)
+        registry.upload("p/images/code", layer)
+        registry.write_manifest("p/images/code", "v1", document)
+        assert registry.find_manifest("p/images/code", "v1") == document.digest
+        assert registry.read_manifest("p/images/code", document.digest) == document
+
+
+def test_a_manifest_with_other_bytes_than_its_digest_is_refused(server: RegistryServer) -> None:
+    server.before = lambda request: Response(200, b"{}") if "manifests" in request.path else None
+    with session() as registry, pytest.raises(LaunchError, match="sent another manifest"):
+        registry.read_manifest("p/images/code", "sha256:" + "0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("eu.gcr.io/p/i:t", ("eu.gcr.io", "p/i", "t", "")),
+        ("localhost:5000/a@sha256:" + "1" * 64, ("localhost:5000", "a", "", "sha256:" + "1" * 64)),
+        ("debian:bookworm", ("registry-1.docker.io", "library/debian", "bookworm", "")),
+        ("docker.io/a/b", ("registry-1.docker.io", "a/b", "", "")),
+    ],
+)
+def test_names_of_images_are_taken_apart(name: str, parts: tuple[str, str, str, str]) -> None:
+    parsed = reference.parse(name)
+    assert (parsed.host, parsed.path, parsed.tag, parsed.digest) == parts
+
+
+@pytest.mark.parametrize("name", ["gcr.io/P/i", "gcr.io/p/i:", "gcr.io/p@sha256:1", "gcr.io/", "", "gcr.io/p/../q"])
+def test_what_is_no_name_is_refused(name: str) -> None:
+    with pytest.raises(BadInput, match="not the name of an image"):
+        reference.parse(name)
+
+
+def test_credentials_come_from_dockers_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    helper = tmp_path / "docker-credential-test"
+    helper.write_text('#!/bin/sh\nread name\necho "{\\"Username\\": \\"me\\", \\"Secret\\": \\"of $name\\"}"\n')
+    helper.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = from_docker_settings({"credHelpers": {OTHER_HOST: "test"}}, OTHER_HOST, tmp_path)
+    assert found == Credentials("me", f"of {OTHER_HOST}")
+    stored = {"auths": {OTHER_HOST: {"auth": Credentials("a", "b:c").basic.removeprefix("Basic ")}}}
+    assert from_docker_settings(stored, OTHER_HOST, tmp_path) == Credentials("a", "b:c")
+    assert from_docker_settings({"auths": {}}, OTHER_HOST, tmp_path) is None
+    assert "b:c" not in repr(found)
+
+
+def test_of_an_index_the_image_for_tpu_vms_is_taken() -> None:
+    entries = [
+        {"digest": f"sha256:{number}", "platform": {"os": "linux", "architecture": architecture}}
+        for number, architecture in enumerate(["arm64", "amd64", "unknown"])
+    ]
+    index = "application/vnd.oci.image.index.v1+json"
+    assert choose(Document(index, json.dumps({"manifests": entries}).encode()), "name") == "sha256:1"
+    with pytest.raises(BadInput, match="no image for linux/amd64"):
+        choose(Document(index, json.dumps({"manifests": entries[:1]}).encode()), "name")
+    assert choose(Document(MANIFEST, b"{}"), "name") is None
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"config": {}, "layers": []}'])
+def test_a_damaged_manifest_is_refused(body: bytes) -> None:
+    with pytest.raises(BadInput, match=r"^name: its manifest"):
+        read_image(Document(MANIFEST, body), "name")
+
+
+def test_a_damaged_configuration_and_another_platform_are_refused() -> None:
+    with pytest.raises(BadInput, match="damaged"):
+        read_config(b"{}", "name")
+    arm = {"os": "linux", "architecture": "arm64", "rootfs": {"diff_ids": ["sha256:1"]}}
+    with pytest.raises(BadInput, match="is for linux/arm64"):
+        read_config(json.dumps(arm).encode(), "name")
+
+
+def test_an_image_takes_no_more_layers_than_engines_do() -> None:
+    entry = {"digest": "sha256:1", "size": 1}
+    image = read_image(Document(MANIFEST, json.dumps({"config": entry, "layers": [entry] * 126}).encode()), "name")
+    with pytest.raises(BadInput, match="too many"):
+        append(image, {"rootfs": {"diff_ids": []}}, [], "name")
+
+
+def test_an_image_that_docker_only_named_says_how_to_get_its_bytes(server: RegistryServer) -> None:
+    server.api = RegistryApi(server.api.store, lambda token: token == TOKEN, named=lambda *name: name[1] == "named")
+    with session() as registry:
+        with pytest.raises(BadInput, match="--full-pushes"):
+            registry.require_manifest("p/images/code", "named")
+        with pytest.raises(BadInput, match="has no p/images/code/manifests/absent") as caught:
+            registry.require_manifest("p/images/code", "absent")
+    assert "--full-pushes" not in str(caught.value)

@@ -1,0 +1,144 @@
+"""Claims about `run --sync`: only what changed travels, the attempt that runs is stopped first, and nothing is when the
+request can't be met."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher.clock import SystemClock
+from launcher.config import Config, load
+from launcher.errors import BadInput
+from launcher.images.overlays import sync
+from launcher.provider import Overlay
+from launcher.run import events, launch
+from launcher.run.verdict import Kind
+from tests.launcher.test_runs import Hosts, Workstation
+
+IMAGE = "r/i@sha256:ab"
+
+
+def contents(overlay: Overlay | None) -> dict[str, str]:
+    assert overlay is not None
+    with tarfile.open(fileobj=io.BytesIO(overlay.archive)) as archive:
+        return {name: archive.extractfile(name).read().decode() for name in archive.getnames()}  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    folder = tmp_path / "code"
+    (folder / "part").mkdir(parents=True)
+    (folder / "train.py").write_text("one\n")
+    (folder / "part" / "model.py").write_text("model\n")
+    return folder
+
+
+@pytest.fixture
+def own_code(tmp_path: Path, code: Path) -> Config:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16}\n"
+        "image: {code: code}\nrun: {command: [train]}\n"
+    )
+    return load(path)
+
+
+def test_only_files_that_changed_since_the_image_was_made_travel(tmp_path: Path, code: Path, own_code: Config) -> None:
+    sync.remember(tmp_path, IMAGE, own_code)
+    (code / "train.py").write_text("two\n")
+    (code / "new.py").write_text("new\n")
+    (code / "secret.env").write_text("KEY=value\n")
+    (code / "part" / "model.py").unlink()
+    changes = sync.find_changes(str(code), own_code, tmp_path, IMAGE)
+    assert contents(changes.overlay) == {"train.py": "two\n", "new.py": "new\n"}
+    assert (changes.changed, changes.removed) == (("new.py", "train.py"), ("part/model.py",))
+    assert changes.overlay.target == "/home/trainer"
+
+
+def test_a_program_that_may_be_run_now_has_changed(tmp_path: Path, code: Path, own_code: Config) -> None:
+    sync.remember(tmp_path, IMAGE, own_code)
+    (code / "train.py").chmod(0o755)
+    assert sync.find_changes(str(code), own_code, tmp_path, IMAGE).changed == ("train.py",)
+
+
+def test_all_files_travel_over_an_image_that_is_not_known_or_has_another_folder(
+    tmp_path: Path, code: Path, own_code: Config
+) -> None:
+    sync.remember(tmp_path, IMAGE, own_code)
+    both = ("part/model.py", "train.py")
+    assert sync.find_changes(str(code), own_code, tmp_path, "r/i@sha256:other").changed == both
+    assert sync.find_changes(f"{code}=/opt/app", own_code, tmp_path, IMAGE).changed == both
+    (record,) = (tmp_path / "images").iterdir()
+    record.write_text('{"train.py": ')
+    assert sync.find_changes(str(code), own_code, tmp_path, IMAGE).changed == both
+
+
+def test_a_change_that_was_taken_back_is_not_the_overlay_of_the_sync_before(
+    tmp_path: Path, code: Path, own_code: Config
+) -> None:
+    sync.remember(tmp_path, IMAGE, own_code)
+    changes = sync.find_changes(str(code), own_code, tmp_path, IMAGE)
+    assert changes.changed == ()
+    assert contents(changes.overlay) == {"train.py": "one\n", "part/model.py": "model\n"}
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [("absent", "is not a folder"), ("code=app", "as an absolute path"), ("code=", "as an absolute path")],
+)
+def test_a_folder_that_can_not_be_synced_is_refused(
+    tmp_path: Path, own_code: Config, monkeypatch: pytest.MonkeyPatch, option: str, words: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "code").mkdir(exist_ok=True)
+    with pytest.raises(BadInput, match=words):
+        sync.find_changes(option, own_code, tmp_path, IMAGE)
+
+
+def test_in_an_image_of_ones_own_the_place_must_be_named(tmp_path: Path, code: Path) -> None:
+    work = Workstation(tmp_path, Hosts([0]))
+    with pytest.raises(BadInput, match=r"--sync .*=TARGET, an absolute path"):
+        work.run(work.config(), sync=str(code))
+
+
+def start_in_background(work: Workstation, config: Config) -> threading.Thread:
+    """A `tpu-launch run` in another terminal, whose attempt runs. Both wait for each other, so time is real."""
+    work.clock = SystemClock()  # type: ignore[assignment]
+    other = threading.Thread(target=lambda: work.run(config), daemon=True)
+    other.start()
+    deadline = time.monotonic() + 20
+    while not any('"started"' in path.read_text() for path in work.home.glob("runs/*/events.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return other
+
+
+def test_the_attempt_of_another_terminal_is_stopped_and_the_next_has_the_files(tmp_path: Path, code: Path) -> None:
+    work = Workstation(tmp_path, Hosts([None, 0]))
+    other = start_in_background(work, work.config())
+    outcome = work.run(work.config(), sync=f"{code}=/app")
+    other.join(20)
+    assert not other.is_alive()
+    assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
+    first, second = work.hosts.attempts
+    assert (first.run_id, first.image) == (second.run_id, second.image)
+    assert contents(second.overlay) == {"train.py": "one\n", "part/model.py": "model\n"}
+    ends = [event.outcome for event in work.ledger.events() if isinstance(event, events.Ended)]
+    assert ends == ["saved", "finished"]
+
+
+@pytest.mark.parametrize("wrong", [{"sync": "nowhere=/app"}, {"overlay": "CODE=/app"}])
+def test_nothing_is_stopped_for_a_request_that_is_refused(tmp_path: Path, code: Path, wrong: dict[str, str]) -> None:
+    work = Workstation(tmp_path, Hosts([None, 0]))
+    other = start_in_background(work, work.config())
+    options = {"sync": f"{code}=/app", **{key: value.replace("CODE", str(code)) for key, value in wrong.items()}}
+    with pytest.raises(BadInput):
+        work.run(work.config(), **options)
+    assert "stop" not in work.hosts.calls
+    launch.stop(work.config(), work.context(), None, grace=None)
+    other.join(20)

@@ -1,0 +1,128 @@
+"""Claims about `tpu-launch top`: what a frame shows, at any width, and where its figures come from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from launcher.errors import LaunchError
+from launcher.provider import CommandReport, ContainerState, container_name
+from launcher.run import events
+from launcher.run.live.frame import View, plot, render
+from launcher.run.live.top import Top
+from launcher.run.status import HostStatus
+from tests.launcher.test_runs import FakeProvider, Hosts, Workstation
+from training.telemetry.text import Progress, format_progress
+
+GIB = 2**30
+LOSSES = {step: 5.0 + 2.6 * math.exp(-step / 300) for step in range(1, 1201, 5)}
+VIEW = View(
+    slice="slice demo: READY, v4-16, 2 hosts",
+    run="run demo-1122-103000-1f2e: attempt 1, running",
+    time="2026-11-22T10:45:00Z",
+    progress=Progress(1200, 5000, 5.04762, 812.34),
+    left="1:17:52",
+    losses=LOSSES,
+    hosts=[
+        HostStatus(0, "10.0.0.1", "running", "step 1200/5000  loss 5.04762  812.3 examples/s  1:17:52 left", 2.4),
+        HostStatus(1, "10.0.0.2", "not reachable: timed out", "compiled the step in 41.2 s", 400.0),
+    ],
+    memory={0: (int(12.34 * GIB), 188 * GIB)},
+    cost="created 15 min ago, cost so far: about $6.44 (list prices of 2026-11)",
+    story=["2026-11-22T10:31:02Z attempt 1: started"],
+)
+
+
+@pytest.mark.parametrize("columns", [80, 160])
+def test_a_frame_shows_the_run_its_curve_its_hosts_and_its_cost(columns: int) -> None:
+    text = "\n".join(render(VIEW, columns))
+    for words in ("attempt 1, running", "READY", "$6.44", "step 1,200/5,000   24%", "loss 5.04762", "812.3 examples/s"):
+        assert words in text
+    for words in ("1:17:52 left", "12.3/188 GiB", "?", "not reachable", "7.591", "5.048", "attempt 1: started"):
+        assert words in text
+    assert ("10.0.0.1" in text) == (columns == 160), "addresses where there is room"
+
+
+@given(st.integers(40, 240), st.dictionaries(st.integers(0, 10**7), st.floats(), max_size=30))
+def test_no_line_of_a_frame_is_wider_than_the_terminal(columns: int, losses: dict[int, float]) -> None:
+    assert all(len(line) <= columns for line in render(replace(VIEW, losses=losses), columns))
+
+
+def test_a_curve_begins_high_and_ends_low_where_the_loss_does() -> None:
+    head, first, *_, last, steps = plot({0: 8.0, 50: 6.0, 100: 4.0}, 60, 5)
+    assert head.strip() == "loss"
+    assert first == "      8 │⠁"
+    assert (last.startswith("      4 │"), last[-1]) == (True, "⢀"), "the last point is in the last column"
+    assert len(last) == 60
+    assert steps.split() == ["step", "0", "100"]
+
+
+@pytest.mark.parametrize("losses", [{}, {3: math.nan}, {3: 5.0}, {3: 5.0, 4: 5.0}, {3: 5.0, 4: math.inf}])
+def test_a_loss_that_is_flat_missing_or_not_finite_breaks_nothing(losses: dict[int, float]) -> None:
+    assert render(replace(VIEW, losses=losses), 80)
+
+
+def test_a_run_that_has_not_stepped_and_a_slice_without_a_run_say_so() -> None:
+    text = "\n".join(render(View("slice demo: does not exist", "no run was started from this folder yet", ""), 80))
+    assert "no step was reported yet" in text
+    assert "does not exist" in text
+
+
+class Speaking(FakeProvider):
+    """Two hosts that say how much memory they use."""
+
+    answers = True
+
+    def execute(
+        self, _container: str, command: Sequence[str], workers: Sequence[int], **options: object
+    ) -> list[object]:
+        if not self.answers:
+            raise LaunchError("the slice does not answer")
+        assert command == ["cat", "/proc/meminfo"]
+        for worker in workers:
+            for line in ("MemTotal:       16777216 kB", "MemFree: 1 kB", "MemAvailable:   12582912 kB"):
+                options["on_line"](worker, line)  # type: ignore[operator]
+        return [CommandReport(worker, 0, 0.0) for worker in workers]
+
+
+def interrupt(*_arguments: object, **_options: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Workstation(tmp_path, Hosts([75, None]))
+    monkeypatch.setattr("launcher.run.attempts.drive.supervise", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        work.run(work.config())
+    ledger = work.ledger
+    ledger.append(events.Ended(0, "saved", None))
+    ledger.append(events.AttemptBegan(1, image="i", command=["train"], overlay="", overlay_target="", preflight=""))
+    work.hosts.state[container_name(ledger.run_id, 1)] = ContainerState("running")
+
+    def write(attempt: int, *steps: tuple[int, float]) -> None:
+        with open(ledger.log_file(attempt, 0), "a") as log:
+            for step, loss in steps:
+                log.write(f"2026-01-01T00:00:{step:02}.000000000Z {format_progress(step, 50, loss, 99.5, 60)}\n")
+
+    write(0, (1, 9.0), (2, 8.0), (3, 7.5))
+    write(1, (3, 7.0))
+    provider = Speaking(work.config(), work.hosts)
+    top = Top(work.config(), work.context(), provider)
+    first = top.look()
+    assert first.losses == {1: 9.0, 2: 8.0, 3: 7.0}
+    assert first.memory == {0: (4 * GIB, 16 * GIB), 1: (4 * GIB, 16 * GIB)}
+    assert "attempt 1, running" in first.run
+    write(1, (4, 6.5))
+    work.hosts.quiet = True
+    provider.answers = False
+    second = top.look()
+    assert (second.losses[4], second.left, second.memory) == (6.5, "1:00", {})
+    assert second.progress == Progress(4, 50, 6.5, 99.5)

@@ -1,0 +1,55 @@
+"""The emulated registry on a loopback port, over TLS, and this process's environment leading there."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from launcher.emulator.http_server import Acceptor, Request, Response
+from launcher.emulator.registry.api import NAMES, RegistryApi
+from launcher.emulator.registry.blobs import BlobStore
+from launcher.emulator.storage.tls import CA_FILE, serve_secure, tls_context
+from launcher.images.distribution.transport import ADDRESS
+
+HOST = "us-central2-docker.pkg.dev"
+OTHER_HOST = "registry.example.com"  # one that is not Google's
+TOKEN = "a-good-token"
+
+
+class RegistryServer:
+    """Its interface, and what clients asked."""
+
+    def __init__(self, folder: Path, *, takes_pieces: bool = False) -> None:
+        folder.mkdir()
+        self.api = RegistryApi(BlobStore(folder / "registry"), lambda token: token == TOKEN, takes_pieces=takes_pieces)
+        self.asked: list[str] = []
+        self.before: Callable[[Request], Response | None] = lambda request: None
+        self.context = tls_context(folder, (*NAMES, OTHER_HOST))
+        self.ca = folder / CA_FILE
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=16)
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.acceptor = Acceptor()
+        self.acceptor.start()
+        self.acceptor.add(self.listener, lambda connection: serve_secure(connection, self.context, self._answer))
+
+    def _answer(self, request: Request) -> Response:
+        self.asked.append(f"{request.method} {request.path}")
+        return self.before(request) or self.api.answer(request)
+
+    def close(self) -> None:
+        """Accepts nothing any more."""
+        self.acceptor.remove(self.listener, close=True)
+
+
+@contextmanager
+def serve(folder: Path, patch: pytest.MonkeyPatch, *, takes_pieces: bool = False) -> Iterator[RegistryServer]:
+    """A registry that this process's client reaches under any name."""
+    server = RegistryServer(folder, takes_pieces=takes_pieces)
+    patch.setenv(ADDRESS, server.address)
+    patch.setenv("SSL_CERT_FILE", str(server.ca))
+    yield server
+    server.close()

@@ -1,0 +1,228 @@
+"""What people do in a life, and what goes wrong in it, drawn from one seed before it begins.
+
+Some lives are drawn from everything. The others have a *theme*: they concentrate on one kind of trouble at one moment,
+so that interleavings that are rare among all lives become common in some.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from dataclasses import dataclass
+
+from tests.simulation.launcher import faults
+from tests.simulation.launcher.faults import Fault
+from tests.simulation.launcher.jobs import Plan
+
+SLICES = (("v4-8", 1), ("v4-16", 2), ("v4-16", 2), ("v4-32", 4))
+_SETTINGS = 80  # files: reading one takes as long as a life
+_WITHOUT_THEME = 0.35  # of all lives
+_DEEDS = ("kill", "kill", "kill", "ctrl-c", "ctrl-c", "stop", "asleep", "stop", "logs", "second run", "bob down",
+          "bob up", "gc", "bob gc")  # fmt: skip
+_LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the file says."""
+
+    accelerator: str
+    queued: bool
+    preemption_retries: int
+    failure_retries: int
+    replace_after: int | None
+    stall_minutes: float | None
+    host_lost_seconds: float
+
+    @property
+    def hosts(self) -> int:
+        """Of the slice."""
+        return dict(SLICES)[self.accelerator]
+
+
+@dataclass(frozen=True)
+class Deed:
+    """Something that somebody does."""
+
+    kind: str
+    after: float
+    """Seconds after `anchor`."""
+    anchor: str = "run"
+    """A moment of the life: "up" and "run", the first such commands; those of `Fault.anchor`; and "prepare", when the
+    first host is prepared, "request", when a request is in the queue."""
+
+
+@dataclass(frozen=True)
+class Story:
+    """All that people will do."""
+
+    setting: Setting
+    leftover: str
+    plans: tuple[Plan, ...]
+    deeds: tuple[Deed, ...]
+    theme: str = ""
+
+
+@dataclass(frozen=True)
+class Theme:
+    """One kind of trouble. What is empty is drawn as in any life."""
+
+    name: str
+    faults: tuple[str, ...] = ()
+    count: tuple[int, int] = (1, 3)
+    """How many faults, at least and at most."""
+    anchors: tuple[str, ...] = ("start",)
+    """Of the faults."""
+    spread: float = 20.0
+    """Seconds after the anchor within which they happen."""
+    deeds: tuple[str, ...] = ()
+    """One of each group separated by "|" ; all groups are done."""
+    moments: tuple[str, ...] = ("start",)
+    """Of the deeds: all of them have the same one."""
+    together: float = 30.0
+    """Seconds after the moment within which they happen."""
+    plans: tuple[str, ...] = ()
+    """Kinds of the first attempts' programs."""
+    leftovers: tuple[str, ...] = ("",)
+    queued: bool | None = None
+    stall: bool = False
+    hosts: int = 1
+    """At least."""
+    retries: bool = False
+    """Whether preemptions are followed by other attempts."""
+    failures: bool = False
+    """Whether failures are."""
+
+
+THEMES = (
+    Theme("two terminals", deeds=("second run|second attach", "stop"), moments=("run", "start", "recovery"),
+          together=7.0, faults=("reboot", "preempt"), count=(0, 1), retries=True),
+    Theme("two terminals and a death", deeds=("second run", "kill|ctrl-c"), moments=("start", "prepare", "recovery"),
+          together=7.0, faults=("reboot", "preempt", "die"), count=(0, 2), retries=True),
+    Theme("a stop of a recovery", faults=("preempt", "reboot", "die"), deeds=("stop",), moments=("recovery",),
+          together=50.0, retries=True),
+    Theme("leaving a recovery", faults=("preempt", "reboot", "die"), deeds=("ctrl-c|kill|asleep",),
+          moments=("recovery",), together=50.0, retries=True),
+    Theme("standstills", faults=("hang", "cut", "offline", "dead ssh", "ssh loses answers"), plans=("stall", "finish"),
+          stall=True, spread=40.0),
+    Theme("memory", faults=("offline", "cut", "reboot", "hang", "dead ssh"), plans=("memory",), count=(0, 2),
+          failures=True),
+    Theme("a queue in bad weather", faults=("unavailable", "rate", "lost", "slow", "stockout", "busy", "offline"),
+          anchors=("life", "request", "up again"), deeds=("kill|ctrl-c",), moments=("request", "up"), queued=True),
+    Theme("a queue that takes back", faults=("preempt", "unavailable", "lost", "stockout"),
+          anchors=("start", "recovery"), count=(2, 4), queued=True, retries=True),
+    Theme("no capacity", faults=("stockout", "stockout", "lost", "preempt"), anchors=("life", "recovery", "start"),
+          count=(2, 4), retries=True),
+    Theme("reboots", faults=("reboot",), count=(1, 3), plans=("finish", "fail"), hosts=2, retries=True),
+    Theme("out of reach", faults=("cut", "hang"), count=(1, 3), hosts=2, retries=True, spread=12.0),
+    Theme("asleep", deeds=("asleep", "logs|kill"), moments=("start", "recovery", "prepare"),
+          faults=("reboot", "preempt"), count=(0, 1), retries=True),
+    Theme("crashes", deeds=("kill", "kill", "kill|ctrl-c"), moments=("prepare", "start", "run", "recovery"),
+          faults=("cut", "reboot", "preempt"), count=(0, 1), retries=True),
+    Theme("lost answers", faults=("lost", "ssh loses answers", "dead ssh"), count=(2, 4),
+          anchors=("life", "start", "recovery", "down"), retries=True),
+    Theme("old lists", faults=("stale",), deeds=("gc|bob gc", "bob up|bob down|second run"),
+          moments=("run", "up", "start"), anchors=("life",), spread=60.0,
+          leftovers=("", "preempted", "bob's", "deleting", "a stranger's")),
+    Theme("what was left", faults=("unavailable", "busy", "lost", "slow"), anchors=("life",), spread=140.0,
+          leftovers=("preempted", "stopped", "deleting", "bob's", "a stranger's")),
+    Theme("a hard farewell", faults=("busy", "unavailable", "lost", "slow", "preempt", "offline"), anchors=("down",),
+          count=(1, 4), spread=6.0),
+    Theme("maintenance", faults=("maintenance", "preempt"), count=(1, 2), plans=("finish", "save"), retries=True),
+    Theme("wrong clocks", faults=("clock",), deeds=("logs|kill",), count=(1, 3)),
+    Theme("full disks", faults=("disk", "engine"), anchors=("life", "start", "recovery"), count=(1, 3), retries=True),
+    Theme("stops", faults=("hang", "cut", "dead ssh", "ssh loses answers", "offline"), count=(0, 2),
+          deeds=("stop",), moments=("run", "prepare", "start", "restart"), together=20.0, spread=25.0),
+)  # fmt: skip
+
+
+@functools.cache
+def settings() -> tuple[Setting, ...]:
+    """All that files say."""
+    return tuple(_draw_setting(random.Random(f"setting {number}")) for number in range(_SETTINGS))
+
+
+def draw(seed: int) -> tuple[Story, list[Fault]]:
+    """What people do in a life, and what goes wrong."""
+    chance = random.Random(f"story {seed}")
+    if chance.random() < _WITHOUT_THEME:
+        return _draw_anything(chance), faults.draw(random.Random(f"faults {seed}"))
+    theme = chance.choice(THEMES)
+    return _draw_story(theme, chance), _draw_faults(theme, random.Random(f"faults {seed}"))
+
+
+def _draw_anything(chance: random.Random) -> Story:
+    setting = chance.choice(settings())
+    kinds = [
+        chance.choice(("fail", "fail", "save", "bad input", "stall")) for _ in range(chance.choice((0, 0, 1, 1, 2)))
+    ]
+    deeds = [Deed(chance.choice(_DEEDS), chance.uniform(0.0, 80.0)) for _ in range(chance.choice((0, 1, 1, 2, 3)))]
+    return Story(setting, chance.choice(_LEFTOVERS), _draw_plans(chance, kinds, setting), tuple(deeds))
+
+
+def _draw_story(theme: Theme, chance: random.Random) -> Story:
+    setting = chance.choice(_settings_of(theme))
+    kinds = [chance.choice(theme.plans) for _ in range(chance.choice((1, 1, 2)))] if theme.plans else []
+    moment = chance.choice(theme.moments)
+    deeds = [
+        Deed(chance.choice(group.split("|")), chance.uniform(0.0, theme.together), moment) for group in theme.deeds
+    ]
+    plans = _draw_plans(chance, kinds, setting)
+    return Story(setting, chance.choice(theme.leftovers), plans, tuple(deeds), theme.name)
+
+
+@functools.cache
+def _settings_of(theme: Theme) -> tuple[Setting, ...]:
+    return tuple(
+        setting
+        for setting in settings()
+        if theme.queued in (None, setting.queued)
+        and setting.hosts >= theme.hosts
+        and (setting.stall_minutes is not None or not theme.stall)
+        and (setting.preemption_retries > 0 or not theme.retries)
+        and (setting.failure_retries > 0 or not theme.failures)
+    )
+
+
+def _draw_faults(theme: Theme, chance: random.Random) -> list[Fault]:
+    drawn = []
+    anchor = chance.choice(theme.anchors)
+    for _ in range(chance.randint(*theme.count)):
+        if chance.random() < 0.3:
+            anchor = chance.choice(theme.anchors)
+        seconds = chance.choice((chance.uniform(1.0, 12.0), chance.uniform(10.0, 60.0), chance.uniform(30.0, 200.0)))
+        drawn.append(
+            Fault(chance.choice(theme.faults), anchor, chance.uniform(0.0, theme.spread), seconds, chance.randrange(64))
+        )
+    return drawn
+
+
+def _draw_setting(chance: random.Random) -> Setting:
+    return Setting(
+        chance.choice(SLICES)[0],
+        queued=chance.random() < 0.2,
+        preemption_retries=chance.choice((0, 1, 3, 8, 8)),
+        failure_retries=chance.choice((0, 0, 1, 2)),
+        replace_after=chance.choice((None, None, 1, 2)),
+        stall_minutes=chance.choice((None, None, 0.5)),
+        host_lost_seconds=chance.choice((20.0, 60.0)),
+    )
+
+
+def _draw_plans(chance: random.Random, kinds: list[str], setting: Setting) -> tuple[Plan, ...]:
+    """The programs of the first attempts, and of all that follow: it finishes."""
+    allowed = ["fail" if kind == "stall" and setting.stall_minutes is None else kind for kind in kinds]
+    return tuple(_draw_plan(chance, kind, setting.hosts) for kind in (*allowed, "finish"))
+
+
+def _draw_plan(chance: random.Random, kind: str, hosts: int) -> Plan:
+    return Plan(
+        "fail" if kind == "memory" else kind,
+        seconds=chance.choice((chance.uniform(0.2, 5.0), chance.uniform(5.0, 30.0), chance.uniform(5.0, 60.0))),
+        host=chance.randrange(hosts),
+        code=137 if kind == "memory" else chance.choice((1, 1, 3, 137, 139)),
+        others_hang=chance.random() < 0.3,
+        saves=chance.random() < 0.85,
+        save_seconds=chance.uniform(0.5, 12.0),
+        period=chance.choice((0.5, 1.0, 3.0)),
+    )

@@ -1,0 +1,225 @@
+"""How lives end, and what some of them do beside training: steps that are left out because they are not finite
+(`train.on_nonfinite: skip`), the export of the model, uploads to the Hub, writes that take as long as storage may, and
+stops that several ask for. Chosen with random numbers of its own, so that no other life changes.
+
+The Hub, and the processes that upload to it, are simulated here; so are the promises about all of this.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tests.simulation.trainer.plan import REQUESTER, Fault, Plan
+from training.checkpoint.safetensors_file import decode
+from training.models.export import PREFIX
+from training.models.hub import PushEnd
+from training.models.hugging_face import CONFIG, WEIGHTS
+
+if TYPE_CHECKING:
+    from tests.simulation.trainer.bucket import Request, Stored
+    from tests.simulation.trainer.hosts import Host
+    from tests.simulation.trainer.world import World
+
+TOKENIZER = "gs://data/t"
+TOKENIZER_FILES = {f"{TOKENIZER}/tokenizer.json": b'{"model": {}}', f"{TOKENIZER}/vocab.txt": b"[PAD]\n"}
+HUB_SECONDS = 20.0  # hub.wait_seconds
+_SKIPPED: tuple[frozenset[int], ...] = tuple(map(frozenset, ((), (1,), (3,), (0, 1, 2), (2, 5, 9))))
+_LONGEST_WRITE = 115.0  # seconds; storage itself gives up after 120
+_SLOW = (("write", "part-"), ("write", "part-"), ("write", "manifest.json"), ("write", WEIGHTS), ("read", "part-"))
+_HUB_FAULTS = ("", "", "", "refuses", "hangs", "noise", "raises", "slow")
+
+
+def add_ends(plan: Plan) -> Plan:
+    """The plan, of which some have more to do, and more that happens to them."""
+    rng = random.Random(f"ends {plan.seed}")
+    kinds = [rng.random() < share for share in (0.2, 0.15, 0.15, 0.08, 0.06)]
+    for is_so, change in zip(kinds, (_skip, _export, _push, _slow_storage, _stop_twice), strict=True):
+        plan = change(rng, plan) if is_so else plan
+    return plan
+
+
+def _skip(rng: random.Random, plan: Plan) -> Plan:
+    """Steps are left out. A state that is not finite all the same is then known from saves alone; and a checkpoint that
+    can't be gone on from is none: its first step is left out."""
+    faults = tuple(replace(fault, kind="nan") if fault.kind == "poison" else fault for fault in plan.faults)
+    if rng.random() < 0.5:
+        nan = Fault("nan", rng.uniform(0.5, 4.0), None, "before", 0, 0.0, 1.0)
+        faults = (nan,) if rng.random() < 0.7 else (*faults, nan)
+        plan = replace(plan, every_steps=rng.randint(1, 3), hosts=max(2, plan.hosts), background=True)
+    return replace(plan, skip=True, skipped=rng.choice(_SKIPPED), faults=faults)
+
+
+def _export(rng: random.Random, plan: Plan) -> Plan:
+    if rng.random() < 0.5:
+        kind, number = rng.choice(("kill", "freeze", "sigterm", "storm", "second start")), rng.randint(1, 2)
+        name, moment = rng.choice((CONFIG, WEIGHTS, "vocab.txt")), rng.choice(("before", "after"))
+        fault = Fault(kind, 0.0, ("write", name, number), moment, REQUESTER, rng.uniform(2, 30), 0.3)
+        plan = replace(plan, faults=(*plan.faults, fault))
+    return replace(plan, export=True)
+
+
+def _push(rng: random.Random, plan: Plan) -> Plan:
+    return replace(plan, hub=rng.choice(("end", "checkpoint", "checkpoint")), hub_fault=rng.choice(_HUB_FAULTS))
+
+
+def _slow_storage(rng: random.Random, plan: Plan) -> Plan:
+    """A request takes nearly as long as storage may, and is no reason for hosts to miss each other."""
+    request = rng.choice(_SLOW)
+    fault = Fault(
+        "slow request", 0.0, (*request, rng.randint(1, 3)), rng.choice(("before", "after")), REQUESTER,
+        rng.uniform(0.4, 1.0) * _LONGEST_WRITE, 1.0,
+    )  # fmt: skip
+    alone = rng.random() < 0.8
+    return replace(
+        plan, faults=(fault,) if alone else (*plan.faults, fault), hosts=max(2, plan.hosts), jitter=0.2,
+        export=plan.export or request[1] == WEIGHTS,
+    )  # fmt: skip
+
+
+def _stop_twice(rng: random.Random, plan: Plan) -> Plan:
+    """The engines of all hosts ask for a stop, and so does the launcher; or a person insists."""
+    kind = rng.choice(("sigterm all twice", "sigterm all twice", "interrupt twice"))
+    return replace(
+        plan, faults=(*plan.faults, Fault(kind, rng.uniform(1.0, 25.0), None, "before", 0, rng.uniform(0.1, 13.0), 1.0))
+    )
+
+
+@dataclass
+class Upload:
+    """One that is under way."""
+
+    host: Host
+    step: int
+
+
+class SimulatedHub:
+    """The Hub, as `training.models.hub.RunPush` of each host, and what of it must be so."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.steps: list[int] = []  # that were uploaded
+        self._uploads: list[Upload] = []
+
+    def push_of(self, host: Host) -> Callable[[Sequence[str], Callable[[], bool]], PushEnd]:
+        """The function that uploads for a host."""
+        return lambda arguments, is_over: self._push(host, arguments, is_over)
+
+    def _push(self, host: Host, arguments: Sequence[str], is_over: Callable[[], bool]) -> PushEnd:
+        world, step, fault = self._world, int(arguments[arguments.index("--step") + 1]), self._world.plan.hub_fault
+        world.scheduler.note(f"uploads step {step}")
+        if world.generation_of(step) == 0 and not world.promises.is_deletable(step):
+            world.promises.broken("what is uploaded is committed", f"{host.name} uploads step {step}, which is not")
+        self._uploads = [upload for upload in self._uploads if upload.host.code is None]
+        if any(upload.host is host for upload in self._uploads):
+            world.promises.broken("one upload at a time", f"{host.name} uploads step {step} beside another one")
+        if fault == "raises":
+            raise FileNotFoundError("python")
+        upload = Upload(host, step)
+        self._uploads.append(upload)
+        try:
+            seconds = {"hangs": math.inf, "slow": 15.0}.get(fault, 3.0) * (0.5 + world.random.random())
+            while seconds > 0:
+                world.scheduler.sleep(min(1.0, seconds))
+                seconds -= 1.0
+                if is_over():
+                    return PushEnd(None)
+            return self._end(host, step, fault)
+        finally:
+            if upload in self._uploads:
+                self._uploads.remove(upload)
+
+    def _end(self, host: Host, step: int, fault: str) -> PushEnd:
+        if fault == "refuses":
+            return PushEnd(1, (), ("tpu-train: error: a/b was not pushed to the Hub: 503",))
+        if fault == "noise":
+            return PushEnd(0, ('{"step": "none"}', "Segmentation fault"), ())
+        if self._world.generation_of(step) == 0:
+            return PushEnd(2, (), (f"tpu-train: error: no committed step {step}",))
+        self.steps.append(step)
+        return PushEnd(0, (json.dumps({"step": step, "commit": f"https://hub/{step}"}), "warning: [1]"), ("bye",))
+
+
+class EndPromises:
+    """What holds of skipped steps, of exports and of uploads."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._model = f"{world.config.output}/run/model"
+
+    def object_written(self, url: str, stored: Stored, by: str) -> None:
+        """An object that is no checkpoint was written."""
+        if url == f"{self._model}/{WEIGHTS}":
+            self.weights_come_last(by)
+            self.what_is_exported_is_the_last_state(stored, by)
+        elif url.endswith("/summary.json"):
+            self.the_summary_is_true(json.loads(stored.data), by)
+
+    def a_checkpoint_counts_what_was_skipped(self, url: str, step: int, state: object, by: str) -> None:
+        """The count of skipped steps, and the last loss that was finite, whichever attempts the steps were of."""
+        plan, losses = self._world.plan, self._world.curriculum.losses
+        done = [number for number in range(step) if number not in plan.skipped]
+        expected = (step - len(done), losses[done[0]] if done else None, losses[done[-1]] if done else None)
+        assert isinstance(state, dict)
+        seen = (state["skipped_steps"], state["first_loss"], state["last_loss"])
+        if seen != expected:
+            self._broken("skipped steps are counted", f"{by} committed {url} with {seen} instead of {expected}")
+
+    def weights_come_last(self, by: str) -> None:
+        """A model folder with weights has everything else."""
+        names = (CONFIG, *(url.rpartition("/")[2] for url in TOKENIZER_FILES))
+        missing = [name for name in names if f"{self._model}/{name}" not in self._world.bucket.objects]
+        if missing:
+            self._broken("the weights of an export come last", f"{by} wrote them before {', '.join(missing)}")
+
+    def what_is_exported_is_the_last_state(self, stored: Stored, by: str) -> None:
+        """The weights are those after the last step, and nothing else of the state."""
+        state = self._world.curriculum.states[self._world.plan.steps]
+        expected = {name: state[name].tobytes() for name in state if name.startswith(PREFIX)}
+        seen = {PREFIX + name: bytes(view) for name, (_, view) in decode(stored.data).items()}
+        if seen != expected:
+            self._broken("what is exported is the last state", f"{by} exported other weights")
+
+    def the_summary_is_true(self, summary: dict[str, object], by: str) -> None:
+        """It counts the skipped steps, and says of the Hub what is there."""
+        plan, hub = self._world.plan, summary["hub"]
+        skipped = len([number for number in plan.skipped if number < plan.steps])
+        if summary["skipped_steps"] != skipped:
+            self._broken("skipped steps are counted", f"{by}: {summary['skipped_steps']} instead of {skipped}")
+        if isinstance(hub, dict) and hub["step"] not in (None, *self._world.hub.steps):
+            self._broken("the summary says what is on the Hub", f"{by}: {hub}, and there is {self._world.hub.steps}")
+        well = plan.steps in self._world.hub.steps and not plan.hub_fault and not self._world.rotten
+        if isinstance(hub, dict) and hub["step"] != plan.steps and (well or hub["error"] is None):
+            self._broken("the summary says what is on the Hub", f"{by}: {hub}, and there is {self._world.hub.steps}")
+
+    def finished(self, host: Host) -> None:
+        """A process has ended with 0: the model is there, and on the Hub where nothing was wrong with it."""
+        plan, world = self._world.plan, self._world
+        if plan.export and f"{self._model}/{WEIGHTS}" not in world.bucket.objects:
+            self._broken("0 means exported", f"{host.name} exits with 0, and there is no model")
+        excused = plan.hub_fault or world.disturbed or world.rotten or host.hurt
+        if plan.hub and host.worker == 0 and not excused and plan.steps not in world.hub.steps:
+            self._broken("0 means uploaded", f"{host.name} exits with 0, and the Hub has {world.hub.steps}")
+
+    def a_second_interrupt_ends_at_once(self, host: Host) -> None:
+        """Ctrl-C twice is a person."""
+        if host.code is None and not host.hurt:
+            self._broken("a second Ctrl-C ends a process", f"{host.name} still runs")
+
+    def _broken(self, promise: str, what: str) -> None:
+        self._world.promises.broken(promise, what)
+
+
+def is_export(request: Request) -> bool:
+    """Whether a request belongs to the export of the model, which a run does not finish without."""
+    return request.url.startswith(TOKENIZER) or "/run/model/" in request.url
+
+
+def put_tokenizer(world: World) -> None:
+    """The files that an export copies."""
+    for url, data in TOKENIZER_FILES.items():
+        world.bucket.put(url, data, "world")

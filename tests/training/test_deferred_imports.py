@@ -1,0 +1,80 @@
+"""A package that is left out of an import comes when something asks for it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from training.machine.deferred_imports import add_stand_in, defer_functions, defer_package, hidden
+
+
+@pytest.fixture(autouse=True)
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A library on the path: big.heavy has a submodule `settings`, a decorator, and a value."""
+    heavy = tmp_path / "big" / "heavy"
+    heavy.mkdir(parents=True)
+    (heavy.parent / "__init__.py").write_text("")
+    (heavy / "__init__.py").write_text(
+        "from . import settings\nvalue = settings.limit\ndef mark(function):\n    return 'marked'\n"
+    )
+    (heavy / "settings.py").write_text("limit = 1\n")
+    (heavy.parent / "export.py").write_text("def save(name, *, twice=False):\n    return (name, twice)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "big"]:
+        del sys.modules[name]
+
+
+def test_a_deferred_package_is_imported_when_it_is_asked_for_more() -> None:
+    defer_package("big.heavy", submodules=("settings",), decorators=("mark",), before="big.export")
+    big = importlib.import_module("big")
+
+    big.heavy.settings.limit = 7
+    assert big.heavy.mark(len) is len, "unmarked before the import"
+    assert big.heavy.mark(option=True)(len) is len
+    assert "value" not in vars(big.heavy), "it was imported for a submodule or a decorator"
+
+    assert big.heavy.value == 7, "the submodule's value from before"
+    assert big.heavy.mark(len) == "marked", "the package's own decorator from then on"
+    assert sys.modules["big.heavy"] is big.heavy
+    with pytest.raises(AttributeError):
+        _ = big.heavy.missing
+
+
+def test_a_module_that_needs_the_package_imports_it_first() -> None:
+    defer_package("big.heavy", submodules=("settings",), decorators=("mark",), before="big.export")
+    importlib.import_module("big.export")
+    assert "value" in vars(importlib.import_module("big.heavy"))
+
+
+def test_a_package_that_is_imported_already_stays() -> None:
+    heavy = importlib.import_module("big.heavy")
+    defer_package("big.heavy", submodules=("settings",), decorators=("mark",), before="big.export")
+    assert sys.modules["big.heavy"] is heavy
+    assert heavy.mark(len) == "marked"
+
+
+def test_a_deferred_function_calls_the_modules_own() -> None:
+    defer_functions("big.export", ("save",))
+    save = importlib.import_module("big.export").save
+    assert save("a", twice=True) == ("a", True)
+    assert sys.modules["big.export"].__file__, "the module itself"
+    assert save("b") == ("b", False)
+
+
+def test_a_stand_in_does_not_replace_what_is_imported() -> None:
+    real = importlib.import_module("big.export")
+    add_stand_in("big.export", {"save": None})
+    assert sys.modules["big.export"] is real
+
+
+def test_a_hidden_module_is_not_found_until_the_end() -> None:
+    with hidden("big.export"), pytest.raises(ModuleNotFoundError):
+        importlib.import_module("big.export")
+    export = importlib.import_module("big.export")
+    with hidden("big.export"):
+        assert importlib.import_module("big.export") is export, "it was imported before"

@@ -1,0 +1,38 @@
+"""With `data.on_corrupt: skip` a run says exactly how many rows it has replaced, in training and in evaluations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.training.numpy_backend import Runs
+
+
+def damage(folder: Path) -> None:
+    """One record, in the middle of a shard, gets another byte."""
+    path = sorted(folder.glob("*.tfrecord"))[0]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_record_counts_once_in_an_epoch_and_a_damaged_evaluation_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = Runs(tmp_path)
+    damage(runs.folder / "train")
+    damage(runs.folder / "evaluation")
+    batch, records = 8, 64
+    summary = runs.train(
+        "r",
+        0,
+        train__steps=3 * records // batch,
+        train__global_batch_size=batch,
+        checkpoint__every_steps=None,
+        data__on_corrupt="skip",
+    )
+    assert summary["skipped_records"] == 3, "once in each of three epochs"
+    told = capsys.readouterr()
+    assert "1 damaged records of this host's part of" in told.err
+    assert "so the figures are not exact" in told.err

@@ -1,0 +1,116 @@
+"""Claims about trackers that are services: what fails there is a warning, and the other numbers are written. The real
+packages are in tests/container/test_trackers.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from training.config import Telemetry, load
+from training.errors import BadInput
+from training.run_setup import require_trackers
+from training.telemetry.services.guard import MOST_WAITING, PAUSE_SECONDS, GuardedTracker, Line
+from training.telemetry.services.mlflow_tracking import flatten
+from training.telemetry.tracker import AttemptInfo
+
+
+class Service:
+    """Keeps what it gets, and fails when the test says so."""
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self.is_down = self.is_closed = False
+        self.opened = 0
+
+    def open(self, info: AttemptInfo) -> Service:
+        self.opened += 1
+        if self.is_down:
+            raise TimeoutError("no answer\nwithin 30 s")
+        return self
+
+    def send(self, lines: Sequence[Line]) -> None:
+        if self.is_down:
+            raise ConnectionError("gone")
+        self.lines += lines
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+class Guarded:
+    """A guarded tracker with a clock and its warnings."""
+
+    def __init__(self, service: Service) -> None:
+        self.now, self.warnings = 0.0, list[str]()
+        self.tracker = GuardedTracker(
+            "wandb", service.open, AttemptInfo("/runs/a", 0, 0, 0), warn=self.warnings.append, clock=lambda: self.now
+        )
+
+
+def test_values_arrive_once_under_tensorboards_names(service: Service) -> None:
+    guarded = Guarded(service)
+    guarded.tracker.log(10, {"loss": 2.0, "gradient_norm": float("nan"), "eval_loss": 1.5, "absent": None})
+    guarded.tracker.flush()
+    guarded.tracker.flush()
+    guarded.tracker.finish()
+    assert service.lines == [(10, {"train/loss": 2.0, "evaluation/loss": 1.5})]
+    assert service.is_closed
+    assert guarded.warnings == []
+
+
+def test_a_service_that_is_down_is_one_warning_and_gets_everything_when_it_is_back(service: Service) -> None:
+    guarded, service.is_down = Guarded(service), True
+    for step in (1, 2, 3):
+        guarded.tracker.log(step, {"loss": float(step)})
+        guarded.tracker.flush()
+    assert service.opened == 1, "it is left alone for a while"
+    assert guarded.warnings == ["wandb: no answer within 30 s; training goes on, and it is tried again"]
+    guarded.now, service.is_down = PAUSE_SECONDS, False
+    guarded.tracker.flush()
+    assert [step for step, _ in service.lines] == [1, 2, 3]
+
+
+def test_a_service_that_stays_down_loses_the_oldest_values_and_says_so(service: Service) -> None:
+    guarded, service.is_down = Guarded(service), True
+    for step in range(MOST_WAITING + 5):
+        guarded.tracker.log(step, {"loss": 1.0})
+    guarded.tracker.finish()
+    assert guarded.warnings[-1] == f"wandb: {MOST_WAITING + 5} lines of metrics did not reach it"
+
+
+def test_trackers_do_not_change_what_a_run_is(tmp_path: Path) -> None:
+    text = """\
+model: {name: bert-tiny}
+data: {train: /data/train, tokenizer: /data/tokenizer}
+train: {global_batch_size: 8, steps: 10, learning_rate: 0.001}
+output: /runs
+"""
+    (tmp_path / "a.yaml").write_text(text)
+    (tmp_path / "b.yaml").write_text(text + "telemetry: {trackers: [wandb, mlflow]}\n")
+    without, tracked = load(tmp_path / "a.yaml"), load(tmp_path / "b.yaml")
+    assert tracked.telemetry.trackers == ["wandb", "mlflow"]
+    assert without.hash == tracked.hash
+    assert "telemetry" not in tracked.canonical()
+
+
+@pytest.mark.parametrize("names", [["wandb", "wandb"], ["comet"]])
+def test_trackers_that_are_none_or_named_twice_are_refused(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="trackers"):
+        Telemetry.model_validate({"trackers": names})
+
+
+def test_a_tracker_that_is_not_in_the_image_is_one_line() -> None:
+    with pytest.raises(BadInput, match=r"no_such_tracker is not installed here: install it"):
+        require_trackers(["no_such_tracker"])
+    require_trackers(["json"])
+
+
+def test_settings_become_flat_parameters() -> None:
+    assert list(flatten({"train": {"steps": 10, "clip": None}, "seed": 1})) == [("train.steps", 10), ("seed", 1)]

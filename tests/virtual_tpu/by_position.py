@@ -1,0 +1,36 @@
+"""Steps by position beside traced ones, on eight virtual devices: for a test.
+
+python -m tests.virtual_tpu.by_position FOLDER        prints one JSON object
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tests.container.test_programs import FIRST_TWO, count_traces, open_run, settings, trace_always, train
+from training.batch import Signals
+
+
+def compare(folder: Path) -> dict[str, object]:
+    """Whether results and state are the same bits, and what was traced of six steps."""
+    config = settings(folder, train__on_nonfinite="skip")
+    results, state = train(config)
+    traced_results, traced_state = train(config, trace_always)
+    backend, batches, _ = open_run(config)
+    with count_traces(backend) as traced:
+        for number, batch in enumerate(batches):
+            backend.step(number, batch.arrays, Signals()).result()
+    return {
+        "devices": backend.devices,
+        "same_results": results == traced_results,
+        "same_state": state == traced_state,
+        "traced": len(traced) == FIRST_TWO,
+    }
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v3-8")
+    print(json.dumps(compare(Path(sys.argv[1]))))

@@ -1,0 +1,114 @@
+"""Parts of large libraries that are left out of an import until something asks for them.
+
+A library's import may bring packages that a process never uses, and takes seconds of the processor with them. A
+stand-in in `sys.modules` takes their place. What asks a stand-in for something that it does not have gets the real
+package, imported at that moment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+
+def defer_package(name: str, *, submodules: Sequence[str], decorators: Sequence[str], before: str) -> None:
+    """The package's `__init__` runs when an attribute other than these is first asked for.
+
+    Args:
+        name: a package, whose parent is imported here. One that is imported already stays as it is.
+        submodules: attributes that are modules of the package and work without its `__init__`.
+        decorators: attributes that mark functions for the package. Before it is imported they return the function
+            unmarked.
+        before: a module that can only be imported after the package.
+    """
+    if name in sys.modules:
+        return
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.loader is None:
+        return
+    loader = spec.loader
+    package = importlib.util.module_from_spec(spec)
+
+    def load_package() -> None:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+            for deferred in ("__getattr__", *decorators):
+                package.__dict__.pop(deferred, None)
+            loader.exec_module(package)
+
+    def load_attribute(attribute: str) -> Any:
+        if attribute in submodules:
+            return importlib.import_module(f"{name}.{attribute}")
+        if attribute.startswith("__"):
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        load_package()
+        return getattr(package, attribute)
+
+    for decorator in decorators:
+        setattr(package, decorator, _leave_unmarked)
+    setattr(package, "__getattr__", load_attribute)  # noqa: B010  a module's own, PEP 562
+    finder = _LoadsBefore(before, load_package)
+    sys.meta_path.insert(0, finder)
+    sys.modules[name] = package
+    parent, _, attribute = name.rpartition(".")
+    if parent:
+        setattr(sys.modules[parent], attribute, package)
+
+
+class _LoadsBefore:
+    """Finds no module; loads a deferred package before another is looked for."""
+
+    def __init__(self, before: str, load: Callable[[], None]) -> None:
+        self._before, self._load = before, load
+
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> None:
+        """See `importlib.abc.MetaPathFinder`."""
+        if name == self._before:
+            self._load()
+
+
+def _leave_unmarked(function: Any = None, *_arguments: Any, **_options: Any) -> Any:
+    """A decorator, with or without arguments, that changes nothing."""
+    return (lambda given: given) if function is None else function
+
+
+def defer_functions(name: str, functions: Sequence[str]) -> None:
+    """A stand-in for the module `name` that has these functions; a call of one imports the module and calls its."""
+    add_stand_in(name, {function: _call_later(name, function) for function in functions})
+
+
+def _call_later(name: str, function: str) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        if isinstance(sys.modules.get(name), _StandIn):
+            del sys.modules[name]
+        return getattr(importlib.import_module(name), function)(*arguments, **options)
+
+    return call
+
+
+def add_stand_in(name: str, attributes: Mapping[str, Any]) -> None:
+    """A module with nothing but these attributes, unless the real one is imported already."""
+    stand_in = _StandIn(name)
+    stand_in.__dict__.update(attributes)
+    sys.modules.setdefault(name, stand_in)
+
+
+@contextmanager
+def hidden(*names: str) -> Iterator[None]:
+    """For what imports them only if they are installed: they aren't. One that is imported already stays."""
+    missing = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(missing))  # type: ignore[arg-type]  # None: ModuleNotFoundError
+    try:
+        yield
+    finally:
+        for name in missing:
+            del sys.modules[name]
+
+
+class _StandIn(ModuleType):
+    """A module that takes another's place."""
