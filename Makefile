@@ -29,8 +29,7 @@ test: need-containers need-kubectl $(VENV_READY) ## lint, fast tests, tests insi
 	@tools/with-engine.sh $(BIN)/python tools/run_tests.py
 
 test-nightly: need-containers $(VENV_READY) ## trainers killed at every point of a save, and the bucket failing: KILLS=100 times; and tests that `make test` leaves out
-	@TPU_LAUNCH_KILLS=$(or $(KILLS),100) tools/with-engine.sh $(BIN)/python tools/container_tests.py torch-xla tests/container/test_kill_anywhere.py
-	@tools/with-engine.sh $(BIN)/python tools/container_tests.py torch-xla -m nightly
+	@TPU_LAUNCH_KILLS=$(or $(KILLS),100) tools/with-engine.sh $(BIN)/python tools/container_tests.py torch-xla -m nightly
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py virtual-tpu -m nightly
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py tensorflow -m nightly
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py oracle-tensorflow -s

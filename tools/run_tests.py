@@ -61,7 +61,6 @@ FAULTS = tuple(
         "housekeeping",
         "gcloud_defects",
         "run_specification",
-        "secrets",
     )
 )
 SIMULATORS = ("tests/simulation/test_scheduler.py", "tests/simulation/test_sensitivity.py")

@@ -269,6 +269,13 @@ def permission(count: int | None, as_json: bool) -> None:
     _inject("permission", as_json, left=count)
 
 
+@inject.command("object-user")
+@json_option
+def object_user(as_json: bool) -> None:
+    """Everybody has the role Storage Object User: objects as always, but 403 for a bucket itself."""
+    _inject("object-user", as_json, service="storage")
+
+
 @inject.command()
 @count_option
 @json_option

@@ -31,7 +31,7 @@ from launcher.emulator.registry.api import NAMES as REGISTRY_NAMES
 from launcher.emulator.registry.api import RegistryApi
 from launcher.emulator.registry.blobs import BlobStore
 from launcher.emulator.state import Fault, Node, Store, from_json, write_atomically
-from launcher.emulator.storage.api import StorageApi
+from launcher.emulator.storage.api import StorageApi, refuse_buckets
 from launcher.emulator.storage.bucket import Buckets
 from launcher.emulator.storage.tls import CA_FILE, NAMES, serve_secure, tls_context
 from launcher.emulator.vm import metadata
@@ -189,7 +189,9 @@ class Server:
             )
 
     def _storage(self, request: Request) -> Response:
-        return self._faulty("storage", lambda: self.storage.answer(request))
+        with self.store.read() as state:
+            refused = refuse_buckets(request) if any(fault.kind == "object-user" for fault in state.faults) else None
+        return self._faulty("storage", lambda: refused or self.storage.answer(request))
 
     def _registry_port(self) -> int:
         with self.store.read() as state:

@@ -102,7 +102,7 @@ def test_a_label_outside_the_range_on_one_host(labelled: Path) -> None:
 
 def test_out_of_memory(mlm: Path) -> None:
     """The step asks for some 200 GB in one piece."""
-    sizes = {"train__global_batch_size": 65536, "data__masking": {"predictions": 16}, "model__vocabulary_size": 100_000}
+    sizes = {"train__global_batch_size": 8192, "data__masking": {"predictions": 16}, "model__vocabulary_size": 800_000}
     config = small_runs.document(mlm, **sizes, train__steps=2, evaluation__batch_size=8)
     codes, told = end(mlm, "memory", hosts_of(mlm, "memory"), config, prefix=["prlimit", f"--as={64 << 30}"])
     assert Exit.FAILED in codes, "\n".join(told)

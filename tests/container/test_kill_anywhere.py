@@ -2,10 +2,9 @@
 of the weights is the same.
 
 Each run is killed at named points of a save and at random moments, started again after each kill, and compared with an
-undisturbed one. TPU_LAUNCH_KILLS says how many kills and failures there are in all: 4, half of them with a bucket that
-fails too, for what only real processes show (the simulated trainers of tests/simulation are killed at every point), or
-100 in `make test-nightly`, on disks and on four hosts too. A failure prints the faults, which are drawn from a fixed
-seed.
+undisturbed one. TPU_LAUNCH_KILLS says how many kills and failures there are in all: a sixth on four hosts, a third on
+two, half with a bucket that fails too. They come at night, because the simulated trainers of tests/simulation are
+killed at every point in `make test`. A failure prints the faults, which are drawn from a fixed seed.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ from tests.container.faulty_trainers import POINTS, POINTS_OF_FIRST, Fault, Run,
 from training.errors import Exit
 from training.telemetry import metrics
 
-KILLS = int(os.environ.get("TPU_LAUNCH_KILLS", "4"))
+pytestmark = pytest.mark.nightly
+
+KILLS = int(os.environ.get("TPU_LAUNCH_KILLS", "100"))
 IN_BUCKET = KILLS - KILLS // 2
-ON_DISK = (  # hosts, kills, seed
-    [pytest.param(2, KILLS // 2, 0, marks=pytest.mark.nightly)]
-    if KILLS < 20
-    else [(2, KILLS // 3, 0), (4, KILLS // 6, 7)]
-)
+ON_DISK = [(2, KILLS // 3, 0), (4, KILLS // 6, 7)]  # hosts, kills, seed
 EPOCH = 8  # steps: 64 records in batches of 8
 # An attempt takes 3 s, most of it compiling, or some minutes on a machine that has other things to do. What hangs,
 # hangs forever.

@@ -142,6 +142,7 @@ def test_sharded_over_two_devices_it_is_the_same_training_in_as_few_programs(
     assert two["eval_loss"] == pytest.approx(undisturbed["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_bf16_trains_too(folder: Path) -> None:
     fine = run(folder, "bf16", train__precision="bf16")
     assert fine["last_loss"] < fine["first_loss"] - 0.5

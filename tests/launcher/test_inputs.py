@@ -14,7 +14,7 @@ from launcher.checks import inputs
 from launcher.checks.doctor import Verdict, examine_buckets
 from launcher.config import Config, load
 from launcher.emulator.http_server import Request, Response
-from launcher.emulator.storage.api import error_response
+from launcher.emulator.storage.api import error_response, refuse_buckets
 from launcher.emulator.storage.bucket import StorageError
 from launcher.errors import BadInput, Exit, LaunchError
 from tests.bucket_server import BucketServer
@@ -60,14 +60,14 @@ LOOKING_AT_IT, LISTING_ITS_OBJECTS = r"/storage/v1/b/[^/]+", r"/storage/v1/b/[^/
 
 
 def test_a_role_without_buckets_get_is_enough(server: BucketServer, tmp_path: Path) -> None:
-    server.fault = refuse(LOOKING_AT_IT)
+    server.fault = refuse_buckets
     said: list[str] = []
     inputs.buckets(config(tmp_path), said.append)
     assert said == []
 
 
 def test_a_missing_bucket_is_named_with_that_role_too(server: BucketServer, tmp_path: Path) -> None:
-    server.fault = refuse(LOOKING_AT_IT)
+    server.fault = refuse_buckets
     with pytest.raises(BadInput, match=r"run\.yaml:7: output: bucket gs://none does not exist"):
         inputs.buckets(config(tmp_path, "none"), print)
 

@@ -22,6 +22,7 @@ def one_host(emulator: Workstation) -> Iterator[str]:
     emulator.launch("--emulated", "down", "-f", name)
 
 
+@pytest.mark.nightly
 def test_up_tries_the_eight_devices_of_a_virtual_v3(emulator: Workstation, one_host: str) -> None:
     shown = emulator.good("--emulated", "up", "--check-devices", "-f", one_host).output
     assert "8 of 8 TPU" in shown

@@ -17,6 +17,7 @@ from training import storage
 pytestmark = pytest.mark.alone
 
 
+@pytest.mark.nightly
 def test_hugging_face_trainer_trains_over_two_hosts(emulator: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(ROOT / "examples" / "hugging_face", emulator.folder / "program")
     file, model = emulator.folder / "program" / "run.yaml", f"gs://{BUCKET}/intents"

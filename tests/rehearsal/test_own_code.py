@@ -13,6 +13,7 @@ from tests.rehearsal.workstation import ROOT, Workstation
 pytestmark = pytest.mark.alone
 
 
+@pytest.mark.nightly
 def test_own_code_trains_over_two_hosts(emulator: Workstation) -> None:
     shutil.copytree(ROOT / "examples" / "own_code", emulator.folder / "own")
     ended = emulator.train_on_slice("own/run.yaml")

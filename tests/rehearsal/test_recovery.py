@@ -23,7 +23,8 @@ STEPS = 96
 
 @pytest.fixture(scope="module")
 def trainable(emulator: Workstation) -> Workstation:
-    """A READY slice of two hosts, and data in the bucket."""
+    """A READY slice of two hosts, and data in the bucket, by a role that has just what is needed."""
+    emulator.good("emulator", "inject", "object-user")
     shutil.copy(ROOT / "examples" / "rehearsal.yaml", emulator.folder / FILE)
     emulator.good("--emulated", "up", "-f", FILE)
     corpus = ["--corpus", "builtin:pydoc"]

@@ -287,6 +287,7 @@ def test_a_failure_is_tried_again_within_its_budget_and_the_slice_of_a_bad_host_
     assert "failure 1 of 1" in shown
 
 
+@pytest.mark.nightly
 def test_a_preempted_slice_is_created_again_and_the_run_goes_on(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
     script = 'echo "attempt $TPU_LAUNCH_ATTEMPT"; [ "$TPU_LAUNCH_ATTEMPT" = 1 ] && exit 0; exec sleep 600'
@@ -313,6 +314,7 @@ def test_a_preempted_slice_without_a_budget_ends_the_run_with_its_own_code(two_h
     work.good("--emulated", "up", "-f", file)  # deletes what was preempted and creates it again
 
 
+@pytest.mark.nightly
 def test_gcloud_alone_is_enough_as_transport(two_hosts: TwoHosts) -> None:
     work, file = two_hosts
     ended = work.launch(

@@ -188,7 +188,11 @@ TRAIN = ["config.yaml", "--set", "data.evaluation=null"]
     [
         pytest.param(["idle"], "program 1", marks=pytest.mark.nightly),
         pytest.param(["next"], "under way", marks=pytest.mark.nightly),
-        (["train", *TRAIN, "--set", "train.steps=1000000", "--set", "checkpoint.every_steps=1000000"], "step       3/"),
+        pytest.param(
+            ["train", *TRAIN, "--set", "train.steps=1000000", "--set", "checkpoint.every_steps=1000000"],
+            "step       3/",
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["idle", "next", "train"],
 )

@@ -125,6 +125,7 @@ def test_stopped_and_resumed_it_ends_with_the_same_bits(folder: Path) -> None:
         assert resumed[key] == straight[key], key
 
 
+@pytest.mark.nightly
 def test_without_a_precision_in_the_file_a_tpu_has_bf16(folder: Path) -> None:
     config = small_runs.document(folder, train__steps=2, evaluation__at_end=False, export__at_end=False)
     (host,) = small_runs.start(folder, "default", config)
@@ -213,6 +214,7 @@ def test_killed_at_points_of_a_save_it_ends_with_the_same_bits(folder: Path) -> 
     finish_and_compare(run, folder)
 
 
+@pytest.mark.nightly
 def test_a_run_knows_the_programs_that_preflight_compiled(folder: Path) -> None:
     """Preflight traces on a CPU and compiles with the real libtpu; the run traces on the (virtual) TPU. They must be
     the same programs, and one that is kept back is told."""

@@ -322,6 +322,21 @@ def etag(stored: StoredObject) -> str:
     return base64.b64encode(f"{stored.generation}/{stored.metageneration}".encode()).decode()
 
 
+def refuse_buckets(request: Request) -> Response | None:
+    """What the role Storage Object User answers a question about a bucket itself; None where it is about objects.
+
+    Source: https://cloud.google.com/storage/docs/access-control/iam-roles (no storage.buckets.get).
+    """
+    match request.segments:
+        case ["storage", _, "b", bucket] | ["storage", _, "b", bucket, "iam", *_]:
+            lacking = f"storage.buckets.get access to the Google Cloud Storage bucket {bucket}"
+        case ["storage", _, "b"]:
+            lacking = "storage.buckets.list access to the Google Cloud project"
+        case _:
+            return None
+    return error_response(StorageError(403, "forbidden", f"me@example.com does not have {lacking}."))
+
+
 def error_response(error: StorageError, *, plain: bool = False) -> Response:
     """In Google's shape: JSON, or text where bytes were asked for."""
     if error.status == 304:

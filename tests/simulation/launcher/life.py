@@ -94,6 +94,7 @@ class Life:
         self.config = make_config(self.story.setting)
         stall = self.story.setting.stall_minutes
         self.world.stall_seconds = stall * 60.0 if stall is not None else None
+        self.world.host_lost_seconds = self.story.setting.host_lost_seconds
         self.chance = random.Random(f"people {seed}")
         observe_every(self.chance.choice((1.0, 2.0, 3.0, 4.0)))
         self.full_disk = full_disk.draw(seed)

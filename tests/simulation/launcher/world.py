@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from tests.simulation.scheduler import Process, Scheduler, Task
 
 _CONNECT_SECONDS = 5.0  # as the launcher's transport has it
 _BROKEN_SECONDS = 10.0  # until a connection whose packets are lost is given up
+_REFUSALS = 3  # in a row, at least, before a host counts as lost
+_BETWEEN_LOOKS = 5.0  # seconds, at most, in any life
 
 
 @dataclass(eq=False)
@@ -93,6 +96,8 @@ class World:
         self.hosts_of_runs = 0
         self.slice_name = ""
         self.stall_seconds: float | None = None  # as the file says
+        self.host_lost_seconds = math.inf  # as the file says
+        self._refusals: dict[tuple[str, Host], list[float]] = {}  # since a place last heard of a host
         self._weather: dict[str, list[tuple[float, float, Fault]]] = {}
         self.down_allowed: set[str] = set()  # persons who gave `down` or an expired slice's `gc`
         for fault in faults:
@@ -146,6 +151,19 @@ class World:
                     self.record.permanent.add(kind)
                 return fault
         return None
+
+    def refused(self, place: Place, host: Host) -> None:
+        """The network let a command of a place fail on a host that is well."""
+        self._refusals.setdefault((place.name, host), []).append(self.scheduler.now)
+
+    def answered(self, place: Place, host: Host) -> None:
+        """A place has heard of a host."""
+        self._refusals.pop((place.name, host), None)
+
+    def _is_lost(self, place: Place, host: Host) -> bool:
+        """Whether one answer of the host after the other has failed, for as long as the file lets it be silent."""
+        refusals = self._refusals.get((place.name, host), [])
+        return len(refusals) >= _REFUSALS and self.scheduler.now - refusals[0] > self.host_lost_seconds - _BETWEEN_LOOKS
 
     def is_offline(self, place: Place) -> bool:
         """Whether a workstation has no network."""
@@ -340,6 +358,8 @@ class World:
         job = container.job
         if job is None or not job.healthy or job.began is None or not job.confirmed:
             return
+        if any(self._is_lost(actor.place, item.host) for item in job.containers.values()):
+            return
         stopped = any(stop.run == container.run for stop in self.record.stops)
         if not stopped and job.plan.kind != "stall":
             self.break_promise(
@@ -454,6 +474,7 @@ class Link:
         scheduler.sleep(world.chance.uniform(0.01, 0.06))
         self._require_packets(deadline)
         if world.weather("dead ssh") is not None:
+            world.refused(self.actor.place, host)
             raise self._break("Connection reset by peer")
         script = scripts.unquote(command)
         name, parameters, arguments = scripts.parse(script)
@@ -463,7 +484,9 @@ class Link:
             code, output = self._run_in_task(script, stdin, deadline)
         self._require_packets(deadline)
         if world.weather("ssh loses answers") is not None:
+            world.refused(self.actor.place, host)
             raise self._break("the connection closed before the command ended")
+        world.answered(self.actor.place, host)
         return code, output, ""
 
     def _require_packets(self, deadline: float) -> None:
@@ -522,6 +545,7 @@ class Terminal:
             scheduler.sleep(_CONNECT_SECONDS)
             raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
         if world.weather("dead ssh") is not None:
+            world.refused(self.actor.place, host)
             raise ConnectionFailed("can't be reached: [Errno 111] Connection refused")
         if host.alias != address.alias:
             raise ConnectionFailed("the host key has changed: somebody else answers there")
