@@ -95,7 +95,7 @@ def run_id_of(running: Running) -> str:
 
 def test_a_command_runs_on_every_host_and_hosts_reach_each_other(work: Workstation) -> None:
     script = (
-        "import os, socket, time\n"
+        "import os, socket, sys, time\n"
         "me, names = int(os.environ['TPU_WORKER_ID']), os.environ['TPU_WORKER_HOSTNAMES'].split(',')\n"
         "server = socket.create_server(('', 8490)); server.settimeout(30)\n"
         "for _ in range(100):\n  try:\n    link = socket.create_connection((names[1 - me], 8490), "
@@ -103,8 +103,11 @@ def test_a_command_runs_on_every_host_and_hosts_reach_each_other(work: Workstati
         "peer, _ = server.accept(); link.sendall(b'hello from %d' % me); print(peer.recv(12).decode())\n"
         "print(os.environ['TPU_ACCELERATOR_TYPE'], os.environ['TPU_LAUNCH_ATTEMPT'], "
         "os.listdir('/etc/tpu-launch'), os.getuid())\n"
+        "print(sys.argv[1:])"
     )
-    ended = work.good(*run("python3", "-c", script))
+    numbers = ["1e-4", "0o17", "1_000", "+.5", "0x1p3", "12:30"]  # of which YAML 1.1 and 1.2 think differently
+    ended = work.good(*run("python3", "-c", script, *numbers))
+    assert f"\n[1] {numbers}\n" in ended.output
     assert "[0] hello from 1" in ended.output
     assert "[1] hello from 0" in ended.output
     assert re.search(r"^\[1\] v4-16 0 \[.*'config.yaml'.*\] 0$", ended.output, re.MULTILINE)
