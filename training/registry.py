@@ -77,6 +77,7 @@ class BackendEntry:
     tracer: str  # a class with the protocol training.preflight.programs.ProgramTracer
     step_watcher: str  # a class with the protocol training.lint.steps.StepWatcher
     devices: str  # a class with the protocol training.device_check.measure.Devices
+    profiler: str  # a class with the protocol training.profiling.profiler.Tracer
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
     unused: tuple[str, ...] = ()  # what the framework imports if it is installed, and the trainer does not use
 
@@ -143,6 +144,7 @@ BACKENDS: dict[str, BackendEntry] = {
         tracer="training.backends.torch_xla.tracer:TorchTracer",
         step_watcher="training.backends.torch_xla.lint:TorchStepWatcher",
         devices="training.device_check.torch:TorchDevices",
+        profiler="training.profiling.torch:TorchProfiler",
     ),
     "tensorflow": BackendEntry(
         backend="training.backends.tensorflow.backend:TensorFlow",
@@ -154,6 +156,7 @@ BACKENDS: dict[str, BackendEntry] = {
         tracer="training.backends.tensorflow.lowered:TensorFlowTracer",
         step_watcher="training.lint.counting:CountingWatcher",
         devices="training.device_check.tf:TensorFlowDevices",
+        profiler="training.profiling.tf:TensorFlowProfiler",
         unused=("jax", "pandas", "scipy"),
         defaults={
             "TF_CPP_MIN_LOG_LEVEL": "2",

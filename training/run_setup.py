@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from training import storage as default_storage
@@ -27,6 +28,7 @@ from training.machine.deferred_imports import hidden
 from training.models.export import export_checkpoint
 from training.models.hub import RunPush, run_push
 from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config
+from training.profiling.profiler import folder_of
 from training.registry import BACKENDS, TASKS, load
 from training.storage import Storage, join
 from training.tasks.task import Task, task_class
@@ -280,5 +282,6 @@ class Dependencies:
     storage: Storage = default_storage  # where the run's folder is
     trackers: tuple[str, ...] = ("jsonl", "tensorboard")  # where its numbers go
     push: RunPush = run_push  # uploads a checkpoint to the Hub
+    profiles: Callable[[int], Path | None] = folder_of  # where a worker's trainer is asked for them, if at all
     open_task: Callable[[TrainerConfig, Cluster], Task] = open_task
     open_backend: Callable[[TrainerConfig, Cluster, Rendezvous, Task, str], Backend] = open_backend

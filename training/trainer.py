@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from training import storage
@@ -29,7 +30,9 @@ from training.evaluate import evaluate_all
 from training.models.flops import WorkCounter
 from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
+from training.profiling.profiler import Profiler, Tracer
 from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
+from training.registry import BACKENDS, load
 from training.run_end import build_summary, compare_weights, export_model, export_seconds, write_summary
 from training.run_setup import Dependencies, Run, checkpoint_identity, open_checkpoints, open_run
 from training.telemetry.attempt_end import AttemptContext, record_attempt_end
@@ -140,6 +143,20 @@ def open_metrics(run: Run, step: int) -> MetricsWriter:
     return MetricsWriter(open_log, warn, dependencies.machine)
 
 
+def open_profiler(run: Run, finished: Callable[[], int]) -> Profiler:
+    """Takes the profiles of this host's steps. `finished`: the number of steps whose results were read."""
+
+    def open_tracer() -> Tracer:
+        tracer: Tracer = load(BACKENDS[run.config.backend].profiler)()
+        return tracer
+
+    dependencies, worker = run.dependencies, run.cluster.worker
+    return Profiler(
+        dependencies.profiles(worker), storage.join(run.folder, "profiles"), worker, open_tracer, finished, warn,
+        dependencies.storage, dependencies.machine,
+    )  # fmt: skip
+
+
 class Trainer:
     """The loop of one attempt, and what it works on."""
 
@@ -187,11 +204,16 @@ class Trainer:
         was_interrupted = evaluate.due(progress.step) and self.evaluations.step != progress.step
         if 0 < progress.step < steps and was_interrupted and not progress.signals.stop:
             self.evaluate()  # an earlier attempt was stopped in it
-        with contextlib.closing(self.backend.batches(run.task, progress.step)) as batches:
+        with (
+            open_profiler(run, lambda: progress.finished) as self.profiler,
+            contextlib.closing(self.backend.batches(run.task, progress.step)) as batches,
+        ):
             while progress.step < steps and not progress.signals.stop:
-                with run.timer.phase("data_wait"):
-                    batch = next(batches)
-                self.train_on(batch)
+                with self.profiler.step(progress.step):
+                    with run.timer.phase("data_wait"), self.profiler.scope("data wait"):
+                        batch = next(batches)
+                    self.train_on(batch)
+                self.profiler.check()
                 is_due = save.due(progress.step) or progress.signals.save
                 if is_due and not best:
                     self.save()
@@ -215,10 +237,12 @@ class Trainer:
         # A host without others need not wait until all have read the result of this step.
         is_last = signals.stop and run.cluster.hosts == 1
         with self.compilations.timed("step"):
-            self._in_flight.append((self.backend.step(progress.step, batch.arrays, signals), batch))
+            with self.profiler.scope("dispatch"):
+                self._in_flight.append((self.backend.step(progress.step, batch.arrays, signals), batch))
             progress.start_step()
             self.work.add(batch.arrays)
-            finished = self._read_results(leave=0 if is_last else self.backend.in_flight)
+            with self.profiler.scope("result"):
+                finished = self._read_results(leave=0 if is_last else self.backend.in_flight)
         self._take_results(finished)
         self.checkpoints.check()
         run.rendezvous.check()

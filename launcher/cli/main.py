@@ -34,6 +34,7 @@ COMMANDS = {
     "logs": LazyCommand("launcher.cli.run:logs", "Print the lines of all hosts, each once."),
     "manifest": LazyCommand("launcher.cli.plan:manifest", "Print the run as Kubernetes objects for GKE."),
     "notebook": LazyCommand("launcher.cli.live.notebook:notebook", "Start Jupyter in the live container of a host."),
+    "profile": LazyCommand("launcher.cli.live.profile:profile", "Profile the next steps of a run that trains."),
     "plan": LazyCommand("launcher.cli.plan:plan", "Print every command that up, run and down would use."),
     "preflight": LazyCommand(
         "launcher.cli.preflight:preflight", "Compile the step with the TPU compiler: does it fit, what does it cost?"

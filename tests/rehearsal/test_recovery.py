@@ -7,6 +7,7 @@ Starts one slice of two hosts and trains three times; about 3 minutes.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from typing import Any
@@ -139,8 +140,8 @@ def step_after(running: Running, pattern: str, seconds: float = 240) -> None:
 def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refuses_and_ends_with_the_same_bits(
     trainable: Workstation, undisturbed: dict[str, Any]
 ) -> None:
-    """One run, five attempts: a host dies and comes back within a minute; `stop` saves and `run` resumes; a host is cut
-    off; the bucket refuses."""
+    """One run, five attempts: a host dies and comes back within a minute; `stop` saves and `run` resumes; a profile is
+    taken; a host is cut off; the bucket refuses."""
     work = trainable
     retries = ["--set", "run.preemption_retries=2", "--set", "run.failure_retries=1"]
     running = work.begin("--emulated", "run", "--new", "-f", FILE, "--json", *settings(), *retries)
@@ -165,6 +166,13 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
 
     running = work.begin("--emulated", "run", "-f", FILE, "--json", *settings(), *retries)
     step_after(running, r"attempt 2 on 2 hosts")
+    profiled = work.good("--emulated", "profile", "-f", FILE, "--steps", "3", "--host", "all")
+    place = rf"gs://rehearsal/runs/{run_id}/profiles/(\S+)/plugins/profile/\2/host-(\d)\.xplane\.pb"
+    found = re.findall(rf"^\[(\d)\] steps \d+ to \d+: {place}$", profiled.output, re.MULTILINE)
+    assert sorted((host, number) for host, _, number in found) == [("0", "0"), ("1", "1")], profiled.output
+    assert f"look at it: `tensorboard --logdir FOLDER`, FOLDER being the path above up to profiles/{found[0][1]}" in (
+        profiled.output
+    )
     work.good("emulator", "inject", "cut-host", "rehearsal", "1", "--for", "12")
     step_after(running, r"attempt 3 on 2 hosts")
     work.good("emulator", "inject", "errors", "--service", "storage", "--status", "403")

@@ -122,6 +122,7 @@ class Runs:
             storage=self.storage,
             trackers=("jsonl",),
             open_backend=lambda config, *others: NumpyBackend(config, fault, evaluation_loss),
+            profiles=lambda _: None,
         )
         stop = shutdown or ShutdownRequest()
         return train(

@@ -12,6 +12,7 @@
     tpu-train exec SCRIPT ...               start a PyTorch program of the user's own (training/cli/script.py)
     tpu-train check CONFIG                  what in a step will be slow on a TPU (training/cli/lint.py)
     tpu-train check-devices                 try the devices of all hosts        (training/cli/train.py)
+    tpu-train profile                       profile some steps of the trainer beside it   (training/cli/train.py)
     tpu-train report RUN                    write report.html of a run  (training/cli/run_folder.py)
     tpu-train checkpoint list|show|verify   look at a run's checkpoints
     tpu-train checkpoint restore RUN NEW    begin another run with one
@@ -46,6 +47,7 @@ _COMMANDS = {
     "preflight": LazyCommand(
         "training.cli.preflight:preflight", "Compile the step for a TPU that is not there: does it fit?"
     ),
+    "profile": LazyCommand("training.cli.train:profile", "Profile some steps of the trainer beside it."),
     "push": LazyCommand("training.cli.models:push", "Push a run's model to the Hugging Face Hub."),
     "report": LazyCommand("training.cli.run_folder:report", "Write report.html of a run."),
     "shards": LazyCommand("training.cli.data:shards", "Make a dataset of TFRecord shards."),

@@ -1,9 +1,11 @@
-"""`tpu-train train`, `evaluate` and `check-devices`: the commands that all hosts of a slice run."""
+"""`tpu-train train`, `evaluate` and `check-devices`: the commands that all hosts of a slice run; and `profile`, beside
+them."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from typing import TYPE_CHECKING
 
 import click
@@ -137,3 +139,23 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
             raise TrainError("; ".join(fatal))
 
     run_and_exit(rendezvous, run)
+
+
+@click.command()
+@click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many.")
+@click.option("--name", help="Of the profile; the same on all hosts.  [default: the time]")
+@click.option(
+    "--seconds", type=click.FloatRange(1.0), default=600.0, show_default=True, help="How long to wait for the steps."
+)
+@click.option("--worker", type=click.IntRange(0), help="Of several trainers on this machine.  [default: this host's]")
+def profile(steps: int, name: str | None, seconds: float, worker: int | None) -> None:
+    """Profile the next steps of the trainer that is at work on this host, and print where the profile is.
+
+    To be run beside the trainer, in its container: `tpu-launch profile` does it. The training goes on.
+    """
+    from training.distributed.cluster import discover
+    from training.profiling.profiler import folder_of, request
+
+    worker = discover().worker if worker is None else worker
+    answer = request(folder_of(worker), name or time.strftime("%Y_%m_%d_%H_%M_%S"), steps, seconds)
+    click.echo(f"steps {answer.first} to {answer.last}: {answer.file}")

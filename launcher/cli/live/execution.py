@@ -26,9 +26,12 @@ class _Host(click.ParamType[int | None]):
         return int(value)
 
 
+HOST = _Host()
+
+
 @click.command("exec", context_settings={"ignore_unknown_options": True})
 @run_option
-@click.option("--host", type=_Host(), default="all", show_default=True, help="This host, by worker index.")
+@click.option("--host", type=HOST, default="all", show_default=True, help="This host, by worker index.")
 @click.option(
     "--timeout",
     "seconds",

@@ -137,6 +137,7 @@ class Host:
             open_backend=lambda *_: SimulatedBackend(self),  # type: ignore[arg-type, return-value]
             trackers=("jsonl",),
             push=world.hub.push_of(self),
+            profiles=lambda _: None,
         )
         run_and_exit(rendezvous, lambda: _train(config, cluster, rendezvous, shutdown, timer, dependencies), machine)
 

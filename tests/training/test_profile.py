@@ -1,0 +1,195 @@
+"""Profiles that are asked for while a trainer works: which steps, where the result is, and that nothing of it can end a
+training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training.errors import BadInput, TrainError
+from training.profiling.profiler import Answer, Profiler, request
+from training.storage import StorageError
+
+
+class Tracer:
+    """Writes the names of its scopes where a framework writes its events."""
+
+    def __init__(self) -> None:
+        self.scopes: list[Any] = []
+        self.folder = ""
+
+    def start(self, folder: str) -> None:
+        self.folder = folder
+
+    def stop(self) -> None:
+        place = Path(self.folder) / "plugins" / "profile" / "now"
+        place.mkdir(parents=True)
+        (place / "machine.xplane.pb").write_text(json.dumps(self.scopes))
+
+    def scope(self, name: str, **facts: int) -> contextlib.AbstractContextManager[Any]:
+        self.scopes.append(facts["step_num"] if name == "train" else name)
+        return contextlib.nullcontext()
+
+
+class Training:
+    """A loop of steps whose results are read `in_flight` steps later."""
+
+    def __init__(self, folder: Path, tracer: Callable[[], Any] = Tracer, in_flight: int = 2, **options: Any) -> None:
+        self.requests, self.warnings = folder / "requests", list[str]()
+        self.started = self.read = 0
+        self.in_flight, self.tracer = in_flight, tracer
+        self.profiler = Profiler(
+            self.requests, str(folder / "profiles"), 3, tracer, lambda: self.read, self.warnings.append, **options
+        )
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            with self.profiler.step(self.started):
+                with self.profiler.scope("data wait"):
+                    pass
+                self.started += 1
+                self.read = max(0, self.started - self.in_flight)
+            self.profiler.check()
+
+
+@contextlib.contextmanager
+def asking(folder: Path, name: str, steps: int, seconds: float = 20.0) -> Iterator[list[Any]]:
+    """Asks meanwhile; the list has the answer, or the error, afterwards."""
+    ended: list[Any] = []
+
+    def ask() -> None:
+        try:
+            ended.append(request(folder, name, steps, seconds))
+        except TrainError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    while thread.is_alive() and not (folder / "request.json").exists():
+        thread.join(0.01)
+    yield ended
+    thread.join(30)
+
+
+def test_the_next_steps_are_profiled_until_their_results_are_read(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    with training.profiler:
+        training.train(4)
+        with asking(training.requests, "one", 3) as ended:
+            training.train(20)
+    file = tmp_path / "profiles" / "one" / "plugins" / "profile" / "one" / "host-3.xplane.pb"
+    assert ended == [Answer(5, 7, str(file))]
+    scopes = json.loads(file.read_text())
+    assert scopes == [5, "data wait", 6, "data wait", 7, "data wait", 8, "data wait", 9, "data wait"]
+    assert training.warnings == []
+    assert sorted(path.name for path in training.requests.iterdir()) == ["one.json"]
+
+
+def test_a_training_that_ends_gives_what_was_recorded(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    with training.profiler, asking(training.requests, "short", 100) as ended:
+        training.train(6)
+        training.profiler.__exit__()
+    assert [(answer.first, answer.last) for answer in ended] == [(1, 4)]
+
+
+def test_nobody_waits_for_a_trainer_that_is_not_there(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    with training.profiler:
+        pass
+    for folder in (training.requests, tmp_path / "none"):
+        with pytest.raises(BadInput, match="no trainer is at work on this host"):
+            request(folder, "late", 1, 5)
+
+
+def test_a_trainer_that_takes_no_step_is_told_and_the_request_withdrawn(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    with training.profiler:
+        with pytest.raises(TrainError, match="1 steps were asked for, and after 0 s the trainer has begun no step"):
+            request(training.requests, "patience", 1, 0.01)
+        training.train(5)
+    assert not (tmp_path / "profiles").exists()
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "request", "trainer", ".hidden", "x" * 65])
+def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
+    training = Training(tmp_path)
+    with training.profiler, pytest.raises(BadInput, match="is no name for a profile"):
+        request(training.requests, name, 1, 1)
+
+
+def test_one_asks_at_a_time_and_a_name_is_used_once(tmp_path: Path) -> None:
+    training = Training(tmp_path)
+    with training.profiler:
+        with asking(training.requests, "first", 1) as ended:
+            with pytest.raises(BadInput, match="somebody else is asking"):
+                request(training.requests, "second", 1, 1)
+            training.train(8)
+        assert ended[0].first == 1
+        with pytest.raises(BadInput, match="there is a profile first already"):
+            request(training.requests, "first", 1, 1)
+
+
+class Refusing(Tracer):
+    def start(self, folder: str) -> None:
+        raise RuntimeError("only one profile at a time")
+
+
+class Failing(Tracer):
+    def stop(self) -> None:
+        raise RuntimeError("the trace is lost")
+
+
+class Full:
+    """Storage that takes nothing."""
+
+    def write(self, *_: Any) -> None:
+        raise StorageError("no space")
+
+
+@pytest.mark.parametrize(
+    ("tracer", "options", "problem"),
+    [
+        (Refusing, {}, "the profiler does not start: only one profile at a time"),
+        (Failing, {}, "the profiler has failed: the trace is lost"),
+        (Tracer, {"storage": Full()}, "the profile can't be written to .*host-3.xplane.pb: no space"),
+    ],
+    ids=["start", "stop", "storage"],
+)
+def test_what_fails_is_an_answer_and_the_training_goes_on(
+    tmp_path: Path, tracer: Any, options: dict[str, Any], problem: str
+) -> None:
+    training = Training(tmp_path, tracer, **options)
+    with training.profiler:
+        with asking(training.requests, "bad", 2) as ended:
+            training.train(30)
+        assert training.started == 30
+        (error,) = ended
+        assert isinstance(error, TrainError)
+        assert re.search(problem, str(error))
+    assert len(training.warnings) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"name": "../../x", "steps": 1}', '{"name": "x"}', "\x00"])
+def test_a_request_that_can_not_be_read_is_a_warning(tmp_path: Path, text: str) -> None:
+    training = Training(tmp_path)
+    with training.profiler:
+        (training.requests / "request.json").write_text(text)
+        training.train(3)
+    assert len(training.warnings) == 1
+    assert "a request for a profile can't be read" in training.warnings[0]
+
+
+def test_a_place_that_can_not_be_made_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "requests").write_text("a file")
+    training = Training(tmp_path)
+    with training.profiler:
+        training.train(3)
+    assert "this run can't be profiled" in training.warnings[0]

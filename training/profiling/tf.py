@@ -1,0 +1,22 @@
+"""TensorFlow's profiler, as `training.profiling.profiler` uses it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import tensorflow as tf
+
+
+class TensorFlowProfiler:
+    """See `training.profiling.profiler.Tracer`."""
+
+    def start(self, folder: str) -> None:
+        tf.profiler.experimental.start(folder)
+
+    def stop(self) -> None:
+        tf.profiler.experimental.stop()
+
+    def scope(self, name: str, **facts: int) -> contextlib.AbstractContextManager[Any]:
+        scope: contextlib.AbstractContextManager[Any] = tf.profiler.experimental.Trace(name, **facts)
+        return scope
