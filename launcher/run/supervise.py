@@ -99,9 +99,12 @@ def supervise(
     """
     supervision = _Supervision(provider, ledger, attempt, limits, output, machine)
     verdict, reachable = supervision.watch()
+    missed = set(attempt.workers) - set(reachable)
     if verdict.kind not in (Kind.FINISHED, Kind.SAVED):
-        _end_on_hosts(provider, ledger, attempt, verdict, reachable, output.say)
+        missed |= _end_on_hosts(provider, ledger, attempt, verdict, reachable, output.say)
     supervision.fetch_rest(reachable)
+    if missed:  # known before the end is: who reads of it may be about to say that nothing runs
+        ledger.append(events.LeftBehind(attempt.number, attempt.container, tuple(sorted(missed))))
     ledger.append(
         events.Ended(
             attempt.number,
@@ -114,8 +117,7 @@ def supervise(
     if verdict.kind in _WORTH_A_POST_MORTEM:
         _keep_post_mortem(provider, ledger, attempt, reachable, output.say)
     reports = stop_hosts(provider, attempt.container, reachable, grace=1, remove=True)
-    cleared = {report.worker for report in reports if report.ok}
-    if left := tuple(worker for worker in attempt.workers if worker not in cleared):
+    if left := tuple(report.worker for report in reports if not report.ok and report.worker not in missed):
         ledger.append(events.LeftBehind(attempt.number, attempt.container, left))
     return verdict
 
@@ -173,8 +175,8 @@ def stop_hosts(
 
 def _end_on_hosts(
     provider: Provider, ledger: Ledger, attempt: AttemptRef, verdict: Verdict, reachable: Sequence[int], say: Say
-) -> None:
-    """Stops an attempt that has failed on all hosts that answer.
+) -> set[int]:
+    """Stops an attempt that has failed on all hosts that answer. Returns those that did not do it.
 
     A host that does not answer is not waited for: what it still runs is ended before the next start.
     """
@@ -184,8 +186,10 @@ def _end_on_hosts(
             for worker, text in provider.stacks(attempt.container).items():
                 ledger.write_stack(attempt.number, worker, text)
         say(f"the stacks of all hosts' processes are in {ledger.stacks_folder(attempt.number)}")
-    for report in stop_hosts(provider, attempt.container, reachable, grace=_FAILURE_GRACE, remove=False):
+    reports = stop_hosts(provider, attempt.container, reachable, grace=_FAILURE_GRACE, remove=False)
+    for report in reports:
         ledger.note(events.HostStopped(attempt.number, report.worker, report.ok, report.detail), say)
+    return {report.worker for report in reports if not report.ok}
 
 
 class _Supervision:

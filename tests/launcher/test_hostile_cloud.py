@@ -16,7 +16,7 @@ from launcher.gcloud.errors import PermissionDenied, Preempted, QuotaExceeded, S
 from launcher.run import events, launch
 from launcher.run.attempts.session import RunStopped
 from launcher.run.verdict import Kind
-from tests.launcher.test_runs import Workstation, start_and_lose_sight, work
+from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
 
 __all__ = ["work"]
 
@@ -548,3 +548,25 @@ def test_an_attempt_has_ended_although_its_hosts_can_not_be_told(work: Workstati
     outcome = work.run(work.config("run.failure_retries=1"))
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
     assert recorded(work, events.LeftBehind) == 1
+
+
+def test_who_looks_between_an_end_and_the_clearing_up_learns_which_hosts_may_go_on(
+    work: Workstation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A `stop` that came then said that nothing runs, and asked no host."""
+
+    def be_silent() -> None:
+        work.hosts.silent = {1}
+
+    left: list[tuple[int, ...]] = []
+
+    def look(*_: object) -> dict[str, str]:
+        left.extend(event.hosts for event in work.ledger.left_behind())
+        return {}
+
+    work.hosts.hooks["observe"] = [lambda: None, lambda: None, be_silent]
+    work.hosts.exits[0] = None
+    monkeypatch.setattr(FakeProvider, "evidence", look)
+    ended = work.run(work.config("run.preemption_retries=0", "run.host_lost_seconds=2"))
+    assert ended.verdict.kind is Kind.HOST_LOST
+    assert left == [(1,)]
