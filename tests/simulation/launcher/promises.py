@@ -350,10 +350,13 @@ def verdict_names_the_first_cause(life: Life, job: Job, event: Ended) -> None:
         # Of a failure and a stop that was asked for before anybody had seen it, the exit code is the stop's (14, as
         # documented: what SIGTERM does to a program is no failure), and the cause is the host that failed.
         asked = any(stop.run == job.run for stop in life.world.record.stops)
-        stopped = ("stopped",) if asked and expected == "failed" else ()
+        # Nor is an engine believed that says of the only host, which rebooted, that its program had finished.
+        rebooted = any(container.boot != container.host.boot for container in job.containers.values())
+        unclear = expected == "failed" or (expected == "finished" and rebooted)
+        stopped = ("stopped",) if asked and unclear else ()
         wrong = expected is not None and (
             event.outcome not in (expected, "preempted", "host lost", "vanished", *stopped)
-            or (event.outcome == "stopped" and cause != first.worker)
+            or (event.outcome == "stopped" and expected == "failed" and cause != first.worker)
             or (expected == "failed" and event.outcome == "failed" and cause != first.worker)
         )
     hosts = {truth.worker for truth in truths if truth.kind == "host"}
