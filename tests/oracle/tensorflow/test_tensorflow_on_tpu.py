@@ -39,15 +39,16 @@ def test_workers_of_a_slice_meet_and_end_with_a_message(name: str, hosts: int, t
         trainers += small_runs.start(folder, "slice", config, hosts, only=worker, ports=ports, **variables)
     codes = [trainer.finish(150) for trainer in trainers]
     texts = [trainer.text() for trainer in trainers]
-    assert all(code > 0 for code in codes), texts
+    told = "\n".join(texts)
+    assert all(code > 0 for code in codes), told
     if name.startswith("v3"):
         message = (
             r"the TPU of (host \d|a host of this slice) could not be initialised: .*No .* device found; check that"
         )
-        assert all(re.search(message, text) for text in texts), texts
+        assert all(re.search(message, text) for text in texts), told
         assert codes[0] == 1
     else:
         assert any(
             re.search(f"could not be initialised: {no_chips.MESSAGES['v4-8']}; check that", text) for text in texts
-        ), texts
-    assert not any("Traceback" in text for text in texts), texts
+        ), told
+    assert not any("Traceback" in text for text in texts), told
