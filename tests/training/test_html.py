@@ -95,13 +95,14 @@ def test_a_finished_run_is_told_with_its_figures_and_its_confusion(tmp_path: Pat
         "1,234.5",
         "9,876",
         "41.2%",
-        "90.0%",
+        "in steps: 60.0% of 10.0 s",
         "4 graphs",
         "3 rows of damaged records",
         "hub: org/bank has step 30: https://hub/org/bank/commit/1",
         "card <lost> taken for card stolen: 3 of 10",
     ):
         assert words in page_text
+    assert "90.0%" not in page_text, "one goodput: over all attempts"
     picture = ElementTree.parse(tmp_path / "confusion.svg").getroot()
     assert "card stolen taken for card <lost>: 1 of 10" in " ".join(picture.itertext())
 

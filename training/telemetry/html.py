@@ -173,8 +173,6 @@ def _speed_figures(lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any
         figures.append(("tokens/s", f"{summary['tokens_per_second']:,.0f}"))
     if summary.get("mfu") is not None:
         figures.append(("MFU", f"{summary['mfu']:.1%}"))
-    if "goodput" in summary:
-        figures.append(("goodput", f"{summary['goodput']:.1%}"))
     return figures
 
 
