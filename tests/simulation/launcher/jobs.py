@@ -74,6 +74,8 @@ class Job:
         """A container of it was started."""
         container.job = self
         self.containers[container.host.worker] = container
+        if not container.host.engine_up:  # it failed while the start was under way
+            self.disturbed = True
         self.scheduler.call_at(self.scheduler.now + PEERS_WAIT, self._check_peers)
         complete = len(self.containers) == self.hosts and self.began is None
         if complete and all(item.running and item.host.reachable for item in self.containers.values()):
