@@ -74,6 +74,7 @@ def hub(folder: Path) -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.nightly
 def test_a_run_starts_from_a_name_on_the_hub(folder: Path, hub: str) -> None:
     environment = {"HF_ENDPOINT": hub, "HF_HOME": str(folder / "cache")}
     first = small_runs.document(folder, train__steps=8, checkpoint__every_steps=None)

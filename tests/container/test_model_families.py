@@ -73,7 +73,8 @@ def test_masked_tokens_are_learnt_and_the_result_is_a_model_of_that_family(folde
     assert evaluated.figures["loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("family", others_at_night(("modernbert", "albert"), ("albert",)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", ["modernbert", "albert"])
 def test_a_classifier_is_trained_on_the_encoder(labelled: Path, family: str) -> None:
     settings = test_classification_runs.document(
         labelled,
@@ -91,6 +92,7 @@ def test_a_classifier_is_trained_on_the_encoder(labelled: Path, family: str) -> 
     assert list(model.config.id2label.values()) == test_classification_runs.LABELS
 
 
+@pytest.mark.nightly
 def test_a_run_of_another_family_is_continued_bit_for_bit(folder: Path) -> None:
     settings = small_runs.document(
         folder, model={"path": write_model(folder, "distilbert")}, train__steps=8, checkpoint__every_steps=4

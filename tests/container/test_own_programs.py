@@ -49,6 +49,7 @@ def test_a_failed_program_fails_with_its_traceback(tmp_path: Path) -> None:
     assert "a process of program.py ended early" in ended.stderr
 
 
+@pytest.mark.nightly
 def test_the_exit_code_of_a_program_is_kept(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import sys\nsys.exit(75)\n")
     assert execute("program.py", cwd=tmp_path).returncode == 75

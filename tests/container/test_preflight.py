@@ -141,6 +141,7 @@ def test_every_device_of_a_slice_of_hosts_gets_all_of_the_state(folder: Path) ->
     assert step["local_output_shapes"] == step["output_shapes"]
 
 
+@pytest.mark.nightly
 def test_products_of_fp32_are_not_rounded_to_bf16(folder: Path) -> None:
     """Otherwise a TPU rounds their factors. Without a precision in the file, a TPU has bf16."""
     step = traced_step(folder, "exact", "v3-8", train__precision="fp32")
@@ -170,6 +171,7 @@ def test_two_preflights_at_once_share_the_compiler(folder: Path) -> None:
     assert lines == ["compiled\n", "compiled\n"]
 
 
+@pytest.mark.nightly
 def test_programs_are_compiled_with_the_flags_that_the_run_has(folder: Path) -> None:
     """torch_xla's own, those of the generation, and the file's. The compiler refuses flags that it does not know, so it
     has read these."""

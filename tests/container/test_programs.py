@@ -117,6 +117,7 @@ def test_only_the_first_two_batches_of_a_shape_are_traced(folder: Path, capfd: p
     assert said[2].startswith("tpu-train: tracing the training step for input_ids [4, 32]")
 
 
+@pytest.mark.nightly
 def test_what_no_input_brings_is_traced_every_step_and_told_once(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -117,6 +117,7 @@ def test_a_run_that_is_finished_only_evaluates_again(undisturbed: dict[str, Any]
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("change", [{"gradient_accumulation": 4}, {"remat": "attention"}, {"remat": "layers"}])
 def test_pieces_and_computing_again_change_no_more_than_rounding(
     undisturbed: dict[str, Any], folder: Path, change: dict[str, Any]
@@ -129,6 +130,7 @@ def test_pieces_and_computing_again_change_no_more_than_rounding(
     assert changed["eval_loss"] == pytest.approx(undisturbed["eval_loss"], rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_sharded_over_two_devices_it_is_the_same_training_in_as_few_programs(
     undisturbed: dict[str, Any], folder: Path
 ) -> None:
@@ -153,6 +155,7 @@ def test_roberta_trains_too(folder: Path) -> None:
     assert run(folder, "roberta", model=sizes, train__steps=4)["steps"] == 4
 
 
+@pytest.mark.nightly
 def test_an_infinite_loss_stops_the_run_and_names_the_records(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TrainError, match=r"loss of step \d+ is (nan|inf).*[Rr]ecords.*\d") as raised:
         run(folder, "nan", train__learning_rate=1e30, train__clip_norm=None, train__warmup_steps=0)

@@ -83,6 +83,7 @@ def test_a_line_break_in_the_plain_environment_is_refused(two_hosts: tuple[Works
     assert "may not contain a line break" in ended.output
 
 
+@pytest.mark.nightly
 def test_an_abandoned_slice_deletes_itself(emulator: Workstation) -> None:
     """That one with a run on it does not is in tests/launcher/test_extras.py, where time can be short on any
     machine."""

@@ -140,7 +140,8 @@ HOST_ROWS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("row", others_at_night(HOST_ROWS, HOST_ROWS[:1]), ids=lambda row: row.name)
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", HOST_ROWS, ids=lambda row: row.name)
 def test_a_fault_of_a_host_in_the_middle_of_a_run(pair: Workstation, row: HostRow) -> None:
     running = begin(pair, WAITS, "--set", "run.host_lost_seconds=4")
     running.wait_for(r"^\[0\] here")

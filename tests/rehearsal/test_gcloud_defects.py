@@ -234,6 +234,7 @@ def test_scp_to_several_hosts_wants_its_key_in_the_agent_so_files_travel_on_stan
     assert "ssh-add" in refused.stderr
 
 
+@pytest.mark.nightly
 def test_a_slice_is_deleted_created_and_found_again(
     state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

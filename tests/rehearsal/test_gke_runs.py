@@ -126,6 +126,7 @@ def test_the_first_host_that_fails_ends_the_run_and_is_named(work: Workstation) 
     assert (ended.json()["cause"]["worker"], ended.json()["cause"]["exit_code"]) == (1, 3)
 
 
+@pytest.mark.nightly
 def test_a_host_that_lost_another_is_a_symptom(work: Workstation) -> None:
     ended = work.launch(*sh('if [ "$TPU_WORKER_ID" = 1 ]; then sleep 1; exit 1; fi; sleep 0.5; exit 76'))
     assert ended.code == 10
@@ -138,6 +139,7 @@ def test_bad_input_of_the_trainer_ends_with_its_code(work: Workstation) -> None:
     assert (ended.code, ended.json()["outcome"]) == (2, "bad input")
 
 
+@pytest.mark.nightly
 def test_a_command_that_the_image_lacks_is_told_in_words(work: Workstation) -> None:
     ended = work.launch(*run("no-such-command"))
     assert ended.code == 10
@@ -222,6 +224,7 @@ def test_a_pod_that_is_evicted_and_saves_has_saved(work: Workstation, cluster: C
     assert "[1] saving" in ended.output
 
 
+@pytest.mark.nightly
 def test_a_pod_that_is_taken_away_is_the_cause_and_its_peers_end_a_symptom(work: Workstation, cluster: Cluster) -> None:
     script = (
         'echo up; if [ "$TPU_WORKER_ID" = 1 ]; then exec sleep 600; fi; while getent hosts '
@@ -236,6 +239,7 @@ def test_a_pod_that_is_taken_away_is_the_cause_and_its_peers_end_a_symptom(work:
     assert "low on resource: memory" in ended.json()["cause"]["what"]
 
 
+@pytest.mark.nightly
 def test_nodes_that_are_taken_away_without_a_save_are_a_preemption(work: Workstation, cluster: Cluster) -> None:
     running = work.begin(
         "run", *GKE, "--set", "run.stop_seconds=1", "--new", "--json", "--", "sh", "-c", "echo up; exec sleep 600"
@@ -349,6 +353,7 @@ def test_without_permission_it_says_who_may_not_do_what(work: Workstation, clust
     assert "role.yaml" in ended.output
 
 
+@pytest.mark.nightly
 def test_who_may_list_pods_but_not_watch_them_is_told_so(work: Workstation, cluster: Cluster) -> None:
     role = cluster.api.role
     cluster.api.role = [

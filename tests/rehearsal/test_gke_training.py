@@ -222,6 +222,7 @@ def test_a_plain_job_goes_on_with_the_same_bits_after_an_eviction(room: Room, un
     same_bits(room, "evicted", undisturbed)
 
 
+@pytest.mark.nightly
 def test_a_watched_run_goes_on_with_the_same_bits_on_new_spot_nodes(room: Room, undisturbed: dict[str, Any]) -> None:
     cluster = room.cluster
     cluster.add_pool("first", "v4-16", spot=True)

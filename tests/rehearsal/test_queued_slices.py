@@ -42,6 +42,7 @@ def wait_until(work: Workstation, wanted: dict[str, Any], seconds: float = 30) -
         time.sleep(0.2)
 
 
+@pytest.mark.nightly
 def test_a_wait_can_be_interrupted_and_gone_on_with_and_down_takes_what_was_granted_afterwards(
     emulator: Workstation,
 ) -> None:

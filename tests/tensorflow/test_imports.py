@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import importlib, sys
 from training.registry import BACKENDS, MASKED_LM
@@ -18,6 +20,7 @@ import pandas, scipy.linalg
 """
 
 
+@pytest.mark.nightly
 def test_optional_packages_of_tensorflow_are_not_imported() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr

@@ -230,6 +230,7 @@ def test_damage_stops_the_run_with_its_place_or_is_replaced_as_by_numpy(tmp_path
     assert tf_batch["replaced"].sum() > 0
 
 
+@pytest.mark.nightly
 def test_whole_blocks_without_a_good_record_are_replaced_as_by_numpy(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset_writer, "MEMBER_RECORDS", 64)

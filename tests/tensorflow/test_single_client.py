@@ -150,6 +150,7 @@ def children(host: subprocess.Popen[str]) -> list[int]:
     return [int(each) for each in Path(f"/proc/{host.pid}/task/{host.pid}/children").read_text().split()]
 
 
+@pytest.mark.nightly
 def test_each_worker_reads_its_hosts_rows_where_no_python_of_ours_is(folder: Path) -> None:
     assert ended(folder, start(folder, "read")) == [0, 0], (folder / "0.log").read_text() + (
         folder / "1.log"

@@ -57,6 +57,7 @@ def figures(folder: Path, run_id: str) -> tuple[list[float], dict[int, float]]:
     return small_runs.losses(folder, run_id), {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
 
 
+@pytest.mark.nightly
 def test_losses_and_evaluations_do_not_depend_on_how_steps_are_divided_into_calls(tmp_path: Path) -> None:
     """A save after 5 and 10 steps, an evaluation after 6, and the end: each cuts a call. As golden losses are, they are
     compared to all but the last bits."""

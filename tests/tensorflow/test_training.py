@@ -81,7 +81,8 @@ def test_dropout_follows_from_the_seed_and_changes_the_losses(
     assert dropped == pytest.approx(whole, rel=0.1)
 
 
-@pytest.mark.parametrize("task", ["mlm", pytest.param("classification", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("task", ["mlm", "classification"])
 def test_over_two_devices_it_is_the_same_training(folder: Path, labelled: Path, task: str) -> None:
     """MirroredStrategy over logical devices, which is TPUStrategy's path through the backend. A process of its own:
     devices are counted once a process."""

@@ -78,6 +78,7 @@ def test_losses_are_those_of_one_cpu_to_the_fifth_digit(task: str, tmp_path: Pat
     assert summary["eval_loss"] == pytest.approx(golden["evaluation"], rel=PRECISION)
 
 
+@pytest.mark.nightly
 def test_a_skipped_step_leaves_the_state_bit_for_bit_on_eight_devices(tmp_path: Path) -> None:
     """In strict mode: the select is part of the step's program."""
     config = poisoned_document(tmp_path, "torch-xla", 1e19, train__on_nonfinite="skip", train__precision="fp32")
@@ -150,6 +151,7 @@ def test_every_device_holds_all_of_the_state(folder: Path) -> None:
     }
 
 
+@pytest.mark.nightly
 def test_steps_by_position_have_the_bits_of_traced_ones_on_eight_devices(folder: Path) -> None:
     command = [sys.executable, "-m", "tests.virtual_tpu.by_position", str(folder)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
