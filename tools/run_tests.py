@@ -66,10 +66,7 @@ FAULTS = tuple(
 SIMULATORS = ("tests/simulation/test_scheduler.py", "tests/simulation/test_sensitivity.py")
 # A lane is a list of stages, one after the other. The lanes of a row run at the same time, because most stages wait
 # half of their time, for processes, hosts and time-outs. The rows follow each other.
-LIVES = (
-    Stage("trainer-lives", (*PYTEST, "-s", "tests/simulation/trainer", *SIMULATORS), 3600, idle=True),
-    Stage("launcher-lives", (*PYTEST, "-s", "tests/simulation/launcher"), 3600, idle=True),
-)
+LIVES = (Stage("trainer-lives", (*PYTEST, "-s", "tests/simulation/trainer", *SIMULATORS), 3600, idle=True),)
 ROWS: tuple[tuple[tuple[Stage, ...], ...], ...] = (
     (
         (
@@ -87,7 +84,11 @@ ROWS: tuple[tuple[tuple[Stage, ...], ...], ...] = (
             Stage("virtual-tpu", (*CONTAINER_TESTS, "virtual-tpu"), 1200),
         ),
     ),
-    ((Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *PATIENT, *SLOWEST), 3000),),),
+    (
+        (Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *PATIENT, *SLOWEST), 3000),),
+        # Trainers on several hosts wait for each other a third of the time.
+        (Stage("launcher-lives", (*PYTEST, "-s", "tests/simulation/launcher"), 3600, idle=True),),
+    ),
     (
         (
             Stage(
