@@ -373,7 +373,8 @@ def verdict_names_the_first_cause(life: Life, job: Job, event: Ended) -> None:
 
 
 def lines_come_once(life: Life) -> None:
-    """Every line of a host is in its file at most once, in order; all of them, of a program that ended undisturbed."""
+    """Every line of a host is in its file at most once, in order; all of them, of a program that ended undisturbed. An
+    attempt whose start was interrupted is ended without a look at what it wrote."""
     for job in life.world.record.jobs.values():
         for worker, container in job.containers.items():
             path = life.ann.home / "runs" / job.run / "logs" / f"attempt-{job.attempt}" / f"host-{worker}.log"
@@ -387,7 +388,7 @@ def lines_come_once(life: Life) -> None:
                 )
             removed = (job.run, job.attempt, worker) in life.world.record.removed_logs
             kind = not life.world.faults and not life.loses_by_its_disk
-            if removed and not job.disturbed and kind and container.status == "exited":
+            if removed and not job.given_up and not job.disturbed and kind and container.status == "exited":
                 missing = Counter(container.log) - Counter(kept)
                 if missing:
                     life.world.break_promise("every line once", f"{job} host {worker}: lost {list(missing)[:3]}")
