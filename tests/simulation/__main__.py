@@ -48,6 +48,7 @@ def play_lives(side: str, seeds: Iterable[int], *, until_broken: bool = False) -
             lives = broken.setdefault(promise, [])
             if not lives or lives[-1][0] != seed:
                 lives.append((seed, seen))
+                print(f"{side}: life {seed}: {promise}: {seen}", file=sys.stderr, flush=True)
         if broken and until_broken:
             break
         if time.monotonic() - shown > _PROGRESS_SECONDS:
