@@ -180,6 +180,9 @@ class RunSection(Section):
     host_lost_seconds: float = Field(default=120, gt=0)
     """Seconds after which a host that does not answer, while others do, counts as lost."""
 
+    unreachable_minutes: float = Field(default=30, gt=0)
+    """Minutes after which the attempt counts as lost when no host answers, while Google's API does."""
+
     start_minutes: float = Field(default=15, gt=0, le=24 * 60)
     """Minutes for pulling the image and starting it, on all hosts."""
 

@@ -30,6 +30,7 @@ _INBOX_SECONDS = 0.25  # how long the main thread waits for news before it judge
 _ASK_SLICE_EVERY = 15.0  # seconds between two questions to the API while a host is out of reach
 _DESCRIBE_AGAIN_SECONDS = 5.0  # before a slice that seems to be gone is described again
 _STOP_AGAIN_SECONDS = 5.0  # before hosts that were missed are stopped again
+_API_GAP = 60.0  # seconds between two answers of the API, between which nothing is known
 _COMPLAIN_EVERY = 30.0  # seconds between two complaints that no host answers
 _WORTH_A_POST_MORTEM = frozenset((Kind.FAILED, Kind.HOST_LOST, Kind.PREEMPTED, Kind.DELETED, Kind.STALLED))
 _FAILURE_GRACE = 3  # seconds between SIGTERM and SIGKILL for hosts that only wait for a dead peer
@@ -81,6 +82,22 @@ class SliceNews:
 
     trouble: str = ""
     """What the API says is wrong with it."""
+
+
+@dataclass
+class ApiAlone:
+    """For how long Google's API has answered, and no host has. A gap between two answers of the API does not count:
+    this machine may have had no network, or have slept."""
+
+    seconds: float = 0.0
+    answered: float | None = None
+    """When the API last did, by the monotonic clock."""
+
+    def api_answers(self, now: float) -> None:
+        """At this time."""
+        before, self.answered = self.answered, now
+        if before is not None and now - before < _API_GAP:
+            self.seconds += now - before
 
 
 class StartInterrupted(BadInput):
@@ -209,6 +226,7 @@ class _Supervision:
         self.views = {worker: HostView(worker, None, seen=begun) for worker in attempt.workers}
         self.slice = SliceNews("READY")
         self.slice_asked = begun - _ASK_SLICE_EVERY
+        self.api_alone = ApiAlone()
         self.complained = begun
         self.last_line = begun  # when a host last wrote a line, or could not be asked whether it did
         self.turned = begun  # when the main task last began a turn of its loop
@@ -238,6 +256,7 @@ class _Supervision:
                     slice_state=self.slice.state,
                     stop_requested=stop_requested,
                     quiet=min(view.seen for view in self.views.values()) - self.last_line,
+                    api_alone=self.api_alone.seconds,
                 )
                 if verdict.kind is Kind.SETTLING:
                     self._hurry()
@@ -276,6 +295,7 @@ class _Supervision:
             if news.trouble and news.trouble != self.slice.trouble:
                 self.output.say(f"the slice: {news.trouble}")
             self.slice = SliceNews(news.state, news.trouble or self.slice.trouble)
+            self.api_alone.api_answers(self.clock.monotonic())
             return
         if self._deliver(news) or news.problem:  # what an unreachable host does is not known
             self.last_line = self.clock.monotonic()
@@ -315,6 +335,7 @@ class _Supervision:
             view = replace(view, answering_since=now)
         if not self.started and news.container.status in ("created", "absent"):
             raise StartInterrupted(describe_interrupted_start(self.attempt.run_id, number))
+        self.api_alone = ApiAlone()
         container, ended_seen, ended_away = news.container, view.ended_seen, view.ended_away
         if (container.ended or container.status == "absent") and ended_seen is None:
             ended_seen, ended_away = now, bool(view.problem)

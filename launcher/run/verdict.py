@@ -131,6 +131,7 @@ class Limits:
     reconnect: float = 12.0  # for the others to answer, after a failure that was found when hosts came back into reach
     blip: float = 2.5  # a host out of reach for less may just have had a hiccup
     lost: float = 120.0  # a host out of reach for so long is lost even if nobody complains
+    unreachable: float = 1800.0  # no host answers for so long, while the API does: they are lost
     stall: float | None = None  # no line of any host for so long, while all answer: the run hangs
 
 
@@ -169,11 +170,13 @@ def judge(
     slice_state: str | None = "READY",
     stop_requested: bool = False,
     quiet: float = 0.0,
+    api_alone: float = 0.0,
 ) -> Verdict:
     """The state of an attempt.
 
     `slice_state` is what the API last said of the slice (None: there is none), `stop_requested` whether its owner asked
-    to stop, `quiet` for how many seconds no host has written a line.
+    to stop, `quiet` for how many seconds no host has written a line, `api_alone` for how many the API has answered and
+    no host has.
     """
     if slice_state in (None, "DELETING"):
         return Verdict(Kind.DELETED, SLICE_DELETED)
@@ -189,6 +192,8 @@ def judge(
     if all(view.ended for view in views):
         saved = any(view.exit_code == TrainerExit.SAVED for view in views)
         return Verdict(Kind.SAVED if saved else Kind.FINISHED)
+    if api_alone > limits.unreachable:
+        return Verdict(Kind.HOST_LOST, _unreachable(views, api_alone))
     return _judge_running(views, now, limits, stop_requested=stop_requested, quiet=quiet)
 
 
@@ -282,6 +287,16 @@ def _lost(view: HostView, now: float) -> Cause:
     return Cause(
         view.worker,
         f"the host has not answered for {now - view.seen:.0f} s ({view.problem or 'no answer yet to the last look'})",
+    )
+
+
+def _unreachable(views: Sequence[HostView], seconds: float) -> Cause:
+    first = min((view for view in views if not view.ended), key=lambda view: view.seen)
+    who = "no host has" if len(views) > 1 else "the host has not"
+    return Cause(
+        first.worker,
+        f"{who} answered for {seconds / 60:.0f} minutes, while Google's API did ({first.problem or 'no answer yet'}); "
+        "what runs on is ended before the next attempt starts",
     )
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from launcher.errors import Exit
 from launcher.provider import ContainerState
+from launcher.run.supervise import ApiAlone
 from launcher.run.verdict import HostView, Kind, Limits, judge
 
 LIMITS = Limits(settle=4, blip=2.5, lost=120)
@@ -184,6 +185,24 @@ def test_bad_configuration_is_told_apart_from_failure() -> None:
 def test_all_hosts_out_of_reach_is_the_workstation_s_network_not_a_failure() -> None:
     views = [running(0, seen=0.0, problem="no route"), running(1, seen=0.0, problem="no route")]
     assert judge(views, 1000.0, LIMITS).kind is Kind.RUNNING
+
+
+def test_hosts_that_stay_away_while_the_api_answers_are_lost() -> None:
+    limits = Limits(unreachable=600)
+    views = [running(0, seen=5.0, problem="timed out"), running(1, seen=3.0, problem="timed out")]
+    assert judge(views, 9000.0, limits, api_alone=599).kind is Kind.RUNNING
+    verdict = judge(views, 9000.0, limits, api_alone=601)
+    assert verdict.kind is Kind.HOST_LOST
+    assert verdict.cause is not None
+    assert verdict.cause.worker == 1
+    assert "no host has answered for 10 minutes, while Google's API did (timed out)" in verdict.cause.what
+
+
+def test_hours_without_a_network_are_no_hours_in_which_the_api_answered() -> None:
+    alone = ApiAlone()
+    for now in (0.0, 15.0, 30.0, 9000.0, 9020.0):
+        alone.api_answers(now)
+    assert alone.seconds == 50.0
 
 
 def test_one_host_out_of_reach_for_long_is_lost_although_nobody_complains() -> None:

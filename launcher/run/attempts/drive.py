@@ -62,7 +62,7 @@ def drive(session: Session, attempt: AttemptRef | None, *, ready: bool = True) -
 def _supervise(session: Session, attempt: AttemptRef) -> Verdict:
     settings = session.config.run
     stall = None if settings.stall_minutes is None else settings.stall_minutes * 60
-    limits = Limits(lost=settings.host_lost_seconds, stall=stall)
+    limits = Limits(lost=settings.host_lost_seconds, unreachable=settings.unreachable_minutes * 60, stall=stall)
     return supervise(
         session.provider, session.ledger, attempt, limits=limits, output=session.output, machine=session.machine
     )
