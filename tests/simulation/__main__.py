@@ -15,7 +15,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--side", choices=sides(), help="which simulator; both, unless given")
     parser.add_argument("--lives", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=Path, help="a JSON file: the lives to play, instead of --first and --lives")
     parser.add_argument("--seed", type=int, help="play this life alone")
     parser.add_argument("--story", action="store_true", help="print what happens in it, line by line")
     parser.add_argument("--shrink", action="store_true", help="the same, without the faults that it does not need")
@@ -98,10 +99,12 @@ def main(arguments: list[str]) -> int:
     failed = False
     for side in [options.side] if options.side else sides():
         began, cpu = time.monotonic(), time.process_time()
-        seeds = range(options.first, options.first + options.lives)
+        seeds: Sequence[int] = range(options.first, options.first + options.lives)
+        if options.seeds:
+            seeds = json.loads(options.seeds.read_text())
         broken = play_lives(side, seeds, until_broken=options.until_broken)
         last = min((lives[0][0] for lives in broken.values()), default=seeds[-1] if seeds else 0)
-        played = last - options.first + 1 if options.until_broken else len(seeds)
+        played = seeds.index(last) + 1 if options.until_broken and seeds else len(seeds)
         failed = failed or bool(broken)
         if options.json:
             print(json.dumps({"side": side, "lives": played, "broken": broken}))

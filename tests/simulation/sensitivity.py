@@ -2,8 +2,8 @@
 [--lives 20000] [NAME...]`.
 
 Each file of <side>/undone/ takes one protection away (a patch that `git apply` takes). It is applied to a copy of the
-tree, where lives are played until a promise breaks. Printed is a table; the exit code is 1 when fewer than 90 % are
-found.
+tree, where lives are played until a promise breaks; those that never reach what it changes are left out. Printed is a
+table; the exit code is 1 when fewer than 90 % are found.
 
 A patch may begin with a line "Life N": a life that broke a promise when somebody looked. It is played first, so that
 what it took long to find is found again in a moment; where it holds, all lives are played, as without the line.
@@ -20,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.simulation import reached
 from tests.simulation.__main__ import sides
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,22 +56,67 @@ def known_life(patch: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def find(side: str, patch: Path, lives: int) -> tuple[int | None, str]:
-    """How many lives it takes from the first one on, at most, and which promise broke; None when none did."""
+def undo(patch: Path, folder: Path) -> None:
+    """Applies a patch to a copy of the tree."""
+    subprocess.run(["git", "apply", "--unsafe-paths", "--directory", str(folder), str(patch)], cwd="/", check=True)
+
+
+def changes(patch: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """The files that a patch changes, before and after it."""
+    names = sorted(set(re.findall(r"^--- \w+/(\S+)", patch.read_text(), re.MULTILINE)))
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+        before = {name: (folder / name).read_text() for name in names}
+        undo(patch, folder)
+        return before, {name: (folder / name).read_text() for name in names}
+
+
+def lives_that_matter(side: str, chosen: list[Path], lives: int) -> list[list[int]]:
+    """For each patch the lives that reach what it changes: the others are the same with it and without it."""
+    marks: dict[str, list[tuple[int, int]]] = {}
+    anywhere = set()
+    for number, patch in enumerate(chosen):
+        places = reached.places_of(*changes(patch))
+        if places is None:
+            anywhere.add(number)
+        for name, lines in (places or {}).items():
+            marks.setdefault(name, []).extend((line, number) for line in lines)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         copy_tree(folder)
-        subprocess.run(["git", "apply", "--unsafe-paths", "--directory", str(folder), str(patch)], cwd="/", check=True)
-        known = known_life(patch)
-        for first, count in [*([(known, 1)] if known is not None and known < lives else []), (0, lives)]:
-            command = [sys.executable, "-m", "tests.simulation", "--side", side, "--first", str(first)]
+        for name, places_in_file in marks.items():
+            (folder / name).write_text(reached.mark((folder / name).read_text(), places_in_file))
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.simulation.reached", side, "0", str(lives)],
+            cwd=folder, stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+    seen = {int(number): found for number, found in json.loads(done.stdout.splitlines()[-1]).items()}
+    return [list(range(lives)) if number in anywhere else seen.get(number, []) for number in range(len(chosen))]
+
+
+def find(side: str, patch: Path, seeds: list[int]) -> tuple[int | None, str]:
+    """The first of these lives in which a promise breaks without the protection, and which promise; None when none
+    does."""
+    known = known_life(patch)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        copy_tree(folder)
+        undo(patch, folder)
+        for some in ([known] if known is not None else [], seeds):
+            if not some:
+                continue
+            (folder / "seeds.json").write_text(json.dumps(some))
+            command = [sys.executable, "-m", "tests.simulation", "--side", side, "--seeds", "seeds.json"]
             done = subprocess.run(
-                [*command, "--lives", str(count), "--until-broken", "--json"],
-                cwd=folder, stdout=subprocess.PIPE, text=True, check=False,
+                [*command, "--until-broken", "--json"], cwd=folder, stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL, text=True, check=False,
             )  # fmt: skip
-            result = json.loads(done.stdout.splitlines()[-1])
-            if result["broken"]:
-                return first + result["lives"], next(iter(result["broken"]))
+            if broken := json.loads(done.stdout.splitlines()[-1])["broken"]:
+                promise, lives = next(iter(broken.items()))
+                return lives[0][0], promise
     return None, ""
 
 
@@ -87,12 +133,13 @@ def main(arguments: list[str]) -> int:
         if not options.names or any(name in patch.name for name in options.names)
     ]
     found = 0
-    for patch in chosen:
+    began = time.monotonic()
+    for patch, seeds in zip(chosen, lives_that_matter(options.side, chosen, options.lives), strict=True):
+        life, promise = find(options.side, patch, seeds)
+        found += life is not None
+        result = f"{life + 1:>6} lives  {promise}" if life is not None else f"not found in {options.lives} lives"
+        print(f"{patch.stem:<44} {result}  ({len(seeds)} reach it; {time.monotonic() - began:.0f} s)", flush=True)
         began = time.monotonic()
-        lives, promise = find(options.side, patch, options.lives)
-        found += lives is not None
-        result = f"{lives:>6} lives  {promise}" if lives is not None else f"not found in {options.lives} lives"
-        print(f"{patch.stem:<44} {result}  ({time.monotonic() - began:.0f} s)", flush=True)
     print(f"{options.side}: {found} of {len(chosen)} found")
     return int(found < GOAL * len(chosen))
 
