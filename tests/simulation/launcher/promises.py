@@ -46,6 +46,7 @@ def check_command(life: Life, command: Command) -> None:
     stop_in_a_kind_world_succeeds(life, command)
     logs_end_with_their_program(life, command)
     command_ends_in_time(life, command)
+    deletion_waits_out_what_passes(life, command)
     conflict_has_another_party(life, command)
     nothing_runs_on_after_a_verdict(life, command)
     run_with_budget_goes_on(life, command)
@@ -206,6 +207,16 @@ def command_ends_in_time(life: Life, command: Command) -> None:
         return
     if (seconds := life.world.scheduler.now - command.began) > longest:
         life.world.break_promise("every wait ends in its time", f"{command.name} took {seconds:.0f} s")
+
+
+def deletion_waits_out_what_passes(life: Life, command: Command) -> None:
+    """A `down` that has begun to delete does not give up for what passes within minutes: another operation, an API or a
+    network that is away."""
+    if command.name != "down" or command.code != Exit.CLOUD_ERROR or life.loses_by_its_disk:
+        return
+    seconds = life.world.scheduler.now - command.began
+    if seconds < 300.0 and any("deleting slice" in text for text in command.said):
+        life.world.break_promise("a deletion waits out what passes", f"after {seconds:.0f} s: {command.error}")
 
 
 def conflict_has_another_party(life: Life, command: Command) -> None:
