@@ -117,7 +117,10 @@ class Gcloud:
 
     def _tpu_vm_describe(self) -> Answer:
         node = self._node()
-        return self._not_found() if node is None else (0, dump(node.document()), "")
+        if node is None:
+            return self._not_found()
+        self.actor.shown[node.uid] = node.state
+        return 0, dump(node.document()), ""
 
     def _tpu_vm_list(self) -> Answer:
         return 0, dump(self.google.listed("nodes", self.zone, self._age_of_lists())), ""
@@ -135,6 +138,9 @@ class Gcloud:
         node = self._node()
         if node is None:
             return self._not_found()
+        shown = self.actor.shown.get(node.uid, "")
+        if self.actor.command == "gc" and shown in ("CREATING", "READY"):
+            self.world.break_promise("gc deletes what is left over", f"{node.name}, which it has seen to be {shown}")
         operation = self.google.delete_node(node, self.actor.person)
         return self._started(operation) if "async" in self.flags else self._wait(operation)
 

@@ -46,6 +46,8 @@ class Actor:
     process: Process
     looked: bool = False
     """Whether Google has shown it a slice or a request."""
+    shown: dict[str, str] = field(default_factory=dict)
+    """The state in which it was shown each node, by uid."""
 
     @property
     def person(self) -> str:
