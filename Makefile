@@ -65,7 +65,7 @@ benchmark: need-containers $(VENV_READY) ## one benchmark: NAME=x runs benchmark
 lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
 	$(LOCK) --universal pyproject.toml requirements-dev.in --extra dev --output-file requirements-dev.txt
 	for each in requirements requirements-2.8 requirements-test requirements-trackers requirements-installer; do \
-	    $(LOCK_IMAGE) images/torch-xla/$$each.in --output-file images/torch-xla/$$each.txt; \
+	    $(LOCK_IMAGE) --override images/torch-xla/overrides.in images/torch-xla/$$each.in --output-file images/torch-xla/$$each.txt; \
 	done
 	for each in requirements requirements-tpu requirements-test requirements-trackers requirements-installer requirements-beam; do \
 	    $(LOCK_IMAGE) --override images/tensorflow/overrides.in images/tensorflow/$$each.in --output-file images/tensorflow/$$each.txt; \
