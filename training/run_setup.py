@@ -112,9 +112,10 @@ def open_run(
     this attempt's record. Raises BadInput."""
     machine, storage = dependencies.machine, dependencies.storage
     require_trackers(config.telemetry.trackers)
-    with timer.phase("start"):
+    with timer.phase("dataset"):
         rendezvous.set_phase("opening the data")
         task = dependencies.open_task(config, cluster)
+    with timer.phase("start"):
         code = code_hash()
         facts = {"configuration": config.hash, "code": code, **task.data.hashes()}
         token = agree(rendezvous, facts, config.rendezvous.start_seconds, machine)

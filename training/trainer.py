@@ -40,7 +40,7 @@ from training.telemetry.attempts import NonFiniteStep, write_nonfinite
 from training.telemetry.console import Console, warn
 from training.telemetry.metrics import MetricsLog
 from training.telemetry.phase_timer import PhaseTimer
-from training.telemetry.text import format_evaluation, format_progress
+from training.telemetry.text import format_evaluation, format_progress, format_start
 from training.telemetry.writer import HURRIED_SECONDS, MetricsWriter
 
 _FINISH_SECONDS = 60.0  # that the last metrics may take
@@ -94,7 +94,10 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str) -> Trainer:
     with run.timer.phase("start"):
         run = run.with_starting_model()
         run.rendezvous.set_phase("loading the framework")
+    with run.timer.phase("imports"):
         backend = run.dependencies.open_backend(run.config, cluster, run.rendezvous, run.task, run.token)
+    for phase, seconds in backend.opening_seconds.items():
+        run.timer.move("imports", phase, seconds)
     with run.timer.phase("restore"):
         warn_here = warn if cluster.is_first else lambda _: None
         history = NonFiniteHistory.read(
@@ -180,6 +183,7 @@ class Trainer:
         self._in_flight: deque[tuple[Pending, HostBatch]] = deque()
         self._saved_at = run.timer.total()  # seconds; of the last save
         self._rate = StepRate()
+        self._start_seconds: dict[str, float] | None = None  # to the first step's result; empty when it was recorded
 
     def resume(self, restored: Restored) -> None:
         """Continues from a checkpoint; newer ones that were passed over may be written again."""
@@ -373,10 +377,20 @@ class Trainer:
         for result, batch in finished:
             self.progress.finish_step(result, batch)
             step = self.progress.finished
+            if self._start_seconds is None:
+                self._start_seconds = self._report_start()
             if self.log and result.skipped and (self.progress.skipped <= 5 or self.progress.skipped % 100 == 0):
                 warn(f"{result.nonfinite(step - 1)}: its update was skipped ({self.progress.skipped} so far)")
             if self.log and (step % train.log_every == 0 or step == train.steps):
                 self._report(self.log, step, result)
+
+    def _report_start(self) -> dict[str, float]:
+        """Says how long this attempt took to the result of its first step, and returns the seconds of its phases."""
+        seconds = self.run.timer.report()
+        programs = self.backend.compilations()[0]
+        cached = self.backend.counters().get("programs_from_cache", 0)
+        self.run.console.print(format_start(self.run.cluster.attempt, seconds, programs, cached))
+        return seconds
 
     def _report(self, log: MetricsWriter, step: int, result: StepResult) -> None:
         """The progress line, and the same for the trackers. The line of a skipped step has the last finite loss."""
@@ -392,6 +406,9 @@ class Trainer:
             "learning_rate": learning_rate(train, step - 1),
             "examples_per_second": rate,
         }
+        if self._start_seconds:
+            values |= {f"start_{phase}_seconds": seconds for phase, seconds in self._start_seconds.items()}
+            self._start_seconds = {}
         log.log(step, {**values, **({"skipped_steps": self.progress.skipped} if train.on_nonfinite == "skip" else {})})
 
     def _checkpoint_url(self, step: int) -> str:

@@ -170,6 +170,10 @@ class RunSection(Section):
     shm_size: Annotated[str, Field(pattern=r"^[0-9]+[kmg]$")] = "16g"
     """Size of the container's /dev/shm: a number and k, m or g. Raise it when data loader workers run out of it."""
 
+    compile_cache_gb: Annotated[float, Field(ge=0, le=1000)] = 4
+    """What a host's disk may keep of compiled programs, in GB, so that a later start on the same host need not compile
+    them again; the oldest are removed. 0: nothing is kept. Used by `backend: torch-xla` on TPU VMs, not on GKE."""
+
     user: str | None = None
     """User inside the container, a name or number; the image's own when absent."""
 

@@ -147,6 +147,7 @@ def make_attempt(
         environment={**config.run.environment, **checked},
         files={CONFIG_FILE: config.document.dump().encode()},
         shm_size=config.run.shm_size,
+        compile_cache_gb=config.run.compile_cache_gb,
         stop_seconds=config.run.stop_seconds,
         user=config.run.user,
         secrets=secrets or {},

@@ -25,6 +25,10 @@ GATE_SECONDS = 30.0  # a first pull of an image takes longer; then gcloud is cal
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _WITHOUT_HUGE_PAGES = ("v2", "v3", "v4")
 
+# A volume of the host's engine, which it makes when it is first mounted, and which outlives containers.
+_PROGRAMS_VOLUME = "tpu-launch-compiled-programs"
+_PROGRAMS_FOLDER = "/var/cache/tpu-launch"  # in the container; our images have it, as the trainer's user's
+
 _SECRETS_FOLDER = "/run/tpu-launch"  # in the container; await_secrets.sh and receive_secrets.sh name it too
 
 
@@ -34,6 +38,8 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
     arguments += ["--label", f"{LABEL_RUN}={attempt.run_id}", "--label", f"{LABEL_ATTEMPT}={attempt.number}"]
     arguments += ["--privileged", "--network", "host", "--init"]
     arguments += ["--shm-size", attempt.shm_size, "--ulimit", "memlock=-1:-1"]
+    if attempt.compile_cache_gb:
+        arguments += ["--volume", f"{_PROGRAMS_VOLUME}:{_PROGRAMS_FOLDER}"]
     # Of the engine's own stops too: when its host shuts down, a container has 10 s without it.
     arguments += ["--stop-timeout", str(attempt.stop_seconds)]
     if attempt.user:
@@ -49,12 +55,17 @@ def create_arguments(attempt: Attempt, hosts: Sequence[str], accelerator_type: s
 
 def container_environment(attempt: Attempt, hosts: Sequence[str], accelerator_type: str) -> dict[str, str]:
     """The environment of every host's container, apart from TPU_WORKER_ID."""
+    cache = {
+        "TPU_LAUNCH_COMPILE_CACHE": _PROGRAMS_FOLDER,
+        "TPU_LAUNCH_COMPILE_CACHE_GB": f"{attempt.compile_cache_gb:g}",
+    }
     return {
         "PJRT_DEVICE": "TPU",
         "TPU_LAUNCH_RUN_ID": attempt.run_id,
         "TPU_LAUNCH_ATTEMPT": str(attempt.number),
         "TPU_ACCELERATOR_TYPE": accelerator_type,
         "TPU_WORKER_HOSTNAMES": ",".join(hosts),
+        **(cache if attempt.compile_cache_gb else {}),
         **attempt.environment,
     }
 

@@ -204,6 +204,16 @@ def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> N
     assert not list(Path("/tmp").glob(f"{container}*"))
 
 
+def test_compiled_programs_are_kept_in_a_volume_of_the_host_unless_its_bound_is_0() -> None:
+    words = host_scripts.create_arguments(attempt(compile_cache_gb=2.5), ["10.0.0.1"], "v4-8")
+    volume, folder = words[words.index("--volume") + 1].split(":")
+    assert "/" not in volume, "the engine's own, which outlives the container"
+    assert f"TPU_LAUNCH_COMPILE_CACHE={folder}" in words
+    assert "TPU_LAUNCH_COMPILE_CACHE_GB=2.5" in words
+    off = host_scripts.create_arguments(attempt(compile_cache_gb=0.0), ["10.0.0.1"], "v4-8")
+    assert not [word for word in off if word == "--volume" or "COMPILE_CACHE" in word]
+
+
 @pytest.mark.parametrize("minutes", [1, 15, 60])
 def test_secrets_are_waited_for_until_the_slowest_host_may_have_started(tmp_path: Path, minutes: int) -> None:
     words = host_scripts.create_arguments(

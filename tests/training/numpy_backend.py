@@ -42,6 +42,7 @@ class NumpyBackend:
     """`training.backends.protocol.Backend` of one device."""
 
     devices, in_flight = 1, 2
+    opening_seconds: Mapping[str, float] = {}
 
     def __init__(self, config: TrainerConfig, fault: Fault, evaluation_loss: float) -> None:
         self.config, self.fault, self.evaluation_loss = config, fault, evaluation_loss

@@ -22,6 +22,8 @@ class Backend(Protocol):
     devices: int  # of all hosts
     # Steps to start before reading the result of the oldest: more than 0 where reading would stall the device.
     in_flight: int
+    # What opening it took after the framework's import, by phase: devices, model.
+    opening_seconds: Mapping[str, float]
 
     def batches(self, task: Task, start: int) -> Generator[HostBatch, None, None]:
         """The input iterator: the task's batches from step `start` on, as `step` takes them. To be closed in the

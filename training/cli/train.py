@@ -49,8 +49,9 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
     def run() -> None:
         from functools import partial
 
-        from training.backends.tensorflow.pod import run_program
-        from training.trainer import train as run_training
+        with timer.phase("imports"):
+            from training.backends.tensorflow.pod import run_program
+            from training.trainer import train as run_training
 
         run_program(settings, cluster, rendezvous, shutdown, partial(run_training, timer=timer))
 

@@ -119,13 +119,29 @@ def _number(value: float | None) -> str:
     return "nan" if value is None else f"{value:.4f}"
 
 
+def format_start(attempt: int, seconds: dict[str, float], programs: int, cached: int) -> str:
+    """How long an attempt took to the result of its first step.
+
+    Args:
+        attempt: its number.
+        seconds: by phase, as of PhaseTimer.report.
+        programs: that the framework wanted compiled.
+        cached: of them, that were in the compilation cache.
+    """
+    compiled = f"{programs} program(s)" + (f", {cached} of them from the cache" if cached else "")
+    return f"attempt {attempt}: first step after {seconds['total']:.1f} s: {_format_phases(seconds)}; {compiled}"
+
+
+def _format_phases(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {amount:.1f}" for name, amount in seconds.items() if name != "total" and amount >= 0.05)
+
+
 def _format_speed(summary: dict[str, Any]) -> str:
     seconds: dict[str, float] = summary["seconds"]
-    phases = ", ".join(f"{name} {amount:.1f}" for name, amount in seconds.items() if name != "total" and amount >= 0.05)
     rates = [
         f"{summary['examples_per_second']:,.1f} examples/s",
         f"{summary.get('tokens_per_second', 0.0):,.0f} tokens/s",
     ]
     if summary.get("mfu") is not None:
         rates.append(f"MFU {summary['mfu']:.1%}")
-    return f"speed: {', '.join(rates)}; seconds: {phases} (total {seconds['total']:.1f})"
+    return f"speed: {', '.join(rates)}; seconds: {_format_phases(seconds)} (total {seconds['total']:.1f})"

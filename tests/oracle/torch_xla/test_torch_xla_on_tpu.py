@@ -49,3 +49,24 @@ def test_the_compilers_flags_are_torch_xlas_own(name: str) -> None:
     for flag in ours["LIBTPU_INIT_ARGS"].split():
         variable, _, value = flag.removeprefix("--").partition("=")
         assert understood[variable] == value
+
+
+CACHE_BEFORE_THE_COMPILER = """
+import ctypes, libtpu, sys
+from pathlib import Path
+from training.backends.compile_cache.configured import open_cache
+library = libtpu.get_library_path()
+environment = {"PJRT_DEVICE": "TPU", "TPU_LAUNCH_COMPILE_CACHE": sys.argv[1]}
+tpu = ctypes.CDLL(library)
+tpu.GetPjrtApi.restype = ctypes.c_void_p
+compiler = ctypes.c_void_p.from_address(tpu.GetPjrtApi() + 40 + 8 * 20)
+before = compiler.value
+assert open_cache(environment, library, "test", sys.exit), "libtpu's table is of another version"
+assert compiler.value != before, "the framework would get libtpu's own"
+"""
+
+
+def test_the_table_of_libtpu_takes_the_compilation_cache(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CACHE_BEFORE_THE_COMPILER, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr

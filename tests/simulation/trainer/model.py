@@ -200,6 +200,7 @@ class SimulatedBackend:
     """training.backends.protocol.Backend: the state above, a step of which takes a while."""
 
     devices = 1
+    opening_seconds: Mapping[str, float] = {}
 
     def __init__(self, host: Host) -> None:
         self._host, self._world = host, host.group.world

@@ -61,7 +61,9 @@ class TensorFlow:
         tf.config.experimental.enable_tensor_float_32_execution(False)
         self._config = config
         self._checked = CheckedPrograms(os.environ, comparable=False, warns=cluster.is_first)
+        began = time.monotonic()
         self._replicas = self._open_replicas()
+        opened = time.monotonic()
         self.devices = cluster.hosts * self._replicas.count
         self._exchange = TcpAllReduce(cluster, rendezvous, config.rendezvous.seconds) if cluster.hosts > 1 else None
         self._calls = StepCalls(self._run_steps, config.train.steps_per_call)
@@ -86,6 +88,7 @@ class TensorFlow:
             )
         }
         self._tracing_seconds = 0.0
+        self.opening_seconds = {"devices": opened - began, "model": time.monotonic() - opened}
 
     def _open_replicas(self) -> Replicas:
         return Replicas()

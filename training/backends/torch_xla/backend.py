@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import torch_xla
 from torch import Tensor
 from torch_xla.backends import set_mat_mul_precision
 
+from training.backends.compile_cache.configured import open_cache
 from training.backends.torch_xla import counters
 from training.backends.torch_xla.model import build, patch_modules
 from training.backends.torch_xla.programs.by_position import StepPrograms
@@ -57,7 +59,11 @@ class TorchXla:
         # fp32 products are products of fp32; TPUs would round their factors to bf16. Products of bf16 stay as they are.
         logging.getLogger("torch_xla.backends").setLevel(logging.ERROR)  # it warns of every call
         set_mat_mul_precision("highest")
+        began, environment = time.monotonic(), os.environ
+        library = environment.get("TPU_LIBRARY_PATH") or environment.get("PTXLA_TPU_LIBRARY_PATH")
+        self._cache = open_cache(environment, library, f"torch_xla {torch_xla.__version__}", warn)
         self._sharding = DataParallel(cluster)
+        opened = time.monotonic()
         self.devices = self._sharding.devices
         self._exchange = None
         if cluster.hosts > 1 and not self._sharding.is_spmd:
@@ -81,6 +87,7 @@ class TorchXla:
         self._evaluation = StepPrograms("evaluation", self._state, say, warn_here)
         if self._exchange:
             self.trace_always()
+        self.opening_seconds = {"devices": opened - began, "model": time.monotonic() - opened}
 
     # --- steps
 
@@ -179,7 +186,9 @@ class TorchXla:
 
     def counters(self) -> dict[str, int]:
         own = {name: count - self._transfers_before[name] for name, count in counters.transfers().items()}
-        return {**own, "device_to_host_syncs": own["device_to_host_transfers"] - self._state.planned_transfers}
+        cached = {"programs_from_cache": self._cache.loaded} if self._cache else {}
+        syncs = own["device_to_host_transfers"] - self._state.planned_transfers
+        return {**own, "device_to_host_syncs": syncs, **cached}
 
     def fallbacks(self) -> list[str]:
         now, before = counters.fallbacks(), self._fallbacks_before

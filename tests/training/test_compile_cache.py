@@ -1,0 +1,136 @@
+"""The folder of compiled programs: its bound, and what is damaged or can't be written. tests/virtual_tpu trains with
+it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from training.backends.compile_cache import pjrt
+from training.backends.compile_cache.configured import open_cache
+from training.backends.compile_cache.store import MAGIC, ProgramStore
+
+KEYS = [digit * 64 for digit in "0123456789"]
+OVERHEAD = len(MAGIC) + 32  # bytes of an entry beside its program
+TPU = {"PJRT_DEVICE": "TPU"}
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def store(folder: Path, said: list[str], largest_bytes: int = 1000) -> ProgramStore:
+    return ProgramStore(folder / "programs", said.append, largest_bytes)
+
+
+def age(folder: Path, key: str, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(folder / "programs" / key, (then, then))
+
+
+def test_another_process_reads_what_was_written(tmp_path: Path, said: list[str]) -> None:
+    store(tmp_path, said).write(KEYS[0], b"program")
+    assert store(tmp_path, said).read(KEYS[0]) == b"program"
+    assert store(tmp_path, said).read(KEYS[1]) is None
+
+
+def test_the_entries_that_were_not_used_for_longest_are_removed(tmp_path: Path, said: list[str]) -> None:
+    programs = store(tmp_path, said, 3 * (100 + OVERHEAD))
+    for number in range(3):
+        programs.write(KEYS[number], bytes(100))
+        age(tmp_path, KEYS[number], 300 - 100 * number)
+    assert programs.read(KEYS[0]) is not None, "a use, after which it is the youngest"
+    programs.write(KEYS[3], bytes(100))
+    assert sorted(path.name for path in (tmp_path / "programs").iterdir()) == [KEYS[0], KEYS[2], KEYS[3]]
+    programs.write(KEYS[4], bytes(301 + 2 * OVERHEAD))
+    assert programs.read(KEYS[4]) is None, "larger than the bound"
+    assert programs.read(KEYS[3]) is not None, "and nothing had to go for it"
+
+
+def test_files_of_others_stay_and_do_not_count(tmp_path: Path, said: list[str]) -> None:
+    programs = store(tmp_path, said, 2 * (10 + OVERHEAD))
+    programs.write(KEYS[0], bytes(10))
+    (tmp_path / "programs" / "README").write_bytes(bytes(5000))
+    programs.write(KEYS[1], bytes(10))
+    assert (tmp_path / "programs" / "README").exists()
+    assert programs.read(KEYS[0]) is not None
+
+
+@pytest.mark.parametrize("damage", ["cut", "bit", "empty", "foreign"])
+def test_a_damaged_entry_is_as_good_as_none_and_is_removed(tmp_path: Path, said: list[str], damage: str) -> None:
+    programs = store(tmp_path, said)
+    programs.write(KEYS[0], b"program" * 20)
+    path = tmp_path / "programs" / KEYS[0]
+    content = path.read_bytes()
+    damaged = {
+        "cut": content[:-1],
+        "bit": content[:-1] + bytes([content[-1] ^ 1]),
+        "empty": b"",
+        "foreign": b"another program's cache",
+    }
+    path.write_bytes(damaged[damage])
+    assert programs.read(KEYS[0]) is None
+    assert not path.exists()
+    assert not said
+
+
+def test_what_a_killed_writer_left_is_removed_after_an_hour(tmp_path: Path, said: list[str]) -> None:
+    programs = store(tmp_path, said)
+    programs.write(KEYS[0], b"program")
+    for name in (f".{KEYS[1]}.old", f".{KEYS[2]}.new"):
+        (tmp_path / "programs" / name).write_bytes(b"half")
+    age(tmp_path, f".{KEYS[1]}.old", 4000)
+    programs.write(KEYS[3], b"program")
+    names = {path.name for path in (tmp_path / "programs").iterdir()}
+    assert names == {KEYS[0], KEYS[3], f".{KEYS[2]}.new"}
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, said: list[str]) -> None:
+    (tmp_path / "programs").write_text("a file")
+    programs = store(tmp_path, said)
+    for key in KEYS:
+        programs.write(key, b"program")
+        assert programs.read(key) is None
+    (line,) = said
+    assert str(tmp_path / "programs") in line
+
+
+def test_there_is_a_cache_only_on_tpus_and_where_a_folder_is_named(tmp_path: Path, said: list[str]) -> None:
+    folder = {"TPU_LAUNCH_COMPILE_CACHE": str(tmp_path)}
+    assert open_cache(TPU, "/nowhere/libtpu.so", "test", said.append) is None
+    assert open_cache({**folder, "PJRT_DEVICE": "CPU"}, "/nowhere/libtpu.so", "test", said.append) is None
+    assert not said
+
+
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [(None, "does not say where"), ("/nowhere/libtpu.so", "/nowhere/libtpu.so"), ("libc.so.6", "GetPjrtApi")],
+)
+def test_a_tpu_library_without_a_table_is_said_and_not_fatal(
+    tmp_path: Path, said: list[str], library: str | None, reason: str
+) -> None:
+    environment = {**TPU, "TPU_LAUNCH_COMPILE_CACHE": str(tmp_path)}
+    assert open_cache(environment, library, "test", said.append) is None
+    (line,) = said
+    assert reason in line
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_a_table_of_an_unknown_version_stays_as_it_is(tmp_path: Path, said: list[str]) -> None:
+    source, library = tmp_path / "plugin.c", tmp_path / "plugin.so"
+    source.write_text(
+        "static struct { long size; void *more; long version_size; void *version_more; int major, minor; "
+        "void *functions[60]; } table = {520, 0, 24, 0, 1, 0, {0}};\nvoid *GetPjrtApi(void) { return &table; }\n"
+    )
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    assert pjrt.install(library, store(tmp_path, said), "test") is None
+    plugin = ctypes.CDLL(str(library))
+    plugin.GetPjrtApi.restype = ctypes.c_void_p
+    assert ctypes.string_at(plugin.GetPjrtApi() + 40, 60 * 8) == bytes(60 * 8)

@@ -1,0 +1,243 @@
+"""The function of a PJRT plugin that compiles, with a store of compiled programs before it.
+
+A plugin is a library with one function, `GetPjrtApi`, which returns a table of functions
+(https://github.com/openxla/xla/blob/main/xla/pjrt/c/pjrt_c_api.h). The table belongs to the library: whoever loads the
+same file gets the same table. So `install`, called before the framework opens its devices, puts a function into the
+table that looks into the store, and calls the plugin's own for what is not there. JAX's own cache serialises and loads
+programs by the same three functions of libtpu.
+
+Whatever fails here, a program that can't be serialised or loaded, leads to the plugin's own function and its answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from collections.abc import Callable
+from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.backends.compile_cache.store import ProgramStore
+
+# Places in the table, from 0. The table only ever grew at its end since version 0.40; the oldest that is known here.
+_ERROR_DESTROY, _ERROR_MESSAGE, _PLATFORM_VERSION, _COMPILE = 0, 1, 14, 20
+_EXECUTABLE_DESTROY, _SERIALIZE, _GET_EXECUTABLE, _DESERIALIZE = 40, 49, 51, 56
+_MAJOR, _OLDEST_MINOR = 0, 54
+_FUNCTIONS_AT = 40  # bytes
+
+# What decides, beside the program and its options, what it is compiled to.
+_VARIABLES = (
+    "XLA_FLAGS", "LIBTPU_INIT_ARGS", "TPU_ACCELERATOR_TYPE", "TPU_PROCESS_BOUNDS", "TPU_CHIPS_PER_PROCESS_BOUNDS",
+    "TPU_TOPOLOGY_WRAP", "TPU_TOPOLOGY_ALT", "TPU_WORKER_ID", "TPU_MEGACORE",
+)  # fmt: skip
+
+
+_HEAD = (("struct_size", c_size_t), ("extension_start", c_void_p))
+
+
+class _Api(Structure):
+    _fields_ = (*_HEAD, ("version_size", c_size_t), ("version_extension", c_void_p), ("major", c_int), ("minor", c_int))
+
+
+class _Program(Structure):
+    _fields_ = (*_HEAD, ("code", c_void_p), ("code_size", c_size_t), ("format", c_void_p), ("format_size", c_size_t))
+
+
+class _Compile(Structure):
+    _fields_ = (
+        *_HEAD,
+        ("client", c_void_p),
+        ("program", POINTER(_Program)),
+        ("options", c_void_p),
+        ("options_size", c_size_t),
+        ("executable", c_void_p),  # out: loaded
+    )
+
+
+class _PlatformVersion(Structure):
+    _fields_ = (*_HEAD, ("client", c_void_p), ("version", c_void_p), ("version_size", c_size_t))
+
+
+class _GetExecutable(Structure):
+    _fields_ = (*_HEAD, ("loaded", c_void_p), ("executable", c_void_p))
+
+
+class _ExecutableDestroy(Structure):
+    _fields_ = (*_HEAD, ("executable", c_void_p))
+
+
+class _Serialize(Structure):
+    _fields_ = (
+        *_HEAD,
+        ("executable", c_void_p),
+        ("bytes", c_void_p),
+        ("size", c_size_t),
+        ("serialized", c_void_p),
+        ("deleter", c_void_p),
+    )
+
+
+class _Deserialize(Structure):
+    _fields_ = (
+        *_HEAD,
+        ("client", c_void_p),
+        ("serialized", c_char_p),
+        ("size", c_size_t),
+        ("executable", c_void_p),  # out: loaded
+        ("options", c_void_p),  # instead of those in the program; none
+        ("options_size", c_size_t),
+    )
+
+
+class _ErrorMessage(Structure):
+    _fields_ = (*_HEAD, ("error", c_void_p), ("message", c_void_p), ("size", c_size_t))
+
+
+class _ErrorDestroy(Structure):
+    _fields_ = (*_HEAD, ("error", c_void_p))
+
+
+_Function = ctypes.CFUNCTYPE(c_void_p, c_void_p)  # a pointer to arguments -> a PJRT_Error or none
+
+
+@dataclass
+class CacheCounts:
+    """What became of the programs that the framework wanted compiled."""
+
+    loaded: int = 0  # from the store
+    compiled: int = 0
+    problem: str = ""  # why the last one that could not be loaded, or not be kept, could not
+
+
+def install(library: Path, store: ProgramStore, identity: str) -> CacheCounts | None:
+    """Puts the store before the compiling function of a plugin. Returns the counts, which grow as programs come.
+
+    Args:
+        library: of the plugin, the file that the framework will load.
+        store: the compiled programs.
+        identity: of what else decides how a program is compiled and run, such as versions.
+
+    Returns:
+        None where the plugin's table is of a version that is not known here: then nothing was changed.
+    """
+    plugin = ctypes.CDLL(str(library))
+    plugin.GetPjrtApi.restype = c_void_p
+    address = plugin.GetPjrtApi()
+    api = _Api.from_address(address)
+    if api.major != _MAJOR or api.minor < _OLDEST_MINOR:
+        return None
+    counts = CacheCounts()
+    cache = _Cache(_Table(address), store, f"{identity}\n{api.minor}", counts)
+    function = _Function(cache.compile)
+    _KEPT.append((plugin, function))
+    _Table(address).replace(_COMPILE, function)
+    return counts
+
+
+_KEPT: list[object] = []  # what the plugin's table points to, to the end of the process
+
+
+class _Table:
+    """A plugin's functions, called by their places."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def function(self, place: int) -> Callable[[int], int | None]:
+        """The function at this place now."""
+        pointer = c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value
+        assert pointer, f"PJRT: no function at {place}"
+        return _Function(pointer)
+
+    def replace(self, place: int, function: Any) -> None:
+        """Puts a function at this place."""
+        pointer = ctypes.cast(function, c_void_p)
+        c_void_p.from_address(self._address + _FUNCTIONS_AT + 8 * place).value = pointer.value
+
+    def call(self, place: int, arguments: Structure) -> None:
+        """Calls a function that must succeed. Raises PluginError."""
+        arguments.struct_size = ctypes.sizeof(arguments)
+        error = self.function(place)(ctypes.addressof(arguments))
+        if error:
+            message = _ErrorMessage(ctypes.sizeof(_ErrorMessage), None, error)
+            self.function(_ERROR_MESSAGE)(ctypes.addressof(message))
+            text = ctypes.string_at(message.message, message.size).decode(errors="replace")
+            destroy = _ErrorDestroy(ctypes.sizeof(_ErrorDestroy), None, error)
+            self.function(_ERROR_DESTROY)(ctypes.addressof(destroy))
+            raise PluginError(text)
+
+
+class PluginError(Exception):
+    """What the plugin said."""
+
+
+class _Cache:
+    """The function that compiles, with the store before it."""
+
+    def __init__(self, table: _Table, store: ProgramStore, identity: str, counts: CacheCounts) -> None:
+        self._table, self._store, self._identity, self._counts = table, store, identity, counts
+        self._compile = table.function(_COMPILE)
+
+    def compile(self, address: int) -> int | None:
+        """PJRT_Client_Compile: its arguments are at this address."""
+        arguments = _Compile.from_address(address)
+        key = None
+        try:
+            key = self._key(arguments)
+            program = self._store.read(key)
+            if program is not None:
+                arguments.executable = self._load(arguments.client, program)
+                self._counts.loaded += 1
+                return None
+        except Exception as error:  # a cache may not end a run: the program is compiled
+            self._counts.problem = f"{type(error).__name__}: {error}"
+            if key:
+                self._store.remove(key)
+        failure = self._compile(address)
+        self._counts.compiled += 1
+        if not failure and key:
+            try:
+                self._store.write(key, self._serialize(arguments.executable))
+            except Exception as error:  # as above
+                self._counts.problem = f"{type(error).__name__}: {error}"
+        return failure
+
+    def _key(self, arguments: _Compile) -> str:
+        """Of a program: 64 hexadecimal digits."""
+        version = _PlatformVersion(client=arguments.client)
+        self._table.call(_PLATFORM_VERSION, version)
+        program = arguments.program.contents
+        parts = (
+            self._identity.encode(),
+            ctypes.string_at(version.version, version.version_size),
+            *(f"{name}={os.environ.get(name)}".encode() for name in _VARIABLES),
+            ctypes.string_at(arguments.options, arguments.options_size),
+            ctypes.string_at(program.format, program.format_size),
+            ctypes.string_at(program.code, program.code_size),
+        )
+        digest = hashlib.sha256()
+        for part in parts:
+            digest.update(len(part).to_bytes(8, "little") + part)
+        return digest.hexdigest()
+
+    def _load(self, client: int, program: bytes) -> int:
+        arguments = _Deserialize(client=client, serialized=program, size=len(program))
+        self._table.call(_DESERIALIZE, arguments)
+        executable: int = arguments.executable
+        return executable
+
+    def _serialize(self, loaded: int) -> bytes:
+        executable = _GetExecutable(loaded=loaded)
+        self._table.call(_GET_EXECUTABLE, executable)
+        try:
+            serialized = _Serialize(executable=executable.executable)
+            self._table.call(_SERIALIZE, serialized)
+            try:
+                return ctypes.string_at(serialized.bytes, serialized.size)
+            finally:
+                ctypes.CFUNCTYPE(None, c_void_p)(serialized.deleter)(serialized.serialized)
+        finally:
+            self._table.call(_EXECUTABLE_DESTROY, _ExecutableDestroy(executable=executable.executable))

@@ -1,0 +1,103 @@
+"""A folder of compiled programs: one file an entry, named by its key.
+
+    <64 hexadecimal digits>        magic, SHA-256 of the program's bytes, the bytes
+    .<name>.<random>               an entry that is being written
+
+Nothing here may end a run: what can't be read is not there, what can't be written is not kept. An entry appears whole,
+by a rename, so processes may share a folder. One whose bytes are not those that were written is removed. What is in the
+folder beside entries stays untouched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+MAGIC = b"tpu-launch compiled program 1\n"
+_ENTRY = re.compile(r"[0-9a-f]{64}")
+_UNFINISHED = re.compile(r"\.[0-9a-f]{64}\..*")
+_ABANDONED_SECONDS = 3600.0  # since an unfinished entry was written to
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class ProgramStore:
+    """The entries of one folder, which is made when the first is written."""
+
+    def __init__(self, folder: Path, warn: Callable[[str], None], largest_bytes: int) -> None:
+        """
+        Args:
+            folder: on the host's disk.
+            warn: gets a line when the folder can't be written, once.
+            largest_bytes: of all entries.
+        """
+        self._folder, self._warn, self._largest_bytes = folder, warn, largest_bytes
+
+    def read(self, key: str) -> bytes | None:
+        """The program with this key; None where there is none that is whole."""
+        path = self._folder / key
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        head, program = content[: len(MAGIC) + _DIGEST_BYTES], content[len(MAGIC) + _DIGEST_BYTES :]
+        if head != MAGIC + hashlib.sha256(program).digest():
+            self.remove(key)
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the time of its last use
+        return program
+
+    def write(self, key: str, program: bytes) -> None:
+        """Keeps a program, and removes the entries that were not used for the longest time as far as all have more
+        bytes than the bound. A program that alone has more is not kept."""
+        content = MAGIC + hashlib.sha256(program).digest() + program
+        if len(content) > self._largest_bytes:
+            return
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._make_room(len(content))
+            descriptor, name = tempfile.mkstemp(prefix=f".{key}.", dir=self._folder)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(content)
+                os.replace(name, self._folder / key)
+            except BaseException:
+                os.unlink(name)
+                raise
+        except OSError as error:
+            self._warn(f"the compiled program is not kept for the next start: {self._folder}: {error.strerror}")
+            self._warn = _ignore
+
+    def remove(self, key: str) -> None:
+        """Removes an entry that is of no use."""
+        with contextlib.suppress(OSError):
+            (self._folder / key).unlink()
+
+    def _make_room(self, size: int) -> None:
+        """Removes what writers that were killed have left, and old entries until `size` bytes more are within the
+        bound."""
+        entries = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(OSError):  # another process removed it
+                status = path.stat()
+                if _UNFINISHED.fullmatch(path.name) and time.time() - status.st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()
+                elif _ENTRY.fullmatch(path.name):
+                    entries.append((status.st_mtime_ns, status.st_size, path))
+        total = sum(entry_size for _, entry_size, _ in entries)
+        for _, entry_size, path in sorted(entries):
+            if total + size <= self._largest_bytes:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+            total -= entry_size
+
+
+def _ignore(_message: str) -> None:
+    """It was said before."""
