@@ -12,19 +12,34 @@ PROGRAM = """
 import importlib, sys
 importlib.import_module("training.backends.torch_xla.backend")
 importlib.import_module("transformers.models.bert.modeling_bert")
-for package in ("torch._inductor", "torch._functorch.aot_autograd", "sympy", "triton", "scipy.optimize", "accelerate"):
+unused = ("torch._inductor", "torch._functorch.aot_autograd", "sympy.core", "triton", "scipy.optimize", "accelerate")
+for package in unused:
     assert package not in sys.modules, f"{package} was imported"
 
-import torch
+import torch, torch_xla
+from torch.fx.experimental.symbolic_shapes import guard_or_false as is_true
+weight = torch.ones(3, 4, device=torch_xla.device(), requires_grad=True)
+loss = (weight * 2 + weight[0]).sum()
+(gradient,) = torch.autograd.grad([loss], [weight], [torch.ones_like(loss)])
+with torch.no_grad():
+    weight.mul_(0.5).addcmul_(gradient, gradient, value=0.5)
+assert weight.sum().item() == 4 * (0.5 * 3 + 0.5 * (5 * 5 + 2 * 2 + 2 * 2)), "a step's operations"
+assert "sympy.core" not in sys.modules, "for sizes that are numbers"
+assert "jax" not in sys.modules
+
 double = torch.compile(lambda value: value * 2, backend="eager")
 assert double(torch.tensor(4)).item() == 8
 assert torch._dynamo.config.specialize_float, "set by torch_xla before the package was imported"
 assert torch._dynamo.utils.counters["frames"]["ok"] == 1, "not compiled"
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+assert is_true(ShapeEnv().create_unbacked_symint() == 3) is False, "a size that is a symbol"
+import sympy
+assert isinstance(sympy.Integer(3), sympy.Basic), "SymPy's own"
 assert torch.nn.GRU(2, 3)(torch.zeros(1, 1, 2))[0].shape == (1, 1, 3)
 """
 
 
-def test_torch_compile_is_imported_only_when_it_is_asked_for() -> None:
+def test_torch_compile_and_sympy_are_imported_only_when_they_are_asked_for() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
 

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from training.machine.deferred_imports import add_stand_in, defer_functions, defer_package, hidden
+from training.machine.deferred_imports import (
+    Unanswered,
+    add_stand_in,
+    defer_functions,
+    defer_module,
+    defer_package,
+    hidden,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,10 +29,14 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "from . import settings\nvalue = settings.limit\ndef mark(function):\n    return 'marked'\n"
     )
     (heavy / "settings.py").write_text("limit = 1\n")
+    (heavy.parent / "sizes.py").write_text("class Symbol:\n    real = True\ndef describe(value):\n    return 'large'\n")
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "__init__.py").write_text("Symbol = str\n")
+    (tmp_path / "alone" / "part.py").write_text("value = 3\n")
     (heavy.parent / "export.py").write_text("def save(name, *, twice=False):\n    return (name, twice)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "big"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("big", "alone")]:
         del sys.modules[name]
 
 
@@ -78,3 +89,34 @@ def test_a_hidden_module_is_not_found_until_the_end() -> None:
     export = importlib.import_module("big.export")
     with hidden("big.export"):
         assert importlib.import_module("big.export") is export, "it was imported before"
+
+
+def answer_small(value: int) -> str:
+    if value > 9:
+        raise Unanswered
+    return "small"
+
+
+def test_a_deferred_module_is_imported_for_what_its_stand_in_cannot_answer() -> None:
+    importlib.import_module("big")
+    defer_module("big.sizes", {"describe": answer_small, "Symbol": type("Symbol", (), {})})
+    sizes = importlib.import_module("big.sizes")
+    assert sizes.describe(3) == "small"
+    assert not isinstance(3, sizes.Symbol)
+    assert not hasattr(sizes, "__wrapped__")
+    from big.sizes import describe as imported
+
+    assert imported(3) == "small"
+    assert sys.modules["big.sizes"] is sizes, "nothing was asked that it can't answer"
+
+    describe = sizes.describe
+    assert describe(12) == "large"
+    assert importlib.import_module("big.sizes").__file__, "the module itself"
+    assert sizes.Symbol.real, "who has the stand-in gets the module's own now"
+    assert describe(3) == "small"
+
+
+def test_a_submodule_of_a_deferred_package_imports_it() -> None:
+    defer_module("alone", {"Symbol": int})
+    assert importlib.import_module("alone.part").value == 3
+    assert importlib.import_module("alone").Symbol is str

@@ -7,4 +7,6 @@ In each folder:
     sharding.py, replicas.py    the devices, and how arrays are laid out over them
     state.py                    names of tensors, loading, snapshots
     model.py                    the network of Hugging Face's transformers, and what is changed in it
+
+compile_cache/ is for any framework on a TPU: compiled programs that outlive the process.
 """

@@ -91,6 +91,53 @@ def _call_later(name: str, function: str) -> Callable[..., Any]:
     return call
 
 
+def defer_module(name: str, attributes: Mapping[str, Any]) -> None:
+    """A stand-in for the module `name`, whose parent is imported, with these attributes. What else is asked of it gets
+    the module's own, which is imported for it and takes its place.
+
+    Args:
+        name: of a module. One that is imported already stays as it is, and one that is not installed is not there.
+        attributes: classes, and functions that answer what they can: where one raises Unanswered, the module's own is
+            called.
+    """
+    spec = importlib.util.find_spec(name) if name not in sys.modules else None
+    if spec is None:
+        return
+    is_package = spec.submodule_search_locations is not None
+    stand_in = _StandIn(name)
+    parent, _, short = name.rpartition(".")
+
+    def load_attribute(attribute: str) -> Any:
+        # Submodules of a package are looked for by its path.
+        if attribute.startswith("__") and not (is_package and attribute == "__path__"):
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        if sys.modules.get(name) is stand_in:
+            del sys.modules[name]
+            for replaced in attributes:
+                delattr(stand_in, replaced)
+        return getattr(importlib.import_module(name), attribute)
+
+    def answering(attribute: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            try:
+                return function(*arguments, **options)
+            except Unanswered:
+                return load_attribute(attribute)(*arguments, **options)
+
+        return call
+
+    for attribute, value in attributes.items():
+        setattr(stand_in, attribute, value if isinstance(value, type) else answering(attribute, value))
+    setattr(stand_in, "__getattr__", load_attribute)  # noqa: B010  a module's own, PEP 562
+    sys.modules[name] = stand_in
+    if parent:
+        setattr(sys.modules[parent], short, stand_in)
+
+
+class Unanswered(Exception):
+    """A function of a stand-in leaves it to the module's own."""
+
+
 def add_stand_in(name: str, attributes: Mapping[str, Any]) -> None:
     """A module with nothing but these attributes, unless the real one is imported already."""
     stand_in = _StandIn(name)

@@ -13,8 +13,10 @@ nearly half of a start's processor time. They are left out here, before a module
 
 import importlib
 import importlib.util
+from collections.abc import Callable
+from typing import Any
 
-from training.machine.deferred_imports import add_stand_in, defer_functions, defer_package
+from training.machine.deferred_imports import Unanswered, add_stand_in, defer_functions, defer_module, defer_package
 
 
 def _leave_out_unused_packages() -> None:
@@ -26,11 +28,53 @@ def _leave_out_unused_packages() -> None:
     # A GRU as a scan, which needs functorch's compiler. torch_xla puts it in the place of torch's.
     torch = importlib.import_module("torch")
     add_stand_in("torch_xla.experimental.gru", {"GRU": type("GRU", (torch.nn.GRU,), {})})
+    # What asks whether sizes are symbols of torch.compile, and needs SymPy for those that are.
+    for parent in ("torch.fx.experimental", "torch.utils._sympy"):
+        importlib.import_module(parent)
+    defer_module("torch.fx.experimental.symbolic_shapes", _OF_PLAIN_SIZES)
+    defer_module("torch.utils._sympy.functions", {"Max": _unanswered})  # imported where it is not called
+    defer_module("sympy", {"Basic": type("Basic", (), {})})  # which no number and no tensor is
     # SciPy: losses of object detection. accelerate: models over several devices, from one process.
     if importlib.util.find_spec("transformers"):
         available = vars(importlib.import_module("transformers.utils.import_utils"))
         available.update(_scipy_available=False, _accelerate_available=False)
 
+
+def _unanswered(*_values: object) -> Any:
+    raise Unanswered
+
+
+def _truth(value: object, *_skip: object) -> Any:
+    return value if isinstance(value, bool) else _unanswered()
+
+
+def _is_nested(size: object) -> Any:
+    return False if type(size) is int else _unanswered()
+
+
+def _all(*values: object) -> bool:
+    truths = [_truth(value) for value in values]
+    return all(truths)
+
+
+def _any(*values: object) -> bool:
+    truths = [_truth(value) for value in values]
+    return any(truths)
+
+
+def _are_equal(shape: object, other: object) -> Any:
+    shapes = [list(item) if isinstance(item, tuple | list) else _unanswered() for item in (shape, other)]
+    return shapes[0] == shapes[1] if all(type(size) is int for item in shapes for size in item) else _unanswered()
+
+
+# Functions of torch.fx.experimental.symbolic_shapes, for sizes that are numbers and not symbols.
+_OF_PLAIN_SIZES: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious"), _truth),
+    "is_nested_int": _is_nested,
+    "sym_and": _all,
+    "sym_or": _any,
+    "sym_eq": _are_equal,
+}
 
 if importlib.util.find_spec("torch"):
     _leave_out_unused_packages()

@@ -23,6 +23,7 @@ from torch_xla import _XLAC
 from training.batch import SUMS, Arrays, Signals
 from training.distributed.cluster import Cluster
 from training.errors import TrainError, UnusableTpu
+from training.machine.deferred_imports import hidden
 
 SIGNALS = 2  # stop, save
 _REPLICATED = "{replicated}"
@@ -102,14 +103,19 @@ class DataParallel:
 
     def replicate_report(self, report: Tensor) -> Tensor:
         """Every host reads the report, so every device must have all of it; left alone, the compiler may shard it."""
-        if self._mesh:
-            spmd.mark_sharding(report, self._mesh, (None,))
+        self._replicate([report])
         return report
 
     def replicate_state(self, tensors: Iterable[Tensor]) -> None:
         """Declares tensors on the devices as replicated, and with them what later programs make of them in place. To be
         said before the first step; else its outputs say it, and the second step is another program."""
-        if self._mesh:
+        self._replicate(tensors)
+
+    def _replicate(self, tensors: Iterable[Tensor]) -> None:
+        if not self._mesh:
+            return
+        # It imports JAX, which takes seconds, to look whether a tensor is one of torchax.
+        with hidden("jax", "torchax"):
             for tensor in tensors:
                 spmd.mark_sharding(tensor, self._mesh, (None,) * tensor.ndim)
 
