@@ -44,6 +44,10 @@ def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
         # A day back: the machine's clock may be set while the emulator runs.
         builder = builder.serial_number(x509.random_serial_number()).not_valid_before(now - timedelta(days=1))
         builder = builder.not_valid_after(now + timedelta(days=_DAYS))
+        # With both, as RFC 5280 demands: clients on Python 3.13 verify strictly.
+        own_id = x509.SubjectKeyIdentifier.from_public_key(public_key)
+        ca_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())
+        builder = builder.add_extension(own_id, critical=False).add_extension(ca_id, critical=False)
         return builder.add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
 
     own = certificate(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, names[0])]), key.public_key(), ca=False)
@@ -53,6 +57,7 @@ def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
     signed = own.sign(ca_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
     ca = (
         certificate(ca_name, ca_key.public_key(), ca=True)
+        .add_extension(_signs_certificates(), critical=True)
         .sign(ca_key, hashes.SHA256())
         .public_bytes(serialization.Encoding.PEM)
     )
@@ -72,6 +77,20 @@ def tls_context(folder: Path, names: Sequence[str] = NAMES) -> ssl.SSLContext:
     (folder / CA_FILE).write_bytes(ca + others)
     (folder / CA_FILE).chmod(0o644)
     return context
+
+
+def _signs_certificates() -> x509.KeyUsage:
+    return x509.KeyUsage(
+        key_cert_sign=True,
+        crl_sign=False,
+        digital_signature=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _system_cas() -> list[Path]:
