@@ -397,14 +397,17 @@ class Trainer:
         train, loss = self.run.config.train, result.loss
         if result.skipped and self.progress.last_loss is not None:
             loss = self.progress.last_loss
-        seconds = self._rate.update(self.run.step_seconds(), self.progress.trained)
+        waited = self.run.timer.seconds.get("data_wait", 0.0)
+        seconds, data_wait = self._rate.update(self.run.step_seconds(), waited, self.progress.trained)
         rate = train.global_batch_size / seconds if seconds > 0 else 0.0
-        self.run.console.progress(format_progress(step, train.steps, loss, rate, (train.steps - step) * seconds))
+        remaining = (train.steps - step) * seconds
+        self.run.console.progress(format_progress(step, train.steps, loss, rate, data_wait, remaining))
         values = {
             "loss": result.loss,
             "gradient_norm": result.gradient_norm,
             "learning_rate": learning_rate(train, step - 1),
             "examples_per_second": rate,
+            "data_wait": data_wait,
         }
         if self._start_seconds:
             values |= {f"start_{phase}_seconds": seconds for phase, seconds in self._start_seconds.items()}
@@ -416,16 +419,20 @@ class Trainer:
 
 
 class StepRate:
-    """The time of a step, averaged over the steps between two updates."""
+    """The time of a step, and the share of it that waited for the batch, over the steps between two updates."""
 
     def __init__(self) -> None:
         """Before the first step of an attempt."""
-        self._seconds, self._steps = 0.0, 0  # at the last update
-        self._seconds_per_step = 0.0
+        self._seconds, self._waited, self._steps = 0.0, 0.0, 0  # at the last update
+        self._seconds_per_step, self._data_wait = 0.0, 0.0
 
-    def update(self, seconds: float, steps: int) -> float:
-        """Seconds of a step, from the seconds spent in steps and the number of steps so far."""
+    def update(self, seconds: float, waited: float, steps: int) -> tuple[float, float]:
+        """Seconds of a step, and the share of them from 0 to 1 that waited, from totals so far: the seconds of steps,
+        those among them that waited for batches, and the number of steps."""
         if steps > self._steps:
-            self._seconds_per_step = (seconds - self._seconds) / (steps - self._steps)
-            self._seconds, self._steps = seconds, steps
-        return self._seconds_per_step
+            spent = seconds - self._seconds
+            self._seconds_per_step = spent / (steps - self._steps)
+            # A framework may count more seconds of compiling, which leave the step's, than the clock has.
+            self._data_wait = min(1.0, (waited - self._waited) / spent) if spent > 0 else 0.0
+            self._seconds, self._waited, self._steps = seconds, waited, steps
+        return self._seconds_per_step, self._data_wait

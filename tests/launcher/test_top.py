@@ -26,11 +26,11 @@ VIEW = View(
     slice="slice demo: READY, v4-16, 2 hosts",
     run="run demo-1122-103000-1f2e: attempt 1, running",
     time="2026-11-22T10:45:00Z",
-    progress=Progress(1200, 5000, 5.04762, 812.34),
+    progress=Progress(1200, 5000, 5.04762, 812.34, 0.07),
     left="1:17:52",
     losses=LOSSES,
     hosts=[
-        HostStatus(0, "10.0.0.1", "running", "step 1200/5000  loss 5.04762  812.3 examples/s  1:17:52 left", 2.4),
+        HostStatus(0, "10.0.0.1", "running", format_progress(1200, 5000, 5.04762, 812.34, 0.07, 4672), 2.4),
         HostStatus(1, "10.0.0.2", "not reachable: timed out", "compiled the step in 41.2 s", 400.0),
     ],
     memory={0: (int(12.34 * GIB), 188 * GIB)},
@@ -44,6 +44,7 @@ def test_a_frame_shows_the_run_its_curve_its_hosts_and_its_cost(columns: int) ->
     text = "\n".join(render(VIEW, columns))
     for words in ("attempt 1, running", "READY", "$6.44", "step 1,200/5,000   24%", "loss 5.04762", "812.3 examples/s"):
         assert words in text
+    assert "data wait 7%" in text
     for words in ("1:17:52 left", "12.3/188 GiB", "?", "not reachable", "7.591", "5.048", "attempt 1: started"):
         assert words in text
     assert ("10.0.0.1" in text) == (columns == 160), "addresses where there is room"
@@ -110,7 +111,7 @@ def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest
     def write(attempt: int, *steps: tuple[int, float]) -> None:
         with open(ledger.log_file(attempt, 0), "a") as log:
             for step, loss in steps:
-                log.write(f"2026-01-01T00:00:{step:02}.000000000Z {format_progress(step, 50, loss, 99.5, 60)}\n")
+                log.write(f"2026-01-01T00:00:{step:02}.000000000Z {format_progress(step, 50, loss, 99.5, 0.07, 60)}\n")
 
     write(0, (1, 9.0), (2, 8.0), (3, 7.5))
     write(1, (3, 7.0))
@@ -125,4 +126,4 @@ def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest
     provider.answers = False
     second = top.look()
     assert (second.losses[4], second.left, second.memory) == (6.5, "1:00", {})
-    assert second.progress == Progress(4, 50, 6.5, 99.5)
+    assert second.progress == Progress(4, 50, 6.5, 99.5, 0.07)

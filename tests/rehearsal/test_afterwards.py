@@ -18,7 +18,7 @@ def test_status_tells_step_loss_speed_ages_and_cost_and_a_failure_leaves_a_maske
     two_hosts: tuple[Workstation, str],
 ) -> None:
     work, file = two_hosts
-    line = format_progress(12, 500, 6.54321, 1234.5, 60.0)
+    line = format_progress(12, 500, 6.54321, 1234.5, 0.25, 60.0)
     script = (
         f'[ "$TPU_WORKER_ID" = 0 ] && echo "{line}"; echo "token: $HF_TOKEN"; mkdir -p '
         f"/tmp/tpu_logs; echo from libtpu > /tmp/tpu_logs/driver.log; "
@@ -44,7 +44,8 @@ def test_status_tells_step_loss_speed_ages_and_cost_and_a_failure_leaves_a_maske
     )
     running.wait_for(r"^\[1\] token")
     shown = work.good("--emulated", "status", "-f", file, "--json").json()
-    assert shown["progress"] == {"step": 12, "steps": 500, "loss": 6.54321, "examples_per_second": 1234.5}
+    progress = {"step": 12, "steps": 500, "loss": 6.54321, "examples_per_second": 1234.5, "data_wait": 0.25}
+    assert shown["progress"] == progress
     assert shown["cost"] > 0
     assert all(0 <= host["quiet_seconds"] < 60 for host in shown["hosts"]), shown
     assert "step 12/500, loss 6.54321, 1,234.5 examples/s" in work.good("--emulated", "status", "-f", file).output

@@ -121,8 +121,8 @@ def read_history(
     """All lines of a run in the order of its steps, without those that a later attempt trained again, and without those
     that can't be read: of these it warns.
 
-    Each has its "step", and "loss", "gradient_norm", "learning_rate" and "examples_per_second" or the "eval_..." of an
-    evaluation; None for a figure that is not finite, whose name is then in "not_finite".
+    Each has its "step", and "loss", "gradient_norm", "learning_rate", "examples_per_second" and "data_wait" or the
+    "eval_..." of an evaluation; None for a figure that is not finite, whose name is then in "not_finite".
     """
     attempts: dict[int, list[dict[str, Any]]] = {}
     for (attempt, _), url in sorted(_objects(folder, storage).items()):

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-_PROGRESS = re.compile(r"step +(\d+)/(\d+)  loss (\S+)  ([\d,.]+) examples/s")
+_PROGRESS = re.compile(r"step +(\d+)/(\d+)  loss (\S+)  ([\d,.]+) examples/s(?:  (\d+)% data wait)?")
 
 
 @dataclass(frozen=True)
@@ -18,27 +18,31 @@ class Progress:
     steps: int  # of the whole run
     loss: float
     examples_per_second: float
+    data_wait: float | None = None  # share of the steps' time that they waited for batches; older trainers don't say
 
 
-def format_progress(step: int, steps: int, loss: float, examples_per_second: float, remaining_seconds: float) -> str:
+def format_progress(
+    step: int, steps: int, loss: float, examples_per_second: float, data_wait: float, remaining_seconds: float
+) -> str:
     """The progress line that host 0 prints. `parse_progress` is its inverse."""
     return (
         f"step {step:>{len(str(steps))}}/{steps}  loss {loss:.5f}  {examples_per_second:,.1f} examples/s  "
-        f"{format_remaining(remaining_seconds)} left"
+        f"{data_wait:.0%} data wait  {format_remaining(remaining_seconds)} left"
     )
 
 
 def parse_progress(line: str) -> Progress | None:
     """What a line of host 0's log says, or None when it holds no progress line.
 
-    The loss is rounded to 5 decimals and the rate to 1, as in the line.
+    The loss is rounded to 5 decimals, the rate to 1 and the data wait to percents, as in the line.
     """
     match = _PROGRESS.search(line)
     if match is None:
         return None
-    step, steps, loss, rate = match.groups()
+    step, steps, loss, rate, wait = match.groups()
+    data_wait = None if wait is None else int(wait) / 100
     try:
-        return Progress(int(step), int(steps), float(loss), float(rate.replace(",", "")))
+        return Progress(int(step), int(steps), float(loss), float(rate.replace(",", "")), data_wait)
     except ValueError:  # another program's line that looks alike
         return None
 

@@ -31,8 +31,8 @@ from launcher.errors import LaunchError
 )
 @configured
 def top(config: Config, once: bool, seconds: float, columns: int | None) -> None:
-    """Watch the slice's newest run: step, loss curve, examples/s, hosts with their memory, cost so far. Ctrl-C ends it;
-    the run goes on."""
+    """Watch the slice's newest run: step, loss curve, examples/s, data wait, hosts with their memory, cost so far.
+    Ctrl-C ends it; the run goes on."""
     from launcher.run.live.frame import render
     from launcher.run.live.top import Top
 

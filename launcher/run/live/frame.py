@@ -86,6 +86,8 @@ def _progress(view: View, columns: int) -> list[str]:
         return ["no step was reported yet"]
     share = now.step / now.steps if now.steps else 0.0
     figures = f"loss {now.loss:.5f}   {now.examples_per_second:,.1f} examples/s"
+    if now.data_wait is not None:
+        figures += f"   data wait {now.data_wait:.0%}"
     if view.left:
         figures += f"   {view.left} left"
     head = f"step {now.step:,}/{now.steps:,}  {share:4.0%}  "
