@@ -18,9 +18,10 @@ from typing import Any
 
 from training import storage
 from training.config import TrainerConfig, load
-from training.distributed.cluster import Cluster
+from training.distributed.cluster import Cluster, device_kind, discover
 from training.distributed.rendezvous import SingleHost
 from training.distributed.shutdown import ShutdownRequest
+from training.errors import BadInput
 from training.telemetry.metrics import read_history
 from training.telemetry.phase_timer import PhaseTimer
 
@@ -41,7 +42,20 @@ def train(config: TrainerConfig, run_id: str = "notebook") -> dict[str, Any]:
     """Trains on this host to the last step, and returns the summary that is in the run's summary.json."""
     from training.trainer import train as run
 
-    return run(config, Cluster(0, ("localhost",), run_id=run_id), SingleHost(), ShutdownRequest(), PhaseTimer())
+    return run(config, _this_host(run_id), SingleHost(), ShutdownRequest(), PhaseTimer())
+
+
+def _this_host(run_id: str) -> Cluster:
+    """This host alone, with the accelerator that its environment or the metadata server names. Raises BadInput."""
+    if device_kind() != "TPU":
+        return Cluster(0, ("localhost",), run_id=run_id)
+    cluster = discover()
+    if cluster.hosts > 1:
+        raise BadInput(
+            f"this is host {cluster.worker} of a slice of {cluster.hosts} hosts, and a notebook trains on a TPU of one "
+            "host: use `tpu-launch run`, or set PJRT_DEVICE=CPU"
+        )
+    return Cluster(0, ("localhost",), cluster.accelerator_type, run_id)
 
 
 def metrics(config: TrainerConfig, run_id: str = "notebook") -> list[dict[str, Any]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from training import one_host
 from training.accelerators import ACCELERATORS
 from training.backends.tensorflow import pod
+from training.distributed import cluster as cluster_module
 from training.distributed.cluster import (
     Cluster,
     discover,
@@ -17,6 +21,7 @@ from training.distributed.cluster import (
 )
 from training.errors import BadInput
 
+ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = {
     "TPU_WORKER_ID": "1",
     "TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3",
@@ -53,6 +58,23 @@ def test_the_jobs_index_and_service_are_enough() -> None:
 def test_without_variables_this_is_a_single_host() -> None:
     cluster = discover({})
     assert (cluster.hosts, cluster.worker, cluster.run_id, cluster.attempt) == (1, 0, "local", 0)
+
+
+def test_a_machine_that_shows_chips_is_asked_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without PJRT_DEVICE, as in a notebook on a TPU VM."""
+    known = {"worker-network-endpoints": "10.130.0.5", "agent-worker-number": "0", "accelerator-type": "v4-8"}
+    monkeypatch.setattr(cluster_module, "_read_metadata", known.get)
+    monkeypatch.setattr(cluster_module.glob, "glob", lambda pattern: ["/dev/vfio/0"] * pattern.startswith("/dev/vfio"))
+    assert discover({}) == Cluster(0, ("10.130.0.5",), "v4-8")
+    assert discover({"PJRT_DEVICE": "CPU"}) == Cluster(0, ("localhost",))
+
+
+def test_a_notebook_is_refused_a_tpu_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**LAUNCHER, "PJRT_DEVICE": "TPU"}.items():
+        monkeypatch.setenv(name, value)
+    config = one_host.configuration(ROOT / "examples" / "mlm.yaml")
+    with pytest.raises(BadInput, match="this is host 1 of a slice of 2 hosts"):
+        one_host.train(config)
 
 
 @pytest.mark.parametrize(

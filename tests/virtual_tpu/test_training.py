@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.container import small_runs
 from tests.container.faulty_trainers import Fault, Run
@@ -58,6 +59,16 @@ def test_the_device_check_finds_and_tries_eight_devices() -> None:
     facts = parse_facts(ended.stdout.splitlines())
     assert (facts["kind"], facts["devices"], facts["devices_expected"], facts["slice_devices"]) == ("TPU", 8, 8, 8)
     assert (facts["wrong_products"], facts["sum"], facts["phase"]) == (0, 8.0, "done")
+
+
+def test_the_functions_for_notebooks_train_on_all_devices_of_the_host(folder: Path) -> None:
+    """PJRT_DEVICE and TPU_ACCELERATOR_TYPE alone say what there is, as in a notebook."""
+    config = small_runs.document(folder, train__steps=2, evaluation__at_end=False, export__at_end=False)
+    (folder / "notebook.yaml").write_text(yaml.safe_dump(config))
+    script = "from training import one_host; one_host.train(one_host.configuration('notebook.yaml'))"
+    ended = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=SECONDS)
+    assert ended.returncode == 0, ended.stderr
+    assert small_runs.summary(folder, "notebook")["devices"] == 8
 
 
 @pytest.mark.parametrize("task", others_at_night(DOCUMENTS, ("mlm", "classification")))

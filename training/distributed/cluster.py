@@ -5,9 +5,9 @@ Sources, in this order; the first that answers counts:
    the same), with JOB_COMPLETION_INDEX of an indexed Kubernetes Job in place of a missing TPU_WORKER_ID, and
    TPU_LAUNCH_HOSTS and TPU_LAUNCH_HOST_NAME ("job-*.service", where * is the worker index) of our manifests in place of
    missing TPU_WORKER_HOSTNAMES;
-2. the metadata server of a TPU VM, only where PJRT_DEVICE=TPU: `worker-network-endpoints` comes in two formats, the old
-   `name:id:ip,...` and the new plain list of addresses;
-3. none: a single host, worker 0.
+2. the metadata server of a TPU VM, only where there is a TPU (`device_kind`): `worker-network-endpoints` comes in two
+   formats, the old `name:id:ip,...` and the new plain list of addresses;
+3. none: a single host, worker 0, with the accelerator that TPU_ACCELERATOR_TYPE names.
 
 Parsing is pure; `discover` is the one function that reads the environment and the metadata server. torch_xla 2.9
 crashes on the new metadata format (it takes the third field of `x:y:z`), so `tpu_environment` sets every variable that
@@ -126,14 +126,15 @@ def discover(environment: Mapping[str, str] | None = None) -> Cluster:
     """Finds this process' place. Raises BadInput when the sources contradict themselves."""
     environment = os.environ if environment is None else environment
     cluster = from_environment(environment)
-    if cluster is None and environment.get("PJRT_DEVICE") == "TPU" and not environment.get("TPU_SKIP_MDS_QUERY"):
+    if cluster is None and device_kind(environment) == "TPU" and not environment.get("TPU_SKIP_MDS_QUERY"):
         cluster = from_metadata(_read_metadata, environment)
-    return cluster or _cluster(0, ("localhost",), None, environment)
+    return cluster or _cluster(0, ("localhost",), environment.get("TPU_ACCELERATOR_TYPE") or None, environment)
 
 
-def device_kind() -> str:
+def device_kind(environment: Mapping[str, str] | None = None) -> str:
     """TPU or CPU: what PJRT_DEVICE says, or else whether this machine shows TPU chips."""
-    return os.environ.get("PJRT_DEVICE") or (
+    environment = os.environ if environment is None else environment
+    return environment.get("PJRT_DEVICE") or (
         "TPU" if glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*") else "CPU"
     )
 

@@ -1,0 +1,165 @@
+"""Claims about examples/banking77.ipynb: its cells are valid, it fetches what it says, and on a plain machine, without
+our images, it runs from its first cell to its last (at night: that installs PyTorch/XLA, 8 GB)."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import http.server
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from training import one_host
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "examples" / "banking77.ipynb"
+WHEEL = ("launcher", "training", "images", "examples", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+PACKAGES = ("ipykernel", "nbclient", "nbformat")  # what a notebook service has
+INSTALL_SECONDS = 3600
+# Executes the notebook of the working directory with the parameters of its argument, and prints what its cells print.
+EXECUTE = """
+import json, sys
+import nbformat
+from nbclient import NotebookClient
+
+notebook = nbformat.read("banking77.ipynb", as_version=4)
+nbformat.validate(notebook)
+for cell in notebook.cells:
+    if "parameters" in cell.metadata.get("tags", ()):
+        cell.source += "\\n" + sys.argv[1]
+NotebookClient(notebook, timeout=3600, kernel_name="python3").execute()
+print(*(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ())))
+"""
+
+
+def cells(tag: str | None = None) -> list[dict[str, Any]]:
+    """The cells of code; those with this tag."""
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    return [
+        cell
+        for cell in notebook["cells"]
+        if cell["cell_type"] == "code" and (tag is None or tag in cell["metadata"].get("tags", ()))
+    ]
+
+
+def source(cell: dict[str, Any]) -> str:
+    return "".join(cell["source"])
+
+
+def parameters() -> dict[str, Any]:
+    [cell] = cells("parameters")
+    values: dict[str, Any] = {}
+    exec(source(cell), values)
+    return values
+
+
+@pytest.fixture
+def website(tmp_path: Path) -> Iterator[str]:
+    """The address of a web server with texts in the layout of BANKING77's."""
+    folder = tmp_path / "website"
+    folder.mkdir()
+    for name, rows in (("train", 64), ("test", 20)):
+        texts = [("where is my card", "card") if number % 2 else ("send some money", "money") for number in range(rows)]
+        table = "".join(f"{text} number {number},{label}\n" for number, (text, label) in enumerate(texts))
+        (folder / f"{name}.csv").write_text("text,category\n" + table)
+    (folder / "categories.json").write_text(json.dumps(["card", "money"]))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_cells_are_python_and_carry_no_output() -> None:
+    for cell in cells():
+        ast.parse(re.sub(r"^%pip .*", "", source(cell), flags=re.MULTILINE))
+        assert (cell["outputs"], cell["execution_count"]) == ([], None)
+
+
+def test_the_first_cell_of_code_installs_an_extra_that_the_package_has() -> None:
+    [install] = cells("install")
+    assert install == cells()[0]
+    assert all(line.startswith("%pip install ") for line in source(install).splitlines())
+    folder, extra = re.findall(r'"(\S+)\[(\S+)\]"', source(install))[0]
+    project = tomllib.loads((NOTEBOOK.parent / folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert extra in project["optional-dependencies"]
+    opening = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"][0]
+    for version in re.findall(r"3\.\d+", source(opening)):
+        assert f"Programming Language :: Python :: {version}" in project["classifiers"]
+
+
+def test_the_file_reads_what_the_notebook_makes() -> None:
+    values = parameters()
+    config = one_host.configuration(NOTEBOOK.parent / values["config_file"], *values["settings"])
+    assert config.model.path == config.data.tokenizer == values["model"]
+    assert config.data.train == f"{values['data']}/train"
+    assert config.data.evaluation == f"{values['data']}/evaluation"
+
+
+def test_texts_are_fetched_once(website: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [fetch] = [source(cell) for cell in cells() if "urlopen" in source(cell)]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "minilm").mkdir()
+    exec(fetch, {**parameters(), "source": website})
+    for name in ("train.csv", "test.csv", "categories.json"):
+        assert (tmp_path / "banking77" / name).read_bytes() == (tmp_path / "website" / name).read_bytes()
+    exec(fetch, {**parameters(), "source": "http://127.0.0.1:9"})  # nobody answers there
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[Path]:
+    """Where a virtual environment may be made; 8 GB, which are not kept."""
+    folder = tmp_path / "environment"
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(INSTALL_SECONDS + 600)
+@pytest.mark.parametrize("version", ["3.11", "3.12"])
+def test_every_cell_runs_on_a_plain_machine(version: str, website: str, environment: Path, tmp_path: Path) -> None:
+    checkout = tmp_path / "checkout"
+    for name in WHEEL:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, checkout / name)
+
+    def run(*command: str | Path) -> str:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        words = [str(word) for word in command]
+        ended = subprocess.run(
+            words,
+            cwd=checkout / "examples",
+            env=inherited,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=INSTALL_SECONDS,
+        )
+        assert ended.returncode == 0, ended.stdout
+        return ended.stdout
+
+    run(Path(sys.executable).with_name("uv"), "venv", "--quiet", "--seed", "--python", version, environment)
+    run(environment / "bin" / "python", "-m", "pip", "install", "--quiet", *PACKAGES)
+    changes = [
+        f"source = {website!r}",
+        'settings = ["train.steps=12", "train.warmup_steps=2", "evaluation.every=12"]',
+        'query = "where is my card"',
+    ]
+    printed = run(environment / "bin" / "python", "-c", EXECUTE, "\n".join(changes))
+    assert "64 records of 16 or 24 or 48 or 96 tokens" in printed
+    assert re.search(r"after step 12: weighted F1 \d\.\d{4}", printed), printed
+    assert re.findall(r"^ ?\d\.\d{4}  (\w+)$", printed, re.MULTILINE)[0] == "card", printed
