@@ -17,7 +17,7 @@ LOCK := $(BIN)/uv pip compile --quiet --generate-hashes --no-header --python-ver
 LOCK_IMAGE := $(LOCK) --python-platform x86_64-manylinux_2_36
 PYTHON_CODE := launcher training tests tools $(wildcard benchmarks)
 
-.PHONY: help rehearsal test test-nightly test-fast lint docs reference benchmark lock simulate clean need-python need-containers need-kubectl
+.PHONY: help rehearsal test test-nightly test-fast wheel lint docs reference benchmark lock simulate clean need-python need-containers need-kubectl
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -34,6 +34,7 @@ test-nightly: need-containers $(VENV_READY) ## trainers killed at every point of
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py tensorflow -m nightly
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py oracle-tensorflow -s
 	@tools/with-engine.sh $(BIN)/pytest tests/rehearsal -m nightly --timeout=900
+	@$(BIN)/pytest -m nightly
 
 test-fast: need-kubectl $(VENV_READY) ## the tests that need no container (ARGS="-k words")
 	@$(BIN)/pytest $(ARGS)
@@ -41,11 +42,16 @@ test-fast: need-kubectl $(VENV_READY) ## the tests that need no container (ARGS=
 simulate: $(VENV_READY) ## lives of launcher and trainer in a hostile world: LIVES=N SIDE=launcher|trainer; SEED=S replays one
 	@$(BIN)/python -m tests.simulation $(if $(SIDE),--side $(SIDE)) $(if $(SEED),--seed $(SEED) --story,--lives $(or $(LIVES),10000))
 
-lint: $(VENV_READY) ## ruff, its formatter's opinion, mypy, shellcheck, import layers, and the structure of files
+wheel: $(VENV_READY) ## the wheel and the source distribution, in dist/
+	@$(BIN)/python -m build --no-isolation --outdir dist >.tpu-launch/wheel.log || { cat .tpu-launch/wheel.log >&2; exit 1; }
+	@ls dist/*
+
+lint: $(VENV_READY) ## ruff, its formatter's opinion, mypy (for Linux and macOS), shellcheck, import layers, and the structure of files
 	@status=0; mkdir -p -m 700 .tpu-launch; \
 	$(BIN)/ruff check --quiet --output-format concise $(PYTHON_CODE) || status=1; \
 	$(BIN)/ruff format --check --quiet --output-format concise $(PYTHON_CODE) || { echo "not formatted; mend it with: $(BIN)/ruff format $(PYTHON_CODE)"; status=1; }; \
 	$(BIN)/mypy --no-error-summary || status=1; \
+	$(BIN)/mypy --no-error-summary --platform darwin --cache-dir .mypy_cache/darwin || status=1; \
 	git ls-files -z '*.sh' .ci/run | xargs -0 $(BIN)/shellcheck || status=1; \
 	$(BIN)/lint-imports --no-logo > .tpu-launch/lint-imports.log 2>&1 || { cat .tpu-launch/lint-imports.log; status=1; }; \
 	$(BIN)/python tools/check_structure.py || status=1; \

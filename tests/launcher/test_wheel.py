@@ -1,4 +1,5 @@
-"""Claims about the wheel: built and installed into an empty environment, it is a complete `tpu-launch`. About 30 s."""
+"""Claims about the wheel: built and installed into an empty environment, it is a complete `tpu-launch`. About 30 s; at
+night on the newer versions of Python too, and by every command that README names."""
 
 from __future__ import annotations
 
@@ -13,14 +14,21 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("launcher", "training", "images", "examples", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+README = (ROOT / "README.md").read_text()
 REPOSITORY = "us-central2-docker.pkg.dev/my-project/images/bert"
-INIT = (
-    *("init", "-f", "run.yaml", "--project", "my-project", "--accelerator-type", "v4-16"),
-    *("--bucket", "my-bucket", "--repository", REPOSITORY),
-)
+SMALL = ("init", "-f", "run.yaml", "--project", "my-project", "--accelerator-type", "v4-16")
+INIT = (*SMALL, "--bucket", "my-bucket", "--repository", REPOSITORY)
 
 
-def run(*command: str | Path, folder: Path, **environment: str) -> str:
+# The interpreter of these tests, and at night the others that pyproject.toml names.
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+VERSIONS = [
+    pytest.param(version, marks=[] if version == HERE else pytest.mark.nightly)
+    for version in re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+]
+
+
+def run(*command: str | Path, folder: Path, code: int = 0, **environment: str) -> str:
     """Runs a command with nothing of this checkout in its environment, and returns what it printed."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "VIRTUAL_ENV"))}
     words = [str(word) for word in command]
@@ -34,8 +42,14 @@ def run(*command: str | Path, folder: Path, **environment: str) -> str:
         check=False,
         timeout=240,
     )
-    assert result.returncode == 0, f"{words}: {result.stdout}"
+    assert result.returncode == code, f"{words}: {result.stdout}"
     return result.stdout
+
+
+def uv() -> str:
+    program = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert program is not None
+    return program
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +71,24 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `make wheel` builds it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder=checkout)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
     """The programs' folder of an environment that holds the wheel and its dependencies, and nothing else."""
     folder = tmp_path_factory.mktemp("installed")
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder=checkout)
-    (wheel,) = folder.glob("*.whl")
-    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", folder=folder)
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    assert uv is not None
     python = folder / "venv" / "bin" / "python"
+    interpreter = sys.executable if request.param == HERE else request.param
+    run(uv(), "venv", "--quiet", "--python", interpreter, folder / "venv", folder=folder)
     # the versions that the lock file pins, so that a new release of a dependency can't fail this test
-    run(uv, "pip", "install", "--quiet", "--python", python, "--constraint", constraints(folder), wheel, folder=folder)
+    pins = constraints(folder)
+    run(uv(), "pip", "install", "--quiet", "--python", python, "--constraint", pins, wheel, folder=folder)
     return folder / "venv" / "bin"
 
 
@@ -91,6 +112,17 @@ def test_first_file_is_written_and_planned(installed: Path, tmp_path: Path) -> N
     plan = run(installed / "tpu-launch", "plan", "-f", "run.yaml", folder=tmp_path)
     assert "gcloud compute tpus tpu-vm create" in plan
     assert re.search(rf"docker push {REPOSITORY}:\w+", plan)
+
+
+def test_doctor_says_what_an_empty_machine_lacks(installed: Path, tmp_path: Path) -> None:
+    """Where nothing else is installed: no gcloud, no docker, no ssh."""
+    run(installed / "tpu-launch", *SMALL, folder=tmp_path)
+    machine = {"PATH": str(installed), "HOME": str(tmp_path)}
+    report = run(installed / "tpu-launch", "doctor", "-f", "run.yaml", folder=tmp_path, code=2, **machine)
+    assert "FAIL  gcloud: gcloud was not found on PATH: install the Google Cloud CLI" in report
+    assert "docker was not found on PATH" in report
+    assert f"PASS  folder: {tmp_path}/.tpu-launch" in report
+    assert "Traceback" not in report
 
 
 def test_package_data_is_complete(installed: Path) -> None:
@@ -119,6 +151,48 @@ def test_completion_names_commands(installed: Path, tmp_path: Path) -> None:
     assert run(installed / "tpu-launch", folder=tmp_path, **words) == "plain,preflight\n"
 
 
+def test_completion_of_the_readme_works_in_bash(installed: Path, tmp_path: Path) -> None:
+    """Its line is typed in a shell that has `tpu-launch` on its PATH."""
+    (line,) = re.findall(r'^\$ (eval "\$\(tpu-launch completion bash\)")', README, re.MULTILINE)
+    path = f"{installed}{os.pathsep}{os.environ['PATH']}"
+    assert "tpu-launch" in run("bash", "-c", f"{line}\ncomplete -p tpu-launch", folder=tmp_path, PATH=path)
+
+
+def shown_installations() -> list[str]:
+    """The commands of README's "Install" that install."""
+    section = README.split("## Install\n")[1].split("\n## ")[0]
+    return [line.split(" # ")[0].strip() for line in re.findall(r"^\$ (.* install .*)$", section, re.MULTILINE)]
+
+
+def test_the_readme_names_three_ways_to_install() -> None:
+    assert [command.split()[0] for command in shown_installations()] == ["pipx", "uv", "pip"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("command", shown_installations())
+def test_installing_as_the_readme_says(checkout: Path, tmp_path: Path, command: str) -> None:
+    """Typed in a checkout, in an empty environment with pip, pipx and uv; the repository's address is that of the
+    checkout."""
+    run(uv(), "venv", "--quiet", "--seed", "--python", sys.executable, tmp_path / "venv", folder=tmp_path)
+    programs = tmp_path / "venv" / "bin"
+    run(programs / "pip", "install", "--quiet", "pipx", "uv", folder=tmp_path)
+    machine = {
+        "HOME": str(tmp_path),
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PIPX_HOME": str(tmp_path / "pipx"),
+        "PIPX_BIN_DIR": str(tmp_path / "bin"),
+        "UV_TOOL_DIR": str(tmp_path / "uv"),
+        "UV_TOOL_BIN_DIR": str(tmp_path / "bin"),
+    }
+    words = command.replace("https://HOST/PATH/tpu-launch.git", f"file://{checkout}").split()
+    run(*words, folder=checkout, **machine)
+    folder = programs if words[0] == "pip" else tmp_path / "bin"
+    commit = run("git", "rev-parse", "--short=12", "HEAD", folder=checkout).strip()
+    assert f"(commit {commit})" in run(folder / "tpu-launch", "--version", folder=tmp_path)
+    run(folder / "tpu-launch", *INIT, folder=tmp_path)
+    assert "docker push" in run(folder / "tpu-launch", "plan", "-f", "run.yaml", folder=tmp_path)
+
+
 def test_rehearsal_without_a_checkout_uses_the_installed_example(installed: Path, tmp_path: Path) -> None:
     script = "from launcher.installation import example; print(example('rehearsal.yaml'))"
     path = Path(run(installed / "python", "-c", script, folder=tmp_path).strip())
@@ -130,13 +204,10 @@ def test_trainer_needs_no_framework_for_its_help(installed: Path, tmp_path: Path
     assert "checkpoint" in run(installed / "tpu-train", "--help", folder=tmp_path)
 
 
-def test_dockerfiles_are_found_wherever_an_installer_puts_them(installed: Path, tmp_path: Path) -> None:
+def test_dockerfiles_are_found_wherever_an_installer_puts_them(wheel: Path, installed: Path, tmp_path: Path) -> None:
     """With --target, data files are not below the prefix of the Python that runs."""
-    (wheel,) = installed.parent.parent.glob("*.whl")
-    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    assert uv is not None
     target = tmp_path / "target"
-    run(uv, "pip", "install", "--quiet", "--no-deps", "--target", target, wheel, folder=tmp_path)
+    run(uv(), "pip", "install", "--quiet", "--no-deps", "--target", target, wheel, folder=tmp_path)
     script = "from launcher.installation import shared_folder; print(shared_folder('images') / 'host' / 'Dockerfile')"
     path = Path(run(installed / "python", "-c", script, folder=tmp_path, PYTHONPATH=str(target)).strip())
     assert path.is_relative_to(target.resolve())
