@@ -19,6 +19,7 @@ import contextlib
 import errno
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -200,7 +201,8 @@ def _write_summed(descriptor: int, view: memoryview) -> int:
         crc = pool.submit(crc32c, view)
         while done < len(view):
             count = os.write(descriptor, view[done : done + _WRITTEN])
-            os.posix_fadvise(descriptor, done, count, os.POSIX_FADV_DONTNEED)
+            if sys.platform == "linux":  # macOS has no such call
+                os.posix_fadvise(descriptor, done, count, os.POSIX_FADV_DONTNEED)
             done += count
         return crc.result()
 

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -121,9 +122,12 @@ class SshClient:
         transport = connection.client.get_transport()
         if transport is not None:
             transport.set_keepalive(_KEEPALIVE_SECONDS)
-            # A cable that is pulled shows only in what is not acknowledged: by default after a quarter of an hour.
             transport.sock.settimeout(_WAKE_SECONDS)  # its thread would wake up ten times a second
-            transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_CHANNEL_SECONDS * 1000))
+            # A cable that is pulled shows only in what is not acknowledged: by default after a quarter of an hour.
+            # Where the system does not offer this (macOS), the deadlines of commands tell.
+            if sys.platform == "linux":
+                milliseconds = int(_CHANNEL_SECONDS * 1000)
+                transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         return connection
 
     def key(self, path: str) -> paramiko.PKey:
