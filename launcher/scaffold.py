@@ -60,6 +60,7 @@ def text(answers: Answers) -> str:
         "  # max_cost_per_hour: 30 # dollars; what costs more is not created",
         "image:",
         _repository(answers),
+        "  # code: src # a folder of yours, for the image's working directory",
         "run:",
         "  stop_seconds: 30 # between SIGTERM and SIGKILL: time to save",
         "  # command: [python, train.py] # your own program instead of the trainer below",

@@ -160,6 +160,6 @@ def test_every_cell_runs_on_a_plain_machine(version: str, website: str, environm
         'query = "where is my card"',
     ]
     printed = run(environment / "bin" / "python", "-c", EXECUTE, "\n".join(changes))
-    assert "64 records of 16 or 24 or 48 or 96 tokens" in printed
+    assert "64 records of 16 tokens" in printed, printed
     assert re.search(r"after step 12: weighted F1 \d\.\d{4}", printed), printed
     assert re.findall(r"^ ?\d\.\d{4}  (\w+)$", printed, re.MULTILINE)[0] == "card", printed

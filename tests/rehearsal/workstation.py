@@ -95,6 +95,7 @@ class Workstation:
 
     folder: Path
     environment: dict[str, str]
+    program: tuple[str, ...] = (sys.executable, "-m", "launcher.cli")
 
     def launch(self, *arguments: str, seconds: float = 300, environment: dict[str, str] | None = None) -> Ended:
         """Runs `tpu-launch ARGUMENTS` to its end."""
@@ -104,7 +105,7 @@ class Workstation:
         """Starts `tpu-launch ARGUMENTS`."""
         process = subprocess.Popen(
             # A shell in the background ignores SIGINT, and its children inherit that.
-            ["env", "--default-signal=INT", sys.executable, "-m", "launcher.cli", *arguments],
+            ["env", "--default-signal=INT", *self.program, *arguments],
             cwd=self.folder,
             env={**self.environment, **(environment or {})},
             stdin=subprocess.DEVNULL,
