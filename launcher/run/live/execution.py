@@ -30,7 +30,13 @@ class Command:
     """After which it is ended."""
 
 
-def execute(config: Config, context: Context, run_id: str | None, command: Command) -> list[CommandReport]:
+def execute(
+    config: Config,
+    context: Context,
+    run_id: str | None,
+    command: Command,
+    on_line: Callable[[str], None] = lambda line: None,
+) -> list[CommandReport]:
     """Runs a command in the run's live containers, and emits its lines as they come, values of secrets masked.
 
     Args:
@@ -38,6 +44,7 @@ def execute(config: Config, context: Context, run_id: str | None, command: Comma
         context: This process.
         run_id: Finds the run instead.
         command: What runs, and where.
+        on_line: Is given each line that is emitted, without its host; one at a time.
 
     Returns:
         How it ended on each host.
@@ -52,7 +59,7 @@ def execute(config: Config, context: Context, run_id: str | None, command: Comma
             command.words,
             workers,
             seconds=command.seconds,
-            on_line=_masked(session),
+            on_line=_masked(session, on_line),
         )
 
 
@@ -92,7 +99,7 @@ def exit_code(reports: Sequence[CommandReport]) -> int:
     return Exit.CLOUD_ERROR if first.exit_code is None else first.exit_code
 
 
-def _masked(session: Session) -> Callable[[int, str], None]:
+def _masked(session: Session, on_line: Callable[[str], None]) -> Callable[[int, str], None]:
     """Emits a line of a host, without values of secrets; says once which secrets can't be masked."""
     attempt = session.attempt(session.ledger.attempts - 1)
     if attempt.unknown_secrets:
@@ -103,5 +110,6 @@ def _masked(session: Session) -> Callable[[int, str], None]:
         shown = masker.mask(text.encode(errors="surrogateescape")).decode(errors="surrogateescape")
         with lock:  # hosts write at once
             session.output.emit(worker, LogLine("", shown))
+            on_line(shown)
 
     return emit

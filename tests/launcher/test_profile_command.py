@@ -1,0 +1,127 @@
+"""Claims about `tpu-launch profile --open`: the profiles are copied from the bucket, a TensorBoard with the plugin
+shows them, and what is missing is told before any step is profiled. A script is in TensorBoard's place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from launcher.cli.main import cli
+from launcher.errors import BadInput, LaunchError
+from launcher.provider import CommandReport
+from launcher.run.live import execution, profile
+from tests.bucket_server import BucketServer
+from training import storage
+
+RUN = "project: p\nzone: us-central2-b\nslice: {name: demo, accelerator_type: v4-16}\n"
+URL = "gs://bucket/runs/demo/profiles/now/plugins/profile/now/host-{}.xplane.pb"
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A bucket with the profiles of two hosts."""
+    server = BucketServer(tmp_path / "objects")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+    for host in range(2):
+        storage.write(URL.format(host), b"profile of host %d" % host)
+    yield
+    server.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The one folder of programs, beside the system's, that this process finds."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/bin")
+    return folder
+
+
+def add(folder: Path, name: str, script: str = "") -> None:
+    program = folder / name
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+
+
+def lines(*hosts: int) -> list[str]:
+    return ["a warning of the framework", *(f"steps 19 to 23: {URL.format(host)}" for host in hosts)]
+
+
+def test_tensorboard_with_its_plugin_is_found_through_a_link(path: Path, tmp_path: Path) -> None:
+    """As pipx installs it: the program's folder has a link to TensorBoard alone."""
+    environment = tmp_path / "environment"
+    environment.mkdir()
+    add(environment, "tensorboard")
+    (path / "tensorboard").symlink_to(environment / "tensorboard")
+    with pytest.raises(BadInput, match=r"tensorboard has no profile plugin: `pip install tensorboard xprof`"):
+        profile.find_tensorboard()
+    add(environment, "xprof")
+    assert profile.find_tensorboard() == str(path / "tensorboard")
+
+
+@pytest.mark.usefixtures("bucket")
+def test_the_profiles_of_all_hosts_are_copied_into_one_log_folder(tmp_path: Path) -> None:
+    assert profile.fetch(lines(0, 1), tmp_path / "log") == 2
+    for host in range(2):
+        copy = tmp_path / "log" / "plugins" / "profile" / "now" / f"host-{host}.xplane.pb"
+        assert copy.read_bytes() == b"profile of host %d" % host
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_profile_that_is_not_in_the_bucket_is_told(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"can't be copied here: gs://.*host-7.xplane.pb does not exist"):
+        profile.fetch(lines(7), tmp_path / "log")
+    with pytest.raises(LaunchError, match="is on the host"):
+        profile.fetch([line.replace("gs://bucket", "/tmp") for line in lines(0)], tmp_path / "log")
+
+
+def invoke(folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> Any:
+    """`tpu-launch profile --open`; two hosts answer."""
+
+    def execute(*arguments: Any) -> list[CommandReport]:
+        on_line: Callable[[str], None] = arguments[-1]
+        asked.append("profile")
+        for line in lines(0, 1):
+            on_line(line)
+        return [CommandReport(host, 0, 0.0) for host in range(2)]
+
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(folder / "home"))
+    monkeypatch.setattr(execution, "execute", execute)
+    (folder / "run.yaml").write_text(RUN)
+    return CliRunner().invoke(cli, ["profile", "-f", "run.yaml", "--host", "all", "--open"])
+
+
+@pytest.mark.usefixtures("bucket")
+def test_tensorboard_shows_the_copies_until_ctrl_c(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add(path, "xprof")
+    add(path, "tensorboard", '(echo "$*"; ls "$2/plugins/profile/now") >"$0.shown"; kill -INT $PPID; sleep 20')
+    result = invoke(tmp_path, monkeypatch, [])
+    assert result.exit_code == 0, result.output
+    arguments, *files = (path / "tensorboard.shown").read_text().splitlines()
+    assert arguments.startswith(f"--logdir {tmp_path}/home/profiles/")
+    assert files == ["host-0.xplane.pb", "host-1.xplane.pb"]
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_tensorboard_that_ends_by_itself_is_an_error(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(path, "xprof")
+    add(path, "tensorboard", "echo no module named tensorboard; exit 3")
+    result = invoke(tmp_path, monkeypatch, [])
+    assert isinstance(result.exception, LaunchError), result.output
+    assert "TensorBoard ended by itself with 3" in str(result.exception)
+
+
+def test_without_tensorboard_no_step_is_profiled(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    result = invoke(tmp_path, monkeypatch, asked)
+    assert isinstance(result.exception, BadInput), result.output
+    assert "--open: tensorboard is not on this machine's PATH" in str(result.exception)
+    assert asked == []
