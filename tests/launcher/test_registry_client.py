@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from launcher.emulator.http_server import Disconnected, Request, Response, json_response
 from launcher.emulator.registry.api import RegistryApi
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.images.distribution import reference
+from launcher.images.distribution import client, reference
 from launcher.images.distribution.client import Document, Registry, blob_of
 from launcher.images.distribution.credentials import Credentials, from_docker_settings
 from launcher.images.distribution.manifest import append, choose, read_config, read_image
@@ -129,6 +130,22 @@ def test_a_certificate_of_another_authority_is_refused(
     with session() as registry, pytest.raises(BadInput, match="does not trust"):
         registry.find_manifest("p/images/code", "tag")
     assert server.asked == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "advice"),
+    [
+        ("unable to get local issuer certificate", "name its CA bundle as image.ca_bundle"),
+        ("Missing Authority Key Identifier", "install tpu-launch with Python 3.12"),
+        ("Basic Constraints of CA cert not marked critical", "install tpu-launch with Python 3.12"),
+        ("CA cert does not include key usage extension", "install tpu-launch with Python 3.12"),
+    ],
+)
+def test_the_advice_fits_what_is_wrong_with_a_certificate(reason: str, advice: str) -> None:
+    """In OpenSSL's words."""
+    text = f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {reason} (_ssl.c:1020)"
+    with pytest.raises(BadInput, match=advice):
+        client._network_reason(HOST, ssl.SSLCertVerificationError(1, text))
 
 
 def test_an_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,7 @@ _BLOCK = 2**20
 _TRIES = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds, between tries
 _PASSING = (408, 429, 500, 502, 503, 504)
+_STRICT = re.compile("Key Identifier|not marked critical|key usage")  # OpenSSL, of a certificate against RFC 5280
 _LARGEST_DOCUMENT = 8 * 2**20  # manifests and configurations
 
 
@@ -350,6 +351,11 @@ def _with_digest(url: str, digest: str) -> str:
 def _network_reason(host: str, error: Exception) -> str:
     """What a failed connection means, with what may help."""
     text = str(error) or type(error).__name__
+    if "CERTIFICATE_VERIFY_FAILED" in text and _STRICT.search(text):
+        raise BadInput(
+            f"the registry {host} has a certificate that is not as RFC 5280 demands, and Python 3.13 verifies that "
+            f"({text}): install tpu-launch with Python 3.12, or have the certificate of the company's proxy mended"
+        ) from None
     if "CERTIFICATE_VERIFY_FAILED" in text:
         raise BadInput(
             f"the registry {host} has a certificate that this machine does not trust ({text}): behind a company's "
