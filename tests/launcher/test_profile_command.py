@@ -4,6 +4,7 @@ shows them, and what is missing is told before any step is profiled. A script is
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,11 @@ def invoke(folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> A
 def test_tensorboard_shows_the_copies_until_ctrl_c(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add(path, "xprof")
     add(path, "tensorboard", '(echo "$*"; ls "$2/plugins/profile/now") >"$0.shown"; kill -INT $PPID; sleep 20')
-    result = invoke(tmp_path, monkeypatch, [])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+    try:
+        result = invoke(tmp_path, monkeypatch, [])
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.exit_code == 0, result.output
     arguments, *files = (path / "tensorboard.shown").read_text().splitlines()
     assert arguments.startswith(f"--logdir {tmp_path}/home/profiles/")
