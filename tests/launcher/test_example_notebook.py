@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests.pythons import find_python
 from training import one_host
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,7 +153,9 @@ def test_every_cell_runs_on_a_plain_machine(version: str, website: str, environm
         assert ended.returncode == 0, ended.stdout
         return ended.stdout
 
-    run(Path(sys.executable).with_name("uv"), "venv", "--quiet", "--seed", "--python", version, environment)
+    run(
+        Path(sys.executable).with_name("uv"), "venv", "--quiet", "--seed", "--python", find_python(version), environment
+    )
     run(environment / "bin" / "python", "-m", "pip", "install", "--quiet", *PACKAGES)
     changes = [
         f"source = {website!r}",

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pythons import HERE, find_python
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("launcher", "training", "images", "examples", "pyproject.toml", "setup.py", "README.md", "LICENSE")
 README = (ROOT / "README.md").read_text()
@@ -21,7 +23,6 @@ INIT = (*SMALL, "--bucket", "my-bucket", "--repository", REPOSITORY)
 
 
 # The interpreter of these tests, and at night the others that pyproject.toml names.
-HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 VERSIONS = [
     pytest.param(version, marks=[] if version == HERE else pytest.mark.nightly)
     for version in re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
@@ -84,8 +85,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory, request: py
     """The programs' folder of an environment that holds the wheel and its dependencies, and nothing else."""
     folder = tmp_path_factory.mktemp("installed")
     python = folder / "venv" / "bin" / "python"
-    interpreter = sys.executable if request.param == HERE else request.param
-    run(uv(), "venv", "--quiet", "--python", interpreter, folder / "venv", folder=folder)
+    run(uv(), "venv", "--quiet", "--python", find_python(request.param), folder / "venv", folder=folder)
     # the versions that the lock file pins, so that a new release of a dependency can't fail this test
     pins = constraints(folder)
     run(uv(), "pip", "install", "--quiet", "--python", python, "--constraint", pins, wheel, folder=folder)
