@@ -262,12 +262,10 @@ def _engine(config: Config) -> Row:
             return Row("container engine", Verdict.PASS, "none, and none is needed: image.reference is given")
         if not local.needs_engine(config):
             return Row("container engine", Verdict.PASS, "none, and none is needed: the image is made in the registry")
-        return Row(
-            "container engine",
-            Verdict.FAIL,
-            str(error).splitlines()[0],
-            "systemctl start docker (Debian: apt-get install docker.io)",
-        )
+        fix = "systemctl start docker (Debian: apt-get install docker.io; macOS: Docker Desktop)"
+        if config.image.repository is None and config.image.build == "auto":
+            fix += "; or give image.repository, where the image is then made without an engine"
+        return Row("container engine", Verdict.FAIL, str(error).splitlines()[0], fix)
     return Row("container engine", Verdict.PASS, f"{docker} builds with BuildKit, and its engine answers")
 
 

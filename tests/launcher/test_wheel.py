@@ -121,6 +121,7 @@ def test_doctor_says_what_an_empty_machine_lacks(installed: Path, tmp_path: Path
     report = run(installed / "tpu-launch", "doctor", "-f", "run.yaml", folder=tmp_path, code=2, **machine)
     assert "FAIL  gcloud: gcloud was not found on PATH: install the Google Cloud CLI" in report
     assert "docker was not found on PATH" in report
+    assert "or give image.repository, where the image is then made without an engine" in report
     assert f"PASS  folder: {tmp_path}/.tpu-launch" in report
     assert "Traceback" not in report
 
