@@ -25,7 +25,9 @@ INIT = (*SMALL, "--bucket", "my-bucket", "--repository", REPOSITORY)
 # The interpreter of these tests, and at night the others that pyproject.toml names.
 VERSIONS = [
     pytest.param(version, marks=[] if version == HERE else pytest.mark.nightly)
-    for version in re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+    for version in dict.fromkeys(
+        (HERE, *re.findall(r'"[\w :]+ Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text()))
+    )
 ]
 
 
