@@ -109,6 +109,8 @@ class Gcloud:
             self.scheduler.wait(operation.waiters, deadline - self.scheduler.now, f"operation {operation.name}")
         if not operation.done:
             return 1, "", f"ERROR: ({self.command}) Operation {operation.name} has not finished in 1800 seconds."
+        if operation.kind == "create":
+            self.actor.out_of_stock = bool(operation.error)
         if operation.error:
             return 1, "", f"ERROR: ({self.command}) {dump(operation.error)}"
         return 0, "", f"Done [{self.name}]"

@@ -54,7 +54,7 @@ def make_config(setting: Setting) -> Config:
     lines = [
         "project: p",
         "zone: us-central2-b",
-        f"slice: {{name: {_NAME}, accelerator_type: {setting.accelerator}, stockout_minutes: 30"
+        f"slice: {{name: {_NAME}, accelerator_type: {setting.accelerator}, stockout_minutes: 30, create_minutes: 60"
         + (", queued: {valid_until_hours: 2}" if setting.queued else "")
         + "}",
         f"image: {{reference: 'r/i@sha256:{'0' * 64}'}}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from launcher.errors import CommandTimeout, Exit
+from launcher.errors import Exit
 from launcher.run import ledger as ledgers
 from launcher.run.events import AttemptBegan, Ended
 from launcher.run.logs import read_from
@@ -47,6 +47,7 @@ def check_command(life: Life, command: Command) -> None:
     logs_end_with_their_program(life, command)
     command_ends_in_time(life, command)
     deletion_waits_out_what_passes(life, command)
+    stockout_is_told_as_one(life, command)
     conflict_has_another_party(life, command)
     nothing_runs_on_after_a_verdict(life, command)
     run_with_budget_goes_on(life, command)
@@ -102,7 +103,7 @@ def up_in_a_kind_world_succeeds(life: Life, command: Command) -> None:
     """Before anything has gone wrong, the first `up` succeeds, whatever of ours is there."""
     if command is not life.commands[0] or command.name != "up" or life.world.struck or command.interrupted:
         return
-    if command.code not in (0, Exit.CONFLICT) and not isinstance(command.error, CommandTimeout):
+    if command.code not in (0, Exit.CONFLICT):
         life.world.break_promise("up goes on from what is there", f"{life.story.leftover}: {command.error}")
 
 
@@ -217,6 +218,12 @@ def deletion_waits_out_what_passes(life: Life, command: Command) -> None:
     seconds = life.world.scheduler.now - command.began
     if seconds < 300.0 and any("deleting slice" in text for text in command.said):
         life.world.break_promise("a deletion waits out what passes", f"after {seconds:.0f} s: {command.error}")
+
+
+def stockout_is_told_as_one(life: Life, command: Command) -> None:
+    """Who could not be given a slice because there is no capacity is told so, in whatever words Google said it."""
+    if command.actor.out_of_stock and command.code == Exit.CLOUD_ERROR and not life.loses_by_its_disk:
+        life.world.break_promise("no capacity is told as that", f"{command.name}: {command.error}")
 
 
 def conflict_has_another_party(life: Life, command: Command) -> None:

@@ -46,6 +46,8 @@ class Actor:
     process: Process
     looked: bool = False
     """Whether Google has shown it a slice or a request."""
+    out_of_stock: bool = False
+    """Whether the last slice that it asked for could not be made for lack of capacity."""
     shown: dict[str, str] = field(default_factory=dict)
     """The state in which it was shown each node, by uid."""
 
