@@ -152,6 +152,7 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
     started = time.monotonic() - begun
     step_after(running, r"^\[0\] going on from gs:.*step-", 90)
     stepped = time.monotonic() - begun
+    trainer = running.wait_for(r"attempt 1: first step after", 30)
     work.good("--emulated", "stop", "-f", FILE)
     ended = running.end(60)
     assert ended.code == 75, ended.output
@@ -160,7 +161,7 @@ def test_a_run_survives_a_lost_host_a_stop_a_cut_network_and_a_bucket_that_refus
     [recovered] = [event["seconds"] for event in work.events(run_id) if event["event"] == "recovered"]
     told = (
         f"{stepped:.1f} s from the host's death to the first new step ({started:.1f} s to the next "
-        f"attempt's start; the launcher: {recovered})"
+        f"attempt's start; the launcher: {recovered}; {trainer})"
     )
     print(told)
 
