@@ -31,6 +31,8 @@ double = torch.compile(lambda value: value * 2, backend="eager")
 assert double(torch.tensor(4)).item() == 8
 assert torch._dynamo.config.specialize_float, "set by torch_xla before the package was imported"
 assert torch._dynamo.utils.counters["frames"]["ok"] == 1, "not compiled"
+either = torch.compile(lambda value: value * value.shape[0], backend="eager", dynamic=True)
+assert [either(torch.ones(size)).sum().item() for size in (4, 5, 6)] == [16, 25, 36], "sizes that are symbols"
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 assert is_true(ShapeEnv().create_unbacked_symint() == 3) is False, "a size that is a symbol"
 import sympy
@@ -42,6 +44,7 @@ assert torch.nn.GRU(2, 3)(torch.zeros(1, 1, 2))[0].shape == (1, 1, 3)
 def test_torch_compile_and_sympy_are_imported_only_when_they_are_asked_for() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr
+    assert "AttributeError" not in ended.stderr
 
 
 def test_the_image_has_no_library_of_cuda_and_torch_says_that_there_is_no_device() -> None:

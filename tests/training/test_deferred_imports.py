@@ -62,6 +62,20 @@ def test_a_module_that_needs_the_package_imports_it_first() -> None:
     assert "value" in vars(importlib.import_module("big.heavy"))
 
 
+def test_a_module_that_the_package_imported_meanwhile_is_imported_once(library: None, tmp_path: Path) -> None:
+    """torch._dynamo imports torch._inductor, whose import comes after it."""
+    (tmp_path / "big" / "after").mkdir()
+    (tmp_path / "big" / "after" / "__init__.py").write_text("")
+    (tmp_path / "big" / "after" / "part.py").write_text("value = 9\n")
+    with (tmp_path / "big" / "heavy" / "__init__.py").open("a") as heavy:
+        heavy.write("import big.after.part\n")
+    defer_package("big.heavy", submodules=("settings",), decorators=("mark",), before="big.after")
+    after = importlib.import_module("big.after")
+    assert after.part.value == 9
+    assert after.__spec__.submodule_search_locations, "its own"
+    assert importlib.import_module("big.after") is after
+
+
 def test_a_package_that_is_imported_already_stays() -> None:
     heavy = importlib.import_module("big.heavy")
     defer_package("big.heavy", submodules=("settings",), decorators=("mark",), before="big.export")

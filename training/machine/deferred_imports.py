@@ -12,6 +12,8 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -61,15 +63,35 @@ def defer_package(name: str, *, submodules: Sequence[str], decorators: Sequence[
 
 
 class _LoadsBefore:
-    """Finds no module; loads a deferred package before another is looked for."""
+    """Loads a deferred package before a module is looked for, and finds that module where the package imported it."""
 
     def __init__(self, before: str, load: Callable[[], None]) -> None:
         self._before, self._load = before, load
 
-    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> None:
+    def find_spec(self, name: str, _path: Any = None, _target: Any = None) -> ModuleSpec | None:
         """See `importlib.abc.MetaPathFinder`."""
         if name == self._before:
             self._load()
+            if module := sys.modules.get(name):
+                # The import system takes the specification of a module that has come meanwhile.
+                module.__spec__ = ModuleSpec(name, _Imported(module))
+                return module.__spec__
+        return None
+
+
+class _Imported(Loader):
+    """Loads a module that is imported already, as it is: a second one would lack the submodules of the first."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._spec = module, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """See `importlib.abc.Loader`."""
+        return self._module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See `importlib.abc.Loader`."""
+        module.__spec__ = self._spec
 
 
 def _leave_unmarked(function: Any = None, *_arguments: Any, **_options: Any) -> Any:
