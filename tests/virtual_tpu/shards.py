@@ -1,4 +1,5 @@
-"""What each device holds of the state after a step, fresh and restored, on the virtual TPU: for a test.
+"""What each device holds of the state after a step, fresh and restored, and how many calls copied the state, on the
+virtual TPU: for a test.
 
 python -m tests.virtual_tpu.shards FOLDER        prints one JSON object
 """
@@ -20,6 +21,8 @@ from training.distributed.rendezvous import SingleHost
 from training.run_setup import open_backend, open_task
 from training.yaml_file import Document
 
+TO_DEVICES, TO_HOST = "TransferToDeviceTime", "TransferFromDeviceTime"  # torch_xla's metrics
+
 
 def step_and_look(folder: Path, state: dict[str, bytes] | None) -> tuple[dict[str, Any], dict[str, bytes]]:
     """One step from fresh weights or from `state`. Returns what the devices hold, and the state as a checkpoint would
@@ -31,10 +34,26 @@ def step_and_look(folder: Path, state: dict[str, bytes] | None) -> tuple[dict[st
     specs = backend.tensor_specs()
     if state:
         backend.load_state({name: (specs[name], memoryview(data)) for name, data in state.items()})
+    sent = count_calls(TO_DEVICES)
+    backend.upload()
+    calls = {"upload": count_calls(TO_DEVICES) - sent}
     backend.step(0, next(backend.batches(task, 0)).arrays, Signals()).result()
     buffers = {name: bytearray(spec.size) for name, spec in specs.items()}
+    fetched = count_calls(TO_HOST)
     backend.snapshot_state({name: memoryview(buffer) for name, buffer in buffers.items()}).wait()
-    return look(backend), {name: bytes(buffer) for name, buffer in buffers.items()}
+    calls["snapshot"] = count_calls(TO_HOST) - fetched
+    calls["unplanned"] = backend.counters()["device_to_host_syncs"]
+    return {**look(backend), **calls, "tensors": len(specs), "buffers": len(backend.state_buffers())}, {
+        name: bytes(buffer) for name, buffer in buffers.items()
+    }
+
+
+def count_calls(metric: str) -> int:
+    """How often torch_xla has copied between host and devices; one call may copy many tensors."""
+    import torch_xla.debug.metrics as xla_metrics
+
+    data = xla_metrics.metric_data(metric)
+    return int(data[0]) if data else 0
 
 
 def look(backend: Backend | Any) -> dict[str, Any]:
@@ -42,7 +61,7 @@ def look(backend: Backend | Any) -> dict[str, Any]:
     from torch_xla import _XLAC
 
     split, different = [], []
-    for name, value in backend.state_tensors().items():
+    for name, value in backend.state_buffers().items():
         (shards,) = _XLAC._get_local_shards([value])
         copies = [shard for shard, _ in shards]
         if len(copies) != backend.devices or any(copy.shape != value.shape for copy in copies):

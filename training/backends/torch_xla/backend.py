@@ -103,15 +103,15 @@ class TorchXla:
             return self._step_of_hosts(number, inputs, self._exchange)
 
         def trace() -> Tensor:
-            report = self._step.trace(number, inputs)
+            report = self._state.record(lambda: self._step.trace(number, inputs), trains=True)
             self._checked.compare(
-                "training", _shapes(batch), lambda: hash_program([*self.state_tensors().values(), report])
+                "training", _shapes(batch), lambda: hash_program([*self.state_buffers().values(), report])
             )
             return report
 
         report = self._training.run(_named_shapes(batch), inputs, self._step.seed(number), trace)
         if not self._stepped:
-            self._sharding.require_replicated(self.state_tensors())
+            self._sharding.require_replicated(self.state_buffers())
             self._stepped = True
         return _PendingStep(self._state, report, trains=True)
 
@@ -131,7 +131,7 @@ class TorchXla:
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
 
         def trace() -> Tensor:
-            report = self._step.trace_evaluation(inputs)
+            report = self._state.record(lambda: self._step.trace_evaluation(inputs), trains=False)
             self._checked.compare("evaluation", _shapes(batch), lambda: hash_program([report]))
             return report
 
@@ -143,14 +143,17 @@ class TorchXla:
 
     def trace_step(self, number: int, batch: Arrays, signals: Signals) -> Tensor:
         """The report of a step that has not run: what a host without other hosts runs."""
-        return self._step.trace(number, self._send(self._step.inputs(number, batch, signals)))
+        inputs = self._send(self._step.inputs(number, batch, signals))
+        return self._state.record(lambda: self._step.trace(number, inputs), trains=True)
 
     def trace_evaluation(self, batch: Arrays, signals: Signals) -> Tensor:
         """The report and counts of an evaluation that has not run."""
-        return self._step.trace_evaluation(self._send(self._step.evaluation_inputs(batch, signals)))
+        inputs = self._send(self._step.evaluation_inputs(batch, signals))
+        return self._state.record(lambda: self._step.trace_evaluation(inputs), trains=False)
 
     def trace_always(self) -> None:
         """From here on every step records its operations, for whoever looks at them."""
+        self._state.keep_apart()
         for programs in (self._training, self._evaluation):
             programs.trace_always()
 
@@ -169,9 +172,9 @@ class TorchXla:
     def load_state(self, tensors: Mapping[str, tuple[TensorSpec, memoryview]]) -> None:
         self._state.load(tensors)
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """All tensors of the state by their names in a checkpoint."""
-        return self._state.tensors()
+    def state_buffers(self) -> dict[str, Tensor]:
+        """What the devices hold of the state, by name: tensors, and stacks of vectors."""
+        return self._state.buffers()
 
     def upload(self) -> Any:
         """Puts the state on the devices, and returns the network, for whoever looks at its programs."""

@@ -45,6 +45,7 @@ class TorchStepWatcher:
         """Watches everything that runs on XLA devices in this process, of the backend or of a user's module."""
         if isinstance(backend, TorchXla):
             backend.trace_always()
+            backend.upload()  # is no part of a step
 
     @contextmanager
     def step(self) -> Iterator[StepTrace]:

@@ -28,18 +28,19 @@ class TorchTracer:
         if self._backend is None:
             self._backend = self._open_backend(TorchXla)
             self._state_is_lost = False
-        return {name: spec.size for name, spec in self._backend.tensor_specs().items()}
+        self._backend.upload()
+        return {name: value.numel() * 4 for name, value in self._backend.state_buffers().items()}
 
     def trace(self, kind: str, batch: Arrays) -> Program:
         backend = self._backend
         assert backend is not None
         network = backend.upload()
-        state = tracing.buffer_names(backend.state_tensors())
+        state = tracing.buffer_names(backend.state_buffers())
         with tracing.record_module_names(network), tracing.forbid_data_dependence():
             if kind == "training":
                 self._state_is_lost = True
                 report = backend.trace_step(0, batch, Signals())
-                outputs = [*backend.state_tensors().values(), report]
+                outputs = [*backend.state_buffers().values(), report]
             else:
                 outputs = [backend.trace_evaluation(batch, Signals())]
             return tracing.extract_program(outputs, state)

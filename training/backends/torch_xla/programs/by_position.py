@@ -64,7 +64,7 @@ class StepPrograms:
         return report
 
     def _sync(self, trace: Callable[[], Tensor]) -> Tensor:
-        self._state.tensors()  # with their present values
+        self._state.buffers()  # with their present values
         report = trace()
         self._state.wait_before_mutation()
         torch_xla.sync()
@@ -75,7 +75,7 @@ class StepPrograms:
         if former is None and self._is_repeatable:
             self._say(f"tracing the {self._kind} step for {_describe(shapes)}")
         state = self._state
-        tensors = list(state.tensors().values())
+        tensors = list(state.buffers().values())
 
         def before_run(changes_state: bool) -> None:
             if changes_state:
@@ -83,7 +83,7 @@ class StepPrograms:
 
         executable, (*changed, report) = trace_and_run(tensors, inputs, seed, trace, state.to_host, before_run)
         state.advance(executable.changed, changed)
-        state.tensors()  # nothing is left of the operations that were recorded
+        state.buffers()  # nothing is left of the operations that were recorded
         if not self._is_repeatable:
             return report
         if former is None:
