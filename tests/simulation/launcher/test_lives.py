@@ -1,4 +1,4 @@
-"""The launcher's promises hold in 4,000 lives (LIVES changes the number, FIRST the first seed)."""
+"""The launcher's promises hold in 10,000 lives (LIVES changes the number, FIRST the first seed)."""
 
 import os
 import time
@@ -8,7 +8,7 @@ import pytest
 from tests.simulation.__main__ import play_lives
 from tests.simulation.launcher.life import play
 
-LIVES = int(os.environ.get("LIVES", "4000"))
+LIVES = int(os.environ.get("LIVES", "10000"))
 FIRST = int(os.environ.get("FIRST", "0"))
 
 
