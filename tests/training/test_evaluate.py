@@ -1,0 +1,65 @@
+"""Claims about evaluation: batches are in flight while earlier ones compute, as many as the backend allows, and each
+counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from training.batch import Arrays, HostBatch, Signals, StepResult
+from training.distributed.rendezvous import SingleHost
+from training.distributed.shutdown import ShutdownRequest
+from training.evaluate import evaluate_all
+
+BATCHES = 7
+
+
+class CountingBackend:
+    """Computes nothing; knows how many batches were started and not read yet."""
+
+    def __init__(self, in_flight: int, stop_at: int | None = None) -> None:
+        self.in_flight, self.stop_at = in_flight, stop_at
+        self.started = self.read = self.most = 0
+
+    def evaluation_batches(self, _task: Any) -> Iterator[HostBatch]:
+        for number in range(BATCHES):
+            yield HostBatch({"number": np.array([number])}, np.array([number]))
+
+    def evaluate(self, batch: Arrays, _signals: Signals) -> Any:
+        number = int(batch["number"][0])
+        self.started += 1
+        self.most = max(self.most, self.started - self.read)
+
+        def result() -> StepResult:
+            assert number == self.read, "in the order in which they were started"
+            self.read += 1
+            return StepResult(
+                {"loss": float(number), "weight": 1.0, "correct": 0.0}, Signals(stop=number == self.stop_at)
+            )
+
+        return SimpleNamespace(result=result)
+
+
+def evaluate(backend: CountingBackend) -> StepResult:
+    return evaluate_all(cast(Any, None), cast(Any, backend), SingleHost(), ShutdownRequest(), "evaluating")
+
+
+@pytest.mark.parametrize("in_flight", [0, 1, 2, 20])
+def test_as_many_batches_are_in_flight_as_the_backend_allows(in_flight: int) -> None:
+    backend = CountingBackend(in_flight)
+    result = evaluate(backend)
+    assert backend.most == min(in_flight + 1, BATCHES)
+    assert backend.read == backend.started == BATCHES
+    assert result.sums == {"loss": sum(range(BATCHES)), "weight": BATCHES, "correct": 0.0}
+
+
+def test_a_stop_is_seen_by_the_result_that_carries_it_and_what_is_in_flight_is_read() -> None:
+    backend = CountingBackend(in_flight=2, stop_at=1)
+    result = evaluate(backend)
+    assert result.signals.stop
+    assert backend.started == 4  # batch 1's result is read when the third one after it would wait
+    assert backend.read == backend.started
