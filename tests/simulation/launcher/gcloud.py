@@ -59,6 +59,7 @@ class Gcloud:
         if self.kind == "tpu-vm" and self.verb == "ssh":
             return self._ssh()
         if (refusal := self._refusal()) is not None:
+            self.actor.out_of_stock = False  # there is another reason now
             return refusal
         method: Callable[[], Answer] | None = getattr(
             self, f"_{self.kind.replace('-', '_')}_{self.verb.replace('-', '_')}", None
