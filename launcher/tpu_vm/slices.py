@@ -128,10 +128,12 @@ def create(config: Config, say: Say, machine: Machine) -> SliceState:
     """
     begin, pause = machine.clock.monotonic(), _FIRST_PAUSE
     zones = _zones_to_try(config, machine)
+    has_asked = False
     while True:
         for placed in zones:
             placement.save_zone(config, placed.zone)
-            creation = _Creation(placed, say, machine)
+            creation = _Creation(placed, say, machine, first_contact=not has_asked)
+            has_asked = True
             try:
                 return creation.run()
             except KeyboardInterrupt:
@@ -171,8 +173,9 @@ def _zones_to_try(config: Config, machine: Machine) -> list[Config]:
 class _Creation:
     """The state machine of `create`, in one zone and once. Each step acts on what the API said last of the node."""
 
-    def __init__(self, config: Config, say: Say, machine: Machine) -> None:
-        self.config, self.say, self.machine = config, say, machine
+    def __init__(self, config: Config, say: Say, machine: Machine, *, first_contact: bool) -> None:
+        """`first_contact`: an API that can't be reached is told at once, and not waited for."""
+        self.config, self.say, self.machine, self.first_contact = config, say, machine, first_contact
         self.patience = Patience(machine, say, f"slice {config.slice.name}")
         self.exists: bool | None = None  # when it was described last
         self.asked = 0
@@ -184,7 +187,10 @@ class _Creation:
 
     def run(self) -> SliceState:
         """The READY slice."""
-        node = _describe_node(self.config, self.machine)
+        if self.first_contact:
+            node = _describe_node(self.config, self.machine)
+        else:
+            node = self.patience.ask(lambda: _describe_node(self.config, self.machine), self.deadline)
         while True:
             self.exists = node is not None
             if node is None:

@@ -339,6 +339,26 @@ def test_a_stock_out_that_is_due_is_one_of_the_emulators_too(cloud: Cloud, confi
     assert cloud.node() is None
 
 
+def test_who_waits_for_capacity_waits_out_an_api_that_is_away_but_the_first_contact_says_so(
+    cloud: Cloud, config: Config
+) -> None:
+    config = replace(config, slice=config.slice.model_copy(update={"stockout_minutes": 30.0}))
+    full = 'ERROR: (gcloud.create) {"code": 8, "message": "There is no more capacity in the zone"}'
+    begin = cloud.clock.now
+
+    def trouble(_zone: str, command: str, now: float) -> str | None:
+        if "create" in command and now - begin < 100:
+            return full
+        return UNAVAILABLE if "describe" in command and 5 < now - begin < 60 else None
+
+    cloud.trouble = trouble
+    assert up(cloud, config).ready
+    cloud.delete()
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE
+    with pytest.raises(Unavailable):
+        up(cloud, config)
+
+
 def test_a_slice_is_made_and_deleted_where_no_hint_can_be_kept(
     cloud: Cloud, zones: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
