@@ -372,8 +372,10 @@ def verdict_names_the_first_cause(life: Life, job: Job, event: Ended) -> None:
         rebooted = any(container.boot != container.host.boot for container in job.containers.values())
         unclear = expected == "failed" or (expected == "finished" and rebooted)
         stopped = ("stopped",) if asked and unclear else ()
+        # Nobody may have seen how a program ended whose slice was deleted next.
+        deleted = ("slice deleted",) if any(truth.kind == "deleted" for truth in truths) else ()
         wrong = expected is not None and (
-            event.outcome not in (expected, "preempted", "host lost", "vanished", *stopped)
+            event.outcome not in (expected, "preempted", "host lost", "vanished", *stopped, *deleted)
             or (event.outcome == "stopped" and expected == "failed" and cause != first.worker)
             or (expected == "failed" and event.outcome == "failed" and cause != first.worker)
         )
