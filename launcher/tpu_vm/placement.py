@@ -1,15 +1,17 @@
-"""In which of several zones (`zone`, then `slice.zones`) a slice is: kept in the launcher's folder, so that every
-command goes there.
+"""What this machine knows of a slice that Google may not show: in which of several zones (`zone`, then `slice.zones`)
+it is, and when it was asked for. Kept in the launcher's folder, for later commands.
 
-`.tpu-launch/slices/<project>.<name>.json` holds {"zone": ...}. It is a hint: `slices` looks in the other zones when the
-slice is not where it was, so a file that is lost or cut short costs some calls and nothing else. With one zone there is
-nothing to keep.
+`.tpu-launch/slices/<project>.<name>.json` holds {"zone": ...}, with several zones. It is a hint: `slices` looks in the
+other zones when the slice is not where it was, so a file that is lost or cut short costs some calls and nothing else.
+`<project>.<name>.asked` holds the Unix seconds of the last request for the slice: one whose command was killed may
+arrive after the next command has looked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,11 +52,25 @@ def save_zone(config: Config, zone: str) -> None:
         home.write_private(_file(config), json.dumps({"zone": zone}) + "\n")
 
 
-def forget_zone(config: Config) -> None:
-    """Removes what is kept."""
+def save_request(config: Config, now: float) -> None:
+    """Keeps when the slice was asked for (Unix seconds)."""
     with contextlib.suppress(OSError):
-        _file(config).unlink(missing_ok=True)
+        home.write_private(_file(config, "asked"), f"{now}\n")
 
 
-def _file(config: Config) -> Path:
-    return home.where() / "slices" / f"{config.project.replace('/', '_')}.{config.slice.name}.json"
+def seconds_since_request(config: Config, now: float) -> float:
+    """Since the slice was last asked for; infinite when that is not known."""
+    with contextlib.suppress(OSError, ValueError):
+        return max(0.0, now - float(_file(config, "asked").read_text()))
+    return math.inf
+
+
+def forget(config: Config) -> None:
+    """Removes what is kept."""
+    for ending in ("json", "asked"):
+        with contextlib.suppress(OSError):
+            _file(config, ending).unlink(missing_ok=True)
+
+
+def _file(config: Config, ending: str = "json") -> Path:
+    return home.where() / "slices" / f"{config.project.replace('/', '_')}.{config.slice.name}.{ending}"

@@ -148,7 +148,7 @@ def create(config: Config, say: Say, machine: Machine) -> SliceState:
         wait = pause * (0.5 + machine.random.random())  # jitter: others wait for the same capacity
         left = config.slice.stockout_minutes * 60 - (machine.clock.monotonic() - begin)
         if wait > left:
-            placement.forget_zone(config)
+            placement.forget(config)
             raise stockout
         say(
             f"no capacity in {', '.join(config.zones)}: trying again in {wait:.0f} s, for {costs.duration(left)} more "
@@ -267,6 +267,7 @@ class _Creation:
         labels = ownership.make_labels(config, self.machine.owner, self.machine.clock.time())
         self.asked += 1
         self.missing_since = None
+        placement.save_request(config, self.machine.clock.time())
         if slice_.queued is not None:
             queued.obtain(config, labels, lambda: _describe_node(config, self.machine), self.say, self.machine)
             self.granted, self.deadline = True, self._from_now(slice_.create_minutes * 60)
@@ -378,6 +379,11 @@ def delete(config: Config, say: Say, machine: Machine) -> bool:
 
     zones = placement.in_every_zone(config)
     outcomes = list(zip(zones, machine.tasks.map(delete_there, zones, at_once=len(zones)), strict=True))
+    left = _LAG_SECONDS - placement.seconds_since_request(config, machine.clock.time())
+    if left > 0 and not any(outcome for _, outcome in outcomes):  # whoever asked may have been killed on the way
+        say(f"there is no slice {config.slice.name}, which was asked for a moment ago: looking again in {left:.0f} s")
+        machine.clock.sleep(left)
+        outcomes = list(zip(zones, machine.tasks.map(delete_there, zones, at_once=len(zones)), strict=True))
     deleted = any(outcome is True for _, outcome in outcomes)
     failures = [(zoned.zone, outcome) for zoned, outcome in outcomes if isinstance(outcome, LaunchError)]
     if deleted and all(isinstance(error, NotOurs) for _, error in failures):
@@ -392,7 +398,7 @@ def delete(config: Config, say: Say, machine: Machine) -> bool:
             "not all zones are done; run `tpu-launch down` again:\n" + "\n".join(lines),
             exit_code=failures[0][1].exit_code,
         )
-    placement.forget_zone(config)
+    placement.forget(config)
     return deleted
 
 

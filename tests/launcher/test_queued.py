@@ -84,7 +84,7 @@ def test_every_command_goes_to_the_zone_where_the_slice_is(config: Config) -> No
     ):
         assert "--zone=us-west4-a" in command
     assert placement.in_current_zone(config).zone == "us-west4-a"
-    placement.forget_zone(config)
+    placement.forget(config)
     assert "--zone=us-west1-c" in commands.describe_command(config)
 
 

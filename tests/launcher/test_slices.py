@@ -14,7 +14,7 @@ from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.gcloud.errors import Conflict, Stockout, Unavailable
 from launcher.machine.owner import Owner
 from launcher.provider import SliceState
-from launcher.tpu_vm import ownership, slices
+from launcher.tpu_vm import ownership, placement, slices
 from launcher.tpu_vm.ownership import NotOurs
 from tests.launcher.emulated_gcloud import ANN, BOB, BUSY, UNAVAILABLE, Cloud
 
@@ -319,6 +319,26 @@ def test_a_deletion_whose_answer_is_lost_is_waited_for(cloud: Cloud, config: Con
     cloud.lost = lambda zone, command, now: UNAVAILABLE if "delete" in command else None
     assert down(cloud, config)
     assert cloud.node() is None
+
+
+def test_down_looks_again_for_a_slice_that_a_killed_command_has_just_asked_for(cloud: Cloud, config: Config) -> None:
+    clock = cloud.machine().clock
+    placement.save_request(config, clock.time())
+    cloud.at(3.0, lambda: cloud.made_by(OURS))
+    assert down(cloud, config)
+    assert cloud.node() is None
+    begin = clock.time()
+    assert not down(cloud, config)
+    assert clock.time() - begin < 5
+
+
+def test_down_does_not_wait_for_what_was_asked_for_long_ago(cloud: Cloud, config: Config) -> None:
+    clock = cloud.machine().clock
+    placement.save_request(config, clock.time())
+    clock.sleep(60)
+    begin = clock.time()
+    assert not down(cloud, config)
+    assert clock.time() - begin < 5
 
 
 def test_a_zone_that_does_not_answer_keeps_no_other_slice_alive(cloud: Cloud, zones: Config) -> None:
