@@ -5,8 +5,12 @@ makes all devices of the slice one list. Every process brings its part of each b
 
     tpu-launch run -f examples/jax/run.yaml         on every host of a slice
     python train.py                                 here
+
+With --save gs://BUCKET/FILE it keeps what it has learned, and goes on from there when it is started again.
 """
 
+import argparse
+import io
 import os
 import signal
 import sys
@@ -16,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-STEPS, BATCH, WIDTH, RATE = 400, 256, 64, 0.02
+BATCH, WIDTH, RATE = 256, 64, 0.02
 PORT = 8476  # of host 0; any that is free there
 
 
@@ -42,7 +46,37 @@ def loss(weights: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array
     return jnp.mean((hidden @ weights["out"] - y) ** 2)
 
 
+def blob(url: str):
+    from google.cloud import storage
+
+    bucket, _, name = url.removeprefix("gs://").partition("/")
+    return storage.Client().bucket(bucket).blob(name)
+
+
+def save(url: str, step: int, weights: dict[str, jax.Array]) -> None:
+    """Process 0 writes one object, which is there as a whole or not at all."""
+    if url and jax.process_index() == 0:
+        file = io.BytesIO()
+        np.savez(file, step=step, **{name: np.asarray(value) for name, value in weights.items()})
+        blob(url).upload_from_string(file.getvalue())
+        print(f"saved step {step}", flush=True)
+
+
+def restore(url: str) -> tuple[int, dict[str, np.ndarray]]:
+    """The step and the weights that were saved last; step 0 and none when nothing was."""
+    saved = blob(url) if url else None
+    if saved is None or not saved.exists():
+        return 0, {}
+    arrays = dict(np.load(io.BytesIO(saved.download_as_bytes())))
+    return int(arrays.pop("step")), arrays
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--save", default="", metavar="gs://BUCKET/FILE")
+    parser.add_argument("--save-every", type=int, default=100, metavar="STEPS")
+    options = parser.parse_args()
     join()
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
@@ -55,20 +89,30 @@ def main() -> None:
         "bias": jax.random.normal(second, (WIDTH,)),
         "out": jax.random.normal(third, (WIDTH,)) / WIDTH,
     }
-    weights = jax.jit(lambda: weights, out_shardings=everywhere)()
+    begin, saved = restore(options.save)
+    weights = jax.jit(lambda: saved or weights, out_shardings=everywhere)()
+    if begin:
+        print(f"goes on from step {begin}", flush=True)
 
     @jax.jit
-    def update(weights: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    def update(weights, x, y, asked):
         value, gradients = jax.value_and_grad(loss)(weights, x, y)  # XLA adds the devices' gradients up
-        return jax.tree.map(lambda weight, gradient: weight - RATE * gradient, weights, gradients), value
+        return jax.tree.map(lambda weight, gradient: weight - RATE * gradient, weights, gradients), value, asked.max()
 
-    for step in range(STEPS):
-        x, y = (jax.make_array_from_process_local_data(rows, part) for part in batch(step))
-        weights, value = update(weights, x, y)
-        if step % 100 == 0 or step == STEPS - 1:
-            print(f"step {step + 1}: loss {value:.6f}", flush=True)
-        if stopping:
-            sys.exit(75)  # save here: `tpu-launch run` starts the program again
+    value = jnp.nan
+    for step in range(begin, options.steps):
+        # Whether somebody was asked to stop goes through the step, so that all leave after the same one.
+        asked = np.full(jax.local_device_count(), len(stopping), np.float32)
+        parts = (jax.make_array_from_process_local_data(rows, part) for part in (*batch(step), asked))
+        weights, value, stop = update(weights, *parts)
+        done = step + 1
+        if step % 100 == 0 or done == options.steps:
+            print(f"step {done}: loss {value:.6f}", flush=True)
+        if stop or done % options.save_every == 0 or done == options.steps:
+            save(options.save, done, weights)
+        if stop and done < options.steps:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this host's own may come while it leaves
+            sys.exit(75)  # saved: `tpu-launch run` starts the program again
     print(
         f"process {jax.process_index()} of {jax.process_count()}, {jax.device_count()} {jax.default_backend()} "
         f"devices: loss {value:.6f}",

@@ -61,6 +61,41 @@ def test_jax_trains_over_two_hosts(emulator: Workstation) -> None:
     assert float(last) < 0.6 * float(first)
 
 
+@pytest.mark.nightly
+def test_jax_goes_on_after_a_lost_host_and_a_stop(emulator: Workstation) -> None:
+    """A step that is done again after a restart has the same loss again."""
+    work, steps = emulator, 3_000
+    shutil.copytree(ROOT / "examples" / "jax", work.folder / "saving")
+    file = work.folder / "saving" / "run.yaml"
+    saving = f"- --save=gs://{BUCKET}/jax.npz\n    - --steps={steps}\n    - --save-every=250"
+    text = file.read_text()
+    file.write_text(text.replace("# - --save=gs://my-bucket/jax.npz", saving))
+    assert file.read_text() != text
+    command = ("--emulated", "run", "-f", str(file), "--set", "run.preemption_retries=1")
+    work.good("--emulated", "up", "-f", str(file))
+    try:
+        running = work.begin(*command)
+        running.wait_for(r"^\[0\] saved step 500$")
+        work.good("emulator", "inject", "kill-host", "jax", "1", "--for", "3")
+        running.wait_for(r"^\[1\] goes on from step \d+$")
+        work.good("--emulated", "stop", "-f", str(file))
+        stopped = running.end(60)
+        assert stopped.code == 75, "\n".join(running.lines)
+        ended = work.good(*command)
+    finally:
+        work.launch("--emulated", "down", "-f", str(file))
+    begun = re.findall(r"^\[(\d)\] goes on from step (\d+)$", ended.output, re.MULTILINE)
+    assert sorted(host for host, _ in begun) == ["0", "1"]
+    assert len({step for _, step in begun}) == 1
+    losses: dict[str, set[str]] = {}
+    lines = "\n".join((*running.lines, ended.output))
+    for step, loss in re.findall(r"^\[0\] step (\d+): loss ([\d.]+)$", lines, re.MULTILINE):
+        losses.setdefault(step, set()).add(loss)
+    assert {step: several for step, several in losses.items() if len(several) > 1} == {}
+    assert len(losses) == steps // 100 + 1
+    figures(ended, r"2 cpu devices: loss ([\d.]+)")
+
+
 def run(work: Workstation, example: str) -> Ended:
     """Runs a folder of examples/ on a slice of its own."""
     shutil.copytree(ROOT / "examples" / example, work.folder / example)
