@@ -378,14 +378,22 @@ def delete(config: Config, say: Say, machine: Machine) -> bool:
             return error
 
     zones = placement.in_every_zone(config)
-    outcomes = list(zip(zones, machine.tasks.map(delete_there, zones, at_once=len(zones)), strict=True))
+
+    def delete_everywhere() -> list[bool | LaunchError]:
+        return machine.tasks.map(delete_there, zones, at_once=len(zones))
+
+    outcomes = delete_everywhere()
     left = _LAG_SECONDS - placement.seconds_since_request(config, machine.clock.time())
-    if left > 0 and not any(outcome for _, outcome in outcomes):  # whoever asked may have been killed on the way
+    if left > 0 and not any(outcomes):  # whoever asked may have been killed on the way
         say(f"there is no slice {config.slice.name}, which was asked for a moment ago: looking again in {left:.0f} s")
         machine.clock.sleep(left)
-        outcomes = list(zip(zones, machine.tasks.map(delete_there, zones, at_once=len(zones)), strict=True))
-    deleted = any(outcome is True for _, outcome in outcomes)
-    failures = [(zoned.zone, outcome) for zoned, outcome in outcomes if isinstance(outcome, LaunchError)]
+        outcomes = delete_everywhere()
+    deleted = any(outcome is True for outcome in outcomes)
+    failures = [
+        (zoned.zone, outcome)
+        for zoned, outcome in zip(zones, outcomes, strict=True)
+        if isinstance(outcome, LaunchError)
+    ]
     if deleted and all(isinstance(error, NotOurs) for _, error in failures):
         for _, error in failures:
             say(f"left alone: {str(error).splitlines()[0]}")
