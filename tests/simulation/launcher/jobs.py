@@ -7,6 +7,7 @@ about its end, which the promises compare with what the launcher says.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.simulation.launcher.hosts import Container, Host
@@ -54,6 +55,7 @@ class Job:
         self.containers: dict[int, Container] = {}
         self.began: float | None = None  # when all hosts had started
         self.first: float = scheduler.now
+        self.on_end: Callable[[], None] = lambda: None  # called when it ends by itself
         self.truths: list[Truth] = []  # everything that happened to it, in order
         self.seen_finished = False  # whether the launcher has said so
         self.confirmed = False  # whether the launcher has said that it runs
@@ -153,6 +155,7 @@ class Job:
             return
         plan = self.plan
         self.over = True
+        self.on_end()
         if plan.kind == "fail":
             self.truths.append(Truth("fail", plan.host, plan.code))
             self._exit(self.containers[plan.host], plan.code)

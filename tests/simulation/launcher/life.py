@@ -285,6 +285,7 @@ class Life:
         if self.chance.random() < 0.5:  # else its clock went on, as that of a process that was stopped does
             self.ann.asleep += self.scheduler.now - begin
         self.scheduler.thaw(run.process)
+        self.world.awake(run.actor, seconds)
 
     def _fill_disk(self, full: FullDisk) -> None:
         self.world.wait_until(full.anchor)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _CODES = {int(code) for code in Exit}
 _LOOK_SECONDS = 6.0  # from a line until the launcher may know it
+_TAKES_HOSTS = ("preempt", "maintenance", "reboot", "die")  # faults
 _BILLED = ("CREATING", "READY", "STOPPED", "STARTING")
 
 
@@ -47,6 +48,7 @@ def check_command(life: Life, command: Command) -> None:
     logs_end_with_their_program(life, command)
     command_ends_in_time(life, command)
     deletion_waits_out_what_passes(life, command)
+    creation_waits_out_what_passes(life, command)
     stockout_is_told_as_one(life, command)
     conflict_has_another_party(life, command)
     nothing_runs_on_after_a_verdict(life, command)
@@ -220,6 +222,19 @@ def deletion_waits_out_what_passes(life: Life, command: Command) -> None:
         life.world.break_promise("a deletion waits out what passes", f"after {seconds:.0f} s: {command.error}")
 
 
+def creation_waits_out_what_passes(life: Life, command: Command) -> None:
+    """An `up` that has asked for a slice, or seen it READY, does not give up for what passes within minutes. An answer
+    that is lost again and again ends it."""
+    if command.name != "up" or command.code != Exit.CLOUD_ERROR or life.loses_by_its_disk:
+        return
+    question = "asking for " if life.story.setting.queued else "creating "
+    asked = sum(text.startswith(question) for text in command.said)
+    waited = "was READY, and is billed" in str(command.error)
+    seconds = life.world.scheduler.now - command.began
+    if seconds < 270.0 and (asked == 1 or waited):
+        life.world.break_promise("a creation waits out what passes", f"after {seconds:.0f} s: {command.error}")
+
+
 def stockout_is_told_as_one(life: Life, command: Command) -> None:
     """Who could not be given a slice because there is no capacity is told so, in whatever words Google said it."""
     if command.actor.out_of_stock and command.code == Exit.CLOUD_ERROR and not life.loses_by_its_disk:
@@ -291,6 +306,7 @@ def check_end(life: Life) -> None:
     """Everything that is promised at the end of a life."""
     nothing_of_ours_is_left(life)
     budgets_are_kept(life)
+    one_event_costs_one_attempt(life)
     ledgers_are_in_order(life)
     locks_are_free(life)
     for ledger in ledgers.runs(life.ann.home, life.commands[0].machine) if life.commands else []:
@@ -320,6 +336,19 @@ def budgets_are_kept(life: Life) -> None:
         spent = spent_so_far(ledger.events())
         if spent.preemptions > run.preemption_retries or spent.failures > run.failure_retries:
             life.world.break_promise("budgets are spent on what they are for", f"{ledger.run_id}: {spent}")
+
+
+def one_event_costs_one_attempt(life: Life) -> None:
+    """A budget is spent once for what took a host or the slice away, if one command sees it through."""
+    if life.loses_by_its_disk or any(fault.kind not in _TAKES_HOSTS for fault in life.faults):
+        return
+    for ledger in ledgers.runs(life.ann.home, life.commands[0].machine) if life.commands else []:
+        spent = spent_so_far(ledger.events()).preemptions
+        saves = sum(job.plan.kind == "save" for job in life.world.record.jobs.values() if job.run == ledger.run_id)
+        stops = sum(stop.run == ledger.run_id and stop.by is not None for stop in life.world.record.stops)
+        left = sum(command.killed or command.interrupted for command in life.commands)
+        if spent > len(life.faults) + saves + stops + left:
+            life.world.break_promise("budgets are spent on what they are for", f"{ledger.run_id}: {spent} attempts")
 
 
 def ledgers_are_in_order(life: Life) -> None:

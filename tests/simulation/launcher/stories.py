@@ -19,6 +19,7 @@ _SETTINGS = 80  # files: reading one takes as long as a life
 _WITHOUT_THEME = 0.35  # of all lives
 _DEEDS = ("kill", "kill", "kill", "ctrl-c", "ctrl-c", "stop", "asleep", "stop", "logs", "second run", "bob down",
           "bob up", "gc", "bob gc")  # fmt: skip
+_OF_ADDED_THEMES = 0.06  # of all lives
 _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting")
 
 
@@ -49,7 +50,7 @@ class Deed:
     """Seconds after `anchor`."""
     anchor: str = "run"
     """A moment of the life: "up" and "run", the first such commands; those of `Fault.anchor`; and "prepare", when the
-    first host is prepared, "request", when a request is in the queue."""
+    first host is prepared, "request", when a request is in the queue, "end", when a program ends by itself."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +137,16 @@ THEMES = (
 )  # fmt: skip
 
 
+ADDED_THEMES = (
+    Theme("clearing up", faults=("stale", "slow"), count=(1, 2), anchors=("up",), spread=5.0, deeds=("gc",),
+          moments=("up",), together=60.0, leftovers=("preempted",)),
+    Theme("two terminals at the end", deeds=("second run",), moments=("end",), together=8.0, count=(0, 0)),
+    Theme("awake", faults=("cut", "dead ssh"), anchors=("awake",), spread=2.0, count=(0, 2), deeds=("asleep",), hosts=2,
+          retries=True),
+)  # fmt: skip
+"""Drawn apart, so that the lives which had been played before there were these stay as they were."""
+
+
 @functools.cache
 def settings() -> tuple[Setting, ...]:
     """All that files say."""
@@ -144,10 +155,13 @@ def settings() -> tuple[Setting, ...]:
 
 def draw(seed: int) -> tuple[Story, list[Fault]]:
     """What people do in a life, and what goes wrong."""
-    chance = random.Random(f"story {seed}")
-    if chance.random() < _WITHOUT_THEME:
+    chance, added = random.Random(f"story {seed}"), random.Random(f"added {seed}")
+    if added.random() < _OF_ADDED_THEMES:
+        theme = added.choice(ADDED_THEMES)
+    elif chance.random() < _WITHOUT_THEME:
         return _draw_anything(chance), faults.draw(random.Random(f"faults {seed}"))
-    theme = chance.choice(THEMES)
+    else:
+        theme = chance.choice(THEMES)
     return _draw_story(theme, chance), _draw_faults(theme, random.Random(f"faults {seed}"))
 
 

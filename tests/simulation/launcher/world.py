@@ -22,6 +22,7 @@ from tests.simulation.scheduler import Process, Scheduler, Task
 _CONNECT_SECONDS = 5.0  # as the launcher's transport has it
 _BROKEN_SECONDS = 10.0  # until a connection whose packets are lost is given up
 _REFUSALS = 3  # in a row, at least, before a host counts as lost
+_FORGOTTEN_SECONDS = 300.0  # of silence, after which a connection may be
 _BETWEEN_LOOKS = 5.0  # seconds, at most, in any life
 
 
@@ -91,6 +92,7 @@ class World:
         self.scheduler, self.chance, self.faults, self.plans = scheduler, chance, faults, plans
         self.google = Google(self)
         self.addresses: dict[str, Host] = {}
+        self.links: list[Link] = []
         self.record = Record()
         self._reached: set[str] = set()
         self._awaiting: dict[str, dict[Task, None]] = {}  # tasks, by the moment
@@ -168,6 +170,13 @@ class World:
         """Whether one answer of the host after the other has failed, for as long as the file lets it be silent."""
         refusals = self._refusals.get((place.name, host), [])
         return len(refusals) >= _REFUSALS and self.scheduler.now - refusals[0] > self.host_lost_seconds - _BETWEEN_LOOKS
+
+    def awake(self, actor: Actor, seconds: float) -> None:
+        """A workstation has slept: what is between it and the hosts may have forgotten its connections."""
+        for link in self.links:
+            if link.actor is actor and seconds > _FORGOTTEN_SECONDS and self.chance.random() < 0.5:
+                link.forgotten = True
+        self.reached("awake")
 
     def is_offline(self, place: Place) -> bool:
         """Whether a workstation has no network."""
@@ -275,6 +284,7 @@ class World:
                 self.scheduler, container.run, container.attempt, self._hosts_of(container.host), plan, self.chance
             )
             job.stall_seconds = self.stall_seconds
+            job.on_end = lambda: self.reached("end")
             self.record.jobs[key] = job
         self._check_alone(container)
         self._check_not_stopped(container)
@@ -462,6 +472,8 @@ class Link:
     def __init__(self, world: World, host: Host, actor: Actor) -> None:
         self.world, self.host, self.actor = world, host, actor
         self.boots, self.closed = host.boots, False
+        self.forgotten = False  # by what is between them, which remembers a silent connection for minutes
+        world.links.append(self)
 
     @property
     def is_open(self) -> bool:
@@ -499,6 +511,9 @@ class Link:
         host, scheduler = self.host, self.world.scheduler
         if self.closed or host.boots != self.boots:
             raise self._break("the connection is closed")
+        if self.forgotten:
+            self.world.refused(self.actor.place, host)
+            raise self._break("Connection reset by peer")
         if host.reachable and not self.actor.place.offline:
             return
         left = deadline - scheduler.now
