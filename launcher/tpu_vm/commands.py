@@ -18,6 +18,11 @@ _SSH_FLAGS = (
     "--ssh-flag=-oServerAliveInterval=15",
     "--ssh-flag=-oServerAliveCountMax=3",
 )
+# OpenSSH 9.0 to 9.8 agree on session keys with sntrup761 first, which takes 60 ms of the workstation's processor a host
+# (Debian 12: 75 ms a connection, 12 ms without). Without it they take X25519, as our own connections do; newer ones take
+# ML-KEM. A script for all hosts holds nothing that must stay confidential for decades. What may (secrets, overlays, a
+# person's commands) goes to one host a call, with the client's own choice.
+_QUICK_KEY_EXCHANGE = "--ssh-flag=-oKexAlgorithms=-sntrup761*"
 
 
 def _base(config: Config, *words: str) -> list[str]:
@@ -78,6 +83,8 @@ def ssh_command(config: Config, script: str, *, worker: str = "all", dry_run: bo
     assert worker == "all" or worker.isdigit(), "a subset of workers loses exit codes"
     command = [*_base(config, "ssh", config.slice.name), f"--worker={worker}", *_SSH_FLAGS]
     command += _network_path(config)
+    if worker == "all" and not dry_run:
+        command.append(_QUICK_KEY_EXCHANGE)
     if dry_run:
         command.append("--dry-run")
     return [*command, f"--command={script}"]

@@ -1,5 +1,6 @@
 """Claims about gcloud's command lines and about reading its errors. The real gcloud runs in tests/rehearsal."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,21 @@ def test_ssh_goes_to_all_hosts_or_one_never_to_a_subset(config: Config) -> None:
     assert "--worker=all" in commands.ssh_command(config, "true")
     with pytest.raises(AssertionError):
         commands.ssh_command(config, "true", worker="1,2")
+
+
+def test_scripts_for_all_hosts_do_without_the_slow_key_exchange_and_what_may_be_secret_keeps_it(config: Config) -> None:
+    def key_exchanges(command: list[str]) -> list[str]:
+        """What the real client offers with the flags of a command, the first choice first."""
+        flags = [word.removeprefix("--ssh-flag=") for word in command if word.startswith("--ssh-flag=")]
+        shown = subprocess.run(["ssh", "-F", "none", *flags, "-G", "host"], capture_output=True, text=True, check=True)
+        (line,) = (line for line in shown.stdout.splitlines() if line.startswith("kexalgorithms "))
+        return line.split(" ")[1].split(",")
+
+    clients_own = key_exchanges([])
+    quick = key_exchanges(commands.ssh_command(config, "true"))
+    assert quick == [name for name in clients_own if not name.startswith("sntrup761")]
+    assert key_exchanges(commands.ssh_command(config, "true", worker="0")) == clients_own
+    assert key_exchanges(commands.shell_command(config, 0)) == clients_own
 
 
 def test_the_dry_run_says_how_to_reach_every_host() -> None:
