@@ -8,8 +8,8 @@ container engine a shell script that runs a command as a plain process. gcloud, 
 against the emulator's Cloud TPU API. The lines are delivered by the real engine, from an emulated slice of two hosts
 (`--lines 0` leaves that out).
 
-  start      from the start of `tpu-launch run` until all hosts have started; peer: that one gcloud call. Both the best
-             of `--repeat`
+  start      from the start of `tpu-launch run` until all hosts have started; peer: that one gcloud call, as a person
+             types it (ours leaves out a slow key exchange: launcher/tpu_vm/commands.py). Both the best of `--repeat`
   stop       a host dies at once, the others lose it and report it: until no process of the run is left on any of them
   watcher    processor time, memory, and bytes on the wire for each observation of a host, while each host writes a line
              every ten seconds

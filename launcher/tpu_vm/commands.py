@@ -19,9 +19,9 @@ _SSH_FLAGS = (
     "--ssh-flag=-oServerAliveCountMax=3",
 )
 # OpenSSH 9.0 to 9.8 agree on session keys with sntrup761 first, which takes 60 ms of the workstation's processor a host
-# (Debian 12: 75 ms a connection, 12 ms without). Without it they take X25519, as our own connections do; newer ones take
-# ML-KEM. A script for all hosts holds nothing that must stay confidential for decades. What may (secrets, overlays, a
-# person's commands) goes to one host a call, with the client's own choice.
+# (Debian 12: 75 ms a connection, 12 ms without). Without it they take X25519, as our own connections do; newer ones
+# take ML-KEM. A script for all hosts holds nothing that must stay confidential for decades. What may (secrets,
+# overlays, a person's commands) goes to one host a call, with the client's own choice.
 _QUICK_KEY_EXCHANGE = "--ssh-flag=-oKexAlgorithms=-sntrup761*"
 
 

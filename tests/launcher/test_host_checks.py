@@ -70,16 +70,29 @@ def test_the_facts_that_the_script_prints_are_read_back() -> None:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_host_prints_its_facts_and_other_runs_than_this_one(host: ScriptHost, shell: str) -> None:
-    host.answer("info", "echo 20.10 /")
     host.answer("image inspect", "echo sha256:ab")
     host.answer("ps", 'printf "run\'1\\nother-1\\nother-2\\n"')
     values = parse_facts(host.run(check_script("repo@sha256:ab", "run'1", "v4-8"), shell))
-    assert (values["worker"], values["engine"], values["image"]) == ("3", "20.10", "sha256:ab")
+    assert (values["worker"], values["engine"], values["image"]) == ("3", "up", "sha256:ab")
     assert values["runs"] == "other-1 other-2"
-    assert values["free_kb"].isdigit()
+    assert host.verbs == ["image", "ps"], "its engine shows that it is up by having the image"
     assert values["done"] == "yes"
     (problem,) = find_problems([HostFacts(3, {**values, "holders": ""}, time.time(), time.time())], 1)
     assert problem.occupied_by == "other-1"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_host_without_the_image_says_whether_its_engine_is_up_and_what_room_there_is(
+    host: ScriptHost, shell: str
+) -> None:
+    host.answer("info", "echo 20.10 /")
+    values = parse_facts(host.run(check_script("repo@sha256:ab", "run-1", "v4-8"), shell))
+    assert (values["engine"], values["image"]) == ("20.10", "")
+    assert values["free_kb"].isdigit()
+    host.answer("info", "exit 1")
+    values = parse_facts(host.run(check_script("repo@sha256:ab", "run-1", "v4-8"), shell))
+    (problem,) = find_problems([HostFacts(3, {**values, "holders": ""}, time.time(), time.time())], 1)
+    assert "its container engine does not answer" in problem.message
 
 
 @pytest.mark.parametrize(

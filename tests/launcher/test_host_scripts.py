@@ -5,16 +5,21 @@ import hashlib
 import json
 import subprocess
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launcher.machine.remote import Address
 from launcher.provider import Attempt, Overlay
+from launcher.providers import this_machine
 from launcher.tpu_vm import host_checks, host_scripts, scripts
 from launcher.tpu_vm.host_output import parse_observation, parse_reports
 from launcher.tpu_vm.host_scripts import HUGE_PAGES
+from launcher.tpu_vm.ssh.pool import ConnectionPool
 from tests.launcher.script_host import SHELLS, ScriptHost
 
 TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=30)
@@ -243,6 +248,56 @@ def test_of_two_runs_that_were_prepared_at_once_one_starts(host: ScriptHost, she
     assert reports == [f"tpu-launch 3 busy {winner}\n", "tpu-launch 3 started\n"]
     (refused,) = parse_reports(reports[0], "started", [3])
     assert refused.occupied_by == winner
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_image_that_a_host_has_is_looked_at_once_and_one_that_it_pulled_is_named_alike(
+    host: ScriptHost, shell: str
+) -> None:
+    """The engine's id of an image and the one that a container names need not be the same with every image store."""
+    script = prepare(image=f"repo{DIGEST}")
+    host.answer_container({"Status": "created"})
+    host.answer("pull", "touch $HOST/pulled")
+    host.answer("image inspect", '[ -e "$HOST/pulled" ] || exit 1; echo sha256:of-the-engine')
+    assert host.run(script, shell) == "tpu-launch 3 ready sha256:of-the-engine\n"
+    assert host.verbs == ["ps", "image", "pull", "create", "image"]
+    assert host.run(script, shell) == "tpu-launch 3 ready sha256:of-the-engine\n"
+    assert host.verbs[5:] == ["ps", "image", "create"]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(
+    ("script", "report"),
+    [
+        (prepare(), "ready sha256:ab"),
+        (host_scripts.release_script(attempt()), "released"),
+        (host_scripts.stop_script("demo", 5, remove=True), "stopped"),
+        (host_scripts.secrets_script(attempt()), "delivered"),
+    ],
+)
+def test_a_host_that_is_connected_to_need_not_ask_which_worker_it_is(
+    host: ScriptHost, shell: str, script: str, report: str
+) -> None:
+    host.answer_container({"Status": "exited"})
+    host.replace("curl", "echo the metadata server is asked >&2; printf 9")
+
+    class Connection:
+        is_open = True
+
+        def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
+            return 0, host.run(command, shell), ""
+
+        def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
+            raise NotImplementedError
+
+        def close(self) -> None:
+            pass
+
+    pool = ConnectionPool(
+        [Address(3, "h", "me", "key", "known", "h")], replace(this_machine(), connect=lambda _: Connection())
+    )
+    assert pool.run(3, script, timeout=20).stdout == f"tpu-launch 3 {report}\n"
+    Path("/tmp/tpu-launch-demo-1-0.3.go").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("shell", SHELLS)

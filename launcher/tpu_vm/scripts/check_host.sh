@@ -9,20 +9,26 @@ fact() { echo tpu-launch-fact $1 $2; }
 metadata=http://metadata.google.internal/computeMetadata/v1/instance
 fact worker "$(curl -sf --max-time 10 -H 'Metadata-Flavor: Google' "$metadata/attributes/agent-worker-number")"
 fact time "$(date +%s)"
-engine=$($docker info --format '{{.ServerVersion}} {{.DockerRootDir}}' 2>/dev/null)
-root=${engine#* }
-fact engine "${engine%% *}"
-fact image "$($docker image inspect --format '{{.Id}}' "$image" 2>/dev/null)"
+image_id=$($docker image inspect --format '{{.Id}}' "$image" 2>/dev/null)
+fact image "$image_id"
+if [ -n "$image_id" ]; then
+  fact engine up
+else
+  # Only then it may be away, and only then the disk must have room.
+  engine=$($docker info --format '{{.ServerVersion}} {{.DockerRootDir}}' 2>/dev/null)
+  root=${engine#* }
+  fact engine "${engine%% *}"
+  fact free_kb "$(
+    set -- $(df -Pk "${root:-/}" 2>/dev/null)
+    [ $# -lt 6 ] || shift $(($# - 6))
+    echo "${4:-}"
+  )"
+fi
 others=''
 for run in $($docker ps --filter "label=$label_run" --format "{{.Label \"$label_run\"}}" 2>/dev/null); do
   [ "$run" = "$run_id" ] || others="$others $run"
 done
 fact runs "$others"
-fact free_kb "$(
-  set -- $(df -Pk "${root:-/}" 2>/dev/null)
-  [ $# -lt 6 ] || shift $(($# - 6))
-  echo "${4:-}"
-)"
 fact holders "$(sudo -n sh -c "$list_holders" 2>/dev/null)"
 # Transparent huge pages that are off, and that prepare.sh can't switch on.
 [ -z "$huge_pages" ] || grep -qF '[always]' "$huge_pages" 2>/dev/null ||

@@ -11,8 +11,9 @@
 if [ -z "$worker" ]; then report failed "the metadata server does not tell the worker index"; exit 1; fi
 fail() { report failed "$1: $(printf '%s ' "$errors" | tr '\n' ' ' | tail -c 600)"; exit 1; }
 
+inspect_image() { image_id=$($docker image inspect --format '{{.Id}}' "$image" 2>/dev/null); }
+
 pull_image() {
-  if $docker image inspect "$image" >/dev/null 2>&1; then return 0; fi
   if [ -z "$registry" ]; then
     errors=$($docker pull --quiet "$image" 2>&1 >/dev/null)
     return
@@ -25,7 +26,9 @@ pull_image() {
   errors=$($docker --config "$login" pull --quiet "$image" 2>&1 >/dev/null)
 }
 
-trap 'rm -rf ${folder:+"$folder"} ${login:+"$login"}' EXIT
+clean_up() { [ -z "$folder$login" ] || rm -rf ${folder:+"$folder"} ${login:+"$login"}; }
+folder='' login='' image_id=''
+trap clean_up EXIT
 there=no
 listed="{{.Label \"$label_run\"}} {{.Names}} {{.State}} {{.Label \"$label_boot\"}}"
 runs=$($docker ps --all --filter "label=$label_run" --format "$listed")
@@ -46,7 +49,7 @@ $runs
 EOF
 
 if [ "$there" = no ]; then
-  [ "$pull" = no ] || pull_image || fail "the image can not be pulled"
+  [ "$pull" = no ] || inspect_image || pull_image || fail "the image can not be pulled"
   errors=$($docker create --env TPU_WORKER_ID="$worker" --label "$label_boot=$boot" "$@" 2>&1 >/dev/null) ||
     fail "the container can not be created"
 fi
@@ -65,5 +68,7 @@ EOF
   errors=$($docker cp "$folder/tpu-launch" "$container:/etc/" 2>&1 >/dev/null) ||
     fail "the configuration can not be copied into the container"
 fi
-look_at "$container"
+# Hosts are compared by it, one that had the image with one that pulled it.
+[ "$pull" = no ] || [ -n "$image_id" ] || inspect_image
+[ -n "$image_id" ] || look_at "$container"
 report ready "$image_id"

@@ -11,7 +11,7 @@
 if [ "$gated" = yes ]; then
   released=/tmp/$container.$worker.go
   gate=/tmp/$container.$worker.gate
-  look_at "$container"
+  if [ -e "$released" ]; then status=released; else look_at "$container"; fi
   case $status in
     '' | created)
       # The pipe is open before the file is looked for, and both sides open it for reading and writing: neither waits

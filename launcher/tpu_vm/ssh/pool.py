@@ -52,7 +52,9 @@ class ConnectionPool:
         try:
             with self._locks[worker]:
                 connection = self._connect(worker)
-            code, out, err = connection.run(f"sh -c {shlex.quote(script)}", timeout=timeout, stdin=stdin)
+            # report.sh need not ask the host which worker it is.
+            command = f"connected_worker={worker}\n{script}"
+            code, out, err = connection.run(f"sh -c {shlex.quote(command)}", timeout=timeout, stdin=stdin)
         except TimeoutError:
             self._drop(worker, connection)
             return HostResult(worker, None, problem=f"no answer within {timeout:.0f} s", timed_out=True)
