@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +15,11 @@ from training.machine.deferred_imports import (
     Unanswered,
     add_stand_in,
     defer_functions,
+    defer_initialization,
     defer_module,
     defer_package,
     hidden,
+    uncollected,
 )
 
 
@@ -36,7 +40,7 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (heavy.parent / "export.py").write_text("def save(name, *, twice=False):\n    return (name, twice)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] in ("big", "alone")]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("big", "alone", "lazy")]:
         del sys.modules[name]
 
 
@@ -134,3 +138,89 @@ def test_a_submodule_of_a_deferred_package_imports_it() -> None:
     defer_module("alone", {"Symbol": int})
     assert importlib.import_module("alone.part").value == 3
     assert importlib.import_module("alone").Symbol is str
+
+
+@pytest.fixture
+def lazy(tmp_path: Path) -> None:
+    """A package whose `__init__` puts another module in its place, as those of transformers do."""
+    (tmp_path / "lazy" / "models").mkdir(parents=True)
+    (tmp_path / "lazy" / "__init__.py").write_text(
+        "import sys, types\nedition = 5\nfrom . import part\nnames = types.ModuleType(__name__)\n"
+        "names.value, names.__path__, names.__spec__ = part.value, __path__, __spec__\nsys.modules[__name__] = names\n"
+    )
+    (tmp_path / "lazy" / "part.py").write_text("from . import edition\nvalue = edition\n")
+    (tmp_path / "lazy" / "models" / "__init__.py").write_text("names = ['small']\n")
+    (tmp_path / "lazy" / "models" / "small.py").write_text("layers = 2\n")
+
+
+def test_a_package_is_initialized_when_more_than_its_submodules_is_asked_for(lazy: None) -> None:
+    defer_initialization("lazy", {"edition": 5})
+    defer_initialization("lazy.models", {})
+    package = importlib.import_module("lazy")
+    small = importlib.import_module("lazy.models.small")
+    part = importlib.import_module("lazy.part")
+    assert (small.layers, part.value) == (2, 5)
+    assert not hasattr(package, "__wrapped__")
+    assert "names" not in vars(sys.modules["lazy.models"]), "initialized for a submodule"
+    assert sys.modules["lazy"] is package, "initialized for a submodule"
+
+    assert (package.value, package.models.names) == (5, ["small"])
+    assert importlib.import_module("lazy") is not package, "the module that it makes has taken its place"
+    assert package.value == 5, "who has the first one gets what the other has"
+    assert "value" in dir(package)
+    assert importlib.import_module("lazy").part is part
+    assert importlib.import_module("lazy.models.small") is small, "a submodule was imported again"
+    with pytest.raises(AttributeError):
+        _ = package.missing
+
+
+def test_an_initialization_that_failed_may_be_tried_again(lazy: None, tmp_path: Path) -> None:
+    file = tmp_path / "lazy" / "models" / "__init__.py"
+    names = file.read_text()
+    file.write_text("raise OSError('no memory')\n")
+    defer_initialization("lazy", {"edition": 5})
+    defer_initialization("lazy.models", {})
+    models = importlib.import_module("lazy.models")
+    with pytest.raises(OSError, match="no memory"):
+        _ = models.names
+    file.write_text(names)
+    importlib.invalidate_caches()
+    assert models.names == ["small"]
+
+
+class Loop:
+    """Refers to itself: the garbage collector alone frees it."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_an_import_leaves_is_old_and_can_still_be_collected() -> None:
+    with uncollected():
+        assert not gc.isenabled()
+        loop = Loop()
+        with uncollected():
+            pass
+        assert not gc.isenabled(), "the outer import goes on"
+    assert gc.isenabled()
+    assert any(value is loop for value in gc.get_objects(generation=2))
+    left = weakref.ref(loop)
+    del loop
+    gc.collect()
+    assert left() is None
+
+
+def test_a_disabled_collector_and_what_is_frozen_stay_as_they_are() -> None:
+    try:
+        gc.freeze()
+        gc.disable()
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+        gc.enable()
+        with uncollected():
+            pass
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -7,6 +7,7 @@ package, imported at that moment.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 
@@ -99,6 +100,42 @@ def _leave_unmarked(function: Any = None, *_arguments: Any, **_options: Any) -> 
     return (lambda given: given) if function is None else function
 
 
+def defer_initialization(name: str, attributes: Mapping[str, Any]) -> None:
+    """The package's `__init__` runs when an attribute other than these is first asked for, in a module that takes this
+    one's place. Its submodules are imported without it until then.
+
+    Args:
+        name: a package, whose parent is imported. One that is imported already stays as it is.
+        attributes: what its `__init__` would give, and submodules need.
+    """
+    spec = importlib.util.find_spec(name) if name not in sys.modules else None
+    if spec is None:
+        return
+    package = importlib.util.module_from_spec(spec)
+    parent, _, short = name.rpartition(".")
+
+    def initialized() -> ModuleType:
+        if sys.modules.get(name) is package:
+            submodules = {key: value for key, value in vars(package).items() if isinstance(value, ModuleType)}
+            del sys.modules[name]
+            try:
+                vars(importlib.import_module(name)).update(submodules)
+            except BaseException:
+                sys.modules[name] = package
+                raise
+        return importlib.import_module(name)
+
+    def load_attribute(attribute: str) -> Any:
+        if attribute.startswith("__") and attribute != "__all__":
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        return getattr(initialized(), attribute)
+
+    vars(package).update(attributes, __getattr__=load_attribute, __dir__=lambda: dir(initialized()))
+    sys.modules[name] = package
+    if parent:
+        setattr(sys.modules[parent], short, package)
+
+
 def defer_functions(name: str, functions: Sequence[str]) -> None:
     """A stand-in for the module `name` that has these functions; a call of one imports the module and calls its."""
     add_stand_in(name, {function: _call_later(name, function) for function in functions})
@@ -119,7 +156,7 @@ def defer_module(name: str, attributes: Mapping[str, Any]) -> None:
 
     Args:
         name: of a module. One that is imported already stays as it is, and one that is not installed is not there.
-        attributes: classes, and functions that answer what they can: where one raises Unanswered, the module's own is
+        attributes: values, and functions that answer what they can: where one raises Unanswered, the module's own is
             called.
     """
     spec = importlib.util.find_spec(name) if name not in sys.modules else None
@@ -149,7 +186,7 @@ def defer_module(name: str, attributes: Mapping[str, Any]) -> None:
         return call
 
     for attribute, value in attributes.items():
-        setattr(stand_in, attribute, value if isinstance(value, type) else answering(attribute, value))
+        setattr(stand_in, attribute, answering(attribute, value) if isinstance(value, FunctionType) else value)
     setattr(stand_in, "__getattr__", load_attribute)  # noqa: B010  a module's own, PEP 562
     sys.modules[name] = stand_in
     if parent:
@@ -177,6 +214,22 @@ def hidden(*names: str) -> Iterator[None]:
     finally:
         for name in missing:
             del sys.modules[name]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """For large imports: the garbage collector does not look again and again through objects that stay. Afterwards they
+    count as old, as those that it has looked at often."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            if not gc.get_freeze_count():  # else they are somebody's, to be left frozen
+                gc.freeze()
+                gc.unfreeze()  # into the oldest generation
+            gc.enable()
 
 
 class _StandIn(ModuleType):

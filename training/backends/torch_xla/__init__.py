@@ -12,11 +12,21 @@ nearly half of a start's processor time. They are left out here, before a module
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
+import typing
 from collections.abc import Callable
 from typing import Any
 
-from training.machine.deferred_imports import Unanswered, add_stand_in, defer_functions, defer_module, defer_package
+from training.machine.deferred_imports import (
+    Unanswered,
+    add_stand_in,
+    defer_functions,
+    defer_initialization,
+    defer_module,
+    defer_package,
+    uncollected,
+)
 
 
 def _leave_out_unused_packages() -> None:
@@ -34,10 +44,20 @@ def _leave_out_unused_packages() -> None:
     defer_module("torch.fx.experimental.symbolic_shapes", _OF_PLAIN_SIZES)
     defer_module("torch.utils._sympy.functions", {"Max": _unanswered})  # imported where it is not called
     defer_module("sympy", {"Basic": type("Basic", (), {})})  # which no number and no tensor is
-    # SciPy: losses of object detection. accelerate: models over several devices, from one process.
     if importlib.util.find_spec("transformers"):
-        available = vars(importlib.import_module("transformers.utils.import_utils"))
-        available.update(_scipy_available=False, _accelerate_available=False)
+        _leave_out_unused_transformers()
+
+
+def _leave_out_unused_transformers() -> None:
+    # The initialization of either package reads the files of all models for the names in them; a family's module is
+    # found by its path. processing_utils reads them once more, and is imported for a type.
+    defer_initialization("transformers", {"__version__": importlib.metadata.version("transformers")})
+    defer_initialization("transformers.models", {})
+    defer_module("transformers.processing_utils", {"Unpack": typing.Unpack})
+    defer_module("transformers.modeling_gguf_pytorch_utils", {"load_gguf_checkpoint": _unanswered})
+    # SciPy: losses of object detection. accelerate: models over several devices, from one process.
+    available = vars(importlib.import_module("transformers.utils.import_utils"))
+    available.update(_scipy_available=False, _accelerate_available=False)
 
 
 def _unanswered(*_values: object) -> Any:
@@ -77,4 +97,5 @@ _OF_PLAIN_SIZES: dict[str, Callable[..., Any]] = {
 }
 
 if importlib.util.find_spec("torch"):
-    _leave_out_unused_packages()
+    with uncollected():
+        _leave_out_unused_packages()

@@ -18,6 +18,7 @@ from training.backends.torch_xla.attention import SelfAttention, recompute
 from training.backends.torch_xla.dropout import Dropout, Noise, noise_for
 from training.config import Model, Remat
 from training.errors import BadInput, TrainError, is_out_of_memory
+from training.machine.deferred_imports import uncollected
 from training.models.families import BERT_LIKE, FAMILIES, dropout_rates
 from training.models.hugging_face import (
     ModelRequirements,
@@ -102,7 +103,8 @@ def _recompute_layer(layer: Any) -> Callable[..., Any]:
 
 def _fresh(values: dict[str, Any], seed: int) -> Any:
     """The network named in `architectures`."""
-    networks, config_class = _classes(values["model_type"])
+    with uncollected():
+        networks, config_class = _classes(values["model_type"])
     network = getattr(networks, values["architectures"][0])(config_class(**values, attn_implementation="eager"))
     about = {
         "deviation": network.config.initializer_range,
