@@ -10,6 +10,7 @@ import google_crc32c
 from training import storage
 from training.backends.protocol import Backend
 from training.checkpoint.format import step_folder
+from training.checkpoint.snapshot import in_batches
 from training.checkpoint.writer import CheckpointWriter
 from training.distributed.cluster import device_kind
 from training.errors import TrainError
@@ -46,11 +47,12 @@ def compare_weights(run: Run, backend: Backend, replaced: int, seconds: float) -
 
 def weights_crc32c(backend: Backend) -> str:
     """Of all weights in the order of their names: equal for equal bits."""
+    sizes = {name: spec.size for name, spec in sorted(backend.tensor_specs().items()) if name.startswith("model/")}
     crc = 0
-    for name, spec in sorted(backend.tensor_specs().items()):
-        if name.startswith("model/"):
-            data = bytearray(spec.size)
-            backend.snapshot_state({name: memoryview(data)}).wait()
+    for names in in_batches(sizes):
+        tensors = {name: bytearray(sizes[name]) for name in names}
+        backend.snapshot_state({name: memoryview(data) for name, data in tensors.items()}).wait()
+        for data in tensors.values():
             crc = int(google_crc32c.extend(crc, bytes(data)))
     return f"{crc:08x}"
 

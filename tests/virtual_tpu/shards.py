@@ -12,12 +12,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
+
 from tests.container import small_runs
 from training.backends.protocol import Backend
 from training.batch import Signals
 from training.config import from_document
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
+from training.run_end import weights_crc32c
 from training.run_setup import open_backend, open_task
 from training.yaml_file import Document
 
@@ -42,6 +45,10 @@ def step_and_look(folder: Path, state: dict[str, bytes] | None) -> tuple[dict[st
     fetched = count_calls(TO_HOST)
     backend.snapshot_state({name: memoryview(buffer) for name, buffer in buffers.items()}).wait()
     calls["snapshot"] = count_calls(TO_HOST) - fetched
+    fetched = count_calls(TO_HOST)
+    weights = b"".join(bytes(data) for name, data in sorted(buffers.items()) if name.startswith("model/"))
+    assert weights_crc32c(backend) == f"{google_crc32c.value(weights):08x}"
+    calls["checksum"] = count_calls(TO_HOST) - fetched
     calls["unplanned"] = backend.counters()["device_to_host_syncs"]
     return {**look(backend), **calls, "tensors": len(specs), "buffers": len(backend.state_buffers())}, {
         name: bytes(buffer) for name, buffer in buffers.items()

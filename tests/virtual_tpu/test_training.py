@@ -159,7 +159,7 @@ def test_every_device_holds_all_of_the_state_and_few_calls_copy_it(folder: Path)
     whole = {"devices": 8, "split": [], "different": []}
     # Of 42 parameters with two moments each, 16 are matrices: 48 buffers. The others are three stacks a kind. To the
     # devices go the dropouts' table and an empty array too.
-    few = {"tensors": 126, "buffers": 57, "upload": 59, "snapshot": 1, "unplanned": 0}
+    few = {"tensors": 126, "buffers": 57, "upload": 59, "snapshot": 1, "checksum": 1, "unplanned": 0}
     assert json.loads(answer.stdout.splitlines()[-1]) == {"fresh": whole | few, "resumed": whole | few}
 
 

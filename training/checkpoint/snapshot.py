@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
 from training.checkpoint.safetensors_file import TensorSpec
 
 _FLOATS: dict[str, type[np.floating]] = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
+_BATCH_BYTES = 64 << 20  # the memory that a copy takes beside the state
 _BLOCK = 1 << 18  # elements that are looked at together: they fit into a processor's cache
 
 
@@ -74,6 +75,21 @@ class Snapshot:
         began = self._clock()
         self.wait()
         self.blocked_seconds += self._clock() - began
+
+
+def in_batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """The names, in batches of at most 64 MiB that are copied together. `sizes`: bytes of the tensor of each name; one
+    that alone has more is a batch."""
+    batch: list[str] = []
+    total = 0
+    for name, size in sizes.items():
+        if batch and total + size > _BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(name)
+        total += size
+    if batch:
+        yield batch
 
 
 # Starts a snapshot of the named tensors into the given buffers, as raw little-endian bytes.

@@ -13,7 +13,7 @@ by its own name.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,7 @@ from torch_xla.utils.dlpack import to_dlpack
 from training.backends.torch_xla.dropout import Noise
 from training.backends.torch_xla.sharding import DataParallel, replicated
 from training.checkpoint.safetensors_file import Damaged, TensorSpec
-from training.checkpoint.snapshot import Snapshot
-
-_TRANSFER_BYTES = 64 << 20  # of tensors that one call copies: the memory that a copy takes beside the state
+from training.checkpoint.snapshot import Snapshot, in_batches
 
 
 class State:
@@ -131,7 +129,7 @@ class State:
         sizes = {name: sum(self._specs[member].size for member in members) for name, members in self._members.items()}
         stacked = {member for members in self._members.values() for member in members}
         sizes |= {name: spec.size for name, spec in self._specs.items() if name not in stacked}
-        for names in _in_batches(sizes):
+        for names in in_batches(sizes):
             arrays = {name: self._host_array(name, tensors) for name in names}
             sent |= sharding.send({name: replicated(array) for name, array in arrays.items()})
             for member in (member for name in names for member in self._members.get(name, [name])):
@@ -181,7 +179,7 @@ class State:
             return self._snapshot
         members = {name: [name] for name in values} | self._members
         wanted = {name: value for name, value in values.items() if any(member in buffers for member in members[name])}
-        for names in _in_batches({name: 4 * value.numel() for name, value in wanted.items()}):
+        for names in in_batches({name: 4 * value.numel() for name, value in wanted.items()}):
             copies = self._fetch([wanted[name].detach() for name in names])
             for name, copy in zip(names, copies, strict=True):
                 rows = copy.numpy().reshape(len(members[name]), -1)
@@ -217,20 +215,6 @@ def _group_vectors(specs: Mapping[str, TensorSpec]) -> dict[str, list[str]]:
         if len(spec.shape) == 1:
             members.setdefault(f"{name.partition('/')[0]}/vectors of {spec.shape[0]}", []).append(name)
     return members
-
-
-def _in_batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """The names, in batches that one call copies."""
-    batch: list[str] = []
-    total = 0
-    for name, size in sizes.items():
-        if batch and total + size > _TRANSFER_BYTES:
-            yield batch
-            batch, total = [], 0
-        batch.append(name)
-        total += size
-    if batch:
-        yield batch
 
 
 def _move(network: Any, device: Any) -> None:

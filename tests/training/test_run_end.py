@@ -1,0 +1,39 @@
+"""What a run does after its last step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from training.checkpoint.safetensors_file import TensorSpec
+from training.checkpoint.snapshot import Snapshot
+from training.run_end import weights_crc32c
+
+MIB = 1 << 20
+
+
+class CountingState:
+    """A backend's state that lists the calls which copied it."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        values = np.random.default_rng(0).bytes(max(sizes.values()))
+        self.tensors = {name: np.frombuffer(values[:size], np.uint8) for name, size in sizes.items()}
+        self.calls: list[list[str]] = []
+
+    def tensor_specs(self) -> dict[str, TensorSpec]:
+        return {name: TensorSpec("U8", value.shape, value.size) for name, value in self.tensors.items()}
+
+    def snapshot_state(self, buffers: Mapping[str, memoryview]) -> Snapshot:
+        self.calls.append(list(buffers))
+        return Snapshot((np.frombuffer(buffer, np.uint8), self.tensors[name]) for name, buffer in buffers.items())
+
+
+def test_weights_are_copied_in_few_calls_for_their_checksum() -> None:
+    small = {f"model/{number:02}": 7 + number for number in range(90)}
+    state: Any = CountingState({"model/b": 70 * MIB, "model/a": 40 * MIB, **small, "adam_m/a": 40 * MIB})
+    weights = b"".join(state.tensors[name].tobytes() for name in (*sorted(small), "model/a", "model/b"))
+    assert weights_crc32c(state) == f"{google_crc32c.value(weights):08x}", "in the order of their names"
+    assert state.calls == [[*sorted(small), "model/a"], ["model/b"]], "64 MiB, or one tensor"
