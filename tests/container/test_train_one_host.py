@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.container import small_runs
+from training.backends.torch_xla import backend
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, StopRequested, TrainError
 from training.evaluate import Evaluated
@@ -56,6 +58,20 @@ def test_the_same_configuration_gives_the_same_bits(undisturbed: dict[str, Any],
     again = run(folder, "again", evaluation__every=5)
     for key in ("first_loss", "last_loss", "eval_loss", "final_weights_crc32c"):
         assert again[key] == undisturbed[key]
+
+
+def test_a_run_on_a_processor_with_slow_products_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "read_flags", lambda: frozenset({"avx", "avx2", "fma"}))
+    run(folder, "slow-products", train__steps=2)
+    assert "tpu-train: this processor has AVX2 and no AVX-512: " in capsys.readouterr().err
+
+
+def test_this_processor_is_slow_or_not_as_torch_finds_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(folder, "own-products", train__steps=2)
+    is_fast = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    assert ("tpu-train: this processor has " in capsys.readouterr().err) is not is_fast
 
 
 def test_another_seed_gives_other_bits(undisturbed: dict[str, Any], folder: Path) -> None:

@@ -34,6 +34,7 @@ from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
+from training.machine.processor import describe_slow_products, read_flags
 from training.models.hugging_face import ModelRequirements
 from training.preflight.agreement import CheckedPrograms
 from training.registry import OPTIMIZERS, TASKS, load
@@ -83,6 +84,9 @@ class TorchXla:
         task_sums = load(TASKS[config.task].torch)
         self._step = TrainingStep(config, cluster, self._state, self._sharding, task_sums)
         say, warn_here = (note, warn) if cluster.is_first else (_silent, _silent)
+        is_own = environment["PJRT_DEVICE"] == "CPU" and not self._sharding.is_spmd  # preflight traces for others
+        if is_own and (slow := describe_slow_products(read_flags())):
+            say(slow)
         self._training = StepPrograms("training", self._state, say, warn_here)
         self._evaluation = StepPrograms("evaluation", self._state, say, warn_here)
         if self._exchange:

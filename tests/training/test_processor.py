@@ -1,0 +1,30 @@
+"""Users of processors that multiply slowly are told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from training.machine.processor import describe_slow_products, read_flags
+
+CPUINFO = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu sse4_1 {}\nbugs\t\t: spectre_v1\n\nprocessor\t: 1\n"
+
+
+def described(folder: Path, features: str) -> str | None:
+    """Of a processor with these features."""
+    (folder / "cpuinfo").write_text(CPUINFO.format(features))
+    return describe_slow_products(read_flags(folder / "cpuinfo"))
+
+
+def test_a_processor_is_slow_by_the_instructions_that_it_lacks(tmp_path: Path) -> None:
+    assert described(tmp_path, "avx avx2 fma avx512f avx512bw avx512vl avx512dq") is None
+    assert described(tmp_path, "avx avx2 fma avx512f") == described(tmp_path, "avx avx2 fma")
+    line = described(tmp_path, "avx avx2 fma")
+    assert line is not None
+    assert line.startswith("this processor has AVX2 and no AVX-512: ")
+    assert "has no AVX2: " in (described(tmp_path, "avx") or "")
+
+
+def test_nothing_is_said_of_a_processor_that_does_not_say_what_it_has(tmp_path: Path) -> None:
+    assert describe_slow_products(read_flags(tmp_path / "absent")) is None
+    (tmp_path / "arm").write_text("processor\t: 0\nFeatures\t: fp asimd sve\n")
+    assert describe_slow_products(read_flags(tmp_path / "arm")) is None
