@@ -31,9 +31,9 @@ class Fault:
 
     kind: str
     anchor: str
-    """What `at` is counted from: "life"; "up again", the second `up`; "start", when the first attempt runs on all
-    hosts; "awake", when the workstation has slept; "restart", the second command on a run; "recovery", the end of the first attempt that is followed by another;
-    "down"."""
+    """What `at` is counted from: "life"; "up" and "up again", the first and the second `up`; "start", when the first
+    attempt runs on all hosts; "awake", when the workstation has slept; "restart", the second command on a run;
+    "recovery", the end of the first attempt that is followed by another; "down"."""
     at: float
     seconds: float
     """How long it lasts."""
