@@ -48,6 +48,16 @@ class TorchTracer:
     def close(self) -> None:
         self._backend = None
         gc.collect()
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:  # glibc would keep the memory, which the compiler can use
-            trim(0)
+        return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Gives memory that was freed back to the system, for the compiler: the allocator would keep it for a while. It is
+    jemalloc in the image, and glibc's elsewhere."""
+    library = ctypes.CDLL(None)
+    purge, trim = getattr(library, "mallctl", None), getattr(library, "malloc_trim", None)
+    if purge is not None:
+        # MALLCTL_ARENAS_ALL: https://jemalloc.net/jemalloc.3.html#arena.i.purge
+        purge(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))
+    elif trim is not None:
+        trim(0)
