@@ -231,7 +231,7 @@ def creation_waits_out_what_passes(life: Life, command: Command) -> None:
     asked = sum(text.startswith(question) for text in command.said)
     waited = "was READY, and is billed" in str(command.error)
     seconds = life.world.scheduler.now - command.began
-    if seconds < 270.0 and (asked == 1 or waited):
+    if seconds < 200.0 and (asked == 1 or waited):  # of five minutes: it leaves when the next pause would be too long
         life.world.break_promise("a creation waits out what passes", f"after {seconds:.0f} s: {command.error}")
 
 
