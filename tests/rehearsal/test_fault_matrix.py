@@ -225,7 +225,7 @@ def shadow(work: Workstation, worker: int, program: str, script: str) -> None:
 
 def test_a_host_with_another_image_is_named_and_nothing_starts(pair: Workstation) -> None:
     other = """/usr/bin/docker "$@" | sed 's/sha256:[0-9a-f]*/sha256:0ther/'"""
-    shadow(pair, 1, "docker", 'case "$*" in *"{{.Image}}"*) ' + other + ' ;; *) exec /usr/bin/docker "$@" ;; esac')
+    shadow(pair, 1, "docker", 'case "$*" in "image inspect"*) ' + other + ' ;; *) exec /usr/bin/docker "$@" ;; esac')
     ended = begin(pair, WAITS).end(60)
     shadow(pair, 1, "docker", "")
     told(ended, 24, "the hosts do not have the same image", "host 1 has sha256:0ther")
