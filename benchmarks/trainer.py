@@ -39,7 +39,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers import processes
-from benchmarks.peers.rows import Row, finish, row
+from benchmarks.peers.rows import Row, finish, row, table
 from training.data import tokenizer as tokenizers
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.pack import pack_documents
@@ -249,12 +249,14 @@ def measure_overhead(file: str, run_id: str) -> float:
     """Per cent of a step's time (after 5) that is not the backend's, with what reading a batch takes of a core counted
     in full."""
     from training import one_host
-    from training import trainer as loop
-    from training.run_setup import open_task
+    from training.distributed.rendezvous import SingleHost
+    from training.distributed.shutdown import ShutdownRequest
+    from training.run_setup import Dependencies, open_backend, open_task
+    from training.telemetry.phase_timer import PhaseTimer
+    from training.trainer import train
 
     began: list[float] = []  # of each step
     inside: list[float] = []  # seconds in the backend, from each step's start to the next one's
-    open_backend = loop.open_backend
 
     def opened(*arguments: Any) -> Any:
         backend = open_backend(*arguments)
@@ -279,12 +281,12 @@ def measure_overhead(file: str, run_id: str) -> float:
         backend.step = timed_step
         return backend
 
-    loop.open_backend = opened  # type: ignore[assignment]
-    config = one_host.configuration(file)
-    one_host.train(config, run_id)
+    config, cluster = one_host.configuration(file), Cluster(0, ("localhost",), run_id=run_id)
+    dependencies = Dependencies(open_backend=opened)
+    train(config, cluster, SingleHost(), ShutdownRequest(), PhaseTimer(), dependencies=dependencies)
     whole = began[-1] - began[5]
     outside = whole - sum(inside[5:-1])
-    batches = open_task(config, Cluster(0, ("localhost",))).batches(0)
+    batches = open_task(config, cluster).batches(0)
     next(batches)
     start, count = time.process_time(), 50
     for _ in range(count):
@@ -310,7 +312,9 @@ def main() -> None:
     found: list[Row] = []
     for name in options.only or PARTS:
         with tempfile.TemporaryDirectory() as folder:
-            found += PARTS[name](Path(folder), options.repeat)
+            rows = PARTS[name](Path(folder), options.repeat)
+        print(table(rows), file=sys.stderr, flush=True)  # a later part may fail
+        found += rows
     finish("trainer", found, options.json)
 
 

@@ -48,3 +48,8 @@ def home() -> Path:
             f"{path}: can't be created: {error.strerror}; set TPU_LAUNCH_HOME to a folder you can write"
         ) from None
     return path
+
+
+def of_slice(project: str, name: str, ending: str) -> Path:
+    """Where something is kept that this machine knows of a slice."""
+    return where() / "slices" / f"{project.replace('/', '_')}.{name}.{ending}"

@@ -77,6 +77,7 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     on_start: Callable[[Callable[[], None]], None] | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> Result:
     """Runs a command to its end and returns what it printed. A non-zero exit code is not an error here.
 
@@ -87,6 +88,7 @@ def run(
         env: is added to this process's environment.
         cwd: its current folder.
         on_start: is given a function that ends the command early.
+        pass_fds: file descriptors that it inherits.
 
     Raises:
         CommandMissing: there is no such program.
@@ -103,6 +105,7 @@ def run(
         env={**os.environ, **env} if env else None,
         cwd=cwd,
         start_new_session=True,  # this process handles Ctrl-C; a time-out ends the children too
+        pass_fds=pass_fds,
     )
     if on_start is not None:
         on_start(lambda: _kill_group(process))

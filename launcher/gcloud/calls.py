@@ -25,11 +25,13 @@ _DOUBT_SECONDS = 600.0
 T = TypeVar("T")
 
 
-def ask_gcloud(argv: Sequence[str], *, timeout: float, run: RunCommand = shell.run) -> str:
+def ask_gcloud(
+    argv: Sequence[str], *, timeout: float, run: RunCommand = shell.run, pass_fds: Sequence[int] = ()
+) -> str:
     """Runs a gcloud command that does not concern a node, once, and returns its standard output. Raises the LaunchError
     that its message means."""
     try:
-        result = run(argv, timeout=timeout)
+        result = run(argv, timeout=timeout, pass_fds=pass_fds)
     except CommandTimeout as error:
         raise CommandTimeout(f"{error}\n  Google's API, or the network to it, does not answer: try again") from None
     if result.ok:
@@ -55,23 +57,23 @@ def try_deletion(machine: Machine, argv: Sequence[str], *, timeout: float) -> La
     return None
 
 
-def call_gcloud(machine: Machine, argv: Sequence[str], *, timeout: float) -> str:
-    """Runs a gcloud command and returns its standard output; waits for another operation to end. Raises the LaunchError
-    that its message means."""
+def call_gcloud(machine: Machine, argv: Sequence[str], *, timeout: float, pass_fds: Sequence[int] = ()) -> str:
+    """Runs a gcloud command and returns its standard output; waits for another operation to end. gcloud inherits
+    `pass_fds`. Raises the LaunchError that its message means."""
     deadline = machine.clock.monotonic() + _BUSY_SECONDS
     while True:
         try:
-            return ask_gcloud(argv, timeout=timeout, run=machine.run)
+            return ask_gcloud(argv, timeout=timeout, run=machine.run, pass_fds=pass_fds)
         except Busy:
             if machine.clock.monotonic() > deadline:
                 raise
         machine.clock.sleep(1.0 + 2.0 * machine.random.random())
 
 
-def call_gcloud_long(machine: Machine, argv: Sequence[str], *, timeout: float) -> str:
+def call_gcloud_long(machine: Machine, argv: Sequence[str], *, timeout: float, pass_fds: Sequence[int]) -> str:
     """As `call_gcloud`, for the creation of a node: a time-out says that Google may still be creating it."""
     try:
-        return call_gcloud(machine, argv, timeout=timeout)
+        return call_gcloud(machine, argv, timeout=timeout, pass_fds=pass_fds)
     except CommandTimeout:
         raise CommandTimeout(
             f"no end after {timeout / 60:.0f} minutes of: {shell.quote(argv)}\n"

@@ -29,6 +29,7 @@ class RunCommand(Protocol):
         timeout: float,
         input: str | bytes | None = None,
         on_start: Callable[[Callable[[], None]], None] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> Result:
         """As `launcher.shell.run`."""
 

@@ -85,6 +85,9 @@ class Requested(Event):
     before does not count any more."""
 
     kind: ClassVar[str] = "requested"
+    stops: int | None = None
+    """How many stops had been requested then: one that came later counts, wherever its line is. None in a ledger of an
+    older version, where those below this line do."""
 
 
 @dataclass(frozen=True)

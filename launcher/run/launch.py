@@ -14,10 +14,12 @@ from pathlib import Path
 from launcher.checks import inputs, preflight
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.home import of_slice
 from launcher.images import local
 from launcher.images.overlays import overlay as overlays
 from launcher.images.overlays import sync
 from launcher.machine import Machine
+from launcher.machine.marks import is_marked, marking
 from launcher.provider import HostReport, Overlay, Provider
 from launcher.run import env_file, events, specification
 from launcher.run import ledger as ledgers
@@ -139,8 +141,15 @@ def run(request: Request, context: Context) -> Outcome:
                     exit_code=Exit.CONFLICT,
                 )
             # A stop that came while this command checked or waited for the lock is later than what it was asked for.
-            _require_no_stop_since(ledger, stops.get(ledger.run_id, 0))
-            return _start_or_resume(request, context, ledger, provider, requested, extras)
+            known = stops.get(ledger.run_id, 0)
+            _require_no_stop_since(ledger, known)
+            if is_marked(_deletion(config)):
+                raise LaunchError(
+                    f"slice {config.slice.name} is being deleted by `tpu-launch down` on this machine: wait for its "
+                    "end, then `tpu-launch up` creates it again",
+                    exit_code=Exit.CONFLICT,
+                )
+            return _start_or_resume(request, context, ledger, provider, requested, extras, known)
 
 
 def attach(request: Request, context: Context) -> Outcome:
@@ -211,7 +220,21 @@ def _find(config: Config, context: Context, run_id: str | None) -> Ledger:
 
 def delete_slice(config: Config, context: Context) -> None:
     """Deletes the slice. Runs of it that are under way, or that a process of this machine recovers, are stopped first,
-    and those processes are waited for: they shall not create the slice again behind our back."""
+    and those processes are waited for: they shall not create the slice again behind our back. Nor shall a run that is
+    asked for meanwhile: it is refused."""
+    with marking(_deletion(config)):
+        _stop_runs(config, context)
+        with contextlib.closing(context.make_provider(config)) as provider:
+            provider.delete()
+
+
+def _deletion(config: Config) -> Path:
+    """What is marked while the slice is being deleted."""
+    return of_slice(config.project, config.slice.name, "deleting")
+
+
+def _stop_runs(config: Config, context: Context) -> None:
+    """Stops the slice's runs, and waits for the processes that supervise them."""
     stopped = [
         ledger
         for ledger in ledgers.runs(context.home, context.machine)
@@ -227,8 +250,6 @@ def delete_slice(config: Config, context: Context) -> None:
                 f"run {ledger.run_id}: the tpu-launch that supervises it has not ended; going on. See afterwards "
                 "whether it created the slice again: `tpu-launch list`"
             )
-    with contextlib.closing(context.make_provider(config)) as provider:
-        provider.delete()
 
 
 def _stop_before_restart(config: Config, context: Context) -> list[str]:
@@ -355,13 +376,19 @@ def _record(config: Config, run_id: str, machine: Machine) -> RunRecord:
 
 
 def _start_or_resume(
-    request: Request, context: Context, ledger: Ledger, provider: Provider, requested: Specification, extras: Extras
+    request: Request,
+    context: Context,
+    ledger: Ledger,
+    provider: Provider,
+    requested: Specification,
+    extras: Extras,
+    stops: int,
 ) -> Outcome:
-    """Watches the attempt that is there, if there is one; otherwise starts the next."""
+    """Watches the attempt that is there, if there is one; otherwise starts the next. `stops`: how many stops of the run
+    were known when this was asked for."""
     config, secrets = request.config, extras.secrets(context.environment)
-    stops = ledger.stops
     if not ledger.under_way:
-        ledger.append(events.Requested(ledger.attempts))
+        ledger.append(events.Requested(ledger.attempts, stops))
     kept = specification.read(ledger.folder)
     ready = not provider.known_ready()
     if ledger.under_way:
@@ -371,7 +398,7 @@ def _start_or_resume(
         if outcome is not None:
             return outcome
         _require_no_stop_since(ledger, stops)
-        ledger.append(events.Requested(ledger.attempts))
+        ledger.append(events.Requested(ledger.attempts, stops))
     if ready:
         require_ready(config, provider)
     spec = requested.model_copy(update={"run": ledger.run_id})

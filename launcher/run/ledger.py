@@ -207,6 +207,9 @@ class Ledger:
     def stop_requested(self) -> bool:
         """Whether the run's owner asked it to stop, and has not asked for another attempt since."""
         recorded = self.events()
+        asked = next((event for event in reversed(recorded) if isinstance(event, Requested)), None)
+        if asked is not None and asked.stops is not None:
+            return self.stops > asked.stops
         last = next((event for event in reversed(recorded) if isinstance(event, StopRequested | Requested)), None)
         if not isinstance(last, StopRequested):
             return False

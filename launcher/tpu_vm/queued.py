@@ -172,6 +172,7 @@ class _Acquisition:
         self.request = first_look.ask(lambda: describe(config, machine), look_until)
         self.pause = 0.0  # before the next request, when one was lost
         self.lost_answers = 0
+        self.lost: LaunchError | None = None  # what stands for the last answer
         self.node_missing_since: float | None = None
         begin = machine.clock.monotonic() - self._age()
         self.deadline = begin + config.slice.queued.valid_until_hours * 3600
@@ -233,20 +234,22 @@ class _Acquisition:
         return self.deadline - self.machine.clock.monotonic()
 
     def _make_request(self) -> None:
+        if self.lost is not None and self.lost_answers >= _ASKED_AT_MOST:
+            raise self.lost
         slice_, left = self.config.slice, self._left()
         self.say(f"asking for a {slice_.accelerator_type} in {self.config.zone}, for {costs.duration(left)} at most")
         try:
-            call_gcloud(self.machine, create_command(self.config, self.labels, max(1.0, left)), timeout=_SECONDS)
-        except Conflict:
+            command = create_command(self.config, self.labels, max(1.0, left))
+            with placement.asking(self.config) as mark:
+                call_gcloud(self.machine, command, timeout=_SECONDS, pass_fds=mark)
+        except Conflict as error:
             # There is a request when an earlier try of ours arrived after all, or another `up` was quicker; else a
             # node has the name.
-            self.lost_answers += 1
-            if self.lost_answers >= _ASKED_AT_MOST and describe(self.config, self.machine) is None:
-                raise
+            self.lost, self.lost_answers = error, self.lost_answers + 1
         except LaunchError as error:
-            self.lost_answers += 1
-            if not error.transient or self.lost_answers >= _ASKED_AT_MOST:
+            if not error.transient:
                 raise
+            self.lost, self.lost_answers = error, self.lost_answers + 1
             self.say(f"{str(error).splitlines()[0]}: looking whether the request was made nevertheless")
         else:
             self.lost_answers = 0

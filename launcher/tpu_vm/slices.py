@@ -32,6 +32,8 @@ _LOOK_SECONDS = 120.0  # until an API that does not answer ends a deletion that 
 _DELETE_MINUTES = 15.0
 _POLL_SECONDS = 2.0
 _LAG_SECONDS = 20.0  # the API may not yet show what it has just made
+_ARRIVAL_SECONDS = 300.0  # for which a gcloud that asks for a slice may be on its way
+_LOOK_AGAIN_SECONDS = 5.0
 _ASKED_AT_MOST = 3  # creations whose answers are lost
 _FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0  # seconds, between rounds through zones without capacity
 
@@ -276,7 +278,8 @@ class _Creation:
             self.deadline = self._from_now(slice_.create_minutes * 60)
         try:
             seconds = max(1.0, self.deadline - self.machine.clock.monotonic())
-            call_gcloud_long(self.machine, commands.create_command(config, labels), timeout=seconds)
+            with placement.asking(config) as mark:
+                call_gcloud_long(self.machine, commands.create_command(config, labels), timeout=seconds, pass_fds=mark)
             self.granted = True
         except StillRunning:
             self.say(f"gcloud waits no longer than half an hour; slice {slice_.name} is waited for on")
@@ -383,10 +386,17 @@ def delete(config: Config, say: Say, machine: Machine) -> bool:
         return machine.tasks.map(delete_there, zones, at_once=len(zones))
 
     outcomes = delete_everywhere()
-    left = _LAG_SECONDS - placement.seconds_since_request(config, machine.clock.time())
-    if left > 0 and not any(outcomes):  # whoever asked may have been killed on the way
-        say(f"there is no slice {config.slice.name}, which was asked for a moment ago: looking again in {left:.0f} s")
-        machine.clock.sleep(left)
+    begun, said = machine.clock.monotonic(), False
+    while not any(outcomes) and _may_arrive(config, machine):  # whoever asked may have been killed on the way
+        if not said:
+            say(f"there is no slice {config.slice.name}, which was asked for a moment ago: looking on")
+        if machine.clock.monotonic() - begun > _ARRIVAL_SECONDS:
+            raise CommandTimeout(
+                f"a request for slice {config.slice.name} is still on its way after {_ARRIVAL_SECONDS / 60:.0f} "
+                "minutes, and is billed if it arrives: run `tpu-launch down` again"
+            )
+        said = True
+        machine.clock.sleep(_LOOK_AGAIN_SECONDS)
         outcomes = delete_everywhere()
     deleted = any(outcome is True for outcome in outcomes)
     failures = [
@@ -408,6 +418,13 @@ def delete(config: Config, say: Say, machine: Machine) -> bool:
         )
     placement.forget(config)
     return deleted
+
+
+def _may_arrive(config: Config, machine: Machine) -> bool:
+    """Whether a request of this machine may be on its way to Google, or has arrived and is not shown yet."""
+    if placement.seconds_since_request(config, machine.clock.time()) < _LAG_SECONDS:
+        return True
+    return placement.is_asked_for(config)
 
 
 def _look_and_delete(config: Config, say: Say, machine: Machine) -> bool:

@@ -206,7 +206,35 @@ def test_a_second_stop_sends_no_second_signal(host: ScriptHost, shell: str) -> N
         assert host.run(stop, shell) == "tpu-launch 3 stopped\n"
     assert [call.split()[0] for call in host.calls if not call.startswith("inspect")] == ["stop", "wait"]
     assert host.run(host_scripts.stop_script(container, 5, remove=True), shell) == "tpu-launch 3 stopped\n"
-    assert not list(Path("/tmp").glob(f"{container}*"))
+    over = Path(f"/tmp/{container}.3.over")
+    assert list(Path("/tmp").glob(f"{container}*")) == [over]
+    over.unlink()
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_a_preparation_that_arrives_after_the_end_of_its_attempt_touches_nothing(
+    host: ScriptHost, shell: str, meanwhile: bool
+) -> None:
+    """Life 70979: the ssh of a launcher that had been killed came through, and removed the next attempt's container."""
+    run = f"test-{host.folder.parent.name}-{shell}-{meanwhile}"
+    over = Path(f"/tmp/tpu-launch-{run}-0.3.over")
+    host.answer("ps", f"echo {run} tpu-launch-{run}-1 running boot" if not meanwhile else "true")
+    if meanwhile:
+        host.answer("create", f": >{over}")
+    else:
+        host.answer_container({"Status": "running"})
+        host.run(host_scripts.stop_script(f"tpu-launch-{run}-0", 5, remove=True), shell)
+        assert over.exists()
+        (host.folder / "calls").unlink(missing_ok=True)
+    try:
+        report = host.run(prepare(run_id=run), shell)
+    finally:
+        over.unlink()
+    assert report == "tpu-launch 3 failed this attempt was ended before the host was prepared for it\n"
+    assert [call for call in host.calls if call.startswith("rm --force")] == (
+        [f"rm --force tpu-launch-{run}-0"] if meanwhile else []
+    )
 
 
 def test_compiled_programs_are_kept_in_a_volume_of_the_host_unless_its_bound_is_0() -> None:

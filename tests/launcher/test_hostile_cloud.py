@@ -500,6 +500,24 @@ def test_down_stops_a_run_that_is_recovered_and_waits_until_nobody_creates_its_s
     assert len(work.hosts.attempts) == 1
 
 
+def test_no_attempt_starts_on_a_slice_that_down_is_deleting(work: Workstation) -> None:
+    """Life 126914: `run` in another terminal took the deletion for a preemption, and made the slice again."""
+    config = work.config(command=COMMAND)
+    work.run(config)
+
+    def run_elsewhere() -> None:
+        with pytest.raises(LaunchError, match="is being deleted by `tpu-launch down`") as refusal:
+            work.run(config)
+        assert refusal.value.exit_code is Exit.CONFLICT
+
+    work.hosts.hooks["delete"] = [run_elsewhere]
+    launch.delete_slice(config, work.context())
+    assert not work.hosts.hooks["delete"], "it was asked"
+    assert len(work.hosts.attempts) == 1
+    with pytest.raises(LaunchError, match="does not exist"):
+        work.run(config)
+
+
 # -- time ------------------------------------------------------------------------------------------------------------
 
 

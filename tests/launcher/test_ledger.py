@@ -142,6 +142,17 @@ def test_a_stop_holds_until_another_attempt_is_asked_for(tmp_path: Path) -> None
     assert not run.stop_requested()
 
 
+def test_a_stop_that_a_full_disk_held_back_is_later_than_what_was_asked_for_before_it(tmp_path: Path) -> None:
+    """Life 150510: `run` was asked for, then `stop`; both lines waited for room, and the stop's came first."""
+    run = new_run(tmp_path)
+    known = run.stops
+    run.append(StopRequested(0))
+    run.append(Requested(0, known))
+    assert run.stop_requested()
+    run.append(Requested(0, run.stops))
+    assert not run.stop_requested()
+
+
 def test_in_a_ledger_of_an_older_version_a_stop_was_of_one_attempt(tmp_path: Path) -> None:
     run = new_run(tmp_path)
     run.append(AttemptBegan(0))

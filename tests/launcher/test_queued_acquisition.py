@@ -236,6 +236,29 @@ def test_a_request_whose_answer_is_lost_is_found_and_made_once(config: Config, c
     assert cloud.calls.count("us-west1-c queued-resources create") == 1
 
 
+def test_a_request_is_looked_for_after_the_last_answer_that_is_lost_too(config: Config, cloud: Cloud) -> None:
+    """Life 148867: the third creation arrived, its answer did not, and `up` ended without a word of it."""
+    cloud.state.faults.clear()
+
+    def asked(command: str) -> bool:
+        return command == "queued-resources create"
+
+    def times() -> int:
+        return cloud.calls.count("us-west1-c queued-resources create")
+
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if asked(command) and times() < 3 else None
+    cloud.lost = lambda zone, command, now: UNAVAILABLE if asked(command) else None
+    assert create(config, cloud)[0].ready
+    assert times() == 3
+
+
+def test_a_request_that_never_arrives_is_made_a_few_times_only(config: Config, cloud: Cloud) -> None:
+    cloud.trouble = lambda zone, command, now: UNAVAILABLE if command == "queued-resources create" else None
+    with pytest.raises(LaunchError, match="temporary failure"):
+        create(config, cloud)
+    assert cloud.calls.count("us-west1-c queued-resources create") == 3
+
+
 def test_a_request_that_somebody_deletes_while_we_wait_stays_deleted(config: Config, cloud: Cloud) -> None:
     cloud.at(60, lambda: cloud.machine().run(queued.delete_command(config), timeout=60))
     with pytest.raises(Conflict, match="was deleted while it was waited for"):

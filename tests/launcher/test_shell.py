@@ -1,6 +1,7 @@
 """Claims about `launcher.shell`, with real processes."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from launcher import shell
 from launcher.errors import CommandMissing, CommandTimeout, Exit
+from launcher.machine.marks import is_marked
 
 
 def alive(pid: int) -> bool:
@@ -86,6 +88,29 @@ def test_a_spawned_process_outlives_its_parent(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert log.read_text() == "done\n"
     assert log.stat().st_mode & 0o077 == 0
+
+
+def test_a_gcloud_that_outlives_its_launcher_keeps_its_mark(tmp_path: Path) -> None:
+    mark, pid_file = tmp_path / "slices" / "p.s.asking", tmp_path / "pid"
+    assert not is_marked(mark)
+    code = f"""
+from pathlib import Path
+from launcher.gcloud.calls import ask_gcloud
+from launcher.machine.marks import marking
+with marking(Path({str(mark)!r})) as descriptor:
+    ask_gcloud(["sh", "-c", "echo $$ >{pid_file}; exec sleep 60"], timeout=60, pass_fds=(descriptor,))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 20
+    while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    assert is_marked(mark)
+    os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    while is_marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_marked(mark)
 
 
 def test_commands_are_logged_without_their_input_and_environment(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@ the emulator's API in this process; the clock passes only by waiting."""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -330,6 +331,26 @@ def test_down_looks_again_for_a_slice_that_a_killed_command_has_just_asked_for(c
     begin = clock.time()
     assert not down(cloud, config)
     assert clock.time() - begin < 5
+
+
+def test_down_waits_for_a_gcloud_that_outlives_the_command_which_asked(cloud: Cloud, config: Config) -> None:
+    """Life 190105: it was killed, and its gcloud, which a slow network held up, asked for the slice after `down`."""
+    clock, mark = cloud.machine().clock, contextlib.ExitStack()
+    placement.save_request(config, clock.time())
+    mark.enter_context(placement.asking(config))
+
+    def arrive() -> None:
+        cloud.made_by(OURS)
+        mark.close()
+
+    cloud.at(100.0, arrive)
+    assert down(cloud, config)
+    assert cloud.node() is None
+
+
+def test_down_ends_with_a_time_out_when_a_gcloud_that_asks_does_not_end(cloud: Cloud, config: Config) -> None:
+    with placement.asking(config), pytest.raises(CommandTimeout, match="still on its way after 5 minutes"):
+        down(cloud, config)
 
 
 def test_down_does_not_wait_for_what_was_asked_for_long_ago(cloud: Cloud, config: Config) -> None:

@@ -40,6 +40,9 @@ def end_open_attempt(session: Session) -> Outcome | None:
     number = ledger.attempts - 1
     with contextlib.closing(session.provider):
         presence = look(session)
+        if presence is Presence.GONE and not ledger.started_everywhere:  # what was asked for may yet arrive
+            _end_interrupted_start(session, number)
+            return None
         if presence is Presence.GONE:
             ledger.append(events.Ended(number, events.VANISHED, Cause(-1, "no host has its container any more")))
             return None

@@ -149,6 +149,7 @@ def _start_everywhere(session: Session, attempt: Attempt) -> None:
     images = {report.detail for report in prepared}
     if len(images) != 1 or not all(report.ok for report in prepared):
         end_everywhere(session, attempt.number, attempt.container, [report.worker for report in prepared if report.ok])
+        session.check_stop()  # which may be why
     require_all(prepared, "prepare")
     if len(images) != 1:
         raise LaunchError(
@@ -161,6 +162,7 @@ def _start_everywhere(session: Session, attempt: Attempt) -> None:
         require_all(provider.start(attempt), "start")
     except LaunchError:  # although a call failed or was given up, hosts may have done what it said
         end_everywhere(session, attempt.number, attempt.container, range(session.config.accelerator.hosts))
+        session.check_stop()
         raise
     ledger.append(events.Started(attempt.number))
 

@@ -29,6 +29,15 @@ pull_image() {
 clean_up() { [ -z "$folder$login" ] || rm -rf ${folder:+"$folder"} ${login:+"$login"}; }
 folder='' login='' image_id=''
 trap clean_up EXIT
+# stop.sh makes the file before it looks for the container, and this script looks for the file after it has made the
+# container: one of the two removes it.
+refuse_what_is_over() {
+  [ -e "/tmp/$container.$worker.over" ] || return 0
+  [ "${1-}" != created ] || $docker rm --force "$container" >/dev/null 2>&1 </dev/null
+  report failed "this attempt was ended before the host was prepared for it"
+  exit 1
+}
+refuse_what_is_over
 there=no
 listed="{{.Label \"$label_run\"}} {{.Names}} {{.State}} {{.Label \"$label_boot\"}}"
 runs=$($docker ps --all --filter "label=$label_run" --format "$listed")
@@ -52,6 +61,7 @@ if [ "$there" = no ]; then
   [ "$pull" = no ] || inspect_image || pull_image || fail "the image can not be pulled"
   errors=$($docker create --env TPU_WORKER_ID="$worker" --label "$label_boot=$boot" "$@" 2>&1 >/dev/null) ||
     fail "the container can not be created"
+  refuse_what_is_over created
 fi
 
 # Of use, not needed: check_host.sh says where it can't be done.

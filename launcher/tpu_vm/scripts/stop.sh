@@ -1,11 +1,12 @@
 #!/bin/sh
 # SIGTERM, then SIGKILL after $grace seconds; removes the container when $remove is `yes`. One that has ended or is
-# gone is fine; one that was only created is removed, so that a start that is late does not start it. Reports `stopped` or
-# `failed <reason>`.
+# gone is fine; one that was only created is removed, and none is created of this name any more: a start that is late,
+# on a connection that nobody reads, does nothing. Reports `stopped` or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh
 : "${container:?}" "${grace:?}" "${remove:?}"
 mark=/tmp/$container.$worker.stopping
+true 2>/dev/null >"/tmp/$container.$worker.over"
 status=$($docker inspect --format '{{.State.Status}}' "$container" 2>/dev/null)
 if [ "$status" = created ] && $docker rm --force "$container" >/dev/null 2>&1; then status=''; fi
 if [ -n "$status" ]; then

@@ -104,4 +104,4 @@ def _fingerprint(config: Config) -> str:
 
 
 def _file(config: Config) -> Path:
-    return home.where() / "slices" / f"{config.project.replace('/', '_')}.{config.slice.name}.hosts.json"
+    return home.of_slice(config.project, config.slice.name, "hosts.json")

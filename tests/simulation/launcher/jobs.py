@@ -59,7 +59,6 @@ class Job:
         self.truths: list[Truth] = []  # everything that happened to it, in order
         self.seen_finished = False  # whether the launcher has said so
         self.confirmed = False  # whether the launcher has said that it runs
-        self.given_up = False  # whether the launcher has ended it, because its start had been interrupted
         self.disturbed = False  # something that was not its plan happened to it
         self.over = False
         self.stall_seconds: float | None = None  # of silence that the file calls a standstill

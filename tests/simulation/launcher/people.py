@@ -72,8 +72,7 @@ class Command:
             jobs[-1].confirmed = True
 
     def _give_up(self, run: str, attempt: int) -> None:
-        if job := self.world.record.jobs.get((run, attempt)):
-            job.given_up = True
+        self.world.record.given_up.add((run, attempt))
 
     def _emit(self, worker: int, line: object) -> None:
         pass

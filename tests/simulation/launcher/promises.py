@@ -437,7 +437,8 @@ def lines_come_once(life: Life) -> None:
                 )
             removed = (job.run, job.attempt, worker) in life.world.record.removed_logs
             kind = not life.world.faults and not life.loses_by_its_disk
-            if removed and not job.given_up and not job.disturbed and kind and container.status == "exited":
+            given_up = (job.run, job.attempt) in life.world.record.given_up
+            if removed and not given_up and not job.disturbed and kind and container.status == "exited":
                 missing = Counter(container.log) - Counter(kept)
                 if missing:
                     life.world.break_promise("every line once", f"{job} host {worker}: lost {list(missing)[:3]}")

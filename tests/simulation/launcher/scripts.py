@@ -156,6 +156,8 @@ class Shell:
         host, name = self.host, parameters["container"]
         self.world.reached("prepare")
         self.pause()
+        if f"{name}.over" in host.marks:
+            return self.report("failed this attempt was ended before the host was prepared for it", 1)
         if not host.engine_up:
             return self.report("failed the container can not be created: no engine", 1)
         for container in list(host.containers.values()):
@@ -183,6 +185,10 @@ class Shell:
                 container.secrets_seconds = float(re.search(r"seconds=(\d+)", arguments)[1])  # type: ignore[index]
             host.containers[name] = container
         self.pause()
+        if existing is None and f"{name}.over" in host.marks:
+            if host.containers.get(name) is container:
+                self.world.remove_container(container, self.actor, "prepare")
+            return self.report("failed this attempt was ended before the host was prepared for it", 1)
         return self.report(f"ready {parameters['image']}")
 
     def start(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
@@ -223,6 +229,7 @@ class Shell:
         """stop.sh."""
         host, name, grace = self.host, parameters["container"], float(parameters["grace"])
         mark = f"{name}.stopping"
+        host.marks.add(f"{name}.over")
         self.pause()
         container = self._get(parameters)
         if not host.engine_up:

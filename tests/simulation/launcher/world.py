@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,8 @@ class Record:
 
     broken: list[tuple[str, str]] = field(default_factory=list)
     jobs: dict[tuple[str, int], Job] = field(default_factory=dict)
+    # Attempts that the launcher ended because their start had been interrupted: what they wrote is not kept.
+    given_up: set[tuple[str, int]] = field(default_factory=set)
     stops: list[Stop] = field(default_factory=list)
     runs_asked: list[float] = field(default_factory=list)  # when somebody gave `run`
     removed_logs: dict[tuple[str, int, int], list[tuple[str, str]]] = field(default_factory=dict)
@@ -580,17 +583,22 @@ class Terminal:
         timeout: float,
         input: str | bytes | None = None,
         on_start: Callable[[Callable[[], None]], None] | None = None,
+        pass_fds: Sequence[int] = (),
     ) -> Result:
         """Runs gcloud, in a process of its own: what it asked for goes on when it is ended."""
         world, scheduler = self.world, self.world.scheduler
         if world.scheduler.story is not None:
             shown = [word for word in argv if not word.startswith(("--command", "--ssh-flag", "--metadata", "--quiet"))]
             world.note("$ " + " ".join(shown)[:200])
-        execution = Execution()
+        execution, inherited = Execution(), [os.dup(descriptor) for descriptor in pass_fds]
         child = Process(f"gcloud of {self.actor.command}")
 
         def work() -> None:
-            code, output, errors = Gcloud(world, self.actor, argv).run()
+            try:
+                code, output, errors = Gcloud(world, self.actor, argv).run()
+            finally:
+                for descriptor in inherited:
+                    os.close(descriptor)
             execution.result = (code, output)
             execution.errors = errors
             scheduler.wake_all(execution.waiters)
