@@ -6,7 +6,7 @@ from __future__ import annotations
 import google_crc32c
 import numpy as np
 
-from training.models.initial import initial_weight
+from training.models.initial import initial_weight, initial_weights
 
 EMBEDDING = "bert.embeddings.word_embeddings.weight"
 
@@ -40,3 +40,11 @@ def test_biases_are_zero_norms_are_one_and_padding_is_zero() -> None:
     positions = "roberta.embeddings.position_embeddings.weight"
     assert not initial_weight(positions, (9, 4), seed=1, model_type="roberta", pad=1)[1].any()
     assert initial_weight(positions.replace("roberta", "bert"), (9, 4), seed=1, pad=1)[1].any()
+
+
+def test_weights_that_are_made_together_are_those_of_one_after_another() -> None:
+    parameters = [(f"layer.{number}.weight", (number + 1, 7)) for number in range(40)] + [("norm.bias", (3,))]
+    together = list(initial_weights(parameters, seed=3, deviation=0.05))
+    assert len(together) == len(parameters)
+    for (name, shape), values in zip(parameters, together, strict=True):
+        assert np.array_equal(values, initial_weight(name, shape, seed=3, deviation=0.05))

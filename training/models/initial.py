@@ -9,6 +9,10 @@ norms 1, and 0 for the padding token.
 from __future__ import annotations
 
 import hashlib
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -48,3 +52,26 @@ def initial_weight(
     if pad is not None and name.endswith(_PADDED.get(model_type, _PADDED["bert"])):
         values[pad] = 0
     return values
+
+
+def initial_weights(
+    parameters: Sequence[tuple[str, tuple[int, ...]]],
+    *,
+    seed: int,
+    deviation: float = 0.02,
+    model_type: str = "bert",
+    pad: int | None = None,
+) -> Iterator[npt.NDArray[np.float32]]:
+    """`initial_weight` of each parameter (name, shape), in order. Every processor makes one at a time, ahead of whoever
+    takes them: bert-large's take one of them seconds."""
+    workers = os.cpu_count() or 1
+    waiting: deque[Future[npt.NDArray[np.float32]]] = deque()
+    with ThreadPoolExecutor(workers, thread_name_prefix="initial-weights") as pool:  # numpy releases Python's lock
+        for name, shape in parameters:
+            waiting.append(
+                pool.submit(initial_weight, name, shape, seed=seed, deviation=deviation, model_type=model_type, pad=pad)
+            )
+            if len(waiting) > workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

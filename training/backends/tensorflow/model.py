@@ -32,7 +32,7 @@ from training.models.hugging_face import (
     read_labels,
     require_family,
 )
-from training.models.initial import initial_weight
+from training.models.initial import initial_weights
 from training.registry import BACKENDS, Head
 from training.storage.hub import model_folder
 
@@ -103,11 +103,12 @@ def build(
         "pad": network.config.pad_token_id,
     }
 
+    absent = [(parameter.name, parameter.shape) for parameter in parameters if parameter.name not in weights]
+    fresh = initial_weights(absent, seed=seed, **about)
+
     def value_of(parameter: Parameter) -> Array:
         value = weights.get(parameter.name)
-        if value is None:
-            value = initial_weight(parameter.name, parameter.shape, seed=seed, **about)
-        return parameter.array_of(value)
+        return parameter.array_of(next(fresh) if value is None else value)
 
     assign((parameter.variable, value_of(parameter)) for parameter in parameters)
     _stateless_dropout(network, noise)

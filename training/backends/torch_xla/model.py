@@ -28,7 +28,7 @@ from training.models.hugging_face import (
     read_config,
     read_labels,
 )
-from training.models.initial import initial_weight
+from training.models.initial import initial_weights
 from training.registry import Head
 from training.tasks.mlm.torch import apply_head
 
@@ -105,15 +105,20 @@ def _fresh(values: dict[str, Any], seed: int) -> Any:
     """The network named in `architectures`."""
     with uncollected():
         networks, config_class = _classes(values["model_type"])
-    network = getattr(networks, values["architectures"][0])(config_class(**values, attn_implementation="eager"))
+        from transformers.modeling_utils import no_init_weights
+    with no_init_weights():  # transformers' own would take seconds, and all are given here
+        network = getattr(networks, values["architectures"][0])(config_class(**values, attn_implementation="eager"))
+    network.tie_weights()
     about = {
         "deviation": network.config.initializer_range,
         "model_type": values["model_type"],
         "pad": network.config.pad_token_id,
     }
+    parameters = dict(network.named_parameters())
+    weights = initial_weights([(name, tuple(value.shape)) for name, value in parameters.items()], seed=seed, **about)
     with torch.no_grad():
-        for name, value in network.named_parameters():
-            value.copy_(torch.from_numpy(initial_weight(name, tuple(value.shape), seed=seed, **about)))
+        for value, weight in zip(parameters.values(), weights, strict=True):
+            value.copy_(torch.from_numpy(weight))
     return network
 
 
