@@ -137,18 +137,27 @@ def test_huge_pages_are_switched_on_where_they_help_and_a_refusal_is_no_failure(
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_host_that_another_run_uses_is_left_alone(host: ScriptHost, shell: str) -> None:
-    host.answer("ps", "echo demo-1 tpu-launch-demo-1-9 exited; echo other tpu-launch-other-0 running")
+    host.answer("ps", "echo demo-1 tpu-launch-demo-1-0 exited 0; echo other tpu-launch-other-0 running 0")
     assert host.run(prepare(), shell) == "tpu-launch 3 busy other\n"
     assert not any(call.startswith(("create", "rm --force tpu-launch-other")) for call in host.calls)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_earlier_attempts_go_and_an_ended_container_of_another_run_stays(host: ScriptHost, shell: str) -> None:
-    host.answer("ps", "echo demo-1 tpu-launch-demo-1-9 running; echo other tpu-launch-other-0 exited")
+    host.answer("ps", "echo demo-1 tpu-launch-demo-1-9 running 9; echo other tpu-launch-other-0 exited 0")
     host.answer_container({"Status": "created"})
-    assert host.run(prepare(), shell) == "tpu-launch 3 ready sha256:ab\n"
+    assert host.run(prepare(number=10), shell) == "tpu-launch 3 ready sha256:ab\n"
     assert [call for call in host.calls if call.startswith("rm --force")] == ["rm --force tpu-launch-demo-1-9"]
     assert not any(call.startswith("pull") for call in host.calls), "an image that is named by its id is there"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_preparation_that_comes_after_that_of_a_later_attempt_touches_nothing(host: ScriptHost, shell: str) -> None:
+    """The attempt was given up while the host was out of reach, so nothing on the host says that it is over."""
+    host.answer("ps", "echo demo-1 tpu-launch-demo-1-10 running 10")
+    report = host.run(prepare(number=9), shell)
+    assert report == "tpu-launch 3 failed attempt 10 of this run is on the host already\n"
+    assert not any(call.startswith(("create", "rm --force")) for call in host.calls)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -219,7 +228,7 @@ def test_a_preparation_that_arrives_after_the_end_of_its_attempt_touches_nothing
     """Life 70979: the ssh of a launcher that had been killed came through, and removed the next attempt's container."""
     run = f"test-{host.folder.parent.name}-{shell}-{meanwhile}"
     over = Path(f"/tmp/tpu-launch-{run}-0.3.over")
-    host.answer("ps", f"echo {run} tpu-launch-{run}-1 running boot" if not meanwhile else "true")
+    host.answer("ps", f"echo {run} tpu-launch-{run}-1 running 1 boot" if not meanwhile else "true")
     if meanwhile:
         host.answer("create", f": >{over}")
     else:
@@ -402,14 +411,14 @@ def test_an_end_says_whether_the_host_rebooted_under_the_container(
 def test_a_container_that_waits_for_its_start_does_not_outlive_a_reboot(host: ScriptHost, shell: str) -> None:
     boot = boot_of(host, shell)
     host.answer_container({"Status": "created"}, boot)
-    host.answer("ps --all", f"echo demo-1 tpu-launch-demo-1-0 created {boot}")
+    host.answer("ps --all", f"echo demo-1 tpu-launch-demo-1-0 created 0 {boot}")
     host.run(prepare(), shell)
     assert host.verbs.count("create") == 1, "the container that is there is used"
     assert not any(call.startswith("rm --force") for call in host.calls)
     assert host.run(host_scripts.start_script(attempt()), shell) == "tpu-launch 3 started\n"
 
     host.answer_container({"Status": "created"}, "another-boot.7")
-    host.answer("ps --all", "echo demo-1 tpu-launch-demo-1-0 created another-boot.7")
+    host.answer("ps --all", "echo demo-1 tpu-launch-demo-1-0 created 0 another-boot.7")
     assert "failed the host rebooted after it had been prepared" in host.run(
         host_scripts.start_script(attempt()), shell
     )

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Pulls the image, refuses a host on which a container of another run is running, removes earlier attempts of this run,
-# and creates the container of this attempt.
+# Pulls the image, refuses a host on which a container of another run is running or one of a later attempt is (this
+# script came late), removes earlier attempts of this run, and creates the container of this attempt.
 # Arguments: the words of `docker create`. $files: one line a file, `<name> <content in base64>`.
 # Reports `ready <image id>`, `busy <id of the other run>` or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh
 . ./boot.sh
-: "${container:?}" "${image:?}" "${run_id:?}" "${label_run:?}" "${pull:?}" "${registry?}" "${files?}" "${huge_pages?}"
+: "${container:?}" "${image:?}" "${run_id:?}" "${attempt:?}" "${label_run:?}" "${label_attempt:?}" "${pull:?}" "${registry?}" "${files?}" "${huge_pages?}"
 
 if [ -z "$worker" ]; then report failed "the metadata server does not tell the worker index"; exit 1; fi
 fail() { report failed "$1: $(printf '%s ' "$errors" | tr '\n' ' ' | tail -c 600)"; exit 1; }
@@ -39,12 +39,15 @@ refuse_what_is_over() {
 }
 refuse_what_is_over
 there=no
-listed="{{.Label \"$label_run\"}} {{.Names}} {{.State}} {{.Label \"$label_boot\"}}"
+listed="{{.Label \"$label_run\"}} {{.Names}} {{.State}} {{.Label \"$label_attempt\"}} {{.Label \"$label_boot\"}}"
 runs=$($docker ps --all --filter "label=$label_run" --format "$listed")
-while read -r run name state created_on; do
+while read -r run name state number created_on; do
   if [ "$run" != "$run_id" ]; then
     # The container of another run is never touched.
     [ "$state" != running ] || { report busy "$run"; exit 1; }
+  elif [ "$number" -gt "$attempt" ]; then
+    report failed "attempt $number of this run is on the host already"
+    exit 1
   elif [ "$name" != "$container" ]; then
     $docker rm --force "$name" >/dev/null 2>&1 </dev/null
   elif [ "$state" = created ] && rebooted_since "$created_on"; then

@@ -164,6 +164,8 @@ class Shell:
             if container.run != parameters["run_id"]:
                 if container.running:
                     return self.report(f"busy {container.run}", 1)
+            elif container.attempt > int(parameters["attempt"]):
+                return self.report(f"failed attempt {container.attempt} of this run is on the host already", 1)
             elif container.name != name:
                 self.pause()
                 self.world.remove_container(container, self.actor, "prepare")
