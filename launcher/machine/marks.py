@@ -30,7 +30,7 @@ def is_marked(path: Path) -> bool:
     """Whether any process marks a file."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
+    except OSError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

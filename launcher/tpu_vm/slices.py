@@ -382,22 +382,12 @@ def delete(config: Config, say: Say, machine: Machine) -> bool:
 
     zones = placement.in_every_zone(config)
 
-    def delete_everywhere() -> list[bool | LaunchError]:
-        return machine.tasks.map(delete_there, zones, at_once=len(zones))
-
-    outcomes = delete_everywhere()
-    begun, said = machine.clock.monotonic(), False
-    while not any(outcomes) and _may_arrive(config, machine):  # whoever asked may have been killed on the way
-        if not said:
-            say(f"there is no slice {config.slice.name}, which was asked for a moment ago: looking on")
-        if machine.clock.monotonic() - begun > _ARRIVAL_SECONDS:
-            raise CommandTimeout(
-                f"a request for slice {config.slice.name} is still on its way after {_ARRIVAL_SECONDS / 60:.0f} "
-                "minutes, and is billed if it arrives: run `tpu-launch down` again"
-            )
-        said = True
-        machine.clock.sleep(_LOOK_AGAIN_SECONDS)
-        outcomes = delete_everywhere()
+    arrivals = _Arrivals(config, say, machine)
+    while True:
+        arrivals.begin_look()
+        outcomes = machine.tasks.map(delete_there, zones, at_once=len(zones))
+        if any(outcomes) or not arrivals.wait():
+            break
     deleted = any(outcome is True for outcome in outcomes)
     failures = [
         (zoned.zone, outcome)
@@ -420,11 +410,37 @@ def delete(config: Config, say: Say, machine: Machine) -> bool:
     return deleted
 
 
-def _may_arrive(config: Config, machine: Machine) -> bool:
-    """Whether a request of this machine may be on its way to Google, or has arrived and is not shown yet."""
-    if placement.seconds_since_request(config, machine.clock.time()) < _LAG_SECONDS:
+class _Arrivals:
+    """Requests of this machine that may arrive at Google, or be shown, after somebody has looked for the slice: those
+    of a command that was killed on the way."""
+
+    def __init__(self, config: Config, say: Say, machine: Machine) -> None:
+        self.config, self.say, self.machine, self.said = config, say, machine, False
+        self.began, self.asked = machine.clock.monotonic(), False
+        self.shown_by = self.began + _LAG_SECONDS - placement.seconds_since_request(config, machine.clock.time())
+        self.give_up = self.began + _ARRIVAL_SECONDS
+
+    def begin_look(self) -> None:
+        """To be called before each look."""
+        self.began, self.asked = self.machine.clock.monotonic(), placement.is_asked_for(self.config)
+
+    def wait(self) -> bool:
+        """Waits for the next look; False when the last one has shown all that can arrive. Raises CommandTimeout."""
+        now, name = self.machine.clock.monotonic(), self.config.slice.name
+        if self.asked or placement.is_asked_for(self.config):
+            self.shown_by = now + _LAG_SECONDS
+        if self.began >= self.shown_by:
+            return False
+        if now >= self.give_up:
+            raise CommandTimeout(
+                f"a request for slice {name} is still on its way after {_ARRIVAL_SECONDS / 60:.0f} minutes, and is "
+                "billed if it arrives: run `tpu-launch down` again"
+            )
+        if not self.said:
+            self.say(f"there is no slice {name}, which was asked for a moment ago: looking on")
+            self.said = True
+        self.machine.clock.sleep(_LOOK_AGAIN_SECONDS)
         return True
-    return placement.is_asked_for(config)
 
 
 def _look_and_delete(config: Config, say: Say, machine: Machine) -> bool:
