@@ -1,86 +1,82 @@
-"""What lint holds about the structure of the code, and no other linter does: check_structure.py [FOLDER...]
+"""Checks structural rules that no other linter checks: check_structure.py [FOLDER...]
 
-- a function is at most 60 lines long, its docstring not counted;
-- a folder of the packages holds at most a dozen Python files beside `__init__.py` and `__main__.py`;
-- a file opens with a docstring, and so does every public class, function and method (of a Protocol and of its
-  implementation, the Protocol's is enough).
+- a function has at most 60 lines, its docstring not counted;
+- a file opens with a docstring;
+- a class has a name of its own: two classes of one name mean two things;
+- the whole tree stays within its line budgets (only when no folder is named).
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 LONGEST_FUNCTION = 60
-LARGEST_FOLDER = 12
 PACKAGES = ("launcher", "training")
+LINE_BUDGETS = {PACKAGES: 50_400, ("tests",): 43_900}
 
 Function = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def main(folders: list[str]) -> int:
-    """Prints a line for each mistake. 1 when there is one."""
-    mistakes = [mistake for folder in folders or PACKAGES for mistake in check_folder(Path(folder))]
-    print(*mistakes, sep="\n", end="\n" if mistakes else "")
-    return int(bool(mistakes))
+    """Prints one line per violation; returns 1 if there is any, else 0."""
+    modules = parse_files(folders or PACKAGES)
+    violations = [violation for path, module in modules.items() for violation in check_file(path, module)]
+    if "--class-names" in sys.argv:
+        violations += check_class_names(modules)
+    if not folders:
+        violations += check_line_budgets()
+    print(*violations, sep="\n", end="\n" if violations else "")
+    return int(bool(violations))
 
 
-def check_folder(folder: Path) -> Iterator[str]:
-    """The mistakes of all files below `folder`."""
-    files = sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
-    for place in sorted({path.parent for path in files}):
-        count = sum(path.parent == place and not path.stem.startswith("__") for path in files)
-        if count > LARGEST_FOLDER:
-            yield f"{place}: {count} files, and a folder has at most {LARGEST_FOLDER}: group them"
-    modules = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
-    documented = protocol_methods(modules.values())
-    for path, module in modules.items():
-        if path.stem != "__init__" and path.stem != "__main__" and not ast.get_docstring(module):
-            yield f"{path}:1: no docstring"
-        yield from check_lengths(path, module)
-        yield from check_docstrings(path, module.body, documented)
+def python_files(folders: tuple[str, ...] | list[str]) -> list[Path]:
+    """Returns the Python files below the folders, sorted."""
+    files = [path for folder in folders for path in Path(folder).rglob("*.py") if "__pycache__" not in path.parts]
+    return sorted(files)
 
 
-def protocol_methods(modules: Iterator[ast.Module] | object) -> set[str]:
-    """Names of the methods that a Protocol of these modules documents: an implementation need not repeat it."""
-    names = set()
-    for module in modules:  # type: ignore[attr-defined]
-        for node in ast.walk(module):
-            if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases):
-                names |= {item.name for item in node.body if isinstance(item, Function) and ast.get_docstring(item)}
-    return names
+def parse_files(folders: tuple[str, ...] | list[str]) -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in python_files(folders)}
 
 
-def check_lengths(path: Path, module: ast.Module) -> Iterator[str]:
-    """Functions that are longer than a screen."""
+def check_file(path: Path, module: ast.Module) -> Iterator[str]:
+    """Yields a line for a missing file docstring and for each function that does not fit on a screen."""
+    if path.stem not in ("__init__", "__main__") and not ast.get_docstring(module):
+        yield f"{path}:1: no docstring"
     for node in ast.walk(module):
-        if isinstance(node, Function):
-            first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
-            length = (node.end_lineno or 0) - first.lineno + 1
-            signature = node.body[0].lineno - node.lineno
-            if length + signature > LONGEST_FUNCTION:
-                yield f"{path}:{node.lineno}: {node.name} has {length + signature} lines; at most {LONGEST_FUNCTION}"
+        if isinstance(node, Function) and (length := function_length(node)) > LONGEST_FUNCTION:
+            yield f"{path}:{node.lineno}: {node.name} has {length} lines; at most {LONGEST_FUNCTION}"
 
 
-def check_docstrings(path: Path, body: list[ast.stmt], documented: set[str], owner: str = "") -> Iterator[str]:
-    """Public definitions without a docstring."""
-    for node in body:
-        if not isinstance(node, (*Function, ast.ClassDef)) or node.name.startswith("_"):
-            continue
-        inherited = owner and (node.name in documented or is_overload(node))
-        if not ast.get_docstring(node) and not inherited:
-            yield f"{path}:{node.lineno}: {owner}{node.name} has no docstring"
-        if isinstance(node, ast.ClassDef):
-            yield from check_docstrings(path, node.body, documented, f"{node.name}.")
+def function_length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Returns the lines of a function's signature and body, without its docstring."""
+    first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
+    return (node.end_lineno or 0) - first.lineno + 1 + node.body[0].lineno - node.lineno
 
 
-def is_overload(node: ast.AST) -> bool:
-    """Whether a method is a setter or an overload of one that has the docstring."""
-    decorators = getattr(node, "decorator_list", [])
-    return any(ast.unparse(decorator).endswith((".setter", "overload", "override")) for decorator in decorators)
+def check_class_names(modules: Mapping[Path, ast.Module]) -> Iterator[str]:
+    """Yields a line for each class name that is defined in more than one place."""
+    places = defaultdict(list)
+    for path, module in modules.items():
+        for node in module.body:
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path}:{node.lineno}")
+    for name, found in sorted(places.items()):
+        if len(found) > 1:
+            yield f"{found[0]}: class {name} is defined elsewhere too: {', '.join(found[1:])}"
+
+
+def check_line_budgets() -> Iterator[str]:
+    """Yields a line for each group of folders that has more lines of Python than its budget."""
+    for folders, budget in LINE_BUDGETS.items():
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in python_files(folders))
+        if lines > budget:
+            yield f"{' + '.join(folders)}: {lines:,} lines of Python; the budget is {budget:,}"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main([each for each in sys.argv[1:] if each != "--class-names"]))
