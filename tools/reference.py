@@ -34,6 +34,7 @@ from launcher.run.events import KINDS
 from training.accelerators import ACCELERATORS
 from training.cli.main import tpu_train
 from training.config import TrainerConfig
+from training.lazy_command import LazyCommand
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 _UNITS = ("seconds", "minutes", "hours", "steps")
@@ -212,6 +213,8 @@ def all_commands(program: str, group: click.Group) -> Iterator[tuple[str, click.
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         assert command is not None
+        if isinstance(command, LazyCommand):
+            command = command.load()
         if command.hidden:
             continue
         yield f"{program} {name}", command

@@ -16,38 +16,40 @@ import click
 from launcher import installation
 from launcher.cli import terminal
 from launcher.errors import Exit, LaunchError, from_disk
-from training.cli.lazy_group import LazyCommand, LazyGroup
 from training.errors import TrainError
+from training.lazy_command import LazyCommand
 
-COMMANDS = {
-    "completion": LazyCommand("launcher.cli.completion:completion", "Print the completion script for a shell."),
-    "doctor": LazyCommand("launcher.cli.doctor:doctor", "Show what a run needs and lacks, and what mends it."),
-    "down": LazyCommand("launcher.cli.slices:down", "Delete the slice and wait until it is gone."),
-    "emulator": LazyCommand("launcher.cli.emulator:emulator", "Start, stop and break a stand-in for Google Cloud."),
-    "events": LazyCommand("launcher.cli.run:events", "Tell what happened to a run, oldest first."),
-    "exec": LazyCommand("launcher.cli.live.execution:exec_", "Run a command in the live container of every host."),
-    "gc": LazyCommand("launcher.cli.slices:gc", "Delete leftovers: slices that are expired, preempted or failed."),
-    "image": LazyCommand("launcher.cli.plan:image", "Make the base that images without a container engine start from."),
-    "init": LazyCommand("launcher.cli.init:init", "Write a first file, commented and valid."),
-    "list": LazyCommand("launcher.cli.slices:list_", "List the project's slices that tpu-launch made."),
-    "local": LazyCommand("launcher.cli.plan:local", "Run a command in the run's image on this machine."),
-    "logs": LazyCommand("launcher.cli.run:logs", "Print the lines of all hosts, each once."),
-    "manifest": LazyCommand("launcher.cli.plan:manifest", "Print the run as Kubernetes objects for GKE."),
-    "notebook": LazyCommand("launcher.cli.live.notebook:notebook", "Start Jupyter in the live container of a host."),
-    "profile": LazyCommand("launcher.cli.live.profile:profile", "Profile the next steps of a run that trains."),
-    "plan": LazyCommand("launcher.cli.plan:plan", "Print every command that up, run and down would use."),
-    "preflight": LazyCommand(
-        "launcher.cli.preflight:preflight", "Compile the step with the TPU compiler: does it fit, what does it cost?"
+COMMANDS = [
+    LazyCommand("completion", "launcher.cli.completion:completion", "Print the completion script for a shell."),
+    LazyCommand("doctor", "launcher.cli.doctor:doctor", "Show what a run needs and lacks, and what mends it."),
+    LazyCommand("down", "launcher.cli.slices:down", "Delete the slice and wait until it is gone."),
+    LazyCommand("emulator", "launcher.cli.emulator:emulator", "Start, stop and break a stand-in for Google Cloud."),
+    LazyCommand("events", "launcher.cli.run:events", "Tell what happened to a run, oldest first."),
+    LazyCommand("exec", "launcher.cli.live.execution:exec_", "Run a command in the live container of every host."),
+    LazyCommand("gc", "launcher.cli.slices:gc", "Delete leftovers: slices that are expired, preempted or failed."),
+    LazyCommand("image", "launcher.cli.plan:image", "Make the base that images without a container engine start from."),
+    LazyCommand("init", "launcher.cli.init:init", "Write a first file, commented and valid."),
+    LazyCommand("list", "launcher.cli.slices:list_", "List the project's slices that tpu-launch made."),
+    LazyCommand("local", "launcher.cli.plan:local", "Run a command in the run's image on this machine."),
+    LazyCommand("logs", "launcher.cli.run:logs", "Print the lines of all hosts, each once."),
+    LazyCommand("manifest", "launcher.cli.plan:manifest", "Print the run as Kubernetes objects for GKE."),
+    LazyCommand("notebook", "launcher.cli.live.notebook:notebook", "Start Jupyter in the live container of a host."),
+    LazyCommand("profile", "launcher.cli.live.profile:profile", "Profile the next steps of a run that trains."),
+    LazyCommand("plan", "launcher.cli.plan:plan", "Print every command that up, run and down would use."),
+    LazyCommand(
+        "preflight",
+        "launcher.cli.preflight:preflight",
+        "Compile the step with the TPU compiler: does it fit, what does it cost?",
     ),
-    "rehearsal": LazyCommand("launcher.cli.emulator:rehearsal", "Rehearse a whole run on an emulated slice."),
-    "run": LazyCommand("launcher.cli.run:run", "Start the container on every host and watch it; resume a run."),
-    "ssh": LazyCommand("launcher.cli.ssh:ssh", "Open a shell on a host, or run a command there."),
-    "status": LazyCommand("launcher.cli.run:status", "Show the slice, its newest run, and what each host is doing."),
-    "stop": LazyCommand("launcher.cli.run:stop", "Stop the run's containers on every host."),
-    "top": LazyCommand("launcher.cli.live.top:top", "Watch a run in the terminal: loss curve, hosts, memory, cost."),
-    "tunnel": LazyCommand("launcher.cli.ssh:tunnel", "Make a port of a host reachable on this machine."),
-    "up": LazyCommand("launcher.cli.slices:up", "Create the slice and wait until every host answers."),
-}
+    LazyCommand("rehearsal", "launcher.cli.emulator:rehearsal", "Rehearse a whole run on an emulated slice."),
+    LazyCommand("run", "launcher.cli.run:run", "Start the container on every host and watch it; resume a run."),
+    LazyCommand("ssh", "launcher.cli.ssh:ssh", "Open a shell on a host, or run a command there."),
+    LazyCommand("status", "launcher.cli.run:status", "Show the slice, its newest run, and what each host is doing."),
+    LazyCommand("stop", "launcher.cli.run:stop", "Stop the run's containers on every host."),
+    LazyCommand("top", "launcher.cli.live.top:top", "Watch a run in the terminal: loss curve, hosts, memory, cost."),
+    LazyCommand("tunnel", "launcher.cli.ssh:tunnel", "Make a port of a host reachable on this machine."),
+    LazyCommand("up", "launcher.cli.slices:up", "Create the slice and wait until every host answers."),
+]
 
 
 def _print_version(context: click.Context, _option: click.Parameter, wanted: bool) -> None:
@@ -57,8 +59,7 @@ def _print_version(context: click.Context, _option: click.Parameter, wanted: boo
 
 
 @click.group(
-    cls=LazyGroup,
-    lazy_commands=COMMANDS,
+    commands=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 @click.option("--emulated", is_flag=True, help="Use the emulated slice of this machine instead of Google Cloud.")

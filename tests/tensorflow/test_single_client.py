@@ -87,7 +87,6 @@ cluster = discover()
 rendezvous = join(cluster, asked, start_seconds=120, seconds=60, lost_seconds=10)
 code, message = Exit.FINISHED, ""
 try:
-    assert single_client.applies(config, cluster)
     single_client.run(config, cluster, rendezvous, asked, program)
 except TrainError as error:
     print(f"{type(error).__name__}: {error}", flush=True)

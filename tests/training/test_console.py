@@ -48,7 +48,7 @@ def test_elsewhere_each_is_a_line_and_other_hosts_say_nothing() -> None:
 
 TRAINING = """
 import os, sys
-from training.cli.host_process import run_and_exit
+from training.cli.train import run_and_exit
 from training.distributed.rendezvous import SingleHost
 from training.errors import StopRequested
 from training.telemetry.console import Console, warn
@@ -66,7 +66,7 @@ run_and_exit(SingleHost(), work)
 
 
 OVERDUE = """
-from training.cli.host_process import exit_overdue
+from training.cli.train import exit_overdue
 from training.distributed.rendezvous import SingleHost
 exit_overdue(SingleHost(), 25)
 """

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tests.container import small_runs
 from tests.training.numpy_backend import Runs
 from training.checkpoint.admin import newest_manifest
-from training.cli.dataset import dataset
+from training.cli.data import dataset
 from training.data.sampling import order
 from training.errors import BadInput, StopRequested
 from training.tasks.mlm import task

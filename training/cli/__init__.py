@@ -1,0 +1,12 @@
+"""The commands of `tpu-train`, and the options that several of them take."""
+
+import click
+
+set_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Change a key of the file, for example train.steps=100.",
+)
+step_option = click.option("--step", type=int, help="Of this checkpoint; the newest, unless given.")

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import click
 
-from training.cli.options import set_option
+from training.cli import set_option
 from training.errors import Exit
 
 

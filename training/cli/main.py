@@ -1,21 +1,10 @@
 """`tpu-train`: what runs in the container. Every error becomes one message and an exit code (training/errors.py).
 
-    tpu-train tokenizer ...                 make a tokenizer            (training/cli/data.py)
-    tpu-train shards ...                    make a dataset
-    tpu-train dataset show|verify|preview   look at a dataset           (training/cli/dataset.py)
-    tpu-train preflight CONFIG              compile for a TPU that is not there (training/cli/preflight.py)
-    tpu-train train CONFIG                  train, on every host of the slice   (training/cli/train.py)
-    tpu-train evaluate MODEL -c CONFIG      figures of a checkpoint or a model folder over the evaluation set
-    tpu-train export RUN OUT                write a run's model as a Hugging Face folder (training/cli/models.py)
-    tpu-train push RUN REPOSITORY           the same to the Hugging Face Hub
-    tpu-train predict FOLDER TEXT           fill the mask in a text, or name its class
-    tpu-train exec SCRIPT ...               start a PyTorch program of the user's own (training/cli/script.py)
-    tpu-train check CONFIG                  what in a step will be slow on a TPU (training/cli/lint.py)
-    tpu-train check-devices                 try the devices of all hosts        (training/cli/train.py)
-    tpu-train profile                       profile some steps of the trainer beside it   (training/cli/train.py)
-    tpu-train report RUN                    write report.html of a run  (training/cli/run_folder.py)
-    tpu-train checkpoint list|show|verify   look at a run's checkpoints
-    tpu-train checkpoint restore RUN NEW    begin another run with one
+    data.py         tokenizer, shards, dataset show|verify|preview
+    preflight.py    preflight: compile for a TPU that is not there
+    lint.py         check: what in a step will be slow on a TPU
+    train.py        train, evaluate, check-devices: run on every host of the slice; exec, profile
+    results.py      report, checkpoint list|show|verify|restore, export, push, predict
 
 Commands parse, call and print; they hold no logic. A command is imported when it is used, and imports what it needs
 when it is called, so that `--help` is quick.
@@ -28,35 +17,33 @@ import time
 
 import click
 
-from training.cli.host_process import print_error
-from training.cli.lazy_group import LazyCommand, LazyGroup
+from training.cli.train import print_error
 from training.errors import Exit, TrainError
+from training.lazy_command import LazyCommand
 
-_BEGAN = time.monotonic()  # of the process, as nearly as can be known
-_COMMANDS = {
-    "check": LazyCommand("training.cli.lint:check", "Run a few steps on the CPU and report what XLA is slow at."),
-    "check-devices": LazyCommand("training.cli.train:check_devices", "Try the devices of all hosts of the slice."),
-    "checkpoint": LazyCommand(
-        "training.cli.run_folder:checkpoint", "Look at the checkpoints of a run, and verify them."
+_BEGAN = time.monotonic()  # approximately when the process began
+_COMMANDS = [
+    LazyCommand("check", "training.cli.lint:check", "Run a few steps on the CPU and report what XLA is slow at."),
+    LazyCommand("check-devices", "training.cli.train:check_devices", "Try the devices of all hosts of the slice."),
+    LazyCommand("checkpoint", "training.cli.results:checkpoint", "Look at the checkpoints of a run, and verify them."),
+    LazyCommand("dataset", "training.cli.data:dataset", "Look at a dataset, and check it."),
+    LazyCommand("evaluate", "training.cli.train:evaluate", "Evaluate a checkpoint or a model folder."),
+    LazyCommand("exec", "training.cli.train:exec_script", "Run a PyTorch program of your own on every host."),
+    LazyCommand("export", "training.cli.results:export", "Write a run's model in Hugging Face's layout."),
+    LazyCommand("predict", "training.cli.results:predict", "Fill the mask in a text, or name its class."),
+    LazyCommand(
+        "preflight", "training.cli.preflight:preflight", "Compile the step for a TPU that is not there: does it fit?"
     ),
-    "dataset": LazyCommand("training.cli.dataset:dataset", "Look at a dataset, and check it."),
-    "evaluate": LazyCommand("training.cli.train:evaluate", "Evaluate a checkpoint or a model folder."),
-    "exec": LazyCommand("training.cli.script:exec_script", "Run a PyTorch program of your own on every host."),
-    "export": LazyCommand("training.cli.models:export", "Write a run's model in Hugging Face's layout."),
-    "predict": LazyCommand("training.cli.models:predict", "Fill the mask in a text, or name its class."),
-    "preflight": LazyCommand(
-        "training.cli.preflight:preflight", "Compile the step for a TPU that is not there: does it fit?"
-    ),
-    "profile": LazyCommand("training.cli.train:profile", "Profile some steps of the trainer beside it."),
-    "push": LazyCommand("training.cli.models:push", "Push a run's model to the Hugging Face Hub."),
-    "report": LazyCommand("training.cli.run_folder:report", "Write report.html of a run."),
-    "shards": LazyCommand("training.cli.data:shards", "Make a dataset of TFRecord shards."),
-    "tokenizer": LazyCommand("training.cli.data:tokenizer", "Make a tokenizer from text."),
-    "train": LazyCommand("training.cli.train:train", "Train, going on from the run's newest checkpoint."),
-}
+    LazyCommand("profile", "training.cli.train:profile", "Profile some steps of the trainer beside it."),
+    LazyCommand("push", "training.cli.results:push", "Push a run's model to the Hugging Face Hub."),
+    LazyCommand("report", "training.cli.results:report", "Write report.html of a run."),
+    LazyCommand("shards", "training.cli.data:shards", "Make a dataset of TFRecord shards."),
+    LazyCommand("tokenizer", "training.cli.data:tokenizer", "Make a tokenizer from text."),
+    LazyCommand("train", "training.cli.train:train", "Train, going on from the run's newest checkpoint."),
+]
 
 
-@click.group(cls=LazyGroup, lazy_commands=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(commands=_COMMANDS, context_settings={"help_option_names": ["-h", "--help"]})
 def tpu_train() -> None:
     """Trains Transformers on every host of a Cloud TPU slice."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from training.cli.options import set_option
+from training.cli import set_option
 from training.errors import BadInput, Exit
 
 if TYPE_CHECKING:

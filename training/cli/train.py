@@ -1,17 +1,26 @@
-"""`tpu-train train`, `evaluate` and `check-devices`: the commands that all hosts of a slice run; and `profile`, beside
-them."""
+"""The commands of `tpu-train` that every host of a slice runs: train, evaluate, check-devices, exec; and `profile`,
+which runs beside `train`.
+
+The launcher decides from the exit code alone. So `run_and_exit` leaves with `os._exit` as soon as the code is known: a
+framework's threads may crash or hang in an orderly end of the interpreter.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 import time
-from typing import TYPE_CHECKING
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from training.cli.host_process import exit_overdue, join_cluster, run_and_exit
-from training.cli.options import set_option, step_option
+from training.cli import set_option, step_option
+from training.errors import Exit, LostPeer, OutOfMemory, StopRequested, TrainError, is_out_of_memory
+from training.machine import SYSTEM, Machine
 from training.registry import BACKENDS
 
 if TYPE_CHECKING:
@@ -19,6 +28,8 @@ if TYPE_CHECKING:
     from training.distributed.cluster import Cluster
     from training.distributed.rendezvous import Rendezvous
     from training.distributed.shutdown import ShutdownRequest
+
+    Program = Callable[[TrainerConfig, Cluster, Rendezvous, ShutdownRequest], Any]
 
 
 @click.command()
@@ -42,7 +53,7 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
         settings = load(config, overrides)
         if run_id:
             os.environ["TPU_LAUNCH_RUN_ID"] = run_id
-        cluster, rendezvous = join_cluster(settings, shutdown)
+        cluster, rendezvous = _join_cluster(settings, shutdown)
     stop_seconds = settings.checkpoint.stop_seconds
     shutdown.limit(stop_seconds, lambda: exit_overdue(rendezvous, stop_seconds))
 
@@ -50,10 +61,9 @@ def train(began: float | None, config: str, overrides: tuple[str, ...], run_id: 
         from functools import partial
 
         with timer.phase("imports"):
-            from training.backends.tensorflow.pod import run_program
             from training.trainer import train as run_training
 
-        run_program(settings, cluster, rendezvous, shutdown, partial(run_training, timer=timer))
+        _run_program(settings, cluster, rendezvous, shutdown, partial(run_training, timer=timer))
 
     run_and_exit(rendezvous, run)
 
@@ -80,7 +90,7 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
     settings = load(config, overrides)
     out = os.fdopen(os.dup(1), "w")  # for the figures alone: libraries print to standard output too
     os.dup2(2, 1)
-    cluster, rendezvous = join_cluster(settings, shutdown)
+    cluster, rendezvous = _join_cluster(settings, shutdown)
 
     def program(config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest) -> None:
         from training import evaluate as evaluation
@@ -91,12 +101,7 @@ def evaluate(model: str, config: str, overrides: tuple[str, ...], step: int | No
             text = f"{result.model}, {result.examples} examples: {format_figures(result.figures)}"
             print(json.dumps(result.as_json(), allow_nan=False) if as_json else text, file=out, flush=True)
 
-    def run() -> None:
-        from training.backends.tensorflow.pod import run_program
-
-        run_program(settings, cluster, rendezvous, shutdown, program)
-
-    run_and_exit(rendezvous, run)
+    run_and_exit(rendezvous, lambda: _run_program(settings, cluster, rendezvous, shutdown, program))
 
 
 @click.command("check-devices")
@@ -116,7 +121,6 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
     from training.distributed.cluster import discover
     from training.distributed.rendezvous import join
     from training.distributed.shutdown import install_signal_handlers
-    from training.errors import LostPeer, TrainError
     from training.run_setup import prepare_devices
 
     facts: dict[str, object] = {}
@@ -142,6 +146,23 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
     run_and_exit(rendezvous, run)
 
 
+@click.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def exec_script(script: str, arguments: tuple[str, ...]) -> None:
+    """Run SCRIPT, a PyTorch program of your own, as one process for each chip of this host.
+
+    \b
+    tpu-train exec train.py --output_dir out --max_steps 100
+
+    On every host of a slice, as a run's command. Hugging Face's Trainer and Accelerate then train over all hosts. On
+    CPU hosts: one process a host, gradients summed with gloo.
+    """
+    from training.distributed.user_program import run_on_host
+
+    run_on_host(script, arguments)
+
+
 @click.command()
 @click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many.")
 @click.option("--name", help="Of the profile; the same on all hosts.  [default: the time]")
@@ -160,3 +181,85 @@ def profile(steps: int, name: str | None, seconds: float, worker: int | None) ->
     worker = discover().worker if worker is None else worker
     answer = request(folder_of(worker), name or time.strftime("%Y_%m_%d_%H_%M_%S"), steps, seconds)
     click.echo(f"steps {answer.first} to {answer.last}: {answer.file}")
+
+
+def _join_cluster(config: TrainerConfig, shutdown: ShutdownRequest) -> tuple[Cluster, Rendezvous]:
+    """Finds out which host this is, and connects to the other hosts. Raises BadInput, LostPeer."""
+    from training.distributed.cluster import discover
+    from training.distributed.rendezvous import join
+
+    cluster, timeouts = discover(), config.rendezvous
+    rendezvous = join(
+        cluster,
+        shutdown,
+        start_seconds=timeouts.start_seconds,
+        seconds=timeouts.seconds,
+        lost_seconds=timeouts.lost_seconds,
+    )
+    return cluster, rendezvous
+
+
+def _run_program(
+    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest, program: Program
+) -> None:
+    """Runs `program` on every host; with TensorFlow on a TPU slice of several hosts, on host 0 for all of them."""
+    from training.distributed.cluster import device_kind
+
+    if config.backend == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU":
+        from training.backends.tensorflow import pod
+
+        pod.run(config, cluster, rendezvous, shutdown, program)
+    else:
+        program(config, cluster, rendezvous, shutdown)
+
+
+def run_and_exit(rendezvous: Rendezvous, work: Callable[[], None], machine: Machine = SYSTEM) -> NoReturn:
+    """Runs `work`, prints its error, reports to the other hosts how it ended, and ends the process with its exit
+    code."""
+    code, message = Exit.FAILED, "unexpected error"
+    try:
+        work()
+        code, message = Exit.FINISHED, ""
+    except TrainError as error:
+        code, message = error.exit_code, str(error)
+        print_error(error)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+        if is_out_of_memory(error):
+            message = str(OutOfMemory(message))
+            _print(f"tpu-train: error: {message}")
+        else:
+            traceback.print_exc()
+    finally:
+        rendezvous.close(code, message)
+        _exit(code, machine)
+
+
+def exit_overdue(rendezvous: Rendezvous, seconds: float, machine: Machine = SYSTEM) -> NoReturn:
+    """Ends the process, and with it the attempt on all hosts. Called from a timer thread when the main thread has not
+    stopped `seconds` after a stop request."""
+    message = (
+        f"could not stop in good order within {seconds:g} s (checkpoint.stop_seconds); the run goes on from its last "
+        "commit"
+    )
+    _print(f"tpu-train: stopped: {message}")
+    rendezvous.close(Exit.SAVED, message, overdue=True)
+    _exit(Exit.SAVED, machine)
+
+
+def print_error(error: TrainError) -> None:
+    """Prints one message on standard error."""
+    kind = "stopped" if isinstance(error, StopRequested) else "lost peer" if isinstance(error, LostPeer) else "error"
+    _print(f"tpu-train: {kind}: {error}")
+
+
+def _print(message: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk or a closed pipe must not change the exit code
+        print(message, file=sys.stderr, flush=True)
+
+
+def _exit(code: int, machine: Machine) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
+    machine.exit(code)

@@ -14,7 +14,7 @@ from tests.simulation.scheduler import Killed, Process, Scheduler, SimulatedCloc
 from tests.simulation.trainer.bucket import HostStorage
 from tests.simulation.trainer.connections import HostNetwork
 from tests.simulation.trainer.model import Exchange, SimulatedBackend, SimulatedTask
-from training.cli.host_process import exit_overdue, print_error, run_and_exit
+from training.cli.train import exit_overdue, print_error, run_and_exit
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import join
 from training.distributed.shutdown import ShutdownRequest

@@ -30,7 +30,7 @@ from typing import Any
 
 from training.config import TrainerConfig
 from training.distributed.agreement import agree, code_hash
-from training.distributed.cluster import Cluster, device_kind, tensorflow_plugin, tpu_environment
+from training.distributed.cluster import Cluster, tensorflow_plugin, tpu_environment
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import Exit, LostPeer, StopRequested, TrainError
@@ -45,21 +45,6 @@ WORKER_END_SECONDS = 0.5
 
 # What host 0 runs: (config, cluster, rendezvous, shutdown).
 Program = Callable[[TrainerConfig, Cluster, Rendezvous, ShutdownRequest], Any]
-
-
-def applies(config: TrainerConfig, cluster: Cluster) -> bool:
-    """Whether this run has one program for several hosts."""
-    return config.backend == "tensorflow" and cluster.hosts > 1 and device_kind() == "TPU"
-
-
-def run_program(
-    config: TrainerConfig, cluster: Cluster, rendezvous: Rendezvous, shutdown: ShutdownRequest, program: Program
-) -> None:
-    """Runs the program on every host; or, where it `applies`, on host 0 for all (see `run`)."""
-    if applies(config, cluster):
-        run(config, cluster, rendezvous, shutdown, program)
-    else:
-        program(config, cluster, rendezvous, shutdown)
 
 
 def run(
