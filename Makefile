@@ -28,19 +28,21 @@ rehearsal: need-containers $(VENV_READY) ## a whole run on an emulated slice: up
 test: need-containers need-kubectl $(VENV_READY) ## lint, fast tests, tests inside the images, emulated slices (test-nightly: further cases)
 	@tools/with-engine.sh $(BIN)/python tools/run_tests.py
 
-test-nightly: need-containers $(VENV_READY) ## trainers killed at every point of a save, and the bucket failing: KILLS=100 times; and tests that `make test` leaves out
+test-nightly: need-containers $(VENV_READY) ## trainers killed at every point of a save, and the bucket failing: KILLS=100 times; 20,000 simulated runs a side; tests that `make test` leaves out
 	@TPU_LAUNCH_KILLS=$(or $(KILLS),100) tools/with-engine.sh $(BIN)/python tools/container_tests.py torch-xla -m nightly
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py virtual-tpu -m nightly
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py tensorflow -m nightly
 	@tools/with-engine.sh $(BIN)/python tools/container_tests.py oracle-tensorflow -s
 	@tools/with-engine.sh $(BIN)/pytest tests/rehearsal -m nightly --timeout=900
 	@$(BIN)/pytest -m nightly
+	@SIMULATED_RUNS=20000 $(BIN)/pytest -s tests/simulation/test_simulated_runs.py
 
 test-fast: need-kubectl $(VENV_READY) ## the tests that need no container (ARGS="-k words")
 	@$(BIN)/pytest $(ARGS)
 
-simulate: $(VENV_READY) ## lives of launcher and trainer in a hostile world: LIVES=N SIDE=launcher|trainer; SEED=S replays one
-	@$(BIN)/python -m tests.simulation $(if $(SIDE),--side $(SIDE)) $(if $(SEED),--seed $(SEED) --story,--lives $(or $(LIVES),10000))
+simulate: $(VENV_READY) ## runs of launcher and trainer in a hostile world: RUNS=N SIDE=launcher|trainer FIRST=S; SEED=S replays one
+	@$(BIN)/python -m tests.simulation $(if $(SIDE),--side $(SIDE)) $(if $(FIRST),--first $(FIRST)) \
+	    $(if $(SEED),--seed $(SEED) --trace,--runs $(or $(RUNS),10000))
 
 wheel: $(VENV_READY) ## the wheel and the source distribution, in dist/
 	@$(BIN)/python -m build --no-isolation --outdir dist >.tpu-launch/wheel.log || { cat .tpu-launch/wheel.log >&2; exit 1; }

@@ -63,10 +63,9 @@ FAULTS = tuple(
         "run_specification",
     )
 )
-SIMULATORS = ("tests/simulation/test_scheduler.py", "tests/simulation/test_sensitivity.py")
 # A lane is a list of stages, one after the other. The lanes of a row run at the same time, because most stages wait
 # half of their time, for processes, hosts and time-outs. The rows follow each other.
-LIVES = (Stage("trainer-lives", (*PYTEST, "-s", "tests/simulation/trainer", *SIMULATORS), 3600, idle=True),)
+SIMULATED = (Stage("simulated-runs", (*PYTEST, "-s", "tests/simulation"), 1800, idle=True),)
 ROWS: tuple[tuple[tuple[Stage, ...], ...], ...] = (
     (
         (
@@ -84,11 +83,7 @@ ROWS: tuple[tuple[tuple[Stage, ...], ...], ...] = (
             Stage("virtual-tpu", (*CONTAINER_TESTS, "virtual-tpu"), 1200),
         ),
     ),
-    (
-        (Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *PATIENT, *SLOWEST), 3000),),
-        # Trainers on several hosts wait for each other a third of the time.
-        (Stage("launcher-lives", (*PYTEST, "-s", "tests/simulation/launcher"), 3600, idle=True),),
-    ),
+    ((Stage("rehearsal", (*PYTEST, "tests/rehearsal", "-m", "alone", *PATIENT, *SLOWEST), 3000),),),
     (
         (
             Stage(
@@ -232,7 +227,7 @@ def main(names: list[str]) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         began = time.monotonic()
-        outcomes = run([row for row in rows if row], choose(LIVES, names))
+        outcomes = run([row for row in rows if row], choose(SIMULATED, names))
     except KeyboardInterrupt:
         return 130
     print()

@@ -1,10 +1,12 @@
-"""Plays lives of the launcher and of the trainer, and replays one.
+"""Simulates runs of the launcher and of the trainer in a hostile world, and replays one.
 
-    python -m tests.simulation --side trainer --lives 10000         many lives, and which promises were broken
-    python -m tests.simulation --side trainer --seed 4711 --story   one life, line by line
-    python -m tests.simulation --side trainer --seed 4711 --shrink  the same, with as few faults as still break it
+    python -m tests.simulation --side trainer --runs 10000          simulates many runs; prints broken promises
+    python -m tests.simulation --side trainer --seed 4711 --trace   replays one run, line by line
+    python -m tests.simulation --side trainer --seed 4711 --shrink  replays it with as few faults as still break it
+    python -m tests.simulation --side launcher --reach launcher/run/verdict.py:judge   prints the seeds that reach it
 
-A life is a function of its seed. The exit code is 1 when a promise was broken.
+A simulated run is a function of its seed. The first seed changes each day (UTC) and is printed, so that every day
+simulates other runs. The exit code is 1 when a promise was broken.
 """
 
 from __future__ import annotations
@@ -12,112 +14,139 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import json
+import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
-SHOWN_SEEDS = 5  # of each broken promise
-MOST_FAULTS = 24  # of a life
+from tests.simulation import reached
+
+SEEDS_A_DAY = 1_000_000
+FIRST_SEED = "SIMULATION_FIRST_SEED"  # the environment variable that replaces the day's first seed
+_SHOWN_SEEDS = 5  # of each broken promise
+_MOST_FAULTS = 24  # of a simulated run
 _PROGRESS_SECONDS = 30.0
+
+Broken = dict[str, list[tuple[int, str]]]
+"""Broken promises: for each the seeds that broke it, and what was seen."""
 
 
 def sides() -> list[str]:
-    """The simulators that there are: folders beside this file with a life.py."""
-    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/life.py"))
+    """Returns the names of the simulators: the folders beside this file that have a simulated_run.py."""
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/simulated_run.py"))
 
 
 def load(side: str) -> Any:
-    """A simulator's module: `play(seed, story=, without=)` returns an object with `broken` (name of a promise, and what
-    was seen) and `story` (lines)."""
-    return importlib.import_module(f"tests.simulation.{side}.life")
+    """Imports a simulator. Its `simulate(seed, trace=, without=)` returns an object with `broken` (pairs of a promise
+    and what was seen) and `trace` (lines)."""
+    return importlib.import_module(f"tests.simulation.{side}.simulated_run")
 
 
-def play_lives(side: str, seeds: Iterable[int], *, until_broken: bool = False) -> dict[str, list[tuple[int, str]]]:
-    """Plays lives, and returns the broken promises with the seeds that broke them, and how."""
-    module = load(side)
+def first_seed(today: date | None = None) -> int:
+    """Returns the first seed of a day (UTC, today unless given), or the environment's. Days share no seed."""
+    if today is None and (chosen := os.environ.get(FIRST_SEED)):
+        return int(chosen)
+    return (today or datetime.now(UTC).date()).toordinal() % 1000 * SEEDS_A_DAY
+
+
+def simulate_all(side: str, seeds: Iterable[int], *, until_broken: bool = False) -> Broken:
+    """Simulates a run for each seed. Prints each broken promise, with the command that replays it, to stderr."""
+    simulate = load(side).simulate
     gc.collect()
-    gc.freeze()  # a life leaves little that is collected; looking at all modules after each takes a third of the time
+    gc.freeze()  # a run leaves little garbage; scanning all modules after each would take a third of the time
     gc.set_threshold(200_000, 20, 100)
-    broken: dict[str, list[tuple[int, str]]] = {}
+    broken: Broken = {}
     shown = time.monotonic()
     for count, seed in enumerate(seeds):
-        for promise, seen in module.play(seed).broken:
-            lives = broken.setdefault(promise, [])
-            if not lives or lives[-1][0] != seed:
-                lives.append((seed, seen))
-                print(f"{side}: life {seed}: {promise}: {seen}", file=sys.stderr, flush=True)
+        for promise, seen in simulate(seed).broken:
+            found = broken.setdefault(promise, [])
+            if not found or found[-1][0] != seed:
+                found.append((seed, seen))
+                replay = f"make simulate SIDE={side} SEED={seed}"
+                print(f"{side}: seed {seed}: {promise}: {seen}\n  replay: {replay}", file=sys.stderr, flush=True)
         if broken and until_broken:
             break
         if time.monotonic() - shown > _PROGRESS_SECONDS:
             shown = time.monotonic()
-            print(f"{side}: {count + 1} lives, {sum(map(len, broken.values()))} broken", file=sys.stderr, flush=True)
+            print(f"{side}: {count + 1} runs, {sum(map(len, broken.values()))} broken", file=sys.stderr, flush=True)
+    return broken
+
+
+def simulate_and_report(side: str, seeds: range, *, until_broken: bool = False) -> Broken:
+    """Simulates runs and prints the seeds, the time taken and the broken promises."""
+    print(f"{side}: simulating runs with seeds {seeds.start} to {seeds.stop - 1}", flush=True)
+    began, cpu = time.monotonic(), time.process_time()
+    broken = simulate_all(side, seeds, until_broken=until_broken)
+    print(
+        f"{side}: {len(seeds)} simulated runs in {time.monotonic() - began:.0f} s "
+        f"({time.process_time() - cpu:.0f} s of the processor), {len(broken)} promises broken"
+    )
+    for promise, found in sorted(broken.items(), key=lambda item: -len(item[1])):
+        print(f"  {promise}: {len(found)} runs, such as {', '.join(str(seed) for seed, _ in found[:_SHOWN_SEEDS])}")
+        print(f"    {found[0][1][:600]}\n    make simulate SIDE={side} SEED={found[0][0]}")
     return broken
 
 
 def shrink(side: str, seed: int) -> frozenset[int]:
-    """The numbers of the faults without which a life still breaks the promise that it broke first."""
-    play = load(side).play
+    """Returns the numbers of the faults without which a run still breaks the promise that it broke first."""
+    simulate = load(side).simulate
     without: frozenset[int] = frozenset()
-    promise = play(seed).broken[0][0]
-    for number in range(MOST_FAULTS):
+    promise = simulate(seed).broken[0][0]
+    for number in range(_MOST_FAULTS):
         fewer = without | {number}
-        if promise in dict(play(seed, without=fewer).broken):
+        if promise in dict(simulate(seed, without=fewer).broken):
             without = fewer
     return without
 
 
-def replay(side: str, seed: int, *, story: bool, fewer: bool) -> int:
-    """One life again."""
-    play = load(side).play
-    without = shrink(side, seed) if fewer and play(seed).broken else frozenset()
-    life = play(seed, story=story or fewer, without=without)
-    print(*life.story, sep="\n")
-    print(*(f"broken: {promise}: {seen}" for promise, seen in life.broken), sep="\n")
-    return int(bool(life.broken))
+def replay(side: str, seed: int, *, trace: bool, fewer: bool) -> int:
+    """Simulates one run again and prints it. Returns the exit code."""
+    simulate = load(side).simulate
+    without = shrink(side, seed) if fewer and simulate(seed).broken else frozenset()
+    result = simulate(seed, trace=trace or fewer, without=without)
+    print(*result.trace, sep="\n")
+    print(*(f"broken: {promise}: {seen}" for promise, seen in result.broken), sep="\n")
+    return int(bool(result.broken))
+
+
+def print_reach(side: str, target: str, seeds: Iterable[int]) -> int:
+    """Prints the seeds whose runs call a function, given as FILE:FUNCTION. Returns the exit code: 1 when none does."""
+    path, _, function = target.partition(":")
+    source = Path(path).read_text(encoding="utf-8")
+    reached.import_instead(Path(path), reached.mark(source, [(reached.first_line(source, function), 0)]))
+    found = reached.record(load(side).simulate, seeds).get(0, [])
+    print(f"{target}: {len(found)} runs: {' '.join(map(str, found))}")
+    return int(not found)
 
 
 def main(arguments: list[str]) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation")
+    """Runs the command. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--side", choices=sides(), help="which simulator; both, unless given")
-    parser.add_argument("--lives", type=int, default=10_000)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--seeds", type=Path, help="a JSON file: the lives to play, instead of --first and --lives")
-    parser.add_argument("--seed", type=int, help="play this life alone")
-    parser.add_argument("--story", action="store_true", help="print what happens in it, line by line")
-    parser.add_argument("--shrink", action="store_true", help="the same, without the faults that it does not need")
+    parser.add_argument("--runs", type=int, default=1000, help="how many runs to simulate (1000)")
+    parser.add_argument("--first", type=int, help=f"the first seed; the day's or ${FIRST_SEED}, unless given")
+    parser.add_argument("--seed", type=int, help="simulate this run alone")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print what happens, line by line")
+    parser.add_argument("--shrink", action="store_true", help="with --seed: the same, without unnecessary faults")
+    parser.add_argument("--reach", metavar="FILE:FUNCTION", help="print the seeds whose runs call this function")
     parser.add_argument("--until-broken", action="store_true", help="stop at the first broken promise")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(arguments)
+    if (options.seed is not None or options.reach) and options.side is None:
+        parser.error("--seed and --reach need --side")
     if options.seed is not None:
-        if options.side is None:
-            parser.error("--seed needs --side")
-        return replay(options.side, options.seed, story=options.story, fewer=options.shrink)
-    failed = False
-    for side in [options.side] if options.side else sides():
-        began, cpu = time.monotonic(), time.process_time()
-        seeds: Sequence[int] = range(options.first, options.first + options.lives)
-        if options.seeds:
-            seeds = json.loads(options.seeds.read_text())
-        broken = play_lives(side, seeds, until_broken=options.until_broken)
-        last = min((lives[0][0] for lives in broken.values()), default=seeds[-1] if seeds else 0)
-        played = seeds.index(last) + 1 if options.until_broken and seeds else len(seeds)
-        failed = failed or bool(broken)
-        if options.json:
-            print(json.dumps({"side": side, "lives": played, "broken": broken}))
-            continue
-        print(
-            f"{side}: {played} lives in {time.monotonic() - began:.0f} s "
-            f"({time.process_time() - cpu:.0f} s of the processor), {len(broken)} promises broken"
-        )
-        for promise, lives in sorted(broken.items(), key=lambda item: -len(item[1])):
-            print(f"  {promise}: {len(lives)} lives, such as {', '.join(str(seed) for seed, _ in lives[:SHOWN_SEEDS])}")
-            print(f"    {lives[0][1][:600]}")
-            print(f"    python -m tests.simulation --side {side} --seed {lives[0][0]} --story")
-    return int(failed)
+        return replay(options.side, options.seed, trace=options.trace, fewer=options.shrink)
+    first = first_seed() if options.first is None else options.first
+    seeds = range(first, first + options.runs)
+    if options.reach:
+        return print_reach(options.side, options.reach, seeds)
+    chosen = [options.side] if options.side else sides()
+    broken = [simulate_and_report(side, seeds, until_broken=options.until_broken) for side in chosen]
+    return int(any(broken))
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ class Scheduler:
         self._running: Process | None = None  # the process that ran last
         self.crashed: list[Task] = []  # tasks that ended with an exception
         self.steps = 0
-        self.story: list[str] | None = None  # lines, when they are wanted
+        self.trace: list[str] | None = None  # lines, when they are wanted
         self.processes: dict[Process, None] = {}  # that ever had a task
         self._ready: list[Task] = []
         self._dying: list[Task] = []
@@ -157,9 +157,9 @@ class Scheduler:
 
     def note(self, text: str) -> None:
         """Adds a line to the story, where one is wanted."""
-        if self.story is not None:
+        if self.trace is not None:
             who = self.current.process.name if self.current else "world"
-            self.story.append(f"{self.now:10.3f}  {who:<16} {text}")
+            self.trace.append(f"{self.now:10.3f}  {who:<16} {text}")
 
     def describe(self) -> str:
         """What every task waits for."""

@@ -1,4 +1,4 @@
-"""What goes wrong in a life: a list of faults, drawn before it begins, so that one can be left out."""
+"""The faults of a simulated run: a list that is drawn before the run begins, so that each can be left out."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Fault:
 
     kind: str
     anchor: str
-    """What `at` is counted from: "life"; "up" and "up again", the first and the second `up`; "start", when the first
-    attempt runs on all hosts; "awake", when the workstation has slept; "restart", the second command on a run;
-    "recovery", the end of the first attempt that is followed by another; "down"."""
+    """The moment that `at` is counted from: "beginning"; "up" and "up again", the first and second `up`; "start", when
+    the first attempt runs on all hosts; "awake", when the workstation has slept; "restart", the second command on a
+    run; "recovery", the end of the first attempt that is followed by another; "down"."""
     at: float
     seconds: float
     """How long it lasts."""
@@ -45,14 +45,18 @@ class Fault:
 
 
 def draw(chance: random.Random) -> list[Fault]:
-    """The faults of a life: none in some, one in many, several in the others."""
+    """Draws the faults of a simulated run: none in some, one in many, several in the others."""
     kindness = chance.random()
     count = 0 if kindness < 0.08 else 1 if kindness < 0.3 else chance.randint(2, 8)
     weights = [_WEIGHTS.get(kind, 1.0) for kind in ALL]
     faults = []
     for kind in chance.choices(ALL, weights, k=count):
-        anchor = chance.choice(("life", "start", "start", "start", "restart", "recovery", "recovery", "down"))
-        at = chance.uniform(0.0, 90.0) if anchor == "life" else chance.uniform(-8.0, 45.0 if anchor == "start" else 8.0)
+        anchor = chance.choice(("beginning", "start", "start", "start", "restart", "recovery", "recovery", "down"))
+        at = (
+            chance.uniform(0.0, 90.0)
+            if anchor == "beginning"
+            else chance.uniform(-8.0, 45.0 if anchor == "start" else 8.0)
+        )
         seconds = chance.choice((chance.uniform(1.0, 12.0), chance.uniform(10.0, 60.0), chance.uniform(60.0, 300.0)))
         faults.append(Fault(kind, anchor, max(0.0, at), seconds, chance.randrange(64)))
     return faults

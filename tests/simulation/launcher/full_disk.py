@@ -9,7 +9,7 @@ from typing import Any
 
 from launcher.run import ledger, logs
 
-_PROBABILITY = 0.04  # that it happens in a life
+_PROBABILITY = 0.04  # that it happens in a simulation
 _full = False
 
 
@@ -28,7 +28,7 @@ class FullDisk:
 
 
 def draw(seed: int) -> FullDisk | None:
-    """That of a life. Its numbers are its own, so that lives without one are what they were."""
+    """That of a simulation. Its numbers are its own, so that simulated runs without one are what they were."""
     chance = random.Random(f"disk {seed}")
     if chance.random() >= _PROBABILITY:
         return None

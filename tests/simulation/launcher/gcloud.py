@@ -83,7 +83,7 @@ class Gcloud:
     def _refusal(self) -> Answer | None:
         """The answer of weather that hits before the API does anything."""
         world = self.world
-        if world.is_offline(self.actor.place):
+        if world.is_offline(self.actor.workstation):
             self.scheduler.sleep(world.chance.uniform(1.0, 8.0))
             return 1, "", _OFFLINE
         if world.weather("slow") is not None:

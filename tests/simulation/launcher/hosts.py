@@ -141,8 +141,8 @@ class Host:
         return self.up and not self.cut and not self.hung and self.scheduler.now >= self.ssh_from
 
     def note(self, text: str) -> None:
-        """A line of the story."""
-        if self.scheduler.story is not None:
+        """Adds a line to the trace."""
+        if self.scheduler.trace is not None:
             self.scheduler.note(f"[host {self!r}] {text}")
 
     def quiet_since(self, since: float) -> bool:

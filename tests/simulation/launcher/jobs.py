@@ -1,7 +1,7 @@
 """What runs in the containers of an attempt: a program that trains on all hosts together, and how it ends.
 
-A job is a state machine of timers, not tasks: thousands of lives a minute leave no time for more. It knows the truth
-about its end, which the promises compare with what the launcher says.
+A job is a state machine of timers, not tasks, because thousands of runs are simulated a minute. It knows why it ended;
+the promises compare that with what the launcher says.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from launcher.machine import Machine
 from launcher.machine.owner import Owner
 from tests.simulation import scheduler as simulated
 from tests.simulation.launcher.hosts import EPOCH
-from tests.simulation.launcher.world import Actor, Place, Terminal, World
+from tests.simulation.launcher.world import Actor, Terminal, Workstation, World
 from tests.simulation.scheduler import Killed, Scheduler
 
 
@@ -79,8 +79,8 @@ class Queue(simulated.Queue):
 class WorkstationClock:
     """The clock of a workstation, which stands still while it sleeps, and whose date then jumps."""
 
-    def __init__(self, scheduler: Scheduler, place: Place) -> None:
-        self._scheduler, self._place = scheduler, place
+    def __init__(self, scheduler: Scheduler, workstation: Workstation) -> None:
+        self._scheduler, self._place = scheduler, workstation
 
     def monotonic(self) -> float:
         return self._scheduler.now - self._place.asleep
@@ -96,5 +96,5 @@ def make_machine(world: World, actor: Actor, chance: random.Random) -> Machine:
     """The machine of one command."""
     terminal = Terminal(world, actor)
     scheduler = world.scheduler
-    clock, owner = WorkstationClock(scheduler, actor.place), Owner(actor.person)
+    clock, owner = WorkstationClock(scheduler, actor.workstation), Owner(actor.person)
     return Machine(clock, Tasks(scheduler), terminal.run, terminal.connect, chance, owner)

@@ -1,7 +1,7 @@
-"""What makes lives cheap, and changes nothing that a promise is about.
+"""Makes simulated runs cheap without changing anything that a promise is about.
 
-YAML of runs' folders is remembered: reading and writing it would take half of a life. A run's id is another one in each
-life, so it is left out of what is remembered and put back. Hosts are looked at as often as those of a larger slice.
+YAML of runs' folders is cached: reading and writing it would take half of the time. Each simulated run has another run
+id, so the cache leaves the id out and puts it back. Hosts are observed as often as those of a larger slice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Everything but the launcher's own code: Google, hosts, networks and people's machines, of one life."""
+"""Everything but the launcher's own code: Google, hosts, networks and people's machines, of one simulation."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _CONNECT_SECONDS = 5.0  # as the launcher's transport has it
 _BROKEN_SECONDS = 10.0  # until a connection whose packets are lost is given up
 _REFUSALS = 3  # in a row, at least, before a host counts as lost
 _FORGOTTEN_SECONDS = 300.0  # of silence, after which a connection may be
-_BETWEEN_LOOKS = 5.0  # seconds, at most, in any life
+_BETWEEN_LOOKS = 5.0  # seconds, at most
 
 
 @dataclass(eq=False)
-class Place:
+class Workstation:
     """A workstation: one person's terminals, folder, network and clock."""
 
     name: str
@@ -43,7 +43,7 @@ class Place:
 class Actor:
     """One command of a person, as the world sees it."""
 
-    place: Place
+    workstation: Workstation
     command: str
     process: Process
     looked: bool = False
@@ -56,7 +56,7 @@ class Actor:
     @property
     def person(self) -> str:
         """Who gave it."""
-        return self.place.person
+        return self.workstation.person
 
 
 @dataclass(eq=False)
@@ -87,7 +87,7 @@ class Record:
 
 
 class World:
-    """The world of one life."""
+    """The world of one simulation."""
 
     def __init__(
         self, scheduler: Scheduler, chance: random.Random, faults: Sequence[Fault], plans: Sequence[Plan]
@@ -101,23 +101,23 @@ class World:
         self._awaiting: dict[str, dict[Task, None]] = {}  # tasks, by the moment
         self.struck = False  # whether any fault has happened
         self.pull_seconds = chance.choice((0.5, 5.0, 40.0))
-        self.places: list[Place] = []
+        self.workstations: list[Workstation] = []
         self.hosts_of_runs = 0
         self.slice_name = ""
         self.stall_seconds: float | None = None  # as the file says
         self.host_lost_seconds = math.inf  # as the file says
-        self._refusals: dict[tuple[str, Host], list[float]] = {}  # since a place last heard of a host
+        self._refusals: dict[tuple[str, Host], list[float]] = {}  # since a workstation last heard of a host
         self._weather: dict[str, list[tuple[float, float, Fault]]] = {}
         self.down_allowed: set[str] = set()  # persons who gave `down` or an expired slice's `gc`
         for fault in faults:
-            if fault.anchor == "life":
+            if fault.anchor == "beginning":
                 self._arrange(fault, fault.at)
 
-    # -- the story ----------------------------------------------------------------------------------------------------
+    # -- the trace ----------------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
-        """A line of the story."""
-        if self.scheduler.story is not None:
+        """Adds a line to the trace."""
+        if self.scheduler.trace is not None:
             self.scheduler.note(text)
 
     def break_promise(self, promise: str, what: str) -> None:
@@ -138,7 +138,7 @@ class World:
         self.scheduler.call_at(at, lambda: self._strike(fault))
 
     def reached(self, anchor: str) -> None:
-        """A life has come to this moment: faults that are anchored there are arranged, the first time."""
+        """A simulation has come to this moment: faults that are anchored there are arranged, the first time."""
         if anchor in self._reached:
             return
         self._reached.add(anchor)
@@ -148,7 +148,7 @@ class World:
                 self._arrange(fault, self.scheduler.now + fault.at)
 
     def wait_until(self, anchor: str) -> None:
-        """Waits until the life comes to that moment, which may be never."""
+        """Waits until the simulation comes to that moment, which may be never."""
         while anchor not in self._reached:
             self.scheduler.wait(self._awaiting.setdefault(anchor, {}), None, f"the moment {anchor!r}")
 
@@ -161,17 +161,17 @@ class World:
                 return fault
         return None
 
-    def refused(self, place: Place, host: Host) -> None:
-        """The network let a command of a place fail on a host that is well."""
-        self._refusals.setdefault((place.name, host), []).append(self.scheduler.now)
+    def refused(self, workstation: Workstation, host: Host) -> None:
+        """The network let a command of a workstation fail on a host that is well."""
+        self._refusals.setdefault((workstation.name, host), []).append(self.scheduler.now)
 
-    def answered(self, place: Place, host: Host) -> None:
-        """A place has heard of a host."""
-        self._refusals.pop((place.name, host), None)
+    def answered(self, workstation: Workstation, host: Host) -> None:
+        """A workstation has heard of a host."""
+        self._refusals.pop((workstation.name, host), None)
 
-    def _is_lost(self, place: Place, host: Host) -> bool:
+    def _is_lost(self, workstation: Workstation, host: Host) -> bool:
         """Whether one answer of the host after the other has failed, for as long as the file lets it be silent."""
-        refusals = self._refusals.get((place.name, host), [])
+        refusals = self._refusals.get((workstation.name, host), [])
         return len(refusals) >= _REFUSALS and self.scheduler.now - refusals[0] > self.host_lost_seconds - _BETWEEN_LOOKS
 
     def awake(self, actor: Actor, seconds: float) -> None:
@@ -181,9 +181,9 @@ class World:
                 link.forgotten = True
         self.reached("awake")
 
-    def is_offline(self, place: Place) -> bool:
+    def is_offline(self, workstation: Workstation) -> bool:
         """Whether a workstation has no network."""
-        return place.offline
+        return workstation.offline
 
     def _our_node(self) -> Node | None:
         nodes = [node for node in self.google.nodes.values() if node.name == self.slice_name and node.maker == "ann"]
@@ -195,9 +195,9 @@ class World:
         self.note(f"FAULT: {fault}")
         later = self.scheduler.now + fault.seconds
         if fault.kind == "offline":
-            place = self.places[0]
-            place.offline = True
-            self.scheduler.call_at(later, lambda: setattr(place, "offline", False))
+            workstation = self.workstations[0]
+            workstation.offline = True
+            self.scheduler.call_at(later, lambda: setattr(workstation, "offline", False))
             return
         if fault.kind in API_FAULTS:
             return
@@ -376,7 +376,7 @@ class World:
         job = container.job
         if job is None or not job.healthy or job.began is None or not job.confirmed:
             return
-        if any(self._is_lost(actor.place, item.host) for item in job.containers.values()):
+        if any(self._is_lost(actor.workstation, item.host) for item in job.containers.values()):
             return
         stopped = any(stop.run == container.run for stop in self.record.stops)
         if not stopped and job.plan.kind != "stall":
@@ -446,7 +446,7 @@ class World:
     def _execute_once(self, host: Host, script: str, stdin: str | None, actor: Actor) -> tuple[int, str]:
         """ssh: 255 when the host can't be reached, or the connection broke, maybe after the script ran."""
         self.scheduler.sleep(self.chance.uniform(0.05, 0.4))
-        if not host.reachable or self.is_offline(actor.place) or self.weather("dead ssh") is not None:
+        if not host.reachable or self.is_offline(actor.workstation) or self.weather("dead ssh") is not None:
             self.scheduler.sleep(10.0)
             return 255, ""
         inner = Execution()
@@ -494,7 +494,7 @@ class Link:
         scheduler.sleep(world.chance.uniform(0.01, 0.06))
         self._require_packets(deadline)
         if world.weather("dead ssh") is not None:
-            world.refused(self.actor.place, host)
+            world.refused(self.actor.workstation, host)
             raise self._break("Connection reset by peer")
         script = scripts.unquote(command)
         name, parameters, arguments = scripts.parse(script)
@@ -504,9 +504,9 @@ class Link:
             code, output = self._run_in_task(script, stdin, deadline)
         self._require_packets(deadline)
         if world.weather("ssh loses answers") is not None:
-            world.refused(self.actor.place, host)
+            world.refused(self.actor.workstation, host)
             raise self._break("the connection closed before the command ended")
-        world.answered(self.actor.place, host)
+        world.answered(self.actor.workstation, host)
         return code, output, ""
 
     def _require_packets(self, deadline: float) -> None:
@@ -515,14 +515,14 @@ class Link:
         if self.closed or host.boots != self.boots:
             raise self._break("the connection is closed")
         if self.forgotten:
-            self.world.refused(self.actor.place, host)
+            self.world.refused(self.actor.workstation, host)
             raise self._break("Connection reset by peer")
-        if host.reachable and not self.actor.place.offline:
+        if host.reachable and not self.actor.workstation.offline:
             return
         left = deadline - scheduler.now
         wait = _BROKEN_SECONDS if not host.hung else left  # a hanging host's kernel still acknowledges
         scheduler.sleep(max(0.0, min(left, wait)))
-        if not (host.reachable and not self.actor.place.offline and host.boots == self.boots):
+        if not (host.reachable and not self.actor.workstation.offline and host.boots == self.boots):
             if left <= wait:
                 self.closed = True
                 raise TimeoutError
@@ -564,11 +564,11 @@ class Terminal:
         world, scheduler = self.world, self.world.scheduler
         scheduler.sleep(world.chance.uniform(0.05, 0.3))
         host = world.addresses.get(address.host)
-        if host is None or not host.reachable or self.actor.place.offline:
+        if host is None or not host.reachable or self.actor.workstation.offline:
             scheduler.sleep(_CONNECT_SECONDS)
             raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
         if world.weather("dead ssh") is not None:
-            world.refused(self.actor.place, host)
+            world.refused(self.actor.workstation, host)
             raise ConnectionFailed("can't be reached: [Errno 111] Connection refused")
         if host.alias != address.alias:
             raise ConnectionFailed("the host key has changed: somebody else answers there")
@@ -587,7 +587,7 @@ class Terminal:
     ) -> Result:
         """Runs gcloud, in a process of its own: what it asked for goes on when it is ended."""
         world, scheduler = self.world, self.world.scheduler
-        if world.scheduler.story is not None:
+        if world.scheduler.trace is not None:
             shown = [word for word in argv if not word.startswith(("--command", "--ssh-flag", "--metadata", "--quiet"))]
             world.note("$ " + " ".join(shown)[:200])
         execution, inherited = Execution(), [os.dup(descriptor) for descriptor in pass_fds]

@@ -170,7 +170,7 @@ class HostStorage:
         try:
             result.append(effect())
         finally:
-            if scheduler.story is not None and kind != READ:
+            if scheduler.trace is not None and kind != READ:
                 scheduler.note(f"{kind} {url}{' (' + str(len(result[0])) + ' objects)' if kind == LIST else ''}")
             scheduler.sleep(treatment.after)
         if treatment.fails == "after":

@@ -233,7 +233,7 @@ class Output:
         if host is None:
             return sys.__stdout__.write(text) if sys.__stdout__ else 0
         host.lines += [line for line in text.splitlines() if line]
-        if self._world.scheduler.story is not None:
+        if self._world.scheduler.trace is not None:
             for line in filter(None, text.splitlines()):
                 self._world.scheduler.note(f"| {line[:300]}")
         return len(text)

@@ -59,12 +59,12 @@ def config_of(
 class World:
     """Everything of a life that is not the trainer."""
 
-    def __init__(self, plan: Plan, *, story: bool = False) -> None:
+    def __init__(self, plan: Plan, *, trace: bool = False) -> None:
         self.plan = plan
         self.random = random.Random(f"world {plan.seed}")
         self.scheduler = Scheduler(random.Random(f"order {plan.seed}"))
-        if story:
-            self.scheduler.story = []
+        if trace:
+            self.scheduler.trace = []
         self.config = config_of(
             plan.steps, plan.batch, plan.every_steps, plan.keep_last, plan.keep_every, plan.evaluate_every,
             plan.best, plan.background, plan.stop_seconds, plan.rendezvous_seconds, plan.skip, plan.export, plan.hub,

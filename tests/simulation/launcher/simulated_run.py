@@ -1,4 +1,4 @@
-"""One life of a launcher: what people do, in which world, and what is true at its end. A seed decides all of it."""
+"""One simulated run of the launcher: what users do, in which world, and what holds at its end. A seed decides all."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from pathlib import Path
 
 from launcher.config import Config, load
 from launcher.errors import Exit
-from tests.simulation.launcher import faults, full_disk, promises, stories
+from tests.simulation.launcher import faults, full_disk, promises, scenarios
+from tests.simulation.launcher.commands import Command
 from tests.simulation.launcher.full_disk import FullDisk
 from tests.simulation.launcher.hosts import Host
-from tests.simulation.launcher.people import Command
+from tests.simulation.launcher.scenarios import Action, Setting
 from tests.simulation.launcher.speed import observe_every, remember_yaml
-from tests.simulation.launcher.stories import Deed, Setting
-from tests.simulation.launcher.world import Place, World
+from tests.simulation.launcher.world import Workstation, World
 from tests.simulation.scheduler import Scheduler, Stuck
 
-LONGEST_LIFE = 16 * 3600.0  # seconds: every wait ends long before
+LONGEST_RUN = 16 * 3600.0  # seconds: every wait ends long before
 LONGEST_LOOK = 900.0  # seconds for which somebody looks at lines: longer than a program runs, or silence is borne
 _STEPS = 80_000
 _NAME = "bert"
@@ -30,26 +30,26 @@ _NAME = "bert"
 
 @dataclass(frozen=True)
 class Result:
-    """How a life went."""
+    """Outcome of a simulated run."""
 
     seed: int
     broken: tuple[tuple[str, str], ...]
     seconds: float
     """Virtual."""
     steps: int
-    story: tuple[str, ...] = ()
+    trace: tuple[str, ...] = ()
     faults: tuple[faults.Fault, ...] = ()
 
 
 @functools.cache
 def _folder() -> Path:
     parent = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    return Path(tempfile.mkdtemp(prefix="tpu-launch-lives-", dir=parent))
+    return Path(tempfile.mkdtemp(prefix="tpu-launch-simulation-", dir=parent))
 
 
 @functools.cache
 def make_config(setting: Setting) -> Config:
-    """The configuration of a setting. Cached: reading YAML takes longer than much of a life."""
+    """The configuration of a setting. Cached: reading YAML takes longer than much of a simulation."""
     path = _folder() / "run.yaml"
     lines = [
         "project: p",
@@ -72,51 +72,53 @@ def make_config(setting: Setting) -> Config:
     return load(path)
 
 
-class Life:
-    """One life."""
+class SimulatedRun:
+    """One simulation."""
 
-    def __init__(self, seed: int, *, story: bool = False, without: Collection[int] = ()) -> None:
+    def __init__(self, seed: int, *, trace: bool = False, without: Collection[int] = ()) -> None:
         """
         Args:
             seed: decides everything.
-            story: whether to write down what happens.
-            without: indices of faults and deeds that are left out (faults first).
+            trace: whether to write down what happens.
+            without: indices of faults and actions that are left out (faults first).
         """
         self.seed = seed
-        self.story, drawn = stories.draw(seed)
+        self.scenario, drawn = scenarios.draw(seed)
         self.faults = [fault for number, fault in enumerate(drawn) if number not in without]
-        self.deeds = [deed for number, deed in enumerate(self.story.deeds, len(drawn)) if number not in without]
+        self.actions = [
+            action for number, action in enumerate(self.scenario.actions, len(drawn)) if number not in without
+        ]
         self.scheduler = Scheduler(random.Random(f"tasks {seed}"), preempt=0.03)
-        if story:
-            self.scheduler.story = []
-        self.world = World(self.scheduler, random.Random(f"world {seed}"), self.faults, self.story.plans)
+        if trace:
+            self.scheduler.trace = []
+        self.world = World(self.scheduler, random.Random(f"world {seed}"), self.faults, self.scenario.plans)
         self.world.slice_name = _NAME
-        self.config = make_config(self.story.setting)
-        stall = self.story.setting.stall_minutes
+        self.config = make_config(self.scenario.setting)
+        stall = self.scenario.setting.stall_minutes
         self.world.stall_seconds = stall * 60.0 if stall is not None else None
-        self.world.host_lost_seconds = self.story.setting.host_lost_seconds
+        self.world.host_lost_seconds = self.scenario.setting.host_lost_seconds
         self.chance = random.Random(f"people {seed}")
         observe_every(self.chance.choice((1.0, 2.0, 3.0, 4.0)))
         self.full_disk = full_disk.draw(seed)
         self.commands: list[Command] = []
         homes = _folder()
-        self.ann = Place("ann", "ann", homes / "ann")
-        self.bob = Place("bob", "bob", homes / "bob")
-        self.world.places = [self.ann, self.bob]
+        self.ann = Workstation("ann", "ann", homes / "ann")
+        self.bob = Workstation("bob", "bob", homes / "bob")
+        self.world.workstations = [self.ann, self.bob]
         self.main: Command | None = None  # what ann's first terminal does, or did last
         self.main_over = False
 
     def play(self) -> Result:
         """Plays it to its end."""
-        for place in (self.ann, self.bob):
-            shutil.rmtree(place.home, ignore_errors=True)
-            place.home.mkdir(parents=True)
+        for workstation in (self.ann, self.bob):
+            shutil.rmtree(workstation.home, ignore_errors=True)
+            workstation.home.mkdir(parents=True)
         environment = {name: os.environ.get(name) for name in ("TPU_LAUNCH_HOME", "LOGNAME")}
-        self.scheduler.note(f"{self.story}")
+        self.scheduler.note(f"{self.scenario}")
         self.scheduler.note(f"faults: {'; '.join(map(str, self.faults)) or 'none'}")
         try:
             self.scheduler.spawn(self._live, name="ann's plan", process=self.scheduler.world)
-            self.scheduler.run(lambda: self.main_over, seconds=LONGEST_LIFE, steps=_STEPS)
+            self.scheduler.run(lambda: self.main_over, seconds=LONGEST_RUN, steps=_STEPS)
             promises.check_end(self)
         except Stuck as stuck:
             self.world.break_promise("every wait ends", str(stuck)[:2000])
@@ -135,7 +137,7 @@ class Life:
             tuple(self.world.record.broken),
             self.scheduler.now,
             self.scheduler.steps,
-            tuple(self.scheduler.story or ()),
+            tuple(self.scheduler.trace or ()),
             tuple(self.faults),
         )
 
@@ -146,21 +148,21 @@ class Life:
 
     # -- what people do -----------------------------------------------------------------------------------------------
 
-    def command(self, name: str, place: Place | None = None) -> Command:
+    def command(self, name: str, workstation: Workstation | None = None) -> Command:
         """Starts a command."""
         # Every command has random numbers of its own, so that leaving one out changes nothing for the others.
         chance = random.Random(f"command {self.seed} {len(self.commands)}")
-        command = Command(self.world, place or self.ann, name, self.config, chance)
+        command = Command(self.world, workstation or self.ann, name, self.config, chance)
         self.commands.append(command)
-        if name == "down" and place is None:
+        if name == "down" and workstation is None:
             self.world.reached("down")
         elif name in ("run", "attach") and any(other.name == "run" for other in self.commands[:-1]):
             self.world.reached("restart")
         return command
 
-    def do(self, name: str, place: Place | None = None) -> Command:
+    def do(self, name: str, workstation: Workstation | None = None) -> Command:
         """Gives a command and waits for its end."""
-        return self.finish(self.command(name, place))
+        return self.finish(self.command(name, workstation))
 
     def finish(self, command: Command) -> Command:
         """Waits for the end of a command."""
@@ -172,8 +174,8 @@ class Life:
         return command
 
     def _live(self) -> None:
-        for deed in self.deeds:
-            self.scheduler.spawn(self._act, deed, name=deed.kind, process=self.scheduler.world)
+        for action in self.actions:
+            self.scheduler.spawn(self._act, action, name=action.kind, process=self.scheduler.world)
         if self.full_disk is not None:
             self.scheduler.spawn(self._fill_disk, self.full_disk, name="full disk", process=self.scheduler.world)
         self._leave_something()
@@ -184,7 +186,7 @@ class Life:
 
     def _leave_something(self) -> None:
         """What is there before ann begins."""
-        kind, google = self.story.leftover, self.world.google
+        kind, google = self.scenario.leftover, self.world.google
         if not kind:
             return
         maker = "bob" if kind == "bob's" else "stranger" if kind == "a stranger's" else "ann"
@@ -241,14 +243,14 @@ class Life:
                 self.do("logs")
             next_command = "attach" if detached and self.chance.random() < 0.5 else "run"
 
-    def _act(self, deed: Deed) -> None:
-        """One deed of ann's or bob's."""
-        self.world.wait_until(deed.anchor)
-        self.scheduler.sleep(deed.after)
+    def _act(self, action: Action) -> None:
+        """One action of ann's or bob's."""
+        self.world.wait_until(action.anchor)
+        self.scheduler.sleep(action.after)
         run = self.main
         if run is None:
             return
-        match deed.kind:
+        match action.kind:
             case "kill":
                 run.kill()
                 if self.chance.random() < 0.5:
@@ -259,7 +261,7 @@ class Life:
                 self._sleep(run, self.chance.uniform(20.0, 4000.0))
             case "stop" | "logs":
                 if (self.ann.home / "runs").exists():
-                    self.do(deed.kind)
+                    self.do(action.kind)
             case "second run":
                 self.do("run")
             case "second attach":
@@ -317,12 +319,12 @@ class Life:
                 command.over.wait(deadline - self.scheduler.now)
 
 
-def hosts_of(life: Life) -> list[Host]:
+def hosts_of(simulation: SimulatedRun) -> list[Host]:
     """All hosts that ever were."""
-    return list(life.world.addresses.values())
+    return list(simulation.world.addresses.values())
 
 
-def play(seed: int, *, story: bool = False, without: Collection[int] = ()) -> Result:
-    """Plays one life."""
+def simulate(seed: int, *, trace: bool = False, without: Collection[int] = ()) -> Result:
+    """Simulates one run of the launcher."""
     remember_yaml()
-    return Life(seed, story=story, without=without).play()
+    return SimulatedRun(seed, trace=trace, without=without).play()

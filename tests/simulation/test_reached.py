@@ -1,18 +1,11 @@
-"""Every protection that a simulator is tried without can still be taken away: the patches apply to the tree."""
+"""The statements that a simulated run reaches are found by marks in the source."""
+
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.simulation import reached
-from tests.simulation.__main__ import sides
-from tests.simulation.sensitivity import check, patches
-
-PATCHES = [patch for side in sides() for patch in patches(side)]
-
-
-@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: f"{patch.parents[1].name}-{patch.stem}")
-def test_patch_applies(patch):
-    assert check(patch) == ""
-
 
 SOURCE = '''"""A module."""
 
@@ -48,10 +41,10 @@ def double(value):
 def test_a_change_is_marked_at_the_innermost_statement(old, new, line):
     changed = SOURCE.replace(old, new, 1)
     assert changed != SOURCE
-    assert reached.places_of({"m.py": SOURCE}, {"m.py": changed}) == (None if line is None else {"m.py": {line}})
+    assert reached.places_of(SOURCE, changed) == (None if line is None else {line})
 
 
-def test_a_marked_source_says_what_it_reaches():
+def test_a_marked_source_reports_what_it_reaches():
     seen = []
     module = {"_reached": seen.append}
     exec(reached.mark(SOURCE, [(10, 1), (12, 2), (15, 3)]), module)
@@ -59,3 +52,14 @@ def test_a_marked_source_says_what_it_reaches():
     assert seen == [1, 1, 3]
     assert module["double"](1) == 2
     assert seen == [1, 1, 3, 2, 3]
+
+
+def test_runs_that_reach_a_function_are_recorded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    Path("doubled.py").write_text(SOURCE)
+    line = reached.first_line(SOURCE, "double")
+    reached.import_instead(Path("doubled.py"), reached.mark(SOURCE, [(line, 4)]))
+    import doubled
+
+    assert reached.record(lambda seed: seed > 2 and doubled.double(seed), range(5)) == {4: [3, 4]}

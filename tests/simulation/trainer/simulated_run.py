@@ -1,4 +1,4 @@
-"""Plays one life of the trainer's protocol."""
+"""One simulated run of the trainer."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ os.environ.setdefault("PJRT_DEVICE", "CPU")  # or the trainer looks for chips
 
 
 @dataclass(frozen=True)
-class Life:
-    """What became of a life."""
+class Result:
+    """Outcome of a simulated run."""
 
     seed: int
     plan: Plan
     broken: list[tuple[str, str]]  # promises, and what was seen
-    story: list[str]
+    trace: list[str]
     seconds: float  # of this computer
     virtual_seconds: float
     attempts: int
 
 
-def play(seed: int, *, story: bool = False, without: frozenset[int] = frozenset()) -> Life:
-    """The life of a seed. Nothing but the seed, and the faults that are left out, decides what happens in it."""
+def simulate(seed: int, *, trace: bool = False, without: frozenset[int] = frozenset()) -> Result:
+    """Simulates one run: only the seed and the faults left out decide what happens in it."""
     began = time.perf_counter()
-    world = World(add_ends(stage(draw(seed))).leave_out(without), story=story)
+    world = World(add_ends(stage(draw(seed))).leave_out(without), trace=trace)
     output = Output(world)
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):  # type: ignore[type-var]
         try:
@@ -48,7 +48,7 @@ def play(seed: int, *, story: bool = False, without: frozenset[int] = frozenset(
     for task in world.scheduler.crashed:
         lines = "".join(traceback.format_exception(task.error))
         world.promises.broken("no thread dies of an exception", f"{task}: {lines[-1500:]}")
-    return Life(
-        seed, world.plan, world.promises.violations, world.scheduler.story or [],
+    return Result(
+        seed, world.plan, world.promises.violations, world.scheduler.trace or [],
         time.perf_counter() - began, world.scheduler.now, len(world.groups),
     )  # fmt: skip

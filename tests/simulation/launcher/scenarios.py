@@ -1,7 +1,7 @@
-"""What people do in a life, and what goes wrong in it, drawn from one seed before it begins.
+"""The scenario of a simulated run: what its users do and which faults occur, drawn from one seed before it begins.
 
-Some lives are drawn from everything. The others have a *theme*: they concentrate on one kind of trouble at one moment,
-so that interleavings that are rare among all lives become common in some.
+Some scenarios are drawn from everything. The others have a *theme*: they concentrate on one kind of trouble at one
+moment, so that interleavings that are rare among all simulated runs become common in some.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tests.simulation.launcher.faults import Fault
 from tests.simulation.launcher.jobs import Plan
 
 SLICES = (("v4-8", 1), ("v4-16", 2), ("v4-16", 2), ("v4-32", 4))
-_SETTINGS = 80  # files: reading one takes as long as a life
-_WITHOUT_THEME = 0.35  # of all lives
-_DEEDS = ("kill", "kill", "kill", "ctrl-c", "ctrl-c", "stop", "asleep", "stop", "logs", "second run", "bob down",
+_SETTINGS = 80  # configuration files: reading one takes as long as simulating a run
+_WITHOUT_THEME = 0.35  # of all scenarios
+_ACTIONS = ("kill", "kill", "kill", "ctrl-c", "ctrl-c", "stop", "asleep", "stop", "logs", "second run", "bob down",
           "bob up", "gc", "bob gc")  # fmt: skip
-_OF_ADDED_THEMES = 0.06  # of all lives
+_OF_ADDED_THEMES = 0.06  # of all scenarios
 _LEFTOVERS = ("", "", "", "", "bob's", "a stranger's", "preempted", "stopped", "deleting")
 
 
@@ -42,31 +42,31 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Deed:
+class Action:
     """Something that somebody does."""
 
     kind: str
     after: float
     """Seconds after `anchor`."""
     anchor: str = "run"
-    """A moment of the life: "up" and "run", the first such commands; those of `Fault.anchor`; and "prepare", when the
+    """A moment of the run: "up" and "run", the first such commands; those of `Fault.anchor`; and "prepare", when the
     first host is prepared, "request", when a request is in the queue, "end", when a program ends by itself."""
 
 
 @dataclass(frozen=True)
-class Story:
+class Scenario:
     """All that people will do."""
 
     setting: Setting
     leftover: str
     plans: tuple[Plan, ...]
-    deeds: tuple[Deed, ...]
+    actions: tuple[Action, ...]
     theme: str = ""
 
 
 @dataclass(frozen=True)
 class Theme:
-    """One kind of trouble. What is empty is drawn as in any life."""
+    """One kind of trouble. What is empty is drawn as in any simulation."""
 
     name: str
     faults: tuple[str, ...] = ()
@@ -76,10 +76,10 @@ class Theme:
     """Of the faults."""
     spread: float = 20.0
     """Seconds after the anchor within which they happen."""
-    deeds: tuple[str, ...] = ()
+    actions: tuple[str, ...] = ()
     """One of each group separated by "|" ; all groups are done."""
     moments: tuple[str, ...] = ("start",)
-    """Of the deeds: all of them have the same one."""
+    """Of the actions: all of them have the same one."""
     together: float = 30.0
     """Seconds after the moment within which they happen."""
     plans: tuple[str, ...] = ()
@@ -96,55 +96,56 @@ class Theme:
 
 
 THEMES = (
-    Theme("two terminals", deeds=("second run|second attach", "stop"), moments=("run", "start", "recovery"),
+    Theme("two terminals", actions=("second run|second attach", "stop"), moments=("run", "start", "recovery"),
           together=7.0, faults=("reboot", "preempt"), count=(0, 1), retries=True),
-    Theme("two terminals and a death", deeds=("second run", "kill|ctrl-c"), moments=("start", "prepare", "recovery"),
+    Theme("two terminals and a death", actions=("second run", "kill|ctrl-c"), moments=("start", "prepare", "recovery"),
           together=7.0, faults=("reboot", "preempt", "die"), count=(0, 2), retries=True),
-    Theme("a stop of a recovery", faults=("preempt", "reboot", "die"), deeds=("stop",), moments=("recovery",),
+    Theme("a stop of a recovery", faults=("preempt", "reboot", "die"), actions=("stop",), moments=("recovery",),
           together=50.0, retries=True),
-    Theme("leaving a recovery", faults=("preempt", "reboot", "die"), deeds=("ctrl-c|kill|asleep",),
+    Theme("leaving a recovery", faults=("preempt", "reboot", "die"), actions=("ctrl-c|kill|asleep",),
           moments=("recovery",), together=50.0, retries=True),
     Theme("standstills", faults=("hang", "cut", "offline", "dead ssh", "ssh loses answers"), plans=("stall", "finish"),
           stall=True, spread=40.0),
     Theme("memory", faults=("offline", "cut", "reboot", "hang", "dead ssh"), plans=("memory",), count=(0, 2),
           failures=True),
     Theme("a queue in bad weather", faults=("unavailable", "rate", "lost", "slow", "stockout", "busy", "offline"),
-          anchors=("life", "request", "up again"), deeds=("kill|ctrl-c",), moments=("request", "up"), queued=True),
+          anchors=("beginning", "request", "up again"), actions=("kill|ctrl-c",), moments=("request", "up"),
+          queued=True),
     Theme("a queue that takes back", faults=("preempt", "unavailable", "lost", "stockout"),
           anchors=("start", "recovery"), count=(2, 4), queued=True, retries=True),
-    Theme("no capacity", faults=("stockout", "stockout", "lost", "preempt"), anchors=("life", "recovery", "start"),
+    Theme("no capacity", faults=("stockout", "stockout", "lost", "preempt"), anchors=("beginning", "recovery", "start"),
           count=(2, 4), retries=True),
     Theme("reboots", faults=("reboot",), count=(1, 3), plans=("finish", "fail"), hosts=2, retries=True),
     Theme("out of reach", faults=("cut", "hang"), count=(1, 3), hosts=2, retries=True, spread=12.0),
-    Theme("asleep", deeds=("asleep", "logs|kill"), moments=("start", "recovery", "prepare"),
+    Theme("asleep", actions=("asleep", "logs|kill"), moments=("start", "recovery", "prepare"),
           faults=("reboot", "preempt"), count=(0, 1), retries=True),
-    Theme("crashes", deeds=("kill", "kill", "kill|ctrl-c"), moments=("prepare", "start", "run", "recovery"),
+    Theme("crashes", actions=("kill", "kill", "kill|ctrl-c"), moments=("prepare", "start", "run", "recovery"),
           faults=("cut", "reboot", "preempt"), count=(0, 1), retries=True),
     Theme("lost answers", faults=("lost", "ssh loses answers", "dead ssh"), count=(2, 4),
-          anchors=("life", "start", "recovery", "down"), retries=True),
-    Theme("old lists", faults=("stale",), deeds=("gc|bob gc", "bob up|bob down|second run"),
-          moments=("run", "up", "start"), anchors=("life",), spread=60.0,
+          anchors=("beginning", "start", "recovery", "down"), retries=True),
+    Theme("old lists", faults=("stale",), actions=("gc|bob gc", "bob up|bob down|second run"),
+          moments=("run", "up", "start"), anchors=("beginning",), spread=60.0,
           leftovers=("", "preempted", "bob's", "deleting", "a stranger's")),
-    Theme("what was left", faults=("unavailable", "busy", "lost", "slow"), anchors=("life",), spread=140.0,
+    Theme("what was left", faults=("unavailable", "busy", "lost", "slow"), anchors=("beginning",), spread=140.0,
           leftovers=("preempted", "stopped", "deleting", "bob's", "a stranger's")),
     Theme("a hard farewell", faults=("busy", "unavailable", "lost", "slow", "preempt", "offline"), anchors=("down",),
           count=(1, 4), spread=6.0),
     Theme("maintenance", faults=("maintenance", "preempt"), count=(1, 2), plans=("finish", "save"), retries=True),
-    Theme("wrong clocks", faults=("clock",), deeds=("logs|kill",), count=(1, 3)),
-    Theme("full disks", faults=("disk", "engine"), anchors=("life", "start", "recovery"), count=(1, 3), retries=True),
+    Theme("wrong clocks", faults=("clock",), actions=("logs|kill",), count=(1, 3)),
+    Theme("full disks", faults=("disk", "engine"), anchors=("beginning", "start", "recovery"), count=(1, 3),
+          retries=True),
     Theme("stops", faults=("hang", "cut", "dead ssh", "ssh loses answers", "offline"), count=(0, 2),
-          deeds=("stop",), moments=("run", "prepare", "start", "restart"), together=20.0, spread=25.0),
+          actions=("stop",), moments=("run", "prepare", "start", "restart"), together=20.0, spread=25.0),
 )  # fmt: skip
 
 
 ADDED_THEMES = (
-    Theme("clearing up", faults=("stale", "slow"), count=(1, 2), anchors=("up",), spread=5.0, deeds=("gc",),
+    Theme("clearing up", faults=("stale", "slow"), count=(1, 2), anchors=("up",), spread=5.0, actions=("gc",),
           moments=("up",), together=60.0, leftovers=("preempted",)),
-    Theme("two terminals at the end", deeds=("second run",), moments=("end",), together=8.0, count=(0, 0)),
-    Theme("awake", faults=("cut", "dead ssh"), anchors=("awake",), spread=2.0, count=(0, 2), deeds=("asleep",), hosts=2,
-          retries=True),
+    Theme("two terminals at the end", actions=("second run",), moments=("end",), together=8.0, count=(0, 0)),
+    Theme("awake", faults=("cut", "dead ssh"), anchors=("awake",), spread=2.0, count=(0, 2), actions=("asleep",),
+          hosts=2, retries=True),
 )  # fmt: skip
-"""Drawn apart, so that the lives which had been played before there were these stay as they were."""
 
 
 @functools.cache
@@ -153,36 +154,38 @@ def settings() -> tuple[Setting, ...]:
     return tuple(_draw_setting(random.Random(f"setting {number}")) for number in range(_SETTINGS))
 
 
-def draw(seed: int) -> tuple[Story, list[Fault]]:
-    """What people do in a life, and what goes wrong."""
-    chance, added = random.Random(f"story {seed}"), random.Random(f"added {seed}")
+def draw(seed: int) -> tuple[Scenario, list[Fault]]:
+    """Draws the scenario and the faults of a simulated run."""
+    chance, added = random.Random(f"scenario {seed}"), random.Random(f"added {seed}")
     if added.random() < _OF_ADDED_THEMES:
         theme = added.choice(ADDED_THEMES)
     elif chance.random() < _WITHOUT_THEME:
         return _draw_anything(chance), faults.draw(random.Random(f"faults {seed}"))
     else:
         theme = chance.choice(THEMES)
-    return _draw_story(theme, chance), _draw_faults(theme, random.Random(f"faults {seed}"))
+    return _draw_scenario(theme, chance), _draw_faults(theme, random.Random(f"faults {seed}"))
 
 
-def _draw_anything(chance: random.Random) -> Story:
+def _draw_anything(chance: random.Random) -> Scenario:
     setting = chance.choice(settings())
     kinds = [
         chance.choice(("fail", "fail", "save", "bad input", "stall")) for _ in range(chance.choice((0, 0, 1, 1, 2)))
     ]
-    deeds = [Deed(chance.choice(_DEEDS), chance.uniform(0.0, 80.0)) for _ in range(chance.choice((0, 1, 1, 2, 3)))]
-    return Story(setting, chance.choice(_LEFTOVERS), _draw_plans(chance, kinds, setting), tuple(deeds))
+    actions = [
+        Action(chance.choice(_ACTIONS), chance.uniform(0.0, 80.0)) for _ in range(chance.choice((0, 1, 1, 2, 3)))
+    ]
+    return Scenario(setting, chance.choice(_LEFTOVERS), _draw_plans(chance, kinds, setting), tuple(actions))
 
 
-def _draw_story(theme: Theme, chance: random.Random) -> Story:
+def _draw_scenario(theme: Theme, chance: random.Random) -> Scenario:
     setting = chance.choice(_settings_of(theme))
     kinds = [chance.choice(theme.plans) for _ in range(chance.choice((1, 1, 2)))] if theme.plans else []
     moment = chance.choice(theme.moments)
-    deeds = [
-        Deed(chance.choice(group.split("|")), chance.uniform(0.0, theme.together), moment) for group in theme.deeds
+    actions = [
+        Action(chance.choice(group.split("|")), chance.uniform(0.0, theme.together), moment) for group in theme.actions
     ]
     plans = _draw_plans(chance, kinds, setting)
-    return Story(setting, chance.choice(theme.leftovers), plans, tuple(deeds), theme.name)
+    return Scenario(setting, chance.choice(theme.leftovers), plans, tuple(actions), theme.name)
 
 
 @functools.cache

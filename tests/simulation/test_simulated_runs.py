@@ -1,0 +1,34 @@
+"""All promises hold in every simulated run: 1,000 a side (SIMULATED_RUNS changes it), with other seeds each day."""
+
+import os
+from datetime import date
+
+import pytest
+
+from tests.simulation.__main__ import FIRST_SEED, SEEDS_A_DAY, first_seed, load, sides, simulate_and_report
+
+RUNS = int(os.environ.get("SIMULATED_RUNS", "1000"))
+
+
+@pytest.mark.parametrize("side", sides())
+def test_a_seed_decides_the_whole_run(side):
+    simulate = load(side).simulate
+    assert simulate(7, trace=True).trace == simulate(7, trace=True).trace
+
+
+@pytest.mark.timeout(60 + RUNS)
+@pytest.mark.parametrize("side", sides())
+def test_promises_hold_in_every_simulated_run(side, capsys):
+    first = first_seed()
+    with capsys.disabled():
+        print()
+        broken = simulate_and_report(side, range(first, first + RUNS))
+    replay = {promise: f"make simulate SIDE={side} SEED={found[0][0]}" for promise, found in broken.items()}
+    assert not replay
+
+
+def test_each_day_has_seeds_of_its_own(monkeypatch):
+    monkeypatch.delenv(FIRST_SEED, raising=False)
+    assert first_seed(date(2026, 3, 2)) - first_seed(date(2026, 3, 1)) == SEEDS_A_DAY > RUNS
+    monkeypatch.setenv(FIRST_SEED, "4711")
+    assert first_seed() == 4711
