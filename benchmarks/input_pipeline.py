@@ -44,7 +44,7 @@ from training.data.loading.mlm_batches import MlmBatches
 from training.data.loading.prefetch import prefetch
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.pack import pack_documents
-from training.data.sampling import blocks
+from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
 
 RUNS_IN = "tensorflow"  # the image that has what we compare with
@@ -75,7 +75,7 @@ def open_batches(url: str) -> MlmBatches:
 
 def throughput(url: str) -> float:
     """Records per second, with a quarter of the usual window: a dataset that fits into one window is read only once."""
-    blocks.WINDOW_BLOCKS //= 4
+    order.WINDOW_BLOCKS //= 4
     source = open_batches(url)
     steps = EPOCHS * source.dataset.records // BATCH
     began = time.perf_counter()

@@ -1,10 +1,9 @@
 """What all hosts of a slice read in an epoch, over the size of the dataset: blocks are read whole, and a host needs
 only some of the records of a block.
 
-    python benchmarks/read_amplification.py [--records 4000000] [--order 1] [--json]
+    python benchmarks/read_amplification.py [--records 4000000] [--json]
 
-Counts the blocks of all windows of the first epoch; reads no data. The default is 1.2 GB of rows of 128 tokens, in both
-orders of records.
+Counts the blocks of all windows of the first epoch; reads no data. The default is 1.2 GB of rows of 128 tokens.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from training.data.sampling.order import ORDER_VERSIONS, blocks_of_hosts, training_order
+from training.data.sampling.order import blocks_of_hosts, training_order
 
 HOSTS = (1, 2, 8, 64, 512)
 
@@ -23,22 +22,20 @@ def main() -> None:
     parser.add_argument("--records", type=int, default=4_000_000)
     parser.add_argument("--record-bytes", type=int, default=298)
     parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--order", type=int, choices=ORDER_VERSIONS, help="only this version")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     rows = []
-    for version in [options.order] if options.order else ORDER_VERSIONS:
-        order = training_order(version, options.records, options.record_bytes, seed=1, batch=options.batch)
-        block_megabytes = order.block * options.record_bytes / 1e6
+    order = training_order(options.records, options.record_bytes, seed=1, batch=options.batch)
+    block_megabytes = order.block * options.record_bytes / 1e6
+    if not options.json:
+        print(f"blocks of {order.block} records, {order.windows} windows an epoch")
+    for hosts in HOSTS:
+        windows = [blocks_of_hosts(order, options.batch, 0, number, hosts) for number in range(order.windows)]
+        times = round(sum(map(sum, windows)) * order.block / options.records, 2)
+        megabytes = round(max(map(max, windows)) * block_megabytes, 1)
+        rows.append({"hosts": hosts, "times": times, "megabytes": megabytes})
         if not options.json:
-            print(f"order {version}: blocks of {order.block} records, {order.windows} windows an epoch")
-        for hosts in HOSTS:
-            windows = [blocks_of_hosts(order, options.batch, 0, number, hosts) for number in range(order.windows)]
-            times = round(sum(map(sum, windows)) * order.block / options.records, 2)
-            megabytes = round(max(map(max, windows)) * block_megabytes, 1)
-            rows.append({"order": version, "hosts": hosts, "times": times, "megabytes": megabytes})
-            if not options.json:
-                print(f"{hosts:4} hosts: read {times:5} times; a host at most {megabytes} MB a window")
+            print(f"{hosts:4} hosts: read {times:5} times; a host at most {megabytes} MB a window")
     if options.json:
         print(json.dumps({"read": rows}))
 

@@ -16,7 +16,7 @@ from training.checkpoint.admin import has_checkpoint
 from training.checkpoint.retention import Keep
 from training.checkpoint.writer import CheckpointWriter, RunDescription
 from training.config import TrainerConfig, batch_mistake
-from training.data.sampling import order
+from training.data.sampling.order import ORDER_VERSION
 from training.distributed.agreement import agree, code_hash
 from training.distributed.cluster import Cluster, device_kind, tensorflow_environment
 from training.distributed.fence import claim, fence
@@ -151,20 +151,20 @@ def checkpoint_identity(run: Run) -> dict[str, Any]:
     return {
         **run.task.identity(),
         **run.model_identity,
+        "data.order": ORDER_VERSION,
         "seed": run.config.seed,
         "train.global_batch_size": run.config.train.global_batch_size,
     }
 
 
 def open_checkpoints(run: Run) -> CheckpointWriter:
-    """The writer of the run's checkpoints, once it is known in which order the run takes records."""
+    """The writer of the run's checkpoints."""
     config = run.config
-    identity = {**checkpoint_identity(run), **order.identity(run.task.order_version)}
     return CheckpointWriter(
         run.checkpoint_folder,
         run.cluster,
         run.rendezvous,
-        RunDescription(identity, config.canonical(), run.code, run.token),
+        RunDescription(checkpoint_identity(run), config.canonical(), run.code, run.token),
         Keep(config.checkpoint.keep_last, config.checkpoint.keep_every),
         background=config.checkpoint.background,
         fence=run.fence,

@@ -21,7 +21,6 @@ from training.checkpoint.reader import Restored, checkpoint_name, restore
 from training.checkpoint.retention import Best, EveryMinutes, EverySteps
 from training.checkpoint.writer import CheckpointWriter
 from training.config import TrainerConfig
-from training.data.sampling import order
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
@@ -106,10 +105,8 @@ def open_trainer(run: Run, context: AttemptContext, record_url: str) -> Trainer:
         restored = restore(
             run.checkpoint_folder, run.rendezvous, checkpoint_identity(run), backend.load_state, warn_here,
             run.dependencies.storage, run.dependencies.machine.threads, history.suspects,
-            config.rendezvous.seconds, adopted=(order.VERSION_KEY,),
+            config.rendezvous.seconds,
         )  # fmt: skip
-        if restored:
-            run.task.take_order(order.version_of(restored.manifest.identity))
         trainer = Trainer(run, backend, open_checkpoints(run), history, record_url)
         run.console.print(
             f"run {cluster.run_id}, attempt {cluster.attempt}: {len(cluster.all_addresses)} host(s), "

@@ -25,9 +25,7 @@ from training.data.prepare import dataset_writer
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import ClassLabels, FloatLabels, LabelKind, LengthBuckets, write_labelled_rows
 from training.data.prepare.pack import pack_documents
-from training.data.sampling import blocks
-from training.data.sampling.groups import Groups
-from training.data.sampling.lanes import Lanes
+from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.tf import labelled_batches as tf_labelled
 from training.data.tf import mlm_batches as tf_mlm
@@ -93,7 +91,6 @@ def assert_same(ours: Any, theirs: dict[str, Any]) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.sampled_from([1, 2]),
     st.integers(1, 3000),
     st.integers(1, 100),
     st.integers(1, 50),
@@ -101,12 +98,9 @@ def assert_same(ours: Any, theirs: dict[str, Any]) -> None:
     st.integers(0, 5),
     st.integers(0, 20),
 )
-def test_windows_are_those_of_numpy(
-    version: int, records: int, batch: int, block: int, seed: int, epoch: int, number: int
-) -> None:
+def test_windows_are_those_of_numpy(records: int, batch: int, block: int, seed: int, epoch: int, number: int) -> None:
     divisors = [count for count in range(1, batch + 1) if batch % count == 0]
-    lanes = Lanes(records, block, divisors[seed % len(divisors)], seed % 3 + 1, seed, batch)
-    ours = lanes if version == 2 else Groups(blocks.Geometry(records, block, window=block * 7), seed, batch)
+    ours = order.TrainingOrder(records, block, divisors[seed % len(divisors)], seed % 3 + 1, seed, batch)
     number %= ours.windows
     which = tf.constant(epoch, tf.int64), tf.constant(number, tf.int64)
     theirs = order_tensorflow.window(ours, order_tensorflow.block_permutation(ours, which[0]), *which)
@@ -123,17 +117,16 @@ def test_windows_are_those_of_numpy(
     st.sampled_from([0, 1, 77, 10**6]),
     st.integers(0, 2**31 - 1),
     st.booleans(),
-    st.sampled_from([1, 2, 2]),
 )
 def test_batches_are_those_of_numpy(
-    layout: str, records: int, hosts: int, rows: int, start: int, seed: int, small: bool, version: int
+    layout: str, records: int, hosts: int, rows: int, start: int, seed: int, small: bool
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if small:  # several windows an epoch
-            patch.setattr(blocks, "WINDOW_BLOCKS", 3)
-            patch.setattr(blocks, "MIN_BLOCK", 8)
-            patch.setattr(blocks, "BLOCK_BYTES", 400)
-        how = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts, order_version=version)
+            patch.setattr(order, "WINDOW_BLOCKS", 3)
+            patch.setattr(order, "MIN_BLOCK", 8)
+            patch.setattr(order, "BLOCK_BYTES", 400)
+        how = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
         masking = Masking(20)
         dataset = kept(records, layout)
         ours = mlm_batches.MlmBatches(dataset, how, masking, seed)
@@ -143,25 +136,22 @@ def test_batches_are_those_of_numpy(
         ours.close()
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_blocks_are_permuted_once_an_epoch_for_all_its_windows(
-    monkeypatch: pytest.MonkeyPatch, version: int
-) -> None:
+def test_the_blocks_are_permuted_once_an_epoch_for_all_its_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     epochs: list[int] = []
     permute = order_tensorflow.block_permutation
 
-    def permute_and_note(order: Any, epoch: Any) -> Any:
+    def permute_and_note(shuffled: Any, epoch: Any) -> Any:
         def note(epoch: Any) -> Any:
             epochs.append(int(epoch))
-            return permute(order, epoch)
+            return permute(shuffled, epoch)
 
-        return tf.ensure_shape(tf.py_function(note, [epoch], tf.int64), (order.blocks,))
+        return tf.ensure_shape(tf.py_function(note, [epoch], tf.int64), (shuffled.blocks,))
 
     monkeypatch.setattr(tf_reader, "block_permutation", permute_and_note)
-    monkeypatch.setattr(blocks, "WINDOW_BLOCKS", 4)
-    monkeypatch.setattr(blocks, "MIN_BLOCK", 8)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 400)
-    how = HostSlice(TOKENS, 10, order_version=version)
+    monkeypatch.setattr(order, "WINDOW_BLOCKS", 4)
+    monkeypatch.setattr(order, "MIN_BLOCK", 8)
+    monkeypatch.setattr(order, "BLOCK_BYTES", 400)
+    how = HostSlice(TOKENS, 10)
     batches = tf_mlm.mlm_batches(kept(1000, "compact"), how, Masking(), 3, 150).take(120).as_numpy_iterator()
     assert sum(1 for _ in batches) == 120
     assert epochs in ([1, 2], [1, 2, 3])  # the last one: of what is read ahead

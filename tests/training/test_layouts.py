@@ -27,8 +27,8 @@ from training.data.loading.open_source import open_source
 from training.data.prepare import dataset_writer
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.pack import pack_documents
-from training.data.sampling.blocks import geometry
 from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.sampling.order import evaluation_order
 from training.errors import BadInput
 
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
@@ -134,7 +134,7 @@ def test_a_member_that_is_a_whole_block_is_replaced_from_the_next_good_one_on_ev
     """Rows of 256 and more tokens: a block is one member, in which one damaged byte leaves no good record."""
     monkeypatch.setattr(dataset_writer, "MEMBER_RECORDS", 64)
     dataset, expected = samples.make(tmp_path, 300, per_shard=128, compression="gzip"), samples.ids(300)
-    assert geometry(300, dataset.shards[0].bytes // 128, 64).block == 64
+    assert evaluation_order(300, dataset.shards[0].bytes // 128, 64).block == 64
     damage(tmp_path / "train-00000.tfrecord", dataset.shards[0].members[0] + 40)  # records 64 to 127
     damage(tmp_path / "train-00001.tfrecord", 40)  # and 128 to 191
     damage(tmp_path / "train-00002.tfrecord", 40)  # and 256 to 299, the short block at the end

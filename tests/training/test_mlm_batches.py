@@ -17,14 +17,11 @@ from training.data.loading.host_slice import HostSlice
 from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluation
 from training.data.loading.prefetch import prefetch
 from training.data.sampling import order
-from training.data.sampling.blocks import WINDOW_BLOCKS, Geometry
-from training.data.sampling.groups import Groups
-from training.data.sampling.lanes import Lanes
 from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.sampling.order import TrainingOrder
 from training.errors import BadInput
 
 MASKING = Masking()
-VERSIONS = order.ORDER_VERSIONS
 TOKENS = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
 
 
@@ -40,23 +37,19 @@ def joined(parts: list[MlmBatch]) -> MlmBatch:
     return MlmBatch(*(np.concatenate(values) for values in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
-# Orders small enough to have many blocks, groups, lanes and windows; the real ones are used by the tests on files.
-def small(version: int, records: int, block: int, depth: int, seed: int, batch: int) -> Groups | Lanes:
-    if version == 1:
-        window = min(block * depth, -(-records // block) * block)
-        return Groups(Geometry(records, block, window), seed, batch)
+def small(records: int, block: int, depth: int, seed: int, batch: int) -> TrainingOrder:
+    """An order small enough to have many blocks, lanes and windows."""
     divisors = [count for count in range(1, batch + 1) if batch % count == 0]
-    return Lanes(records, block, divisors[seed % len(divisors)], depth % 4 + 1, seed, batch)
+    return TrainingOrder(records, block, divisors[seed % len(divisors)], depth % 4 + 1, seed, batch)
 
 
-def of_rows(version: int, records: int, *, seed: int, batch: int) -> Groups | Lanes:
-    """Of compact rows of 128 tokens."""
-    return order.training_order(version, records, 298, seed=seed, batch=batch)
+def of_rows(records: int, *, seed: int, batch: int) -> TrainingOrder:
+    """The order of compact rows of 128 tokens."""
+    return order.training_order(records, 298, seed=seed, batch=batch)
 
 
 @settings(deadline=None)
 @given(
-    st.sampled_from(VERSIONS),
     st.integers(1, 400),
     st.integers(1, 9),
     st.integers(1, 40),
@@ -65,16 +58,15 @@ def of_rows(version: int, records: int, *, seed: int, batch: int) -> Groups | La
     st.integers(0, 5),
 )
 def test_every_epoch_is_a_permutation_of_all_records(
-    version: int, records: int, block: int, depth: int, batch: int, seed: int, epoch: int
+    records: int, block: int, depth: int, batch: int, seed: int, epoch: int
 ) -> None:
-    shuffled = small(version, records, block, depth, seed, batch)
+    shuffled = small(records, block, depth, seed, batch)
     seen = np.concatenate([shuffled.window(epoch, number) for number in range(shuffled.windows)])
     assert sorted(seen.tolist()) == list(range(records))
 
 
 @settings(deadline=None)
 @given(
-    st.sampled_from(VERSIONS),
     st.integers(1, 200),
     st.integers(1, 9),
     st.integers(1, 20),
@@ -82,9 +74,9 @@ def test_every_epoch_is_a_permutation_of_all_records(
     st.integers(0, 2**32),
 )
 def test_batches_run_through_the_epochs_without_dropping_or_repeating(
-    version: int, records: int, block: int, depth: int, batch: int, seed: int
+    records: int, block: int, depth: int, batch: int, seed: int
 ) -> None:
-    shuffled = small(version, records, block, depth, seed, batch)
+    shuffled = small(records, block, depth, seed, batch)
     steps = -(-3 * records // batch)
     epochs, seen = map(np.concatenate, zip(*(order.batch_records(shuffled, k) for k in range(steps)), strict=True))
     assert epochs.tolist() == [place // records for place in range(steps * batch)]
@@ -92,45 +84,29 @@ def test_batches_run_through_the_epochs_without_dropping_or_repeating(
         assert sorted(seen[epochs == epoch].tolist()) == list(range(records))
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_epochs_seeds_and_nothing_else_change_the_order(version: int) -> None:
+def test_epochs_seeds_and_nothing_else_change_the_order() -> None:
     orders = {
-        (seed, epoch): tuple(of_rows(version, 1000, seed=seed, batch=32).window(epoch, 0))
+        (seed, epoch): tuple(of_rows(1000, seed=seed, batch=32).window(epoch, 0))
         for seed in (0, 1, 2)
         for epoch in (0, 1, 2)
     }
     assert len(set(orders.values())) == len(orders)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_the_order_is_pinned(version: int) -> None:
+def test_the_order_is_pinned() -> None:
     """What a seed means must not change between versions: a resumed run would see records twice. Another order is
-    another version."""
-    expected_small, expected_large = PINNED[version]
-    assert order.batch_records(of_rows(version, 1000, seed=7, batch=8), 3)[1].tolist() == expected_small
-    assert order.batch_records(of_rows(version, 1_000_000, seed=7, batch=8), 100_000)[1].tolist() == expected_large
+    another ORDER_VERSION."""
+    assert order.batch_records(of_rows(1000, seed=7, batch=8), 3)[1].tolist() == [21, 455, 117, 120, 345, 814, 508, 267]
+    expected = [474908, 312645, 737548, 688430, 741921, 383102, 152752, 416484]
+    assert order.batch_records(of_rows(1_000_000, seed=7, batch=8), 100_000)[1].tolist() == expected
 
 
-PINNED = {
-    1: (
-        [710, 687, 842, 291, 828, 940, 352, 916],
-        [791860, 787154, 967989, 48302, 818938, 181697, 500182, 297121],
-    ),
-    2: (
-        [21, 455, 117, 120, 345, 814, 508, 267],
-        [474908, 312645, 737548, 688430, 741921, 383102, 152752, 416484],
-    ),
-}
-
-
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("first", [0, 20_000])
-def test_a_record_is_anywhere_in_the_epoch(version: int, first: int) -> None:
+def test_a_record_is_anywhere_in_the_epoch(first: int) -> None:
     """Mean place of the first and of the last 50 records over 50 epochs is the middle, within 5 standard errors of a
     uniform place. The last ones are in the short block."""
     records, batch = 20_050, 32
-    groups = Groups(Geometry(records, 64, 64 * 16), 3, batch)
-    shuffled = groups if version == 1 else Lanes(records, 64, 16, 1, 3, batch)
+    shuffled = TrainingOrder(records, 64, 16, 1, 3, batch)
     assert shuffled.windows > 10
     places = []
     for epoch in range(50):
@@ -139,28 +115,26 @@ def test_a_record_is_anywhere_in_the_epoch(version: int, first: int) -> None:
     assert abs(np.mean(places) - 0.5) < 5 * 12**-0.5 / 50**0.5
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("batch", [32, 256, 4096])
-def test_neighbours_are_spread_over_batches(version: int, batch: int) -> None:
+def test_neighbours_are_spread_over_batches(batch: int) -> None:
     """In a batch of B rows a record meets on average about B / WINDOW_BLOCKS records of its own block, and not more
-    than a few of them: version 2 fewer than version 1."""
-    shuffled = of_rows(version, 450_000, seed=5, batch=batch)
+    than a few of them."""
+    shuffled = of_rows(450_000, seed=5, batch=batch)
     mates = [Counter((order.batch_records(shuffled, k)[1] // shuffled.block).tolist()) for k in range(60)]
     others = [count - 1 for counts in mates for count in counts.values() for _ in range(count)]
-    assert np.mean(others) < 1.6 * batch / WINDOW_BLOCKS
+    assert np.mean(others) < 1.6 * batch / order.WINDOW_BLOCKS
     assert max(others) < (12 if batch <= 256 else 45)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("hosts", [2, 4, 8])
-def test_hosts_together_read_a_large_dataset_about_once(version: int, hosts: int) -> None:
-    shuffled = of_rows(version, 900_000, seed=5, batch=256)
+def test_hosts_together_read_a_large_dataset_about_once(hosts: int) -> None:
+    shuffled = of_rows(900_000, seed=5, batch=256)
     blocks_read = 0
     for host in range(hosts):
         for number in range(shuffled.windows):
             cells = order.cells_of_rows(shuffled, 256, 0, number, *order.host_rows(256, host, hosts))
             blocks_read += len(np.unique(shuffled.window(0, number)[cells] // shuffled.block))
-    assert blocks_read < {1: 1.5, 2: 1.03}[version] * shuffled.blocks
+    assert blocks_read < 1.03 * shuffled.blocks
 
 
 @settings(max_examples=25, deadline=None)

@@ -21,8 +21,8 @@ from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.host_slice import HostSlice
 from training.data.loading.mlm_batches import MlmBatches, mlm_evaluation
 from training.data.loading.record_source import read_replacing
-from training.data.sampling.blocks import geometry
 from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.sampling.order import evaluation_order
 from training.errors import BadInput
 from training.storage import gcs as bucket
 
@@ -123,7 +123,7 @@ def test_no_mutated_shard_gives_a_wrong_record(samples: Any, tmp_path: Path, mon
 
 def test_a_bad_record_is_replaced_by_the_next_good_one_of_its_block_on_every_host(samples: Any, tmp_path: Path) -> None:
     dataset, expected = samples.make(tmp_path, 150, per_shard=50), samples.ids(150)
-    size, block = size_of(dataset), geometry(150, size_of(dataset)).block
+    size, block = size_of(dataset), evaluation_order(150, size_of(dataset)).block
     assert block == 64
     for record in (0, 63, 64, 100, 101):
         flip(tmp_path / f"train-{record // 50:05d}.tfrecord", record % 50 * size + 20)
@@ -264,11 +264,11 @@ def test_neighbouring_blocks_are_read_in_large_requests(samples: Any, gcs: Any) 
 
 
 def test_a_host_reads_only_what_its_rows_need(samples: Any, gcs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.data.sampling import blocks
+    from training.data.sampling import order
 
-    monkeypatch.setattr(blocks, "MIN_BLOCK", 4)
-    monkeypatch.setattr(blocks, "WINDOW_BLOCKS", 64)  # several windows: what fits into one is read whole, once
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 430)
+    monkeypatch.setattr(order, "MIN_BLOCK", 4)
+    monkeypatch.setattr(order, "WINDOW_BLOCKS", 64)  # several windows: what fits into one is read whole, once
+    monkeypatch.setattr(order, "BLOCK_BYTES", 430)
     dataset = samples.make("gs://bucket/data", 2000, per_shard=500)
     gcs.requests.clear()
     training_batches = batches(dataset, global_batch_size=64, host=1, hosts=4)

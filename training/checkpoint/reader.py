@@ -71,7 +71,6 @@ def restore(
     threads: Threads = SYSTEM.threads,
     suspects: Collection[str] = (),
     meeting_seconds: float = 300.0,
-    adopted: Collection[str] = (),
 ) -> Restored | None:
     """Loads the newest good checkpoint. Every host must call it.
 
@@ -83,7 +82,6 @@ def restore(
         suspects: Checkpoints, by `checkpoint_name`, that are passed over while there is one before them: the first step
             after them was not finite.
         meeting_seconds: For all hosts to meet once they have read a checkpoint, beside what storage takes.
-        adopted: Keys of a checkpoint's identity that the run takes over, whatever they say.
 
     Returns:
         What was restored; None when there is no checkpoint.
@@ -99,7 +97,7 @@ def restore(
         manifest, why = None, ""
         try:
             manifest = read_manifest(folder, step, storage)
-            _require_identity(folder, manifest, identity, adopted)
+            _require_identity(folder, manifest, identity)
             if checkpoint_name(manifest) in suspects:
                 raise Damaged(_SUSPECTED)
             load_tensors(folder, manifest, finite(load_state), storage, threads)
@@ -357,10 +355,9 @@ def _read_ranges(
         raise Damaged(f"part {part.name} has crc32c {checksum:08x} instead of {part.crc32c:08x}")
 
 
-def _require_identity(folder: str, manifest: Manifest, identity: Mapping[str, Any], adopted: Collection[str]) -> None:
-    """Raises BadInput when a checkpoint was made from something else than `identity`, except for `adopted` keys."""
-    saved = {key: value for key, value in manifest.identity.items() if key not in adopted}
-    differences = form.identity_differences(saved, identity)
+def _require_identity(folder: str, manifest: Manifest, identity: Mapping[str, Any]) -> None:
+    """Raises BadInput when a checkpoint was made from something else than `identity`."""
+    differences = form.identity_differences(manifest.identity, identity)
     if differences:
         url = join(folder, form.step_folder(manifest.step))
         raise BadInput(

@@ -259,9 +259,6 @@ def verify(url: str, tokenizer_url: str | None) -> None:
 @click.option(
     "--percent", type=click.IntRange(1, 100), default=15, show_default=True, help="How many tokens are to be predicted."
 )
-@click.option(
-    "--run", metavar="FOLDER", help="A run's folder: take records in the order of its checkpoints. [default: a new run]"
-)
 def preview(
     url: str,
     tokenizer_url: str,
@@ -270,18 +267,14 @@ def preview(
     global_batch_size: int,
     seed: int,
     percent: int,
-    run: str | None,
 ) -> None:
     """Show rows of a training batch as text, with their masks or labels: the very ones that a run with this seed
     sees."""
-    from training.checkpoint.admin import newest_manifest
     from training.data.loading.host_slice import HostSlice
     from training.data.loading.preview import preview_batch
-    from training.data.sampling.order import ORDER_VERSION, version_of
 
-    order_version = ORDER_VERSION if run is None else version_of(newest_manifest(run).identity)
     tokenizer, opened = tokenizers.read(tokenizer_url), open_dataset(url)
     opened.require(tokenizer_hash=tokenizer.hash)
-    host_slice = HostSlice(tokenizer.special, global_batch_size, order_version=order_version)
+    host_slice = HostSlice(tokenizer.special, global_batch_size)
     for line in preview_batch(opened, tokenizer, step, count, host_slice, seed=seed, percent=percent):
         click.echo(line)

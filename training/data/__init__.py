@@ -18,8 +18,8 @@ Glossary of indices. All count from 0; N records in the dataset, B rows in a glo
   place           k*B + row: the rows of all steps as one endless stream, so a batch may span two epochs.
   epoch           place // N; `index` = place % N within it. For labelled rows, each length bucket counts its own
                   records and epochs, and `sampling.bucket_schedule` counts epochs of the whole dataset.
-  block           consecutive records that are read together (`sampling.blocks`).
-  lane            rows of a global batch that draw from the same whole blocks (`sampling.lanes`), whatever the hosts.
+  block           consecutive records that are read together (`sampling.order`).
+  lane            rows of a global batch that draw from the same whole blocks (`sampling.order`), whatever the hosts.
   window          consecutive indices of an epoch that are shuffled together, whole blocks; `cell`: an index counted
                   from its window's start.
   position        of a token in its row; the `places` of a masked row are its static number of predictions.
@@ -36,8 +36,7 @@ What is where; each imports only from those before it (a contract in pyproject.t
   prepare/        from text to shards and tokenizers
   tf/             sampling and loading once more, in TensorFlow operations
 
-Two pipelines, one meaning: a file of `tf/` has the name of its twin in `sampling/` or `loading/` (`tf/order.py` is that
-of `blocks`, `groups` and `lanes`, too), and gives the same numbers (tests/tensorflow/test_input.py and
-test_golden_data.py compare them). numpy's serves the torch backend and evaluation; TensorFlow's runs inside `tf.data`
-on the hosts of a slice, where no Python runs.
+Two pipelines, one meaning: a file of `tf/` has the name of its twin in `sampling/` or `loading/` and gives the same
+numbers (tests/tensorflow/test_input.py and test_golden_data.py compare them). numpy's serves the torch backend and
+evaluation; TensorFlow's runs inside `tf.data` on the hosts of a slice, where no Python runs.
 """

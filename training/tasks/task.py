@@ -16,7 +16,6 @@ from training.data.formats.open_dataset import open_dataset
 from training.data.loading.host_slice import HostSlice
 from training.data.loading.prefetch import prefetch
 from training.data.sampling.masking import SpecialTokens
-from training.data.sampling.order import ORDER_VERSION
 from training.distributed.cluster import Cluster
 from training.registry import TASKS, load
 
@@ -30,13 +29,9 @@ class Task(Protocol):
     shapes: int  # how many different shapes its training batches have: each is compiled once
     labels: tuple[str, ...] | None  # names of the classes, of a task that has some
     figure_names: tuple[str, ...]  # of an evaluation
-    order_version: int  # of the order in which `batches` takes records
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with to be continued on this data, except for the order."""
-
-    def take_order(self, version: int) -> None:
-        """Takes records in the order of another version, before the first of `batches`: the run began with it."""
+        """What a checkpoint must agree with to be continued on this data."""
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
         """This host's rows of batch `start`, `start` + 1, ..., read ahead in the background once the first is asked
@@ -113,13 +108,11 @@ def open_data(config: TrainerConfig) -> Data:
     return Data(train, evaluation, tokenizer.special)
 
 
-def training_slice(
-    config: TrainerConfig, data: Data, host: int, hosts: int, order_version: int = ORDER_VERSION
-) -> HostSlice:
+def training_slice(config: TrainerConfig, data: Data, host: int, hosts: int) -> HostSlice:
     """The rows of each training batch that one host reads, and how."""
     cache = Path(config.data.cache) if config.data.cache else None
     batch_size, on_corrupt = config.train.global_batch_size, config.data.on_corrupt
-    return HostSlice(data.tokens, batch_size, host, hosts, on_corrupt, cache, order_version)
+    return HostSlice(data.tokens, batch_size, host, hosts, on_corrupt, cache)
 
 
 def evaluation_slice(config: TrainerConfig, training: HostSlice) -> HostSlice:

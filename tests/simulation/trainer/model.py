@@ -18,7 +18,7 @@ import numpy as np
 
 from training.batch import Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
-from training.data.sampling.order import ORDER_VERSION, batch_records, host_rows, training_order
+from training.data.sampling.order import batch_records, host_rows, training_order
 
 if TYPE_CHECKING:
     from tests.simulation.trainer.hosts import Host
@@ -33,7 +33,7 @@ class Curriculum:
 
     def __init__(self, records: int, batch: int, steps: int, seed: int, skipped: frozenset[int] = frozenset()) -> None:
         """`skipped`: steps that leave the state as it was, and have no loss."""
-        order = training_order(ORDER_VERSION, records, RECORD_BYTES, seed=seed, batch=batch)
+        order = training_order(records, RECORD_BYTES, seed=seed, batch=batch)
         self.records, self.batch, self.steps = records, batch, steps
         self.batches = [batch_records(order, step)[1] for step in range(steps)]
         self.losses: list[float] = []
@@ -103,7 +103,6 @@ class SimulatedTask:
     labels = None
     figure_names = ("loss",)
     skipped = 0
-    order_version = ORDER_VERSION
 
     def __init__(self, host: Host) -> None:
         self._host, self._curriculum = host, host.group.world.curriculum
@@ -117,9 +116,6 @@ class SimulatedTask:
 
     def identity(self) -> dict[str, Any]:
         return {"task": "mlm", "data.train": "d1"}
-
-    def take_order(self, version: int) -> None:
-        assert version == self.order_version, version
 
     def batches(self, start: int) -> Generator[HostBatch, None, None]:
         host = self._host

@@ -105,7 +105,7 @@ class TensorFlow:
         count skipped records here, the loop's own batches."""
         if not self._hosts_read:
             return task.batches(start)
-        return distributed(self._replicas.strategy, self._config, task.data, start, task.order_version)
+        return distributed(self._replicas.strategy, self._config, task.data, start)
 
     def evaluation_batches(self, task: Task) -> Iterator[HostBatch]:
         """As `batches`: on a slice host 0 reads no rows of other hosts."""

@@ -21,7 +21,6 @@ from training.backends.tensorflow.failures import translate_failures
 from training.batch import Arrays, HostBatch
 from training.config import TrainerConfig
 from training.data.formats.dataset import Dataset
-from training.data.sampling.order import ORDER_VERSION
 from training.data.tf.record_source import translate_errors
 from training.registry import TASKS, load
 from training.tasks.task import Data, Task, evaluation_slice, task_class, training_slice
@@ -54,14 +53,12 @@ def dataset_of(batch: Arrays) -> Dataset:
     return next(array.dataset for array in batch.values() if isinstance(array, Upcoming))
 
 
-def distributed(
-    strategy: Any, config: TrainerConfig, data: Data, start: int, order_version: int = ORDER_VERSION
-) -> Generator[HostBatch, None, None]:
+def distributed(strategy: Any, config: TrainerConfig, data: Data, start: int) -> Generator[HostBatch, None, None]:
     """Global batch `start`, `start` + 1, ..., endless, read ahead by tf.data. Raises BadInput, StorageError,
     LostPeer, OutOfMemory; where batches are `Upcoming`, the step's program does."""
 
     def read_rows(host: int, hosts: int) -> Any:
-        return host_rows(config, data, host, hosts, start, order_version)
+        return host_rows(config, data, host, hosts, start)
 
     yield from _batches(strategy, config, data.train, read_rows, config.train.global_batch_size)
 
@@ -119,11 +116,9 @@ def _next_batch(strategy: Any, batches: Any) -> Any:
     return {name: Distributed(value, _shape(strategy, value)) for name, value in values.items()}
 
 
-def host_rows(
-    config: TrainerConfig, data: Data, host: int, hosts: int, start: int, order_version: int = ORDER_VERSION
-) -> Any:
+def host_rows(config: TrainerConfig, data: Data, host: int, hosts: int, start: int) -> Any:
     """The tf.data dataset of one host's rows of global batch `start`, `start` + 1, ... Raises BadInput."""
-    how = training_slice(config, data, host, hosts, order_version)
+    how = training_slice(config, data, host, hosts)
     return load(TASKS[config.task].tensorflow_rows)(config, how, data, start)
 
 

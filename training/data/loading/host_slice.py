@@ -7,7 +7,7 @@ from pathlib import Path
 
 from training.data.loading.record_source import OnCorrupt
 from training.data.sampling.masking import SpecialTokens
-from training.data.sampling.order import ORDER_VERSION, host_rows
+from training.data.sampling.order import host_rows
 from training.errors import BadInput
 
 
@@ -22,7 +22,6 @@ class HostSlice:
         hosts: how many hosts read the batch.
         on_corrupt: what to do about a damaged record.
         cache: a folder for blocks that came from a bucket. Only the numpy pipeline for masked rows uses it.
-        order_version: which order of records training batches take (`sampling.order`).
     """
 
     tokenizer: SpecialTokens
@@ -31,7 +30,6 @@ class HostSlice:
     hosts: int = 1
     on_corrupt: OnCorrupt = "stop"
     cache: Path | None = None
-    order_version: int = ORDER_VERSION
 
     def rows(self) -> tuple[int, int]:
         """The rows [first, last) of each global batch that this host holds.

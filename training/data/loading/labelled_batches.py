@@ -25,10 +25,9 @@ from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.host_slice import HostSlice
 from training.data.loading.reader import Reader
 from training.data.loading.record_source import REPLACED, Arrays
-from training.data.sampling.blocks import Ints, geometry
 from training.data.sampling.bucket_schedule import batch_of_step, group_lengths
-from training.data.sampling.order import Sequential, training_order
-from training.data.sampling.random_bits import bucket_seed
+from training.data.sampling.order import evaluation_order, training_order
+from training.data.sampling.random_bits import Ints, bucket_seed
 
 Labels = npt.NDArray[np.int32 | np.float32]
 
@@ -99,7 +98,6 @@ class LabelledBatches:
             Reader(
                 bucket,
                 training_order(
-                    host_slice.order_version,
                     bucket.records,
                     bucket.record_bytes,
                     seed=bucket_seed(seed, bucket.length),
@@ -140,7 +138,7 @@ def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Iterator[Lab
     first, last = host_slice.rows()
     bucket_start, batch_size, pad = 0, host_slice.global_batch_size, host_slice.tokenizer.pad
     for bucket in _open_buckets(dataset, host_slice):
-        order = Sequential(geometry(bucket.records, bucket.record_bytes))
+        order = evaluation_order(bucket.records, bucket.record_bytes)
         with Reader(bucket, order, batch_size, first, last, threads=_threads(dataset)) as reader:
             for start in range(0, bucket.records, batch_size):
                 _, records, arrays = reader.rows(start, min(start + batch_size, bucket.records))

@@ -21,9 +21,9 @@ from training.data.loading.host_slice import HostSlice
 from training.data.loading.open_source import open_source
 from training.data.loading.reader import Reader
 from training.data.loading.record_source import REPLACED, Arrays, RecordSource
-from training.data.sampling.blocks import Ints, geometry
 from training.data.sampling.masking import Masked, Masker, Masking
-from training.data.sampling.order import Order, Sequential, training_order
+from training.data.sampling.order import evaluation_order, training_order
+from training.data.sampling.random_bits import Ints
 from training.errors import BadInput
 
 EVALUATION_EPOCH = -1  # no training epoch has this number: masks of evaluation are always the same
@@ -61,7 +61,6 @@ class MlmBatches:
         source = _open_source(dataset, host_slice)
         self.dataset, self.global_batch_size = dataset, host_slice.global_batch_size
         order = training_order(
-            host_slice.order_version,
             source.records,
             source.record_bytes,
             source.unit,
@@ -105,7 +104,7 @@ def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, se
     """
     first, last = _host_rows(dataset, host_slice)
     source = _open_source(dataset, host_slice)
-    order: Order = Sequential(geometry(source.records, source.record_bytes, source.unit))
+    order = evaluation_order(source.records, source.record_bytes, source.unit)
     masker = Masker(masking, host_slice.tokenizer, seed)
     batch_size = host_slice.global_batch_size
     with Reader(source, order, batch_size, first, last, threads=_threads(dataset)) as reader:

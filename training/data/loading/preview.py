@@ -39,14 +39,14 @@ def preview_batch(
         tokenizer: that wrote it.
         step: which batch.
         rows: how many at most.
-        host_slice: of all rows of the run's batches, in the run's order.
+        host_slice: of all rows of the run's batches.
         seed: of the run.
         percent: of the tokens that are to be predicted, for masked language modelling.
 
     Yields:
         A heading, and the lines of `render` or `render_labelled`.
     """
-    heading = f"batch {step} of seed {seed} in order {host_slice.order_version}"
+    heading = f"batch {step} of seed {seed}"
     if dataset.manifest.kind != "mlm":
         with contextlib.closing(LabelledBatches(dataset, host_slice, seed)) as batches:
             labelled = batches.batch(step)

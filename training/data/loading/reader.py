@@ -7,7 +7,7 @@ next window is started. A batch waits only for the blocks that it needs. A datas
 once, not once per epoch.
 
 Memory: at most three windows of this host's rows (the previous one, for a batch that spans two; the current one; the
-next one), each about blocks.WINDOW_BLOCKS * blocks.BLOCK_BYTES = 64 MB over the number of hosts, at most twice as much,
+next one), each about order.WINDOW_BLOCKS * order.BLOCK_BYTES = 64 MB over the number of hosts, at most twice as much,
 and one request per thread.
 
 Failures: an error of a thread is raised, unchanged, by each `rows` that needs its block. Every request has the deadline
@@ -27,8 +27,8 @@ from concurrent.futures import Future
 import numpy as np
 
 from training.data.loading.record_source import Arrays, RecordSource
-from training.data.sampling.blocks import Ints
-from training.data.sampling.order import Order, Sequential, cells_of_rows, split_places
+from training.data.sampling.order import EvaluationOrder, Order, cells_of_rows, split_places
+from training.data.sampling.random_bits import Ints
 
 RUN_BYTES = 4 << 20  # the largest request
 WINDOWS_KEPT = 3
@@ -89,7 +89,7 @@ class Reader:
         """The next window; None after one pass of evaluation."""
         if number + 1 < self.order.windows:
             return epoch, number + 1
-        return None if isinstance(self.order, Sequential) else (epoch + 1, 0)
+        return None if isinstance(self.order, EvaluationOrder) else (epoch + 1, 0)
 
     def _window(self, epoch: int, number: int) -> _Window:
         """The window, which is created, and its blocks requested, when it is new. Call it with the lock held."""

@@ -17,8 +17,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from training.data.sampling.blocks import Ints
-from training.data.sampling.random_bits import stream
+from training.data.sampling.random_bits import Ints, stream
 
 
 def group_lengths(records_of_length: Mapping[int, int], at_least: int) -> list[list[int]]:

@@ -3,9 +3,8 @@
 Random decisions of a run derive from the configuration's one `seed`. Those that are functions of records and rows are
 derived here, each for a purpose:
 
-  "blocks"               the order of blocks in an epoch (`sampling.blocks`), by epoch
-  "records"              the order of records in version 1 (`sampling.groups`), by (epoch, window)
-  "lanes", "uneven"      the same in version 2 (`sampling.lanes`), by (epoch, window) and by epoch
+  "blocks"               the order of blocks in an epoch (`sampling.order`), by epoch
+  "lanes", "uneven"      the order of records in a window, and the uneven window, by (epoch, window) and by epoch
   "buckets"              the order of batch lengths (`sampling.bucket_schedule`), by epoch
   "masking"              which tokens are predicted (`sampling.masking`), by (epoch, record)
   "dropout"              keep masks of the torch_xla backend (`backends.torch_xla.dropout`), by (step, row)
@@ -32,6 +31,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+Ints = npt.NDArray[np.int64]
 UInts = npt.NDArray[np.uint64]
 
 GOLDEN = 0x9E3779B97F4A7C15

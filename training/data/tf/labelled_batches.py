@@ -35,7 +35,6 @@ def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: 
     for bucket, (source, bucket_start) in enumerate(zip(sources, np.cumsum([0, *records]), strict=False)):
         number = batches_before(records, batch_size, seed, epoch, index, bucket)  # of the bucket's first batch
         order = training_order(
-            host_slice.order_version,
             source.records,
             source.record_bytes,
             seed=bucket_seed(seed, source.length),

@@ -31,7 +31,6 @@ def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed:
     """This host's rows of global batch `start`, `start` + 1, ..., endless: as `MlmBatches.batch`. Raises BadInput."""
     source = _open_source(dataset, host_slice)
     order = training_order(
-        host_slice.order_version,
         source.records,
         source.record_bytes,
         source.unit,

@@ -1,5 +1,4 @@
-"""`training.data.sampling.order` in TensorFlow operations, with `sampling.blocks`, `groups` and `lanes`: the same
-windows.
+"""`training.data.sampling.order` in TensorFlow operations: the same windows.
 
 Numbers of the dataset, the seed and the batch are Python values; epoch and window are tensors.
 """
@@ -10,50 +9,45 @@ from typing import Any
 
 import tensorflow as tf
 
-from training.data.sampling.groups import GROUP_BLOCKS, Groups
-from training.data.sampling.lanes import Lanes
-from training.data.sampling.order import Sequential
+from training.data.sampling.order import EvaluationOrder, Order, TrainingOrder
 from training.data.tf.random_bits import number as uint64
 from training.data.tf.random_bits import sortable, stream
 
 ENDLESS = 2**62
 
-AnyOrder = Groups | Lanes | Sequential
 
-
-def block_permutation(order: AnyOrder, epoch: Any) -> Any:
+def block_permutation(order: Order, epoch: Any) -> Any:
     """The permutation of an epoch's blocks, for all its windows; empty where nothing is permuted. (blocks,) int64"""
-    if isinstance(order, Sequential):
+    if isinstance(order, EvaluationOrder):
         return tf.zeros(0, tf.int64)
     random = stream(order.seed, "blocks", epoch, order.blocks)
     return tf.cast(tf.argsort(sortable(random), stable=True), tf.int64)
 
 
-def bounds(order: AnyOrder, epoch: Any, number: Any) -> tuple[Any, Any]:
+def bounds(order: Order, epoch: Any, number: Any) -> tuple[Any, Any]:
     """The first index of a window in its epoch, and how many cells it has: `Order.bounds`. int64 scalars"""
-    if not isinstance(order, Lanes):
-        start = number * order.geometry.window
-        return start, tf.minimum(tf.constant(order.geometry.window, tf.int64), order.records - start)
-    uneven, cells = _uneven(order, epoch), order.count * order.block
+    if isinstance(order, EvaluationOrder):
+        start = number * order.window_size
+        return start, tf.minimum(tf.constant(order.window_size, tf.int64), order.records - start)
+    uneven, cells = _uneven(order, epoch), order.lanes * order.block
     start, stop = (
-        border * order.per_lane // order.windows * cells + tf.where(border > uneven, _int64(order.left_records), 0)
+        border * order.blocks_per_lane // order.windows * cells
+        + tf.where(border > uneven, _int64(order.leftover_records), 0)
         for border in (number, number + 1)
     )
     return start, stop - start
 
 
-def window(order: AnyOrder, permuted: Any, epoch: Any, number: Any) -> Any:
+def window(order: Order, permuted: Any, epoch: Any, number: Any) -> Any:
     """`Order.window`. permuted: `block_permutation` of the epoch; epoch, number: int64 scalars. (cells,) int64"""
-    if isinstance(order, Groups):
-        return _window_of_groups(order, permuted, epoch, number)
-    if isinstance(order, Lanes):
-        return _window_of_lanes(order, permuted, epoch, number)
+    if isinstance(order, TrainingOrder):
+        return _shuffled_window(order, permuted, epoch, number)
     start, size = bounds(order, epoch, number)
     return start + tf.range(size)
 
 
 def rows_of_window(
-    order: AnyOrder, permuted: Any, batch: int, epoch: Any, number: Any, first: int, last: int, start: Any
+    order: Order, permuted: Any, batch: int, epoch: Any, number: Any, first: int, last: int, start: Any
 ) -> Any:
     """The records of a window in rows [first, last) of their batches, from place `start` on. (n,) int64
 
@@ -66,29 +60,8 @@ def rows_of_window(
     return tf.boolean_mask(records, (row >= first) & (row < last) & (place >= start))
 
 
-def _window_of_groups(order: Groups, permuted: Any, epoch: Any, number: Any) -> Any:
-    """`Groups.window`."""
-    shape = order.geometry
-    start, size = bounds(order, epoch, number)
-    cell = tf.range(size)  # (cells,)
-
-    # Down the columns.
-    steps, longer = size // order.batch, size % order.batch
-    step, row = cell // order.batch, cell % order.batch  # (cells,), (cells,)
-    column = row * steps + tf.minimum(row, longer) + step  # (cells,)
-
-    shuffled = _shuffle_within(cell // (GROUP_BLOCKS * shape.block), stream(order.seed, "records", epoch, size, number))
-    position = start + tf.gather(shuffled, column)
-
-    # From the sequence of permuted blocks (blocks,) to records (cells,).
-    missing = shape.blocks * shape.block - shape.records
-    short = tf.where(permuted == shape.blocks - 1)[0, 0]
-    position = tf.where(position < (short + 1) * shape.block - missing, position, position + missing)
-    return tf.gather(permuted, position // shape.block) * shape.block + position % shape.block
-
-
-def _window_of_lanes(order: Lanes, permuted: Any, epoch: Any, number: Any) -> Any:
-    """`Lanes.window`."""
+def _shuffled_window(order: TrainingOrder, permuted: Any, epoch: Any, number: Any) -> Any:
+    """`TrainingOrder.window`."""
     start, size = bounds(order, epoch, number)
     steps, longer = size // order.batch, size % order.batch
     begin = (epoch * order.records + start) % order.batch  # the row of cell 0
@@ -103,22 +76,22 @@ def _window_of_lanes(order: Lanes, permuted: Any, epoch: Any, number: Any) -> An
     if order.windows == 1:
         lane = tf.zeros_like(cell)
     else:
-        borders = ranks(tf.range(order.count + 1, dtype=tf.int64) * order.rows)  # (lanes + 1,) ranks
-        lane = tf.repeat(tf.range(order.count, dtype=tf.int64), borders[1:] - borders[:-1])  # (cells,), of each rank
+        borders = ranks(tf.range(order.lanes + 1, dtype=tf.int64) * order.rows_per_lane)  # (lanes + 1,) ranks
+        lane = tf.repeat(tf.range(order.lanes, dtype=tf.int64), borders[1:] - borders[:-1])  # (cells,), of each rank
     shuffled = _shuffle_within(lane, stream(order.seed, "lanes", epoch, size, number))
     position = tf.gather(shuffled, rank)  # (cells,) in the window's sequence of permuted blocks
 
     # From that sequence to records. The last, shorter block is behind the full blocks of the uneven window.
     uneven = _uneven(order, epoch)
-    dealt = number * order.per_lane // order.windows * order.count
-    first = dealt + tf.where(number > uneven, _int64(order.left_blocks), 0)
+    dealt = number * order.blocks_per_lane // order.windows * order.lanes
+    first = dealt + tf.where(number > uneven, _int64(order.leftover_blocks), 0)
     full = permuted[first : first + size // order.block]  # (blocks of the window,)
     full = tf.concat([full, [_int64(order.blocks)]], 0)
     return tf.gather(full, position // order.block) * order.block + position % order.block
 
 
-def _uneven(order: Lanes, epoch: Any) -> Any:
-    """`Lanes.uneven`: an int64 scalar."""
+def _uneven(order: TrainingOrder, epoch: Any) -> Any:
+    """`TrainingOrder.uneven_window`: an int64 scalar."""
     random = tf.bitwise.right_shift(stream(order.seed, "uneven", epoch, 1)[0], uint64(1))
     return tf.cast(random, tf.int64) % order.windows
 

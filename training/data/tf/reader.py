@@ -1,7 +1,7 @@
 """`training.data.loading.reader` in TensorFlow operations: this host's rows in the order of the steps, as `tf.data`.
 
-A window of this host's rows is read at once, and one more ahead of it: about 3 * blocks.WINDOW_BLOCKS *
-blocks.BLOCK_BYTES = 200 MB over the number of hosts, at most twice as much. Blocks are permuted once an epoch.
+A window of this host's rows is read at once, and one more ahead of it: about 3 * order.WINDOW_BLOCKS *
+order.BLOCK_BYTES = 200 MB over the number of hosts, at most twice as much. Blocks are permuted once an epoch.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import tensorflow as tf
 
 from training.data.loading.host_slice import HostSlice
 from training.data.loading.record_source import REPLACED
-from training.data.sampling.blocks import geometry
-from training.data.sampling.order import Sequential, locate
-from training.data.tf.order import ENDLESS, AnyOrder, block_permutation, rows_of_window
+from training.data.sampling.order import Order, evaluation_order, locate
+from training.data.tf.order import ENDLESS, block_permutation, rows_of_window
 from training.data.tf.record_source import Columns, RecordSource
 
 CONCURRENT_BLOCKS = 16  # blocks read at a time
 
 
-def training_batches(source: RecordSource, order: AnyOrder, host_slice: HostSlice, start: int) -> Any:
+def training_batches(source: RecordSource, order: Order, host_slice: HostSlice, start: int) -> Any:
     """This host's rows of batch `start`, `start` + 1, ...: columns, `records` and `epoch`, (rows, ...) each."""
     first, last = host_slice.rows()
     batch_size = host_slice.global_batch_size
@@ -32,7 +31,7 @@ def training_batches(source: RecordSource, order: AnyOrder, host_slice: HostSlic
 def evaluation_batches(source: RecordSource, host_slice: HostSlice) -> Any:
     """This host's rows of one pass in record order, as batches; the last one is filled up with rows of record -1."""
     (first, last), batch_size = host_slice.rows(), host_slice.global_batch_size
-    order = Sequential(geometry(source.records, source.record_bytes, source.unit))
+    order = evaluation_order(source.records, source.record_bytes, source.unit)
     rows = _read_rows(source, order, batch_size, first, last, 0, epochs=1)
     remainder = source.records % batch_size
     present = min(max(remainder - first, 0), last - first) if remainder else last - first  # rows in the last batch
@@ -45,7 +44,7 @@ def evaluation_batches(source: RecordSource, host_slice: HostSlice) -> Any:
 
 
 def _read_rows(
-    source: RecordSource, order: AnyOrder, batch: int, first: int, last: int, start: int, epochs: int = ENDLESS
+    source: RecordSource, order: Order, batch: int, first: int, last: int, start: int, epochs: int = ENDLESS
 ) -> Any:
     """Rows [first, last) of the batches from place `start` on, one element per window."""
     first_epoch, first_window, _ = locate(order, start)

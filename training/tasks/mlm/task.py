@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,21 +33,7 @@ class MaskedLanguageModeling:
         self.data = open_data(config)
         self._masking = masking_of(config)
         self._slice = training_slice(config, self.data, cluster.worker, cluster.hosts)
-        self._source = self._open()
-
-    @property
-    def order_version(self) -> int:
-        """Of the order in which `batches` takes records."""
-        return self._slice.order_version
-
-    def take_order(self, version: int) -> None:
-        if version != self.order_version:
-            self._source.close()
-            self._slice = replace(self._slice, order_version=version)
-            self._source = self._open()
-
-    def _open(self) -> MlmBatches:
-        return MlmBatches(self.data.train, self._slice, self._masking, self._config.seed)
+        self._source = MlmBatches(self.data.train, self._slice, self._masking, self._config.seed)
 
     @staticmethod
     def batch_lengths(dataset: Dataset, rows: int) -> tuple[int, ...]:
