@@ -79,7 +79,6 @@ class BackendEntry:
     devices: str  # a class with the protocol training.device_check.measure.Devices
     profiler: str  # a class with the protocol training.profiling.profiler.Tracer
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
-    unused: tuple[str, ...] = ()  # what the framework imports if it is installed, and the trainer does not use
 
 
 MASKED_LM = Head("ForMaskedLM", "fill-mask")
@@ -157,7 +156,6 @@ BACKENDS: dict[str, BackendEntry] = {
         step_watcher="training.lint.counting:CountingWatcher",
         devices="training.device_check.tf:TensorFlowDevices",
         profiler="training.profiling.tf:TensorFlowProfiler",
-        unused=("jax", "pandas", "scipy"),
         defaults={
             "TF_CPP_MIN_LOG_LEVEL": "2",
             # A block of a shard is at most 256 KB; TensorFlow's gs:// would fetch 64 MB for it.

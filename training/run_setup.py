@@ -24,7 +24,6 @@ from training.distributed.rendezvous import Rendezvous
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import BadInput, TrainError, UnusableTpu
 from training.machine import SYSTEM, Machine
-from training.machine.deferred_imports import hidden, uncollected
 from training.models.export import export_checkpoint
 from training.models.hub import RunPush, run_push
 from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config
@@ -258,9 +257,7 @@ def _import_for_devices(name: str, cluster: Cluster) -> OpenBackend:
 def import_backend(name: str) -> OpenBackend:
     """The class of a registered backend, its framework imported. Raises BadInput where that is not installed."""
     prepare_framework(name)
-    entry = BACKENDS[name]
-    with hidden(*entry.unused), uncollected():
-        return cast(OpenBackend, load(entry.backend))
+    return cast(OpenBackend, load(BACKENDS[name].backend))
 
 
 def prepare_framework(name: str) -> None:

@@ -21,7 +21,6 @@ from training import storage
 from training.checkpoint.safetensors_file import Damaged, decode
 from training.config import Model
 from training.errors import BadInput
-from training.machine.deferred_imports import hidden
 from training.models.families import FAMILIES
 from training.models.hugging_face import (
     WEIGHTS,
@@ -33,7 +32,7 @@ from training.models.hugging_face import (
     require_family,
 )
 from training.models.initial import initial_weights
-from training.registry import BACKENDS, Head
+from training.registry import Head
 from training.storage.hub import model_folder
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "BF16": np.uint16}
@@ -116,13 +115,12 @@ def build(
 
 
 def _network(values: dict[str, Any], head: Head) -> Any:
-    with hidden(*BACKENDS["tensorflow"].unused):
-        if values["model_type"] == "roberta":
-            from transformers.models.roberta import modeling_tf_roberta as networks
-            from transformers.models.roberta.configuration_roberta import RobertaConfig as Config
-        else:
-            from transformers.models.bert import modeling_tf_bert as networks
-            from transformers.models.bert.configuration_bert import BertConfig as Config
+    if values["model_type"] == "roberta":
+        from transformers.models.roberta import modeling_tf_roberta as networks
+        from transformers.models.roberta.configuration_roberta import RobertaConfig as Config
+    else:
+        from transformers.models.bert import modeling_tf_bert as networks
+        from transformers.models.bert.configuration_bert import BertConfig as Config
     return getattr(networks, f"TF{FAMILIES[values['model_type']].prefix}{head.network}")(Config(**values))
 
 

@@ -18,7 +18,6 @@ from training.backends.torch_xla.attention import SelfAttention, recompute
 from training.backends.torch_xla.dropout import Dropout, Noise, noise_for
 from training.config import Model, Remat
 from training.errors import BadInput, TrainError, is_out_of_memory
-from training.machine.deferred_imports import uncollected
 from training.models.families import BERT_LIKE, FAMILIES, dropout_rates
 from training.models.hugging_face import (
     ModelRequirements,
@@ -103,9 +102,9 @@ def _recompute_layer(layer: Any) -> Callable[..., Any]:
 
 def _fresh(values: dict[str, Any], seed: int) -> Any:
     """The network named in `architectures`."""
-    with uncollected():
-        networks, config_class = _classes(values["model_type"])
-        from transformers.modeling_utils import no_init_weights
+    from transformers.modeling_utils import no_init_weights
+
+    networks, config_class = _classes(values["model_type"])
     with no_init_weights():  # transformers' own would take seconds, and all are given here
         network = getattr(networks, values["architectures"][0])(config_class(**values, attn_implementation="eager"))
     network.tie_weights()

@@ -23,7 +23,6 @@ from torch_xla import _XLAC
 from training.batch import SUMS, Arrays, Signals
 from training.distributed.cluster import Cluster
 from training.errors import TrainError, UnusableTpu
-from training.machine.deferred_imports import hidden
 
 SIGNALS = 2  # stop, save
 _REPLICATED = "{replicated}"
@@ -114,10 +113,9 @@ class DataParallel:
     def _replicate(self, tensors: Iterable[Tensor]) -> None:
         if not self._mesh:
             return
-        # It imports JAX, which takes seconds, to look whether a tensor is one of torchax.
-        with hidden("jax", "torchax"):
-            for tensor in tensors:
-                spmd.mark_sharding(tensor, self._mesh, (None,) * tensor.ndim)
+        for tensor in tensors:
+            # spmd.mark_sharding would import JAX, which takes seconds, to look for tensors of torchax.
+            _XLAC._xla_mark_sharding(tensor, self._mesh.get_op_sharding((None,) * tensor.ndim))
 
     def require_replicated(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises TrainError for tensors whose next value the compiler may split over the devices: reading one would be
