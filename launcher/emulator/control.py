@@ -30,7 +30,7 @@ from launcher.emulator.storage.tls import CA_FILE
 from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import Engine, EngineError, UnixConnection
 from launcher.emulator.vm.host_containers import remove_everything
-from launcher.emulator.vm.registry_transfer import remove_pulled
+from launcher.emulator.vm.image_registry import remove_pulled
 from launcher.errors import BadInput, LaunchError
 from launcher.images.build import ensure_image
 from launcher.images.plan import make_plan

@@ -39,7 +39,7 @@ from launcher.emulator.vm.engine_client import LABEL, Engine, EngineError
 from launcher.emulator.vm.engine_proxy import EngineProxy
 from launcher.emulator.vm.host_containers import HostContainers
 from launcher.emulator.vm.hosts import Hosts, all_hosts, find_host, unix_listener
-from launcher.emulator.vm.registry_transfer import RegistryTransfer
+from launcher.emulator.vm.image_registry import ImageTransfer
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Server:
             ca=self.sockets / CA_FILE,
             tpu_volume=tpu_volume,
             blobs=self.registry.store,
-            transfer=RegistryTransfer(self.engine, self._registry_port, self.token),
+            transfer=ImageTransfer(self.engine, self._registry_port, self.token),
         )
         self.operations = OperationRunner(self.store, self.containers, prepare=self.hosts.prepare)
         self.stopping = threading.Event()
@@ -360,8 +360,8 @@ class Server:
                     host.killed, host.cut = host.killed or kind == "kill-host", host.cut or kind == "cut-host"
                     host.hung = host.hung or kind == "hang-host"
                     host.restore_at = time.time() + wanted["seconds"] if wanted.get("seconds") else None
-        acts = {"cut-host": self.hosts.cut, "hang-host": self.hosts.hang, "restore-host": self.hosts.restore}
-        act = acts.get(kind, self.hosts.kill)
+        acts = {"cut-host": self.hosts.cut, "hang-host": self.containers.hang, "restore-host": self.hosts.restore}
+        act = acts.get(kind, self.containers.kill)
         with ThreadPoolExecutor(max(1, len(hosts))) as pool:
             list(pool.map(act, hosts))
         return {"fault": kind, "node": node.name, "hosts": [host.hostname for host in hosts]}

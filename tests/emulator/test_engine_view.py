@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.emulator.vm import engine_request
 from launcher.emulator.vm import engine_view as engine
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL
-from launcher.emulator.vm.engine_view import HostView, Refused
+from launcher.emulator.vm.engine_view import EngineRefusal, EngineView
 
-VIEW = HostView("0badcafe", "t1v-n-12345678-w-0")
+VIEW = EngineView("0badcafe", "t1v-n-12345678-w-0")
 CA_BIND = f"/private/ca.pem:{engine.CONTAINER_CA}:ro"
 IDS = ["a" * 64, "ab" + "c" * 62, "d" * 64]
 names = st.from_regex(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,20}", fullmatch=True)
@@ -23,7 +24,7 @@ names = st.from_regex(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,20}", fullmatch=True)
 def create(body: dict[str, Any], image: str = "sha256:1") -> dict[str, Any]:
     def bind(path: str) -> str:
         if not path.startswith(("/tmp", "/dev/shm")):
-            raise Refused(400, f"invalid bind source {path}")
+            raise EngineRefusal(400, f"invalid bind source {path}")
         return f"/engine{path}"
 
     return engine.create_on_host(
@@ -32,7 +33,7 @@ def create(body: dict[str, Any], image: str = "sha256:1") -> dict[str, Any]:
 
 
 def refused(status: int, words: str, body: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match=words) as caught:
+    with pytest.raises(EngineRefusal, match=words) as caught:
         create(body)
     assert caught.value.status == status
 
@@ -181,11 +182,11 @@ def test_containers_are_found_by_name_id_and_start_of_an_id_among_the_hosts_own(
     assert engine.resolve_container("/two", own, VIEW) == IDS[1]
     assert engine.resolve_container("d", own, VIEW) == IDS[2]
     assert engine.resolve_container(IDS[0], own, VIEW) == IDS[0]
-    with pytest.raises(Refused, match="No such container: four"):
+    with pytest.raises(EngineRefusal, match="No such container: four"):
         engine.resolve_container("four", own, VIEW)
-    with pytest.raises(Refused, match="Multiple IDs"):
+    with pytest.raises(EngineRefusal, match="Multiple IDs"):
         engine.resolve_container("a", own, VIEW)
-    with pytest.raises(Refused, match="No such container"):
+    with pytest.raises(EngineRefusal, match="No such container"):
         engine.resolve_container(f"{VIEW.hostname}.", own, VIEW)
 
 
@@ -197,23 +198,8 @@ def test_listings_are_filtered_to_the_host_whatever_else_was_asked() -> None:
     assert (filtered, limit, "limit" in query) == (["^/run"], 2, False)
     values = [listed(name) for name in ("run-1", "other", "run-2", "run-3")]
     assert [row["Names"] for row in engine.present_listing(values, VIEW, filtered, limit)] == [["/run-1"], ["/run-2"]]
-    with pytest.raises(Refused, match="invalid filters"):
+    with pytest.raises(EngineRefusal, match="invalid filters"):
         engine.listing_query({"filters": "[1"}, VIEW)
-
-
-def test_events_show_the_hosts_names_and_none_of_our_labels() -> None:
-    attributes = {
-        LABEL: "x",
-        HOST_LABEL: "y",
-        engine.REQUESTED_LABEL: '{"Image": "repo:tag"}',
-        "name": f"{VIEW.prefix}c",
-        "image": "sha256:1",
-        "mine": "1",
-    }
-    shown = engine.present_event(
-        {"Action": "die", "from": "sha256:1", "Actor": {"ID": "1", "Attributes": attributes}}, VIEW
-    )
-    assert shown["Actor"]["Attributes"] == {"name": "c", "image": "repo:tag", "mine": "1"}
 
 
 def test_on_the_workstation_only_host_network_containers_reach_the_bucket() -> None:
@@ -236,4 +222,4 @@ def test_on_the_workstation_only_host_network_containers_reach_the_bucket() -> N
     ],
 )
 def test_versions_are_split_off_paths(path: str, parts: tuple[str, str]) -> None:
-    assert engine.split_version(path) == parts
+    assert engine_request.split_version(path) == parts

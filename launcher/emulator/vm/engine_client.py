@@ -1,5 +1,4 @@
-"""A client of the workstation's container engine, over its unix socket: the part of the Docker Engine API that the
-emulator uses."""
+"""A client of the workstation's container engine: the part of the Docker Engine API that the emulator uses."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ MACHINE_LABEL = "tpu-launch.emulator.machine"  # = <node>-<i>, on the container 
 
 
 class EngineError(Exception):
-    """The engine refused or failed; `status` is its HTTP status."""
+    """The engine refused a call or failed; `status` is its HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -39,17 +38,17 @@ class UnixConnection(http.client.HTTPConnection):
 
 @dataclass(frozen=True)
 class Engine:
-    """Calls are independent: each has its own connection."""
+    """The engine behind a unix socket. Each call has its own connection."""
 
     path: str
 
     def call(
         self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None, *, timeout: float = 120
     ) -> Any:
-        """The response's JSON; None when it has none. Raises EngineError, or OSError when the engine does not run."""
+        """Returns the response's JSON, None for an empty one. Raises EngineError; OSError when the engine is down."""
         status, data = self.raw(method, path, query, body, timeout=timeout)
         if status >= 400:
-            raise EngineError(status, f"{method} {path}: {message(data)}")
+            raise EngineError(status, f"{method} {path}: {_error_text(data)}")
         return json.loads(data) if data.strip() else None
 
     def raw(
@@ -62,38 +61,33 @@ class Engine:
         headers: dict[str, str] | None = None,
         timeout: float = 120,
     ) -> tuple[int, bytes]:
-        """Status and body, errors included. Raises OSError when the engine does not run."""
+        """Returns the status and body of any response, errors included. Raises OSError when the engine is down."""
         connection = UnixConnection(self.path, timeout)
         try:
             data = None if body is None else json.dumps(body).encode()
             content = {"Content-Type": "application/json"} if data is not None else {}
-            connection.request(method, url(path, query), data, {**content, **(headers or {})})
+            target = path + ("?" + urlencode(query) if query else "")
+            connection.request(method, target, data, {**content, **(headers or {})})
             response = connection.getresponse()
             return response.status, response.read()
         except http.client.HTTPException as error:
-            raise OSError(f"{method} {path}: the engine's answer was cut off: {error!r}") from None
+            raise OSError(f"{method} {path}: the engine's response was cut off: {error!r}") from None
         finally:
             connection.close()
 
     def containers(self, *labels: str) -> list[dict[str, Any]]:
-        """All containers, running or not, that have all `labels` ("key" or "key=value")."""
+        """Returns all containers, running or not, that have all `labels` ("key" or "key=value")."""
         containers = self.call("GET", "/containers/json", {"all": "1", "filters": filters(label=list(labels))})
         assert isinstance(containers, list)
         return containers
 
 
 def filters(**values: list[str]) -> str:
-    """The `filters` parameter of a listing."""
+    """Returns the `filters` parameter of a listing."""
     return json.dumps(values)
 
 
-def url(path: str, query: dict[str, Any] | None) -> str:
-    """The path with its query."""
-    return path + ("?" + urlencode(query) if query else "")
-
-
-def message(data: bytes) -> str:
-    """The text of an engine's error answer."""
+def _error_text(data: bytes) -> str:
     try:
         return str(json.loads(data)["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,16 +1,15 @@
-"""The wire between a client of an engine and the engine: a request's head, JSON replies, and raw bytes both ways.
+"""One request between a client and a container engine: its head, JSON replies, and raw bytes in both directions.
 
-Every reply closes its connection, so that one connection carries one request. Attach, exec, `logs -f` and BuildKit's
-h2c sessions turn a connection into a stream of their own; `forward` passes them through unchanged.
-
-What can fail half-way: either side may go away at any byte. `forward` then ends both connections, and the engine keeps
-what it had done.
+Every reply closes its connection, so one connection carries one request. Attach, exec, `logs -f` and BuildKit's h2c
+sessions turn the connection into a stream; `forward` passes the bytes through unchanged. If either side disconnects,
+`forward` closes both connections and the engine keeps what it has done.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import threading
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlencode
 
 from launcher.emulator.http_server import Body
-from launcher.emulator.vm.engine_view import Refused, split_version
+from launcher.emulator.vm.engine_view import EngineRefusal
 
 _LARGEST_HEAD = 1 << 20
 _BLOCK = 1 << 18
@@ -29,7 +28,7 @@ _BLOCK = 1 << 18
 
 @dataclass
 class EngineRequest:
-    """One request to an engine, its body still on the wire (beginning with `rest`)."""
+    """A request whose head was read; the body starts with `received` and continues on the connection."""
 
     connection: socket.socket
     method: str
@@ -37,27 +36,27 @@ class EngineRequest:
     path: str  # without the version, percent-encoded
     query: dict[str, str]
     headers: HTTPMessage
-    rest: bytes
+    received: bytes
 
     def json(self) -> dict[str, Any]:
-        """The body, read from the wire. Raises Refused when it is not a JSON object."""
+        """Reads the body from the connection. Raises EngineRefusal when it is not a JSON object."""
         if self.headers.get("Expect", "").lower() == "100-continue":
             self.connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         length = self.headers.get("Content-Length")
         chunked = self.headers.get("Transfer-Encoding", "").lower() == "chunked"
-        source = _BufferedConnection(self.rest, self.connection)
+        source = _BufferedConnection(self.received, self.connection)
         data = Body(source, int(length) if length else None, chunked).read_all()  # type: ignore[arg-type]
         try:
             value = json.loads(data or b"{}")
         except ValueError as error:
-            raise Refused(400, f"the body is not JSON: {error}") from None
+            raise EngineRefusal(400, f"the body is not JSON: {error}") from None
         if not isinstance(value, dict):
-            raise Refused(400, "the body must be a JSON object")
+            raise EngineRefusal(400, "the body must be a JSON object")
         return value
 
 
 class _BufferedConnection:
-    """The bytes that were already received, then those of the connection."""
+    """Reads the bytes that were already received, then those of the connection."""
 
     def __init__(self, received: bytes, connection: socket.socket) -> None:
         self._received, self._stream = BytesIO(received), connection.makefile("rb")
@@ -71,25 +70,31 @@ class _BufferedConnection:
 
 
 def receive(connection: socket.socket) -> EngineRequest | None:
-    """The next request's head, or None when there is none."""
+    """Reads the head of the next request; None when the client closed the connection or the head is too large."""
     data = b""
     while b"\r\n\r\n" not in data:
         block = connection.recv(65536)
         if not block or len(data) > _LARGEST_HEAD:
             return None
         data += block
-    head, rest = data.split(b"\r\n\r\n", 1)
+    head, received = data.split(b"\r\n\r\n", 1)
     line, _, fields = head.partition(b"\r\n")
     method, target, _ = line.decode("latin-1").split(" ", 2)
-    path, _, query = target.partition("?")
-    version, path = split_version(path)
+    target, _, query = target.partition("?")
+    version, path = split_version(target)
     headers: HTTPMessage = BytesParser(_class=HTTPMessage).parsebytes(fields + b"\r\n\r\n")
     parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
-    return EngineRequest(connection, method, version, path, parameters, headers, rest)
+    return EngineRequest(connection, method, version, path, parameters, headers, received)
+
+
+def split_version(path: str) -> tuple[str, str]:
+    """Splits "/v1.41/containers/json" into ("/v1.41", "/containers/json")."""
+    match = re.match(r"^(/v\d+\.\d+)?(/.*)$", path)
+    return (match[1] or "", match[2]) if match else ("", path)
 
 
 def reply(connection: socket.socket, status: int, body: bytes) -> None:
-    """Sends a whole response with a JSON body."""
+    """Sends a complete response with a JSON body."""
     without_body = status in (204, 304)
     head = [f"HTTP/1.1 {status} {responses.get(status, '')}", "Api-Version: 1.41", "Ostype: linux"]
     head += ["Content-Type: application/json"]
@@ -98,19 +103,14 @@ def reply(connection: socket.socket, status: int, body: bytes) -> None:
     connection.sendall(("\r\n".join(head) + "\r\n\r\n").encode() + (b"" if without_body else body))
 
 
-def reply_json(connection: socket.socket, value: Any) -> None:
-    """Sends `value` with status 200."""
-    reply(connection, 200, json.dumps(value).encode())
-
-
 def reply_error(connection: socket.socket, status: int, text: str) -> None:
-    """Sends an error in the engine's shape, unless the client has gone away."""
+    """Sends an error in the engine's format; does nothing when the client has disconnected."""
     with contextlib.suppress(OSError):
         reply(connection, status, json.dumps({"message": text}).encode())
 
 
 def forward(request: EngineRequest, engine_path: str, path: str) -> None:
-    """Sends the request on with another path, then passes raw bytes both ways until both sides have ended.
+    """Sends the request to the engine with another path, then copies bytes both ways until the engine has ended.
 
     Args:
         request: what the client sent.
@@ -120,38 +120,27 @@ def forward(request: EngineRequest, engine_path: str, path: str) -> None:
     upgrade = "upgrade" in request.headers.get("Connection", "").lower()
     target = request.version + path + ("?" + urlencode(request.query) if request.query else "")
     head = [f"{request.method} {target} HTTP/1.1"]
-    head += [
-        f"{name}: {value}"
-        for name, value in request.headers.items()
-        if upgrade or name.lower() not in ("connection", "keep-alive")
-    ]
+    for name, value in request.headers.items():
+        if upgrade or name.lower() not in ("connection", "keep-alive"):
+            head.append(f"{name}: {value}")
     if not upgrade:
         head.append("Connection: close")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as upstream:
         upstream.connect(engine_path)
-        upstream.sendall(("\r\n".join(head) + "\r\n\r\n").encode("latin-1") + request.rest)
-        client_side = threading.Thread(target=pipe, args=(request.connection, upstream), daemon=True)
+        upstream.sendall(("\r\n".join(head) + "\r\n\r\n").encode("latin-1") + request.received)
+        client_side = threading.Thread(target=_copy, args=(request.connection, upstream), daemon=True)
         client_side.start()
-        pipe(upstream, request.connection)
-        # The engine has sent everything; what the client still sends has no receiver.
+        _copy(upstream, request.connection)
+        # The engine has sent everything; nothing reads what the client still sends.
         with contextlib.suppress(OSError):
             request.connection.shutdown(socket.SHUT_RDWR)
         client_side.join(60)
 
 
-def pipe(source: socket.socket, target: socket.socket) -> None:
-    """Copies bytes until the source ends, then announces the end to the target (stdin may end before stdout)."""
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Copies bytes until the source ends, then ends the stream to the target: stdin may end before stdout."""
     with contextlib.suppress(OSError):
         while data := source.recv(_BLOCK):
             target.sendall(data)
     with contextlib.suppress(OSError):
         target.shutdown(socket.SHUT_WR)
-
-
-def close_after(client: socket.socket, upstream: socket.socket) -> None:
-    """Ends a stream of events when the client goes away."""
-    with contextlib.suppress(OSError):
-        while client.recv(4096):
-            pass
-    with contextlib.suppress(OSError):
-        upstream.shutdown(socket.SHUT_RDWR)

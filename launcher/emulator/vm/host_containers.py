@@ -1,11 +1,11 @@
 """TPU VMs as containers of the workstation's engine: creates, starts, kills, disconnects and removes them.
 
-Every function is idempotent.
-
 A host is one container of images/host on the emulator's own network, with a fixed address. Its /home, /tmp, /run and
 /dev/shm are volumes, so that containers which run on the host can bind-mount from them (engine_view.py); a kill loses
-/run and /dev/shm, as a reboot does. It needs no privilege but NET_ADMIN in its own namespace, for the metadata server's
-address on its loopback interface.
+/run and /dev/shm, as a reboot does. The host needs no privilege but NET_ADMIN in its own namespace, for the metadata
+server's address on its loopback interface.
+
+Every function may be repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL,
 
 log = logging.getLogger(__name__)
 
-# Folder of a host -> how its volume is made. tmpfs ones vanish when the host goes down.
+# Folder of a host -> options of its volume. The tmpfs volumes are lost when the host goes down.
 SHARED = {
     "/home": {},
     "/tmp": {},
@@ -35,7 +35,7 @@ SHARED = {
 
 
 class HostContainers:
-    """The containers, volumes and the network of one emulator's hosts."""
+    """The containers, the volumes and the network of one emulator's hosts."""
 
     def __init__(self, engine: Engine, emulator: str, image: str, sockets: Path) -> None:
         self.engine = engine
@@ -45,32 +45,26 @@ class HostContainers:
 
     @property
     def network(self) -> str:
-        """The name of the hosts' network."""
         return f"tpu-launch-{self.emulator}"
 
     def ensure_network(self, subnet: str) -> str:
-        """Makes the network unless it exists; returns its subnet.
+        """Creates the network unless it exists and returns its subnet: `subnet` if that is free ("" for any).
 
-        Args:
-            subnet: what to use if it is free; "" for any.
-
-        Raises:
-            EngineError: no free subnet.
+        Raises EngineError when no subnet is free.
         """
         with contextlib.suppress(EngineError):
             network = self.engine.call("GET", f"/networks/{self.network}")
             return str(network["IPAM"]["Config"][0]["Subnet"])
         error: EngineError | None = None
-        for candidate in ([subnet] if subnet else []) + list(free_subnets(self.emulator, self._taken_subnets())):
+        for candidate in ([subnet] if subnet else []) + free_subnets(self.emulator, self._taken_subnets()):
+            body = {
+                "Name": self.network,
+                "CheckDuplicate": True,
+                "Driver": "bridge",
+                "IPAM": {"Driver": "default", "Config": [{"Subnet": candidate}]},
+                "Labels": {LABEL: self.emulator},
+            }
             try:
-                config = {"Driver": "default", "Config": [{"Subnet": candidate}]}
-                body = {
-                    "Name": self.network,
-                    "CheckDuplicate": True,
-                    "Driver": "bridge",
-                    "IPAM": config,
-                    "Labels": {LABEL: self.emulator},
-                }
                 self.engine.call("POST", "/networks/create", body=body)
                 return candidate
             except EngineError as refused:
@@ -91,11 +85,11 @@ class HostContainers:
         return taken
 
     def folder(self, host: Host) -> Path:
-        """The folder of the host's control socket, on the workstation."""
+        """Returns the workstation's folder of the host's control socket."""
         return self.sockets / host.hostname
 
     def ensure(self, node: Node, host: Host) -> None:
-        """Creates the host unless it exists, and starts it unless it runs."""
+        """Creates and starts the host unless it exists or runs."""
         with contextlib.suppress(EngineError):
             container = self.engine.call("GET", f"/containers/{host.hostname}/json")
             if not container["State"]["Running"]:
@@ -138,16 +132,16 @@ class HostContainers:
         self.engine.call("POST", f"/containers/{host.hostname}/start")
 
     def volume_folder(self, host: Host, path: str) -> Path:
-        """The path, as the workstation's engine knows it, of a folder that the host shares with its containers."""
+        """Returns the workstation's path of a folder that the host shares with its containers."""
         volume = self.engine.call("GET", f"/volumes/{host.hostname}{path.replace('/', '-')}")
         return Path(volume["Mountpoint"])
 
     def own(self, hostname: str) -> list[dict[str, Any]]:
-        """The containers of a host, running or not."""
+        """Returns the containers that run, or ran, on a host."""
         return self.engine.containers(f"{LABEL}={self.emulator}", f"{HOST_LABEL}={hostname}")
 
     def kill(self, host: Host) -> None:
-        """Kills the host and its containers, without a signal that could be caught."""
+        """Kills the host and its containers with SIGKILL."""
         self._try("POST", f"/containers/{host.hostname}/kill")
         self.kill_own(host.hostname)
 
@@ -158,14 +152,13 @@ class HostContainers:
         self._in_parallel(running, lambda container: self._try("POST", f"/containers/{container}/kill"))
 
     def power_off(self, host: Host) -> None:
-        """Stops the host as a shutdown does: containers get SIGTERM first."""
+        """Stops the host as a shutdown does: its containers get SIGTERM first."""
         running = self._own_in_state(host, "running")
         self._in_parallel(running, lambda container: self._try("POST", f"/containers/{container}/stop", {"t": "10"}))
         self._try("POST", f"/containers/{host.hostname}/stop", {"t": "5"})
 
     def start(self, host: Host) -> None:
-        """Starts a host that exists, and the containers whose restart policy says so, as an engine does after a
-        reboot."""
+        """Starts a host that exists, and those of its containers that an engine restarts after a reboot."""
         before = self.engine.call("GET", f"/containers/{host.hostname}/json")["State"]
         if before["Running"]:
             return
@@ -173,27 +166,26 @@ class HostContainers:
         for listed in self.own(host.hostname):
             container = self.engine.call("GET", f"/containers/{listed['Id']}/json")
             policy, ended = container["HostConfig"]["RestartPolicy"]["Name"], container["State"]["FinishedAt"]
-            # Times are RFC 3339 in UTC, so they compare as text. "unless-stopped": not when it had ended before the
-            # host went down.
+            # Times are RFC 3339 in UTC, so they compare as text. "unless-stopped" does not restart a
+            # container that had ended before the host went down.
             if policy == "always" or (policy == "unless-stopped" and ended >= before["FinishedAt"]):
                 self._try("POST", f"/containers/{listed['Id']}/start")
 
     def hang(self, host: Host) -> None:
-        """Pauses all processes of the host: connections stay open and nothing answers."""
+        """Pauses all processes of the host: its connections stay open, and nothing answers on them."""
         for name in (*self._own_in_state(host, "running"), host.hostname):
             self._try("POST", f"/containers/{name}/pause")
 
     def wake(self, host: Host) -> None:
-        """Undoes `hang`."""
         for name in (host.hostname, *self._own_in_state(host, "paused")):
             self._try("POST", f"/containers/{name}/unpause")
 
     def cut(self, host: Host) -> None:
-        """Disconnects the host from the network: no ssh, no peers. Its processes go on."""
+        """Disconnects the host from the network: no ssh, no peers. Its processes continue."""
         self._try("POST", f"/networks/{self.network}/disconnect", body={"Container": host.hostname, "Force": True})
 
     def join(self, host: Host) -> None:
-        """Connects the host again, with the same address."""
+        """Reconnects the host with the same address."""
         endpoint = {"IPAMConfig": {"IPv4Address": host.address}}
         self._try(
             "POST", f"/networks/{self.network}/connect", body={"Container": host.hostname, "EndpointConfig": endpoint}
@@ -209,11 +201,10 @@ class HostContainers:
             self._try("DELETE", f"/volumes/{volume['Name']}", {"force": "1"})
 
     def _own_in_state(self, host: Host, state: str) -> list[str]:
-        """Ids of the host's containers in one of the engine's states."""
         return [container["Id"] for container in self.own(host.hostname) if container["State"] == state]
 
     def _try(self, method: str, path: str, query: dict[str, Any] | None = None, body: Any = None) -> None:
-        """Makes a call. Errors that mean "already so" (gone, stopped, not connected) are ignored, others are logged."""
+        """Makes a call. Ignores errors that mean "already done" (gone, stopped, not connected) and logs others."""
         try:
             self.engine.call(method, path, query, body)
         except EngineError as error:
@@ -228,11 +219,9 @@ class HostContainers:
 
 
 def free_subnets(emulator: str, taken: list[str]) -> list[str]:
-    """Networks of 10.128.0.0/9 (Google's default network) that overlap with nothing in `taken`.
+    """Returns networks of 10.128.0.0/9 (Google's default network) that overlap with no network in `taken` (CIDR).
 
-    Args:
-        emulator: its id, which decides where the search begins, so that two emulators seldom try the same.
-        taken: networks in use, in CIDR notation.
+    The emulator's id decides where the search begins, so that two emulators seldom try the same network.
     """
     used = [ipaddress.ip_network(network, strict=False) for network in taken]
     start = int(emulator, 16) % (128 * 64)
@@ -246,12 +235,9 @@ def free_subnets(emulator: str, taken: list[str]) -> list[str]:
 
 
 def remove_everything(engine: Engine, emulator: str) -> None:
-    """Removes every container, volume and network of an emulator, also without its server and its state.
+    """Removes every container, volume and network of an emulator. Raises EngineError when something remains.
 
-    Lists them again after a removal: the engine may still have been creating a container for a server that is gone.
-
-    Raises:
-        EngineError: something can't be removed.
+    Lists them again after each removal: the engine may still be creating a container for a server that is gone.
     """
     label = f"{LABEL}={emulator}"
     containers = HostContainers(engine, emulator, "", Path())
@@ -267,4 +253,4 @@ def remove_everything(engine: Engine, emulator: str) -> None:
         if not names and not rest:
             return
         time.sleep(0.1)
-    raise EngineError(500, f"still there after 20 attempts: {', '.join(names + rest)}")
+    raise EngineError(500, f"not removed in 20 attempts: {', '.join(names + rest)}")

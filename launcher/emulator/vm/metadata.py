@@ -1,8 +1,7 @@
-"""The metadata server that a host sees at 169.254.169.254: values are pure functions of the state, a long poll waits on
-the store.
+"""The metadata server that a host sees at 169.254.169.254. Values are pure functions of the emulator's state.
 
-Shapes from Google's documentation of the Compute Engine metadata server, and from what torch_xla, TensorFlow and JAX
-read on a TPU VM.
+Their format follows Google's documentation of the Compute Engine metadata server, and what torch_xla, TensorFlow and
+JAX read on a TPU VM.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _SCOPES = ["https://www.googleapis.com/auth/cloud-platform"]
 
 
 def attributes(state: State, node: Node, host: Host) -> dict[str, str]:
-    """instance/attributes/: the user's metadata, and what Cloud TPU adds."""
+    """Returns instance/attributes/: the user's metadata and the values that Cloud TPU adds."""
     return {
         **node.resource.get("metadata", {}),
         "accelerator-type": node.resource["acceleratorType"],
@@ -35,14 +34,14 @@ def attributes(state: State, node: Node, host: Host) -> dict[str, str]:
 
 
 def worker_network_endpoints(node: Node, *, plain: bool) -> str:
-    """In worker order. The old format is "name:id:address" a host, the new one just the address."""
+    """Lists the hosts in worker order, as "name:id:address" in the old format or as "address" in the plain one."""
     if plain:
         return ",".join(host.address for host in node.hosts)
     return ",".join(f"{host.hostname}:{host.instance_id}:{host.address}" for host in node.hosts)
 
 
 def tpu_env(node: Node, host: Host) -> str:
-    """YAML lines, as on a real v4 slice; v2 and v3 have no bounds there."""
+    """Returns YAML lines as on a real v4 slice; v2 and v3 have no bounds there."""
     accelerator = ACCELERATORS[node.resource["acceleratorType"]]
     values: dict[str, object] = {
         "ACCELERATOR_TYPE": accelerator.name,
@@ -72,10 +71,7 @@ def tpu_env(node: Node, host: Host) -> str:
 
 
 def tree(state: State, node: Node, host: Host) -> dict[str, Any]:
-    """Everything under computeMetadata/v1/.
-
-    Names are those of the paths, also in recursive JSON, where Google has camel case.
-    """
+    """Returns everything below computeMetadata/v1/. Unlike Google's, recursive JSON has the names of the paths."""
     account = {
         "aliases": ["default"],
         "email": service_account(),
@@ -107,20 +103,15 @@ def tree(state: State, node: Node, host: Host) -> dict[str, Any]:
 
 
 def token(state: State, host: Host) -> str:
-    """The access token of a host's service account."""
+    """Returns the access token of a host's service account."""
     return f"emulated-{state.id}-{host.instance_id}"
 
 
 def answer(store: Store, find: FindHost, request: Request) -> Response:
-    """Answers one request of a host.
+    """Answers a request of the host that `find` returns; None means that the host is gone.
 
-    Args:
-        store: the emulator's state.
-        find: state -> (node, host); None when the host is gone.
-        request: the host's.
-
-    A GET with wait_for_change waits until the value's ETag differs from last_etag (or from the present one), at most
-    timeout_sec.
+    A GET with wait_for_change blocks until the value's ETag differs from last_etag (by default from the current one),
+    at most timeout_sec.
     """
     if request.headers.get("Metadata-Flavor") != "Google":
         return _text(403, "Missing Metadata-Flavor:Google header.\n")
@@ -169,7 +160,7 @@ def _render(value: Any, request: Request) -> Response:
 
 
 def _put(store: Store, find: FindHost, path: str, request: Request) -> Response:
-    """A guest attribute: instance/guest-attributes/NAMESPACE/KEY."""
+    """Writes a guest attribute: instance/guest-attributes/NAMESPACE/KEY."""
     parts = path.split("/")
     if parts[:2] != ["instance", "guest-attributes"] or len(parts) != 4:
         return _text(405, "only instance/guest-attributes/NAMESPACE/KEY can be written\n")

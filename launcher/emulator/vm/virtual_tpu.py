@@ -1,8 +1,8 @@
-"""The virtual TPU: the devices of one TPU host on this machine's CPU, for containers whose PyTorch/XLA loads it.
+"""The virtual TPU: the devices of one TPU host on this machine's CPU, for containers whose PyTorch/XLA can load it.
 
-images/virtual-tpu holds two files: a library that frameworks load as libtpu.so, and the CPU plugin behind it. A volume
-of the engine gets a copy of them, once for each version of that image, and containers mount it: what runs is the image
-that would run on a slice. A volume whose making broke off is removed again.
+images/virtual-tpu holds a library that frameworks load as libtpu.so, and the CPU plugin behind it. Both are copied once
+for each version of that image into a volume of the engine, which containers mount: their image is the one that would
+run on a slice.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from launcher.images.specification import folder_spec
 
 MOUNTED_AT = "/opt/virtual-tpu"
 LABEL = "tpu-launch.virtual-tpu"  # of the volumes
-# The label by which an image says what is in it, and the frameworks that can load the library.
+# The label that names the framework in an image, and the frameworks that can load the library.
 FRAMEWORK_LABEL = "tpu-launch.framework"
 FRAMEWORKS = ("torch-xla",)
 _COPY_SECONDS = 120.0
 
 
 def ensure_volume(source: Path, say: Callable[[str], None]) -> str:
-    """The name of the volume with the two files, made when it is not there.
+    """Returns the name of the volume with the two files, and makes it when it is missing.
 
     Args:
         source: the folder images/virtual-tpu.
-        say: gets a line for each step of a build.
+        say: receives a line for each step of the image's build.
 
     Raises:
-        LaunchError: the image could not be built, or the files not be copied.
+        LaunchError: the build or the copy failed.
     """
     image = ensure_image(folder_spec("tpu-launch/virtual-tpu", source), say)
     volume = f"tpu-launch-virtual-tpu-{image.digest.removeprefix('sha256:')[:16]}"
@@ -41,7 +41,7 @@ def ensure_volume(source: Path, say: Callable[[str], None]) -> str:
         return volume
     _docker(docker, "volume", "create", "--label", f"{LABEL}=1", volume)
     try:
-        # The engine fills an empty volume with what the image has at the place where it is mounted.
+        # The engine fills an empty volume with the image's files at the path where the volume is mounted.
         container = _docker(docker, "create", "--volume", f"{volume}:{MOUNTED_AT}", image.reference)
         _docker(docker, "rm", container)
     except BaseException:
@@ -51,13 +51,15 @@ def ensure_volume(source: Path, say: Callable[[str], None]) -> str:
 
 
 def serves(image_labels: Mapping[str, str] | None) -> bool:
-    """Whether the image with these labels has a framework that can load the virtual TPU."""
+    """Returns whether an image with these labels has a framework that can load the virtual TPU."""
     return (image_labels or {}).get(FRAMEWORK_LABEL) in FRAMEWORKS
 
 
 def container_environment() -> dict[str, str]:
-    """What makes PyTorch/XLA in a container load the virtual TPU. How many devices it has follows from the TPU_*
-    variables that every container on a slice gets."""
+    """Returns the variables that make PyTorch/XLA load the virtual TPU.
+
+    The number of devices follows from the TPU_* variables that every container on a slice gets.
+    """
     return {"PJRT_DEVICE": "TPU", "TPU_LIBRARY_PATH": f"{MOUNTED_AT}/libtpu.so"}
 
 
