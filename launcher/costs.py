@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from launcher.clock import parse_time
 from launcher.config import Config
 from launcher.errors import BadInput
 from training.accelerators import Accelerator, accelerator
+from training.machine.clock import parse_time
 
 AS_OF = "2026-11"  # when the table was read
 SOURCE = "SkyPilot's catalogue of Google's prices"

@@ -9,12 +9,12 @@ import os
 from dataclasses import dataclass
 
 from launcher import shell
-from launcher.clock import SystemClock
 from launcher.config import Config
 from launcher.images import local
-from launcher.machine.owner import this_owner
+from launcher.owner import this_owner
 from launcher.run import specification
 from launcher.tpu_vm import commands, host_scripts, ownership, placement, queued
+from training.machine.clock import SystemClock
 
 _TOKEN_COMMAND = ["gcloud", "auth", "print-access-token", "--quiet"]
 

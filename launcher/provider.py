@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
 
-from launcher.clock import Clock
 from training.distributed.cluster import SECRET_VARIABLE
+from training.machine.clock import Clock
 
 LOG_OVERLAP = timedelta(seconds=1)  # how far before the newest known line `observe` is asked to begin again
 

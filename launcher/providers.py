@@ -5,19 +5,16 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from launcher import gke, shell, tpu_vm
-from launcher.clock import SystemClock
+from launcher import gke, tpu_vm
 from launcher.config import Config
-from launcher.machine import Machine
-from launcher.machine.owner import this_owner
-from launcher.machine.remote import Address, Connection
-from launcher.machine.tasks import Threads
+from launcher.owner import this_owner
 from launcher.provider import Capabilities, Provider
+from launcher.workstation import Address, HostConnection, Workstation
+from training.machine import SYSTEM
 
 if TYPE_CHECKING:  # it imports Fabric, which takes time that a command without hosts need not spend
     from launcher.tpu_vm.ssh.transport import SshClient
@@ -32,10 +29,10 @@ class ProviderKind:
     """A provider that `--provider` can name."""
 
     capabilities: Capabilities
-    make: Callable[[Config, Say, Machine], Provider]
+    make: Callable[[Config, Say, Workstation], Provider]
 
 
-def _tpu_vm(config: Config, say: Say, machine: Machine) -> Provider:
+def _tpu_vm(config: Config, say: Say, machine: Workstation) -> Provider:
     from launcher.checks import inputs
     from launcher.tpu_vm.provider import TpuVm
 
@@ -43,7 +40,7 @@ def _tpu_vm(config: Config, say: Say, machine: Machine) -> Provider:
     return TpuVm(config, say, machine)
 
 
-def _gke(config: Config, say: Say, _machine: Machine) -> Provider:
+def _gke(config: Config, say: Say, _machine: Workstation) -> Provider:
     from launcher.gke.provider import Gke
 
     return Gke(config, say)
@@ -55,7 +52,7 @@ PROVIDERS: Mapping[str, ProviderKind] = {
 }
 
 
-def make_provider(config: Config, say: Say, machine: Machine) -> Provider:
+def make_provider(config: Config, say: Say, machine: Workstation) -> Provider:
     """The provider of a configuration. `say` is given lines for a person.
 
     Raises:
@@ -69,11 +66,10 @@ def capabilities(name: str) -> Capabilities:
     return PROVIDERS[name].capabilities
 
 
-def this_machine() -> Machine:
+def this_machine() -> Workstation:
     """The machine that this process runs on; the command line makes it once."""
 
-    tasks = Threads()
-    making = tasks.lock()
+    making = SYSTEM.threads.lock()
 
     @functools.cache
     def client() -> SshClient:
@@ -81,9 +77,9 @@ def this_machine() -> Machine:
 
         return SshClient()
 
-    def connect(address: Address) -> Connection:
+    def connect(address: Address) -> HostConnection:
         with making:  # the first commands go to all hosts at once: each would make a client, and read its key again
             ssh = client()
         return ssh.connect(address)
 
-    return Machine(SystemClock(), tasks, shell.run, connect, random.SystemRandom(), this_owner(os.environ))
+    return Workstation(connect=connect, owner=this_owner(os.environ))

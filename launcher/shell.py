@@ -76,7 +76,7 @@ def run(
     input: str | bytes | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    on_start: Callable[[Callable[[], None]], None] | None = None,
+    on_start: Callable[[Callable[[], None]], object] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Result:
     """Runs a command to its end and returns what it printed. A non-zero exit code is not an error here.
@@ -128,7 +128,7 @@ def stream(
     timeout: float,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    on_start: Callable[[Callable[[], None]], None] | None = None,
+    on_start: Callable[[Callable[[], None]], object] | None = None,
 ) -> Result:
     """Runs a command and hands over each line of its output (stdout and stderr together) as it comes; the result's
     stdout holds them all. For long work that shows progress.

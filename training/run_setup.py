@@ -121,7 +121,7 @@ def open_run(
         record = {
             "run_id": cluster.run_id,
             "attempt": cluster.attempt,
-            "began": round(machine.wall_time(), 3),
+            "began": round(machine.clock.time(), 3),
             "accelerator": cluster.accelerator_type if device_kind() == "TPU" else None,
             "hosts": cluster.all_addresses,
             "code": code,

@@ -30,7 +30,7 @@ from launcher.emulator.state import State
 from launcher.images import engine
 from launcher.images.build import ensure_image
 from launcher.images.specification import folder_spec
-from launcher.machine.owner import Owner, this_owner
+from launcher.owner import Owner, this_owner
 from launcher.tpu_vm import ownership
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -16,9 +16,9 @@ from launcher.cli import terminal
 from launcher.config import Config, load
 from launcher.errors import BadInput
 from launcher.home import home
-from launcher.machine import Machine
 from launcher.provider import Provider
 from launcher.providers import DEFAULT, PROVIDERS, capabilities, make_provider, this_machine
+from launcher.workstation import Workstation
 
 if TYPE_CHECKING:  # only the commands on a run need it, and it takes time to import
     from launcher.run.launch import Context
@@ -112,7 +112,7 @@ def _require_support(command: str, provider: str, emulated: bool) -> None:
 
 
 @functools.cache
-def machine() -> Machine:
+def machine() -> Workstation:
     """The machine that this process runs on."""
     return this_machine()
 

@@ -84,7 +84,7 @@ def open_tunnel(
     local: int,
     text: str,
     *,
-    on_start: Callable[[Callable[[], None]], None] | None = None,
+    on_start: Callable[[Callable[[], None]], object] | None = None,
 ) -> None:
     """Makes a port of a host reachable here until Ctrl-C. Raises LaunchError when it ends before.
 

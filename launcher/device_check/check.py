@@ -13,11 +13,11 @@ from launcher.config import Config
 from launcher.device_check.judge import CREATE_ANEW, HostResult, judge
 from launcher.errors import Exit, LaunchError
 from launcher.images import local
-from launcher.machine import Machine
 from launcher.provider import Attempt, HostReport, Observation, Provider
 from launcher.run import ledger as ledgers
 from launcher.run.attempts.start import require_all, require_ready
 from launcher.run.launch import Context, under_way
+from launcher.workstation import Workstation
 from training.device_check.facts import Problem
 
 SECONDS = 300.0
@@ -94,5 +94,7 @@ def _refused(report: HostReport, verb: str) -> HostResult:
     return HostResult(report.worker, {}, (Problem(f"could not {verb} the container: {report.detail}", CREATE_ANEW),))
 
 
-def _observe(provider: Provider, attempt: Attempt, hosts: int, machine: Machine) -> list[Observation]:
-    return machine.tasks.map(lambda worker: provider.observe(worker, attempt.container, None), range(hosts), at_once=64)
+def _observe(provider: Provider, attempt: Attempt, hosts: int, machine: Workstation) -> list[Observation]:
+    return machine.threads.map(
+        lambda worker: provider.observe(worker, attempt.container, None), range(hosts), at_once=64
+    )

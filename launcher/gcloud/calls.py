@@ -15,7 +15,7 @@ from typing import TypeVar
 from launcher import shell
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.errors import Busy, Conflict, PermissionDenied, explain_error
-from launcher.machine import Machine, RunCommand
+from launcher.workstation import RunCommand, Workstation
 
 _BUSY_SECONDS = 60.0  # how long another operation on the same node is waited for
 _FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0  # seconds, between questions that fail
@@ -39,7 +39,7 @@ def ask_gcloud(
     raise explain_error(result.stderr or result.stdout, argv)
 
 
-def try_deletion(machine: Machine, argv: Sequence[str], *, timeout: float) -> LaunchError | None:
+def try_deletion(machine: Workstation, argv: Sequence[str], *, timeout: float) -> LaunchError | None:
     """Runs a deletion once: whoever tries it again looks first what has the name by then.
 
     Returns:
@@ -57,7 +57,7 @@ def try_deletion(machine: Machine, argv: Sequence[str], *, timeout: float) -> La
     return None
 
 
-def call_gcloud(machine: Machine, argv: Sequence[str], *, timeout: float, pass_fds: Sequence[int] = ()) -> str:
+def call_gcloud(machine: Workstation, argv: Sequence[str], *, timeout: float, pass_fds: Sequence[int] = ()) -> str:
     """Runs a gcloud command and returns its standard output; waits for another operation to end. gcloud inherits
     `pass_fds`. Raises the LaunchError that its message means."""
     deadline = machine.clock.monotonic() + _BUSY_SECONDS
@@ -70,7 +70,7 @@ def call_gcloud(machine: Machine, argv: Sequence[str], *, timeout: float, pass_f
         machine.clock.sleep(1.0 + 2.0 * machine.random.random())
 
 
-def call_gcloud_long(machine: Machine, argv: Sequence[str], *, timeout: float, pass_fds: Sequence[int]) -> str:
+def call_gcloud_long(machine: Workstation, argv: Sequence[str], *, timeout: float, pass_fds: Sequence[int]) -> str:
     """As `call_gcloud`, for the creation of a node: a time-out says that Google may still be creating it."""
     try:
         return call_gcloud(machine, argv, timeout=timeout, pass_fds=pass_fds)
@@ -92,7 +92,7 @@ class Patience:
         doubts: whether a permission that is refused may come back, because it was there a moment ago.
     """
 
-    def __init__(self, machine: Machine, say: Callable[[str], None], subject: str, *, doubts: bool = True) -> None:
+    def __init__(self, machine: Workstation, say: Callable[[str], None], subject: str, *, doubts: bool = True) -> None:
         self._machine, self._say, self._subject, self._doubts = machine, say, subject, doubts
         self._refused_since: float | None = None
         self._reported = ""

@@ -43,7 +43,7 @@ class Kubectl:
         self,
         *words: str,
         on_line: Callable[[str], None],
-        on_start: Callable[[Callable[[], None]], None],
+        on_start: Callable[[Callable[[], None]], object],
         seconds: float,
     ) -> None:
         """Runs a command that goes on, and hands over every line of its output.

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from launcher.clock import Clock
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.gke import CAPABILITIES, checks, pod_status
@@ -37,6 +36,7 @@ from launcher.gke.workload import (
 )
 from launcher.provider import Attempt, CommandReport, ContainerState, HostReport, LogLine, Observation, SliceState
 from training.accelerators import gke_nodes
+from training.machine.clock import Clock
 
 LOG_BYTES = 16_000_000  # of one observation
 _LOG_SECONDS = 15.0

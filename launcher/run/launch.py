@@ -14,12 +14,11 @@ from pathlib import Path
 from launcher.checks import inputs, preflight
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.file_lock import hold_shared, is_held
 from launcher.home import of_slice
 from launcher.images import local
 from launcher.images.overlays import overlay as overlays
 from launcher.images.overlays import sync
-from launcher.machine import Machine
-from launcher.machine.marks import is_marked, marking
 from launcher.provider import HostReport, Overlay, Provider
 from launcher.run import env_file, events, specification
 from launcher.run import ledger as ledgers
@@ -31,6 +30,7 @@ from launcher.run.ledger import Ledger, RunRecord, same_slice
 from launcher.run.specification import SecretSource, Specification
 from launcher.run.supervise import Output, describe_interrupted_start
 from launcher.run.verdict import Kind
+from launcher.workstation import Workstation
 
 MakeProvider = Callable[[Config], Provider]
 
@@ -50,7 +50,7 @@ class Context:
     """Where values of secrets come from."""
     make_provider: MakeProvider
     output: Output
-    machine: Machine
+    machine: Workstation
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def run(request: Request, context: Context) -> Outcome:
             # A stop that came while this command checked or waited for the lock is later than what it was asked for.
             known = stops.get(ledger.run_id, 0)
             _require_no_stop_since(ledger, known)
-            if is_marked(_deletion(config)):
+            if is_held(_deletion(config)):
                 raise LaunchError(
                     f"slice {config.slice.name} is being deleted by `tpu-launch down` on this machine: wait for its "
                     "end, then `tpu-launch up` creates it again",
@@ -222,7 +222,7 @@ def delete_slice(config: Config, context: Context) -> None:
     """Deletes the slice. Runs of it that are under way, or that a process of this machine recovers, are stopped first,
     and those processes are waited for: they shall not create the slice again behind our back. Nor shall a run that is
     asked for meanwhile: it is refused."""
-    with marking(_deletion(config)):
+    with hold_shared(_deletion(config)):
         _stop_runs(config, context)
         with contextlib.closing(context.make_provider(config)) as provider:
             provider.delete()
@@ -290,7 +290,7 @@ def open_session(config: Config, context: Context, ledger: Ledger, secrets: Secr
     return Session(context.home, ledger, spec, own, provider, secrets, context.output, context.machine)
 
 
-def under_way(config: Config, home: Path, machine: Machine) -> bool:
+def under_way(config: Config, home: Path, machine: Workstation) -> bool:
     """Whether an attempt was begun on this slice that has not ended, as far as is known here."""
     return any(ledger.under_way for ledger in ledgers.runs(home, machine) if same_slice(config, ledger.record))
 
@@ -360,7 +360,7 @@ def _choose(request: Request, context: Context, requested: Specification, overla
     return ledgers.begin(home, context.machine, record, config.document.dump(), keep)
 
 
-def _record(config: Config, run_id: str, machine: Machine) -> RunRecord:
+def _record(config: Config, run_id: str, machine: Workstation) -> RunRecord:
     return RunRecord(
         run_id=run_id,
         name=config.run_name,

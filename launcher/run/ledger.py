@@ -25,11 +25,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from launcher.clock import Clock, format_time
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private, write_whole
-from launcher.machine import Machine
 from launcher.run.events import (
     AttemptBegan,
     Ended,
@@ -43,6 +41,8 @@ from launcher.run.events import (
     from_document,
     to_document,
 )
+from launcher.workstation import Workstation
+from training.machine.clock import Clock, format_time
 
 _LOCK_POLL_SECONDS = 0.05
 _ROOM_SECONDS = 60.0  # for which an event waits on a full disk
@@ -299,7 +299,7 @@ def same_slice(config: Config, record: RunRecord) -> bool:
     return (record.slice, record.project, record.zone, record.provider) == requested
 
 
-def runs(home: Path, machine: Machine) -> list[Ledger]:
+def runs(home: Path, machine: Workstation) -> list[Ledger]:
     """All runs of the launcher's folder, oldest first; not those whose run.json is damaged."""
     created = {}
     for path in (home / "runs").glob("*/run.json"):
@@ -310,7 +310,7 @@ def runs(home: Path, machine: Machine) -> list[Ledger]:
 
 
 def find(
-    home: Path, machine: Machine, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None
+    home: Path, machine: Workstation, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None
 ) -> Ledger:
     """The run of that id, or the newest one (of that slice, on that provider). Raises BadInput when there is none."""
     known = [
@@ -332,7 +332,7 @@ def find(
     return known[-1]
 
 
-def new_run_id(name: str, machine: Machine) -> str:
+def new_run_id(name: str, machine: Workstation) -> str:
     """An id of a run: the name, the UTC time, and random letters, so that two workstations don't collide."""
     now = format_time(machine.clock.time())
     day, time = now[5:10], now[11:19]
@@ -340,7 +340,7 @@ def new_run_id(name: str, machine: Machine) -> str:
 
 
 def begin(
-    home: Path, machine: Machine, record: RunRecord, document: str, keep: Callable[[Path], None] | None = None
+    home: Path, machine: Workstation, record: RunRecord, document: str, keep: Callable[[Path], None] | None = None
 ) -> Ledger:
     """Makes the folder of a new run.
 

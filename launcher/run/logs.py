@@ -20,9 +20,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from launcher.clock import shift
 from launcher.home import write_whole
 from launcher.provider import LOG_OVERLAP, LogLine
+from training.machine.clock import shift
 
 _TAIL_BYTES = 2_000_000  # of a log file, to find the lines of the overlap again after a restart
 _PIECE_BYTES = 4_000_000  # of a log file in memory at once; more than _TAIL_BYTES

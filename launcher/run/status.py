@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher import costs
-from launcher.clock import Clock, format_time, parse_time
 from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
-from launcher.machine import Machine
 from launcher.provider import LogLine, Observation, Provider, SliceState, container_name
 from launcher.run import events
 from launcher.run import ledger as ledgers
@@ -22,6 +20,8 @@ from launcher.run.logs import HostLog, read_from, tail
 from launcher.run.specification import SecretSource
 from launcher.run.supervise import Output
 from launcher.run.verdict import describe_exit
+from launcher.workstation import Workstation
+from training.machine.clock import Clock, format_time, parse_time
 from training.telemetry.text import Progress, parse_progress
 
 _SILENCE_SECONDS = 600.0  # for which `logs -f` waits for a host to answer
@@ -219,10 +219,12 @@ def _details(entry: Entry) -> str:
     return str(document.get("outcome") or document.get("problem") or document.get("reason") or document.get("path", ""))
 
 
-def _observe_hosts(provider: Provider, ledger: Ledger, number: int, hosts: int, machine: Machine) -> list[Observation]:
+def _observe_hosts(
+    provider: Provider, ledger: Ledger, number: int, hosts: int, machine: Workstation
+) -> list[Observation]:
     container = container_name(ledger.run_id, number)
     since = format_time(machine.clock.time() - _RECENT_SECONDS)
-    return machine.tasks.map(lambda worker: provider.observe(worker, container, since), range(hosts), at_once=64)
+    return machine.threads.map(lambda worker: provider.observe(worker, container, since), range(hosts), at_once=64)
 
 
 def _host_status(observation: Observation, address: str, ledger: Ledger, number: int, clock: Clock) -> HostStatus:

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from launcher.errors import BadInput, LaunchError, from_disk
-from launcher.machine import Machine
-from launcher.machine.tasks import Queue
 from launcher.provider import HostReport, LogLine, Observation, Provider, container_name
 from launcher.run import events, post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, tail
 from launcher.run.verdict import HostView, Kind, Limits, Verdict, describe_exit, judge
+from launcher.workstation import Workstation
+from training.machine.threads import Queue
 
 OBSERVE_EVERY = 1.0  # seconds between two observations of a host
 _OBSERVATIONS_A_SECOND = 16  # of all hosts together, so that the cost does not grow with the slice
@@ -105,7 +105,7 @@ class StartInterrupted(BadInput):
 
 
 def supervise(
-    provider: Provider, ledger: Ledger, attempt: AttemptRef, *, limits: Limits, output: Output, machine: Machine
+    provider: Provider, ledger: Ledger, attempt: AttemptRef, *, limits: Limits, output: Output, machine: Workstation
 ) -> Verdict:
     """Watches an attempt to its end, ends it on every host, and records how it ended.
 
@@ -213,13 +213,19 @@ class _Supervision:
     """The state of watching one attempt. The inbox is the only thing that its tasks share."""
 
     def __init__(
-        self, provider: Provider, ledger: Ledger, attempt: AttemptRef, limits: Limits, output: Output, machine: Machine
+        self,
+        provider: Provider,
+        ledger: Ledger,
+        attempt: AttemptRef,
+        limits: Limits,
+        output: Output,
+        machine: Workstation,
     ) -> None:
         self.provider, self.ledger, self.attempt = provider, ledger, attempt
-        self.limits, self.output, self.clock, self.tasks = limits, output, machine.clock, machine.tasks
+        self.limits, self.output, self.clock, self.threads = limits, output, machine.clock, machine.threads
         self.logs = {worker: HostLog(ledger.log_file(attempt.number, worker)) for worker in attempt.workers}
-        self.inbox: Queue[Observation | SliceNews] = self.tasks.queue(_INBOX_SIZE)
-        self.over = self.tasks.event()
+        self.inbox: Queue[Observation | SliceNews] = self.threads.queue(_INBOX_SIZE)
+        self.over = self.threads.event()
         self.interval = max(OBSERVE_EVERY, len(attempt.workers) / _OBSERVATIONS_A_SECOND)
         self.started = ledger.started_everywhere
         begun = self.clock.monotonic()
@@ -270,8 +276,8 @@ class _Supervision:
     def fetch_rest(self, workers: Sequence[int]) -> None:
         """Delivers the last lines of these hosts. A task a host holds one observation until it is its turn to
         deliver."""
-        turn = self.tasks.lock()
-        self.tasks.map(lambda worker: self._fetch_rest_of(worker, turn), workers, at_once=_AT_ONCE)
+        turn = self.threads.lock()
+        self.threads.map(lambda worker: self._fetch_rest_of(worker, turn), workers, at_once=_AT_ONCE)
 
     # -- the main task -----------------------------------------------------------------------------------------------
 
@@ -380,10 +386,10 @@ class _Supervision:
         what = f"{verdict.cause.what} (the slice: {self.slice.trouble})"
         return replace(verdict, cause=replace(verdict.cause, what=what))
 
-    # -- tasks ------------------------------------------------------------------------------------------------------
+    # -- threads ------------------------------------------------------------------------------------------------------
 
     def _start_task(self, function: Callable[..., None], *arguments: int) -> None:
-        self.tasks.start(function, *arguments)
+        self.threads.start(function, *arguments)
 
     def _observe_repeatedly(self, worker: int) -> None:
         """Observes one host until the supervision is over. Every observation goes to the inbox, whatever happened.

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from launcher.clock import parse_time
 from launcher.provider import ContainerState, HostReport, LogLine, Observation
 from launcher.tpu_vm.host_scripts import LOG_BYTES
+from training.machine.clock import parse_time
 
 _BUSY = "busy"  # a container of another run is running on the host; the detail is that run's id
 _FAILED = "failed"

@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launcher import costs
-from launcher.clock import parse_time
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import Patience, call_gcloud, try_deletion
 from launcher.gcloud.errors import NotFound
-from launcher.machine import Machine
-from launcher.machine.owner import Owner
+from launcher.owner import Owner
 from launcher.tpu_vm.ownership import ACCOUNT, EXPIRES, LABEL, OWNER, RUN, why_not_ours
+from launcher.workstation import Workstation
+from training.machine.clock import parse_time
 
 _SECONDS = 120.0
 _DELETE_SECONDS = 900.0
@@ -115,7 +115,7 @@ class Listing:
     failures: Mapping[str, LaunchError]
 
 
-def list_owned(project: str, zones: Sequence[str], machine: Machine) -> Listing:
+def list_owned(project: str, zones: Sequence[str], machine: Workstation) -> Listing:
     """All slices of tpu-launch in the zones, whoever made them; each zone by itself.
 
     A queued resource that became a node counts as the node, unless it is dead: then it keeps the quota.
@@ -222,7 +222,7 @@ def _command(project: str, zone: str, kind: str, verb: str, name: str) -> list[s
     return ["gcloud", "compute", "tpus", kind, verb, name, *ends]
 
 
-def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machine: Machine) -> str:
+def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machine: Workstation) -> str:
     """Deletes a leftover, if what has its name now is what was listed, and is still a leftover.
 
     Args:
@@ -269,7 +269,7 @@ def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machi
         machine.clock.sleep(_POLL_SECONDS)
 
 
-def _describe(project: str, listed: OwnedSlice, machine: Machine) -> OwnedSlice | None:
+def _describe(project: str, listed: OwnedSlice, machine: Workstation) -> OwnedSlice | None:
     """What has the name of a listed node or request now."""
     kind = "tpu-vm" if listed.kind == "node" else "queued-resources"
     command = [*_command(project, listed.zone, kind, "describe", listed.name), "--format=json"]
@@ -293,7 +293,7 @@ def _why_changed(listed: OwnedSlice, current: OwnedSlice, now: float) -> str:
 
 
 def _request_of(
-    project: str, node: OwnedSlice, patience: Patience, machine: Machine, deadline: float
+    project: str, node: OwnedSlice, patience: Patience, machine: Workstation, deadline: float
 ) -> OwnedSlice | None:
     """The request that goes with a node: the one that it came from, if that is there and carries the same labels."""
     if node.kind != "node" or not node.request:
@@ -307,7 +307,7 @@ def _request_of(
 
 
 def _node_under(
-    project: str, request: OwnedSlice, patience: Patience, machine: Machine, deadline: float
+    project: str, request: OwnedSlice, patience: Patience, machine: Workstation, deadline: float
 ) -> OwnedSlice | None:
     """The node that has a request's name."""
     if request.kind == "node":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.clock import shift
 from launcher.provider import LOG_OVERLAP, LogLine
+from training.machine.clock import shift
 
 
 def covers(lines: Sequence[LogLine], since: str, tail: int) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from launcher.config import Config
 from launcher.gcloud.errors import Conflict
-from launcher.machine.owner import Owner
+from launcher.owner import Owner
 
 LABEL = "tpu-launch"
 OWNER, ACCOUNT, RUN, EXPIRES = (f"{LABEL}-{name}" for name in ("owner", "account", "run", "expires"))

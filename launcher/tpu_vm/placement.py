@@ -4,7 +4,7 @@ it is, and when it was asked for. Kept in the launcher's folder, for later comma
 `.tpu-launch/slices/<project>.<name>.json` holds {"zone": ...}, with several zones. It is a hint: `slices` looks in the
 other zones when the slice is not where it was, so a file that is lost or cut short costs some calls and nothing else.
 `<project>.<name>.asked` holds the Unix seconds of the last request for the slice, and `<project>.<name>.asking` is
-marked (`launcher.machine.marks`) while a gcloud that makes one lives: a request whose command was killed may arrive
+marked (`launcher.file_lock`) while a gcloud that makes one lives: a request whose command was killed may arrive
 after the next command has looked.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from launcher import home
 from launcher.config import Config
-from launcher.machine.marks import is_marked, marking
+from launcher.file_lock import hold_shared, is_held
 
 
 def in_zone(config: Config, zone: str) -> Config:
@@ -72,13 +72,13 @@ def seconds_since_request(config: Config, now: float) -> float:
 def asking(config: Config) -> Iterator[tuple[int, ...]]:
     """Marks that the slice is being asked for. A gcloud that inherits these file descriptors keeps the mark while it
     lives, also without this process."""
-    with marking(_file(config, "asking")) as descriptor:
+    with hold_shared(_file(config, "asking")) as descriptor:
         yield () if descriptor is None else (descriptor,)
 
 
 def is_asked_for(config: Config) -> bool:
     """Whether a gcloud of this machine asks for the slice now."""
-    return is_marked(_file(config, "asking"))
+    return is_held(_file(config, "asking"))
 
 
 def forget(config: Config) -> None:

@@ -12,13 +12,11 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from launcher.clock import Clock
 from launcher.config import Config
 from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.gcloud.calls import Patience, call_gcloud
 from launcher.gcloud.errors import Conflict, Preempted, explain_error
 from launcher.images.store import unpacked_size
-from launcher.machine import Machine
 from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
 from launcher.tpu_vm import CAPABILITIES, commands, host_checks, host_output, host_scripts, slices
 from launcher.tpu_vm.host_checks import HostFacts, Problem
@@ -27,6 +25,8 @@ from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.execution import Execution
 from launcher.tpu_vm.ssh.result import HostResult
 from launcher.tpu_vm.ssh.start_gate import PendingStart
+from launcher.workstation import Workstation
+from training.machine.clock import Clock
 
 _COMMAND_SECONDS = 20.0  # for a short command on a host
 _FIRST_CONTACT_SECONDS = 300.0
@@ -43,7 +43,7 @@ class TpuVm:
 
     capabilities = CAPABILITIES
 
-    def __init__(self, config: Config, say: Callable[[str], None], machine: Machine) -> None:
+    def __init__(self, config: Config, say: Callable[[str], None], machine: Workstation) -> None:
         self.config = config
         self.say = say
         self._machine = machine
@@ -295,7 +295,7 @@ class TpuVm:
             raise LaunchError(f"slice {self.config.slice.name} does not exist; `tpu-launch up` creates it")
         return addresses or self._connections.internal_addresses()
 
-    def _wait_for_hosts(self, machine: Machine) -> None:
+    def _wait_for_hosts(self, machine: Workstation) -> None:
         """Waits until every host answers over ssh and its engine is up. gcloud spreads the ssh key and learns the host
         keys on the way.
 

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher import costs
-from launcher.clock import parse_time
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import Patience, call_gcloud, try_deletion
 from launcher.gcloud.errors import Conflict, NotFound, Stockout, explain_error
-from launcher.machine import Machine
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, ownership, placement
+from launcher.workstation import Workstation
+from training.machine.clock import parse_time
 
 _SECONDS = 120.0  # for one question; creating and deleting a request is quick, providing it is not
 _FIRST_LOOK_SECONDS = 120.0  # until an API that does not answer ends what has not begun
@@ -106,7 +106,7 @@ def parse(text: str) -> Request:
     )
 
 
-def describe(config: Config, machine: Machine) -> Request | None:
+def describe(config: Config, machine: Workstation) -> Request | None:
     """The request, or None when there is none."""
     try:
         return parse(call_gcloud(machine, describe_command(config), timeout=_SECONDS))
@@ -119,7 +119,7 @@ def obtain(
     labels: dict[str, str],
     node: Callable[[], SliceState | None],
     say: Callable[[str], None],
-    machine: Machine,
+    machine: Workstation,
 ) -> None:
     """Returns when the request is ACTIVE and its node READY. Makes the request when there is none, and goes on waiting
     for one that there is.
@@ -161,7 +161,7 @@ class _Acquisition:
         labels: dict[str, str],
         node: Callable[[], SliceState | None],
         say: Callable[[str], None],
-        machine: Machine,
+        machine: Workstation,
     ) -> None:
         assert config.slice.queued is not None
         self.config, self.labels, self.node, self.say, self.machine = config, labels, node, say, machine
@@ -309,7 +309,7 @@ def _too_late(config: Config, request: Request | None) -> str:
     )
 
 
-def remove(config: Config, doomed: Request, say: Callable[[str], None], machine: Machine) -> None:
+def remove(config: Config, doomed: Request, say: Callable[[str], None], machine: Workstation) -> None:
     """Deletes the request, with its node if it has one, and waits until the API says that it is gone. One that was made
     anew under its name is left alone. Raises CommandTimeout."""
     deadline = machine.clock.monotonic() + _DELETE_SECONDS

@@ -22,10 +22,10 @@ from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import Patience, call_gcloud, call_gcloud_long, try_deletion
 from launcher.gcloud.errors import Conflict, NotFound, PermissionDenied, Preempted, StillRunning, Stockout
-from launcher.machine import Machine
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands, ownership, placement, queued
 from launcher.tpu_vm.ownership import NotOurs
+from launcher.workstation import Workstation
 
 _SECONDS = 60.0  # for one question to the API
 _LOOK_SECONDS = 120.0  # until an API that does not answer ends a deletion that has not begun
@@ -61,7 +61,7 @@ def parse_state(text: str) -> SliceState:
     )
 
 
-def describe(config: Config, machine: Machine) -> SliceState | None:
+def describe(config: Config, machine: Workstation) -> SliceState | None:
     """The slice, or None when it does not exist. A request that waits in the queue counts, in its own state and without
     hosts. Of other zones than the one where it was last, only a slice that is ours counts."""
     current = placement.current_zone(config)
@@ -69,7 +69,7 @@ def describe(config: Config, machine: Machine) -> SliceState | None:
     if state is not None or len(config.zones) == 1:
         return state
     others = [other for other in placement.in_every_zone(config) if other.zone != current]
-    states = machine.tasks.map(lambda zoned: _describe_in_zone(zoned, machine), others, at_once=len(others))
+    states = machine.threads.map(lambda zoned: _describe_in_zone(zoned, machine), others, at_once=len(others))
     for other, state in zip(others, states, strict=True):
         if state is not None and (config.any_owner or not ownership.why_not_ours(state.labels, machine.owner)):
             placement.save_zone(config, other.zone)
@@ -77,7 +77,7 @@ def describe(config: Config, machine: Machine) -> SliceState | None:
     return None
 
 
-def _describe_in_zone(config: Config, machine: Machine) -> SliceState | None:
+def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None:
     node = _describe_node(config, machine)
     if node is not None or config.slice.queued is None:
         return node
@@ -98,14 +98,14 @@ def _describe_in_zone(config: Config, machine: Machine) -> SliceState | None:
     )
 
 
-def _describe_node(config: Config, machine: Machine) -> SliceState | None:
+def _describe_node(config: Config, machine: Workstation) -> SliceState | None:
     try:
         return parse_state(call_gcloud(machine, commands.describe_command(config), timeout=_SECONDS))
     except NotFound:
         return None
 
 
-def _describe_request(config: Config, machine: Machine) -> queued.Request | None:
+def _describe_request(config: Config, machine: Workstation) -> queued.Request | None:
     """The request in the queue. An account that may not look there has none there, unless the configuration uses it."""
     try:
         return queued.describe(config, machine)
@@ -118,7 +118,7 @@ def _describe_request(config: Config, machine: Machine) -> queued.Request | None
 # -- creating ---------------------------------------------------------------------------------------------------------
 
 
-def create(config: Config, say: Say, machine: Machine) -> SliceState:
+def create(config: Config, say: Say, machine: Workstation) -> SliceState:
     """Returns the slice when it is READY: creates it when it is missing, waits when it is on its way.
 
     Zones without capacity are passed over; after the last one all are tried again for slice.stockout_minutes, with
@@ -160,7 +160,7 @@ def create(config: Config, say: Say, machine: Machine) -> SliceState:
         pause = min(pause * 2, _LONGEST_PAUSE)
 
 
-def _zones_to_try(config: Config, machine: Machine) -> list[Config]:
+def _zones_to_try(config: Config, machine: Workstation) -> list[Config]:
     """All zones; only that of the slice when it exists, unless it must be deleted first."""
     zones = placement.in_every_zone(config)
     existing = describe(config, machine) if len(zones) > 1 else None
@@ -175,7 +175,7 @@ def _zones_to_try(config: Config, machine: Machine) -> list[Config]:
 class _Creation:
     """The state machine of `create`, in one zone and once. Each step acts on what the API said last of the node."""
 
-    def __init__(self, config: Config, say: Say, machine: Machine, *, first_contact: bool) -> None:
+    def __init__(self, config: Config, say: Say, machine: Workstation, *, first_contact: bool) -> None:
         """`first_contact`: an API that can't be reached is told at once, and not waited for."""
         self.config, self.say, self.machine, self.first_contact = config, say, machine, first_contact
         self.patience = Patience(machine, say, f"slice {config.slice.name}")
@@ -362,7 +362,7 @@ def _check_hosts(config: Config, node: SliceState) -> None:
 # -- deleting ---------------------------------------------------------------------------------------------------------
 
 
-def delete(config: Config, say: Say, machine: Machine) -> bool:
+def delete(config: Config, say: Say, machine: Workstation) -> bool:
     """Deletes the slice, in whichever zone it is, with the request that it came from, and waits until the API says that
     both are gone. Returns whether there was one. Each zone is looked at by itself, so that one that does not answer
     keeps no other slice alive.
@@ -385,7 +385,7 @@ def delete(config: Config, say: Say, machine: Machine) -> bool:
     arrivals = _Arrivals(config, say, machine)
     while True:
         arrivals.begin_look()
-        outcomes = machine.tasks.map(delete_there, zones, at_once=len(zones))
+        outcomes = machine.threads.map(delete_there, zones, at_once=len(zones))
         if any(outcomes) or not arrivals.wait():
             break
     deleted = any(outcome is True for outcome in outcomes)
@@ -414,7 +414,7 @@ class _Arrivals:
     """Requests of this machine that may arrive at Google, or be shown, after somebody has looked for the slice: those
     of a command that was killed on the way."""
 
-    def __init__(self, config: Config, say: Say, machine: Machine) -> None:
+    def __init__(self, config: Config, say: Say, machine: Workstation) -> None:
         self.config, self.say, self.machine, self.said = config, say, machine, False
         self.began, self.asked = machine.clock.monotonic(), False
         self.shown_by = self.began + _LAG_SECONDS - placement.seconds_since_request(config, machine.clock.time())
@@ -443,12 +443,12 @@ class _Arrivals:
         return True
 
 
-def _look_and_delete(config: Config, say: Say, machine: Machine) -> bool:
+def _look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
     """Deletes what there is in one zone; whether there was something."""
     patience = Patience(machine, say, f"slice {config.slice.name} in {config.zone}")
     deadline = machine.clock.monotonic() + _LOOK_SECONDS
     # The queue is looked at also when the configuration does not use it (any more): a request would keep its quota.
-    looking = machine.tasks.submit(lambda: _describe_request(config, machine))
+    looking = machine.threads.submit(lambda: _describe_request(config, machine))
     node = patience.ask(lambda: _describe_node(config, machine), deadline)
     try:
         request = looking.result()
@@ -467,7 +467,7 @@ def _delete_in_zone(
     request: queued.Request | None,
     node: SliceState | None,
     say: Say,
-    machine: Machine,
+    machine: Workstation,
 ) -> None:
     """Deletes what was found in one zone, if it is ours. Raises NotOurs and CommandTimeout."""
     for labels in [thing.labels for thing in (request, node) if thing is not None]:
@@ -488,7 +488,9 @@ def _delete_in_zone(
         _wait_gone(config, node, say, machine, deadline, delete=True)
 
 
-def _wait_gone(config: Config, gone: SliceState, say: Say, machine: Machine, deadline: float, *, delete: bool) -> None:
+def _wait_gone(
+    config: Config, gone: SliceState, say: Say, machine: Workstation, deadline: float, *, delete: bool
+) -> None:
     """Waits until the API shows this node no more, or one that was made anew under its name, which is left alone. Each
     deletion follows a description: what was seen before may have been minutes ago.
 

@@ -14,11 +14,11 @@ from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.state import Node, State
 from launcher.errors import CommandTimeout
-from launcher.machine import Machine
-from launcher.machine.owner import Owner
-from launcher.machine.tasks import Future, Threads
+from launcher.owner import Owner
 from launcher.providers import this_machine
 from launcher.shell import Result
+from launcher.workstation import Workstation
+from training.machine.threads import Future, SystemThreads
 
 WAITER_SECONDS = 1800.0  # googlecloudsdk/api_lib/util/waiter.py
 ANN, BOB = Owner("ann", "a" * 12), Owner("bob", "b" * 12)
@@ -57,11 +57,11 @@ class Clock:
         self.now = max(self.now, end)
 
 
-class InOrder(Threads):
+class InOrder(SystemThreads):
     """Tasks that run to their end as soon as they are made, one after the other."""
 
-    def submit(self, function: Callable[[], R]) -> Future[R]:
-        future = super().submit(function)
+    def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
+        future = super().submit(function, *args)
         future.exception()
         return future
 
@@ -78,10 +78,10 @@ class Cloud:
         self.trouble: Trouble = lambda zone, command, now: None  # is given "tpu-vm delete"
         self.lost: Trouble = lambda zone, command, now: None  # the command is carried out, and this is the answer
 
-    def machine(self, owner: Owner = ANN) -> Machine:
+    def machine(self, owner: Owner = ANN) -> Workstation:
         """The workstation of one of them."""
         return replace(
-            this_machine(), clock=self.clock, tasks=InOrder(), run=self.run, random=random.Random(1), owner=owner
+            this_machine(), clock=self.clock, threads=InOrder(), run=self.run, random=random.Random(1), owner=owner
         )
 
     def at(self, seconds: float, act: Callable[[], object]) -> None:

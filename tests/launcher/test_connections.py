@@ -21,7 +21,6 @@ import pytest
 from launcher.config import Config, load
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.errors import Conflict
-from launcher.machine.remote import ConnectionFailed
 from launcher.provider import Attempt, HostReport, Overlay, SliceState
 from launcher.providers import this_machine
 from launcher.shell import Result
@@ -30,6 +29,7 @@ from launcher.tpu_vm.ssh import addresses, transport
 from launcher.tpu_vm.ssh.addresses import Address, KnownSlice
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.result import HostResult
+from launcher.workstation import ConnectionFailed
 from tests.launcher.emulated_gcloud import UNAVAILABLE, Cloud
 
 DRY_RUN = (  # as gcloud 528 prints it
@@ -65,7 +65,7 @@ def config(folder: Path, kind: str = "v4-16", more: str = "") -> Config:
 PULL = """
 import sys, time
 from dataclasses import replace
-from launcher.machine.remote import Address
+from launcher.workstation import Address
 from launcher.providers import this_machine
 from launcher.tpu_vm.ssh.pool import ConnectionPool
 

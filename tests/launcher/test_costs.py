@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from launcher import costs
-from launcher.clock import parse_time
 from launcher.config import Config, load
 from launcher.errors import BadInput
-from launcher.machine.owner import Owner
+from launcher.owner import Owner
 from launcher.tpu_vm import ownership
 from training.accelerators import ACCELERATORS
+from training.machine.clock import parse_time
 
 
 def config(folder: Path, **slice_: object) -> Config:

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import BadInput, Exit
-from launcher.machine.remote import Address, ConnectionFailed
 from launcher.provider import CommandReport
 from launcher.providers import this_machine
 from launcher.run import events
@@ -23,6 +22,7 @@ from launcher.run.live import execution
 from launcher.tpu_vm import host_scripts
 from launcher.tpu_vm.ssh.execution import Execution
 from launcher.tpu_vm.ssh.pool import ConnectionPool
+from launcher.workstation import Address, ConnectionFailed
 from tests.launcher.script_host import SHELLS, ScriptHost
 from tests.launcher.test_runs import Hosts, Workstation
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.machine.remote import Address
 from launcher.provider import Attempt, Overlay
 from launcher.providers import this_machine
 from launcher.tpu_vm import host_checks, host_scripts, scripts
 from launcher.tpu_vm.host_output import parse_observation, parse_reports
 from launcher.tpu_vm.host_scripts import HUGE_PAGES
 from launcher.tpu_vm.ssh.pool import ConnectionPool
+from launcher.workstation import Address
 from tests.launcher.script_host import SHELLS, ScriptHost
 
 TEXT = st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=30)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launcher.emulator.state import QueuedResource
-from launcher.machine.owner import Owner
+from launcher.owner import Owner
 from launcher.tpu_vm import inventory
 from tests.launcher.emulated_gcloud import ANN, BUSY, UNAVAILABLE, Cloud
 

@@ -20,7 +20,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from launcher.run.events import AttemptBegan, Ended
-from launcher.clock import SystemClock
+from training.machine.clock import SystemClock
 from launcher.run.ledger import Ledger
 with Ledger(Path(sys.argv[1]), SystemClock()).supervising():
     print("held", flush=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from launcher.clock import SystemClock
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.provider import CommandReport
 from launcher.run.live import execution, notebook
 from tests.launcher.test_runs import FakeProvider, Hosts, Workstation
+from training.machine.clock import SystemClock
 
 # As Jupyter Server 2 prints it, when port 8888 is taken.
 JUPYTER = """#!/bin/sh

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.machine.owner import hash_account, this_owner
+from launcher.owner import hash_account, this_owner
 
 FILE = "[core]\naccount = Ann@example.com\nproject = 100%\n"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from launcher.clock import SystemClock
 from launcher.run import post_mortem
 from launcher.run.ledger import Ledger
 from launcher.run.verdict import Kind
 from tests.launcher.test_runs import Workstation, start_and_lose_sight, work
+from training.machine.clock import SystemClock
 
 __all__ = ["work"]
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.clock import format_time
 from launcher.config import Config, load
 from launcher.emulator.state import Fault
 from launcher.errors import LaunchError
@@ -22,6 +21,7 @@ from launcher.shell import Result
 from launcher.tpu_vm import ownership, queued, slices
 from launcher.tpu_vm.ownership import NotOurs
 from tests.launcher.emulated_gcloud import BOB, DENIED, OFFLINE, UNAVAILABLE, Cloud
+from training.machine.clock import format_time
 
 HOUR = 3600.0
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.clock import SystemClock
 from launcher.config import load
 from launcher.errors import BadInput
 from launcher.provider import Overlay
@@ -18,6 +17,7 @@ from launcher.run import env_file, events, specification
 from launcher.run.ledger import Ledger
 from launcher.run.specification import SecretSource, Specification
 from launcher.run.verdict import Cause
+from training.machine.clock import SystemClock
 
 FILE = """\
 project: p

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.clock import Clock, SystemClock
 from launcher.config import Config, load
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images import local
@@ -35,6 +34,7 @@ from launcher.run import ledger as ledgers
 from launcher.run.attempts.session import Outcome
 from launcher.run.supervise import Output
 from launcher.run.verdict import Kind
+from training.machine.clock import Clock, SystemClock
 
 FILE = """\
 project: p

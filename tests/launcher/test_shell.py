@@ -11,7 +11,7 @@ import pytest
 
 from launcher import shell
 from launcher.errors import CommandMissing, CommandTimeout, Exit
-from launcher.machine.marks import is_marked
+from launcher.file_lock import is_held
 
 
 def alive(pid: int) -> bool:
@@ -92,12 +92,12 @@ def test_a_spawned_process_outlives_its_parent(tmp_path: Path) -> None:
 
 def test_a_gcloud_that_outlives_its_launcher_keeps_its_mark(tmp_path: Path) -> None:
     mark, pid_file = tmp_path / "slices" / "p.s.asking", tmp_path / "pid"
-    assert not is_marked(mark)
+    assert not is_held(mark)
     code = f"""
 from pathlib import Path
 from launcher.gcloud.calls import ask_gcloud
-from launcher.machine.marks import marking
-with marking(Path({str(mark)!r})) as descriptor:
+from launcher.file_lock import hold_shared
+with hold_shared(Path({str(mark)!r})) as descriptor:
     ask_gcloud(["sh", "-c", "echo $$ >{pid_file}; exec sleep 60"], timeout=60, pass_fds=(descriptor,))
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
@@ -106,11 +106,11 @@ with marking(Path({str(mark)!r})) as descriptor:
         time.sleep(0.05)
     parent.kill()
     parent.wait()
-    assert is_marked(mark)
+    assert is_held(mark)
     os.kill(int(pid_file.read_text()), signal.SIGKILL)
-    while is_marked(mark) and time.monotonic() < deadline:
+    while is_held(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not is_marked(mark)
+    assert not is_held(mark)
 
 
 def test_commands_are_logged_without_their_input_and_environment(caplog: pytest.LogCaptureFixture) -> None:

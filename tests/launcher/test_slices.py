@@ -13,7 +13,7 @@ from launcher.config import Config, load
 from launcher.emulator.state import Fault
 from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.gcloud.errors import Conflict, Stockout, Unavailable
-from launcher.machine.owner import Owner
+from launcher.owner import Owner
 from launcher.provider import SliceState
 from launcher.tpu_vm import ownership, placement, slices
 from launcher.tpu_vm.ownership import NotOurs

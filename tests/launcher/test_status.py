@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launcher.clock import SystemClock
 from launcher.run.ledger import Ledger
 from launcher.run.status import recent_history
+from training.machine.clock import SystemClock
 
 LOST = {"worker": 1, "what": "the host went away and came back; its container was killed with it"}
 EVENTS: tuple[tuple[str, dict[str, Any]], ...] = (

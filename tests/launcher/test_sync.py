@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from launcher.clock import SystemClock
 from launcher.config import Config, load
 from launcher.errors import BadInput
 from launcher.images.overlays import sync
@@ -19,6 +18,7 @@ from launcher.provider import Overlay
 from launcher.run import events, launch
 from launcher.run.verdict import Kind
 from tests.launcher.test_runs import Hosts, Workstation
+from training.machine.clock import SystemClock
 
 IMAGE = "r/i@sha256:ab"
 

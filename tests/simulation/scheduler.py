@@ -7,18 +7,16 @@ the clock jumps to the next timer. The same seed gives the same life, line by li
 Every task belongs to a `Process`, which can be killed (nothing of it runs any more: its stack is unwound by `Killed`,
 and whatever it calls here meanwhile raises that again), frozen and thawed (its clock goes on, it does not).
 
-`SimulatedClock` and `SimulatedThreads` have the methods of `time`, `threading`, `queue` and `concurrent.futures` that
-the programs use, with the same names and meaning, so they fit the programs' protocols.
+`SimulatedClock` and `SimulatedThreads` implement `training.machine.clock.Clock` and `training.machine.threads.Threads`.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
-import queue
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from greenlet import getcurrent, greenlet
@@ -372,23 +370,16 @@ class SimulatedClock:
         self._scheduler, self.started, self.wall = scheduler, started, wall
 
     def monotonic(self) -> float:
-        """Seconds since the host started."""
         return self._scheduler.now - self.started
 
     def time(self) -> float:
-        """Unix seconds, as the host believes."""
         return self._scheduler.now + self.wall
 
     def sleep(self, seconds: float) -> None:
-        """Returns after so many virtual seconds."""
         self._scheduler.sleep(seconds)
-
-    __call__ = monotonic
 
 
 class Event:
-    """threading.Event."""
-
     def __init__(self, scheduler: Scheduler, name: str = "an event") -> None:
         self._scheduler, self._name = scheduler, name
         self._is_set, self._waiters = False, dict[Task, None]()
@@ -405,8 +396,6 @@ class Event:
         self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        if self._is_set:
-            return True
         deadline = Deadline(self._scheduler, timeout)
         while not self._is_set and self._scheduler.wait(self._waiters, deadline.left(), self._name):
             pass
@@ -419,47 +408,37 @@ class Lock:
     def __init__(self, scheduler: Scheduler, *, reentrant: bool = False) -> None:
         self._scheduler, self._reentrant = scheduler, reentrant
         self._holder: Task | None = None
-        self._depth, self._waiters = 0, dict[Task, None]()
+        self._waiters: dict[Task, None] = {}
+        self.depth = 0
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+    def acquire(self) -> None:
         scheduler = self._scheduler
         scheduler.maybe_pause()
-        deadline = Deadline(scheduler, None if timeout < 0 else timeout)
-        while self._depth and not (self._reentrant and self._holder is scheduler.current):
-            if not blocking or not scheduler.wait(self._waiters, deadline.left(), f"a lock that {self._holder} holds"):
-                return False
-        self._holder, self._depth = scheduler.current, self._depth + 1
-        return True
+        while self.depth and not (self._reentrant and self._holder is scheduler.current):
+            scheduler.wait(self._waiters, None, f"a lock that {self._holder} holds")
+        self._holder, self.depth = scheduler.current, self.depth + 1
 
     def release(self) -> None:
-        if not self._depth:
-            raise RuntimeError("release unlocked lock")
-        self._depth -= 1
-        if not self._depth:
+        self.depth -= 1
+        if not self.depth:
             self._holder = None
             self._scheduler.wake(self._waiters)
 
-    def locked(self) -> bool:
-        return self._depth > 0
-
     def __enter__(self) -> bool:
-        return self.acquire()
+        self.acquire()
+        return True
 
     def __exit__(self, *exception: object) -> None:
         self.release()
 
 
 class Condition:
-    """threading.Condition."""
-
-    def __init__(self, scheduler: Scheduler, lock: Lock | None = None) -> None:
-        self._scheduler = scheduler
-        self._lock = lock or Lock(scheduler, reentrant=True)
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._lock = scheduler, Lock(scheduler, reentrant=True)
         self._waiters: dict[Task, None] = {}
-        self.acquire, self.release = self._lock.acquire, self._lock.release
 
     def wait(self, timeout: float | None = None) -> bool:
-        depth = self._lock._depth
+        depth = self._lock.depth
         for _ in range(depth):
             self._lock.release()
         try:
@@ -475,228 +454,143 @@ class Condition:
             result = predicate()
         return result or predicate()
 
-    def notify(self, n: int = 1) -> None:
-        self._scheduler.wake(self._waiters, n)
-
     def notify_all(self) -> None:
         self._scheduler.wake_all(self._waiters)
 
     def __enter__(self) -> bool:
-        return self._lock.acquire()
+        return self._lock.__enter__()
 
     def __exit__(self, *exception: object) -> None:
         self._lock.release()
 
 
 class Semaphore:
-    """threading.Semaphore."""
-
-    def __init__(self, scheduler: Scheduler, value: int = 1) -> None:
-        self._scheduler, self._value, self._waiters = scheduler, value, dict[Task, None]()
-
-    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
-        deadline = Deadline(self._scheduler, timeout)
-        while not self._value:
-            if not blocking or not self._scheduler.wait(self._waiters, deadline.left(), "a semaphore"):
-                return False
-        self._value -= 1
-        return True
-
-    def release(self, n: int = 1) -> None:
-        self._value += n
-        self._scheduler.wake(self._waiters, n)
+    def __init__(self, scheduler: Scheduler, count: int) -> None:
+        self._scheduler, self._free, self._waiters = scheduler, count, dict[Task, None]()
 
     def __enter__(self) -> bool:
-        return self.acquire()
+        while not self._free:
+            self._scheduler.wait(self._waiters, None, "a semaphore")
+        self._free -= 1
+        return True
 
     def __exit__(self, *exception: object) -> None:
-        self.release()
+        self._free += 1
+        self._scheduler.wake(self._waiters)
 
 
 class Queue:
-    """queue.Queue, with its exceptions."""
-
-    def __init__(self, scheduler: Scheduler, maxsize: int = 0) -> None:
-        self._scheduler, self.maxsize = scheduler, maxsize
+    def __init__(self, scheduler: Scheduler, size: int) -> None:
+        self._scheduler, self._size = scheduler, size
         self._items: deque[Any] = deque()
-        self._getters, self._putters, self._joiners = dict[Task, None](), dict[Task, None](), dict[Task, None]()
-        self._unfinished = 0
+        self._getters, self._putters = dict[Task, None](), dict[Task, None]()
 
-    def qsize(self) -> int:
-        return len(self._items)
-
-    def empty(self) -> bool:
-        return not self._items
-
-    def full(self) -> bool:
-        return 0 < self.maxsize <= len(self._items)
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+    def put(self, item: Any) -> None:
         self._scheduler.check_alive()
-        deadline = Deadline(self._scheduler, timeout)
-        while self.full():
-            if not block or not self._scheduler.wait(self._putters, deadline.left(), "room in a queue"):
-                raise queue.Full
+        while len(self._items) >= self._size:
+            self._scheduler.wait(self._putters, None, "room in a queue")
         self._items.append(item)
-        self._unfinished += 1
         self._scheduler.wake(self._getters)
         self._scheduler.maybe_pause()
 
-    def put_nowait(self, item: Any) -> None:
-        self.put(item, block=False)
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+    def get(self, timeout: float) -> Any | None:
         self._scheduler.check_alive()
         deadline = Deadline(self._scheduler, timeout)
         while not self._items:
-            if not block or not self._scheduler.wait(self._getters, deadline.left(), "an item of a queue"):
-                raise queue.Empty
+            if timeout <= 0 or not self._scheduler.wait(self._getters, deadline.left(), "an item of a queue"):
+                return None
         item = self._items.popleft()
         self._scheduler.wake(self._putters)
         return item
 
-    def get_nowait(self) -> Any:
-        return self.get(block=False)
-
-    def task_done(self) -> None:
-        self._unfinished -= 1
-        if not self._unfinished:
-            self._scheduler.wake_all(self._joiners)
-
-    def join(self) -> None:
-        while self._unfinished:
-            self._scheduler.wait(self._joiners, None, "a queue's items to be done")
-
 
 class Future:
-    """concurrent.futures.Future, as far as a pool's callers need it."""
-
-    def __init__(
-        self, scheduler: Scheduler, function: Function, args: tuple[Any, ...], keywords: dict[str, Any]
-    ) -> None:
-        self._scheduler, self._call = scheduler, (function, args, keywords)
-        self._finished = Event(scheduler, f"the result of {getattr(function, '__name__', function)}")
+    def __init__(self, scheduler: Scheduler, function: Function, args: tuple[Any, ...]) -> None:
+        self._function, self._args = function, args
+        self._ended = Event(scheduler, f"the result of {getattr(function, '__name__', function)}")
         self._result: Any = None
         self._error: BaseException | None = None
-        self._cancelled, self._running = False, False
 
     def run(self) -> None:
-        """Calls the function, unless it was cancelled."""
-        if self._cancelled:
-            return
-        self._running = True
-        function, args, keywords = self._call
+        """Calls the function and keeps its outcome."""
         try:
-            self._result = function(*args, **keywords)
+            self._result = self._function(*self._args)
         except Killed:
             raise
         except BaseException as error:
             self._error = error
-        self._finished.set()
-
-    def cancel(self) -> bool:
-        if self._running:
-            return False
-        self._cancelled = True
-        self._finished.set()
-        return True
-
-    def cancelled(self) -> bool:
-        return self._cancelled
+        self._ended.set()
 
     def done(self) -> bool:
-        return self._finished.is_set()
+        return self._ended.is_set()
 
-    def result(self, timeout: float | None = None) -> Any:
-        if not self._finished.wait(timeout):
-            raise TimeoutError
+    def exception(self) -> BaseException | None:
+        self._ended.wait()
+        return self._error
+
+    def result(self) -> Any:
+        self._ended.wait()
         if self._error is not None:
             raise self._error
         return self._result
 
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        if not self._finished.wait(timeout):
-            raise TimeoutError
-        return self._error
-
-
-class Pool:
-    """concurrent.futures.ThreadPoolExecutor."""
-
-    def __init__(self, scheduler: Scheduler, workers: int, name: str = "pool") -> None:
-        self._scheduler, self._workers, self._name = scheduler, workers, name
-        self._waiting: deque[Future] = deque()
-        self._tasks: dict[Task, None] = {}
-
-    def submit(self, function: Function, /, *args: Any, **keywords: Any) -> Future:
-        future = Future(self._scheduler, function, args, keywords)
-        self._waiting.append(future)
-        if len(self._tasks) < self._workers:
-            task = self._scheduler.spawn(self._work, name=f"{self._name}-{len(self._tasks)}")
-            self._tasks[task] = None
-        return future
-
-    def map(self, function: Function, *iterables: Iterable[Any], timeout: float | None = None) -> Iterator[Any]:
-        futures = [self.submit(function, *args) for args in zip(*iterables, strict=False)]
-        deadline = Deadline(self._scheduler, timeout)
-        return (future.result(deadline.left()) for future in futures)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        if cancel_futures:
-            for future in self._waiting:
-                future.cancel()
-            self._waiting.clear()
-        if wait:
-            for task in list(self._tasks):
-                task.join()
-
-    def _work(self) -> None:
-        while self._waiting:
-            self._waiting.popleft().run()
-        self._tasks.pop(self._scheduler.current, None)  # type: ignore[arg-type]
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-
 
 class SimulatedThreads:
-    """The threads of simulated programs: a task started here belongs to the process of whoever starts it."""
+    """The threads of simulated programs: a task belongs to the process of the task that starts it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def start(self, function: Function, *args: Any, name: str = "thread") -> Task:
-        """Starts a thread."""
-        task = self._scheduler.spawn(function, *args, name=name)
-        self._scheduler.maybe_pause()
-        return task
+    def lock(self) -> Lock:
+        return Lock(self._scheduler)
 
-    def start_timer(self, seconds: float, function: Callable[[], None]) -> Task:
-        """Calls `function` after `seconds`, in a thread of its own."""
+    def semaphore(self, count: int) -> Semaphore:
+        return Semaphore(self._scheduler, count)
 
-        def run() -> None:
-            self._scheduler.sleep(seconds)
-            function()
-
-        return self._scheduler.spawn(run, name="timer")
+    def condition(self) -> Condition:
+        return Condition(self._scheduler)
 
     def event(self) -> Event:
         return Event(self._scheduler)
 
-    def lock(self) -> Lock:
-        return Lock(self._scheduler)
+    def queue(self, size: int) -> Queue:
+        return Queue(self._scheduler, size)
 
-    def condition(self, lock: Lock | None = None) -> Condition:
-        return Condition(self._scheduler, lock)
+    def start(self, function: Function, *args: Any, name: str | None = None) -> Task:
+        task = self._scheduler.spawn(function, *args, name=name or getattr(function, "__name__", "thread"))
+        self._scheduler.maybe_pause()
+        return task
 
-    def semaphore(self, value: int = 1) -> Semaphore:
-        return Semaphore(self._scheduler, value)
+    def start_timer(self, seconds: float, function: Callable[[], None]) -> None:
+        def run() -> None:
+            self._scheduler.sleep(seconds)
+            function()
 
-    def queue(self, maxsize: int = 0) -> Queue:
-        return Queue(self._scheduler, maxsize)
+        self._scheduler.spawn(run, name="timer")
 
-    def pool(self, workers: int, name: str = "pool") -> Pool:
-        return Pool(self._scheduler, workers, name)
+    def submit(self, function: Function, *args: Any) -> Future:
+        future = Future(self._scheduler, function, args)
+        self._scheduler.spawn(future.run, name="submitted")
+        return future
+
+    def map(self, function: Callable[[Any], Any], items: Iterable[Any], at_once: int) -> list[Any]:
+        waiting = list(items)
+        results: list[Any] = [None] * len(waiting)
+        failures: dict[int, BaseException] = {}
+        numbers = iter(range(len(waiting)))
+
+        def work() -> None:
+            for number in numbers:
+                try:
+                    results[number] = function(waiting[number])
+                except Killed:
+                    raise
+                except BaseException as error:
+                    failures[number] = error
+
+        workers = [self._scheduler.spawn(work, name=f"worker {number}") for number in range(min(at_once, len(waiting)))]
+        for worker in workers:
+            worker.join()
+        if failures:
+            raise failures[min(failures)]
+        return results

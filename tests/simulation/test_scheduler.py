@@ -1,6 +1,5 @@
 """The ground of the simulators: a life is a function of its seed, and a killed process does nothing more."""
 
-import queue
 import random
 
 import pytest
@@ -19,11 +18,9 @@ def play(seed: int) -> list[str]:
             items.put(f"{name}{number}")
 
     def consume() -> None:
-        try:
-            while True:
-                lines.append(f"{scheduler.now:.6f} {items.get(timeout=3)}")
-        except queue.Empty:
-            lines.append("empty")
+        while (item := items.get(timeout=3)) is not None:
+            lines.append(f"{scheduler.now:.6f} {item}")
+        lines.append("empty")
 
     for name in "abc":
         scheduler.spawn(produce, name, name=name)
@@ -98,15 +95,13 @@ def test_a_frozen_process_waits_and_its_clock_goes_on():
     assert times == [1, 60, 61]
 
 
-def test_conditions_locks_and_pools_are_as_their_models():
+def test_conditions_and_futures_are_as_their_models():
     scheduler = Scheduler(random.Random(4), preempt=0.5)
     threads, results = SimulatedThreads(scheduler), list[object]()
 
     def main() -> None:
-        with threads.pool(2) as pool:
-            results.extend(pool.map(lambda number: number * number, range(5)))
-            future = pool.submit(int, "x")
-            results.append(type(future.exception()).__name__)
+        results.extend(threads.map(lambda number: number * number, range(5), at_once=2))
+        results.append(type(threads.submit(int, "x").exception()).__name__)
         changed, ready = threads.condition(), list[int]()
 
         def notify() -> None:

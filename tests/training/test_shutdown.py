@@ -15,6 +15,7 @@ import pytest
 
 from training.distributed.shutdown import ShutdownRequest
 from training.machine import Machine
+from training.machine.clock import SystemClock
 
 HOUSE = Path(__file__).resolve().parents[2]
 
@@ -84,6 +85,13 @@ def test_the_engine_and_the_launcher_may_ask_for_the_same_stop(again: tuple[sign
     assert "this host saves first" in err
 
 
+class ManualClock(SystemClock):
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
 class Left(BaseException):
     """The process would have ended."""
 
@@ -94,21 +102,21 @@ def leave(code: int) -> NoReturn:
 
 @pytest.mark.parametrize(("limit", "one_request"), [(None, 30.0), (25.0, 30.0), (600.0, 600.0)])
 def test_a_sigterm_after_the_time_to_save_ends_the_process(limit: float | None, one_request: float) -> None:
-    now = [1000.0]
-    request = ShutdownRequest(Machine(clock=lambda: now[0], exit=leave))
+    clock = ManualClock()
+    request = ShutdownRequest(Machine(clock=clock, exit=leave))
     if limit:
         request.limit(limit, lambda: None)
     request.request(signal.SIGTERM)
-    now[0] += one_request - 0.1
+    clock.now += one_request - 0.1
     request.request(signal.SIGTERM)
     assert request.requested
-    now[0] += 0.2
+    clock.now += 0.2
     with pytest.raises(Left, match="143"):
         request.request(signal.SIGTERM)
 
 
 def test_a_person_at_the_keyboard_leaves_at_once_after_a_sigterm_too() -> None:
-    request = ShutdownRequest(Machine(clock=lambda: 0.0, exit=leave))
+    request = ShutdownRequest(Machine(exit=leave))
     request.request(signal.SIGTERM)
     request.request(signal.SIGINT)
     with pytest.raises(Left, match="130"):

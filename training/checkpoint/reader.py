@@ -331,26 +331,24 @@ def _read_ranges(
     buffers = [host_memory.allocate(max(sizes, default=0)) for _ in range(readers)]
     checksum = 0
 
-    with threads.pool(readers, "restore") as pool:
+    def begin(number: int) -> Future[int]:
+        return threads.submit(storage.read_into, url, starts[number], buffers[number % len(buffers)][: sizes[number]])
 
-        def begin(number: int) -> Future[int]:
-            return pool.submit(storage.read_into, url, starts[number], buffers[number % len(buffers)][: sizes[number]])
-
-        readings = deque(begin(number) for number in range(len(buffers)))
-        try:
-            for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-                if readings.popleft().result() != size:
-                    raise Damaged(f"part {part.name} ends within its bytes {start} to {start + size}")
-                chunk = buffers[number % len(buffers)][:size]
-                checksum = crc32c(chunk, checksum)
-                yield start, chunk
-                if number + len(buffers) < len(starts):
-                    readings.append(begin(number + len(buffers)))
-        except NotFound:
-            raise Damaged(f"part {part.name} is missing") from None
-        finally:
-            for reading in readings:
-                reading.cancel()
+    readings = deque(begin(number) for number in range(len(buffers)))
+    try:
+        for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            if readings.popleft().result() != size:
+                raise Damaged(f"part {part.name} ends within its bytes {start} to {start + size}")
+            chunk = buffers[number % len(buffers)][:size]
+            checksum = crc32c(chunk, checksum)
+            yield start, chunk
+            if number + len(buffers) < len(starts):
+                readings.append(begin(number + len(buffers)))
+    except NotFound:
+        raise Damaged(f"part {part.name} is missing") from None
+    finally:
+        for reading in readings:  # wait: the threads write into `buffers`
+            reading.exception()
     if checksum != part.crc32c:
         raise Damaged(f"part {part.name} has crc32c {checksum:08x} instead of {part.crc32c:08x}")
 

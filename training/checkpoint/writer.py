@@ -108,7 +108,7 @@ class CheckpointWriter:
         self._cluster, self._rendezvous, self._description, self._keep = cluster, rendezvous, description, keep
         self._background, self._fence, self._warn = background, fence, warn
         self._meeting_seconds = meeting_seconds
-        self._storage, self._machine, self._clock = storage, machine, machine.clock
+        self._storage, self._machine, self._clock = storage, machine, machine.clock.monotonic
         self._warn_of_deletes = True  # until a warning was shown
         self._thread: Thread | None = None
         self._error: BaseException | None = None

@@ -15,7 +15,9 @@ from training.machine import SYSTEM, Machine
 def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float, machine: Machine = SYSTEM) -> str:
     """Meets all hosts, compares what each is about to run, and returns a token that only this group of processes has.
     Raises BadInput."""
-    reports = rendezvous.meet("start", {"facts": dict(facts), "token": machine.token_hex(4)}, start_seconds)
+    reports = rendezvous.meet(
+        "start", {"facts": dict(facts), "token": machine.random.randbytes(4).hex()}, start_seconds
+    )
     differences = disagreements([report["facts"] for report in reports])
     if differences:
         raise BadInput("the hosts are not about to run the same thing:\n  " + "\n  ".join(differences))

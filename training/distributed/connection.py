@@ -77,8 +77,8 @@ def introduce(
         Malformed: It is not host 0 that answers.
     """
     lines = LineBuffer(GREETING_BYTES)
-    received = _lines(connection, lines, machine.clock() + seconds, machine.clock)
-    introduction = Introduction(own, worker, machine.token_hex(NONCE_BYTES))
+    received = _lines(connection, lines, machine.clock.monotonic() + seconds, machine.clock.monotonic)
+    introduction = Introduction(own, worker, machine.random.randbytes(NONCE_BYTES).hex())
     connection.sendall(introduction.answer_challenge(next(received)))
     return introduction.check_answer(next(received)) or lines
 

@@ -160,7 +160,7 @@ class RendezvousClient:
         self._shutdown = shutdown
         self._socket = connection
         self._seconds = seconds
-        self._machine, self._clock = machine, machine.clock
+        self._machine, self._clock = machine, machine.clock.monotonic
         self._changed = machine.threads.condition()
         self._sending = machine.threads.lock()
         self._answers: dict[str, list[Any]] = {}
@@ -335,7 +335,7 @@ def _connect(
     """
     address = (cluster.addresses[0], cluster.rendezvous_port)
     host = f"host 0 ({address[0]}:{address[1]})"
-    clock = machine.clock
+    clock = machine.clock.monotonic
     deadline = clock() + start_seconds
     patience = _StopPatience(shutdown, clock)
     why = "no answer"
@@ -353,7 +353,7 @@ def _connect(
                 raise TrainError(f"{host} refused this host (worker {cluster.worker}): {answer.reason}")
         except (OSError, Malformed) as error:
             why = describe(error)
-        machine.sleep(CONNECT_INTERVAL)
+        machine.clock.sleep(CONNECT_INTERVAL)
     raise LostPeer(f"{host} did not accept this host (worker {cluster.worker}) within {start_seconds:g} s: {why}")
 
 

@@ -41,9 +41,9 @@ class RendezvousServer:
     def __init__(self, cluster: Cluster, lost_seconds: float, machine: Machine = SYSTEM) -> None:
         """Listens and serves from now on. Raises TrainError when it can't listen."""
         own = credentials(cluster, RENDEZVOUS)
-        self._protocol = ServerProtocol(own, lambda: machine.token_hex(NONCE_BYTES))
+        self._protocol = ServerProtocol(own, lambda: machine.random.randbytes(NONCE_BYTES).hex())
         self._lost_seconds = lost_seconds
-        self._machine, self._clock = machine, machine.clock
+        self._machine, self._clock = machine, machine.clock.monotonic
         self._stop = machine.threads.event()
         self._connections: dict[int, _Connection] = {}
         self._opened = 0
@@ -61,7 +61,7 @@ class RendezvousServer:
         """Ends once every other host has left, or after `wait_seconds`."""
         deadline = self._clock() + wait_seconds
         while self._clock() < deadline and self._thread.is_alive() and self._protocol.workers not in ([], [0]):
-            self._machine.sleep(0.02)
+            self._machine.clock.sleep(0.02)
         self._stop.set()
         self._thread.join(timeout=5)
 
@@ -88,7 +88,7 @@ class RendezvousServer:
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
-            accepted = accept(self._listener.accept, self._shed, self._machine.sleep)
+            accepted = accept(self._listener.accept, self._shed, self._machine.clock.sleep)
             if accepted is None:
                 return
             try:

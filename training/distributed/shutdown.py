@@ -78,7 +78,7 @@ class ShutdownRequest:
         Args:
             number: of the signal.
         """
-        now = self._machine.clock()
+        now = self._machine.clock.monotonic()
         self._interrupts += number == signal.SIGINT
         if self._began is None:
             self._began = now

@@ -1,45 +1,48 @@
-"""Threads and what they wait on, as a protocol with the methods of `threading`, `queue` and `concurrent.futures`."""
+"""Threads and what they share, as Protocols with the methods of `threading` and `concurrent.futures`.
+
+Code that runs things at once takes `Threads` as an argument and uses neither `threading` nor `queue` itself, so that a
+simulation decides which thread runs when.
+"""
 
 from __future__ import annotations
 
+import concurrent.futures
+import queue
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
-Result = TypeVar("Result", covariant=True)
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
 class Thread(Protocol):
-    """A thread that was started. It does not keep the process alive."""
+    """A started thread. It does not keep the process alive."""
 
     def join(self, timeout: float | None = None) -> None:
-        """Waits for its end, at most `timeout` seconds."""
+        """Waits until the thread has ended, at most `timeout` seconds."""
 
-    def is_alive(self) -> bool:
-        """Whether it still runs."""
+    def is_alive(self) -> bool: ...
 
 
 class Event(Protocol):
-    """As `threading.Event`."""
+    """`threading.Event`."""
 
-    def is_set(self) -> bool:
-        """Whether it has happened."""
+    def is_set(self) -> bool: ...
 
     def set(self) -> None:
-        """It has happened: wakes all that wait."""
+        """Sets the flag and wakes all waiters."""
 
-    def clear(self) -> None:
-        """It may happen again."""
+    def clear(self) -> None: ...
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits, at most `timeout` seconds. Returns whether it has happened."""
+        """Waits until the flag is set, at most `timeout` seconds. Returns whether it is set."""
 
 
 class Condition(AbstractContextManager[bool, None], Protocol):
-    """As `threading.Condition`, with a lock of its own."""
+    """`threading.Condition`, with a lock of its own."""
 
     def wait(self, timeout: float | None = None) -> bool:
         """Releases the lock and waits for a notification, at most `timeout` seconds. Returns whether one came."""
@@ -48,52 +51,80 @@ class Condition(AbstractContextManager[bool, None], Protocol):
         """Waits until `predicate()` is true, at most `timeout` seconds. Returns its value."""
 
     def notify_all(self) -> None:
-        """Wakes all that wait."""
+        """Wakes all waiters."""
 
 
-class Future(Protocol[Result]):
-    """The result of a call in a pool."""
+class Queue(Protocol[T]):
+    """A bounded first-in, first-out queue."""
 
-    def result(self, timeout: float | None = None) -> Result:
-        """Waits for the call, and returns or raises what it did."""
+    def put(self, item: T) -> None:
+        """Adds an item; waits for room while the queue is full."""
 
-    def cancel(self) -> bool:
-        """Prevents the call, if it has not begun."""
+    def get(self, timeout: float) -> T | None:
+        """Takes the oldest item; returns None when none came within `timeout` seconds."""
 
 
-class Pool(Protocol):
-    """Some threads that make calls, in the order in which they were given."""
+class Future(Protocol[R_co]):
+    """The outcome of a call in a thread of its own."""
 
-    def submit(self, function: Callable[..., T], /, *args: Any) -> Future[T]:
-        """Asks for a call."""
+    def done(self) -> bool: ...
+
+    def exception(self) -> BaseException | None:
+        """Waits for the call to end. Returns what it raised, or None."""
+
+    def result(self) -> R_co:
+        """Waits for the call to end. Returns what it returned, or raises what it raised."""
 
 
 class Threads(Protocol):
-    """Makes threads and what they wait on."""
+    """Makes threads and what they share. A thread that still runs does not keep the process from ending."""
 
-    def start(self, function: Callable[..., None], *args: Any, name: str) -> Thread:
-        """Starts a thread."""
+    def lock(self) -> AbstractContextManager[Any]:
+        """Returns a lock for one thread at a time, not reentrant."""
+
+    def semaphore(self, count: int) -> AbstractContextManager[Any]:
+        """Returns a lock for `count` threads at a time."""
+
+    def condition(self) -> Condition: ...
+
+    def event(self) -> Event: ...
+
+    def queue(self, size: int) -> Queue[Any]:
+        """Returns a queue of at most `size` items."""
+
+    def start(self, function: Callable[..., None], *args: Any, name: str | None = None) -> Thread:
+        """Starts a thread that calls a function."""
 
     def start_timer(self, seconds: float, function: Callable[[], None]) -> None:
-        """Calls `function` after `seconds`, in a thread of its own."""
+        """Calls a function after `seconds`, in a thread of its own."""
 
-    def event(self) -> Event:
-        """An event that has not happened."""
+    def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
+        """Calls a function in a thread of its own, and returns its future outcome."""
 
-    def lock(self) -> AbstractContextManager[bool]:
-        """A lock that nobody holds."""
-
-    def condition(self) -> Condition:
-        """A condition, with a lock of its own."""
-
-    def pool(self, workers: int, name: str) -> AbstractContextManager[Pool]:
-        """A pool of at most `workers` threads; leaving the context waits for the calls that have begun."""
+    def map(self, function: Callable[[T], R], items: Iterable[T], at_once: int) -> list[R]:
+        """Returns the results for all items, in their order; `at_once` threads call the function. When all calls have
+        ended, raises what the first failed item raised."""
 
 
 class SystemThreads:
-    """The threads of this process."""
+    """Daemon threads of this process."""
 
-    def start(self, function: Callable[..., None], *args: Any, name: str) -> Thread:
+    def lock(self) -> AbstractContextManager[Any]:
+        return threading.Lock()
+
+    def semaphore(self, count: int) -> AbstractContextManager[Any]:
+        return threading.BoundedSemaphore(count)
+
+    def condition(self) -> Condition:
+        return threading.Condition()
+
+    def event(self) -> Event:
+        return threading.Event()
+
+    def queue(self, size: int) -> Queue[Any]:
+        return _ThreadQueue(size)
+
+    def start(self, function: Callable[..., None], *args: Any, name: str | None = None) -> Thread:
         thread = threading.Thread(target=function, args=args, name=name, daemon=True)
         thread.start()
         return thread
@@ -103,16 +134,53 @@ class SystemThreads:
         timer.daemon = True
         timer.start()
 
-    def event(self) -> Event:
-        return threading.Event()
+    def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
+        future = concurrent.futures.Future[R]()
 
-    def lock(self) -> AbstractContextManager[bool]:
-        return threading.Lock()
+        def run() -> None:
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
 
-    def condition(self) -> Condition:
-        return threading.Condition()
+        self.start(run)
+        return future
 
-    @contextmanager
-    def pool(self, workers: int, name: str) -> Iterator[Pool]:
-        with ThreadPoolExecutor(workers, thread_name_prefix=name) as executor:
-            yield executor
+    def map(self, function: Callable[[T], R], items: Iterable[T], at_once: int) -> list[R]:
+        waiting = list(items)
+        results: list[Any] = [None] * len(waiting)
+        failures: dict[int, BaseException] = {}
+        numbers = iter(range(len(waiting)))
+        taking = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with taking:
+                    number = next(numbers, None)
+                if number is None:
+                    return
+                try:
+                    results[number] = function(waiting[number])
+                except BaseException as error:
+                    failures[number] = error
+
+        # Ctrl-C in the waiting thread leaves at once: no thread is joined on the way out.
+        for worker in [self.submit(work) for _ in range(min(at_once, len(waiting)))]:
+            worker.result()
+        if failures:
+            raise failures[min(failures)]
+        return results
+
+
+class _ThreadQueue:
+    def __init__(self, size: int) -> None:
+        self._queue: queue.Queue[Any] = queue.Queue(size)
+
+    def put(self, item: Any) -> None:
+        self._queue.put(item)
+
+    def get(self, timeout: float) -> Any | None:
+        try:
+            return self._queue.get(timeout=timeout) if timeout > 0 else self._queue.get_nowait()
+        except queue.Empty:
+            return None

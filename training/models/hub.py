@@ -193,7 +193,7 @@ class BackgroundUploader:
         self.pushed: int | None = None  # the newest step on the Hub
         self.commit: str | None = None  # its URL
         self.error: str | None = None  # of the newest upload
-        self._run_push, self._now = run_push, machine.clock
+        self._run_push, self._now = run_push, machine.clock.monotonic
         self._requested: int | None = None  # the newest commit that an upload was wanted for
         self._waiting: int | None = None  # a step to upload next
         self._deadline: float | None = None  # of the upload under way, once the run waits for it

@@ -136,7 +136,7 @@ class Profiler:
         if self._recording:
             self._end(self._recording, self._finished())
         if self._delivery:
-            join_thread(self._delivery, _DELIVERY_SECONDS, lambda: False, self._machine.clock)
+            join_thread(self._delivery, _DELIVERY_SECONDS, lambda: False, self._machine.clock.monotonic)
         if self._folder:
             with contextlib.suppress(OSError):
                 (self._folder / "trainer").unlink()
@@ -224,19 +224,19 @@ def request(folder: Path, name: str, steps: int, seconds: float, machine: Machin
         raise BadInput("somebody else is asking for a profile on this host: try again when that has begun") from None
     finally:
         draft.unlink()
-    deadline = machine.clock() + seconds
+    deadline = machine.clock.monotonic() + seconds
     while not answered.exists():
         if not _is_training(folder) and not answered.exists():
             path.unlink(missing_ok=True)
             raise TrainError("the trainer ended before it gave a profile")
-        if machine.clock() > deadline:
+        if machine.clock.monotonic() > deadline:
             was_taken = not path.exists()
             path.unlink(missing_ok=True)
             what = "is not done with them" if was_taken else "has begun no step"
             raise TrainError(
                 f"{steps} steps were asked for, and after {seconds:.0f} s the trainer {what}: give it more time"
             )
-        machine.sleep(_POLL_SECONDS)
+        machine.clock.sleep(_POLL_SECONDS)
     answer = Answer(**json.loads(answered.read_text(encoding="utf-8")))
     if answer.problem:
         raise TrainError(answer.problem)

@@ -82,5 +82,5 @@ def record_attempt_end(
     finally:
         context.console.close()
         recording = machine.threads.start(record, name="attempt-end")
-        if not join(recording, limit, context.is_hurried, machine.clock):
+        if not join(recording, limit, context.is_hurried, machine.clock.monotonic):
             warn(f"the end of the attempt is not recorded in {folder}: storage is slow")

@@ -49,7 +49,7 @@ class MetricsWriter:
             warn: shows a warning.
             machine: for the thread.
         """
-        self._open_log, self._warn, self._clock = open_log, warn, machine.clock
+        self._open_log, self._warn, self._clock = open_log, warn, machine.clock.monotonic
         self._log: MetricsLog | None = None  # the thread's
         self._is_flushed = True  # the thread's
         self._failure: str | None = None  # of the last try

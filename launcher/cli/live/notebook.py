@@ -11,8 +11,8 @@ from launcher.cli.options import configured, machine, run_context, run_option
 from launcher.cli.ssh import find_port, open_tunnel
 from launcher.config import Config
 from launcher.errors import LaunchError
-from launcher.machine.tasks import Future
 from launcher.provider import CommandReport
+from training.machine.threads import Future
 
 
 @click.command()
@@ -44,7 +44,7 @@ def notebook(config: Config, run_id: str | None, host: int, port: int, local_por
                 jupyter.port,
                 local,
                 text,
-                on_start=lambda end: machine().tasks.start(_end_after, jupyter.ended, end),
+                on_start=lambda end: machine().threads.start(_end_after, jupyter.ended, end),
             )
         except LaunchError:
             if jupyter.ended.done():

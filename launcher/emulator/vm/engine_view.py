@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.clock import parse_time
 from launcher.emulator.vm import virtual_tpu
 from launcher.emulator.vm.engine_client import HOST_LABEL, LABEL, MACHINE_LABEL
+from training.machine.clock import parse_time
 
 REQUESTED_LABEL = "tpu-launch.emulator.asked"  # the settings that a container was created with, shown by inspect
 HOST_STORAGE = "http://127.0.0.1:4443"  # the emulated Cloud Storage, as a host reaches it

@@ -10,7 +10,6 @@ import contextlib
 import enum
 from collections.abc import Sequence
 
-from launcher.clock import format_time, parse_time
 from launcher.errors import LaunchError
 from launcher.provider import DELIVERY_SECONDS, Observation
 from launcher.run import events
@@ -19,6 +18,7 @@ from launcher.run.attempts.session import Outcome, Session
 from launcher.run.attempts.start import end_everywhere
 from launcher.run.supervise import StartInterrupted, explain
 from launcher.run.verdict import Cause, Kind
+from training.machine.clock import format_time, parse_time
 
 
 class Presence(enum.Enum):
@@ -84,7 +84,7 @@ def look(session: Session) -> Presence:
         except LaunchError:
             return None
 
-    answers = session.machine.tasks.map(observe, attempt.workers, at_once=64)
+    answers = session.machine.threads.map(observe, attempt.workers, at_once=64)
     observations = [answer for answer in answers if answer is not None]
     containers = [answer.container for answer in observations if answer.container is not None]
     if len(containers) < len(answers):

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.clock import Clock
 from launcher.config import Config
 from launcher.errors import Exit, LaunchError
-from launcher.machine import Machine
 from launcher.provider import Provider
 from launcher.run import specification
 from launcher.run.ledger import Ledger
 from launcher.run.specification import SecretSource, Specification
 from launcher.run.supervise import AttemptRef, Output
 from launcher.run.verdict import Verdict
+from launcher.workstation import Workstation
+from training.machine.clock import Clock
 
 _STOP_POLL_SECONDS = 1.0
 
@@ -73,7 +73,7 @@ class Session:
     provider: Provider
     secrets: SecretSource
     output: Output
-    machine: Machine
+    machine: Workstation
 
     def say(self, text: str) -> None:
         """Says a line about this run."""

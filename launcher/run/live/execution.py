@@ -104,7 +104,7 @@ def _masked(session: Session, on_line: Callable[[str], None]) -> Callable[[int, 
     attempt = session.attempt(session.ledger.attempts - 1)
     if attempt.unknown_secrets:
         session.say(f": not masked, as their values are not known here: {', '.join(attempt.unknown_secrets)}")
-    masker, lock = Masker(attempt.secrets), session.machine.tasks.lock()
+    masker, lock = Masker(attempt.secrets), session.machine.threads.lock()
 
     def emit(worker: int, text: str) -> None:
         shown = masker.mask(text.encode(errors="surrogateescape")).decode(errors="surrogateescape")

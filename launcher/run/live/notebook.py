@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
-from launcher.machine.tasks import Future
 from launcher.provider import CommandReport
 from launcher.run.attempts.session import Session
+from training.machine.threads import Future
 
 _DAYS = 7 * 24 * 3600.0
 _START_SECONDS = 120.0  # the first import of Jupyter on a busy host takes half a minute
@@ -55,7 +55,7 @@ def start(session: Session, host: int, port: int) -> Jupyter:
     check(session.config)
     clock, container = session.machine.clock, session.attempt(session.ledger.attempts - 1).container
     lines: list[str] = []
-    ended = session.machine.tasks.submit(
+    ended = session.machine.threads.submit(
         lambda: session.provider.execute(
             container,
             ["sh", "-c", _SCRIPT, "sh", str(port)],

@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 
 from launcher import costs
-from launcher.clock import format_time
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.provider import Provider, container_name
@@ -20,6 +19,7 @@ from launcher.run.live.frame import View
 from launcher.run.logs import read_from
 from launcher.run.status import Status, read_status
 from launcher.tpu_vm import placement
+from training.machine.clock import format_time
 from training.telemetry.text import parse_progress
 
 _MEMORY_SECONDS = 10  # for a host to say how much it uses

@@ -21,8 +21,8 @@ from pathlib import Path
 from launcher import home
 from launcher.config import Config
 from launcher.errors import LaunchError
-from launcher.machine.remote import Address
 from launcher.tpu_vm import placement
+from launcher.workstation import Address
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,14 @@ from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
 from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import summarize_error
-from launcher.machine import Machine
-from launcher.machine.remote import Address
-from launcher.machine.tasks import Future
 from launcher.provider import SliceState
 from launcher.tpu_vm import commands
 from launcher.tpu_vm.ssh import addresses
 from launcher.tpu_vm.ssh.addresses import KnownSlice
 from launcher.tpu_vm.ssh.pool import ConnectionPool
 from launcher.tpu_vm.ssh.result import HostResult
+from launcher.workstation import Address, Workstation
+from training.machine.threads import Future
 
 _GCLOUD_SECONDS = 40.0  # for one call, beside the time of the script that it runs
 _GCLOUD_CALLS = 16  # at once
@@ -32,16 +31,16 @@ _GCLOUD_CALLS = 16  # at once
 class SliceConnections:
     """The hosts of the slice that a configuration describes. Tasks may run commands at once."""
 
-    def __init__(self, config: Config, machine: Machine) -> None:
+    def __init__(self, config: Config, machine: Workstation) -> None:
         self.config = config
         self._machine = machine
         self.gcloud_only = config.run.transport == "gcloud" or config.slice.iap
-        self._lock = machine.tasks.lock()  # of the four that follow
+        self._lock = machine.threads.lock()  # of the four that follow
         self._state: SliceState | None = None  # as last described
         self._known = None if self.gcloud_only else addresses.load(config)
         self._pool: ConnectionPool | None = None
         self._unverified: KnownSlice | None = None  # where the pool's addresses come from, until gcloud confirmed them
-        self._listing = machine.tasks.lock()  # one thread finds the addresses, others wait for it
+        self._listing = machine.threads.lock()  # one thread finds the addresses, others wait for it
         self._connecting: Future[None] | None = None
 
     # -- the slice ----------------------------------------------------------------------------------------------------
@@ -89,7 +88,7 @@ class SliceConnections:
     def connect_in_background(self) -> None:
         """Connects to all hosts while other work goes on; what fails is tried again when it is needed."""
         if not self.gcloud_only:
-            self._connecting = self._machine.tasks.submit(lambda: self._open_pool().connect_all())
+            self._connecting = self._machine.threads.submit(lambda: self._open_pool().connect_all())
 
     def pool(self) -> ConnectionPool:
         """The connections of all hosts, each opened when it is used. Raises LaunchError when gcloud can't say where the
@@ -157,7 +156,7 @@ class SliceConnections:
         self, script: str, workers: Sequence[int], stdin: str | None = None, *, timeout: float
     ) -> list[HostResult]:
         """As `run_through_gcloud`, one call a host."""
-        return self._machine.tasks.map(
+        return self._machine.threads.map(
             lambda worker: self.run_through_gcloud(worker, script, stdin, timeout=timeout),
             workers,
             at_once=_GCLOUD_CALLS,

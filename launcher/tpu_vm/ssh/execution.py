@@ -13,11 +13,11 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from launcher.machine import Machine
 from launcher.provider import CommandReport
 from launcher.tpu_vm import host_scripts
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.result import HostResult
+from launcher.workstation import Workstation
 
 _ANSWER_SECONDS = 20.0  # for a host to connect, and to say how a command ended whose time is over
 _AT_ONCE = 64
@@ -40,7 +40,7 @@ class Execution:
     def __init__(
         self,
         connections: SliceConnections,
-        machine: Machine,
+        machine: Workstation,
         container: str,
         command: Sequence[str],
         *,
@@ -58,7 +58,7 @@ class Execution:
         if self._connections.gcloud_only:
             return self._run_through_gcloud(workers)
         pool = self._connections.open_pool()
-        reports = self._machine.tasks.map(
+        reports = self._machine.threads.map(
             lambda worker: self._follow(worker, pool.follow), sorted(workers), at_once=_AT_ONCE
         )
         refused = [report.worker for report, result in reports if result.refused]

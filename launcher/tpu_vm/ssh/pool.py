@@ -6,9 +6,8 @@ import contextlib
 import shlex
 from collections.abc import Callable, Sequence
 
-from launcher.machine import Machine
-from launcher.machine.remote import Address, Connection, ConnectionFailed
 from launcher.tpu_vm.ssh.result import HostResult
+from launcher.workstation import Address, ConnectionFailed, HostConnection, Workstation
 
 _STALE_SECONDS = 10.0
 _AT_ONCE = 64  # hosts
@@ -17,12 +16,12 @@ _AT_ONCE = 64  # hosts
 class ConnectionPool:
     """Open connections to the hosts of one slice. Tasks may use the same or different hosts at once."""
 
-    def __init__(self, addresses: Sequence[Address], machine: Machine) -> None:
+    def __init__(self, addresses: Sequence[Address], machine: Workstation) -> None:
         self.addresses = {address.worker: address for address in addresses}
         self._machine = machine
-        self._connections: dict[int, Connection] = {}
+        self._connections: dict[int, HostConnection] = {}
         self._used: dict[int, float] = {}  # time of the last command, by worker
-        self._locks = {worker: machine.tasks.lock() for worker in self.addresses}
+        self._locks = {worker: machine.threads.lock() for worker in self.addresses}
 
     @property
     def workers(self) -> list[int]:
@@ -48,7 +47,7 @@ class ConnectionPool:
         return result
 
     def _run(self, worker: int, script: str, timeout: float, stdin: str | None) -> HostResult:
-        connection: Connection | None = None
+        connection: HostConnection | None = None
         try:
             with self._locks[worker]:
                 connection = self._connect(worker)
@@ -66,7 +65,7 @@ class ConnectionPool:
     def follow(self, worker: int, script: str, *, timeout: float, on_line: Callable[[str], None]) -> HostResult:
         """Runs a script on a host, once, and hands over its lines as they come; its standard input ends with the
         connection. The result has no output. `timeout` in seconds, as for `run`."""
-        connection: Connection | None = None
+        connection: HostConnection | None = None
         try:
             with self._locks[worker]:
                 connection = self._connect(worker)
@@ -86,7 +85,7 @@ class ConnectionPool:
         chosen = self.workers if workers is None else sorted(workers)
         if not chosen:
             return []
-        return self._machine.tasks.map(
+        return self._machine.threads.map(
             lambda worker: self.run(worker, script, timeout=timeout, stdin=stdin), chosen, at_once=_AT_ONCE
         )
 
@@ -104,14 +103,14 @@ class ConnectionPool:
                 self._connect(worker)
                 self._used[worker] = self._machine.clock.monotonic()
 
-        self._machine.tasks.map(connect, self.workers, at_once=_AT_ONCE)
+        self._machine.threads.map(connect, self.workers, at_once=_AT_ONCE)
 
     def close(self) -> None:
         """Closes all connections."""
         for worker, connection in list(self._connections.items()):
             self._drop(worker, connection)
 
-    def _connect(self, worker: int) -> Connection:
+    def _connect(self, worker: int) -> HostConnection:
         connection = self._connections.get(worker)
         if connection is not None and connection.is_open:
             return connection
@@ -119,7 +118,7 @@ class ConnectionPool:
         self._connections[worker] = connection
         return connection
 
-    def _drop(self, worker: int, connection: Connection | None) -> None:
+    def _drop(self, worker: int, connection: HostConnection | None) -> None:
         """Closes a connection, unless the pool has another one for the host by now: that one stays."""
         if connection is None:
             return

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from launcher.errors import LaunchError
-from launcher.machine import Machine
+from launcher.workstation import Workstation
 
 
 class PendingStart:
@@ -24,10 +24,10 @@ class PendingStart:
         timeout: seconds after which it is ended.
     """
 
-    def __init__(self, argv: Sequence[str], machine: Machine, *, timeout: float) -> None:
+    def __init__(self, argv: Sequence[str], machine: Workstation, *, timeout: float) -> None:
         self._terminate: Callable[[], None] | None = None
         self._abandoned = False
-        self._result = machine.tasks.submit(lambda: machine.run(argv, timeout=timeout, on_start=self._on_start))
+        self._result = machine.threads.submit(lambda: machine.run(argv, timeout=timeout, on_start=self._on_start))
 
     def output(self) -> str:
         """Waits for the call's end; the output of the hosts, empty when gcloud could not run or timed out."""

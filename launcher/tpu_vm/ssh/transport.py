@@ -25,7 +25,7 @@ from fabric import Config as FabricConfig
 from fabric import Connection as FabricConnection
 from paramiko.hostkeys import HostKeys
 
-from launcher.machine.remote import Address, ConnectionFailed
+from launcher.workstation import Address, ConnectionFailed
 
 # Errors are in the results; paramiko would print tracebacks of its threads as well.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -162,7 +162,7 @@ class SshClient:
 
 
 class SshConnection:
-    """A connection that Fabric opened; see `launcher.machine.remote.Connection`."""
+    """A connection that Fabric opened; see `launcher.workstation.HostConnection`."""
 
     def __init__(self, connection: FabricConnection) -> None:
         self._connection = connection

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.errors import CommandTimeout
-from launcher.machine.remote import Address, ConnectionFailed
 from launcher.shell import Result
+from launcher.workstation import Address, ConnectionFailed
 from tests.simulation.launcher import scripts
 from tests.simulation.launcher.faults import API_FAULTS, Fault
 from tests.simulation.launcher.gcloud import Gcloud
@@ -470,7 +470,7 @@ class World:
 
 
 class Link:
-    """An open ssh connection from a workstation to a host; see `launcher.machine.remote.Connection`."""
+    """An open ssh connection from a workstation to a host; see `launcher.workstation.HostConnection`."""
 
     def __init__(self, world: World, host: Host, actor: Actor) -> None:
         self.world, self.host, self.actor = world, host, actor
@@ -554,7 +554,7 @@ class Link:
 
 
 class Terminal:
-    """What a command's machine does to the outside: `Machine.run` and `Machine.connect`."""
+    """What a command's machine does to the outside: `Workstation.run` and `Workstation.connect`."""
 
     def __init__(self, world: World, actor: Actor) -> None:
         self.world, self.actor = world, actor

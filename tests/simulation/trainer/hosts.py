@@ -89,12 +89,10 @@ class Host:
         skew = world.random.choice((0.0, 0.0, -3600.0, 86400.0))
         self.clock = SimulatedClock(self.scheduler, started=-1000 * world.random.random(), wall=1.8e9 + skew)
         self.machine = Machine(
-            clock=self.clock.monotonic,
-            wall_time=self.clock.time,
-            sleep=self.clock.sleep,
+            clock=self.clock,
             threads=SimulatedThreads(self.scheduler),  # type: ignore[arg-type]
             network=HostNetwork(world.wire, self.address, self.process),  # type: ignore[arg-type]
-            token_hex=lambda size: f"{world.random.getrandbits(8 * size):0{2 * size}x}",
+            random=world.random,
             exit=self.exit,
         )
 
@@ -113,7 +111,7 @@ class Host:
         world, group = self.world, self.group
         config, machine = world.config, self.machine
         self.shutdown = shutdown = ShutdownRequest(machine)
-        timer = PhaseTimer(now=machine.clock)
+        timer = PhaseTimer(now=machine.clock.monotonic)
         secret = f"the secret of {group.label}".encode()
         cluster = Cluster(self.worker, group.addresses, run_id="run", attempt=group.attempt, secret=secret)
         try:

@@ -1,4 +1,4 @@
-"""Time: the clock that supervision and recovery are given, and RFC 3339 timestamps.
+"""Clocks, and RFC 3339 timestamps.
 
 State machines take a `Clock` as an argument, so that tests and simulations decide what time it is.
 """
@@ -12,20 +12,20 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where time comes from, and what waiting means."""
+    """Tells the time, and waits."""
 
     def monotonic(self) -> float:
-        """Seconds since some moment; never goes backwards."""
+        """Returns seconds since an arbitrary moment; never goes backwards."""
 
     def time(self) -> float:
-        """Unix seconds."""
+        """Returns Unix seconds, as far as this host knows."""
 
     def sleep(self, seconds: float) -> None:
-        """Returns after so many seconds."""
+        """Returns after `seconds`."""
 
 
 class SystemClock:
-    """The clock of this machine."""
+    """The clock of the operating system."""
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -38,21 +38,23 @@ class SystemClock:
 
 
 def format_time(seconds: float) -> str:
-    """Unix seconds as an RFC 3339 time in UTC, to the second."""
+    """Returns Unix seconds as an RFC 3339 timestamp in UTC, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def parse_time(text: str) -> float | None:
-    """Unix seconds of an RFC 3339 time in UTC, as Google and container engines print it; None for an empty one."""
-    if not text:
+def parse_time(timestamp: str) -> float | None:
+    """Returns the Unix seconds of an RFC 3339 timestamp in UTC, as Google and container engines print it; None for an
+    empty one."""
+    if not timestamp:
         return None
-    head, _, fraction = text.removesuffix("Z").partition(".")
+    head, _, fraction = timestamp.removesuffix("Z").partition(".")
     whole = datetime.fromisoformat(head).replace(tzinfo=UTC).timestamp()
     return whole + (float(f"0.{fraction}") if fraction.isdigit() else 0.0)
 
 
-@functools.lru_cache(maxsize=1024)  # an observation asks three times about the same line
+@functools.lru_cache(maxsize=1024)  # one observation asks three times about the same line
 def shift(timestamp: str, by: timedelta) -> str:
-    """Another RFC 3339 time, with nine digits of a second (Python has six), so that times compare as text."""
+    """Returns an RFC 3339 timestamp moved by a duration, with nine digits of a second (Python has six), so that
+    timestamps compare as text."""
     head, _, fraction = timestamp.removesuffix("Z").partition(".")
     return f"{(datetime.fromisoformat(head) + by).isoformat()}.{(fraction or '0')[:9].ljust(9, '0')}Z"

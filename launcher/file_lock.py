@@ -1,4 +1,4 @@
-"""Marks on this machine that something is under way: locks (flock), which end with the last process that holds one."""
+"""Shared locks (flock) on files. A lock ends with the last process that holds it, even when that process is killed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 @contextlib.contextmanager
-def marking(path: Path) -> Iterator[int | None]:
-    """Marks a file. Several may do so at once, and a process that inherits the descriptor keeps the mark. The file
-    stays. On a disk without room for it nothing is marked, and there is no descriptor."""
+def hold_shared(path: Path) -> Iterator[int | None]:
+    """Holds a shared lock on a file, and yields its descriptor: a process that inherits it keeps the lock. Creates the
+    file and its folder; the file stays. Yields None, without a lock, where the file can't be made (a full disk)."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -26,8 +26,8 @@ def marking(path: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def is_marked(path: Path) -> bool:
-    """Whether any process marks a file."""
+def is_held(path: Path) -> bool:
+    """Returns whether any process holds a lock on a file."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:

@@ -1,0 +1,99 @@
+"""The machine that the launcher runs on: what its code does to the outside goes through one value.
+
+`cli` makes a `Workstation` (`launcher.providers.this_machine`) and passes it down. Code below uses no `time`,
+`threading`, `queue`, `subprocess` or `random` itself (ruff's banned-api holds that), so a simulation that makes its
+own `Workstation` decides what time it is, which thread runs next, and what gcloud, ssh and hosts answer. Files are not
+part of it: they are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from launcher import shell
+from launcher.owner import NOBODY, Owner
+from launcher.shell import Result
+from training.machine import Machine
+
+
+@dataclass(frozen=True)
+class Address:
+    """How gcloud reaches one host."""
+
+    worker: int
+    host: str
+    user: str
+    key_file: str
+    known_hosts: str
+    alias: str
+    """The name under which the host's key is kept in `known_hosts`."""
+
+
+class ConnectionFailed(Exception):
+    """A connection could not be opened, or broke. Its message says why."""
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
+        """The host answers, but refuses us (keys, host keys, a proxy): gcloud may get through."""
+
+
+class HostConnection(Protocol):
+    """An open ssh connection to one host. Several threads may run commands on it at once.
+
+    `launcher.tpu_vm.ssh.transport` implements it over Fabric; `launcher.tpu_vm.ssh.pool` keeps connections open.
+    """
+
+    @property
+    def is_open(self) -> bool:
+        """Returns whether the connection is open, as far as is known here."""
+
+    def run(self, command: str, *, timeout: float, stdin: str | None) -> tuple[int, str, str]:
+        """Runs a command line. Returns its exit code, output and error output.
+
+        Raises:
+            TimeoutError: The command did not end within `timeout` seconds.
+            ConnectionFailed: The connection broke; the command may have run.
+        """
+
+    def follow(self, command: str, *, timeout: float, on_line: Callable[[str], None]) -> int:
+        """Runs a command line whose standard input stays open until its end, and passes each line of its output and
+        error output to `on_line` as it comes. Returns its exit code.
+
+        Raises:
+            TimeoutError: The command did not end within `timeout` seconds.
+            ConnectionFailed: The connection broke; the command may have run.
+        """
+
+    def close(self) -> None:
+        """Closes the connection; commands that run on it fail."""
+
+
+Connect = Callable[[Address], HostConnection]
+"""Opens a connection to a host. Raises ConnectionFailed."""
+
+
+class RunCommand(Protocol):
+    """Runs a local command: `launcher.shell.run`."""
+
+    def __call__(
+        self,
+        argv: Sequence[str],
+        *,
+        timeout: float,
+        input: str | bytes | None = None,
+        on_start: Callable[[Callable[[], None]], object] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> Result: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workstation(Machine):
+    """A machine from which the launcher runs local commands and connects to hosts."""
+
+    run: RunCommand = shell.run
+    connect: Connect
+    owner: Owner = NOBODY
+    """Who works at it: what is created from here carries their labels."""
