@@ -47,7 +47,7 @@ def _run(config: Config) -> list[Step]:
     image = config.image.repository + "@<digest>" if config.image.repository else "<image id>"
     attempt = specification.make_attempt(specification.describe(config, "<run id>"), config, 0, image)
     prepare = host_scripts.prepare_script(attempt, hosts, config.slice.accelerator_type)
-    start = host_scripts.start_script(attempt, gated=config.run.transport == "auto" and not config.slice.iap)
+    start = host_scripts.start_script(attempt)
     observe = host_scripts.observe_script(attempt.container, "<time of the newest line>")
     stop = host_scripts.stop_script(attempt.container, config.run.stop_seconds, remove=False)
     by_hand = "(over open ssh connections; by hand it is)"
@@ -58,11 +58,7 @@ def _run(config: Config) -> list[Step]:
         *builds,
         Step("run", "how to reach the hosts", commands.ssh_command(config, "true", dry_run=True)),
         Step("run", f"prepare every host {by_hand}", commands.ssh_command(config, prepare)),
-        Step(
-            "run",
-            "start on every host (called before that, each host waits until all are prepared)",
-            commands.ssh_command(config, start),
-        ),
+        Step("run", "start on every host", commands.ssh_command(config, start)),
         Step("run", f"look at every host, once a second {by_hand}", commands.ssh_command(config, observe)),
         Step("stop", f"stop on every host {by_hand}", commands.ssh_command(config, stop)),
     ]

@@ -76,7 +76,6 @@ def run(
     input: str | bytes | None = None,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    on_start: Callable[[Callable[[], None]], object] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Result:
     """Runs a command to its end and returns what it printed. A non-zero exit code is not an error here.
@@ -87,7 +86,6 @@ def run(
         input: its standard input; None: none.
         env: is added to this process's environment.
         cwd: its current folder.
-        on_start: is given a function that ends the command early.
         pass_fds: file descriptors that it inherits.
 
     Raises:
@@ -107,8 +105,6 @@ def run(
         start_new_session=True,  # this process handles Ctrl-C; a time-out ends the children too
         pass_fds=pass_fds,
     )
-    if on_start is not None:
-        on_start(lambda: _kill_group(process))
     try:
         out, err = process.communicate(data, timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -139,7 +135,7 @@ def stream(
         timeout: seconds, as for `run`.
         env: as for `run`.
         cwd: as for `run`.
-        on_start: as for `run`.
+        on_start: is given a function that ends the command early.
 
     Raises:
         CommandMissing: there is no such program.

@@ -84,7 +84,6 @@ class RunCommand(Protocol):
         *,
         timeout: float,
         input: str | bytes | None = None,
-        on_start: Callable[[Callable[[], None]], object] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Result: ...
 

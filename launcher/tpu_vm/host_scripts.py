@@ -20,7 +20,6 @@ LABEL_ATTEMPT = "tpu-launch.attempt"
 LABEL_BOOT = "tpu-launch.boot"  # the boot of the host on which the container was created; the host adds it
 
 LOG_BYTES = 4_000_000  # of one observation: bounds memory and time, not what is delivered
-GATE_SECONDS = 30.0  # a first pull of an image takes longer; then gcloud is called once more
 
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _WITHOUT_HUGE_PAGES = ("v2", "v3", "v4")
@@ -117,26 +116,11 @@ def check_engine_script() -> str:
     return render("check_engine")
 
 
-def start_script(attempt: Attempt, *, gated: bool = False, gate_seconds: float = GATE_SECONDS) -> str:
-    """Starts the prepared container. Reports `started`, `busy <run id>` or `failed <reason>`.
-
-    With `gated`, a container that has not started waits for `release_script`; when that does not come within
-    `gate_seconds`, the report is `waiting`.
-    """
+def start_script(attempt: Attempt) -> str:
+    """Starts the prepared container. Reports `started`, `busy <run id>` or `failed <reason>`."""
     return render(
-        "start",
-        container=attempt.container,
-        gated=gated,
-        gate_seconds=f"{gate_seconds:g}",
-        run_id=attempt.run_id,
-        label_run=LABEL_RUN,
-        label_boot=LABEL_BOOT,
+        "start", container=attempt.container, run_id=attempt.run_id, label_run=LABEL_RUN, label_boot=LABEL_BOOT
     )
-
-
-def release_script(attempt: Attempt) -> str:
-    """Releases the gated start of a host. Reports `released`."""
-    return render("release", container=attempt.container)
 
 
 def secrets_script(attempt: Attempt) -> str:

@@ -24,7 +24,6 @@ from launcher.tpu_vm.log_window import covers
 from launcher.tpu_vm.ssh.connections import SliceConnections
 from launcher.tpu_vm.ssh.execution import Execution
 from launcher.tpu_vm.ssh.result import HostResult
-from launcher.tpu_vm.ssh.start_gate import PendingStart
 from launcher.workstation import Workstation
 from training.machine.clock import Clock
 
@@ -48,7 +47,6 @@ class TpuVm:
         self.say = say
         self._machine = machine
         self._connections = SliceConnections(config, machine)
-        self._pending_start: PendingStart | None = None
 
     @property
     def _workers(self) -> range:
@@ -97,10 +95,7 @@ class TpuVm:
             self.say(f"there is no slice {self.config.slice.name}")
 
     def close(self) -> None:
-        """Ends a start that waits, and closes the connections."""
-        if self._pending_start is not None:
-            self._pending_start.abandon()
-            self._pending_start = None
+        """Closes the connections."""
         self._connections.close()
 
     def connect(self) -> None:
@@ -111,16 +106,6 @@ class TpuVm:
 
     def prepare(self, attempt: Attempt) -> list[HostReport]:
         """Checks the hosts, pulls the image, creates the containers, and copies the overlay into them."""
-        self._begin_start(attempt)
-        reports: list[HostReport] = []
-        try:
-            reports = self._prepare(attempt)
-        finally:
-            if self._pending_start is not None and not (reports and all(report.ok for report in reports)):
-                self._pending_start.abandon()
-        return reports
-
-    def _prepare(self, attempt: Attempt) -> list[HostReport]:
         self._check_hosts(attempt)
         script = host_scripts.prepare_script(attempt, self._internal_addresses(), self.config.slice.accelerator_type)
         prepared = self._run_everywhere(script, "ready", timeout=self._start_seconds)
@@ -139,33 +124,13 @@ class TpuVm:
         return [replace(report, detail=f"{report.detail} with overlay {overlay.digest}") for report in prepared]
 
     def start(self, attempt: Attempt) -> list[HostReport]:
-        """Starts the prepared containers, and delivers their secrets."""
-        reports = self._release_start(attempt)
-        if not all(report.ok for report in reports):
-            script = host_scripts.start_script(attempt)
-            reports = self._run_through_gcloud(script, "started", timeout=self._start_seconds)
+        """Starts the prepared containers by one gcloud call, then delivers their secrets."""
+        reports = self._run_through_gcloud(host_scripts.start_script(attempt), "started", timeout=self._start_seconds)
         values = attempt.all_secrets(len(self._workers))
         if not values or not all(report.ok for report in reports):
             return reports
         secrets = host_scripts.secrets_input(values)
         return self._send(host_scripts.secrets_script(attempt), secrets, "delivered", timeout=_SECRETS_SECONDS)
-
-    def _begin_start(self, attempt: Attempt) -> None:
-        """Lets gcloud connect to the hosts while they are prepared; the start waits there for `_release_start`."""
-        if not self._connections.gcloud_only:
-            argv = commands.ssh_command(self.config, host_scripts.start_script(attempt, gated=True))
-            self._pending_start = PendingStart(argv, self._machine, timeout=self._start_seconds)
-
-    def _release_start(self, attempt: Attempt) -> list[HostReport]:
-        """Releases the waiting start on all hosts, and returns what they reported. It is abandoned when a host can't be
-        released: a start through gcloud, without a gate, is surer then."""
-        pending, self._pending_start = self._pending_start, None
-        if pending is None:
-            return host_output.parse_reports("", "started", self._workers)
-        results = self._connections.run_all(host_scripts.release_script(attempt), timeout=_COMMAND_SECONDS)
-        if not all(_to_report(result, "released").ok for result in results):
-            pending.abandon()
-        return host_output.parse_reports(pending.output(), "started", self._workers)
 
     def observe(self, worker: int, container: str, since: str | None, *, patience: float = 0.0) -> Observation:
         """The state of a container, and its log from `since` on."""
@@ -259,12 +224,9 @@ class TpuVm:
             self.say(f"host {problem.worker}: {problem.message}; {problem.fix}")
 
     def _run_checks(self, script: str) -> list[HostResult]:
-        """The results of all hosts; those that were missed are tried twice. Raises what gcloud's own start reported in
-        the meantime, when that says why: the slice was taken away."""
+        """Runs the checks on all hosts; tries hosts that did not answer a second time."""
         results = self._connections.run_all(script, timeout=_COMMAND_SECONDS * 2)
         missed = [result.worker for result in results if not result.reached]
-        if missed and self._pending_start is not None and (refusal := self._pending_start.refusal()):
-            raise explain_error(refusal, commands.ssh_command(self.config, "..."))
         if missed and not all(result.refused for result in results):
             self._machine.clock.sleep(_RETRY_SECONDS)
             results = self._connections.retry(results, script, timeout=_COMMAND_SECONDS, workers=missed)

@@ -283,7 +283,7 @@ def test_a_host_that_was_missed_when_secrets_were_delivered_gets_the_same_again(
     monkeypatch.setattr(slice_._connections, "run_all", run_all)
     monkeypatch.setattr(slice_._connections, "pool", lambda: SimpleNamespace(run_all=run_all))
     started = [HostReport(worker, True, "") for worker in range(2)]
-    monkeypatch.setattr(slice_, "_release_start", lambda attempt: started)
+    monkeypatch.setattr(slice_, "_run_through_gcloud", lambda *arguments, **options: started)
     attempt = Attempt("demo-1", 0, "sha256:ab", ("true",), {})
     assert [report.ok for report in slice_.start(attempt)] == [True, True]
     assert [workers for workers, _ in sent] == [None, [1]]

@@ -49,8 +49,6 @@ def prepare(**changes: object) -> str:
         prepare(image=f"eu-docker.pkg.dev/p/r/i{DIGEST}"),
         host_scripts.check_engine_script(),
         host_scripts.start_script(attempt()),
-        host_scripts.start_script(attempt(), gated=True),
-        host_scripts.release_script(attempt()),
         host_scripts.observe_script("demo", "2026-01-01T00:00:00Z"),
         host_scripts.observe_script("demo", "2026-01-01T00:00:00Z", patience=2.0, tail=10),
         host_scripts.stop_script("demo", 5, remove=True),
@@ -287,6 +285,19 @@ def test_of_two_runs_that_were_prepared_at_once_one_starts(host: ScriptHost, she
     assert refused.occupied_by == winner
 
 
+def test_a_container_that_can_not_be_started_is_reported(host: ScriptHost) -> None:
+    host.answer("start", "echo no such device >&2; exit 1")
+    host.answer_container({"Status": "created"})
+    report = host.run(host_scripts.start_script(attempt()))
+    assert report == "tpu-launch 3 failed the container can not be started: no such device\n"
+
+
+def test_a_container_that_has_started_is_not_started_again(host: ScriptHost) -> None:
+    host.answer_container({"Status": "running"})
+    assert host.run(host_scripts.start_script(attempt())) == "tpu-launch 3 started\n"
+    assert "start" not in host.verbs
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_the_image_that_a_host_has_is_looked_at_once_and_one_that_it_pulled_is_named_alike(
     host: ScriptHost, shell: str
@@ -307,7 +318,6 @@ def test_the_image_that_a_host_has_is_looked_at_once_and_one_that_it_pulled_is_n
     ("script", "report"),
     [
         (prepare(), "ready sha256:ab"),
-        (host_scripts.release_script(attempt()), "released"),
         (host_scripts.stop_script("demo", 5, remove=True), "stopped"),
         (host_scripts.secrets_script(attempt()), "delivered"),
     ],

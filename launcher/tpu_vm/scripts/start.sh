@@ -1,30 +1,11 @@
 #!/bin/sh
 # Starts the prepared container. One that runs, or has run, is left alone. Of two runs that were prepared on the host at
 # once, one starts.
-# With `gated`, a container that has not started waits for release.sh first, $gate_seconds at most.
-# Reports `started`, `waiting` when it was not released in time, `busy <id of the other run>`, or `failed <reason>`.
+# Reports `started`, `busy <id of the other run>`, or `failed <reason>`.
 # shellcheck disable=SC2086 # $docker is one word or three
 . ./report.sh
 . ./boot.sh
-: "${container:?}" "${gated:?}" "${gate_seconds:?}" "${run_id:?}" "${label_run:?}"
-
-if [ "$gated" = yes ]; then
-  released=/tmp/$container.$worker.go
-  gate=/tmp/$container.$worker.gate
-  if [ -e "$released" ]; then status=released; else look_at "$container"; fi
-  case $status in
-    '' | created)
-      # The pipe is open before the file is looked for, and both sides open it for reading and writing: neither waits
-      # for the other, and a release in between is not missed.
-      mkfifo "$gate" 2>/dev/null
-      exec 3<>"$gate"
-      [ -e "$released" ] || timeout "$gate_seconds" head -c 1 <&3 >/dev/null 2>&1
-      exec 3>&-
-      if [ ! -e "$released" ]; then rm -f "$gate"; report waiting; exit 0; fi
-      ;;
-  esac
-  trap 'rm -f "$released" "$gate"' EXIT
-fi
+: "${container:?}" "${run_id:?}" "${label_run:?}"
 
 look_at "$container"
 if [ -z "$status" ]; then report failed "there is no container $container"; exit 1; fi

@@ -1,2 +1,2 @@
 """Commands on the hosts of a slice: `connections` finds the hosts (`addresses`) and falls back to gcloud, `pool` keeps
-ssh connections open, `start_gate` is the one start through gcloud that waits on the hosts."""
+ssh connections open."""

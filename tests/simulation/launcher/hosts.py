@@ -123,7 +123,6 @@ class Host:
         self.executions: dict[Execution, None] = {}  # commands that run on it
         self.ssh_from = scheduler.now  # when its sshd answers
         self.alias = f"tpu.{slice_name}.{address}-{worker}"
-        self.gates: dict[Task, None] = {}
         self.troubled = 0  # counts what was done to it
         self.trouble_over = scheduler.now  # when it last began to answer
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ASSIGNMENT = re.compile(r"(\w+)=((?:'[^']*'|\"'\"|[^\s'\"])*)\n")
 _NAMES = (
-    "observe", "stop", "check_host", "prepare", "start", "release", "check_engine", "deliver_secrets", "stacks",
+    "observe", "stop", "check_host", "prepare", "start", "check_engine", "deliver_secrets", "stacks",
     "evidence", "copy_overlay",
 )  # fmt: skip
 
@@ -194,19 +194,8 @@ class Shell:
         return self.report(f"ready {parameters['image']}")
 
     def start(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
-        """start.sh, with its gate."""
+        """start.sh."""
         host, name = self.host, parameters["container"]
-        self.pause()
-        container = self._get(parameters)
-        mark = f"{name}.go"
-        if parameters["gated"] == "yes" and (container is None or container.status == "created"):
-            deadline = self.world.scheduler.now + float(parameters["gate_seconds"])
-            while mark not in host.marks and self.world.scheduler.now < deadline:
-                self.world.scheduler.wait(host.gates, deadline - self.world.scheduler.now, "a gate")
-            if mark not in host.marks:
-                return self.report("waiting")
-        if parameters["gated"] == "yes":
-            host.marks.discard(mark)
         self.pause()
         container = self._get(parameters)
         if container is None:
@@ -219,13 +208,6 @@ class Shell:
                     return self.report(f"busy {other.run}", 1)
             self.world.start_container(container, self.actor)
         return self.report("started")
-
-    def release(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
-        """release.sh."""
-        self.pause()
-        self.host.marks.add(f"{parameters['container']}.go")
-        self.world.scheduler.wake_all(self.host.gates)
-        return self.report("released")
 
     def stop(self, parameters: Mapping[str, str], _arguments: str) -> tuple[int, str]:
         """stop.sh."""

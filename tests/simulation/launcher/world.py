@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -582,7 +582,6 @@ class Terminal:
         *,
         timeout: float,
         input: str | bytes | None = None,
-        on_start: Callable[[Callable[[], None]], None] | None = None,
         pass_fds: Sequence[int] = (),
     ) -> Result:
         """Runs gcloud, in a process of its own: what it asked for goes on when it is ended."""
@@ -605,14 +604,6 @@ class Terminal:
 
         scheduler.spawn(work, name="gcloud", process=child)
 
-        def terminate() -> None:
-            if execution.result is None:
-                scheduler.kill(child)
-                execution.result, execution.errors = (-15, ""), ""
-                scheduler.wake_all(execution.waiters)
-
-        if on_start is not None:
-            on_start(terminate)
         deadline = scheduler.now + timeout
         while execution.result is None and scheduler.now < deadline:
             scheduler.wait(execution.waiters, deadline - scheduler.now, "gcloud")
