@@ -1,16 +1,15 @@
 """gcloud over the emulator's API, in this process: commands change a state in memory, on a clock that passes only by
-waiting. What goes wrong is said by the test: `trouble` fails commands, `at` lets somebody else act."""
+waiting. A test injects errors with `trouble`, and acts of other users with `at`."""
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from launcher.emulator.api import catalogue, queued_resources
 from launcher.emulator.api import nodes as tpu_api
+from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import ApiError
 from launcher.emulator.state import Node, State
 from launcher.errors import CommandTimeout
@@ -18,9 +17,10 @@ from launcher.owner import Owner
 from launcher.providers import this_machine
 from launcher.shell import Result
 from launcher.workstation import Workstation
+from tests import gcloud_commands
+from tests.gcloud_commands import Command
 from training.machine.threads import Future, SystemThreads
 
-WAITER_SECONDS = 1800.0  # googlecloudsdk/api_lib/util/waiter.py
 ANN, BOB = Owner("ann", "a" * 12), Owner("bob", "b" * 12)
 
 UNAVAILABLE = "ERROR: (gcloud.x) UNAVAILABLE: The service is currently unavailable."
@@ -58,7 +58,7 @@ class Clock:
 
 
 class InOrder(SystemThreads):
-    """Tasks that run to their end as soon as they are made, one after the other."""
+    """Runs each task to its end as soon as it is made."""
 
     def submit(self, function: Callable[..., R], *args: Any) -> Future[R]:
         future = super().submit(function, *args)
@@ -67,7 +67,7 @@ class InOrder(SystemThreads):
 
 
 class Cloud:
-    """One project, as the workstations of several people see it."""
+    """One project, as the workstations of several users see it."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -79,24 +79,24 @@ class Cloud:
         self.lost: Trouble = lambda zone, command, now: None  # the command is carried out, and this is the answer
 
     def machine(self, owner: Owner = ANN) -> Workstation:
-        """The workstation of one of them."""
+        """Returns the workstation of a user."""
         return replace(
             this_machine(), clock=self.clock, threads=InOrder(), run=self.run, random=random.Random(1), owner=owner
         )
 
     def at(self, seconds: float, act: Callable[[], object]) -> None:
-        """Something that happens so many seconds from now."""
+        """Calls `act` in so many seconds."""
         self.clock.events.append((self.clock.now + seconds, act))
 
     def node(self, name: str = "demo", zone: str = "us-central2-b") -> Node | None:
-        """A node, as it is now."""
-        self._settle()
+        """Returns a node as it is now."""
+        self._advance()
         return self.state.nodes.get(f"projects/p/locations/{zone}/nodes/{name}")
 
     def made_by(
         self, labels: dict[str, str], state: str = "READY", zone: str = "us-central2-b", name: str = "demo"
     ) -> None:
-        """A node that exists already."""
+        """Makes a node that exists already."""
         accelerator = "v4-16" if zone == "us-central2-b" else "v5litepod-8"
         body = {"acceleratorType": accelerator, "runtimeVersion": "tpu-ubuntu2204-base", "labels": dict(labels)}
         call = tpu_api.Call("POST", ("projects", "p", "locations", zone, "nodes"), "", {"nodeId": name}, body)
@@ -107,91 +107,42 @@ class Cloud:
             tpu_api.start_operation(self.state, "delete", operation.target, self.clock.now, self.state.update_seconds)
 
     def delete(self, zone: str = "us-central2-b") -> None:
-        """Somebody asks for the deletion of the node, and does not wait."""
-        self._settle()
-        tpu_api.answer(
-            self.state, tpu_api.Call("DELETE", ("projects", "p", "locations", zone, "nodes", "demo")), self.clock.now
-        )
-
-    # -- gcloud
+        """Asks for the deletion of the node, as another user who does not wait."""
+        self._advance()
+        Command("tpu-vm", "delete", "demo", {"project": "p", "zone": zone}).call(self.state, self.clock.now)
 
     def run(self, argv: Sequence[str], *, timeout: float, **_options: object) -> Result:
-        """`launcher.shell.run`."""
-        options = dict(word[2:].partition("=")[::2] for word in argv if word.startswith("--"))
-        names = [word for word in argv[5:] if not word.startswith("--")]
-        command, zone = f"{argv[3]} {argv[4]}", options["zone"]
-        self.calls.append(f"{zone} {command}")
+        """Stands in for `launcher.shell.run`."""
+        command = gcloud_commands.parse(argv)
+        shown = f"{command.group} {command.verb}"
+        self.calls.append(f"{command.zone} {shown}")
         self.clock.sleep(1.0)
-        self._settle()
-        if text := self.trouble(zone, command, self.clock.now):
+        self._advance()
+        if text := self.trouble(command.zone, shown, self.clock.now):
             return Result(tuple(argv), 1, "", text)
-        lost = self.lost(zone, command, self.clock.now)
+        lost = self.lost(command.zone, shown, self.clock.now)
         try:
-            answer = self._call(argv[3], argv[4], names[0] if names else "", options)
-            if lost:
-                return Result(tuple(argv), 1, "", lost)
-            if str(answer.get("name", "")).rpartition("/operations/")[1]:
-                answer = self._wait(answer["name"], timeout, argv)
-            shown = answer.get("nodes", answer.get("queuedResources", [])) if argv[4] == "list" else answer
-            return Result(tuple(argv), 0, json.dumps(shown), "")
+            answer = command.call(self.state, self.clock.now)
         except ApiError as error:
-            return Result(
-                tuple(argv), 1, "", f"ERROR: (gcloud.{argv[4]}) {catalogue.CODES[error.code][1]}: {error.message}"
-            )
+            return Result(tuple(argv), 1, "", command.api_error(error))
+        failure = lost or (self._wait(command, answer["name"], timeout) if command.changes else "")
+        return Result(tuple(argv), int(bool(failure)), "" if failure else command.output(answer), failure or "")
 
-    def _call(self, kind: str, verb: str, name: str, options: dict[str, str]) -> dict[str, Any]:
-        collection = "nodes" if kind == "tpu-vm" else "queuedResources"
-        parent = ("projects", "p", "locations", options["zone"], collection)
-        answer = tpu_api.answer if kind == "tpu-vm" else queued_resources.answer
-        match verb:
-            case "describe" | "list":
-                call = tpu_api.Call("GET", (*parent, name) if name else parent)
-            case "delete":
-                call = tpu_api.Call("DELETE", (*parent, name), "", {"force": "true"})
-            case "start":
-                call = tpu_api.Call("POST", (*parent, name), "start")
-            case "create":
-                node = {
-                    "acceleratorType": options["accelerator-type"],
-                    "runtimeVersion": options.get("version") or options["runtime-version"],
-                    "labels": dict(label.split("=") for label in options["labels"].split(",")),
-                }
-                if kind == "tpu-vm":
-                    call = tpu_api.Call("POST", parent, "", {"nodeId": name}, node)
-                else:
-                    spec = {"parent": "/".join(parent[:4]), "nodeId": name, "node": node}
-                    policy = {"validUntilDuration": options["valid-until-duration"]}
-                    body = {"tpu": {"nodeSpec": [spec]}, "queueingPolicy": policy}
-                    call = tpu_api.Call("POST", parent, "", {"queuedResourceId": name}, body)
-        return answer(self.state, call, self.clock.now)
-
-    def _wait(self, name: str, timeout: float, argv: Sequence[str]) -> dict[str, Any]:
-        """As gcloud waits for an operation."""
-        begin = self.clock.now
-        while name in self.state.operations and not self.state.operations[name].done:
+    def _wait(self, command: Command, name: str, timeout: float) -> str:
+        """Waits for an operation as gcloud does. Returns gcloud's error."""
+        begin, operation = self.clock.now, self.state.operations[name]
+        while not operation.done and self.clock.now - begin <= gcloud_commands.WAIT_SECONDS:
             if self.clock.now - begin > timeout:
-                raise CommandTimeout(f"no answer within {timeout:.0f} s from: {' '.join(argv[:6])}")
-            if self.clock.now - begin > WAITER_SECONDS:
-                raise ApiError(catalogue.UNAVAILABLE, f"Operation {name} has not finished in 1800 seconds.")
+                raise CommandTimeout(f"no answer within {timeout:.0f} s from: gcloud {command.group} {command.verb}")
             self.clock.sleep(5.0)
-            self._settle()
-        error = self.state.operations[name].error
-        if error is not None:
-            raise ApiError(error["code"], json.dumps(error))
-        return {}
+            self._advance()
+        return command.operation_error(operation)
 
-    def _settle(self) -> None:
-        """What the emulator's threads do: operations end, queued resources go on."""
+    def _advance(self) -> None:
+        """Ends the operations that are due, and moves queued resources on."""
+        now = self.clock.now
         for operation in list(self.state.operations.values()):
-            node = self.state.nodes.get(operation.target)
-            if operation.done or "/nodes/" not in operation.target:
-                continue
-            if operation.cancelled:
-                operation.done, operation.error = True, {"code": 1, "message": "The creation of it was cancelled."}
-            elif operation.ends_at <= self.clock.now:
-                operation.done, operation.error = True, operation.failure
-                if node is not None and (operation.verb == "delete" or operation.failure):
-                    del self.state.nodes[operation.target]
-                elif node is not None:
-                    node.resource["state"] = "READY"
-        queued_resources.advance(self.state, self.clock.now)
+            due = operation.cancelled or operation.ends_at <= now
+            if due and not operation.done and "/nodes/" in operation.target:
+                tpu_api.finish_operation(self.state, operation, now)
+        queued_resources.advance(self.state, now)

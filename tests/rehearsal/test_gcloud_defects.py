@@ -44,7 +44,6 @@ from launcher.emulator.api import nodes as tpu_api
 from launcher.emulator.api import queued_resources
 from launcher.emulator.api.catalogue import CODES, ApiError
 from launcher.emulator.http_server import Acceptor, Request, Response, json_response, serve_http
-from launcher.emulator.operations import finish_pending_operations
 from launcher.emulator.state import Host, State
 from launcher.gcloud.calls import call_gcloud
 from launcher.providers import this_machine
@@ -61,6 +60,12 @@ BODY = {
 }
 
 
+def finish_operations(state: State) -> None:
+    for operation in list(state.operations.values()):
+        if not operation.done and "/nodes/" in operation.target:
+            tpu_api.finish_operation(state, operation, time.time())
+
+
 @pytest.fixture
 def asked() -> list[tuple[str, Any]]:
     """Path and body of what gcloud asked of the API."""
@@ -72,9 +77,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
     """A READY slice of two hosts that nobody can reach, behind the emulated API."""
     found = State("0badcafe", 0, "", "", 0, 0, subnet="10.200.0.0/22")
     tpu_api.answer(found, tpu_api.Call("POST", NODE, "", {"nodeId": "demo"}, dict(BODY)), time.time())
-    finish_pending_operations(found)
-    (node,) = found.nodes.values()
-    node.resource |= {"state": "READY", "health": "HEALTHY"}
+    finish_operations(found)
     lock = threading.Lock()
 
     def answer(request: Request) -> Response:
@@ -94,12 +97,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
             except ApiError as error:
                 return json_response(error.as_json(), CODES[error.code][0])
             finally:
-                finish_pending_operations(found)
-                for name, node in list(found.nodes.items()):
-                    if node.state == "DELETING":
-                        del found.nodes[name]
-                    else:
-                        node.resource |= {"state": "READY", "health": "HEALTHY"}
+                finish_operations(found)
 
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     acceptor = Acceptor()

@@ -28,6 +28,7 @@ PROJECT_NUMBER = "100000000001"
 _TERMINAL = {"PREEMPTED", "TERMINATED"}
 _NEVER = 1e7  # seconds
 _FIRST_HOST = 10  # of the subnet: the addresses below belong to the network
+_KEPT_OPERATIONS = 200  # that have ended
 
 
 @dataclass(frozen=True)
@@ -286,6 +287,7 @@ def _stop_or_start(state: State, node: Node, verb: str, now: float) -> Operation
             catalogue.FAILED_PRECONDITION,
             f"Cloud TPU received a bad request. {verb} is not supported while in state {node.state}",
         )
+    faults.refuse_change(state)
     node.resource["state"] = during
     return start_operation(state, verb, node.name, now, state.update_seconds)
 
@@ -367,6 +369,52 @@ def start_operation(state: State, verb: str, target: str, now: float, seconds: f
     name = f"{parent}/operations/operation-{int(now * 1000)}-{number:013x}"
     state.operations[name] = Operation(name, verb, target, now, now + seconds)
     return state.operations[name]
+
+
+def finish_operation(state: State, operation: Operation, now: float, error: dict[str, Any] | None = None) -> None:
+    """Ends a node's operation once its work on the hosts is done, and changes the node as the operation promised.
+
+    Args:
+        state: the emulator's.
+        operation: not done yet.
+        now: seconds since 1970.
+        error: of the work. A creation's cancellation or stock-out, if any, is reported instead.
+    """
+    node = state.nodes[operation.target]
+    response: dict[str, Any] | None = None
+    if operation.verb == "create" and operation.cancelled:
+        error = {"code": catalogue.CANCELLED, "message": f"The creation of {node.short_name} was cancelled."}
+        if node.state == "CREATING":  # cancelled by name, not by a deletion that has begun
+            start_delete(state, node, now)
+    elif operation.failure is not None:
+        error = operation.failure
+        del state.nodes[node.name]
+    elif error is not None:
+        if operation.verb != "update":
+            node.resource["state"] = "UNKNOWN"  # the user can only delete it
+    elif operation.verb == "delete":
+        del state.nodes[node.name]
+        response = {"@type": "type.googleapis.com/google.protobuf.Empty"}
+    else:
+        _apply(operation, node)
+        response = {"@type": "type.googleapis.com/google.cloud.tpu.v2.Node", **node_json(node)}
+    operation.done, operation.ended, operation.error, operation.response = True, now, error, response
+    ended = [other for other in state.operations.values() if other.done]
+    for other in ended[:-_KEPT_OPERATIONS]:
+        del state.operations[other.name]
+
+
+def _apply(operation: Operation, node: Node) -> None:
+    match operation.verb:
+        case "update":
+            node.resource |= operation.change
+        case "stop":
+            node.resource["state"] = "STOPPED"
+            node.resource.pop("health", None)
+            for host in node.hosts:
+                host.guest_attributes.clear()
+        case _:
+            node.resource |= {"state": "READY", "health": "HEALTHY"}
 
 
 def _node(state: State, name: str) -> Node:

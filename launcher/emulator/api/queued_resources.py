@@ -191,6 +191,7 @@ def _delete(state: State, queued: QueuedResource, force: bool, now: float) -> Op
         raise ApiError(
             catalogue.FAILED_PRECONDITION, f"Cloud TPU received a bad request. {text} {catalogue.event_id(text)}"
         )
+    faults.refuse_change(state)
     queued.state, queued.initiator = "DELETING", "USER"
     return tpu_api.start_operation(state, DELETE, queued.name, now, 0)
 
