@@ -79,11 +79,13 @@ def describe(config: Config, machine: Workstation) -> SliceState | None:
 
 def _describe_in_zone(config: Config, machine: Workstation) -> SliceState | None:
     node = _describe_node(config, machine)
-    if node is not None or config.slice.queued is None:
+    if config.slice.queued is None or (node is not None and node.state != "DELETING"):
         return node
     request = queued.describe(config, machine)
     if request is None:
-        return None
+        return node
+    if node is not None and not (request.lost and request.initiator == "SERVICE"):
+        return node  # a user deletes it
     # A suspended request lost its node, which is what PREEMPTED says of a node.
     state = "PREEMPTED" if request.lost else request.state
     detail = request.error or "queued resource"

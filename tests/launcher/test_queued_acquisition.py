@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from launcher.config import Config, load
+from launcher.emulator import faults
 from launcher.emulator.state import Fault
 from launcher.errors import LaunchError
 from launcher.gcloud.errors import Conflict, NotFound, PermissionDenied, QuotaExceeded, Stockout
@@ -332,3 +333,21 @@ def test_a_request_that_was_made_after_down_had_looked_for_one_goes_with_its_nod
     cloud.trouble = not_yet
     assert slices.delete(config, lambda line: None, cloud.machine())
     assert request_state(cloud) == ""
+
+
+def test_a_node_that_google_deletes_after_a_preemption_counts_as_preempted(config: Config, cloud: Cloud) -> None:
+    cloud.state.faults.clear()
+    create(config, cloud)
+    (node,) = cloud.state.nodes.values()
+    faults.begin_preemption(node, cloud.clock.now, cloud.clock.now)
+    while node.state != "DELETING":
+        cloud.node()
+    described = slices.describe(config, cloud.machine())
+    assert (described.state, described.name) == ("PREEMPTED", "demo")
+
+
+def test_a_node_that_a_user_deletes_does_not(config: Config, cloud: Cloud) -> None:
+    cloud.state.faults.clear()
+    create(config, cloud)
+    cloud.delete(config.zone)
+    assert slices.describe(config, cloud.machine()).state == "DELETING"
