@@ -22,7 +22,7 @@ from launcher.run.supervise import Output
 from launcher.run.verdict import describe_exit
 from launcher.workstation import Workstation
 from training.machine.clock import Clock, format_time, parse_time
-from training.telemetry.text import ProgressFigures, parse_progress
+from training.telemetry.text import Progress, parse_progress
 
 _SILENCE_SECONDS = 600.0  # for which `logs -f` waits for a host to answer
 _A_SUPERVISOR = 60  # fetches in a row that find the lock held
@@ -64,7 +64,7 @@ class Status:
     outcome: str | None
     story: list[str]
     hosts: list[HostStatus]
-    progress: ProgressFigures | None = None
+    progress: Progress | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for scripts."""
@@ -314,7 +314,7 @@ def _kept_lines(ledger: Ledger, number: int, worker: int) -> list[LogLine]:
     return tail(path, _LAST_LINE_BYTES) if path.exists() else []
 
 
-def _progress(ledger: Ledger, number: int, observations: Sequence[Observation]) -> ProgressFigures | None:
+def _progress(ledger: Ledger, number: int, observations: Sequence[Observation]) -> Progress | None:
     """The newest progress line of host 0, which writes for all; None when the command is not our trainer, or has not
     begun."""
     if number < 0:

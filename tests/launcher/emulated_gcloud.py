@@ -106,10 +106,10 @@ class Cloud:
         if state == "DELETING":
             tpu_api.start_operation(self.state, "delete", operation.target, self.clock.now, self.state.update_seconds)
 
-    def delete(self, zone: str = "us-central2-b") -> None:
+    def delete(self, zone: str = "us-central2-b", name: str = "demo") -> None:
         """Asks for the deletion of the node, as another user who does not wait."""
         self._advance()
-        Command("tpu-vm", "delete", "demo", {"project": "p", "zone": zone}).call(self.state, self.clock.now)
+        Command("tpu-vm", "delete", name, {"project": "p", "zone": zone}).call(self.state, self.clock.now)
 
     def run(self, argv: Sequence[str], *, timeout: float, **_options: object) -> Result:
         """Stands in for `launcher.shell.run`."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from launcher import costs
 from launcher.run.status import HostStatus
-from training.telemetry.text import ProgressFigures
+from training.telemetry.text import Progress
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # of a braille cell: by column, then row
 _BLANK = 0x2800
@@ -28,7 +28,7 @@ class View:
     """The run, its attempt, and its state, in words."""
 
     time: str
-    progress: ProgressFigures | None = None
+    progress: Progress | None = None
     left: str = ""
     """The time that is left, as the trainer says it."""
 
@@ -85,7 +85,9 @@ def _progress(view: View, columns: int) -> list[str]:
     if now is None:
         return ["no step was reported yet"]
     share = now.step / now.steps if now.steps else 0.0
-    figures = f"loss {now.loss:.5f}   {now.examples_per_second:,.1f} examples/s   data wait {now.data_wait:.0%}"
+    figures = f"loss {now.loss:.5f}   {now.examples_per_second:,.1f} examples/s"
+    if now.data_wait is not None:
+        figures += f"   data wait {now.data_wait:.0%}"
     if view.left:
         figures += f"   {view.left} left"
     head = f"step {now.step:,}/{now.steps:,}  {share:4.0%}  "

@@ -19,17 +19,15 @@ from launcher.tpu_vm import inventory, ownership
 from launcher.tpu_vm.provider import TpuVm
 from tests.simulation.launcher import promises
 from tests.simulation.launcher.machine import make_machine
-from tests.simulation.launcher.world import Actor, Stop, Workstation, World
+from tests.simulation.launcher.world import Actor, Laptop, Stop, World
 from tests.simulation.scheduler import Event, Killed, Process
 
 
 class Command:
     """One command of a person, from its start to its end."""
 
-    def __init__(
-        self, world: World, workstation: Workstation, name: str, config: Config, chance: random.Random
-    ) -> None:
-        self.world, self.workstation, self.name, self.config = world, workstation, name, config
+    def __init__(self, world: World, laptop: Laptop, name: str, config: Config, chance: random.Random) -> None:
+        self.world, self.laptop, self.name, self.config = world, laptop, name, config
         self.began = world.scheduler.now
         self.run_id = ""  # that it spoke of last
         self.code: int | None = None  # None while it runs, and when it was killed
@@ -39,19 +37,17 @@ class Command:
         self.verdict: Kind | None = None
         self.outcome: Outcome | None = None
         self.ended = float("inf")  # virtual time
-        self.over = Event(world.scheduler, f"the end of {name} of {workstation.name}")
-        self.process = Process(f"{workstation.name}:{name}")
+        self.over = Event(world.scheduler, f"the end of {name} of {laptop.name}")
+        self.process = Process(f"{laptop.name}:{name}")
         self.process.enter = self._enter
-        self.actor = Actor(workstation, name, self.process)
+        self.actor = Actor(laptop, name, self.process)
         self.machine = make_machine(world, self.actor, chance)
-        self.context = launch.Context(
-            workstation.home, {}, self._make_provider, Output(self._say, self._emit), self.machine
-        )
+        self.context = launch.Context(laptop.home, {}, self._make_provider, Output(self._say, self._emit), self.machine)
         self.task = world.scheduler.spawn(self._main, name="main", process=self.process)
 
     def _enter(self) -> None:
-        os.environ["TPU_LAUNCH_HOME"] = str(self.workstation.home)
-        os.environ["LOGNAME"] = self.workstation.person
+        os.environ["TPU_LAUNCH_HOME"] = str(self.laptop.home)
+        os.environ["LOGNAME"] = self.laptop.person
 
     def _make_provider(self, config: Config) -> TpuVm:
         return TpuVm(config, self._say, self.machine)
@@ -87,7 +83,7 @@ class Command:
         """The process ends at once."""
         if self.code is None and not self.killed:
             self.killed, self.ended = True, self.world.scheduler.now
-            self.world.note(f"{self.name} of {self.workstation.name} is killed")
+            self.world.note(f"{self.name} of {self.laptop.name} is killed")
             self.world.scheduler.kill(self.process)
             self.over.set()
 
@@ -95,7 +91,7 @@ class Command:
         """Ctrl-C."""
         if self.code is None and not self.killed:
             self.interrupted = True
-            self.world.note(f"Ctrl-C in {self.name} of {self.workstation.name}")
+            self.world.note(f"Ctrl-C in {self.name} of {self.laptop.name}")
             self.world.scheduler.interrupt(self.task, KeyboardInterrupt())
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -129,7 +125,7 @@ class Command:
                 f"traceback of {self.name}: {''.join(traceback.format_exception(error)[-4:])}",
             )
         self.code, self.ended = code, self.world.scheduler.now
-        self.world.note(f"{self.name} of {self.workstation.name} ended with {code}")
+        self.world.note(f"{self.name} of {self.laptop.name} ended with {code}")
         self.over.set()
         self.world.scheduler.kill(self.process)  # what still runs in the background ends with it
 
@@ -141,8 +137,8 @@ class Command:
         return 0
 
     def _down(self) -> int:
-        self.world.down_allowed.add(self.workstation.person)
-        for ledger in ledgers.runs(self.workstation.home, self.machine):  # `down` stops what is under way
+        self.world.down_allowed.add(self.laptop.person)
+        for ledger in ledgers.runs(self.laptop.home, self.machine):  # `down` stops what is under way
             self.world.record.stops.append(Stop(ledger.run_id, self.world.scheduler.now))
         launch.delete_slice(self.config, self.context)
         return 0
@@ -191,4 +187,4 @@ class Command:
 
 def restart_of(command: Command, name: str) -> Callable[[], Command]:
     """Another command at the same terminal."""
-    return lambda: Command(command.world, command.workstation, name, replace(command.config), command.machine.random)
+    return lambda: Command(command.world, command.laptop, name, replace(command.config), command.machine.random)

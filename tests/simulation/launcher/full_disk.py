@@ -1,4 +1,4 @@
-"""A workstation whose disk is full for a while: of what is written of a run, half arrives."""
+"""A laptop whose disk is full for a while: of what is written of a run, half arrives."""
 
 from __future__ import annotations
 

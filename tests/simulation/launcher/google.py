@@ -1,385 +1,266 @@
-"""Google, simulated: nodes and queued resources with all their states, their operations, and gcloud's words for it."""
+"""Google, simulated: the emulator's Cloud TPU API over a virtual clock, with simulated hosts, owners and faults.
+
+The API answers calls and ends operations as in the emulator. Here operations end by timers, faults of the simulated run
+become faults of the API, and lists may be old.
+"""
 
 from __future__ import annotations
 
-import json
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.launcher.hosts import EPOCH, Host, timestamp
-from training.accelerators import accelerator
+from launcher.emulator import faults
+from launcher.emulator.api import nodes as tpu_api
+from launcher.emulator.api import queued_resources
+from launcher.emulator.state import Fault, Node, Operation, QueuedResource, State
+from tests.gcloud_commands import Command
+from tests.simulation.launcher.hosts import EPOCH, Host
+from tests.simulation.scheduler import Task
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.world import World
 
-GCLOUD_WAITS = 1800.0  # seconds that gcloud waits for an operation
+_SLOW_CREATION = 2400.0  # seconds: longer than gcloud waits
+_WORDINGS = tuple(faults.STOCKOUTS)
 
 
 @dataclass(eq=False)
-class Operation:
-    """A long-running operation."""
+class Slice:
+    """A node of the API, with what only the simulation knows of it."""
 
-    name: str
-    target: str
-    kind: str
-    done: bool = False
-    error: dict[str, Any] | None = None
-    waiters: dict[Any, None] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Node:
-    """A slice."""
-
-    name: str
-    zone: str
-    project: str
-    type: str
-    labels: dict[str, str]
-    spot: bool
+    node: Node
     maker: str
-    """The person whose command asked for it."""
-    created: float
-    uid: str
-    state: str = "CREATING"
-    request: str = ""
-    by: object = None
-    """The command that asked for it."""
+    """The user whose command requested it."""
+    by: object
+    """The command that requested it."""
     hosts: list[Host] = field(default_factory=list)
-    deleted: float | None = None
+    deleting: bool = False
+
+    def __repr__(self) -> str:
+        return f"node {self.name} ({self.state})"
 
     @property
-    def full_name(self) -> str:
-        """As the API names it."""
-        return f"projects/{self.project}/locations/{self.zone}/nodes/{self.name}"
+    def name(self) -> str:
+        return self.node.short_name
 
-    def document(self) -> dict[str, Any]:
-        """As GET shows it."""
-        shown: dict[str, Any] = {
-            "name": self.full_name,
-            "id": self.uid,
-            "uid": self.uid,
-            "state": self.state,
-            "health": "HEALTHY",
-            "acceleratorType": self.type,
-            "createTime": timestamp(self.created + EPOCH),
-            "labels": self.labels,
-            "schedulingConfig": {"spot": True} if self.spot else {},
-        }
-        if self.request:
-            shown["queuedResource"] = f"projects/{self.project}/locations/{self.zone}/queuedResources/{self.request}"
-        if self.hosts and self.state != "CREATING":
-            shown["networkEndpoints"] = [{"ipAddress": host.address, "port": 8470} for host in self.hosts]
-        return shown
+    @property
+    def state(self) -> str:
+        return self.node.state
 
 
 @dataclass(eq=False)
 class Request:
-    """A queued resource."""
+    """A queued resource of the API, with what only the simulation knows of it."""
 
-    name: str
-    zone: str
-    project: str
-    type: str
-    labels: dict[str, str]
-    spot: bool
+    queued: QueuedResource
     maker: str
-    created: float
-    until: float
-    state: str = "ACCEPTED"
-    initiator: str = "SERVICE"
-    error: dict[str, Any] | None = None
-    by: object = None
-    """The command that asked for it."""
+    by: object
+    deleter: str = ""
+    """The user whose command deleted it."""
 
-    def document(self) -> dict[str, Any]:
-        """As GET shows it."""
-        parent = f"projects/{self.project}/locations/{self.zone}"
-        state: dict[str, Any] = {"state": self.state, "stateInitiator": self.initiator}
-        if self.error:
-            state["failedData"] = {"error": self.error}
-        shown: dict[str, Any] = {
-            "name": f"{parent}/queuedResources/{self.name}",
-            "createTime": timestamp(self.created + EPOCH),
-            "state": state,
-            "tpu": {
-                "nodeSpec": [
-                    {
-                        "parent": parent,
-                        "nodeId": self.name,
-                        "node": {"acceleratorType": self.type, "labels": self.labels},
-                    }
-                ]
-            },
-        }
-        return {**shown, "spot": {}} if self.spot else shown
+    def __repr__(self) -> str:
+        return f"request {self.name} ({self.state})"
 
+    @property
+    def name(self) -> str:
+        return self.queued.name.rpartition("/")[2]
 
-STOCKOUTS: tuple[dict[str, Any], ...] = (
-    {"code": 8, "message": 'There is no more capacity in the zone "z"; you can try in another zone'},
-    {"code": 13, "message": "an internal error has occurred"},
-    {"code": 8, "message": "Insufficient capacity. [EID: 0x0a]"},
-    {"code": 9, "message": "The zone does not have enough resources available to fulfill the request"},
-)
-
-
-class ApiError(Exception):
-    """The API refuses; the message is what gcloud prints."""
+    @property
+    def state(self) -> str:
+        return self.queued.state
 
 
 class Google:
-    """All zones of all projects. Operations and queued resources go on by timers."""
+    """All zones of all projects."""
 
     def __init__(self, world: World) -> None:
         self.world, self.scheduler, self.chance = world, world.scheduler, world.chance
-        self.nodes: dict[tuple[str, str], Node] = {}
-        self.requests: dict[tuple[str, str], Request] = {}
-        self.operations: dict[str, Operation] = {}
-        self.snapshots: dict[str, list[tuple[float, list[dict[str, Any]]]]] = {"nodes": [], "requests": []}
-        self.counter = 0
-        self.every_node: list[Node] = []
+        self.state = State("5eed", 0, "", "", create_seconds=0.0, update_seconds=0.0, subnet="10.0.0.0/16")
+        self.slices: dict[str, Slice] = {}  # by the API's full names, like `requests`
+        self.requests: dict[str, Request] = {}
+        self._lists: list[tuple[float, State]] | None = None  # old states, where lists may be old
+        if any(fault.kind == "stale" for fault in world.faults):
+            self._lists = []
+        self._made = 0  # slices so far
+        self._scheduled: set[str] = set()  # operations with a timer
+        self._cancelled: set[str] = set()
+        self._waiters: dict[str, dict[Task, None]] = {}  # by operation
+        self._advancing = False
 
-    # -- nodes --------------------------------------------------------------------------------------------------------
+    @property
+    def _now(self) -> float:
+        return self.scheduler.now + EPOCH
 
-    def create_node(
-        self,
-        key: tuple[str, str],
-        project: str,
-        kind: str,
-        labels: dict[str, str],
-        spot: bool,
-        maker: str,
-        request: str = "",
-        by: object = None,
-    ) -> Operation:
-        """Begins a creation. Raises ApiError."""
-        zone, name = key
-        if key in self.nodes:
-            raise ApiError(
-                f"ALREADY_EXISTS: Resource 'projects/{project}/locations/{zone}/nodes/{name}' already exists"
-            )
-        self.counter += 1
-        node = Node(name, zone, project, kind, labels, spot, maker, self.scheduler.now, str(1000 + self.counter))
-        node.request, node.by = request, by
-        self.nodes[key] = node
-        self.every_node.append(node)
-        self._changed("nodes")
-        operation = self._operation(node.name, "create")
-        stockout = self.world.weather("stockout")
+    # -- calls --------------------------------------------------------------------------------------------------------
+
+    def call(self, command: Command, user: str, by: object = None) -> dict[str, Any]:
+        """Answers a command's call, subject to faults. Raises ApiError."""
+        if command.verb == "list":
+            return command.call(self._listed(), self._now)
+        if not command.changes:
+            return command.call(self.state, self._now)
+        if self.world.weather("busy") is not None:
+            self.state.faults.append(Fault("busy", "tpu", left=1))
+        self._draw(creates=(command.group, command.verb) == ("tpu-vm", "create"))
+        try:
+            answer = command.call(self.state, self._now)
+        finally:
+            self.state.faults.clear()
+        if command.verb == "delete" and command.group == "queued-resources":
+            request = self.requests[command.full_name]
+            request.deleter = user
+            self.world.request_deleted(request, user)
+        self._follow(user, by)
+        return answer
+
+    def wait(self, name: str, seconds: float) -> Operation:
+        """Waits until an operation has ended, for so many seconds at most."""
+        operation, deadline = self.state.operations[name], self.scheduler.now + seconds
+        while not operation.done and self.scheduler.now < deadline:
+            waiters = self._waiters.setdefault(name, {})
+            self.scheduler.wait(waiters, deadline - self.scheduler.now, f"operation {name}")
+        return operation
+
+    def slice_of(self, command: Command) -> Slice | None:
+        """Returns the slice that a command names."""
+        return self.slices.get(f"{command.parent}/nodes/{command.name}")
+
+    def _draw(self, *, creates: bool) -> None:
+        """Draws how long the next operations take, and whether the next creation finds no capacity."""
+        self.state.update_seconds = self.chance.uniform(1.0, 20.0)
         seconds = self.chance.choice((self.chance.uniform(2.0, 12.0), self.chance.uniform(5.0, 60.0)))
         if self.chance.random() < 0.01:
-            seconds = 2400.0
-        if stockout is not None:
-            self._later(min(seconds, 15.0), lambda: self._fail_creation(key, node, operation, stockout.number))
-        else:
-            self._later(seconds, lambda: self._finish_creation(node, operation))
-        self.world.note(f"Google creates node {name} in {zone} for {maker}")
-        return operation
+            seconds = _SLOW_CREATION
+        if creates and (stockout := self.world.weather("stockout")) is not None:
+            wording = _WORDINGS[stockout.number % len(_WORDINGS)]
+            self.state.faults.append(Fault("stockout", "tpu", left=1, wording=wording))
+            seconds = min(seconds, 15.0)
+        self.state.create_seconds = seconds
 
-    def _finish_creation(self, node: Node, operation: Operation) -> None:
-        if node.state != "CREATING":
-            self._end(operation)
+    def _listed(self) -> State:
+        """Returns the state that a list shows now: the current one, or an old one."""
+        if self._lists is None or self.world.weather("stale") is None:
+            return self.state
+        until = self.scheduler.now - self.chance.uniform(20.0, 300.0)
+        old = [state for at, state in self._lists if at <= until]
+        return old[-1] if old else State("", 0, "", "", 0.0, 0.0)
+
+    # -- what follows from a change -----------------------------------------------------------------------------------
+
+    def _follow(self, user: str = "Google", by: object = None) -> None:
+        """Brings slices, requests and timers up to date with the API's state, which `user` has changed."""
+        for name, queued in self.state.queued.items():
+            if name not in self.requests or self.requests[name].queued is not queued:
+                self.requests[name] = Request(queued, user, by)
+                self.world.note(f"Google accepts request {self.requests[name].name} of {user}")
+                self.world.reached("request")
+        for name, node in self.state.nodes.items():
+            if name not in self.slices or self.slices[name].node is not node:
+                self._add_slice(name, node, user, by)
+            elif node.state == "DELETING" and not self.slices[name].deleting:
+                self._begin_deletion(self.slices[name], user)
+        for name in [name for name in self.slices if name not in self.state.nodes]:
+            self.world.note(f"node {self.slices.pop(name).name} is gone")
+        for name in [name for name in self.requests if name not in self.state.queued]:
+            self.world.note(f"request {self.requests.pop(name).name} is gone")
+        for operation in self.state.operations.values():
+            if operation.done:
+                self.scheduler.wake_all(self._waiters.pop(operation.name, {}))
+            elif "/nodes/" in operation.target:
+                self._schedule(operation)
+        if self._lists is not None:
+            shown = {"nodes": self.state.nodes, "queued": self.state.queued}
+            self._lists.append((self.scheduler.now, State("", 0, "", "", 0.0, 0.0, **copy.deepcopy(shown))))
+        self._advance_later()
+
+    def _add_slice(self, name: str, node: Node, user: str, by: object) -> None:
+        if (request := self.requests.get(node.resource.get("queuedResource", ""))) is not None:
+            user, by = request.maker, request.by
+        self.slices[name] = Slice(node, user, by)
+        self.world.note(f"Google creates node {node.short_name} in {node.zone} for {user}")
+
+    def _begin_deletion(self, slice_: Slice, user: str) -> None:
+        slice_.deleting = True
+        request = self.requests.get(slice_.node.resource.get("queuedResource", ""))
+        user = request.deleter if request is not None and request.deleter else user
+        if user != "Google":
+            self.world.node_deleted(slice_, user)
+        for host in slice_.hosts:
+            host.die(for_good=True)
+
+    def _schedule(self, operation: Operation) -> None:
+        if operation.name not in self._scheduled:
+            self._scheduled.add(operation.name)
+            self._later(operation.ends_at - self._now, lambda: self._finish(operation))
+        if operation.cancelled and operation.name not in self._cancelled:
+            self._cancelled.add(operation.name)
+            self._later(self.chance.uniform(0.2, 3.0), lambda: self._finish(operation))
+
+    def _finish(self, operation: Operation) -> None:
+        """Ends an operation. A deletion waits for the end of the creation that it cancels, as in the emulator."""
+        others = self.state.operations.values()
+        if operation.verb == "delete" and any(
+            other.verb == "create" and other.target == operation.target and not other.done for other in others
+        ):
+            self._later(1.0, lambda: self._finish(operation))
             return
-        count = accelerator(node.type).hosts
-        for worker in range(count):
-            address = f"10.{self.counter % 250}.{node.uid[-3:].lstrip('0') or 0}.{worker + 1}"
-            host = Host(self.scheduler, f"{node.name}@{node.uid}", worker, address)
+        if operation.done:
+            return
+        slice_ = self.slices[operation.target]
+        tpu_api.finish_operation(self.state, operation, self._now)
+        self.world.note(f"{operation.verb} of node {slice_.name} ends {operation.error or 'well'}")
+        if operation.verb == "create" and operation.error is None:
+            self._boot(slice_)
+        if operation.verb == "start":
+            for host in slice_.hosts:
+                host.boot_up(0, writes_time=True)
+        self._follow()
+
+    def _boot(self, slice_: Slice) -> None:
+        self._made += 1
+        for emulated in slice_.node.hosts:
+            host = Host(self.scheduler, f"{slice_.name}@{self._made}", emulated.index, emulated.address)
             host.ssh_from = self.scheduler.now + self.chance.uniform(0.0, 20.0)
-            node.hosts.append(host)
-            self.world.addresses[address] = host
-        node.state = "READY"
-        self.world.note(f"node {node.name} is READY")
-        self._changed("nodes")
-        self._end(operation)
+            slice_.hosts.append(host)
+            self.world.add_host(host)
 
-    def _fail_creation(self, key: tuple[str, str], node: Node, operation: Operation, number: int) -> None:
-        if self.nodes.get(key) is node:
-            del self.nodes[key]
-            node.deleted = self.scheduler.now
-        self.world.note(f"creation of {node.name} failed: no capacity")
-        self._changed("nodes")
-        self._end(operation, STOCKOUTS[number % len(STOCKOUTS)])
-
-    def delete_node(self, node: Node, who: str) -> Operation:
-        """Begins a deletion. Raises ApiError."""
-        if node.state == "DELETING":
-            raise ApiError("ABORTED: unable to queue the operation")
-        self.world.node_deleted(node, who)
-        node.state = "DELETING"
-        for host in node.hosts:
-            host.die(for_good=True)
-        operation = self._operation(node.name, "delete")
-        self._changed("nodes")
-        self._later(self.chance.uniform(1.0, 20.0), lambda: self._finish_deletion(node, operation))
-        return operation
-
-    def _finish_deletion(self, node: Node, operation: Operation) -> None:
-        key = (node.zone, node.name)
-        if self.nodes.get(key) is node:
-            del self.nodes[key]
-        node.deleted = self.scheduler.now
-        self.world.note(f"node {node.name} is gone")
-        self._changed("nodes")
-        self._end(operation)
-
-    def preempt(self, node: Node, lag: float) -> None:
-        """Takes a slice away: its hosts die at once, its state follows after `lag` seconds."""
-        if node.state != "READY":
+    def preempt(self, slice_: Slice, lag: float) -> None:
+        """Takes a READY slice away: its hosts die at once, its state follows after `lag` seconds."""
+        if slice_.state != "READY":
             return
-        self.world.note(f"node {node.name} is preempted, and shown so after {lag:.0f} s")
-        for host in node.hosts:
+        self.world.note(f"node {slice_.name} is preempted, and shown so after {lag:.0f} s")
+        for host in slice_.hosts:
             host.die(for_good=True)
+        faults.begin_preemption(slice_.node, self._now + lag, self._now)
 
         def show() -> None:
-            if node.state == "READY":
-                node.state = "PREEMPTED"
-                self._changed("nodes")
-                if (request := self.requests.get((node.zone, node.request))) is not None:
-                    self._suspend(request, node)
+            faults.show_preemption(slice_.node, self._now)
+            self._follow()
 
         self._later(lag, show)
 
-    def start_node(self, node: Node) -> Operation:
-        """Starts a stopped node. Raises ApiError."""
-        if node.state != "STOPPED":
-            raise ApiError(f"FAILED_PRECONDITION: start is not supported while in state {node.state}")
-        node.state = "STARTING"
-        operation = self._operation(node.name, "start")
-
-        def finish() -> None:
-            if node.state == "STARTING":
-                node.state = "READY"
-                for host in node.hosts:
-                    host.boot_up(0, writes_time=True)
-                self._changed("nodes")
-            self._end(operation)
-
-        self._later(self.chance.uniform(2.0, 20.0), finish)
-        return operation
-
     # -- queued resources ---------------------------------------------------------------------------------------------
 
-    def create_request(self, request: Request) -> None:
-        """Accepts a request. Raises ApiError."""
-        key = (request.zone, request.name)
-        if key in self.requests:
-            raise ApiError(f"ALREADY_EXISTS: Resource 'queuedResources/{request.name}' already exists")
-        if key in self.nodes:
-            raise ApiError(f"ALREADY_EXISTS: Resource 'nodes/{request.name}' already exists")
-        self.requests[key] = request
-        self.world.note(f"Google accepts request {request.name} of {request.maker}")
-        self.world.reached("request")
-        self._changed("requests")
-        self._later(self.chance.uniform(1.0, 8.0), lambda: self._advance(request))
+    def _advance_later(self) -> None:
+        """Sets a timer for the next step of queued resources, unless each stays as it is until something changes."""
+        if not self._advancing and any(not self._is_settled(queued) for queued in self.state.queued.values()):
+            self._advancing = True
+            self._later(self.chance.uniform(1.0, 6.0), self._advance)
 
-    def _advance(self, request: Request) -> None:
-        if request.state not in ("ACCEPTED", "WAITING_FOR_RESOURCES", "PROVISIONING"):
-            return
-        key = (request.zone, request.name)
-        node = self.nodes.get(key)
-        if self.scheduler.now > request.until and request.state != "PROVISIONING":
-            request.state = "FAILED"
-            request.error = {"code": 8, "message": "the resource could not be provisioned before its valid-until time"}
-        elif request.state == "PROVISIONING":
-            if node is None:
-                request.state = "WAITING_FOR_RESOURCES"
-            elif node.state == "READY":
-                request.state = "ACTIVE"
-                self.world.note(f"request {request.name} is ACTIVE")
-        elif self.world.weather("stockout") is not None:
-            request.state = "WAITING_FOR_RESOURCES"
-        else:
-            try:
-                self.create_node(
-                    key,
-                    request.project,
-                    request.type,
-                    request.labels,
-                    request.spot,
-                    request.maker,
-                    request.name,
-                    request.by,
-                )
-                request.state = "PROVISIONING"
-            except ApiError as error:
-                request.state, request.error = "FAILED", {"code": 6, "message": str(error)}
-        self._changed("requests")
-        self._later(self.chance.uniform(2.0, 6.0), lambda: self._advance(request))
+    def _is_settled(self, queued: QueuedResource) -> bool:
+        node = self.state.nodes.get(queued.node)
+        well = node is not None and node.state in ("READY", "STOPPED", "STARTING")
+        return queued.state in ("FAILED", "SUSPENDED") or (queued.state == "ACTIVE" and well)
 
-    def _suspend(self, request: Request, node: Node | None) -> None:
-        if request.state != "ACTIVE":
-            return
-        request.state, request.initiator = "SUSPENDING", "SERVICE"
-
-        def finish() -> None:
-            if request.state == "SUSPENDING":
-                if node is not None and self.nodes.get((node.zone, node.name)) is node:
-                    del self.nodes[node.zone, node.name]
-                    node.deleted = self.scheduler.now
-                request.state = "SUSPENDED"
-                self._changed("requests")
-
-        self._later(self.chance.uniform(2.0, 30.0), finish)
-
-    def delete_request(self, request: Request, who: str) -> Operation:
-        """Begins the deletion of a request with its node. Raises ApiError."""
-        if request.state == "DELETING":
-            raise ApiError("ABORTED: unable to queue the operation")
-        self.world.request_deleted(request, who)
-        request.state = "DELETING"
-        operation = self._operation(request.name, "delete")
-        key = (request.zone, request.name)
-        node = self.nodes.get(key)
-        if node is not None and node.request == request.name and node.state != "DELETING":
-            self.delete_node(node, who)
-
-        def finish() -> None:
-            node = self.nodes.get(key)
-            if node is not None and node.request == request.name:
-                if node.state != "DELETING":
-                    self.delete_node(node, who)
-                self._later(3.0, finish)
-                return
-            if self.requests.get(key) is request:
-                del self.requests[key]
-            self._changed("requests")
-            self._end(operation)
-
-        self._changed("requests")
-        self._later(self.chance.uniform(1.0, 8.0), finish)
-        return operation
-
-    # -- operations ---------------------------------------------------------------------------------------------------
-
-    def _operation(self, target: str, kind: str) -> Operation:
-        self.counter += 1
-        operation = Operation(f"operation-{self.counter}", target, kind)
-        self.operations[operation.name] = operation
-        return operation
-
-    def _end(self, operation: Operation, error: dict[str, Any] | None = None) -> None:
-        operation.done, operation.error = True, error
-        self.scheduler.wake_all(operation.waiters)
+    def _advance(self) -> None:
+        self._advancing = False
+        waiting = any(queued.state in ("ACCEPTED", "WAITING_FOR_RESOURCES") for queued in self.state.queued.values())
+        self._draw(creates=waiting)
+        queued_resources.advance(self.state, self._now)
+        self.state.faults.clear()
+        self._follow()
 
     def _later(self, seconds: float, function: Callable[[], None]) -> None:
-        self.scheduler.call_at(self.scheduler.now + seconds, function)
-
-    # -- lists, which may be old --------------------------------------------------------------------------------------
-
-    def _changed(self, kind: str) -> None:
-        items = self.nodes.values() if kind == "nodes" else self.requests.values()
-        self.snapshots[kind].append((self.scheduler.now, [dict(item.document()) for item in items]))
-
-    def listed(self, kind: str, zone: str, age: float) -> list[dict[str, Any]]:
-        """What a list shows: the state of `age` seconds ago."""
-        newest: list[dict[str, Any]] = []
-        for at, documents in self.snapshots[kind]:
-            if at <= self.scheduler.now - age:
-                newest = documents
-        return [document for document in newest if zone in ("-", document["name"].split("/")[3])]
-
-
-def dump(value: Any) -> str:
-    """JSON as gcloud prints it."""
-    return json.dumps(value)
+        self.scheduler.call_at(self.scheduler.now + max(0.0, seconds), function)

@@ -132,7 +132,7 @@ class Host:
     @property
     def boot(self) -> str:
         """Identity of this boot."""
-        return f"{self.address}-boot-{self.boots}"
+        return f"{self!r}-boot-{self.boots}"
 
     @property
     def reachable(self) -> bool:

@@ -13,7 +13,7 @@ from launcher.run.recovery import spent_so_far
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.commands import Command
-    from tests.simulation.launcher.google import Node
+    from tests.simulation.launcher.google import Slice
     from tests.simulation.launcher.hosts import Container
     from tests.simulation.launcher.jobs import Job
     from tests.simulation.launcher.simulated_run import SimulatedRun
@@ -25,9 +25,9 @@ _TAKES_HOSTS = ("preempt", "maintenance", "reboot", "die")  # faults
 _BILLED = ("CREATING", "READY", "STOPPED", "STARTING")
 
 
-def nodes_of(world: World, person: str) -> list[Node]:
+def slices_of(world: World, person: str) -> list[Slice]:
     """What a person pays for, or would if nobody deleted it."""
-    return [node for node in world.google.nodes.values() if node.maker == person]
+    return [node for node in world.google.slices.values() if node.maker == person]
 
 
 # -- of each command, when it ends ------------------------------------------------------------------------------------
@@ -78,20 +78,20 @@ def nothing_is_left_after_down(simulation: SimulatedRun, command: Command) -> No
     """After `down` nothing of ours is left."""
     if command.name != "down" or command.code != 0:
         return
-    person = command.workstation.person
-    left = [f"node {node.name} ({node.state})" for node in nodes_of(simulation.world, person)]
-    left += [f"request {item.name}" for item in simulation.world.google.requests.values() if item.maker == person]
+    person = command.laptop.person
+    left: list[object] = [*slices_of(simulation.world, person)]
+    left += [item for item in simulation.world.google.requests.values() if item.maker == person]
     others_busy = any(other.name in ("up", "run", "attach") and other.code is None for other in simulation.commands)
     if left and not others_busy:
-        simulation.world.break_promise("after down nothing of ours is left", f"{', '.join(left)}")
+        simulation.world.break_promise("after down nothing of ours is left", f"{left}")
 
 
 def no_silent_bill(simulation: SimulatedRun, command: Command) -> None:
     """A command that ends with an error names what it leaves running and how to delete it."""
     if command.code == 0 or command.name not in ("up", "run", "attach") or command.verdict is not None:
         return
-    google, person = simulation.world.google, command.workstation.person
-    left = [node for node in nodes_of(simulation.world, person) if node.by is command.actor and node.state in _BILLED]
+    google, person = simulation.world.google, command.laptop.person
+    left = [node for node in slices_of(simulation.world, person) if node.by is command.actor and node.state in _BILLED]
     requests = [item for item in google.requests.values() if item.maker == person and item.by is command.actor]
     text = "\n".join(command.said)
     if "detached: what was started goes on" in text:  # a run that is well has a slice
@@ -118,7 +118,7 @@ def run_with_budget_goes_on(simulation: SimulatedRun, command: Command) -> None:
     world = simulation.world
     if command.name not in ("run", "attach") or command.code in (0, Exit.DETACHED, Exit.BAD_INPUT, Exit.CONFLICT):
         return
-    known = ledgers.runs(command.workstation.home, command.machine)
+    known = ledgers.runs(command.laptop.home, command.machine)
     if not known or world.record.stops or world.record.permanent or simulation.loses_by_its_disk:
         return
     ledger = known[-1]
@@ -157,7 +157,7 @@ def who_leaves_a_recovery_hears_of_the_bill(simulation: SimulatedRun, command: C
     if not recoveries:
         return
     since = "\n".join(command.said[recoveries[-1] :])
-    left = [node for node in nodes_of(simulation.world, command.workstation.person) if node.state in _BILLED]
+    left = [node for node in slices_of(simulation.world, command.laptop.person) if node.state in _BILLED]
     if ": started on all hosts" not in since and left and not ("tpu-launch down" in since and "billed" in since):
         simulation.world.break_promise(
             "who leaves a recovery hears of the bill", f"{command.name} ended with {command.code}: {since[-300:]}"
@@ -168,8 +168,8 @@ def up_that_fails_says_what_stays(simulation: SimulatedRun, command: Command) ->
     """An `up` that has seen a slice or a request of its owner's, and fails, says that it stays."""
     if command.name != "up" or command.error is None or not command.actor.looked:
         return
-    google, person = simulation.world.google, command.workstation.person
-    left: list[object] = [node for node in nodes_of(simulation.world, person) if node.state in _BILLED]
+    google, person = simulation.world.google, command.laptop.person
+    left: list[object] = [node for node in slices_of(simulation.world, person) if node.state in _BILLED]
     left += [item for item in google.requests.values() if item.maker == person and item.state != "DELETING"]
     if left and not any(word in "\n".join(command.said) for word in ("tpu-launch down", "tpu-launch up", "billed")):
         simulation.world.break_promise("up that fails says what stays", f"{command.error}; there is {left[0]}")
@@ -217,7 +217,7 @@ def logs_end_with_their_program(simulation: SimulatedRun, command: Command) -> N
 def command_ends_in_time(simulation: SimulatedRun, command: Command) -> None:
     """Commands that wait for nobody end within minutes."""
     longest = {"stop": 900.0, "gc": 3600.0, "down": 4800.0}.get(command.name)
-    if longest is None or command.workstation.asleep:
+    if longest is None or command.laptop.asleep:
         return
     if (seconds := simulation.world.scheduler.now - command.began) > longest:
         simulation.world.break_promise("every wait ends in its time", f"{command.name} took {seconds:.0f} s")
@@ -260,7 +260,7 @@ def conflict_has_another_party(simulation: SimulatedRun, command: Command) -> No
         other
         for other in simulation.commands
         if other is not command
-        and other.workstation is command.workstation
+        and other.laptop is command.laptop
         and other.name in ("run", "attach", "logs", "down", "stop")
         and other.ended > command.began
     ]
@@ -273,7 +273,7 @@ def nothing_runs_on_after_a_verdict(simulation: SimulatedRun, command: Command) 
     if command.verdict is None or command.outcome is None:
         return
     run = command.outcome.run_id
-    ledger = next(item for item in ledgers.runs(command.workstation.home, command.machine) if item.run_id == run)
+    ledger = next(item for item in ledgers.runs(command.laptop.home, command.machine) if item.run_id == run)
     if ledger.under_way or ledger.supervised():  # another terminal has started it again
         return
     left = {(item.attempt, worker) for item in ledger.left_behind() for worker in item.hosts}
@@ -287,7 +287,7 @@ def nothing_runs_on_after_a_verdict(simulation: SimulatedRun, command: Command) 
 
 def containers_of(world: World, run: str) -> list[Container]:
     """All containers of a run that hosts have, those of slices that are gone left out."""
-    hosts = [host for node in world.google.nodes.values() for host in node.hosts]
+    hosts = [host for node in world.google.slices.values() for host in node.hosts]
     return [item for host in hosts for item in host.containers.values() if item.run == run]
 
 
@@ -333,7 +333,7 @@ def check_end(simulation: SimulatedRun) -> None:
 
 def nothing_of_ours_is_left(simulation: SimulatedRun) -> None:
     """When ann has gone home, she pays for nothing."""
-    if left := [node for node in nodes_of(simulation.world, "ann") if node.state != "DELETING"]:
+    if left := [node for node in slices_of(simulation.world, "ann") if node.state != "DELETING"]:
         ends = [command.code for command in simulation.commands if command.name == "down"]
         simulation.world.break_promise(
             "money never runs unattended", f"at the end there is {left[0].name}; down ended with {ends}"

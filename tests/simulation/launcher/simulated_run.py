@@ -13,13 +13,15 @@ from pathlib import Path
 
 from launcher.config import Config, load
 from launcher.errors import Exit
+from launcher.tpu_vm.commands import create_command, delete_command
+from tests import gcloud_commands
 from tests.simulation.launcher import faults, full_disk, promises, scenarios
 from tests.simulation.launcher.commands import Command
 from tests.simulation.launcher.full_disk import FullDisk
 from tests.simulation.launcher.hosts import Host
 from tests.simulation.launcher.scenarios import Action, Setting
 from tests.simulation.launcher.speed import observe_every, remember_yaml
-from tests.simulation.launcher.world import Workstation, World
+from tests.simulation.launcher.world import Laptop, World
 from tests.simulation.scheduler import Scheduler, Stuck
 
 LONGEST_RUN = 16 * 3600.0  # seconds: every wait ends long before
@@ -102,17 +104,17 @@ class SimulatedRun:
         self.full_disk = full_disk.draw(seed)
         self.commands: list[Command] = []
         homes = _folder()
-        self.ann = Workstation("ann", "ann", homes / "ann")
-        self.bob = Workstation("bob", "bob", homes / "bob")
-        self.world.workstations = [self.ann, self.bob]
+        self.ann = Laptop("ann", "ann", homes / "ann")
+        self.bob = Laptop("bob", "bob", homes / "bob")
+        self.world.laptops = [self.ann, self.bob]
         self.main: Command | None = None  # what ann's first terminal does, or did last
         self.main_over = False
 
     def play(self) -> Result:
         """Plays it to its end."""
-        for workstation in (self.ann, self.bob):
-            shutil.rmtree(workstation.home, ignore_errors=True)
-            workstation.home.mkdir(parents=True)
+        for laptop in (self.ann, self.bob):
+            shutil.rmtree(laptop.home, ignore_errors=True)
+            laptop.home.mkdir(parents=True)
         environment = {name: os.environ.get(name) for name in ("TPU_LAUNCH_HOME", "LOGNAME")}
         self.scheduler.note(f"{self.scenario}")
         self.scheduler.note(f"faults: {'; '.join(map(str, self.faults)) or 'none'}")
@@ -143,26 +145,26 @@ class SimulatedRun:
 
     @property
     def loses_by_its_disk(self) -> bool:
-        """Whether the workstation's disk is full for longer than lines and events are waited for."""
+        """Whether the laptop's disk is full for longer than lines and events are waited for."""
         return self.full_disk is not None and self.full_disk.long
 
     # -- what people do -----------------------------------------------------------------------------------------------
 
-    def command(self, name: str, workstation: Workstation | None = None) -> Command:
+    def command(self, name: str, laptop: Laptop | None = None) -> Command:
         """Starts a command."""
         # Every command has random numbers of its own, so that leaving one out changes nothing for the others.
         chance = random.Random(f"command {self.seed} {len(self.commands)}")
-        command = Command(self.world, workstation or self.ann, name, self.config, chance)
+        command = Command(self.world, laptop or self.ann, name, self.config, chance)
         self.commands.append(command)
-        if name == "down" and workstation is None:
+        if name == "down" and laptop is None:
             self.world.reached("down")
         elif name in ("run", "attach") and any(other.name == "run" for other in self.commands[:-1]):
             self.world.reached("restart")
         return command
 
-    def do(self, name: str, workstation: Workstation | None = None) -> Command:
+    def do(self, name: str, laptop: Laptop | None = None) -> Command:
         """Gives a command and waits for its end."""
-        return self.finish(self.command(name, workstation))
+        return self.finish(self.command(name, laptop))
 
     def finish(self, command: Command) -> Command:
         """Waits for the end of a command."""
@@ -191,22 +193,22 @@ class SimulatedRun:
             return
         maker = "bob" if kind == "bob's" else "stranger" if kind == "a stranger's" else "ann"
         labels = {"tpu-launch": "1", "tpu-launch-owner": maker, "tpu-launch-run": _NAME} if maker != "stranger" else {}
-        google.create_node((self.config.zone, _NAME), "p", self.config.slice.accelerator_type, labels, False, maker)
+        command = create_command(self.config, labels)
+        google.call(gcloud_commands.parse(command), maker)
         self.scheduler.sleep(100.0)
-        node = google.nodes.get((self.config.zone, _NAME))
-        if node is None or node.state != "READY":
+        slice_ = google.slice_of(gcloud_commands.parse(command))
+        if slice_ is None or slice_.state != "READY":
             return
-        for host in node.hosts:
+        for host in slice_.hosts:
             host.key_known = maker == "ann"
         if kind == "preempted":
-            google.preempt(node, 0.0)
+            google.preempt(slice_, 0.0)
             self.scheduler.sleep(1.0)
-        if kind == "stopped":
-            for host in node.hosts:
-                host.die(for_good=False)
-            node.state = "STOPPED"
+        if kind == "stopped" and len(slice_.hosts) == 1:  # Google stops no other slices
+            slice_.hosts[0].die(for_good=False)
+            slice_.node.resource["state"] = "STOPPED"
         if kind == "deleting":
-            google.delete_node(node, "ann")
+            google.call(gcloud_commands.parse(delete_command(self.config)), "ann")
 
     def _get_slice(self) -> bool:
         for round_ in range(6):
@@ -277,10 +279,10 @@ class SimulatedRun:
                 self.do("gc", self.bob)
 
     def _sleep(self, run: Command, seconds: float) -> None:
-        """The workstation is closed for a while."""
+        """The laptop is closed for a while."""
         if run.code is not None or run.killed or run.process.frozen:
             return
-        self.world.note(f"the workstation sleeps for {seconds:.0f} s")
+        self.world.note(f"the laptop sleeps for {seconds:.0f} s")
         self.scheduler.freeze(run.process)
         begin = self.scheduler.now
         self.scheduler.sleep(seconds)
@@ -293,7 +295,7 @@ class SimulatedRun:
         self.world.wait_until(full.anchor)
         self.scheduler.sleep(full.after)
         self.world.struck = True
-        self.world.note(f"the workstation's disk is full for {full.seconds:.0f} s")
+        self.world.note(f"the laptop's disk is full for {full.seconds:.0f} s")
         full_disk.fill(True)
         self.scheduler.sleep(full.seconds)
         full_disk.fill(False)
@@ -310,7 +312,7 @@ class SimulatedRun:
             down = self.do("down")
             if down.code == 0:
                 break
-            if down.code in (Exit.CONFLICT, Exit.BAD_INPUT) and not promises.nodes_of(self.world, "ann"):
+            if down.code in (Exit.CONFLICT, Exit.BAD_INPUT) and not promises.slices_of(self.world, "ann"):
                 break
             self.scheduler.sleep(300.0)
         for command in self.commands:
@@ -321,7 +323,7 @@ class SimulatedRun:
 
 def hosts_of(simulation: SimulatedRun) -> list[Host]:
     """All hosts that ever were."""
-    return list(simulation.world.addresses.values())
+    return simulation.world.hosts
 
 
 def simulate(seed: int, *, trace: bool = False, without: Collection[int] = ()) -> Result:

@@ -15,7 +15,7 @@ from launcher.workstation import Address, ConnectionFailed
 from tests.simulation.launcher import scripts
 from tests.simulation.launcher.faults import API_FAULTS, Fault
 from tests.simulation.launcher.gcloud import Gcloud
-from tests.simulation.launcher.google import Google, Node, Request
+from tests.simulation.launcher.google import Google, Request, Slice
 from tests.simulation.launcher.hosts import Container, Execution, Host
 from tests.simulation.launcher.jobs import Job, Plan, Truth
 from tests.simulation.scheduler import Process, Scheduler, Task
@@ -28,8 +28,8 @@ _BETWEEN_LOOKS = 5.0  # seconds, at most
 
 
 @dataclass(eq=False)
-class Workstation:
-    """A workstation: one person's terminals, folder, network and clock."""
+class Laptop:
+    """A laptop: one person's terminals, folder, network and clock."""
 
     name: str
     person: str
@@ -43,7 +43,7 @@ class Workstation:
 class Actor:
     """One command of a person, as the world sees it."""
 
-    workstation: Workstation
+    laptop: Laptop
     command: str
     process: Process
     looked: bool = False
@@ -56,7 +56,7 @@ class Actor:
     @property
     def person(self) -> str:
         """Who gave it."""
-        return self.workstation.person
+        return self.laptop.person
 
 
 @dataclass(eq=False)
@@ -94,19 +94,20 @@ class World:
     ) -> None:
         self.scheduler, self.chance, self.faults, self.plans = scheduler, chance, faults, plans
         self.google = Google(self)
-        self.addresses: dict[str, Host] = {}
+        self.hosts: list[Host] = []  # all that ever were
+        self.addresses: dict[str, Host] = {}  # of the hosts that have them now
         self.links: list[Link] = []
         self.record = Record()
         self._reached: set[str] = set()
         self._awaiting: dict[str, dict[Task, None]] = {}  # tasks, by the moment
         self.struck = False  # whether any fault has happened
         self.pull_seconds = chance.choice((0.5, 5.0, 40.0))
-        self.workstations: list[Workstation] = []
+        self.laptops: list[Laptop] = []
         self.hosts_of_runs = 0
         self.slice_name = ""
         self.stall_seconds: float | None = None  # as the file says
         self.host_lost_seconds = math.inf  # as the file says
-        self._refusals: dict[tuple[str, Host], list[float]] = {}  # since a workstation last heard of a host
+        self._refusals: dict[tuple[str, Host], list[float]] = {}  # since a laptop last heard of a host
         self._weather: dict[str, list[tuple[float, float, Fault]]] = {}
         self.down_allowed: set[str] = set()  # persons who gave `down` or an expired slice's `gc`
         for fault in faults:
@@ -161,32 +162,37 @@ class World:
                 return fault
         return None
 
-    def refused(self, workstation: Workstation, host: Host) -> None:
-        """The network let a command of a workstation fail on a host that is well."""
-        self._refusals.setdefault((workstation.name, host), []).append(self.scheduler.now)
+    def refused(self, laptop: Laptop, host: Host) -> None:
+        """The network let a command of a laptop fail on a host that is well."""
+        self._refusals.setdefault((laptop.name, host), []).append(self.scheduler.now)
 
-    def answered(self, workstation: Workstation, host: Host) -> None:
-        """A workstation has heard of a host."""
-        self._refusals.pop((workstation.name, host), None)
+    def answered(self, laptop: Laptop, host: Host) -> None:
+        """A laptop has heard of a host."""
+        self._refusals.pop((laptop.name, host), None)
 
-    def _is_lost(self, workstation: Workstation, host: Host) -> bool:
+    def _is_lost(self, laptop: Laptop, host: Host) -> bool:
         """Whether one answer of the host after the other has failed, for as long as the file lets it be silent."""
-        refusals = self._refusals.get((workstation.name, host), [])
+        refusals = self._refusals.get((laptop.name, host), [])
         return len(refusals) >= _REFUSALS and self.scheduler.now - refusals[0] > self.host_lost_seconds - _BETWEEN_LOOKS
 
     def awake(self, actor: Actor, seconds: float) -> None:
-        """A workstation has slept: what is between it and the hosts may have forgotten its connections."""
+        """A laptop has slept: what is between it and the hosts may have forgotten its connections."""
         for link in self.links:
             if link.actor is actor and seconds > _FORGOTTEN_SECONDS and self.chance.random() < 0.5:
                 link.forgotten = True
         self.reached("awake")
 
-    def is_offline(self, workstation: Workstation) -> bool:
-        """Whether a workstation has no network."""
-        return workstation.offline
+    def is_offline(self, laptop: Laptop) -> bool:
+        """Whether a laptop has no network."""
+        return laptop.offline
 
-    def _our_node(self) -> Node | None:
-        nodes = [node for node in self.google.nodes.values() if node.name == self.slice_name and node.maker == "ann"]
+    def add_host(self, host: Host) -> None:
+        """Gives a new host its address, which may have been another's."""
+        self.hosts.append(host)
+        self.addresses[host.address] = host
+
+    def _our_slice(self) -> Slice | None:
+        nodes = [node for node in self.google.slices.values() if node.name == self.slice_name and node.maker == "ann"]
         return nodes[-1] if nodes else None
 
     def _strike(self, fault: Fault) -> None:
@@ -195,13 +201,13 @@ class World:
         self.note(f"FAULT: {fault}")
         later = self.scheduler.now + fault.seconds
         if fault.kind == "offline":
-            workstation = self.workstations[0]
-            workstation.offline = True
-            self.scheduler.call_at(later, lambda: setattr(workstation, "offline", False))
+            laptop = self.laptops[0]
+            laptop.offline = True
+            self.scheduler.call_at(later, lambda: setattr(laptop, "offline", False))
             return
         if fault.kind in API_FAULTS:
             return
-        node = self._our_node()
+        node = self._our_slice()
         if node is None or not node.hosts:
             return
         if fault.kind == "preempt":
@@ -243,7 +249,7 @@ class World:
                 host.wall += (-40.0, 35.0, -3.0, 3600.0)[fault.number % 4]
                 host.clock_jumped = True
 
-    def _maintain(self, node: Node, fault: Fault) -> None:
+    def _maintain(self, node: Slice, fault: Fault) -> None:
         """Google asks the hosts to shut down: programs save, then the slice goes, or its hosts reboot."""
         self.note(f"maintenance of {node.name}")
         for host in node.hosts:
@@ -319,13 +325,13 @@ class World:
             container.end(1)
 
     def _hosts_of(self, host: Host) -> int:
-        for node in self.google.nodes.values():
+        for node in self.google.slices.values():
             if host in node.hosts:
                 return len(node.hosts)
         return 1
 
     def _check_alone(self, container: Container) -> None:
-        for host in self.addresses.values():
+        for host in self.hosts:
             for other in host.containers.values():
                 if other.run == container.run and other.attempt != container.attempt and other.running and host.up:
                     self.break_promise(
@@ -376,7 +382,7 @@ class World:
         job = container.job
         if job is None or not job.healthy or job.began is None or not job.confirmed:
             return
-        if any(self._is_lost(actor.workstation, item.host) for item in job.containers.values()):
+        if any(self._is_lost(actor.laptop, item.host) for item in job.containers.values()):
             return
         stopped = any(stop.run == container.run for stop in self.record.stops)
         if not stopped and job.plan.kind != "stall":
@@ -387,7 +393,7 @@ class World:
 
     # -- slices -------------------------------------------------------------------------------------------------------
 
-    def node_deleted(self, node: Node, who: str) -> None:
+    def node_deleted(self, node: Slice, who: str) -> None:
         """Somebody's command deletes a node."""
         self.note(f"{who} deletes node {node.name} of {node.maker}, which is {node.state}")
         for host in node.hosts:
@@ -446,7 +452,7 @@ class World:
     def _execute_once(self, host: Host, script: str, stdin: str | None, actor: Actor) -> tuple[int, str]:
         """ssh: 255 when the host can't be reached, or the connection broke, maybe after the script ran."""
         self.scheduler.sleep(self.chance.uniform(0.05, 0.4))
-        if not host.reachable or self.is_offline(actor.workstation) or self.weather("dead ssh") is not None:
+        if not host.reachable or self.is_offline(actor.laptop) or self.weather("dead ssh") is not None:
             self.scheduler.sleep(10.0)
             return 255, ""
         inner = Execution()
@@ -470,7 +476,7 @@ class World:
 
 
 class Link:
-    """An open ssh connection from a workstation to a host; see `launcher.workstation.HostConnection`."""
+    """An open ssh connection from a laptop to a host; see `launcher.workstation.HostConnection`."""
 
     def __init__(self, world: World, host: Host, actor: Actor) -> None:
         self.world, self.host, self.actor = world, host, actor
@@ -494,7 +500,7 @@ class Link:
         scheduler.sleep(world.chance.uniform(0.01, 0.06))
         self._require_packets(deadline)
         if world.weather("dead ssh") is not None:
-            world.refused(self.actor.workstation, host)
+            world.refused(self.actor.laptop, host)
             raise self._break("Connection reset by peer")
         script = scripts.unquote(command)
         name, parameters, arguments = scripts.parse(script)
@@ -504,9 +510,9 @@ class Link:
             code, output = self._run_in_task(script, stdin, deadline)
         self._require_packets(deadline)
         if world.weather("ssh loses answers") is not None:
-            world.refused(self.actor.workstation, host)
+            world.refused(self.actor.laptop, host)
             raise self._break("the connection closed before the command ended")
-        world.answered(self.actor.workstation, host)
+        world.answered(self.actor.laptop, host)
         return code, output, ""
 
     def _require_packets(self, deadline: float) -> None:
@@ -515,14 +521,14 @@ class Link:
         if self.closed or host.boots != self.boots:
             raise self._break("the connection is closed")
         if self.forgotten:
-            self.world.refused(self.actor.workstation, host)
+            self.world.refused(self.actor.laptop, host)
             raise self._break("Connection reset by peer")
-        if host.reachable and not self.actor.workstation.offline:
+        if host.reachable and not self.actor.laptop.offline:
             return
         left = deadline - scheduler.now
         wait = _BROKEN_SECONDS if not host.hung else left  # a hanging host's kernel still acknowledges
         scheduler.sleep(max(0.0, min(left, wait)))
-        if not (host.reachable and not self.actor.workstation.offline and host.boots == self.boots):
+        if not (host.reachable and not self.actor.laptop.offline and host.boots == self.boots):
             if left <= wait:
                 self.closed = True
                 raise TimeoutError
@@ -564,11 +570,11 @@ class Terminal:
         world, scheduler = self.world, self.world.scheduler
         scheduler.sleep(world.chance.uniform(0.05, 0.3))
         host = world.addresses.get(address.host)
-        if host is None or not host.reachable or self.actor.workstation.offline:
+        if host is None or not host.reachable or self.actor.laptop.offline:
             scheduler.sleep(_CONNECT_SECONDS)
             raise ConnectionFailed(f"can't be reached: no answer within {_CONNECT_SECONDS:.0f} s")
         if world.weather("dead ssh") is not None:
-            world.refused(self.actor.workstation, host)
+            world.refused(self.actor.laptop, host)
             raise ConnectionFailed("can't be reached: [Errno 111] Connection refused")
         if host.alias != address.alias:
             raise ConnectionFailed("the host key has changed: somebody else answers there")
