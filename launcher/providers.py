@@ -40,10 +40,10 @@ def _tpu_vm(config: Config, say: Say, machine: Workstation) -> Provider:
     return TpuVm(config, say, machine)
 
 
-def _gke(config: Config, say: Say, _machine: Workstation) -> Provider:
+def _gke(config: Config, say: Say, machine: Workstation) -> Provider:
     from launcher.gke.provider import Gke
 
-    return Gke(config, say)
+    return Gke(config, say, machine)
 
 
 PROVIDERS: Mapping[str, ProviderKind] = {

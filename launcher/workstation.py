@@ -88,11 +88,25 @@ class RunCommand(Protocol):
     ) -> Result: ...
 
 
+class StreamCommand(Protocol):
+    """Runs a local command and passes on its output line by line: `launcher.shell.stream`."""
+
+    def __call__(
+        self,
+        argv: Sequence[str],
+        on_line: Callable[[str], None],
+        *,
+        timeout: float,
+        on_start: Callable[[Callable[[], None]], object] | None = None,
+    ) -> Result: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workstation(Machine):
     """A machine from which the launcher runs local commands and connects to hosts."""
 
     run: RunCommand = shell.run
+    stream: StreamCommand = shell.stream
     connect: Connect
     owner: Owner = NOBODY
     """Who works at it: what is created from here carries their labels."""

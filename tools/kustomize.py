@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config import load
-from launcher.gke import standalone
 from launcher.gke.commented_yaml import Commented, dump, dump_documents, strip_comments
-from launcher.gke.manifest import make_objects
+from launcher.gke.manifest import make_objects, standalone_workload
 from launcher.gke.workload import SECRET_KEY, Kind, Restarts, node_selector
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,7 +192,7 @@ def _rendered(changes: tuple[str, ...]) -> list[Any]:
     config = load(EXAMPLE, changes)
     return make_objects(
         config,
-        standalone.workload(config, config.run_name, f"{config.image.repository}@{NO_DIGEST}", secret=None),
+        standalone_workload(config, config.run_name, f"{config.image.repository}@{NO_DIGEST}", secret=None),
         Kind.JOBSET,
         Restarts.BY_CLUSTER,
     )

@@ -11,10 +11,10 @@ import click
 from launcher import costs
 from launcher import plan as plans
 from launcher.cli import terminal
-from launcher.cli.options import configured
+from launcher.cli.options import configured, machine
 from launcher.config import Config
 from launcher.errors import BadInput
-from launcher.gke import standalone
+from launcher.gke import manifest as manifests
 from launcher.images import base as bases
 from launcher.images import local as images
 
@@ -50,7 +50,8 @@ def plan(config: Config, as_json: bool, command: tuple[str, ...]) -> None:
 def manifest(config: Config, kind: str, name: str | None, image: str | None, command: tuple[str, ...]) -> None:
     """Print the run as Kubernetes objects for GKE, to be read and given to `kubectl apply -f -`. Touches nothing."""
     config.require_something_to_run()
-    click.echo(standalone.manifest(config, kind=kind, name=name, image=image), nl=False)
+    secret = machine().random.randbytes(32).hex()
+    click.echo(manifests.render(config, secret=secret, kind=kind, name=name, image=image), nl=False)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

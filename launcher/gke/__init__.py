@@ -1,9 +1,8 @@
-"""GKE: manifests of a run, and the provider that runs them through kubectl. Nothing here knows what replaces a cluster
-in tests.
+"""GKE: manifests of a run, and the provider that runs them through kubectl.
 
-From the top: `provider` (the Protocol's methods) over `watch` and `pod_status` (pods as they are and as they ended) and
-`kubectl` (calls, and what errors mean); `standalone` (a manifest for people who use kubectl alone); `manifest` (the
-objects) over `jobs`, `pod_template` and `workload`, written by `commented_yaml`; `checks` (what GKE would refuse).
+From the top: `provider` (implements the Protocol) over `watch` and `pod_status` (the state of pods) and `kubectl`
+(calls and errors); `manifest` (the objects of a run) over `jobs`, `pod_template` and `workload`, written by
+`commented_yaml`; `checks` (refuses what GKE would refuse).
 """
 
 from launcher.provider import Capabilities

@@ -1,4 +1,4 @@
-"""What GKE does not have or would refuse, found before anything is created. Pure; every error names file:line."""
+"""Refuses configurations that GKE can't run, before anything is created. Pure; every error names file:line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from launcher.errors import BadInput
 from training.accelerators import ACCELERATORS, Accelerator, gke_nodes
 from training.storage import is_remote
 
-_LONGEST_NAME = 63 - len("-w-0-000") - len("-abcde")  # a pod's name: JobSet's part for a host, and a random end
+_LONGEST_NAME = 63 - len("-w-0-000") - len("-abcde")  # a pod's name ends with JobSet's host part and a random suffix
 
 
 def check(config: Config) -> None:
@@ -20,18 +20,20 @@ def check(config: Config) -> None:
 
 
 def check_name(name: str) -> str:
-    """A name from which host names of pods can be made. Raises BadInput."""
+    """Returns a name from which host names of pods can be made, or raises BadInput."""
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
-        raise BadInput(f"{name!r} can't name Kubernetes objects: a lower-case letter, then letters, digits and hyphens")
+        raise BadInput(
+            f"{name!r} can't name Kubernetes objects: use a lower-case letter, then letters, digits and hyphens"
+        )
     if len(name) > _LONGEST_NAME:
         raise BadInput(
-            f"{name!r} is too long: with {_LONGEST_NAME} characters at most, the names of its pods fit 63; set a "
-            "shorter run.name"
+            f"{name!r} is too long: the names of its pods have at most 63 characters, so it has at most "
+            f"{_LONGEST_NAME}; set a shorter run.name"
         )
     return name
 
 
-Mistake = tuple[tuple[str, ...], str]  # where in the file, and what is wrong there
+Mistake = tuple[tuple[str, ...], str]  # (path of the key, message)
 
 
 def _mistakes(config: Config) -> Iterator[Mistake]:
@@ -52,7 +54,7 @@ def _slice_mistakes(config: Config) -> Iterator[Mistake]:
         hosts = f"{slice_.hosts} hosts of {slice_.chips_per_host} chips"
         yield ("gke", "hosts"), f"{slice_.name} has {hosts}, not {gke.hosts}; {_sizes(slice_)}"
     if config.slice.capacity == "reserved" and not gke.node_selector:
-        message = "a reservation belongs to a node pool on GKE: name the pool in gke.node_selector"
+        message = "on GKE, a reservation belongs to a node pool: select the pool in gke.node_selector"
         yield ("slice", "capacity"), f"{message}, cloud.google.com/gke-nodepool: NAME"
 
 
@@ -62,7 +64,7 @@ def _secret_mistakes(config: Config) -> Iterator[Mistake]:
         name = unknown[0]
         yield (
             ("run", "secrets"),
-            f"on GKE, secrets are Kubernetes' own: put {name} into a Secret of namespace {config.gke.namespace}, and "
+            f"on GKE, secrets come from Kubernetes: put {name} into a Secret of namespace {config.gke.namespace}, and "
             f"name it in gke.secrets ({name}: SECRET/KEY)",
         )
     for name in sorted(set(secrets) & set(config.run.environment)):
@@ -73,14 +75,14 @@ def _pod_mistakes(config: Config) -> Iterator[Mistake]:
     output = config.trainer.output if config.trainer else None
     mount = config.gke.gcsfuse.folder + "/" if config.gke.gcsfuse else None
     if output is not None and not is_remote(output) and not (mount and output.startswith(mount)):
-        yield ("output",), f"{output} is lost with its pod: give a gs:// folder, or one below gke.gcsfuse.folder"
+        yield ("output",), f"{output} is lost with its pod: use a gs:// folder, or one below gke.gcsfuse.folder"
     user = config.run.user
     if user is not None and not re.fullmatch(r"\d+(:\d+)?", user):
-        yield ("run", "user"), f"Kubernetes wants numbers, UID or UID:GID, not {user!r}"
+        yield ("run", "user"), f"Kubernetes needs numbers, UID or UID:GID, not {user!r}"
 
 
 def _sizes(slice_: Accelerator) -> str:
-    """All sizes of the slice's generation, for a message."""
+    """Returns all sizes of the slice's generation, for a message."""
     family = [accelerator for accelerator in ACCELERATORS.values() if accelerator.generation == slice_.generation]
     return "there are " + ", ".join(
         f"{size.name} ({size.topology_name}, {size.hosts} host{'s'[: size.hosts > 1]})" for size in family

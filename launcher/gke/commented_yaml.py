@@ -1,8 +1,8 @@
-"""YAML with comments: plain values to text, in the order given. Pure and deterministic.
+"""Writes plain values as YAML with comments, in the given order. Pure and deterministic.
 
 `Commented(value, comment)` puts a comment above a key or a list item. Values are dicts, lists, strings, whole numbers
-and booleans. Every YAML reader reads the text as the same values: readers differ (1.1 and 1.2) in what they take for a
-number, a boolean, a date or null, so a string that is not plainly a word or a path is quoted.
+and booleans. Every YAML reader gets the same values: YAML 1.1 and 1.2 differ in what they read as a number, boolean,
+date or null, so a string that is not plainly a word or a path is quoted.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.scalarstring import DoubleQuotedScalarString, LiteralScalarString
 
 _COMMENT_WIDTH = 110
-_INDENT = 2  # of everything: list items are indented below their key, too
+_INDENT = 2  # list items are indented below their key, too
 _PLAIN = re.compile(r"[A-Za-z/$(][-A-Za-z0-9_./$()@:=+]*")
-_WORDS_OF_SOME_READER = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
+_RESERVED_WORDS = frozenset(("y", "n", "yes", "no", "on", "off", "true", "false", "null"))
 
 
 @dataclass(frozen=True)
 class Commented:
-    """A value, and the comment above it."""
+    """A value with a comment above it."""
 
     value: Any
     comment: str
 
 
 def strip_comments(node: Any) -> Any:
-    """The value without its comments."""
+    """Returns a value without its comments."""
     if isinstance(node, Commented):
         return strip_comments(node.value)
     if isinstance(node, dict):
@@ -44,13 +44,13 @@ def strip_comments(node: Any) -> Any:
 
 
 def dump_documents(nodes: Iterable[Any], heading: str = "") -> str:
-    """Several documents as one text, below a heading of comments."""
+    """Returns the YAML of several documents, below a heading in comments."""
     lines = "".join(f"# {line}\n" for line in _wrap(heading, 0).splitlines())
     return lines + "---\n".join(dump(node) for node in nodes)
 
 
 def dump(node: Any) -> str:
-    """One document. A reader gets `strip_comments(node)`."""
+    """Returns the YAML of one document; parsing it gives `strip_comments(node)`."""
     stream = io.StringIO()
     value, comment = _split(node)
     converted = _convert(value, 0)
@@ -58,7 +58,7 @@ def dump(node: Any) -> str:
         stream.writelines(f"# {line}\n" for line in _wrap(comment, 0).splitlines())
     _writer().dump(converted, stream)
     text = stream.getvalue()
-    # ruamel.yaml indents the items of a list at the top, too.
+    # ruamel.yaml also indents the items of a top-level list.
     return re.sub(rf"^ {{{_INDENT}}}", "", text, flags=re.MULTILINE) if isinstance(value, list) and value else text
 
 
@@ -71,7 +71,7 @@ def _writer() -> YAML:
 
 
 def _convert(value: Any, column: int) -> Any:
-    """The value as ruamel.yaml keeps it, with comments and quotes. `column`: where its keys or items begin."""
+    """Converts a value to ruamel.yaml's types, with comments and quotes. `column`: where its keys or items begin."""
     if isinstance(value, dict):
         mapping = CommentedMap()
         for key, node in value.items():
@@ -93,7 +93,7 @@ def _convert(value: Any, column: int) -> Any:
 
 
 def _hoist(item: Any) -> Any:
-    """A list item whose first key has a comment: it goes above the item's dash."""
+    """Moves the comment of a list item's first key above the item's dash."""
     value, comment = _split(item)
     if not isinstance(value, dict) or not value:
         return item
@@ -115,15 +115,15 @@ def _scalar(value: Any) -> Any:
 
 
 def is_plain(value: str) -> bool:
-    """Whether every reader takes the unquoted text for a string: it begins like a word or a path, and is none of the
-    words that some reader takes for a boolean or null."""
+    """Returns whether every YAML reader reads the unquoted text as a string: it begins like a word or a path, and is no
+    word that some reader takes for a boolean or null."""
     is_word = _PLAIN.fullmatch(value) is not None and not value.endswith(":")
-    return is_word and value.lower() not in _WORDS_OF_SOME_READER
+    return is_word and value.lower() not in _RESERVED_WORDS
 
 
 def _fits_a_block(value: str) -> bool:
-    """Whether a literal block says exactly this: one line end at its end, no blank first, nothing that a block can't
-    hold."""
+    """Returns whether a literal block can hold exactly this text: it ends with one line end, begins with no blank, and
+    has no characters that need an escape."""
     return (
         value.endswith("\n")
         and not value.endswith("\n\n")

@@ -1,7 +1,7 @@
 """The objects that run a workload's pods: a JobSet, or an Indexed Job with a headless Service. Pure.
 
-With `Restarts.BY_CLUSTER` their rules decide what is tried again. They rest on the trainer's exit codes
-(training.errors), and on that every host of a slice must start again together.
+With `Restarts.BY_CLUSTER`, their rules decide which ends lead to a restart. The rules rest on the trainer's exit codes
+(training.errors), and restart all hosts of a slice together.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from launcher.gke.workload import (
 )
 from training.errors import Exit
 
-KEPT_SECONDS = 3 * 24 * 3600  # ended objects that nobody fetched
+_KEPT_SECONDS = 3 * 24 * 3600  # after which the cluster deletes ended objects
 
 
 def jobset(config: Config, work: Workload, restarts: Restarts) -> dict[str, Any]:
-    """The JobSet of a workload: one Job, a pod a host."""
+    """Returns the JobSet of a workload: one Job with a pod per host."""
     by_cluster = restarts is Restarts.BY_CLUSTER
     template = {
         "parallelism": config.accelerator.hosts,
-        "completions": Commented(config.accelerator.hosts, "One pod a host."),
+        "completions": Commented(config.accelerator.hosts, "One pod per host."),
         "completionMode": Commented(
             "Indexed", "Pod number i is host i; GKE tells each TPU_WORKER_ID and TPU_WORKER_HOSTNAMES."
         ),
@@ -44,15 +44,17 @@ def jobset(config: Config, work: Workload, restarts: Restarts) -> dict[str, Any]
         "replicas": Commented(1, "One slice."),
         "template": {"metadata": {"labels": labels(config, work)}, "spec": template},
     }
-    no_restarts = {"maxRestarts": Commented(0, "tpu-launch decides about another attempt.")}
+    no_restarts = {"maxRestarts": Commented(0, "tpu-launch decides whether to make another attempt.")}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": _jobset_metadata(config, work),
         "spec": {
-            "ttlSecondsAfterFinished": Commented(KEPT_SECONDS, "An ended run is removed after three days."),
+            "ttlSecondsAfterFinished": Commented(_KEPT_SECONDS, "The cluster deletes an ended run after three days."),
             "network": {
-                "enableDNSHostnames": Commented(True, f"Host i is called {host_name(work.name, Kind.JOBSET, '<i>')}."),
+                "enableDNSHostnames": Commented(
+                    True, f"The name of host i is {host_name(work.name, Kind.JOBSET, '<i>')}."
+                ),
                 "publishNotReadyAddresses": True,
                 "subdomain": work.name,
             },
@@ -68,19 +70,19 @@ def _jobset_metadata(config: Config, work: Workload) -> dict[str, Any]:
         queue = Commented(config.gke.queue, "Kueue admits all hosts of the run together.")
         fields["labels"] = {**fields["labels"], "kueue.x-k8s.io/queue-name": queue}
     if config.accelerator.hosts > 1:
-        comment = "One slice is one node pool: all hosts in the same one, and no other run's beside them."
+        comment = "A slice is a node pool: all hosts of this run in one node pool, and no other run in it."
         topology = Commented("cloud.google.com/gke-nodepool", comment)
         fields["annotations"] = {"alpha.jobset.sigs.k8s.io/exclusive-topology": topology}
     return fields
 
 
 def _jobset_rules_of_cluster(config: Config) -> dict[str, Any]:
-    refused = Commented(
-        f"exit code {int(Exit.BAD_INPUT)} ", "Wrong configuration or data: trying again changes nothing."
-    )
-    ignore = Commented("RestartJobSetAndIgnoreMaxRestarts", "Saved and left, or lost its node: not a failure.")
+    refused = Commented(f"exit code {int(Exit.BAD_INPUT)} ", "Bad configuration or data: a restart changes nothing.")
+    ignore = Commented("RestartJobSetAndIgnoreMaxRestarts", "A host saved and left, or lost its node: not a failure.")
     return {
-        "maxRestarts": Commented(config.gke.restarts, "For failures; each restart goes on from the newest checkpoint."),
+        "maxRestarts": Commented(
+            config.gke.restarts, "After failures; each restart resumes from the newest checkpoint."
+        ),
         "rules": [
             {
                 "name": "refused",
@@ -94,15 +96,15 @@ def _jobset_rules_of_cluster(config: Config) -> dict[str, Any]:
 
 
 def _job_rules_of_cluster() -> dict[str, Any]:
-    refused = "Refused its configuration or data. The JobSet's first rule knows it by this exit code."
+    refused = "Bad configuration or data. The JobSet's first rule matches this exit code."
     rules = [
         _on_exit("FailJob", Exit.BAD_INPUT, refused),
         _on_exit("FailJob", Exit.SAVED, "Asked to stop (maintenance, preemption), and saved."),
-        _on_exit("Ignore", Exit.LOST_PEER, "Lost another host: that host's end decides, not this one's."),
+        _on_exit("Ignore", Exit.LOST_PEER, "Lost another host: the end of that host decides."),
         _on_disruption("FailJob"),
     ]
     return {
-        "backoffLimit": Commented(0, "A host that fails ends the Job; the JobSet then starts all hosts again."),
+        "backoffLimit": Commented(0, "A failed host ends the Job; the JobSet then restarts all hosts."),
         "podFailurePolicy": {"rules": rules},
     }
 
@@ -110,21 +112,23 @@ def _job_rules_of_cluster() -> dict[str, Any]:
 def _job_rules_of_launcher() -> dict[str, Any]:
     return {
         "backoffLimitPerIndex": Commented(
-            0, "A host that fails does not end the others: tpu-launch finds out who was first, and ends them itself."
+            0, "A failed host does not end the others: tpu-launch finds the first failure, and ends them itself."
         ),
-        "podReplacementPolicy": Commented("Failed", "A host that is being stopped has not failed yet: it may save."),
+        "podReplacementPolicy": Commented(
+            "Failed", "A host that is being stopped may still save: it has not failed yet."
+        ),
     }
 
 
 def job(config: Config, work: Workload) -> dict[str, Any]:
-    """The Indexed Job of a workload, restarted by the cluster."""
+    """Returns the Indexed Job of a workload, which the cluster restarts."""
     fields = metadata(config, work)
     if config.gke.queue:
         fields["labels"] = {**fields["labels"], "kueue.x-k8s.io/queue-name": config.gke.queue}
     rules = [
-        _on_exit("FailJob", Exit.BAD_INPUT, "Refused its configuration or data: trying again changes nothing."),
+        _on_exit("FailJob", Exit.BAD_INPUT, "Bad configuration or data: a restart changes nothing."),
         _on_exit("Ignore", Exit.SAVED, "Asked to stop (maintenance, preemption), and saved: not a failure."),
-        _on_exit("Ignore", Exit.LOST_PEER, "Lost another host: that host's end counts, not this one's."),
+        _on_exit("Ignore", Exit.LOST_PEER, "Lost another host: the end of that host decides."),
         _on_disruption("Ignore"),
     ]
     return {
@@ -132,15 +136,15 @@ def job(config: Config, work: Workload) -> dict[str, Any]:
         "kind": "Job",
         "metadata": fields,
         "spec": {
-            "ttlSecondsAfterFinished": Commented(KEPT_SECONDS, "An ended run is removed after three days."),
+            "ttlSecondsAfterFinished": Commented(_KEPT_SECONDS, "The cluster deletes an ended run after three days."),
             "parallelism": config.accelerator.hosts,
-            "completions": Commented(config.accelerator.hosts, "One pod a host."),
+            "completions": Commented(config.accelerator.hosts, "One pod per host."),
             "completionMode": Commented(
-                "Indexed", f"Pod number i is host i and called {host_name(work.name, Kind.JOB, '<i>')}."
+                "Indexed", f"Pod number i is host i, with the name {host_name(work.name, Kind.JOB, '<i>')}."
             ),
             "backoffLimit": Commented(
                 config.gke.restarts,
-                "For failures; a host's pod is made again and all go on from the newest checkpoint.",
+                "After failures: the pod of the host is recreated, and all hosts resume from the newest checkpoint.",
             ),
             "podFailurePolicy": {"rules": rules},
             "template": pod_template(config, work, Kind.JOB),
@@ -149,8 +153,8 @@ def job(config: Config, work: Workload) -> dict[str, Any]:
 
 
 def service(config: Config, work: Workload) -> Any:
-    """The headless Service that gives the pods of a Job their names."""
-    headless = "Headless: it only gives each pod a name, by which the hosts find each other."
+    """Returns the headless Service that gives the pods of a Job their host names."""
+    headless = "Headless: it only gives each pod a host name, for the other hosts."
     node = {
         "apiVersion": "v1",
         "kind": "Service",

@@ -1,6 +1,6 @@
-"""Calls of kubectl, and what its errors mean. Every call has a time-out; `explain` is pure.
+"""Runs kubectl, and explains its errors. Every call has a time-out; `explain` is pure.
 
-The messages in `_MEANINGS` are those of kubectl 1.32 and of API servers; the more specific ones come first.
+The patterns in `_MEANINGS` match messages of kubectl 1.32 and of API servers; the more specific ones come first.
 """
 
 from __future__ import annotations
@@ -12,29 +12,32 @@ from dataclasses import dataclass
 from launcher import shell
 from launcher.errors import Exit, LaunchError
 from launcher.gke.workload import Kind
+from launcher.workstation import Workstation
 
-SECONDS = 20.0  # for one question
+SECONDS = 20.0  # the time-out of one request
 JOBSET_RELEASE = "https://github.com/kubernetes-sigs/jobset/releases/download/v0.12.0/manifests.yaml"
 
 
 @dataclass(frozen=True)
 class Kubectl:
-    """One namespace of one cluster. `context` None: kubectl's current one."""
+    """Runs kubectl in one namespace of one cluster."""
+
+    machine: Workstation
 
     context: str | None
+    """None: kubectl's current context."""
+
     namespace: str
 
-    def argv(self, *words: str, seconds: float | None = SECONDS) -> list[str]:
-        """The command as it would be typed. `seconds` bounds one request; None for those that go on (watching,
-        following)."""
-        where = ["--context", self.context] if self.context else []
-        bound = [f"--request-timeout={seconds:.0f}s"] if seconds else []
-        return ["kubectl", *where, "--namespace", self.namespace, *bound, *words]
+    def argv(self, *words: str, seconds: float = SECONDS) -> list[str]:
+        """Returns the command line. kubectl gives up a request after `seconds`."""
+        context = ["--context", self.context] if self.context else []
+        return ["kubectl", *context, "--namespace", self.namespace, f"--request-timeout={seconds:.0f}s", *words]
 
     def call(self, *words: str, input: str | None = None, seconds: float = SECONDS) -> str:
-        """Runs it and returns its output. Raises the LaunchError that explains its failure."""
+        """Runs a command and returns its output. Raises the LaunchError that explains its failure."""
         argv = self.argv(*words, seconds=seconds)
-        result = shell.run(argv, timeout=seconds + 10, input=input)
+        result = self.machine.run(argv, timeout=seconds + 10, input=input)
         if not result.ok:
             raise explain(result.stderr, argv)
         return result.stdout
@@ -46,19 +49,17 @@ class Kubectl:
         on_start: Callable[[Callable[[], None]], object],
         seconds: float,
     ) -> None:
-        """Runs a command that goes on, and hands over every line of its output.
+        """Runs a command that watches or follows until it ends, at most `seconds`. Raises the LaunchError that explains
+        its failure.
 
         Args:
-            words: the command.
-            on_line: is given each line.
-            on_start: is given a function that ends the command.
-            seconds: after which it ends itself.
-
-        Raises the LaunchError that explains its failure.
+            words: The command.
+            on_line: Called with each line of its output.
+            on_start: Called with a function that ends the command.
+            seconds: After this time, the command ends itself: it would survive this process being killed.
         """
-        # Bounded by kubectl itself as well, so that nothing is left behind when this process is killed.
         argv = self.argv(*words, seconds=seconds)
-        result = shell.stream(argv, on_line, timeout=seconds + 10, on_start=on_start)
+        result = self.machine.stream(argv, on_line, timeout=seconds + 10, on_start=on_start)
         if result.returncode > 0:
             raise explain(result.stdout[-2000:], argv)
 
@@ -69,7 +70,7 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
         r"context \"?([^\"\n]+?)\"? does not exist|no context exists with the name: \"([^\"]+)\"|"
         r"context was not found for specified context: (\S+)",
         Exit.BAD_INPUT,
-        "kubectl has no context {0}: `kubectl config get-contexts` lists those it has, `gcloud container clusters "
+        "kubectl has no context {0}: `kubectl config get-contexts` lists its contexts, `gcloud container clusters "
         "get-credentials CLUSTER "
         "--location LOCATION --project PROJECT` adds one; then correct gke.context",
     ),
@@ -88,19 +89,19 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
     (
         r"\(Unauthorized\)|You must be logged in to the server|getting credentials: (.*)",
         Exit.PERMISSION,
-        "the cluster does not know who you are: `gcloud auth login`, then `gcloud container clusters get-credentials "
+        "the cluster does not accept your login: `gcloud auth login`, then `gcloud container clusters get-credentials "
         "...` again",
     ),
     (
         r"is forbidden: exceeded quota: ([^,\s]+)(.*)",
         Exit.QUOTA,
-        "the namespace's ResourceQuota {0} is used up{1}: end something, or have it raised",
+        "the namespace's ResourceQuota {0} is used up{1}: end another run, or have the quota raised",
     ),
     (
         r"User \"([^\"]+)\" cannot (\S+) resource \"([^\"]+)\"(?: in API group \"[^\"]*\")?(?: in the namespace "
         r"\"([^\"]+)\")?",
         Exit.PERMISSION,
-        "{0} may not {1} {2} in namespace {3}: k8s/role.yaml is the role that is needed",
+        "{0} may not {1} {2} in namespace {3}: grant the role in k8s/role.yaml",
     ),
     (
         r"\(Forbidden\): (.*)",
@@ -123,11 +124,10 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
     (
         r"strict decoding error: (.*)",
         Exit.BAD_INPUT,
-        f"the cluster's JobSet does not know all of the manifest ({{0}}): it is older than the one this was made for "
-        f"({JOBSET_RELEASE})",
+        f"the cluster's JobSet is older than the release that the manifest needs ({JOBSET_RELEASE}): {{0}}",
     ),
     (r"admission webhook \"([^\"]+)\" denied the request: (.*)", Exit.BAD_INPUT, "the cluster's {0} refuses it: {1}"),
-    (r"\(AlreadyExists\): (.*)", Exit.CONFLICT, "somebody else made it first: {0}"),
+    (r"\(AlreadyExists\): (.*)", Exit.CONFLICT, "another client created it first: {0}"),
     (r" is invalid: ([\s\S]*)", Exit.BAD_INPUT, "the cluster refuses the manifest: {0}"),
     (
         r"x509: (.*)|certificate (?:signed by unknown|has expired|is not trusted).*",
@@ -139,18 +139,18 @@ _MEANINGS: tuple[tuple[str, Exit, str], ...] = (
         r"TLS handshake timeout|no such host)"
         r"|(context deadline exceeded|Client\.Timeout exceeded)|(unexpected EOF|connection reset by peer)",
         Exit.CLOUD_ERROR,
-        "the cluster does not answer ({0}): is it running, and are you on a network that may reach it?",
+        "the cluster does not answer ({0}): is it running, and can your network reach it?",
     ),
     (
         r"\((TooManyRequests|ServiceUnavailable|InternalError|Timeout|ServerTimeout)\): (.*)",
         Exit.CLOUD_ERROR,
-        "the cluster is in trouble: {1}",
+        "the cluster's API server fails: {1}",
     ),
 )
 
 
 def explain(stderr: str, argv: list[str]) -> LaunchError:
-    """The error that a failed kubectl command means: what happened, and what to do."""
+    """Returns the error to raise for a failed kubectl command: what happened, and what to do."""
     for pattern, code, meaning in _MEANINGS:
         if match := re.search(pattern, stderr):
             groups = [group.strip() for group in match.groups() if group is not None] or [match.group(0)]

@@ -1,4 +1,4 @@
-"""The status of a pod as the provider reports it, and the lines of its log, parsed from what the API says. Pure."""
+"""Parses pods and their logs, as the Kubernetes API gives them, into the provider's terms. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from launcher.gke.workload import CONTAINER
 from launcher.provider import ContainerState, LogLine
 
 INDEX = "batch.kubernetes.io/job-completion-index"
-_OWN_END = (0, 2, 75)  # exit codes that say more than that the pod was taken away
+_OWN_END = (0, 2, 75)  # exit codes that say more than that the pod was disrupted
 
 
 @dataclass(frozen=True)
 class Pod:
-    """A host's pod. `container` is None as long as the kubelet has said nothing of it."""
+    """A host's pod. `container` is None until the kubelet reports it."""
 
     name: str
     uid: str
@@ -31,26 +31,26 @@ class Pod:
     message: str = ""  # more about it
     unschedulable: str = ""  # why no node takes it
     deleting: bool = False
-    disruption: str = ""  # why it was taken away: evicted, preempted, its node shut down
-    gone: bool = False  # from the API
+    disruption: str = ""  # why it was disrupted: evicted, preempted, its node shut down
+    gone: bool = False  # no longer in the API
 
     @property
     def ended(self) -> bool:
-        """Whether its container runs no more, and never will."""
+        """Returns whether its container has ended, or never will start."""
         return (
             self.gone or self.phase in ("Succeeded", "Failed") or (self.container is not None and self.container.ended)
         )
 
     @property
     def started(self) -> bool:
-        """Whether its container runs or has run."""
+        """Returns whether its container runs or has run."""
         return self.container is not None and self.container.status in ("running", "exited")
 
     def state(self) -> tuple[ContainerState | None, str]:
-        """The container's state, or None and why it can't be known (provider.Observation)."""
+        """Returns the container's state and "", or None and why it can't be known (see provider.Observation)."""
         code = self.container.exit_code if self.container else None
         if self.disruption and self.ended and code not in _OWN_END:
-            return None, f"its pod was taken away: {self.disruption}"
+            return None, f"its pod was disrupted: {self.disruption}"
         if self.container is not None and (self.container.ended or not self.ended):
             return self.container, ""
         if self.gone or self.phase == "Succeeded":
@@ -61,7 +61,7 @@ class Pod:
 
 
 def parse(document: Mapping[str, Any]) -> Pod:
-    """A pod as the API gives it."""
+    """Parses a pod, as the API gives it."""
     metadata, status = document["metadata"], document.get("status", {})
     labels = {**metadata.get("annotations", {}), **metadata.get("labels", {})}
     conditions = {condition["type"]: condition for condition in status.get("conditions", [])}
@@ -106,9 +106,8 @@ def _container_state(state: Mapping[str, Any], image: str) -> ContainerState:
     ended = state.get("terminated")
     if ended:
         reason = ended.get("reason", "")
-        message = (
-            ended.get("message", "") if reason not in ("Completed", "Error", "OOMKilled") else ""
-        )  # else: lines of its log
+        holds_log_lines = reason in ("Completed", "Error", "OOMKilled")
+        message = "" if holds_log_lines else ended.get("message", "")
         return ContainerState(
             "exited",
             exit_code=int(ended["exitCode"]),
@@ -124,12 +123,12 @@ def _container_state(state: Mapping[str, Any], image: str) -> ContainerState:
 
 
 def newest(pods: list[Pod]) -> dict[int, Pod]:
-    """The last pod of each host."""
+    """Returns the newest pod of each host, by worker number."""
     return {pod.worker: pod for pod in sorted(pods, key=lambda pod: (pod.created, not pod.gone))}
 
 
 def trouble(pod: Pod, image: str) -> LaunchError | None:
-    """Why a pod will never start; None when it may."""
+    """Returns the error if a pod can never start; None while it may."""
     host = f"host {pod.worker} (pod {pod.name})"
     if pod.waiting in ("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"):
         detail = f": {pod.message}" if pod.message else ""
@@ -144,7 +143,7 @@ def trouble(pod: Pod, image: str) -> LaunchError | None:
         )
     if pod.waiting in ("CreateContainerConfigError", "CreateContainerError"):
         return LaunchError(
-            f"{host} can't make its container: {pod.message or pod.waiting}\n  the Secrets that gke.secrets names "
+            f"{host} can't create its container: {pod.message or pod.waiting}\n  the Secrets that gke.secrets names "
             "must be in the namespace",
             exit_code=Exit.BAD_INPUT,
         )
@@ -152,17 +151,17 @@ def trouble(pod: Pod, image: str) -> LaunchError | None:
 
 
 def describe_waiting(pod: Pod) -> str:
-    """What a pod that has not started waits for, for a person."""
+    """Returns why a pod has not started yet, for the user."""
     if pod.unschedulable:
         return f"no node takes its pod ({pod.unschedulable})"
     if pod.waiting:
         return f"{pod.waiting}: {pod.message}" if pod.message else pod.waiting
-    return "its node was not found yet" if not pod.node else f"its container is being made on {pod.node}"
+    return f"its container is being created on {pod.node}" if pod.node else "it is not scheduled yet"
 
 
 def parse_log(output: str, limit: int) -> tuple[list[LogLine], bool]:
-    """The lines in the output of `kubectl logs --timestamps --limit-bytes=limit`, and whether it was cut. A line that
-    was cut is left out."""
+    """Returns the lines in the output of `kubectl logs --timestamps --limit-bytes=limit`, and whether the limit cut it;
+    leaves out a line that was cut."""
     cut = len(output.encode(errors="replace")) >= limit
     lines = output.split("\n")  # not splitlines(): progress bars write \r, text may hold U+2028
     last = lines.pop()
@@ -172,7 +171,7 @@ def parse_log(output: str, limit: int) -> tuple[list[LogLine], bool]:
 
 
 def parse_log_line(line: str) -> LogLine:
-    """One line with its time, in UTC; a line without a time is kept as it is."""
+    """Parses a line and its timestamp, which becomes UTC. A line without a timestamp is kept as it is."""
     timestamp, _, text = line.partition(" ")
     return (
         LogLine(_utc(timestamp), text.rstrip("\r")) if re.match(r"\d{4}-\d\d-\d\dT", timestamp) else LogLine("", line)
@@ -180,7 +179,7 @@ def parse_log_line(line: str) -> LogLine:
 
 
 def _utc(timestamp: str) -> str:
-    """A node's time as nine digits of UTC, so that times can be compared as text."""
+    """Returns a timestamp in UTC with nine digits of a second, so that timestamps compare as text."""
     match = re.fullmatch(r"([-\dT:]+)(?:\.(\d+))?(Z|[-+]\d\d:\d\d)", timestamp)
     if not match:
         return timestamp

@@ -1,4 +1,4 @@
-"""The pod of a host: its container, where it may be scheduled, what is mounted. Pure.
+"""The pod of a host: its container, its scheduling, its volumes. Pure.
 
 Sizes, hosts and chips come from the accelerator table alone.
 """
@@ -26,22 +26,22 @@ from launcher.gke.workload import (
 from training.accelerators import gke_nodes
 from training.distributed.cluster import SECRET_VARIABLE
 
-# Google: "You must raise the locked memory limit so the driver can communicate with the TPU chips over DMA"; this is
-# its command (https://cloud.google.com/kubernetes-engine/docs/how-to/tpus). A shell counts in KiB: these are 64 TiB,
-# more than any host has. A pod has no key for it, and a container's default may be 64 KiB.
+# Google: "You must raise the locked memory limit so the driver can communicate with the TPU chips over DMA", with this
+# command (https://cloud.google.com/kubernetes-engine/docs/how-to/tpus). `ulimit` counts KiB: this is 64 TiB, more than
+# any host has. A pod has no field for the limit, and a container's default may be 64 KiB.
 LOCKED_MEMORY_KIB = 68719476736
 RAISE_LOCKED_MEMORY = f"""\
 ulimit -l {LOCKED_MEMORY_KIB} 2>/dev/null ||
-  echo "tpu-launch: the locked-memory limit stays low, and a TPU may hang on it: run as root (run.user)" >&2
+  echo "tpu-launch: the locked-memory limit stays low, so a TPU may hang: run as root (run.user)" >&2
 exec "$@"
 """
 
 
 def pod_template(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
-    """The template of every pod of the workload."""
+    """Returns the template of all pods of a workload."""
     metadata: dict[str, Any] = {"labels": labels(config, work)}
     if config.gke.gcsfuse:
-        annotation = Commented("true", "GKE adds the sidecar that serves the bucket.")
+        annotation = Commented("true", "GKE adds the sidecar that mounts the bucket.")
         metadata["annotations"] = {"gke-gcsfuse/volumes": annotation}
     spec = {
         "restartPolicy": "Never",
@@ -55,12 +55,11 @@ def pod_template(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
 
 
 def _identity(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
-    """Its name in the network, its account, its time to end."""
     fields: dict[str, Any] = {}
     if kind is Kind.JOB:
         fields["subdomain"] = Commented(work.name, "The Service above.")
     if config.gke.service_account:
-        account = Commented(config.gke.service_account, "Reaches the buckets through Workload Identity.")
+        account = Commented(config.gke.service_account, "Gives access to the buckets through Workload Identity.")
         fields["serviceAccountName"] = account
     elif not config.gke.gcsfuse:
         fields["automountServiceAccountToken"] = False
@@ -100,17 +99,17 @@ def _container_security(config: Config) -> dict[str, Any]:
 def _container(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
     return {
         "name": CONTAINER,
-        "image": Commented(work.image, "By digest: every host runs the same."),
+        "image": Commented(work.image, "By digest, so that all hosts run the same image."),
         "command": Commented(
             ["sh", "-c", RAISE_LOCKED_MEMORY, "sh", *map(literal, work.command)],
-            f"The TPU's driver locks memory for DMA: {LOCKED_MEMORY_KIB} KiB may be; then the command itself.",
+            "Raises the locked-memory limit for the TPU's driver (DMA), then runs the command.",
         ),
         "env": _environment(config, work, kind),
         "ports": [{"name": name, "containerPort": number} for name, number in PORTS],
         "resources": _resources(config),
         "securityContext": _container_security(config),
         "terminationMessagePolicy": Commented(
-            "FallbackToLogsOnError", "`kubectl describe pod` shows the last lines of a failure."
+            "FallbackToLogsOnError", "`kubectl describe pod` shows the last lines of a failed container."
         ),
         "volumeMounts": _mounts(config),
     }
@@ -119,33 +118,34 @@ def _container(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
 def _resources(config: Config) -> dict[str, Any]:
     chips = str(config.accelerator.chips_per_host)
     requests = {key: value for key, value in (("cpu", config.gke.cpu), ("memory", config.gke.memory)) if value}
-    tpu = Commented(chips, "All chips of a node: GKE gives a node's chips to one pod only.")
+    tpu = Commented(chips, "All chips of the node: GKE gives them to one pod only.")
     return {"requests": {**requests, "google.com/tpu": tpu}, "limits": {"google.com/tpu": chips}}
 
 
 def _environment(config: Config, work: Workload, kind: Kind) -> list[Any]:
-    """The environment of a container, apart from what GKE adds (TPU_WORKER_ID, TPU_WORKER_HOSTNAMES)."""
+    """Returns the environment of a container, without the variables that GKE adds (TPU_WORKER_ID,
+    TPU_WORKER_HOSTNAMES)."""
     run_id = {"name": "TPU_LAUNCH_RUN_ID", "value": work.run_id}
     entries: list[Any] = [
         {"name": "PJRT_DEVICE", "value": "TPU"},
         {"name": "TPU_ACCELERATOR_TYPE", "value": config.accelerator.name},
-        Commented(run_id, "Names the run's folder below `output`: the same name goes on there."),
+        Commented(run_id, "Names the run's folder below `output`; a run with the same name resumes from it."),
     ]
     if work.attempt is not None:
         entries.append({"name": "TPU_LAUNCH_ATTEMPT", "value": str(work.attempt)})
     elif kind is Kind.JOBSET:
         source = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
         attempt = {"name": "TPU_LAUNCH_ATTEMPT", "valueFrom": source}
-        entries.append(Commented(attempt, "How often the JobSet has been restarted."))
+        entries.append(Commented(attempt, "The number of restarts of the JobSet."))
     if config.accelerator.hosts > 1:
         hosts = {"name": "TPU_LAUNCH_HOSTS", "value": str(config.accelerator.hosts)}
         entries += [
-            Commented(hosts, "Where nothing gives TPU_WORKER_HOSTNAMES, the hosts are found by these."),
+            Commented(hosts, "How hosts find each other where TPU_WORKER_HOSTNAMES is not set."),
             {"name": "TPU_LAUNCH_HOST_NAME", "value": host_name(work.name, kind, "*")},
         ]
     if needs_secret(config):
-        known = {"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": {"name": work.name, "key": SECRET_KEY}}}
-        entries.append(Commented(known, "By which the hosts know each other, and let nobody else in."))
+        secret_entry = {"name": SECRET_VARIABLE, "valueFrom": {"secretKeyRef": {"name": work.name, "key": SECRET_KEY}}}
+        entries.append(Commented(secret_entry, "Shared by the hosts, which let in no others."))
     entries += [{"name": key, "value": literal(value)} for key, value in sorted(work.environment.items())]
     for key, source_name in sorted(config.gke.secrets.items()):
         secret, _, item = source_name.partition("/")
@@ -167,7 +167,7 @@ def _volumes(config: Config, work: Workload) -> list[Any]:
     shm = {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": to_binary_unit(work.shm_size)}}
     volumes: list[Any] = [
         {"name": "config", "configMap": {"name": work.name}},
-        Commented(shm, "Shared memory of data workers."),
+        Commented(shm, "Shared memory for data workers."),
     ]
     if fuse := config.gke.gcsfuse:
         driver = {
@@ -180,5 +180,5 @@ def _volumes(config: Config, work: Workload) -> list[Any]:
 
 
 def to_binary_unit(size: str) -> str:
-    """Docker's "16g" in Kubernetes' notation, "16Gi"."""
+    """Converts Docker's "16g" to Kubernetes' "16Gi"."""
     return size[:-1] + {"k": "Ki", "m": "Mi", "g": "Gi"}[size[-1]]

@@ -1,16 +1,14 @@
-"""The pods of one attempt, as they are now and as they ended.
+"""Watches the pods of one attempt, and keeps how they ended.
 
-A pod that is deleted (a node drained, a stop) vanishes from the API together with its log a moment after its end, too
-fast for polling once a second. So two things are followed: a watch of all pods, whose last event shows how each ended;
-and the log of every pod that is being deleted. A list every few seconds repairs what a broken watch missed, and notices
-a cluster that does not answer.
+A deleted pod (its node was drained, the run was stopped) vanishes from the API together with its log a moment after its
+end, too fast for polling once a second. So two kubectl commands follow events: one watches all pods, and its last event
+shows how each pod ended; the other follows the log of each pod that is being deleted. A list every few seconds repairs
+what a broken watch missed, and notices a cluster that does not answer.
 """
 
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,11 +19,12 @@ from launcher.gke.kubectl import Kubectl
 from launcher.gke.pod_status import Pod
 from launcher.gke.workload import CONTAINER
 from launcher.provider import LogLine
+from training.machine.threads import Event
 
 _LIST_EVERY = 10.0  # seconds
-_WATCH_SECONDS = 300.0  # then the watch is begun again
+_WATCH_SECONDS = 300.0  # then a new watch begins
 _FINAL_LOG_SECONDS = 900.0  # longer than any grace period
-_EOF_SECONDS = 5.0  # for the rest of an ended pod's log
+_EOF_SECONDS = 5.0  # wait for the rest of an ended pod's log
 
 
 @dataclass
@@ -33,47 +32,49 @@ class _FinalLog:
     """The log of a pod that is being deleted, followed to its end."""
 
     uid: str
+    ended: Event
     lines: list[LogLine] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
 
 
 class PodWatch:
-    """The pods that a selector finds, one a host."""
+    """The pods that match a selector, one a host."""
 
     def __init__(self, kubectl: Kubectl, selector: str) -> None:
         self._kubectl = kubectl
         self._selector = selector
-        self._lock = threading.Lock()
-        self._listing = threading.Lock()
+        self._clock, self._threads = kubectl.machine.clock, kubectl.machine.threads
+        self._lock = self._threads.lock()
+        self._listing = self._threads.lock()
         self._pods: dict[str, Pod] = {}  # by uid
         self._listed = float("-inf")
-        self._closed = threading.Event()
+        self._closed = self._threads.event()
         self._kills: set[Callable[[], None]] = set()
         self._watching = False
         self._refused: LaunchError | None = None
-        self._cursors: dict[int, str | None] = {}  # where the next observation of a host's log begins
+        self._log_starts: dict[int, str | None] = {}  # where the next observation of a host's log begins
         self._final_logs: dict[int, _FinalLog] = {}
 
     def pods(self, *, fresh: bool = False) -> dict[int, Pod]:
-        """The last pod of each host, ended and gone ones too. Raises LaunchError when the cluster does not answer."""
+        """Returns the last pod of each host by worker number, also ended and deleted ones. Lists the pods again if
+        `fresh`, or if the last list is old. Raises LaunchError when the cluster does not answer."""
         with self._listing:
-            if fresh or time.monotonic() - self._listed > _LIST_EVERY:
+            if fresh or self._clock.monotonic() - self._listed > _LIST_EVERY:
                 self._list()
             if not self._watching and not self._closed.is_set():
                 self._watching = True
-                threading.Thread(target=self._watch, name="watch-pods", daemon=True).start()
+                self._threads.start(self._watch, name="watch-pods")
         if self._refused is not None:
             raise self._refused
         with self._lock:
             return pod_status.newest(list(self._pods.values()))
 
-    def note_cursor(self, worker: int, since: str | None) -> None:
-        """Takes note of the time from which a host's lines are wanted."""
-        self._cursors[worker] = since
+    def note_log_start(self, worker: int, since: str | None) -> None:
+        """Records the timestamp from which a host's log lines are still needed."""
+        self._log_starts[worker] = since
 
     def final_lines(self, pod: Pod, since: str | None) -> list[LogLine] | None:
-        """The lines of a pod that is being deleted, or was; None for any other, whose log can be read. Waits for the
-        end of an ended one's."""
+        """Returns the log lines of a pod that is being deleted or is gone, from `since` on; None for other pods, whose
+        log can be read. Waits a few seconds for the rest of an ended pod's log."""
         with self._lock:
             log = self._final_logs.get(pod.worker)
         if log is None or log.uid != pod.uid:
@@ -83,7 +84,7 @@ class PodWatch:
         return [line for line in list(log.lines) if since is None or line.timestamp >= since]
 
     def close(self) -> None:
-        """Ends the watch, and every log that is being followed."""
+        """Ends all kubectl commands that watch or follow."""
         self._closed.set()
         with self._lock:
             kills = list(self._kills)
@@ -99,28 +100,16 @@ class PodWatch:
             self._take(replace(pod, gone=True))
         for pod in listed.values():
             self._take(pod)
-        self._listed = time.monotonic()
+        self._listed = self._clock.monotonic()
 
     def _watch(self) -> None:
-        """Follows all changes until closed. A watch that ends is begun again; the list shows whether the cluster
-        answers at all."""
+        """Follows all changes until closed. Begins a new watch when one ends: the list shows whether the cluster
+        answers."""
         while not self._closed.is_set():
             reader = JsonStream(self._event)
+            command = ["get", "pods", "--selector", self._selector, "--watch", "--output-watch-events"]
             try:
-                self._follow(
-                    [
-                        "get",
-                        "pods",
-                        "--selector",
-                        self._selector,
-                        "--watch",
-                        "--output-watch-events",
-                        "--output",
-                        "json",
-                    ],
-                    reader.line,
-                    _WATCH_SECONDS,
-                )
+                self._follow([*command, "--output", "json"], reader.line, _WATCH_SECONDS)
             except LaunchError as error:
                 if error.exit_code is Exit.PERMISSION:
                     self._refused = error
@@ -136,24 +125,17 @@ class PodWatch:
         with self._lock:
             known = self._pods.get(pod.uid)
             if known is not None and known.ended and not (pod.ended and pod.started):
-                # A late event, or one without the container's end: how it ended is known already.
+                # A late event, or one without the container's end: keep how it ended.
                 pod = replace(known, gone=known.gone or pod.gone, disruption=known.disruption or pod.disruption)
             self._pods[pod.uid] = pod
-            follow = (
-                pod.deleting
-                and not pod.gone
-                and pod.started
-                and self._final_logs.get(pod.worker, _FinalLog("")).uid != pod.uid
-            )
-            if follow:
-                log = self._final_logs[pod.worker] = _FinalLog(pod.uid)
-        if follow:
-            threading.Thread(
-                target=self._follow_log, args=(pod, log), name=f"final-log-{pod.worker}", daemon=True
-            ).start()
+            followed = self._final_logs.get(pod.worker)
+            if not pod.deleting or pod.gone or not pod.started or (followed and followed.uid == pod.uid):
+                return
+            log = self._final_logs[pod.worker] = _FinalLog(pod.uid, self._threads.event())
+        self._threads.start(self._follow_log, pod, log, name=f"final-log-{pod.worker}")
 
     def _follow_log(self, pod: Pod, log: _FinalLog) -> None:
-        since = self._cursors.get(pod.worker)
+        since = self._log_starts.get(pod.worker)
         window = [f"--since-time={since}"] if since else []
         try:
             self._follow(
@@ -162,7 +144,7 @@ class PodWatch:
                 _FINAL_LOG_SECONDS,
             )
         except LaunchError:
-            pass  # its lines up to here are there
+            pass  # keep the lines received so far
         finally:
             log.ended.set()
 
@@ -184,14 +166,14 @@ class PodWatch:
 
 
 class JsonStream:
-    """The JSON objects in a stream, one a line or indented, each handed over when its last line has come."""
+    """Parses a stream of JSON objects, each on one line or indented, and calls `take` with each complete one."""
 
     def __init__(self, take: Callable[[dict[str, Any]], None]) -> None:
         self._take = take
         self._open: list[str] = []
 
     def line(self, line: str) -> None:
-        """Takes the next line of the stream."""
+        """Reads the next line of the stream."""
         if line.startswith("{"):
             self._open = []
         elif not self._open:

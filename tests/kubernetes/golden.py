@@ -1,6 +1,6 @@
-"""Manifests as they are to be, kept beside this file so that a review shows what a change does to them.
+"""Golden manifests, so that a review shows what a change does to them.
 
-To write them again after a change that is wanted: python -m tests.kubernetes.golden
+To write them again after an intended change: python -m tests.kubernetes.golden
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from launcher.config import load
-from launcher.gke import standalone
+from launcher.gke import manifest
 from tools import kustomize
 
 FOLDER = Path(__file__).resolve().parent / "golden"
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 def render(name: str) -> str:
     kind, changes = CASES[name]
     config = load(EXAMPLE, changes)
-    return standalone.manifest(config, kind=kind, image=f"{config.image.repository}@{DIGEST}", secret=SECRET)
+    return manifest.render(config, kind=kind, image=f"{config.image.repository}@{DIGEST}", secret=SECRET)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from launcher.gke.kubectl import Kubectl, explain
 from launcher.gke.provider import _describe_waiting
 from launcher.gke.watch import JsonStream
 from launcher.provider import ContainerState, LogLine
+from launcher.providers import this_machine
 
 SAID = [
     ('error: context "x" does not exist', Exit.BAD_INPUT, "no context x"),
@@ -63,7 +64,7 @@ SAID = [
         "as a JobSet: strict decoding "
         'error: unknown field "spec.failurePolicy.rules[0].onJobFailureMessagePatterns"',
         Exit.BAD_INPUT,
-        "older than the one this was made for",
+        "older than the release that the manifest needs",
     ),
     (
         'Error from server (Forbidden): admission webhook "vjobset.kb.io" denied the request: name too long',
@@ -116,7 +117,7 @@ def test_what_kubectl_says_becomes_what_to_do(said: str, code: Exit, words: str)
 
 
 def test_commands_name_the_context_and_are_bounded() -> None:
-    assert Kubectl("c", "n").argv("get", "pods") == [
+    assert Kubectl(this_machine(), "c", "n").argv("get", "pods") == [
         "kubectl",
         "--context",
         "c",
@@ -126,7 +127,7 @@ def test_commands_name_the_context_and_are_bounded() -> None:
         "get",
         "pods",
     ]
-    assert "--context" not in Kubectl(None, "n").argv("get", "pods")
+    assert "--context" not in Kubectl(this_machine(), None, "n").argv("get", "pods")
 
 
 def pod(
@@ -216,7 +217,7 @@ def test_a_pod_that_may_still_start_is_no_trouble() -> None:
     waiting = pod("Pending", None, unschedulable)
     assert pod_status.trouble(waiting, "i") is None
     assert _describe_waiting({0: waiting, 1: waiting, 2: None}) == (
-        "hosts 0, 1: no node takes its pod (Unschedulable: 0/3 nodes are available); host 2: it has no pod yet"
+        "hosts 0, 1: no node takes its pod (Unschedulable: 0/3 nodes are available); host 2: its pod does not exist yet"
     )
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,9 @@ from click.testing import CliRunner
 from launcher.cli.main import cli
 from launcher.config import load
 from launcher.errors import BadInput
-from launcher.gke import standalone
 from launcher.gke.checks import check_name
 from launcher.gke.commented_yaml import strip_comments
-from launcher.gke.manifest import make_objects
+from launcher.gke.manifest import make_objects, render, standalone_workload
 from launcher.gke.pod_template import LOCKED_MEMORY_KIB, RAISE_LOCKED_MEMORY
 from launcher.gke.workload import Kind, Restarts, host_name
 from tests.kubernetes import golden, schemas
@@ -35,8 +33,8 @@ def of_size(name: str) -> list[str]:
     return [f"slice.accelerator_type={name}", f"train.global_batch_size={ACCELERATORS[name].devices}"]
 
 
-def rendered(*changes: str, kind: str = "jobset") -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(standalone.manifest(load(EXAMPLE, changes), kind=kind, image=IMAGE)))
+def rendered(*changes: str, kind: str = "jobset", secret: str = golden.SECRET) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(render(load(EXAMPLE, changes), secret=secret, kind=kind, image=IMAGE)))
 
 
 def pod_of(documents: list[dict[str, Any]]) -> dict[str, Any]:
@@ -78,7 +76,7 @@ def test_every_size_of_every_accelerator_is_valid_and_has_its_hosts_and_chips(na
 def test_what_tpu_launch_itself_runs_is_valid_too() -> None:
     for name in ON_GKE:
         config = load(EXAMPLE, of_size(name))
-        work = standalone.workload(config, "demo", IMAGE, golden.SECRET)
+        work = standalone_workload(config, "demo", IMAGE, golden.SECRET)
         for document in make_objects(config, work, Kind.JOBSET, Restarts.BY_LAUNCHER):
             assert schemas.mistakes(strip_comments(document)) == []
 
@@ -147,12 +145,12 @@ def test_output_may_be_below_a_mounted_bucket() -> None:
 
 
 def test_an_image_must_be_named_by_its_digest() -> None:
-    with pytest.raises(BadInput, match="by digest"):
-        standalone.manifest(load(EXAMPLE), image="us-docker.pkg.dev/p/r/i:latest")
+    with pytest.raises(BadInput, match="give a digest"):
+        render(load(EXAMPLE), secret=golden.SECRET, image="us-docker.pkg.dev/p/r/i:latest")
     with pytest.raises(BadInput, match=r"image\.reference"):
         load(EXAMPLE, ["image.reference=us-docker.pkg.dev/p/r/i:latest"])
     reference = f"image.reference={IMAGE}"
-    assert f"image: {IMAGE}" in standalone.manifest(load(EXAMPLE, [reference]))
+    assert f"image: {IMAGE}" in render(load(EXAMPLE, [reference]), secret=golden.SECRET)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +234,7 @@ def test_tpu_launchs_own_jobsets_leave_every_decision_to_it() -> None:
     config = load(EXAMPLE)
     jobset = strip_comments(
         make_objects(
-            config, standalone.workload(config, "demo", IMAGE, golden.SECRET), Kind.JOBSET, Restarts.BY_LAUNCHER
+            config, standalone_workload(config, "demo", IMAGE, golden.SECRET), Kind.JOBSET, Restarts.BY_LAUNCHER
         )[-1]
     )
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -255,11 +253,6 @@ def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
         check_name("Demo")
 
 
-def test_the_example_is_a_file_that_can_be_used() -> None:
-    assert Path(EXAMPLE).exists()
-    assert load(EXAMPLE).trainer is not None
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -274,12 +267,14 @@ def test_verbs_that_know_no_cluster_say_so(words: list[str], message: str) -> No
     assert message in str(result.exception)
 
 
-def test_the_command_prints_a_manifest_and_nothing_else() -> None:
-    result = CliRunner().invoke(
-        cli, ["manifest", "-f", str(EXAMPLE), "--image", IMAGE, "--kind", "job", "--name", "other", "--", "true"]
-    )
+def printed(*options: str) -> list[dict[str, Any]]:
+    result = CliRunner().invoke(cli, ["manifest", "-f", str(EXAMPLE), *options])
     assert result.exit_code == 0
-    documents = list(yaml.safe_load_all(result.stdout))
+    return list(yaml.safe_load_all(result.stdout))
+
+
+def test_the_command_prints_a_manifest_and_nothing_else() -> None:
+    documents = printed("--image", IMAGE, "--kind", "job", "--name", "other", "--", "true")
     assert [each["kind"] for each in documents] == ["ConfigMap", "Secret", "Service", "Job"]
     assert {each["metadata"]["name"] for each in documents} == {"other"}
     assert pod_of(documents)["containers"][0]["command"][-2:] == ["sh", "true"]
@@ -292,8 +287,8 @@ def secret_entry(documents: list[dict[str, Any]]) -> dict[str, Any]:
     return reference
 
 
-def test_several_hosts_read_a_secret_that_every_manifest_makes_anew() -> None:
-    one, other = rendered(), rendered()
+def test_several_hosts_read_a_secret_that_the_command_draws_each_time() -> None:
+    one, other = (printed("--image", IMAGE) for _ in range(2))
     values = [documents[1]["data"]["secret"] for documents in (one, other)]
     assert [len(base64.b64decode(value)) for value in values] == [64, 64]
     assert values[0] != values[1]

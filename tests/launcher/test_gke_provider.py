@@ -18,6 +18,7 @@ from launcher.gke.pod_status import INDEX
 from launcher.gke.provider import Gke
 from launcher.gke.workload import literal
 from launcher.provider import Attempt
+from launcher.providers import this_machine
 from tests.kubernetes.cluster.expansion import expand
 from tests.kubernetes.golden import IMAGE
 
@@ -87,7 +88,7 @@ def provider(folder: Path, create: float, start: float) -> Gke:
     path = folder / "run.yaml"
     text = FILE.replace("IMAGE", IMAGE).replace("CREATE", str(create)).replace("START", str(start))
     path.write_text(text)
-    return Gke(load(path), print)
+    return Gke(load(path), print, this_machine())
 
 
 ATTEMPT = Attempt("two-0101-000000-0000", 0, IMAGE, ("train",), {}, host_secret="s" * 64)

@@ -31,7 +31,7 @@ image: {{reference: "{IMAGE}"}}
 run: {{start_minutes: 2}}
 gke: {{context: {CONTEXT}}}
 """
-LOW_LIMIT = "tpu-launch: the locked-memory limit stays low, and a TPU may hang on it: run as root (run.user)"
+LOW_LIMIT = "tpu-launch: the locked-memory limit stays low, so a TPU may hang: run as root (run.user)"
 SAVING = (
     "import signal,sys,time\nsignal.signal(signal.SIGTERM,lambda "
     "*_:(print('saving',flush=True),sys.exit(75)))\nprint('up',flush=True)\ntime.sleep(600)"
