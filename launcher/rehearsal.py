@@ -24,6 +24,7 @@ from launcher.home import home
 from launcher.providers import this_machine
 from launcher.run import ledger as ledgers
 from training import storage
+from training.accelerators import Api
 
 _STEP_SECONDS = 1800.0  # of any one step; a first image build is the longest
 _SEQUENCE_LENGTH = 64
@@ -121,7 +122,7 @@ def rehearse(path: Path, overrides: Sequence[str], screen: Screen) -> dict[str, 
         LaunchError: A step failed; it has the step's exit code. Nothing is left running.
     """
     config = load(path, overrides)
-    zones = config.accelerator.generation.zones
+    zones = config.accelerator.zones(Api.CLOUD_TPU)
     if config.zone not in zones:
         screen.say(f"{config.zone} has no {config.slice.accelerator_type}; the rehearsal is in {zones[0]}")
         overrides = [*overrides, f"zone={zones[0]}"]

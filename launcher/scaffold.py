@@ -46,12 +46,11 @@ def text(answers: Answers) -> str:
     slice_type = known(answers.accelerator_type)
     if not _PROJECT.fullmatch(answers.project):
         raise BadInput(f"{answers.project!r} can't be a project id: lower-case letters, digits and hyphens")
-    generation = slice_type.generation
     lines = [
         "# What to run, and where. Checked by `tpu-launch plan`, `tpu-launch doctor` says what this machine lacks.",
         "",
         f"project: {_scalar(answers.project)} # Google Cloud project",
-        f"zone: {_scalar(answers.zone)} # {generation.name} slices are in {', '.join(generation.zones)}",
+        f"zone: {_scalar(answers.zone)} # {slice_type.name} slices are in {', '.join(slice_type.zones())}",
         "slice:",
         f"  name: {_scalar(answers.name)} # name of the TPU node",
         f"  accelerator_type: {slice_type.name} # {_counts(slice_type)}",

@@ -354,14 +354,15 @@ def accelerators_page() -> str:
         "`train.global_batch_size` must be a multiple of their number. Memory is what the compiler leaves to",
         "a program.",
         "",
-        "| type | hosts | chips | devices | topology | memory per device | zones |",
-        "|---|---|---|---|---|---|---|",
+        "| type | hosts | chips | devices | topology | memory per device | zones | through |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, slice_ in ACCELERATORS.items():
         memory = f"{slice_.generation.usable_hbm_bytes_per_device / 2**30:.2f} GiB"
         numbers = (slice_.hosts, slice_.chips, slice_.devices)
-        zones = ", ".join(slice_.generation.zones)
-        lines.append(_row(f"`{name}`", *map(str, numbers), slice_.topology_name, memory, zones))
+        zones = ", ".join(slice_.zones())
+        apis = ", ".join(dict.fromkeys(api.value for offer in slice_.offers for api in offer.apis))
+        lines.append(_row(f"`{name}`", *map(str, numbers), slice_.topology_name, memory, zones, apis))
     return "\n".join(lines) + "\n"
 
 

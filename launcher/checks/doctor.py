@@ -27,6 +27,7 @@ from launcher.images import engine, local
 from launcher.images.distribution import credentials
 from launcher.images.distribution.client import Registry
 from launcher.tpu_vm import commands, placement
+from training.accelerators import Api
 
 _SECONDS = 60.0
 _TESTED = "528.0.0"
@@ -169,7 +170,7 @@ def _zone(config: Config) -> list[Row]:
     rows = [Row("project, API, zone", Verdict.PASS, f"{config.project}: the Cloud TPU API answers for {config.zone}")]
     if accelerator_type in offered:
         return [*rows, Row("accelerator", Verdict.PASS, f"{place} (capacity is known only when it is asked for)")]
-    zones = ", ".join(config.accelerator.generation.zones)
+    zones = ", ".join(config.accelerator.zones(Api.CLOUD_TPU))
     return [
         *rows,
         Row(

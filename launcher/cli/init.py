@@ -56,7 +56,7 @@ def init(
         raise BadInput(f"{path} exists and is not overwritten: choose another name with --file, or remove it")
     project = project or _ask("--project", "Google Cloud project")
     accelerator = scaffold.known(accelerator_type or _ask("--accelerator-type", "Accelerator type", "v4-8"))
-    zone = zone or _ask("--zone", "Zone", accelerator.generation.zones[0], optional=True)
+    zone = zone or _ask("--zone", "Zone", accelerator.zones()[0], optional=True)
     name = name or _ask("--name", "Name of the slice", _slice_name(path), optional=True)
     if bucket is None:
         bucket = _ask("--bucket", "Bucket for data and checkpoints (empty: none)", "", optional=True)

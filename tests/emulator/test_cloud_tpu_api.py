@@ -43,9 +43,9 @@ def test_every_accelerator_of_the_table_can_be_created_in_its_zones_and_nowhere_
     accelerator = ACCELERATORS[name]
     api.state.subnet = "10.192.0.0/10"
     version = accelerator.generation.runtime_version
-    for zone in accelerator.generation.zones:
+    for zone in accelerator.zones():
         api.create(zone=zone, acceleratorType=name, runtimeVersion=version)
-    elsewhere = next(zone for zone in catalogue.ZONES if zone not in accelerator.generation.zones)
+    elsewhere = next(zone for zone in catalogue.ZONES if zone not in accelerator.zones())
     status, message = refusal(api.create, "other", zone=elsewhere, acceleratorType=name, runtimeVersion=version)
     assert status == 400
     assert message.startswith(f'CloudTpu received an invalid AcceleratorType, "{name}" for zone "{elsewhere}"')

@@ -39,7 +39,7 @@ def test_what_the_table_does_not_know_is_unknown(tmp_path: Path) -> None:
 
 def test_spot_is_never_dearer_than_on_demand() -> None:
     for name, each in ACCELERATORS.items():
-        for zone in each.generation.zones:
+        for zone in each.zones():
             spot, full = costs.per_hour(name, zone, "spot"), costs.per_hour(name, zone, "on-demand")
             assert spot is None or (full is not None and 0 < spot < full), (name, zone)
 

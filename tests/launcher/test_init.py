@@ -22,7 +22,7 @@ from training.accelerators import ACCELERATORS
 @pytest.mark.parametrize("name", ["v2-8", "v3-32", "v4-16", "v5litepod-8", "v5p-8", "v6e-256"])
 @pytest.mark.parametrize("bucket", [None, "my-bucket"])
 def test_the_file_is_valid_for_every_generation(tmp_path: Path, name: str, bucket: str | None) -> None:
-    zone = ACCELERATORS[name].generation.zones[0]
+    zone = ACCELERATORS[name].zones()[0]
     init.write(tmp_path / "run.yaml", Answers("my-project", name, zone, "bert", "spot", bucket))
     config = load(tmp_path / "run.yaml")
     assert (config.slice.accelerator_type, config.zone, config.slice.capacity) == (name, zone, "spot")

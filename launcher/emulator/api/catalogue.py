@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.accelerators import ACCELERATORS, GENERATIONS, Accelerator, UnknownAccelerator, accelerator
+from training.accelerators import ACCELERATORS, GENERATIONS, Accelerator, Api, UnknownAccelerator, accelerator
 
 # google.rpc.Code -> (HTTP status, name)
 CODES = {
@@ -37,6 +37,8 @@ _OTHER_ZONES = (
     "us-east1-c",
     "us-west1-a",
     "us-west1-b",
+    "us-central1-f",
+    "us-west4-b",
     "us-west4-c",
     "europe-west1-b",
     "europe-west1-c",
@@ -44,7 +46,7 @@ _OTHER_ZONES = (
     "asia-east1-b",
 )
 ZONES: tuple[str, ...] = tuple(
-    sorted({zone for generation in GENERATIONS for zone in generation.zones} | set(_OTHER_ZONES))
+    sorted({zone for slice_ in ACCELERATORS.values() for zone in slice_.zones(Api.CLOUD_TPU)} | set(_OTHER_ZONES))
 )
 
 _NODE_NAME = re.compile(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")
@@ -92,7 +94,7 @@ def bad_request(text: str) -> ApiError:
 
 def accelerators_in(zone: str) -> list[str]:
     """The accelerator types that the zone has."""
-    return [name for name, accelerator in ACCELERATORS.items() if zone in accelerator.generation.zones]
+    return [name for name, accelerator in ACCELERATORS.items() if zone in accelerator.zones(Api.CLOUD_TPU)]
 
 
 def runtime_versions() -> list[str]:
@@ -176,7 +178,7 @@ def wanted_accelerator(body: dict[str, Any], zone: str) -> Accelerator:
         wanted = accelerator(name or "v2-8")
     except UnknownAccelerator:
         wanted = None
-    if wanted is None or zone not in wanted.generation.zones:
+    if wanted is None or zone not in wanted.zones(Api.CLOUD_TPU):
         valid = ", ".join(accelerators_in(zone))
         text = f'CloudTpu received an invalid AcceleratorType, "{name}" for zone "{zone}". Valid values are "{valid}".'
         raise ApiError(INVALID_ARGUMENT, f"{text} {event_id(text)}")
