@@ -22,7 +22,7 @@ from launcher.emulator import control
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home
 from launcher.providers import this_machine
-from launcher.run import ledger as ledgers
+from launcher.run.runs import find_run
 from training import storage
 from training.accelerators import Api
 
@@ -217,7 +217,7 @@ def _take_down(environment: dict[str, str], screen: Screen) -> None:
 def _trainer_summary(config: Config, folder: Path) -> dict[str, Any]:
     """What the trainer wrote into the run's folder in the bucket."""
     assert config.trainer is not None
-    run_id = ledgers.find(folder, this_machine(), None).run_id
+    run_id = find_run(folder, this_machine(), None).run_id
     before = dict(os.environ)
     os.environ.update(control.environment(folder / "emulator"))
     try:

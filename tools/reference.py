@@ -330,7 +330,6 @@ def events_page() -> str:
         *_title("Events of a run", "launcher/run/events.py"),
         "`tpu-launch events` shows what happened to a run, `--json` with every detail. Each line of `events.jsonl`",
         "in the run's folder is one JSON object: `time` (RFC 3339, UTC), `event`, `attempt`, and the fields below.",
-        "Readers pass over events and fields that they do not know.",
         "",
         "| event | meaning | fields |",
         "|---|---|---|",

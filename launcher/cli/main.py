@@ -25,7 +25,7 @@ COMMANDS = [
     LazyCommand("down", "launcher.cli.slices:down", "Delete the slice and wait until it is gone."),
     LazyCommand("emulator", "launcher.cli.emulator:emulator", "Start, stop and break a stand-in for Google Cloud."),
     LazyCommand("events", "launcher.cli.run:events", "Tell what happened to a run, oldest first."),
-    LazyCommand("exec", "launcher.cli.live.execution:exec_", "Run a command in the live container of every host."),
+    LazyCommand("exec", "launcher.cli.live:exec_", "Run a command in the live container of every host."),
     LazyCommand("gc", "launcher.cli.slices:gc", "Delete leftovers: slices that are expired, preempted or failed."),
     LazyCommand("image", "launcher.cli.plan:image", "Make the base that images without a container engine start from."),
     LazyCommand("init", "launcher.cli.init:init", "Write a first file, commented and valid."),
@@ -33,8 +33,8 @@ COMMANDS = [
     LazyCommand("local", "launcher.cli.plan:local", "Run a command in the run's image on this machine."),
     LazyCommand("logs", "launcher.cli.run:logs", "Print the lines of all hosts, each once."),
     LazyCommand("manifest", "launcher.cli.plan:manifest", "Print the run as Kubernetes objects for GKE."),
-    LazyCommand("notebook", "launcher.cli.live.notebook:notebook", "Start Jupyter in the live container of a host."),
-    LazyCommand("profile", "launcher.cli.live.profile:profile", "Profile the next steps of a run that trains."),
+    LazyCommand("notebook", "launcher.cli.live:notebook", "Start Jupyter in the live container of a host."),
+    LazyCommand("profile", "launcher.cli.live:profile", "Profile the next steps of a run that trains."),
     LazyCommand("plan", "launcher.cli.plan:plan", "Print every command that up, run and down would use."),
     LazyCommand(
         "preflight",
@@ -46,7 +46,7 @@ COMMANDS = [
     LazyCommand("ssh", "launcher.cli.ssh:ssh", "Open a shell on a host, or run a command there."),
     LazyCommand("status", "launcher.cli.run:status", "Show the slice, its newest run, and what each host is doing."),
     LazyCommand("stop", "launcher.cli.run:stop", "Stop the run's containers on every host."),
-    LazyCommand("top", "launcher.cli.live.top:top", "Watch a run in the terminal: loss curve, hosts, memory, cost."),
+    LazyCommand("top", "launcher.cli.live:top", "Watch a run in the terminal: loss curve, hosts, memory, cost."),
     LazyCommand("tunnel", "launcher.cli.ssh:tunnel", "Make a port of a host reachable on this machine."),
     LazyCommand("up", "launcher.cli.slices:up", "Create the slice and wait until every host answers."),
 ]

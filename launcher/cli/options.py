@@ -21,7 +21,7 @@ from launcher.providers import DEFAULT, PROVIDERS, capabilities, make_provider, 
 from launcher.workstation import Workstation
 
 if TYPE_CHECKING:  # only the commands on a run need it, and it takes time to import
-    from launcher.run.launch import Context
+    from launcher.run.session import Context
 
 DEFAULT_FILE = Path("tpu-launch.yaml")
 # Commands that work with any provider; the others are for slices that are Cloud TPU nodes.
@@ -124,8 +124,7 @@ def open_provider(config: Config) -> Provider:
 
 def run_context() -> Context:
     """This process, for the commands on a run."""
-    from launcher.run.launch import Context
-    from launcher.run.supervise import Output
+    from launcher.run.session import Context, Output
 
     return Context(home(), os.environ, open_provider, Output(terminal.say, terminal.host_line), machine())
 

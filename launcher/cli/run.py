@@ -16,9 +16,9 @@ from launcher.config import Config
 from launcher.errors import Exit
 from launcher.home import home
 from launcher.run import launch
-from launcher.run import ledger as ledgers
 from launcher.run import status as statuses
-from launcher.run.attempts.session import Outcome
+from launcher.run.runs import find_run
+from launcher.run.session import Outcome
 from launcher.run.supervise import explain
 from launcher.tpu_vm import placement
 
@@ -156,9 +156,9 @@ def logs(config: Config, run_id: str | None, follow: bool, host: int | None) -> 
 @configured
 def events(config: Config, run_id: str | None, as_json: bool) -> None:
     """Tell what happened to a run, oldest first: attempts, hosts lost and back, stops, recoveries, ends."""
-    ledger = ledgers.find(home(), machine(), run_id, slice_name=config.slice.name, provider=config.provider)
+    ledger = find_run(home(), machine(), run_id, slice_name=config.slice.name, provider=config.provider)
     if as_json:
-        terminal.dump([entry.document for entry in ledger.entries()])
+        terminal.dump([entry.document() for entry in ledger.entries()])
         return
     for entry in ledger.entries():
         click.echo(statuses.describe_event(entry))

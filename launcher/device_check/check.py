@@ -14,9 +14,9 @@ from launcher.device_check.judge import CREATE_ANEW, HostResult, judge
 from launcher.errors import Exit, LaunchError
 from launcher.images import local
 from launcher.provider import Attempt, HostReport, Observation, Provider
-from launcher.run import ledger as ledgers
-from launcher.run.attempts.start import require_all, require_ready
-from launcher.run.launch import Context, under_way
+from launcher.run.runs import new_run_id, runs_on_slice
+from launcher.run.session import Context
+from launcher.run.start import require_all, require_ready
 from launcher.workstation import Workstation
 from training.device_check.facts import Problem
 
@@ -39,7 +39,7 @@ def check_devices(config: Config, context: Context, seconds: float = SECONDS) ->
     Raises:
         LaunchError: A run is on the slice (CONFLICT), the slice is not READY, or there is no image.
     """
-    if under_way(config, context.home, context.machine):
+    if any(ledger.state.phase.is_open for ledger in runs_on_slice(config, context.home, context.machine)):
         raise LaunchError(
             f"slice {config.slice.name} has a run: its devices are in use; "
             "wait for it, or stop it with `tpu-launch stop`",
@@ -49,7 +49,7 @@ def check_devices(config: Config, context: Context, seconds: float = SECONDS) ->
     with contextlib.closing(provider):
         require_ready(config, provider)
         image = local.image(config, context.output.say)
-        attempt = make_attempt(config, ledgers.new_run_id(_NAME, context.machine), image)
+        attempt = make_attempt(config, new_run_id(_NAME, context.machine), image)
         context.output.say(f"trying the devices of {config.accelerator.hosts} hosts")
         try:
             return _run(config, provider, attempt, context, seconds)

@@ -5,14 +5,14 @@
     specification.yaml, overlay-<sha256>.tar.gz    what every attempt is made from (launcher.run.specification)
     config.yaml     the resolved document that every host is given
     events.jsonl    one JSON object a line (launcher.run.events); appended, never rewritten
-    stacks/attempt-<n>/host-<worker>.txt  where the processes were when a run hung
-    logs/attempt-<n>/host-<worker>.log    each line as "<engine's time> <line>", appended by whoever holds the lock
-    post-mortem-<n>.tar.gz                what is kept of an attempt that failed (launcher.run.post_mortem)
+    stacks/attempt-<n>/host-<worker>.txt  stack traces of the processes of a run that hung
+    logs/attempt-<n>/host-<worker>.log    each line as "<engine's time> <line>", appended by the holder of the lock
+    post-mortem-<n>.tar.gz                the archive of a failed attempt (launcher.run.post_mortem)
     lock            held (flock) by the one process that supervises the run
 
-What can fail half-way: a line of events or logs may be cut by a crash or a full disk; readers pass over it, and whoever
-appends an event ends it first. A run.json that is empty or damaged (the machine lost power) is no run. The lock goes
-with its process. All files are 0600, all folders 0700.
+Partial failures: a crash or a full disk may cut a line of events or logs; readers skip it, and the next writer of an
+event ends it first. A run.json that is empty or damaged (power loss) is no run. The lock goes with its process. All
+files are 0600, all folders 0700.
 """
 
 from __future__ import annotations
@@ -22,31 +22,18 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import write_private, write_whole
-from launcher.run.events import (
-    AttemptBegan,
-    Ended,
-    Entry,
-    Event,
-    LeftBehind,
-    Requested,
-    Started,
-    StopRequested,
-    Swept,
-    from_document,
-    to_document,
-)
-from launcher.workstation import Workstation
+from launcher.run.events import Entry, Event, from_document
+from launcher.run.state import RunState, state_of
 from training.machine.clock import Clock, format_time
 
 _LOCK_POLL_SECONDS = 0.05
-_ROOM_SECONDS = 60.0  # for which an event waits on a full disk
-_ROOM_POLL_SECONDS = 1.0
+_FULL_DISK_SECONDS = 60.0  # for which `append` retries
+_FULL_DISK_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -62,20 +49,7 @@ class RunRecord:
     command: list[str]
     config_hash: str
     created: float
-    provider: str = "tpu-vm"
-
-
-def read_record(folder: Path) -> RunRecord:
-    """How the run of a folder was started. Raises BadInput when its file is damaged."""
-    path = folder / "run.json"
-    try:
-        document = json.loads(path.read_text())
-        return RunRecord(**{item.name: document[item.name] for item in fields(RunRecord) if item.name in document})
-    except (OSError, ValueError, TypeError) as error:
-        raise BadInput(
-            f"{path} is damaged, or was written by another version of tpu-launch ({error}): remove its folder, or "
-            "restore the file from a backup"
-        ) from None
+    provider: str
 
 
 class Ledger:
@@ -85,10 +59,11 @@ class Ledger:
         self.folder = folder
         self.clock = clock
         self._events = folder / "events.jsonl"
-        self._size = 0  # of the events' file, when it was read last
-        self._whole: list[Entry] = []  # what its whole lines say
+        self._size = 0  # of the events' file when it was last read
+        self._whole: list[Entry] = []  # entries of its whole lines
         self._end = 0  # of its last whole line, in bytes
-        self._entries: Sequence[Entry] = ()  # with what may be read of a line that lacks its end
+        self._entries: Sequence[Entry] = ()  # with the entry of a last line that lacks its newline
+        self._state = RunState()
 
     @property
     def run_id(self) -> str:
@@ -97,17 +72,31 @@ class Ledger:
 
     @property
     def record(self) -> RunRecord:
-        """How the run was started. Raises BadInput when its file is damaged."""
-        return read_record(self.folder)
+        """How the run was started. Raises BadInput when run.json is missing or damaged."""
+        path = self.folder / "run.json"
+        try:
+            return RunRecord(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise BadInput(
+                f"{path} is damaged, or was written by another version of tpu-launch ({error}): remove its folder, or "
+                "restore the file from a backup"
+            ) from None
 
-    def append(self, event: Event, *, patience: float = _ROOM_SECONDS) -> None:
+    @property
+    def state(self) -> RunState:
+        """Where the run stands now, by the events that any process of this machine has recorded."""
+        self.entries()
+        return self._state
+
+    def append(self, event: Event, *, patience: float = _FULL_DISK_SECONDS) -> None:
         """Records an event. It must not hold secrets: the file is kept.
 
         Args:
-            patience: Seconds to wait for room on a disk that is full.
+            event: What happened.
+            patience: Seconds to retry on a full disk.
 
         Raises:
-            LaunchError: It can't be written.
+            LaunchError: The event can't be written.
         """
         deadline = self.clock.monotonic() + patience
         while True:
@@ -115,7 +104,7 @@ class Ledger:
                 return self._write(event)
             except OSError as error:
                 if self.clock.monotonic() < deadline:
-                    self.clock.sleep(_ROOM_POLL_SECONDS)
+                    self.clock.sleep(_FULL_DISK_POLL_SECONDS)
                     continue
                 waited = f" for {patience:.0f} s" if patience else ""
                 raise LaunchError(
@@ -124,121 +113,75 @@ class Ledger:
                 ) from None
 
     def note(self, event: Event, say: Callable[[str], None]) -> None:
-        """Records what only tells people something. Where it can't be written that is said, and changes nothing."""
+        """Records an event that only informs. If it can't be written, says so and goes on."""
         try:
             self.append(event, patience=0.0)
         except LaunchError as error:
             say(str(error))
 
     def _write(self, event: Event) -> None:
-        line = json.dumps(to_document(format_time(self.clock.time()), event)) + "\n"
+        line = json.dumps(Entry(format_time(self.clock.time()), event).document()) + "\n"
         with open(os.open(self._events, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600), "r+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             cut = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
             write_whole(file, ("\n" * cut + line).encode())
 
     def entries(self) -> Sequence[Entry]:
-        """Everything that was recorded, oldest first."""
+        """Returns all events with their times, oldest first. Raises BadInput for an event of another version."""
         try:
             size = os.stat(self._events).st_size
         except FileNotFoundError:
             size = 0
-        if size != self._size:  # it only grows, and is asked for many times a second
+        if size != self._size:  # the file only grows, and is asked for many times a second
             self._read_on(size)
         return self._entries
 
     def _read_on(self, size: int) -> None:
-        """Reads what was appended since the last time; all of a file that has become shorter: somebody replaced it."""
+        """Reads the lines that were appended since the last call; all lines of a file that became shorter."""
         if size < self._end:
             self._whole, self._end = [], 0
         with open(self._events, "rb") as file:
             file.seek(self._end)
             data = file.read()
         whole, newline, rest = data.rpartition(b"\n")
+        self._whole += self._parse(whole)
+        self._entries = (*self._whole, *self._parse(rest))
+        self._state = state_of(entry.event for entry in self._entries)
         self._size = self._end + len(data)
         self._end += len(whole) + len(newline)
-        self._whole += _parse(whole)
-        self._entries = (*self._whole, *_parse(rest))
+
+    def _parse(self, data: bytes) -> list[Entry]:
+        """Returns the entries of lines; skips lines that a crash has cut."""
+        entries = []
+        for line in data.decode(errors="replace").split("\n"):
+            with contextlib.suppress(json.JSONDecodeError):
+                try:
+                    entries.append(from_document(json.loads(line)))
+                except (AttributeError, KeyError, TypeError) as error:
+                    raise BadInput(
+                        f"{self._events}: an event of another version of tpu-launch ({error!r}): {line[:200]}\n"
+                        "  use that version, or remove the run's folder"
+                    ) from None
+        return entries
 
     def events(self) -> list[Event]:
-        """The events alone, oldest first."""
+        """Returns all events, oldest first."""
         return [entry.event for entry in self.entries()]
 
-    @property
-    def attempts(self) -> int:
-        """How many attempts were begun."""
-        return 1 + max((event.attempt for event in self.events() if isinstance(event, AttemptBegan)), default=-1)
-
-    @property
-    def last_attempt(self) -> AttemptBegan | None:
-        """The newest attempt; None before the first."""
-        return next((event for event in reversed(self.events()) if isinstance(event, AttemptBegan)), None)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether an attempt was begun that has not ended, as far as is known here."""
-        return self.attempts > 0 and self.outcome is None
-
-    @property
-    def outcome(self) -> str | None:
-        """How the last attempt ended ("finished", "host lost", ...); None while it is open, or before the first."""
-        for event in reversed(self.events()):
-            if isinstance(event, Ended):
-                return event.outcome
-            if isinstance(event, AttemptBegan):
-                return None
-        return None
-
-    def has_ended(self, attempt: int) -> bool:
-        """Whether an attempt is known to have ended, whether or not another one follows."""
-        return attempt < self.attempts - 1 or self.outcome is not None
-
-    @property
-    def started_everywhere(self) -> bool:
-        """Whether the last attempt's containers were seen to have started on all hosts."""
-        last = self.attempts - 1
-        return any(isinstance(event, Started) and event.attempt == last for event in self.events())
-
-    @property
-    def stops(self) -> int:
-        """How often the run's owner asked it to stop."""
-        return sum(isinstance(event, StopRequested) for event in self.events())
-
-    def stop_requested(self) -> bool:
-        """Whether the run's owner asked it to stop, and has not asked for another attempt since."""
-        recorded = self.events()
-        asked = next((event for event in reversed(recorded) if isinstance(event, Requested)), None)
-        if asked is not None and asked.stops is not None:
-            return self.stops > asked.stops
-        last = next((event for event in reversed(recorded) if isinstance(event, StopRequested | Requested)), None)
-        if not isinstance(last, StopRequested):
-            return False
-        # A ledger of an older version has no `Requested`: there, a stop was one attempt's.
-        return last.attempt >= self.attempts - 1 or any(isinstance(event, Requested) for event in recorded)
-
-    def left_behind(self) -> list[LeftBehind]:
-        """Containers that ended attempts may have left on hosts, and that were not removed since."""
-        swept = {event.attempt for event in self.events() if isinstance(event, Swept)}
-        return [event for event in self.events() if isinstance(event, LeftBehind) and event.attempt not in swept]
-
     def log_file(self, attempt: int, worker: int) -> Path:
-        """Where the lines of a host are kept; makes the folder."""
+        """Returns the path of a host's log, after making its folder."""
         folder = self.folder / "logs" / f"attempt-{attempt}"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder / f"host-{worker}.log"
 
-    def stacks_folder(self, attempt: int) -> Path:
-        """Where the stacks of a run that hung are kept."""
-        return self.folder / "stacks" / f"attempt-{attempt}"
-
-    def write_stack(self, attempt: int, worker: int, text: str) -> None:
-        """Keeps the stacks of one host's processes."""
-        folder = self.stacks_folder(attempt)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_private(folder / f"host-{worker}.txt", text)
+    def write_stack(self, attempt: int, worker: int, text: str) -> Path:
+        """Writes the stack traces of one host's processes, and returns the path."""
+        path = self.folder / "stacks" / f"attempt-{attempt}" / f"host-{worker}.txt"
+        write_private(path, text)
+        return path
 
     def supervised(self) -> bool:
-        """Whether a process holds the run's lock now."""
+        """Returns whether a process holds the run's lock now."""
         try:
             lock = os.open(self.folder / "lock", os.O_RDONLY)
         except FileNotFoundError:
@@ -256,7 +199,7 @@ class Ledger:
         """Holds the run's lock.
 
         Args:
-            patience: Seconds to wait for it: `logs` takes it for a moment at a time.
+            patience: Seconds to wait for the lock: `logs` takes it for a moment at a time.
 
         Raises:
             LaunchError: Another process supervises the run (Exit.CONFLICT).
@@ -277,84 +220,7 @@ class Ledger:
                         "follow it with `tpu-launch logs -f`",
                         exit_code=Exit.CONFLICT,
                     ) from None
-            with contextlib.suppress(OSError):  # a full disk: it holds without saying whose it is
+            with contextlib.suppress(OSError):  # on a full disk the lock holds without its holder's process id
                 lock.truncate(0)
                 lock.write(str(os.getpid()).encode())
             yield
-
-
-def _parse(data: bytes) -> list[Entry]:
-    """The entries of lines; those that a crash has cut say nothing."""
-    entries = []
-    for line in data.decode(errors="replace").split("\n"):
-        with contextlib.suppress(json.JSONDecodeError):
-            if isinstance(document := json.loads(line), dict):
-                entries.append(from_document(document))
-    return entries
-
-
-def same_slice(config: Config, record: RunRecord) -> bool:
-    """Whether a run was started on the slice of this configuration."""
-    requested = (config.slice.name, config.project, config.zone, config.provider)
-    return (record.slice, record.project, record.zone, record.provider) == requested
-
-
-def runs(home: Path, machine: Workstation) -> list[Ledger]:
-    """All runs of the launcher's folder, oldest first; not those whose run.json is damaged."""
-    created = {}
-    for path in (home / "runs").glob("*/run.json"):
-        ledger = Ledger(path.parent, machine.clock)
-        with contextlib.suppress(BadInput):  # `find` says it to whoever names the run
-            created[ledger] = ledger.record.created
-    return sorted(created, key=lambda ledger: (created[ledger], ledger.run_id))
-
-
-def find(
-    home: Path, machine: Workstation, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None
-) -> Ledger:
-    """The run of that id, or the newest one (of that slice, on that provider). Raises BadInput when there is none."""
-    known = [
-        ledger
-        for ledger in runs(home, machine)
-        if slice_name in (None, ledger.record.slice) and provider in (None, ledger.record.provider)
-    ]
-    if run_id is not None:
-        for ledger in known:
-            if ledger.run_id == run_id:
-                return ledger
-        if (home / "runs" / run_id / "run.json").exists():
-            read_record(home / "runs" / run_id)  # says what is damaged; else it is a run of another slice
-        raise BadInput(f"there is no run {run_id!r} here; known: {', '.join(run.run_id for run in known) or 'none'}")
-    if not known:
-        raise BadInput(
-            f"no run was started from this folder yet (looked in {home / 'runs'}); `tpu-launch run` starts one"
-        )
-    return known[-1]
-
-
-def new_run_id(name: str, machine: Workstation) -> str:
-    """An id of a run: the name, the UTC time, and random letters, so that two workstations don't collide."""
-    now = format_time(machine.clock.time())
-    day, time = now[5:10], now[11:19]
-    return f"{name}-{day.replace('-', '')}-{time.replace(':', '')}-{machine.random.randrange(1 << 16):04x}"
-
-
-def begin(
-    home: Path, machine: Workstation, record: RunRecord, document: str, keep: Callable[[Path], None] | None = None
-) -> Ledger:
-    """Makes the folder of a new run.
-
-    Args:
-        home: The launcher's folder.
-        machine: This machine.
-        record: How the run is started; its id names the folder.
-        document: The resolved configuration, as YAML.
-        keep: Writes what else belongs into the folder, before it counts as a run.
-    """
-    folder = home / "runs" / record.run_id
-    folder.mkdir(mode=0o700, parents=True)
-    write_private(folder / "config.yaml", document)
-    if keep is not None:
-        keep(folder)
-    write_private(folder / "run.json", json.dumps(asdict(record), indent=1))  # last: a folder without it is no run
-    return Ledger(folder, machine.clock)

@@ -147,9 +147,9 @@ def decide_round(
     if seconds + delay > limit:
         return RoundDecision(NextRound.GIVE_UP, f"tried for {seconds / 60:.0f} minutes (run.recovery_minutes)")
     if trouble is Trouble.UNREACHABLE and may_replace:
-        return RoundDecision(NextRound.REPLACE, "making the slice anew (run.replace_after)", delay)
+        return RoundDecision(NextRound.REPLACE, "recreating the slice (run.replace_after)", delay)
     if trouble is Trouble.UNREACHABLE and may_replace is not None:
-        return RoundDecision(NextRound.AGAIN, "trying again; run.replace_after: 2 would make the slice anew", delay)
+        return RoundDecision(NextRound.AGAIN, "trying again; run.replace_after: 2 would recreate the slice", delay)
     return RoundDecision(NextRound.AGAIN, "trying again", delay)
 
 

@@ -1,15 +1,14 @@
-"""The specification of a run: what every attempt of it is made from.
+"""The specification of a run, from which every attempt is made.
 
 `.tpu-launch/runs/<run id>/specification.yaml` (0600) holds the resolved configuration (the file with everything that
 the command line changed), the command, the image, the names of secrets, and the overlay's hash. `tpu-launch run` writes
-it when it creates a run, adds the image once it is known, and writes it anew when it resumes the run. Whatever watches
-a run (`run --attach`, recovery, `stop`) reads it and can't change it. It holds no value of a secret.
+it when it creates a run, adds the image once it is known, and rewrites it when it resumes the run. Everything that
+watches a run (`run --attach`, recovery, `stop`) only reads it. It holds no value of a secret.
 
 `overlay-<sha256>.tar.gz` beside it holds the overlay's files.
 
-What can fail half-way: each file is written under a temporary name and renamed; the archive is there before the
-specification that names it. A run folder of an older version has no specification: its attempt can be watched and
-stopped, but nothing says what another attempt would be.
+Partial failures: each file is written under a temporary name and renamed, the archive before the specification that
+names it.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ FILE = "specification.yaml"
 
 
 class OverlaySection(Section):
-    """Which files are laid over the image's own."""
+    """Files that are laid over the image's own."""
 
     digest: str
     """SHA-256 of the archive, in hexadecimal; part of its file's name."""
 
     target: str
-    """The folder of the container over which they are laid."""
+    """The folder of the container over which the files are laid."""
 
 
 class Specification(Section):
-    """What a run is, as its folder keeps it."""
+    """The content of specification.yaml."""
 
     format: Literal[1] = 1
 
@@ -54,16 +53,16 @@ class Specification(Section):
     """Name of the provider."""
 
     file: str
-    """Absolute path of the YAML file that the configuration came from: relative paths in it start there."""
+    """Absolute path of the configuration's YAML file, to whose folder its relative paths refer."""
 
     configuration: dict[str, Any]
     """The resolved document: the file, and every `--set`."""
 
     command: list[str] | None = None
-    """What runs in the containers; None for the trainer."""
+    """The command that runs in the containers; None for the trainer."""
 
     image: str | None = None
-    """What hosts run: REPOSITORY@sha256:... or an image id; None until the first attempt begins."""
+    """The image that hosts run: REPOSITORY@sha256:... or an image id; None until the first attempt begins."""
 
     secrets: list[str] = []
     """Names of environment variables whose values only the command may see: `run.secrets`, and those of `env_file`."""
@@ -77,7 +76,7 @@ class Specification(Section):
     """Hashes of the programs that preflight compiled for this configuration."""
 
     def config(self) -> Config:
-        """The configuration of every attempt. Raises BadInput when this version can't read it."""
+        """Returns the configuration of every attempt. Raises BadInput when this version can't read it."""
         return restore(self.configuration, name=self.file, command=self.command, provider=self.provider)
 
 
@@ -89,7 +88,7 @@ def describe(
     overlay: Overlay | None = None,
     preflight: Sequence[str] = (),
 ) -> Specification:
-    """The specification of a run of this configuration, whose image is not known yet."""
+    """Returns the specification of a run of this configuration, without its image."""
     names = [*config.run.secrets, *(variables.values if variables else ())]
     return Specification(
         run=run_id,
@@ -104,17 +103,18 @@ def describe(
     )
 
 
-def resume(before: Specification, now: Specification) -> Specification:
-    """The specification of a run that `tpu-launch run` resumes.
+def resume(before: Specification, requested: Specification) -> Specification:
+    """Returns the specification of a run that `tpu-launch run` resumes.
 
-    What the command line says counts; the secrets and the overlay that it does not repeat are kept, so that the run
-    goes on as the same program.
+    The command line wins over the earlier specification. Secrets and an overlay that it does not repeat are kept, so
+    that the run goes on as the same program.
     """
-    return now.model_copy(
+    return requested.model_copy(
         update={
-            "secrets": list(dict.fromkeys([*now.secrets, *before.secrets])),
-            "env_file": now.env_file or before.env_file,
-            "overlay": now.overlay or before.overlay,
+            "run": before.run,
+            "secrets": list(dict.fromkeys([*requested.secrets, *before.secrets])),
+            "env_file": requested.env_file or before.env_file,
+            "overlay": requested.overlay or before.overlay,
         }
     )
 
@@ -128,12 +128,12 @@ def make_attempt(
     secrets: Mapping[str, str] | None = None,
     overlay: Overlay | None = None,
 ) -> Attempt:
-    """What every host is given for one start of the run.
+    """Returns the attempt that every host is given.
 
     Args:
         spec: The run.
         config: Its configuration, `spec.config()`.
-        number: Of the attempt, from 0.
+        number: The attempt's number, from 0.
         image: REPOSITORY@sha256:... or an image id.
         secrets: Values of the variables that only the command may see.
         overlay: Files over the image's own.
@@ -157,8 +157,8 @@ def make_attempt(
 
 
 def meaning(config: Config) -> str:
-    """A hash of what makes two starts the same run: the trainer's sections and the command; not where the run is, nor
-    which backend computes."""
+    """Returns the configuration hash, which is equal for starts of one run: of the trainer's sections without the
+    backend, and of the command; not of where the run is."""
     trainer = {
         key: value for key, value in config.document.value.items() if key in TRAINER_SECTIONS and key != "backend"
     }
@@ -167,43 +167,33 @@ def meaning(config: Config) -> str:
 
 
 def write(folder: Path, specification: Specification) -> None:
-    """Writes the specification into a run's folder: all of it or nothing."""
+    """Writes the specification into a run's folder, atomically."""
     document = Document(FILE, specification.model_dump(), {})
     write_private(folder / FILE, document.dump())
 
 
-def read(folder: Path) -> Specification | None:
-    """The specification of a run's folder; None when an older version wrote the folder.
-
-    Raises:
-        BadInput: It is damaged, or of a newer version.
-    """
+def read(folder: Path) -> Specification:
+    """Returns the specification of a run's folder. Raises BadInput if it is missing or damaged."""
     path = folder / FILE
-    if not path.exists():
-        return None
     try:
         document = load(path)
         refuse_unknown(document, Specification.model_fields)
         return validate(Specification, document)
     except ConfigError as error:
         raise BadInput(
-            f"{path} can't be used: {error}\n  it was damaged, or written by a newer version of tpu-launch"
+            f"{path} can't be used: {error}\n  it was damaged, or written by another version of tpu-launch"
         ) from None
 
 
 def write_overlay(folder: Path, overlay: Overlay) -> None:
-    """Keeps the overlay's files in a run's folder, for later attempts."""
+    """Writes the overlay's archive into a run's folder, for later attempts."""
     path = _overlay_path(folder, overlay.digest)
     if not path.exists():
         write_private_bytes(path, overlay.archive)
 
 
 def read_overlay(folder: Path, specification: Specification) -> Overlay | None:
-    """The run's overlay as it was first packed; None without one.
-
-    Raises:
-        BadInput: Its archive is not in the run's folder any more, or was changed.
-    """
+    """Returns the run's overlay; None without one. Raises BadInput when its archive is missing or was changed."""
     section = specification.overlay
     if section is None:
         return None
@@ -223,16 +213,16 @@ def _overlay_path(folder: Path, digest: str) -> Path:
 
 @dataclass(frozen=True)
 class SecretSource:
-    """Where this process finds values of secrets. Holds them in memory only."""
+    """Where this process finds values of secrets, which it holds in memory only."""
 
     environment: Mapping[str, str]
     """This process's environment."""
 
     given: Mapping[str, str]
-    """Values of an `--env-file` on this command line; they win."""
+    """Values of an `--env-file` on this command line, which win."""
 
     def values(self, specification: Specification) -> dict[str, str]:
-        """The values that are known here; names without a value are left out."""
+        """Returns the known values by name. Reads the run's own env file if this command line gave none."""
         recorded: dict[str, str] = {}
         if specification.env_file is not None and not self.given and Path(specification.env_file).exists():
             recorded = env_file.read(Path(specification.env_file)).values
@@ -240,13 +230,13 @@ class SecretSource:
         return {name: known[name] for name in specification.secrets if name in known}
 
     def missing(self, specification: Specification) -> list[str]:
-        """Names of the run's secrets whose values are not known here."""
+        """Returns the names of the run's secrets whose values are unknown."""
         known = self.values(specification)
         return [name for name in specification.secrets if name not in known]
 
 
 def name_missing(specification: Specification, missing: Iterable[str]) -> str:
-    """A sentence that says which secrets are missing, and where they were looked for."""
+    """Returns a sentence that says which secrets are missing, and where they were looked for."""
     places = "the environment"
     if specification.env_file is not None:
         places += f" and {specification.env_file}"

@@ -1,4 +1,4 @@
-"""What a run is doing, without changing it: `status`, `logs` and `events`."""
+"""Reads a run without changing it: `status`, `logs` and `events`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.provider import LogLine, Observation, Provider, SliceState, container_name
 from launcher.run import events
-from launcher.run import ledger as ledgers
 from launcher.run.events import Entry
-from launcher.run.launch import Context, open_session
 from launcher.run.ledger import Ledger
 from launcher.run.logs import HostLog, read_from, tail
+from launcher.run.runs import find_run
+from launcher.run.session import Context, Output, open_session
 from launcher.run.specification import SecretSource
-from launcher.run.supervise import Output
 from launcher.run.verdict import describe_exit
 from launcher.workstation import Workstation
 from training.machine.clock import Clock, format_time, parse_time
 from training.telemetry.text import Progress, parse_progress
 
 _SILENCE_SECONDS = 600.0  # for which `logs -f` waits for a host to answer
-_A_SUPERVISOR = 60  # fetches in a row that find the lock held
+_SUPERVISOR_CONFLICTS = 60  # fetches in a row that find the lock held
 _FOLLOW_EVERY = 1.0  # seconds
 _LAST_LINE_BYTES = 20_000  # of a host's log, for its last line
 _RECENT_SECONDS = 60.0  # how far back hosts are asked for lines
@@ -44,18 +43,18 @@ _SHOWN = (
 
 @dataclass(frozen=True)
 class HostStatus:
-    """What a host is doing."""
+    """A host of a run, as `status` shows it."""
 
     worker: int
     address: str
     container: str  # its state, or why the host could not be asked
     last_line: str
-    quiet_seconds: float | None = None  # since its last line, by the clocks of the host and of this machine
+    quiet_seconds: float | None = None  # between its last line (host's clock) and now (this machine's)
 
 
 @dataclass(frozen=True)
 class Status:
-    """What `status` shows: the slice, the newest run of it, its hosts."""
+    """A slice, its newest run, and its hosts, as `status` shows them."""
 
     slice_name: str
     slice: SliceState | None
@@ -67,11 +66,10 @@ class Status:
     progress: Progress | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for scripts."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The slice and the run, for a person."""
+        """Returns the slice and the run in lines for the user."""
         if self.slice is None:
             lines = [f"slice {self.slice_name}: does not exist"]
         else:
@@ -91,7 +89,7 @@ class Status:
         return [*lines, *(f"  {line}" for line in self.story)]
 
     def rows(self) -> list[list[str]]:
-        """A row for each host: worker, address, container, age of the last line, the line."""
+        """Returns a row for each host: worker, address, container, age of the last line, the line."""
         return [
             [
                 str(host.worker),
@@ -108,15 +106,13 @@ def read_status(config: Config, context: Context, provider: Provider) -> Status:
     """Asks the API and, while an attempt is open, every host once."""
     slice_state = provider.describe()
     try:
-        ledger = ledgers.find(
-            context.home, context.machine, None, slice_name=config.slice.name, provider=config.provider
-        )
+        ledger = find_run(context.home, context.machine, None, slice_name=config.slice.name, provider=config.provider)
     except BadInput:
         return Status(config.slice.name, slice_state, None, None, None, [], [])
-    number = ledger.attempts - 1
+    number, outcome = ledger.state.attempt, ledger.state.outcome
     observations: list[Observation] = []
     addresses: Sequence[str] = ()
-    if slice_state is not None and slice_state.ready and number >= 0 and ledger.outcome is None:
+    if slice_state is not None and slice_state.ready and ledger.state.phase.is_open:
         addresses = slice_state.hosts
         observations = _observe_hosts(provider, ledger, number, len(addresses), context.machine)
     hosts = [
@@ -128,7 +124,7 @@ def read_status(config: Config, context: Context, provider: Provider) -> Status:
         slice_state,
         ledger.run_id,
         max(number, 0),
-        ledger.outcome,
+        outcome,
         recent_history(ledger),
         hosts,
         _progress(ledger, number, observations),
@@ -136,9 +132,9 @@ def read_status(config: Config, context: Context, provider: Provider) -> Status:
 
 
 def print_logs(config: Config, context: Context, run_id: str | None, *, follow: bool, host: int | None) -> None:
-    """Emits every line of the newest attempt once: what is kept first, then what the hosts have besides.
+    """Emits every line of the newest attempt once: first what the run's folder has, then further lines of hosts.
 
-    While another process supervises the run, it fetches the lines and this one reads its files.
+    While another process supervises the run, that process fetches the lines, and this one reads its files.
 
     Args:
         config: Finds the run: the newest one of its slice.
@@ -147,11 +143,11 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
         follow: Go on until the attempt, or without a supervisor its containers, have ended.
         host: Worker index; None for all hosts.
     """
-    ledger = ledgers.find(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
-    number = ledger.attempts - 1
+    ledger = find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
+    number = ledger.state.attempt
     if number < 0:
         raise BadInput(f"run {ledger.run_id} was never started: there are no lines")
-    session = open_session(config, context, ledger, SecretSource({}, {}))
+    session = open_session(context, ledger, SecretSource({}, {}))
     own = session.config
     if host is not None and host not in range(own.accelerator.hosts):
         raise BadInput(f"--host {host}: a {own.slice.accelerator_type} has hosts 0 to {own.accelerator.hosts - 1}")
@@ -162,14 +158,14 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
     answered = context.machine.clock.monotonic()
     try:
         while True:
-            ended = ledger.has_ended(number)
+            ended = ledger.state.has_ended(number)
             if not ended:
                 fetcher.fetch()
             for worker in workers:
                 offsets[worker] = _emit_from(files[worker], offsets[worker], worker, context.output)
             if ended or not (follow or fetcher.more):
                 return
-            if fetcher.more or (fetcher.containers_ended and ledger.has_ended(number)):
+            if fetcher.more or (fetcher.containers_ended and ledger.state.has_ended(number)):
                 continue
             if fetcher.containers_ended:
                 context.output.say(
@@ -191,32 +187,30 @@ def print_logs(config: Config, context: Context, run_id: str | None, *, follow: 
 
 
 def recent_history(ledger: Ledger) -> list[str]:
-    """The last things that happened, one line each: enough for a lost host, what was done about it, and where the run
-    is now."""
+    """Returns the last events, one line each: enough for a lost host and its recovery."""
     return [describe_event(entry) for entry in ledger.entries() if isinstance(entry.event, _SHOWN)][-_HISTORY_LINES:]
 
 
 def describe_event(entry: Entry) -> str:
-    """One event of a run's ledger as a line for a person."""
-    event, document = entry.event, entry.document
-    name = str(document.get("event", event.kind))
-    if "host" in document:
-        host = document["host"]
+    """Returns one event of a run's ledger as a line for the user."""
+    event = entry.event
+    name, host = event.kind, getattr(event, "host", None)
+    if host is not None:
         name = name.replace("host", f"host {host}", 1) if name.startswith("host") else f"{name} on host {host}"
-    details = _details(entry)
+    details = _describe_details(event)
     cause = event.cause if isinstance(event, events.Ended) else None
     where = f"host {cause.worker}: {cause.what}" if cause is not None and cause.worker >= 0 else None
-    attempt = document.get("attempt", "?")
-    return f"{entry.time} attempt {attempt}: " + ": ".join(part for part in (name, details, where) if part)
+    return f"{entry.time} attempt {event.attempt}: " + ": ".join(part for part in (name, details, where) if part)
 
 
-def _details(entry: Entry) -> str:
-    if isinstance(entry.event, events.Recovered):
-        seconds = entry.event.seconds
+def _describe_details(event: events.Event) -> str:
+    if isinstance(event, events.Recovered):
+        seconds = event.seconds
         parts = ", ".join(f"{part} {value:.1f} s" for part, value in seconds.items())
         return f"in {sum(seconds.values()):.1f} s: {parts}"
-    document = entry.document
-    return str(document.get("outcome") or document.get("problem") or document.get("reason") or document.get("path", ""))
+    return next(
+        (str(text) for name in ("outcome", "problem", "reason", "path") if (text := getattr(event, name, ""))), ""
+    )
 
 
 def _observe_hosts(
@@ -228,7 +222,7 @@ def _observe_hosts(
 
 
 def _host_status(observation: Observation, address: str, ledger: Ledger, number: int, clock: Clock) -> HostStatus:
-    """A host's newest line is of the last minute, or from what is kept."""
+    """Returns a host's status; its newest line is of the last minute, or from the run's folder."""
     lines = list(observation.lines) or _kept_lines(ledger, number, observation.worker)
     if not lines:
         return HostStatus(observation.worker, address, _describe_container(observation), "")
@@ -239,7 +233,7 @@ def _host_status(observation: Observation, address: str, ledger: Ledger, number:
 
 
 def _emit_from(path: Path, offset: int, worker: int, output: Output) -> int:
-    """Emits the lines of a host's log file from `offset` on. Returns the offset after them."""
+    """Emits the lines of a host's log file from `offset` on, and returns the offset after them."""
     while True:
         lines, offset = read_from(path, offset)
         if not lines:
@@ -249,7 +243,7 @@ def _emit_from(path: Path, offset: int, worker: int, output: Output) -> int:
 
 
 class _Fetcher:
-    """Brings the lines of an attempt's hosts into the run's files while no other process supervises the run."""
+    """Fetches the lines of an attempt's hosts into the run's files while no other process supervises the run."""
 
     def __init__(
         self, ledger: Ledger, provider: Provider, number: int, files: Mapping[int, Path], output: Output
@@ -258,20 +252,20 @@ class _Fetcher:
         self._number = number
         self._problems = dict.fromkeys(files, "")
         self._next_page: dict[int, str] = {}
-        """Where the lines begin that the last observation of a host had no room for."""
+        """Time from which on the last observation of a host had no room for lines."""
         self.containers_ended = False
-        """Whether the last fetch saw that no host runs its container any more."""
+        """Whether the last fetch found no running container on any host."""
         self.silent = False
         """Whether no host answered the last fetch."""
         self._conflicts = 0  # fetches in a row that found the run's lock held
 
     @property
     def more(self) -> bool:
-        """Whether hosts have lines that the last fetch had no room for."""
+        """Whether hosts have lines that did not fit into the last fetch."""
         return bool(self._next_page)
 
     def fetch(self) -> None:
-        """Observes every host once, unless another process supervises the run: then its files are read."""
+        """Observes every host once, unless another process supervises the run and fetches the lines."""
         pages, self._next_page, self.containers_ended = self._next_page, {}, False
         try:
             with self._ledger.supervising(patience=0.0):
@@ -282,11 +276,11 @@ class _Fetcher:
             if error.exit_code is not Exit.CONFLICT:
                 raise
             self._conflicts += 1
-            if self._conflicts > _A_SUPERVISOR:  # another `logs` would let go of the lock
+            if self._conflicts > _SUPERVISOR_CONFLICTS:  # another `logs` would let go of the lock
                 self.silent = False
 
     def _fetch_from(self, worker: int, page: str | None) -> bool:
-        """Whether the host's container may go on writing."""
+        """Fetches a page of a host's lines, and returns whether its container may go on writing."""
         log = HostLog(self._files[worker])
         container = container_name(self._ledger.run_id, self._number)
         try:
@@ -297,7 +291,7 @@ class _Fetcher:
             self._output.say(f"host {worker} does not answer: {observation.problem}")
         self._problems[worker] = observation.problem
         if log.take(observation.lines) and observation.more:
-            # From its last line on, without the overlap: that may hold more than an observation does.
+            # Go on from the last line, without the overlap, which may hold more than one observation.
             self._next_page[worker] = observation.lines[-1].timestamp
         state = observation.container
         return state is None or not (state.ended or state.status in ("absent", "created"))
@@ -315,8 +309,7 @@ def _kept_lines(ledger: Ledger, number: int, worker: int) -> list[LogLine]:
 
 
 def _progress(ledger: Ledger, number: int, observations: Sequence[Observation]) -> Progress | None:
-    """The newest progress line of host 0, which writes for all; None when the command is not our trainer, or has not
-    begun."""
+    """Returns the newest progress that host 0 reported, which reports for all hosts; None without such a line."""
     if number < 0:
         return None
     lines = [line for observation in observations if observation.worker == 0 for line in observation.lines]

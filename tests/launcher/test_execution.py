@@ -16,9 +16,7 @@ import pytest
 from launcher.errors import BadInput, Exit
 from launcher.provider import CommandReport
 from launcher.providers import this_machine
-from launcher.run import events
-from launcher.run import ledger as ledgers
-from launcher.run.live import execution
+from launcher.run import events, execution
 from launcher.tpu_vm import host_scripts
 from launcher.tpu_vm.ssh.execution import Execution
 from launcher.tpu_vm.ssh.pool import ConnectionPool
@@ -189,27 +187,27 @@ def test_the_exit_code_is_that_of_the_host_that_failed_first(reports: list[Comma
 def test_a_run_that_is_over_is_refused_and_so_is_a_host_that_is_not_there(tmp_path: Path) -> None:
     work = Workstation(tmp_path, Hosts([0]))
     work.run(work.config())
-    command = execution.Command(("true",), None, 5)
     with pytest.raises(BadInput, match="is not running: its last attempt ended with 'finished'"):
-        execution.execute(work.config(), work.context(), None, command)
-    ledger = ledgers.find(work.home, this_machine(), None)
-    ledger.append(events.AttemptBegan(1, image="i", command=["train"], overlay="", overlay_target="", preflight=""))
+        execution.execute(work.config(), work.context(), None, ["true"], host=None, seconds=5)
+    work.ledger.append(
+        events.AttemptBegan(1, image="i", command=["train"], overlay="", overlay_target="", preflight="")
+    )
     with pytest.raises(BadInput, match="--host 2: a v4-16 has hosts 0 to 1"):
-        execution.execute(work.config(), work.context(), None, replace(command, host=2))
+        execution.execute(work.config(), work.context(), None, ["true"], host=2, seconds=5)
 
 
 def test_secrets_are_masked_in_the_lines_of_every_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work, shown = Workstation(tmp_path, Hosts([None])), []
-    monkeypatch.setattr("launcher.run.attempts.drive.supervise", interrupt)
+    monkeypatch.setattr("launcher.run.loop.supervise", interrupt)
     config = work.config("run.secrets=[TOKEN]")
     with pytest.raises(KeyboardInterrupt):
         work.run(config, {"TOKEN": "s3cret-value"})
     monkeypatch.setattr("tests.launcher.test_runs.FakeProvider.execute", say_secret, raising=False)
     context = work.context(TOKEN="s3cret-value")
     output = replace(context.output, emit=lambda worker, line: shown.append((worker, line.text)))
-    execution.execute(config, replace(context, output=output), None, execution.Command(("true",), None, 5))
+    execution.execute(config, replace(context, output=output), None, ["true"], host=None, seconds=5)
     assert shown == [(0, "key ***"), (1, "key ***")]
-    execution.execute(config, replace(work.context(), output=output), None, execution.Command(("true",), 1, 5))
+    execution.execute(config, replace(work.context(), output=output), None, ["true"], host=1, seconds=5)
     assert any("not masked" in message and "TOKEN" in message for message in work.messages)
 
 

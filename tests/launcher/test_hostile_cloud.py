@@ -14,7 +14,7 @@ import pytest
 from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.gcloud.errors import PermissionDenied, Preempted, QuotaExceeded, Stockout
 from launcher.run import events, launch
-from launcher.run.attempts.session import RunStopped
+from launcher.run.session import RunStopped
 from launcher.run.verdict import Kind
 from tests.launcher.test_runs import FakeProvider, Workstation, start_and_lose_sight, work
 
@@ -251,7 +251,7 @@ def test_a_recovery_is_given_up_when_its_time_is_over(work: Workstation) -> None
         work.run(work.config("run.recovery_minutes=30"))
     assert ended.value.exit_code is Exit.CLOUD_ERROR
     assert 20 * 60 < work.clock.monotonic() - begun < 32 * 60
-    assert work.ledger.outcome == "saved", "the run can be resumed"
+    assert work.ledger.state.outcome == "saved", "the run can be resumed"
 
 
 def test_ready_hosts_that_can_not_be_contacted_mean_another_slice_where_that_is_allowed(work: Workstation) -> None:
@@ -332,7 +332,7 @@ def test_a_stop_ends_the_wait_between_two_rounds(work: Workstation) -> None:
     def sleep_and_stop(seconds: float) -> None:
         sleep(seconds)
         slept.append(seconds)
-        if work.hosts.calls.count("create") == 6 and work.ledger.stops == 0:
+        if work.hosts.calls.count("create") == 6 and work.ledger.state.stops == 0:
             stop_elsewhere(work)
             slept.clear()
 
@@ -349,7 +349,7 @@ def test_a_stop_before_the_first_start_keeps_it_from_starting(work: Workstation)
         work.run(work.config())
     assert stopped.value.exit_code is Exit.STOPPED
     assert not work.hosts.attempts
-    assert work.ledger.outcome == "stopped"
+    assert work.ledger.state.outcome == "stopped"
 
 
 def test_a_run_that_waits_for_its_lock_does_not_start_after_a_stop(
@@ -420,10 +420,10 @@ def test_hosts_on_which_a_failed_start_may_have_left_its_container_are_remembere
     work.hosts.hooks["start"] = [times_out]
     with pytest.raises(LaunchError, match="no end after"):
         work.run(work.config())
-    assert [event.hosts for event in work.ledger.left_behind()] == [(1,)]
+    assert [event.hosts for event in work.ledger.state.orphans] == [(1,)]
     work.hosts.silent = set()
     assert work.run(work.config()).verdict.kind is Kind.FINISHED
-    assert not work.ledger.left_behind()
+    assert not work.ledger.state.orphans
 
 
 # -- money ------------------------------------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ def test_down_stops_a_run_that_is_recovered_and_waits_until_nobody_creates_its_s
     def create_slowly() -> None:
         terminal.start()
         deadline = time.monotonic() + 20
-        while not work.ledger.stops and time.monotonic() < deadline:
+        while not work.ledger.state.stops and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.5)
         order.append("created")
@@ -565,7 +565,7 @@ def test_an_attempt_has_ended_although_its_hosts_can_not_be_told(work: Workstati
     work.hosts.fail("stop", UNAVAILABLE, UNAVAILABLE)
     outcome = work.run(work.config("run.failure_retries=1"))
     assert (outcome.attempt, outcome.verdict.kind) == (1, Kind.FINISHED)
-    assert recorded(work, events.LeftBehind) == 1
+    assert recorded(work, events.Orphaned) == 1
 
 
 def test_who_looks_between_an_end_and_the_clearing_up_learns_which_hosts_may_go_on(
@@ -579,7 +579,7 @@ def test_who_looks_between_an_end_and_the_clearing_up_learns_which_hosts_may_go_
     left: list[tuple[int, ...]] = []
 
     def look(*_: object) -> dict[str, str]:
-        left.extend(event.hosts for event in work.ledger.left_behind())
+        left.extend(event.hosts for event in work.ledger.state.orphans)
         return {}
 
     work.hosts.hooks["observe"] = [lambda: None, lambda: None, be_silent]

@@ -3,14 +3,16 @@ that did not answer for a moment."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.config import Config
 from launcher.errors import LaunchError
 from launcher.provider import LogLine, Observation
 from launcher.run.logs import read_from
-from launcher.run.supervise import AttemptRef, _Supervision
-from launcher.run.verdict import Limits
+from launcher.run.session import open_session
+from launcher.run.specification import SecretSource
+from launcher.run.supervise import _Supervision
 from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, work
 
 __all__ = ["work"]
@@ -49,11 +51,11 @@ class LongLogs(FakeProvider):
 
 def fetch(work: Workstation, failures: list[Exception | Observation]) -> LongLogs:
     work.run(work.config())
-    ledger, context = work.ledger, work.context()
+    ledger = work.ledger
     files = [ledger.folder / f"host-{worker}.log" for worker in range(2)]
     provider = LongLogs(work.config(), files, failures)
-    attempt = AttemptRef(ledger.run_id, 0, range(2))
-    supervision = _Supervision(provider, ledger, attempt, Limits(lost=60, stall=None), context.output, context.machine)
+    context = replace(work.context(), make_provider=lambda config: provider)
+    supervision = _Supervision(open_session(context, ledger, SecretSource({}, {})), 0)
     for worker, log in supervision.logs.items():
         log.path, log.cursor = files[worker], type(log.cursor)()
     supervision.fetch_rest([0, 1])

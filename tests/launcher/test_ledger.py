@@ -10,9 +10,23 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import BadInput, Exit, LaunchError
+from launcher.provider import ContainerState
 from launcher.providers import this_machine
-from launcher.run.events import AttemptBegan, Ended, HostBack, Requested, StopRequested
-from launcher.run.ledger import Ledger, RunRecord, begin, find, new_run_id, runs
+from launcher.run.events import (
+    AttemptBegan,
+    Ended,
+    Event,
+    HostBack,
+    Orphaned,
+    Reaped,
+    Requested,
+    Started,
+    StopRequested,
+)
+from launcher.run.ledger import Ledger, RunRecord
+from launcher.run.runs import begin_run, find_run, list_runs, new_run_id
+from launcher.run.specification import Specification
+from launcher.run.state import Phase, RunState, phase_on_hosts, state_of
 from tests.launcher.emulated_gcloud import Clock
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -30,7 +44,9 @@ with Ledger(Path(sys.argv[1]), SystemClock()).supervising():
 
 def new_run(home: Path) -> Ledger:
     run_id = new_run_id("r", this_machine())
-    return begin(home, this_machine(), RunRecord(run_id, "r", "p", "z", "s", "f.yaml", ["true"], "hash", 0.0), "")
+    record = RunRecord(run_id, "r", "p", "z", "s", "f.yaml", ["true"], "hash", 0.0, "tpu-vm")
+    specification = Specification(run="", provider="tpu-vm", file="f.yaml", configuration={})
+    return begin_run(home, this_machine(), record, "", specification, None)
 
 
 def test_a_second_launcher_on_a_run_is_told_who_the_first_is_and_takes_over_when_it_is_gone(tmp_path: Path) -> None:
@@ -57,12 +73,12 @@ def test_runs_begun_in_the_same_second_have_ids_of_their_own(tmp_path: Path) -> 
 
 def test_a_run_is_under_way_from_the_beginning_of_an_attempt_to_its_end(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    assert not run.under_way
+    assert not run.state.phase.is_open
     for number in range(2):
         run.append(AttemptBegan(number))
-        assert run.under_way
+        assert run.state.phase.is_open
         run.append(Ended(number, outcome="failed"))
-        assert not run.under_way
+        assert not run.state.phase.is_open
 
 
 @pytest.mark.parametrize("cut", [1, 10, -1])
@@ -75,10 +91,10 @@ def test_a_line_that_a_crash_cut_swallows_neither_the_next_event_nor_a_number(tm
     *lines, last = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines) + last[:cut])
     run.append(AttemptBegan(2))
-    assert run.attempts == 3
+    assert run.state.attempt == 2
     assert [event.attempt for event in run.events()][-1] == 2
     run.append(Ended(2, outcome="finished"))
-    assert run.outcome == "finished"
+    assert run.state.outcome == "finished"
 
 
 def test_an_event_that_does_not_fit_on_the_disk_is_one_message_and_the_next_one_is_whole(
@@ -98,7 +114,7 @@ def test_an_event_that_does_not_fit_on_the_disk_is_one_message_and_the_next_one_
         run.note(HostBack(0, 1), said.append)
         assert "can't be recorded: No space left" in said[0]
     run.append(AttemptBegan(0))
-    assert run.attempts == 1
+    assert run.state.attempt == 0
 
 
 def test_a_full_disk_keeps_nobody_from_asking_who_supervises_a_run(tmp_path: Path) -> None:
@@ -115,48 +131,79 @@ def test_a_full_disk_keeps_nobody_from_asking_who_supervises_a_run(tmp_path: Pat
 def test_a_damaged_record_is_no_run_and_a_clear_message_for_who_names_it(tmp_path: Path, text: str) -> None:
     good, bad = new_run(tmp_path), new_run(tmp_path)
     (bad.folder / "run.json").write_text(text)
-    assert [run.run_id for run in runs(tmp_path, this_machine())] == [good.run_id]
-    assert find(tmp_path, this_machine(), None).run_id == good.run_id
+    assert [run.run_id for run in list_runs(tmp_path, this_machine())] == [good.run_id]
+    assert find_run(tmp_path, this_machine(), None).run_id == good.run_id
     with pytest.raises(BadInput, match=r"run\.json is damaged"):
-        find(tmp_path, this_machine(), bad.run_id)
-
-
-def test_a_record_of_a_newer_version_is_read(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    path = run.folder / "run.json"
-    path.write_text(path.read_text().replace("{", '{"added": 1, ', 1))
-    assert run.record.slice == "s"
+        find_run(tmp_path, this_machine(), bad.run_id)
 
 
 def test_a_stop_holds_until_another_attempt_is_asked_for(tmp_path: Path) -> None:
     run = new_run(tmp_path)
-    run.append(Requested(0))
+    run.append(Requested(0, 0))
     run.append(AttemptBegan(0))
-    assert not run.stop_requested()
+    assert not run.state.stop_requested
     run.append(StopRequested(0))
     run.append(Ended(0, outcome="saved"))
-    assert run.stop_requested()
+    assert run.state.stop_requested
     run.append(AttemptBegan(1))  # began at the same moment
-    assert run.stop_requested()
-    run.append(Requested(2))
-    assert not run.stop_requested()
+    assert run.state.stop_requested
+    run.append(Requested(2, 1))
+    assert not run.state.stop_requested
 
 
 def test_a_stop_that_a_full_disk_held_back_is_later_than_what_was_asked_for_before_it(tmp_path: Path) -> None:
     """Life 150510: `run` was asked for, then `stop`; both lines waited for room, and the stop's came first."""
     run = new_run(tmp_path)
-    known = run.stops
+    known = run.state.stops
     run.append(StopRequested(0))
     run.append(Requested(0, known))
-    assert run.stop_requested()
-    run.append(Requested(0, run.stops))
-    assert not run.stop_requested()
+    assert run.state.stop_requested
+    run.append(Requested(0, run.state.stops))
+    assert not run.state.stop_requested
 
 
-def test_in_a_ledger_of_an_older_version_a_stop_was_of_one_attempt(tmp_path: Path) -> None:
-    run = new_run(tmp_path)
-    run.append(AttemptBegan(0))
-    run.append(StopRequested(0))
-    assert run.stop_requested()
-    run.append(AttemptBegan(1))
-    assert not run.stop_requested()
+BEGAN, STARTED, SAVED, FINISHED = AttemptBegan(0), Started(0), Ended(0, "saved"), Ended(0, "finished")
+ORPHANED = Orphaned(0, "container", (1,))
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], RunState()),
+        ([BEGAN], RunState(Phase.STARTING, BEGAN)),
+        ([BEGAN, STARTED], RunState(Phase.RUNNING, BEGAN)),
+        ([BEGAN, SAVED], RunState(Phase.ENDED, BEGAN, "saved")),
+        ([BEGAN, STARTED, FINISHED], RunState(Phase.FINISHED, BEGAN, "finished")),
+        ([BEGAN, STARTED, SAVED, AttemptBegan(1)], RunState(Phase.STARTING, AttemptBegan(1))),
+        ([BEGAN, STARTED, SAVED, AttemptBegan(1), STARTED], RunState(Phase.STARTING, AttemptBegan(1))),
+        ([BEGAN, ORPHANED, SAVED], RunState(Phase.ENDED, BEGAN, "saved", orphans=(ORPHANED,))),
+        ([BEGAN, ORPHANED, SAVED, Reaped(0, (1,))], RunState(Phase.ENDED, BEGAN, "saved")),
+    ],
+)
+def test_the_events_of_a_run_say_where_it_stands(events: list[Event], state: RunState) -> None:
+    assert state_of(events) == state
+
+
+CREATED, RUNNING, EXITED, ABSENT = (ContainerState(status) for status in ("created", "running", "exited", "absent"))
+
+
+@pytest.mark.parametrize(
+    ("before", "containers", "lacks", "phase"),
+    [
+        (Phase.RUNNING, [RUNNING, None], False, Phase.RUNNING),
+        (Phase.RUNNING, [EXITED, RUNNING], False, Phase.RUNNING),
+        (Phase.RUNNING, [EXITED, EXITED], False, Phase.EXITED),
+        (Phase.RUNNING, [EXITED, ABSENT], False, Phase.EXITED),
+        (Phase.RUNNING, [ABSENT, ABSENT], False, Phase.VANISHED),
+        (Phase.STARTING, [RUNNING, RUNNING], False, Phase.STARTING),
+        (Phase.STARTING, [RUNNING, RUNNING], True, Phase.INTERRUPTED),
+        (Phase.STARTING, [RUNNING, CREATED], False, Phase.INTERRUPTED),
+        (Phase.STARTING, [ABSENT, ABSENT], False, Phase.INTERRUPTED),
+        (Phase.STARTING, [ABSENT, None], True, Phase.STARTING),
+        (Phase.STARTING, [EXITED, EXITED], False, Phase.EXITED),
+    ],
+)
+def test_the_hosts_of_an_open_attempt_say_what_became_of_it(
+    before: Phase, containers: list[ContainerState | None], lacks: bool, phase: Phase
+) -> None:
+    assert phase_on_hosts(before, containers, may_lack_secrets=lacks) is phase

@@ -13,8 +13,9 @@ from launcher.errors import LaunchError
 from launcher.provider import ContainerState, LogLine, Observation
 from launcher.providers import this_machine
 from launcher.run import events, launch, status
-from launcher.run.ledger import Ledger, find
-from launcher.run.supervise import Output
+from launcher.run.ledger import Ledger
+from launcher.run.runs import find_run
+from launcher.run.session import Context, Output
 from tests.launcher.test_runs import FILE, FakeProvider, Hosts
 
 PAGE = 1000  # lines of one observation
@@ -60,7 +61,7 @@ class Terminal:
         self.config = load(path)
         begun = launch.Request(self.config)
         provider = WritingHosts(self.config, self.lines, self.states)
-        self.context = launch.Context(
+        self.context = Context(
             self.folder / "home",
             {},
             lambda config: provider,
@@ -68,13 +69,13 @@ class Terminal:
             this_machine(),
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("launcher.run.launch.drive", lambda *_arguments, **_options: None)
+            patch.setattr("launcher.run.launch.run_attempts", lambda *_arguments, **_options: None)
             launch.run(begun, self.context)
         self.ledger.append(events.AttemptBegan(0, image="r/i@sha256:0", command=("train",)))
 
     @property
     def ledger(self) -> Ledger:
-        return find(self.folder / "home", this_machine(), None)
+        return find_run(self.folder / "home", this_machine(), None)
 
     def logs(self, *, follow: bool, seconds: float = 20.0) -> None:
         """Prints them; fails when that has not ended in time."""
@@ -106,7 +107,7 @@ def test_following_without_a_supervisor_ends_with_the_containers_and_says_what_i
     (message,) = terminal.messages
     assert "its containers have ended" in message
     assert "tpu-launch run --attach" in message
-    assert terminal.ledger.outcome is None  # only a supervisor says how it ended
+    assert terminal.ledger.state.outcome is None  # only a supervisor says how it ended
 
 
 def test_a_host_that_can_not_be_asked_is_named_once_and_asked_again(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from launcher.config import Config
 from launcher.errors import BadInput, LaunchError
 from launcher.provider import CommandReport
-from launcher.run.live import execution, notebook
+from launcher.run import execution
 from tests.launcher.test_runs import FakeProvider, Hosts, Workstation
 from training.machine.clock import SystemClock
 
@@ -56,12 +56,12 @@ def interrupt(*_arguments: object, **_options: object) -> None:
     raise KeyboardInterrupt
 
 
-def start(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str | None) -> notebook.Jupyter:
+def start(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str | None, *overrides: str) -> execution.Jupyter:
     """Jupyter on host 1 of a live run, whose image has this program for it."""
     work = Workstation(folder, Hosts([None]), clock=SystemClock())  # type: ignore[arg-type]
-    monkeypatch.setattr("launcher.run.attempts.drive.supervise", interrupt)
+    monkeypatch.setattr("launcher.run.loop.supervise", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        work.run(work.config())
+        work.run(work.config(*overrides))
     programs = folder / "programs"
     programs.mkdir()
     if program is not None:
@@ -69,7 +69,7 @@ def start(folder: Path, monkeypatch: pytest.MonkeyPatch, program: str | None) ->
         os.chmod(programs / "jupyter-lab", 0o755)
     context = replace(work.context(), make_provider=lambda config: Hosting(config, work.hosts, programs))
     with execution.live_session(work.config(), context, None) as session:
-        return notebook.start(session, 1, 8888)
+        return execution.start_jupyter(session, 1, 8888)
 
 
 def test_the_port_and_the_token_are_those_that_jupyter_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,7 +89,6 @@ def test_a_server_that_ends_at_once_shows_its_last_lines(tmp_path: Path, monkeyp
         start(tmp_path, monkeypatch, "#!/bin/sh\necho no place\nexit 3\n")
 
 
-def test_where_lines_come_only_at_the_end_it_is_refused(tmp_path: Path) -> None:
-    work = Workstation(tmp_path, Hosts([None]))
+def test_where_lines_come_only_at_the_end_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadInput, match="tpu-launch tunnel --port 8888"):
-        notebook.check(work.config("run.transport=gcloud"))
+        start(tmp_path, monkeypatch, JUPYTER, "run.transport=gcloud")

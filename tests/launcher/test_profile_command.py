@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from launcher.cli import live
 from launcher.cli.main import cli
 from launcher.errors import BadInput, LaunchError
 from launcher.provider import CommandReport
-from launcher.run.live import execution, profile
+from launcher.run import execution
 from tests.bucket_server import BucketServer
 from training import storage
 
@@ -60,14 +61,14 @@ def test_tensorboard_with_its_plugin_is_found_through_a_link(path: Path, tmp_pat
     add(environment, "tensorboard")
     (path / "tensorboard").symlink_to(environment / "tensorboard")
     with pytest.raises(BadInput, match=r"tensorboard has no profile plugin: `pip install tensorboard xprof`"):
-        profile.find_tensorboard()
+        live.find_tensorboard()
     add(environment, "xprof")
-    assert profile.find_tensorboard() == str(path / "tensorboard")
+    assert live.find_tensorboard() == str(path / "tensorboard")
 
 
 @pytest.mark.usefixtures("bucket")
 def test_the_profiles_of_all_hosts_are_copied_into_one_log_folder(tmp_path: Path) -> None:
-    assert profile.fetch(lines(0, 1), tmp_path / "log") == 2
+    live.copy_profiles(lines(0, 1), tmp_path / "log")
     for host in range(2):
         copy = tmp_path / "log" / "plugins" / "profile" / "now" / f"host-{host}.xplane.pb"
         assert copy.read_bytes() == b"profile of host %d" % host
@@ -76,16 +77,15 @@ def test_the_profiles_of_all_hosts_are_copied_into_one_log_folder(tmp_path: Path
 @pytest.mark.usefixtures("bucket")
 def test_a_profile_that_is_not_in_the_bucket_is_told(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"can't be copied here: gs://.*host-7.xplane.pb does not exist"):
-        profile.fetch(lines(7), tmp_path / "log")
+        live.copy_profiles(lines(7), tmp_path / "log")
     with pytest.raises(LaunchError, match="is on the host"):
-        profile.fetch([line.replace("gs://bucket", "/tmp") for line in lines(0)], tmp_path / "log")
+        live.copy_profiles([line.replace("gs://bucket", "/tmp") for line in lines(0)], tmp_path / "log")
 
 
 def invoke(folder: Path, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> Any:
     """`tpu-launch profile --open`; two hosts answer."""
 
-    def execute(*arguments: Any) -> list[CommandReport]:
-        on_line: Callable[[str], None] = arguments[-1]
+    def execute(*_arguments: Any, on_line: Callable[[str], None], **_options: Any) -> list[CommandReport]:
         asked.append("profile")
         for line in lines(0, 1):
             on_line(line)

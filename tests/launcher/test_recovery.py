@@ -69,7 +69,7 @@ def test_no_history_starts_more_attempts_than_the_budgets_allow(
             decide(Verdict(kind), spent_so_far(events), Budgets(preemptions, failures), stop_requested=False).next
             is Next.RECOVER
         ):
-            events.append(Recovering(0, after=kind.value))
+            events.append(Recovering(0, kind.value, "", 0.0))
     reasons = [event.after for event in events if isinstance(event, Recovering)]
     assert sum(reason in {kind.value for kind in PREEMPTIONS} for reason in reasons) <= preemptions
     assert sum(reason == Kind.FAILED.value for reason in reasons) <= failures
@@ -85,10 +85,10 @@ def ended(worker: int, kind: Kind = Kind.FAILED) -> Event:
         ([], (-1, 0)),
         ([ended(1), ended(1)], (1, 2)),
         ([ended(1), ended(0)], (0, 1)),
-        ([ended(1), Recovering(0, "failed"), ended(1, Kind.HOST_LOST)], (1, 2)),
+        ([ended(1), Recovering(0, "failed", "", 0.0), ended(1, Kind.HOST_LOST)], (1, 2)),
         ([ended(1), ended(-1, Kind.PREEMPTED)], (-1, 0)),
         ([ended(1), Ended(0, "preempted"), ended(1)], (1, 1)),
-        ([ended(1), ended(1), SliceReplaced(0), ended(1)], (1, 1)),
+        ([ended(1), ended(1), SliceReplaced(0, 1, ""), ended(1)], (1, 1)),
         ([ended(1), Ended(1, NOT_STARTED, Cause(-1, "503")), ended(1)], (1, 2)),
     ],
 )

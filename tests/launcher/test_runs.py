@@ -30,9 +30,9 @@ from launcher.provider import (
 )
 from launcher.providers import this_machine
 from launcher.run import events, launch, specification
-from launcher.run import ledger as ledgers
-from launcher.run.attempts.session import Outcome
-from launcher.run.supervise import Output
+from launcher.run.ledger import Ledger
+from launcher.run.runs import find_run
+from launcher.run.session import Context, Outcome, Output
 from launcher.run.verdict import Kind
 from training.machine.clock import Clock, SystemClock
 
@@ -202,10 +202,10 @@ class Workstation:
         path.write_text(FILE.replace("SET}", f"{setting}}}"))
         return load(path, overrides, command=command)
 
-    def context(self, **environment: str) -> launch.Context:
+    def context(self, **environment: str) -> Context:
         output = Output(self.messages.append, lambda worker, line: None)
         machine = replace(this_machine(), clock=self.clock)
-        return launch.Context(self.home, environment, lambda config: FakeProvider(config, self.hosts), output, machine)
+        return Context(self.home, environment, lambda config: FakeProvider(config, self.hosts), output, machine)
 
     def run(self, config: Config, environment: dict[str, str] | None = None, **options: object) -> Outcome:
         return launch.run(launch.Request(config, **options), self.context(**(environment or {})))  # type: ignore[arg-type]
@@ -214,8 +214,8 @@ class Workstation:
         return launch.attach(launch.Request(config), self.context(**environment))
 
     @property
-    def ledger(self) -> ledgers.Ledger:
-        return ledgers.find(self.home, this_machine(), None)
+    def ledger(self) -> Ledger:
+        return find_run(self.home, this_machine(), None)
 
 
 @pytest.fixture
@@ -239,7 +239,7 @@ def start_and_lose_sight(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("launcher.run.attempts.drive.supervise", interrupted)
+        patch.setattr("launcher.run.loop.supervise", interrupted)
         with pytest.raises(KeyboardInterrupt):
             work.run(config, {"HF_TOKEN": "s3cret"}, env_file=env_file, overlay=f"{overlay}=/opt/code")
     (overlay / "loop.py").write_text("changed since\n")
@@ -277,7 +277,7 @@ def test_without_its_secrets_no_attempt_follows_and_the_run_stays_resumable(
     assert refused.value.exit_code == Exit.BAD_INPUT
     assert any("FROM_FILE" in message and "no other attempt is started" in message for message in work.messages)
     assert len(work.hosts.attempts) == 1
-    assert work.ledger.outcome == "saved"
+    assert work.ledger.state.outcome == "saved"
     assert not any(isinstance(event, events.Recovering) for event in work.ledger.events())
 
     config = work.config("run.environment={SETTING: of the start}", command=["python", "train.py", "--lr=1e-4"])
@@ -325,17 +325,6 @@ def test_an_overlay_that_was_removed_from_the_runs_folder_keeps_the_next_attempt
     with pytest.raises(BadInput, match="overlay can't be read"):
         work.attach(work.config(), HF_TOKEN="s3cret", FROM_FILE="plain")
     assert len(work.hosts.attempts) == 1
-
-
-def test_a_run_of_an_older_version_is_watched_and_not_started_again(
-    work: Workstation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_and_lose_sight(work, monkeypatch)
-    (work.ledger.folder / specification.FILE).unlink()
-    work.hosts.end(75)
-    outcome = work.attach(work.config())
-    assert (outcome.attempt, outcome.verdict.kind) == (0, Kind.SAVED)
-    assert any("an older version of tpu-launch started this run" in message for message in work.messages)
 
 
 def test_run_attaches_to_what_runs_and_its_budgets_are_those_of_the_start(
@@ -387,7 +376,7 @@ def test_another_run_on_the_hosts_is_a_conflict(work: Workstation) -> None:
     with pytest.raises(LaunchError, match="the slice is in use") as refused:
         work.run(work.config())
     assert refused.value.exit_code == Exit.CONFLICT
-    assert work.ledger.outcome == events.NOT_STARTED
+    assert work.ledger.state.outcome == events.NOT_STARTED
 
 
 def test_stop_ends_what_runs_and_nothing_starts_again(work: Workstation, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,9 +409,7 @@ def test_the_image_of_a_run_is_known_before_its_attempt_begins(
     work.hosts.exits[:2] = [75, 0]
     work.run(work.config())
     assert [attempt.image for attempt in work.hosts.attempts] == ["image-0", "image-0"], "recovery builds nothing"
-    spec = specification.read(work.ledger.folder)
-    assert spec is not None
-    assert spec.image == "image-0"
+    assert specification.read(work.ledger.folder).image == "image-0"
 
 
 def test_an_env_file_changes_nothing_but_the_command(work: Workstation) -> None:

@@ -3,37 +3,38 @@ understands."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
+from launcher.run import events
 from launcher.run.ledger import Ledger
 from launcher.run.status import recent_history
+from launcher.run.verdict import Cause
 from training.machine.clock import SystemClock
 
-LOST = {"worker": 1, "what": "the host went away and came back; its container was killed with it"}
-EVENTS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("attempt", {"attempt": 0, "image": "sha256:1f"}),
-    ("started", {"attempt": 0}),
-    ("host out of reach", {"attempt": 0, "host": 1, "problem": "timed out"}),
-    ("host back", {"attempt": 0, "host": 1}),
-    ("ended", {"attempt": 0, "outcome": "host lost", "cause": LOST}),
-    ("post-mortem", {"attempt": 0, "path": "post-mortem-0.tar.gz"}),
-    ("recover", {"attempt": 0, "after": "host lost", "reason": "preemption 1 of 10", "delay": 0.0}),
-    ("attempt", {"attempt": 1, "image": "sha256:1f"}),
-    ("started", {"attempt": 1}),
-    ("recovered", {"attempt": 1, "seconds": {"delay": 0.0, "slice": 2.9, "start": 8.3}}),
+WHAT = "the host went away and came back; its container was killed with it"
+EVENTS: tuple[events.Event, ...] = (
+    events.AttemptBegan(0, image="sha256:1f"),
+    events.Started(0),
+    events.HostOutOfReach(0, 1, "timed out"),
+    events.HostBack(0, 1),
+    events.Ended(0, "host lost", Cause(1, WHAT)),
+    events.PostMortemWritten(0, "post-mortem-0.tar.gz"),
+    events.Recovering(0, "host lost", "preemption 1 of 10", 0.0),
+    events.AttemptBegan(1, image="sha256:1f"),
+    events.Started(1),
+    events.Recovered(1, {"delay": 0.0, "slice": 2.9, "start": 8.3}),
 )
 
 
 def test_the_story_of_a_recovery_is_a_few_lines(tmp_path: Path) -> None:
-    lines = [json.dumps({"time": "2026-11-21T22:00:00Z", "event": name, **details}) for name, details in EVENTS]
-    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
-    assert [line.partition(" ")[2] for line in recent_history(Ledger(tmp_path, SystemClock()))] == [
+    ledger = Ledger(tmp_path, SystemClock())
+    for event in EVENTS:
+        ledger.append(event)
+    assert [line.partition(" ")[2] for line in recent_history(ledger)] == [
         "attempt 0: started",
         "attempt 0: host 1 out of reach: timed out",
         "attempt 0: host 1 back",
-        f"attempt 0: ended: host lost: host 1: {LOST['what']}",
+        f"attempt 0: ended: host lost: host 1: {WHAT}",
         "attempt 0: recover: preemption 1 of 10",
         "attempt 1: started",
         "attempt 1: recovered: in 11.2 s: delay 0.0 s, slice 2.9 s, start 8.3 s",

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from launcher.errors import LaunchError
 from launcher.provider import CommandReport, ContainerState, container_name
 from launcher.run import events
-from launcher.run.live.frame import View, plot, render
-from launcher.run.live.top import Top
 from launcher.run.status import HostStatus
+from launcher.run.top import Top, View, plot, render
 from tests.launcher.test_runs import FakeProvider, Hosts, Workstation
 from training.telemetry.text import Progress, format_progress
 
@@ -100,7 +99,7 @@ def test_a_look_reads_the_curve_of_all_attempts_once_and_asks_hosts_for_the_rest
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = Workstation(tmp_path, Hosts([75, None]))
-    monkeypatch.setattr("launcher.run.attempts.drive.supervise", interrupt)
+    monkeypatch.setattr("launcher.run.loop.supervise", interrupt)
     with pytest.raises(KeyboardInterrupt):
         work.run(work.config())
     ledger = work.ledger

@@ -274,7 +274,7 @@ def test_a_failure_is_tried_again_within_its_budget_and_the_slice_of_a_bad_host_
     budget = ("--set", "run.failure_retries=1", "--set", "run.replace_after=1")
     ended = work.good("--emulated", "run", "--new", "--json", "-f", file, *budget, *command(script))
     assert "failure 1 of 1" in ended.output
-    assert "host 0 was the first cause of the last 1 attempts: making the slice anew" in ended.output
+    assert "host 0 was the first cause of the last 1 attempts: recreating the slice" in ended.output
     assert "[0] attempt 1" in ended.output
     told = ended.json()
     assert (told["outcome"], told["attempt"]) == ("finished", 1)

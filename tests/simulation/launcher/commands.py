@@ -11,9 +11,9 @@ from dataclasses import replace
 from launcher.config import Config
 from launcher.errors import Exit, LaunchError, from_disk
 from launcher.run import launch, status
-from launcher.run import ledger as ledgers
-from launcher.run.attempts.session import Outcome
-from launcher.run.supervise import Output, explain
+from launcher.run.runs import list_runs
+from launcher.run.session import Context, Outcome, Output
+from launcher.run.supervise import explain
 from launcher.run.verdict import Kind
 from launcher.tpu_vm import inventory, ownership
 from launcher.tpu_vm.provider import TpuVm
@@ -42,7 +42,7 @@ class Command:
         self.process.enter = self._enter
         self.actor = Actor(laptop, name, self.process)
         self.machine = make_machine(world, self.actor, chance)
-        self.context = launch.Context(laptop.home, {}, self._make_provider, Output(self._say, self._emit), self.machine)
+        self.context = Context(laptop.home, {}, self._make_provider, Output(self._say, self._emit), self.machine)
         self.task = world.scheduler.spawn(self._main, name="main", process=self.process)
 
     def _enter(self) -> None:
@@ -138,7 +138,7 @@ class Command:
 
     def _down(self) -> int:
         self.world.down_allowed.add(self.laptop.person)
-        for ledger in ledgers.runs(self.laptop.home, self.machine):  # `down` stops what is under way
+        for ledger in list_runs(self.laptop.home, self.machine):  # `down` stops what is under way
             self.world.record.stops.append(Stop(ledger.run_id, self.world.scheduler.now))
         launch.delete_slice(self.config, self.context)
         return 0

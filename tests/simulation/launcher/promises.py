@@ -6,10 +6,10 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from launcher.errors import Exit
-from launcher.run import ledger as ledgers
 from launcher.run.events import AttemptBegan, Ended
 from launcher.run.logs import read_from
 from launcher.run.recovery import spent_so_far
+from launcher.run.runs import list_runs
 
 if TYPE_CHECKING:
     from tests.simulation.launcher.commands import Command
@@ -118,7 +118,7 @@ def run_with_budget_goes_on(simulation: SimulatedRun, command: Command) -> None:
     world = simulation.world
     if command.name not in ("run", "attach") or command.code in (0, Exit.DETACHED, Exit.BAD_INPUT, Exit.CONFLICT):
         return
-    known = ledgers.runs(command.laptop.home, command.machine)
+    known = list_runs(command.laptop.home, command.machine)
     if not known or world.record.stops or world.record.permanent or simulation.loses_by_its_disk:
         return
     ledger = known[-1]
@@ -273,10 +273,10 @@ def nothing_runs_on_after_a_verdict(simulation: SimulatedRun, command: Command) 
     if command.verdict is None or command.outcome is None:
         return
     run = command.outcome.run_id
-    ledger = next(item for item in ledgers.runs(command.laptop.home, command.machine) if item.run_id == run)
-    if ledger.under_way or ledger.supervised():  # another terminal has started it again
+    ledger = next(item for item in list_runs(command.laptop.home, command.machine) if item.run_id == run)
+    if ledger.state.phase.is_open or ledger.supervised():  # another terminal has started it again
         return
-    left = {(item.attempt, worker) for item in ledger.left_behind() for worker in item.hosts}
+    left = {(item.attempt, worker) for item in ledger.state.orphans for worker in item.hosts}
     for container in containers_of(simulation.world, run):
         known = (container.attempt, container.host.worker) in left
         if container.running and container.host.up and not known:
@@ -320,7 +320,7 @@ def check_end(simulation: SimulatedRun) -> None:
     one_event_costs_one_attempt(simulation)
     ledgers_are_in_order(simulation)
     locks_are_free(simulation)
-    for ledger in ledgers.runs(simulation.ann.home, simulation.commands[0].machine) if simulation.commands else []:
+    for ledger in list_runs(simulation.ann.home, simulation.commands[0].machine) if simulation.commands else []:
         for event in ledger.events():
             if isinstance(event, Ended):
                 job = simulation.world.record.jobs.get((ledger.run_id, event.attempt))
@@ -343,7 +343,7 @@ def nothing_of_ours_is_left(simulation: SimulatedRun) -> None:
 def budgets_are_kept(simulation: SimulatedRun) -> None:
     """No more attempts than the budgets allow."""
     run = simulation.config.run
-    for ledger in ledgers.runs(simulation.ann.home, simulation.commands[0].machine) if simulation.commands else []:
+    for ledger in list_runs(simulation.ann.home, simulation.commands[0].machine) if simulation.commands else []:
         spent = spent_so_far(ledger.events())
         if spent.preemptions > run.preemption_retries or spent.failures > run.failure_retries:
             simulation.world.break_promise("budgets are spent on what they are for", f"{ledger.run_id}: {spent}")
@@ -353,7 +353,7 @@ def one_event_costs_one_attempt(simulation: SimulatedRun) -> None:
     """A budget is spent once for what took a host or the slice away, if one command sees it through."""
     if simulation.loses_by_its_disk or any(fault.kind not in _TAKES_HOSTS for fault in simulation.faults):
         return
-    for ledger in ledgers.runs(simulation.ann.home, simulation.commands[0].machine) if simulation.commands else []:
+    for ledger in list_runs(simulation.ann.home, simulation.commands[0].machine) if simulation.commands else []:
         spent = spent_so_far(ledger.events()).preemptions
         saves = sum(
             job.plan.kind == "save" for job in simulation.world.record.jobs.values() if job.run == ledger.run_id
@@ -368,7 +368,7 @@ def one_event_costs_one_attempt(simulation: SimulatedRun) -> None:
 
 def ledgers_are_in_order(simulation: SimulatedRun) -> None:
     """Attempts are numbered one after another, each ends at most once, and none begins before the last has ended."""
-    for ledger in ledgers.runs(simulation.ann.home, simulation.commands[0].machine) if simulation.commands else []:
+    for ledger in list_runs(simulation.ann.home, simulation.commands[0].machine) if simulation.commands else []:
         began = [event.attempt for event in ledger.events() if isinstance(event, AttemptBegan)]
         ended = [event.attempt for event in ledger.events() if isinstance(event, Ended)]
         if began != list(range(len(began))) or len(set(ended)) < len(ended):
@@ -379,7 +379,7 @@ def locks_are_free(simulation: SimulatedRun) -> None:
     """Who has ended holds no run."""
     if any(command.code is None and not command.killed for command in simulation.commands):
         return
-    for ledger in ledgers.runs(simulation.ann.home, simulation.commands[0].machine) if simulation.commands else []:
+    for ledger in list_runs(simulation.ann.home, simulation.commands[0].machine) if simulation.commands else []:
         if ledger.supervised():
             simulation.world.break_promise("locks go with their processes", ledger.run_id)
 

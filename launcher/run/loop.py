@@ -1,17 +1,16 @@
-"""Watching attempts, and following each up with the next, as the budgets allow.
+"""The attempts of a run, one after another: start, watch, decide what follows.
 
-`drive` is the whole of it. `_Recovery` is what lies between the end of an attempt and the start of the next one:
-rounds, each of which makes the slice READY and starts the attempt, until one succeeds or `recovery.decide_round` gives
-up.
+`run_attempts` is the loop. `_Recovery` goes from the end of an attempt to the start of the next one, in rounds, each of
+which makes the slice READY and starts the attempt, until one succeeds or `recovery.decide_round` gives up.
 """
 
 from __future__ import annotations
 
+import contextlib
+
 from launcher import costs
 from launcher.errors import Exit, LaunchError
 from launcher.run import events
-from launcher.run.attempts.session import Outcome, RunStopped, Session
-from launcher.run.attempts.start import require_inputs, start_next
 from launcher.run.recovery import (
     SETTLE_SECONDS,
     Budgets,
@@ -24,19 +23,21 @@ from launcher.run.recovery import (
     decide_round,
     spent_so_far,
 )
-from launcher.run.supervise import AttemptRef, explain, last_lines, supervise
-from launcher.run.verdict import SLICE_DELETED, Kind, Limits, Verdict
+from launcher.run.session import Outcome, RunStopped, Session
+from launcher.run.start import end_interrupted_start, observe_phase, require_inputs, start_attempt
+from launcher.run.state import Phase
+from launcher.run.supervise import StartInterrupted, explain, last_lines, supervise
+from launcher.run.verdict import SLICE_DELETED, Cause, Kind, Verdict
 
 _SETTLE_POLL_SECONDS = 5.0
 
 
-def drive(session: Session, attempt: AttemptRef | None, *, ready: bool = True) -> Outcome:
-    """Watches an attempt, or starts the next one when there is none, and then those that the budgets allow.
+def run_attempts(session: Session, attempt: int | None = None) -> Outcome:
+    """Starts the next attempt and watches it, then further attempts as the budgets allow.
 
     Args:
         session: The run. Its specification names the image.
-        attempt: The attempt that runs; None to start the next one.
-        ready: Whether the slice was seen to be READY. If not, a failure to start is explained by the slice's state.
+        attempt: Number of an attempt that runs, which is watched first.
 
     Returns:
         How the last attempt ended.
@@ -44,54 +45,70 @@ def drive(session: Session, attempt: AttemptRef | None, *, ready: bool = True) -
     Raises:
         LaunchError: An attempt could not be started, or the run could not be recovered.
         BadInput: Another attempt would follow, and secrets or the overlay are missing. The run stays resumable.
-        RunStopped: Its owner stopped the run before the first attempt had started.
+        RunStopped: The user stopped the run before the first attempt had started.
     """
     while True:
         verdict = None
         if attempt is None:
-            attempt, verdict = start_next(session, ready=ready)
+            attempt, verdict = start_attempt(session)
         if verdict is None:
-            verdict = _supervise(session, attempt)
+            verdict = supervise(session, attempt)
         following = _recover(session, attempt, verdict)
         if following is None:
-            lines = last_lines(session.ledger, attempt.number, verdict)
-            return Outcome(session.ledger.run_id, attempt.number, verdict, lines)
+            lines = last_lines(session.ledger, attempt, verdict)
+            return Outcome(session.ledger.run_id, attempt, verdict, lines)
         attempt = following
 
 
-def _supervise(session: Session, attempt: AttemptRef) -> Verdict:
-    settings = session.config.run
-    stall = None if settings.stall_minutes is None else settings.stall_minutes * 60
-    limits = Limits(lost=settings.host_lost_seconds, unreachable=settings.unreachable_minutes * 60, stall=stall)
-    return supervise(
-        session.provider, session.ledger, attempt, limits=limits, output=session.output, machine=session.machine
-    )
+def resume_open_attempt(session: Session) -> Outcome | None:
+    """Watches the attempt whose end is not recorded, or records how it ended while no process watched it.
+
+    Closes the session's provider.
+
+    Returns:
+        How the run ended; None if the next attempt has to be started.
+    """
+    ledger = session.ledger
+    number = ledger.state.attempt
+    with contextlib.closing(session.provider):
+        phase = observe_phase(session)
+        if phase is Phase.INTERRUPTED:
+            end_interrupted_start(session)
+            return None
+        if phase is Phase.VANISHED:
+            ledger.append(events.Ended(number, events.VANISHED, Cause(-1, "no host has its container any more")))
+            return None
+        session.say(f": attempt {number} is there already; attaching to it")
+        try:
+            outcome = run_attempts(session, number)
+        except StartInterrupted:  # reported by a host that could not be reached before
+            end_interrupted_start(session)
+            return None
+    if phase is not Phase.EXITED or outcome.verdict.kind is Kind.FINISHED:
+        return outcome
+    # The attempt had ended while no process watched it: `run` was asked for in order to resume it.
+    session.say(f": attempt {number} had ended: {explain(outcome.verdict)[0]}")
+    return None
 
 
-def _recover(session: Session, attempt: AttemptRef, verdict: Verdict) -> AttemptRef | None:
-    """Starts the attempt that follows, if one does: a recovery."""
+def _recover(session: Session, attempt: int, verdict: Verdict) -> int | None:
+    """Starts the attempt that follows, and returns its number; None if none follows."""
     ledger, settings = session.ledger, session.config.run
     decision = decide(
         verdict,
         spent_so_far(ledger.events()),
         Budgets(settings.preemption_retries, settings.failure_retries),
-        stop_requested=ledger.stop_requested(),
+        stop_requested=ledger.state.stop_requested,
     )
     if decision.next is Next.END:
         return None
-    if session.specification is None:
-        session.say(
-            ": no attempt follows: an older version of tpu-launch started this run, and its folder does not say what "
-            "it is (no specification.yaml); `tpu-launch run` resumes it"
-        )
-        return None
     for line in explain(verdict):
-        session.say(f", attempt {attempt.number}: {line}")
-    require_inputs(session, session.specification)
+        session.say(f", attempt {attempt}: {line}")
+    require_inputs(session)
     delay = f" in {decision.delay:.0f} s" if decision.delay else ""
     session.say(f": starting again ({decision.reason}){delay}")
     try:
-        ledger.append(events.Recovering(attempt.number, verdict.kind.value, decision.reason, decision.delay))
+        ledger.append(events.Recovering(attempt, verdict.kind.value, decision.reason, decision.delay))
     except LaunchError as error:
         raise LaunchError(f"{error}\n  {_describe_bill(session)}`tpu-launch run` resumes the run") from error
     try:
@@ -102,7 +119,7 @@ def _recover(session: Session, attempt: AttemptRef, verdict: Verdict) -> Attempt
 
 
 class _Recovery:
-    """From the end of an attempt until the next one runs on all hosts, in rounds. Stopping the run ends every wait."""
+    """From the end of an attempt until the next one runs on all hosts, in rounds. A stop of the run ends every wait."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -112,19 +129,19 @@ class _Recovery:
         self.first_failure = 0.0  # when the first of them failed
         self.replace = ""  # why the slice is deleted in the next round; empty: it is not
 
-    def run(self, delay: float, *, settle: bool) -> AttemptRef:
-        """The next attempt, started.
+    def run(self, delay: float, *, settle: bool) -> int:
+        """Starts the next attempt and returns its number.
 
         Args:
             delay: Seconds to wait first.
-            settle: Whether to wait until the API knows what became of the slice.
+            settle: Whether to wait until the API reports what became of the slice.
 
         Raises:
-            LaunchError: It can't be started, or not in time; the message says what is billed.
+            LaunchError: The attempt can't be started, or not in time; the message says what is billed.
         """
         self.clock.sleep(delay)
         if self.session.provider.capabilities.replaces_hosts:
-            self._look_at_slice(settle=settle)
+            self._check_slice(settle=settle)
         while True:
             try:
                 return self._try()
@@ -133,9 +150,9 @@ class _Recovery:
             except LaunchError as error:
                 self._wait_after(error)
 
-    def _look_at_slice(self, *, settle: bool) -> None:
-        """Raises SliceDeleted when somebody deleted the slice. With `settle`, waits for a short time until the API says
-        that the slice is not READY any more."""
+    def _check_slice(self, *, settle: bool) -> None:
+        """Raises SliceDeleted when the slice was deleted. With `settle`, waits SETTLE_SECONDS at most until the API
+        reports that the slice is not READY."""
         session = self.session
         if settle:
             session.say(f": waiting for the slice's state, for {SETTLE_SECONDS:.0f} s at most: nobody here stopped it")
@@ -144,7 +161,7 @@ class _Recovery:
         while True:
             try:
                 slice_state = session.provider.describe()
-            except LaunchError:  # the API does not answer: nothing is known yet
+            except LaunchError:  # the API does not answer
                 missing = 0
             else:
                 missing = missing + 1 if slice_state is None or slice_state.state == "DELETING" else 0
@@ -156,29 +173,29 @@ class _Recovery:
                 return
             self.clock.sleep(_SETTLE_POLL_SECONDS)
 
-    def _try(self) -> AttemptRef:
-        """One round: the slice READY, the attempt started."""
+    def _try(self) -> int:
+        """Makes the slice READY, starts the attempt and returns its number: one round."""
         session = self.session
         round_begun = self.clock.monotonic()
         self._delete_slice_if_bad()
-        # Finds the slice READY, waits for it, or deletes and creates it, as its state demands.
+        # Find the slice READY, wait for it, or delete and create it, as its state demands.
         session.provider.create(self.clock)
         ready = self.clock.monotonic()
-        attempt, preempted = start_next(session, ready=True)
-        if preempted is not None and preempted.cause is not None:
-            if preempted.kind is Kind.DELETED:
-                raise SliceDeleted(preempted.cause.what)
-            raise LaunchError(preempted.cause.what, exit_code=Exit.PREEMPTED)
+        attempt, lost = start_attempt(session)
+        if lost is not None and lost.cause is not None:
+            if lost.kind is Kind.DELETED:
+                raise SliceDeleted(lost.cause.what)
+            raise LaunchError(lost.cause.what, exit_code=Exit.PREEMPTED)
         started = self.clock.monotonic()
         steps = {"delay": round_begun - self.begun, "slice": ready - round_begun, "start": started - ready}
         seconds = {name: round(value, 1) for name, value in steps.items()}
-        session.ledger.note(events.Recovered(attempt.number, seconds), session.output.say)
+        session.ledger.note(events.Recovered(attempt, seconds), session.context.output.say)
         parts = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
         session.say(f": recovered in {started - self.begun:.1f} s ({parts})")
         return attempt
 
     def _wait_after(self, error: LaunchError) -> None:
-        """Waits for the next round. Raises LaunchError when there is none."""
+        """Waits for the next round. Raises LaunchError if the recovery is given up."""
         session, now = self.session, self.clock.monotonic()
         self.failed += 1
         if self.failed == 1:
@@ -201,14 +218,13 @@ class _Recovery:
         if decision.next is NextRound.REPLACE:
             self.replace = problem
         session.say(f": not recovered yet: {problem}; {decision.reason} in {decision.delay:.0f} s")
-        number = session.ledger.attempts - 1
-        failed = events.RoundFailed(number, problem, decision.reason, decision.delay)
-        session.ledger.note(failed, session.output.say)
+        failed = events.RoundFailed(session.ledger.state.attempt, problem, decision.reason, decision.delay)
+        session.ledger.note(failed, session.context.output.say)
         self.clock.sleep(decision.delay)
 
     def _delete_slice_if_bad(self) -> None:
-        """Deletes a slice whose hosts can't be used, or one of whose hosts fails again and again, where
-        run.replace_after says so: one host of a slice can't be exchanged."""
+        """Deletes a slice whose hosts can't be used or one of whose hosts fails repeatedly, where run.replace_after
+        allows it: a single host of a slice can't be replaced."""
         session = self.session
         worker, count = bad_host(session.ledger.events())
         limit = session.config.run.replace_after
@@ -217,20 +233,20 @@ class _Recovery:
             if limit is not None:
                 self.replace = self.replace or reason
             elif self.failed == 0:
-                session.say(f": {reason}; run.replace_after: 2 makes the slice anew then")
+                session.say(f": {reason}; run.replace_after: 2 recreates the slice then")
         else:
             worker = -1
         if not self.replace:
             return
-        session.say(f": {self.replace}: making the slice anew (run.replace_after)")
+        session.say(f": {self.replace}: recreating the slice (run.replace_after)")
         session.check_stop()
         session.provider.delete()
-        session.ledger.append(events.SliceReplaced(session.ledger.attempts - 1, worker, self.replace))
+        session.ledger.append(events.SliceReplaced(session.ledger.state.attempt, worker, self.replace))
         self.replace = ""
 
 
 def _describe_bill(session: Session) -> str:
-    """What goes on being paid for, a sentence; empty where there is no slice of the run's own."""
+    """Returns a sentence that says what is still billed; empty where the run has no slice of its own."""
     if not session.provider.capabilities.cloud_tpu_node:
         return ""
     name = session.config.slice.name

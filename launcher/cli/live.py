@@ -1,0 +1,253 @@
+"""Commands on a live run: `exec`, `notebook`, `profile` and `top`."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import click
+
+from launcher import shell
+from launcher.cli import terminal
+from launcher.cli.options import configured, machine, open_provider, run_context, run_option
+from launcher.cli.ssh import find_port, host_option, open_tunnel
+from launcher.config import Config
+from launcher.errors import BadInput, LaunchError
+from launcher.home import home
+from launcher.provider import CommandReport
+from launcher.run import execution
+from training.machine.threads import Future
+
+_ANSWER_SECONDS = 30  # for the answer to `profile`, after the trainer's own time-out
+_TENSORBOARD_SECONDS = 7 * 24 * 3600.0
+_TENSORBOARD_PORT = 6006
+# The lines of `tpu-train profile`: TensorBoard's log folder, and the plugin's file of one host below it.
+_PROFILE_LINE = re.compile(r"steps \d+ to \d+: (\S+/profiles/[^/\s]+)/(plugins/profile/[^/\s]+/[^/\s]+\.xplane\.pb)")
+
+
+class _Host(click.ParamType[int | None]):
+    """A worker index, or `all`."""
+
+    name = "N|all"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value == "all":
+            return None
+        if not value.isdigit():
+            self.fail(f"{value!r} is neither a worker index nor `all`", param, ctx)
+        return int(value)
+
+
+_HOST = _Host()
+
+
+@click.command("exec", context_settings={"ignore_unknown_options": True})
+@run_option
+@click.option("--host", type=_HOST, default="all", show_default=True, help="This host, by worker index.")
+@click.option(
+    "--timeout",
+    "seconds",
+    type=click.IntRange(1, 7 * 24 * 3600),
+    default=600,
+    show_default=True,
+    metavar="SECONDS",
+    help="After which the command is ended.",
+)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+@configured
+def exec_(config: Config, run_id: str | None, host: int | None, seconds: int, command: tuple[str, ...]) -> None:
+    """Run a command in the live container of every host, or of one; it has no standard input.
+
+    Each line has its host in front. The exit code is 0, or that of the host that failed first. Ctrl-C ends the
+    command on its hosts; the run goes on.
+
+    \b
+    tpu-launch exec -f run.yaml -- nproc
+    tpu-launch exec -f run.yaml --host 0 -- sh -c 'df -h; free -g'
+    """
+    if not command:
+        raise BadInput("exec: no command: `tpu-launch exec -f run.yaml -- COMMAND`")
+    try:
+        reports = execution.execute(config, run_context(), run_id, command, host=host, seconds=seconds)
+    except KeyboardInterrupt:
+        terminal.say("interrupted: the command is ended on its hosts; the run goes on")
+        raise
+    for report in reports:
+        if report.exit_code is None:
+            terminal.error(f"host {report.worker}: {shlex.join(command)[:200]}: {report.problem}")
+        elif report.exit_code:
+            terminal.say(f"host {report.worker}: exit code {report.exit_code}")
+    sys.exit(execution.exit_code(reports))
+
+
+@click.command()
+@run_option
+@host_option
+@click.option(
+    "--port", type=click.IntRange(1, 65535), default=8888, show_default=True, help="On the host; the next free one."
+)
+@click.option(
+    "--local-port", type=click.IntRange(1, 65535), help="Here, on 127.0.0.1.  [default: the same, or a free one]"
+)
+@configured
+def notebook(config: Config, run_id: str | None, host: int, port: int, local_port: int | None) -> None:
+    """Start Jupyter in the live container of a host, and print its address with the token. Ctrl-C ends it; the run goes
+    on."""
+    with execution.live_session(config, run_context(), run_id) as session:
+        execution.choose_workers(session.config, host)
+        terminal.say(f"run {session.ledger.run_id}: starting Jupyter on host {host}")
+        jupyter = execution.start_jupyter(session, host, port)
+        local = find_port(local_port, jupyter.port)
+        text = f"http://127.0.0.1:{local}/?token={jupyter.token} is Jupyter on host {host}; Ctrl-C ends it"
+        try:
+            open_tunnel(
+                session.config,
+                host,
+                jupyter.port,
+                local,
+                text,
+                on_start=lambda end: machine().threads.start(_end_after, jupyter.ended, end),
+            )
+        except LaunchError:
+            if jupyter.ended.done():
+                raise LaunchError(f"Jupyter on host {host} has ended") from None
+            raise
+        terminal.say("Jupyter is ended; the run goes on")
+
+
+def _end_after(ended: Future[list[CommandReport]], end: Callable[[], None]) -> None:
+    """Waits until Jupyter has ended, then ends the tunnel."""
+    ended.exception()
+    end()
+
+
+@click.command()
+@run_option
+@click.option("--steps", type=click.IntRange(1, 1000), default=5, show_default=True, help="How many.")
+@click.option("--host", type=_HOST, default="0", show_default=True, help="This host, by worker index.")
+@click.option(
+    "--timeout",
+    "seconds",
+    type=click.IntRange(1, 24 * 3600),
+    default=600,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to wait for the steps.",
+)
+@click.option("--open", "opens", is_flag=True, help="Then show it in the TensorBoard of this machine, until Ctrl-C.")
+@configured
+def profile(config: Config, run_id: str | None, steps: int, host: int | None, seconds: int, opens: bool) -> None:
+    """Profile the next steps of a run that trains with `tpu-train`, on one host or on all; the training goes on.
+
+    The profile is written to `profiles/` in the run's folder. TensorBoard shows it, with the plugin of the package
+    `xprof`; --open copies it to .tpu-launch/profiles for that.
+    """
+    tensorboard = find_tensorboard() if opens else None
+    lines: list[str] = []
+    name = time.strftime("%Y_%m_%d_%H_%M_%S")
+    command = ("tpu-train", "profile", f"--steps={steps}", f"--name={name}", f"--seconds={seconds}")
+    limit = seconds + _ANSWER_SECONDS
+    reports = execution.execute(config, run_context(), run_id, command, host=host, seconds=limit, on_line=lines.append)
+    for report in reports:
+        if report.exit_code is None:
+            terminal.error(f"host {report.worker}: {report.problem}")
+    code = execution.exit_code(reports)
+    if code == 0 and tensorboard:
+        folder = home() / "profiles" / name
+        copy_profiles(lines, folder)
+        _show(tensorboard, folder)
+    elif code == 0:
+        terminal.say(f"look at it: `tensorboard --logdir FOLDER`, FOLDER being the path above up to profiles/{name}")
+    sys.exit(code)
+
+
+def find_tensorboard() -> str:
+    """Returns the path of a TensorBoard that has the profile plugin. Raises BadInput if there is none."""
+    path = shutil.which("tensorboard")
+    if path is None:
+        problem = "tensorboard is not on this machine's PATH"
+    elif not Path(path).resolve().with_name("xprof").exists():  # the plugin's package installs this program beside it
+        problem = f"{path} has no profile plugin"
+    else:
+        return path
+    raise BadInput(f"--open: {problem}: `pip install tensorboard xprof`, or leave --open out")
+
+
+def copy_profiles(lines: Sequence[str], folder: Path) -> None:
+    """Copies the profiles that these lines of hosts name into `folder`, a log folder for TensorBoard.
+
+    Raises:
+        LaunchError: A profile is not in Cloud Storage, or can't be read.
+    """
+    from training import storage
+
+    for match in filter(None, map(_PROFILE_LINE.fullmatch, lines)):
+        url = f"{match[1]}/{match[2]}"
+        if not storage.is_remote(url):
+            raise LaunchError(f"--open: {url} is on the host; profiles are copied from Cloud Storage alone")
+        try:
+            storage.download(url, folder / match[2])
+        except storage.StorageError as error:
+            raise LaunchError(f"--open: the profile can't be copied here: {error}") from None
+
+
+def _show(tensorboard: str, folder: Path) -> None:
+    """Runs TensorBoard until Ctrl-C. Raises LaunchError if it ends by itself."""
+    port = find_port(None, _TENSORBOARD_PORT)
+    terminal.say(f"TensorBoard shows it at http://127.0.0.1:{port}/#profile when it has started; Ctrl-C ends it")
+    command = [tensorboard, "--logdir", str(folder), "--host", "127.0.0.1", "--port", str(port)]
+    try:
+        result = shell.stream(command, click.echo, timeout=_TENSORBOARD_SECONDS)
+    except KeyboardInterrupt:
+        return
+    raise LaunchError(f"TensorBoard ended by itself with {result.returncode}; its last lines:\n{result.stdout[-2000:]}")
+
+
+@click.command()
+@click.option("--once", is_flag=True, help="Print one frame and end.")
+@click.option(
+    "--every",
+    "seconds",
+    type=click.FloatRange(1.0, 3600.0),
+    default=5.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks.",
+)
+@click.option(
+    "--columns", type=click.IntRange(40, 1000), help="Of the frame.  [default: those of the terminal, 80 without one]"
+)
+@configured
+def top(config: Config, once: bool, seconds: float, columns: int | None) -> None:
+    """Watch the slice's newest run: step, loss curve, examples/s, data wait, hosts with their memory, cost so far.
+    Ctrl-C ends it; the run goes on."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    from launcher.run.top import Top, render
+
+    def width() -> int:
+        return columns or shutil.get_terminal_size((80, 24)).columns
+
+    with contextlib.closing(open_provider(config)) as provider:
+        view = Top(config, run_context(), provider)
+        if once:
+            for line in render(view.look(), width()):
+                click.echo(line)
+            return
+        console = Console(highlight=False)
+        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            while True:
+                try:
+                    frame = render(view.look(), width())
+                except LaunchError as error:  # the next look may succeed
+                    frame = str(error).splitlines()
+                live.update(Text("\n".join(frame), no_wrap=True, overflow="crop"), refresh=True)
+                machine().clock.sleep(seconds)

@@ -1,0 +1,181 @@
+"""Commands in the live containers of a run: `exec`, and Jupyter for `notebook`. They change nothing of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from launcher.config import Config
+from launcher.errors import BadInput, Exit, LaunchError
+from launcher.masking import Masker
+from launcher.provider import CommandReport, LogLine
+from launcher.run.runs import find_run
+from launcher.run.session import Context, Session, open_session
+from launcher.run.specification import SecretSource
+from launcher.run.state import Phase
+from training.machine.threads import Future
+
+_JUPYTER_SECONDS = 7 * 24 * 3600.0
+_JUPYTER_START_SECONDS = 120.0  # the first import of Jupyter on a busy host takes half a minute
+_JUPYTER_POLL_SECONDS = 0.1
+_LAST_LINES = 5
+_NO_JUPYTER = "tpu-launch: no jupyter here"
+_JUPYTER_URL = re.compile(r"https?://(?:localhost|127\.0\.0\.1):(\d+)/\S*[?&]token=(\w+)")
+_JUPYTER_SCRIPT = f"""\
+for program in jupyter-lab jupyter-notebook; do
+  if command -v $program >/dev/null; then exec $program --no-browser --allow-root --ip=127.0.0.1 --port="$1"; fi
+done
+echo '{_NO_JUPYTER}'
+"""
+
+
+def execute(
+    config: Config,
+    context: Context,
+    run_id: str | None,
+    command: Sequence[str],
+    *,
+    host: int | None,
+    seconds: float,
+    on_line: Callable[[str], None] = lambda line: None,
+) -> list[CommandReport]:
+    """Runs a command in the run's live containers, and emits its lines as they come, values of secrets masked.
+
+    Args:
+        config: Finds the run: the newest one of its slice.
+        context: This process.
+        run_id: Finds the run instead.
+        command: Program and arguments.
+        host: Worker index; None for all hosts.
+        seconds: After which the command is ended.
+        on_line: Takes each emitted line without its host, one at a time.
+
+    Returns:
+        How the command ended on each host.
+
+    Raises:
+        BadInput: The run is not running, or has no such host.
+    """
+    with live_session(config, context, run_id) as session:
+        workers = choose_workers(session.config, host)
+        container = session.container(session.ledger.state.attempt)
+        emit = _masked(session, on_line)
+        return session.provider.execute(container, command, workers, seconds=seconds, on_line=emit)
+
+
+@contextlib.contextmanager
+def live_session(config: Config, context: Context, run_id: str | None) -> Iterator[Session]:
+    """Opens the session of a run whose last attempt has not ended, as far as is known here.
+
+    Raises:
+        BadInput: The run was never started, or its last attempt has ended.
+    """
+    ledger = find_run(context.home, context.machine, run_id, slice_name=config.slice.name, provider=config.provider)
+    state = ledger.state
+    if state.phase is Phase.NEW:
+        raise BadInput(f"run {ledger.run_id} was never started: it has no containers")
+    if not state.phase.is_open:
+        raise BadInput(
+            f"run {ledger.run_id} is not running: its last attempt ended with {state.outcome!r}; "
+            "`tpu-launch run` resumes it"
+        )
+    session = open_session(context, ledger, SecretSource(context.environment, {}))
+    with contextlib.closing(session.provider):
+        yield session
+
+
+def choose_workers(config: Config, host: int | None) -> Sequence[int]:
+    """Returns the worker indices of one host, or of all. Raises BadInput for a host that the slice does not have."""
+    hosts = range(config.accelerator.hosts)
+    if host is None:
+        return hosts
+    if host not in hosts:
+        raise BadInput(f"--host {host}: a {config.slice.accelerator_type} has hosts 0 to {len(hosts) - 1}")
+    return [host]
+
+
+def exit_code(reports: Sequence[CommandReport]) -> int:
+    """Returns one exit code for all hosts: 0 if the command succeeded everywhere, else the code of the host that failed
+    first; Exit.CLOUD_ERROR if that host gave none."""
+    failed = [report for report in reports if report.exit_code != 0]
+    if not failed:
+        return Exit.OK
+    first = min(failed, key=lambda report: report.ended)
+    return Exit.CLOUD_ERROR if first.exit_code is None else first.exit_code
+
+
+def _masked(session: Session, on_line: Callable[[str], None]) -> Callable[[int, str], None]:
+    """Returns a function that emits a host's line without values of secrets; says which secrets can't be masked."""
+    if unknown := session.unknown_secrets():
+        session.say(f": not masked, as their values are not known here: {', '.join(unknown)}")
+    masker, lock = Masker(session.secret_values()), session.machine.threads.lock()
+
+    def emit(worker: int, text: str) -> None:
+        shown = masker.mask(text.encode(errors="surrogateescape")).decode(errors="surrogateescape")
+        with lock:  # hosts write at once
+            session.context.output.emit(worker, LogLine("", shown))
+            on_line(shown)
+
+    return emit
+
+
+@dataclass(frozen=True)
+class Jupyter:
+    """A Jupyter server in the container of a host. It ends when the session's provider is closed."""
+
+    port: int
+    """On the host's loopback address; not the requested one if that was taken."""
+
+    token: str
+    ended: Future[list[CommandReport]]
+
+
+def start_jupyter(session: Session, host: int, port: int) -> Jupyter:
+    """Starts Jupyter on a host, and returns when it has printed its address.
+
+    Raises:
+        BadInput: The image has no Jupyter, or the slice is reached through gcloud alone.
+        LaunchError: Jupyter has ended, or did not print its address in time.
+    """
+    if session.config.run.transport == "gcloud" or session.config.slice.iap:  # lines come when a command has ended
+        raise BadInput(
+            "notebook: the address of Jupyter comes over our own ssh connections, and this slice is reached through "
+            "gcloud alone: start it on a host with `tpu-launch ssh`, and reach it with `tpu-launch tunnel --port 8888`"
+        )
+    clock, container = session.machine.clock, session.container(session.ledger.state.attempt)
+    lines: list[str] = []
+    ended = session.machine.threads.submit(
+        lambda: session.provider.execute(
+            container,
+            ["sh", "-c", _JUPYTER_SCRIPT, "sh", str(port)],
+            [host],
+            seconds=_JUPYTER_SECONDS,
+            on_line=lambda _worker, line: lines.append(line),
+        )
+    )
+    deadline = clock.monotonic() + _JUPYTER_START_SECONDS
+    while True:
+        over = ended.done()
+        for line in lines:
+            if match := _JUPYTER_URL.search(line):
+                return Jupyter(int(match[1]), match[2], ended)
+        if over:
+            raise _explain_end(ended.result(), host, lines)
+        if clock.monotonic() > deadline:
+            raise LaunchError(f"Jupyter on host {host} has not said its address within {_JUPYTER_START_SECONDS:.0f} s")
+        clock.sleep(_JUPYTER_POLL_SECONDS)
+
+
+def _explain_end(reports: list[CommandReport], host: int, lines: list[str]) -> LaunchError:
+    if _NO_JUPYTER in lines:
+        return BadInput(
+            "the image has no Jupyter. For this container alone: `tpu-launch exec --host "
+            f"{host} -- python -m pip install notebook`, where its hosts reach a package index; for all: an image of "
+            "your own (image.dockerfile) with `pip install notebook`"
+        )
+    (report,) = reports
+    how = report.problem or f"exit code {report.exit_code}"
+    shown = "".join(f"\n  {line}" for line in lines[-_LAST_LINES:])
+    return LaunchError(f"Jupyter on host {host} has ended: {how}; its last lines:{shown or ' none'}")

@@ -1,0 +1,142 @@
+"""Runs of the launcher's folder: finding one, and choosing the run that a `tpu-launch run` starts or resumes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from launcher.config import Config
+from launcher.errors import BadInput
+from launcher.home import write_private
+from launcher.provider import Overlay
+from launcher.run import specification
+from launcher.run.ledger import Ledger, RunRecord
+from launcher.run.specification import Specification
+from launcher.run.state import Phase
+from launcher.workstation import Workstation
+from training.machine.clock import format_time
+
+
+def list_runs(home: Path, machine: Workstation) -> list[Ledger]:
+    """Returns all runs of the launcher's folder, oldest first, without those whose run.json is damaged."""
+    created = {}
+    for path in (home / "runs").glob("*/run.json"):
+        ledger = Ledger(path.parent, machine.clock)
+        with contextlib.suppress(BadInput):  # `find_run` reports it when the user names the run
+            created[ledger] = ledger.record.created
+    return sorted(created, key=lambda ledger: (created[ledger], ledger.run_id))
+
+
+def runs_on_slice(config: Config, home: Path, machine: Workstation) -> list[Ledger]:
+    """Returns the runs that were started on this configuration's slice, oldest first."""
+    wanted = (config.slice.name, config.project, config.zone, config.provider)
+    return [
+        ledger
+        for ledger in list_runs(home, machine)
+        if (record := ledger.record) and (record.slice, record.project, record.zone, record.provider) == wanted
+    ]
+
+
+def find_run(
+    home: Path, machine: Workstation, run_id: str | None, *, slice_name: str | None = None, provider: str | None = None
+) -> Ledger:
+    """Returns the run of that id, or the newest one, of that slice and provider. Raises BadInput when there is none."""
+    known = [
+        ledger
+        for ledger in list_runs(home, machine)
+        if slice_name in (None, ledger.record.slice) and provider in (None, ledger.record.provider)
+    ]
+    if run_id is not None:
+        for ledger in known:
+            if ledger.run_id == run_id:
+                return ledger
+        if (home / "runs" / run_id / "run.json").exists():
+            _ = Ledger(home / "runs" / run_id, machine.clock).record  # raises if damaged; else another slice's run
+        raise BadInput(f"there is no run {run_id!r} here; known: {', '.join(run.run_id for run in known) or 'none'}")
+    if not known:
+        raise BadInput(
+            f"no run was started from this folder yet (looked in {home / 'runs'}); `tpu-launch run` starts one"
+        )
+    return known[-1]
+
+
+def resolve_run(
+    config: Config,
+    home: Path,
+    machine: Workstation,
+    requested: Specification,
+    overlay: Overlay | None,
+    *,
+    run_id: str | None,
+    new: bool,
+) -> Ledger:
+    """Returns the run to resume, or a new one, whose folder is made.
+
+    Resumed is the run of `run_id`, or else the newest run on the slice, unless it has finished, its configuration hash
+    differs, or `new` is set.
+
+    Raises:
+        BadInput: There is no run of that id, or it has another configuration hash.
+    """
+    config_hash = specification.meaning(config)
+    if run_id is not None:
+        ledger = find_run(home, machine, run_id, provider=config.provider)
+        if ledger.record.config_hash != config_hash:
+            raise BadInput(
+                f"run {run_id} was started with another configuration or command "
+                f"(see {ledger.folder / 'config.yaml'}): change the file back, or start a new run with --new"
+            )
+        return ledger
+    for newest in runs_on_slice(config, home, machine)[-1:] if not new else ():
+        if newest.state.phase is not Phase.FINISHED and newest.record.config_hash == config_hash:
+            return newest
+    record = RunRecord(
+        run_id=new_run_id(config.run_name, machine),
+        name=config.run_name,
+        project=config.project,
+        zone=config.zone,
+        slice=config.slice.name,
+        file=str(Path(config.document.name).absolute()),
+        command=list(config.command),
+        config_hash=config_hash,
+        created=machine.clock.time(),
+        provider=config.provider,
+    )
+    return begin_run(home, machine, record, config.document.dump(), requested, overlay)
+
+
+def begin_run(
+    home: Path,
+    machine: Workstation,
+    record: RunRecord,
+    document: str,
+    requested: Specification,
+    overlay: Overlay | None,
+) -> Ledger:
+    """Makes the folder of a new run. It counts as a run once everything is written.
+
+    Args:
+        home: The launcher's folder.
+        machine: This machine.
+        record: How the run is started; its id names the folder.
+        document: The resolved configuration, as YAML.
+        requested: The specification, but for the run's id.
+        overlay: The overlay that the specification names.
+    """
+    folder = home / "runs" / record.run_id
+    folder.mkdir(mode=0o700, parents=True)
+    write_private(folder / "config.yaml", document)
+    if overlay is not None:
+        specification.write_overlay(folder, overlay)
+    specification.write(folder, requested.model_copy(update={"run": record.run_id}))
+    write_private(folder / "run.json", json.dumps(asdict(record), indent=1))  # last: a folder without it is no run
+    return Ledger(folder, machine.clock)
+
+
+def new_run_id(name: str, machine: Workstation) -> str:
+    """Returns a run id: name, UTC time, and random digits, so that two workstations don't collide."""
+    now = format_time(machine.clock.time())
+    day, time = now[5:10], now[11:19]
+    return f"{name}-{day.replace('-', '')}-{time.replace(':', '')}-{machine.random.randrange(1 << 16):04x}"

@@ -1,0 +1,148 @@
+"""One process's work on a run: the process, the run's ledger and specification, and the provider of its hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from launcher.config import Config
+from launcher.errors import Exit, LaunchError
+from launcher.provider import LogLine, Provider, container_name
+from launcher.run import specification
+from launcher.run.ledger import Ledger
+from launcher.run.specification import SecretSource, Specification
+from launcher.run.verdict import Verdict
+from launcher.workstation import Workstation
+from training.machine.clock import Clock
+
+_STOP_POLL_SECONDS = 1.0
+
+
+class RunStopped(LaunchError):
+    """The user stopped the run: no attempt of it is started."""
+
+    exit_code = Exit.STOPPED
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(f"run {run_id}: its owner stopped it; `tpu-launch run` resumes it")
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where the user sees what happens."""
+
+    say: Callable[[str], None]
+    """Takes one line about the launcher's own work."""
+
+    emit: Callable[[int, LogLine], None]
+    """Takes one log line of a host: worker index, line."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The process in which a command on a run works."""
+
+    home: Path
+    """The launcher's folder."""
+    environment: Mapping[str, str]
+    """Holds values of secrets."""
+    make_provider: Callable[[Config], Provider]
+    output: Output
+    machine: Workstation
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the verdict on its last attempt, and the last lines of the host that is the first cause."""
+
+    run_id: str
+    attempt: int
+    verdict: Verdict
+    last_lines: list[str]
+
+
+@dataclass(frozen=True)
+class _UntilStopped:
+    """A clock whose waits end with RunStopped within a second of a stop."""
+
+    clock: Clock
+    check_stop: Callable[[], None]
+
+    def monotonic(self) -> float:
+        return self.clock.monotonic()
+
+    def time(self) -> float:
+        return self.clock.time()
+
+    def sleep(self, seconds: float) -> None:
+        deadline = self.clock.monotonic() + seconds
+        while True:
+            self.check_stop()
+            left = deadline - self.clock.monotonic()
+            if left <= 0:
+                return
+            self.clock.sleep(min(left, _STOP_POLL_SECONDS))
+
+
+@dataclass(frozen=True)
+class Session:
+    """One process's work on a run."""
+
+    context: Context
+    ledger: Ledger
+    specification: Specification
+    config: Config
+    """What the specification says."""
+    provider: Provider
+    secrets: SecretSource
+
+    @property
+    def machine(self) -> Workstation:
+        return self.context.machine
+
+    @property
+    def workers(self) -> Sequence[int]:
+        """Worker indices of all hosts."""
+        return range(self.config.accelerator.hosts)
+
+    @property
+    def clock(self) -> Clock:
+        """The machine's clock; its `sleep` raises RunStopped when the user stops the run."""
+        return _UntilStopped(self.machine.clock, self.check_stop)
+
+    def say(self, text: str) -> None:
+        """Says a line about this run."""
+        self.context.output.say(f"run {self.ledger.run_id}{text}")
+
+    def check_stop(self) -> None:
+        """Raises RunStopped when the user has stopped the run, in this process or another one of this machine."""
+        if self.ledger.state.stop_requested:
+            raise RunStopped(self.ledger.run_id)
+
+    def container(self, attempt: int) -> str:
+        """Returns the name of an attempt's container, the same on every host."""
+        return container_name(self.ledger.run_id, attempt)
+
+    def secret_values(self) -> dict[str, str]:
+        """Returns the values of the run's secrets that this process knows, by name; {} where the platform has them."""
+        return self.secrets.values(self.specification) if self.provider.capabilities.sends_secrets else {}
+
+    def unknown_secrets(self) -> list[str]:
+        """Returns the names of secrets whose values this process does not know, and so can't mask."""
+        if not self.provider.capabilities.sends_secrets:
+            return list(self.config.gke.secrets)
+        return self.secrets.missing(self.specification)
+
+    def with_image(self, image: str) -> Session:
+        """Writes the specification with the image, and returns the session that uses it."""
+        spec = self.specification.model_copy(update={"image": image})
+        specification.write(self.ledger.folder, spec)
+        return replace(self, specification=spec)
+
+
+def open_session(context: Context, ledger: Ledger, secrets: SecretSource) -> Session:
+    """Returns the session of a run as its folder describes it, with a new provider; the caller closes the provider."""
+    spec = specification.read(ledger.folder)
+    config = spec.config()
+    return Session(context, ledger, spec, config, context.make_provider(config), secrets)

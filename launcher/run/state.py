@@ -1,0 +1,112 @@
+"""The state of a run: one pure function from its events, and one from what its hosts answer.
+
+    NEW ──AttemptBegan──► STARTING ──Started──► RUNNING ──Ended──► ENDED or FINISHED
+                            │  ▲                   │                 │
+                 hosts say: │  └───────────────────┼───AttemptBegan──┘
+                     INTERRUPTED           EXITED or VANISHED
+
+Everything that has to know where a run stands asks for its `RunState`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from launcher.provider import ContainerState
+from launcher.run.events import AttemptBegan, Ended, Event, Orphaned, Reaped, Requested, Started, StopRequested
+from launcher.run.verdict import Kind
+
+
+class Phase(enum.Enum):
+    """Where a run stands."""
+
+    NEW = "new"  # no attempt has begun
+    STARTING = "starting"  # an attempt has begun; it is not known to run on all hosts
+    RUNNING = "running"  # the attempt was started on all hosts
+    ENDED = "ended"  # the last attempt has ended; another may follow
+    FINISHED = "finished"  # the last attempt finished; nothing is left to run
+
+    # Seen only on the hosts, of an attempt whose end is not recorded:
+    INTERRUPTED = "interrupted"  # its start was interrupted: not every host runs it
+    EXITED = "exited"  # its containers have ended on every host
+    VANISHED = "vanished"  # no host has a container of it any more
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an attempt was begun and its end is not recorded."""
+        return self in (Phase.STARTING, Phase.RUNNING)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """All that a run's events say together."""
+
+    phase: Phase = Phase.NEW
+    last_attempt: AttemptBegan | None = None
+    outcome: str | None = None
+    """How the last attempt ended ("finished", "host lost", ...); None while it is open, and before the first."""
+    stops: int = 0
+    """How many stops were requested in the whole run."""
+    acknowledged_stops: int = 0
+    """How many of them had been requested when `tpu-launch run` was last asked for."""
+    orphans: tuple[Orphaned, ...] = ()
+    """Containers that may still be on hosts, and that were not removed since."""
+
+    @property
+    def attempt(self) -> int:
+        """Number of the last attempt; -1 before the first."""
+        return self.last_attempt.attempt if self.last_attempt else -1
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run was stopped, and `tpu-launch run` was not asked for since."""
+        return self.stops > self.acknowledged_stops
+
+    def has_ended(self, attempt: int) -> bool:
+        """Returns whether the end of an attempt is known, whether or not another attempt follows."""
+        return attempt < self.attempt or not self.phase.is_open
+
+
+def state_of(events: Iterable[Event]) -> RunState:
+    """Returns the state of a run with these events, oldest first."""
+    state = RunState()
+    for event in events:
+        match event:
+            case AttemptBegan():
+                state = replace(state, phase=Phase.STARTING, last_attempt=event, outcome=None)
+            case Started() if event.attempt == state.attempt and state.phase is Phase.STARTING:
+                state = replace(state, phase=Phase.RUNNING)
+            case Ended():
+                phase = Phase.FINISHED if event.outcome == Kind.FINISHED.value else Phase.ENDED
+                state = replace(state, phase=phase, outcome=event.outcome)
+            case StopRequested():
+                state = replace(state, stops=state.stops + 1)
+            case Requested():
+                state = replace(state, acknowledged_stops=event.stops)
+            case Orphaned():
+                state = replace(state, orphans=(*state.orphans, event))
+            case Reaped():
+                left = tuple(orphan for orphan in state.orphans if orphan.attempt != event.attempt)
+                state = replace(state, orphans=left)
+    return state
+
+
+def phase_on_hosts(phase: Phase, containers: Sequence[ContainerState | None], *, may_lack_secrets: bool) -> Phase:
+    """Returns the phase of an open attempt, given what its hosts answered.
+
+    Args:
+        phase: STARTING or RUNNING, as the ledger says. It stays so when the attempt runs, or a host did not answer:
+            a missing answer says nothing about the attempt.
+        containers: The attempt's container on each host; None for a host that did not answer.
+        may_lack_secrets: Whether the containers may wait for secrets that died with the launcher that started them.
+    """
+    if any(container is None for container in containers):
+        return phase
+    begun = [container.running or container.ended for container in containers if container is not None]
+    if phase is Phase.STARTING and (not all(begun) or may_lack_secrets):
+        return Phase.INTERRUPTED
+    if not any(begun):
+        return Phase.VANISHED
+    return phase if any(container is not None and container.running for container in containers) else Phase.EXITED
