@@ -40,3 +40,4 @@ class BucketServer:
     def close(self) -> None:
         """Stops accepting connections."""
         self._acceptor.remove(self._listener, close=True)
+        self._acceptor.close()

@@ -6,8 +6,11 @@ Tests marked `nightly` are left out, except where `-m nightly` asks for them.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
+
+from tests.leftovers import fail_on_leftovers, is_checked
 
 _not_run = pytest.StashKey[list[str]]()
 
@@ -23,6 +26,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     later = [item for item in items if item.get_closest_marker("nightly")]
     config.hook.pytest_deselected(items=later)
     items[:] = [item for item in items if item not in later]
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    if is_checked(request.node.nodeid):
+        yield from fail_on_leftovers()
+    else:
+        yield
 
 
 class _NoSkips:

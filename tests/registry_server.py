@@ -43,6 +43,7 @@ class RegistryServer:
     def close(self) -> None:
         """Accepts nothing any more."""
         self.acceptor.remove(self.listener, close=True)
+        self.acceptor.close()
 
 
 @contextmanager

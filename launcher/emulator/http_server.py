@@ -245,6 +245,8 @@ class Acceptor:
         self._selector.register(self._wake_read, selectors.EVENT_READ)
         self._changes: list[Callable[[], object]] = []
         self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._connections: set[socket.socket] = set()
         self._thread = threading.Thread(target=self._loop, name="accept", daemon=True)
 
     def start(self) -> None:
@@ -272,13 +274,23 @@ class Acceptor:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             done.wait(_CHANGE_SECONDS)
 
+    def close(self) -> None:
+        """Stops accepting, and ends all connections. Listeners stay open unless `remove` closed them."""
+        self._later(self._closing.set)
+        self._thread.join(_CHANGE_SECONDS)
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            with contextlib.suppress(OSError):  # its thread has closed it meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
+
     def _later(self, change: Callable[[], object]) -> None:
         with self._lock:
             self._changes.append(change)
         os.write(self._wake_write, b"x")
 
     def _loop(self) -> None:
-        while True:
+        while not self._closing.is_set():
             for key, _ in self._selector.select():
                 if key.fd == self._wake_read:
                     os.read(self._wake_read, 4096)
@@ -298,11 +310,14 @@ class Acceptor:
                     continue
                 threading.Thread(target=self._run, args=(key.data, connection), daemon=True).start()
 
-    @staticmethod
-    def _run(serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
+    def _run(self, serve: Callable[[socket.socket], None], connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.add(connection)
         try:
             serve(connection)
         except Exception:
             log.exception("serving a connection")
         finally:
+            with self._lock:
+                self._connections.discard(connection)
             connection.close()

@@ -83,6 +83,7 @@ class Storage:
 
     def close(self) -> None:
         self._acceptor.remove(self._listener, close=True)
+        self._acceptor.close()
 
 
 @pytest.fixture

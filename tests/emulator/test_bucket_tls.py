@@ -51,6 +51,7 @@ def google(tmp_path: Path) -> Iterator[Google]:
     service = Google(tmp_path)
     yield service
     service.acceptor.remove(service.listener, close=True)
+    service.acceptor.close()
 
 
 def test_objects_are_written_and_read_as_tensorflow_does(google: Google) -> None:

@@ -69,6 +69,7 @@ def test_a_paused_listener_answers_what_waited_when_it_is_back() -> None:
     acceptor.add(listener, serve)
     assert waiting.recv(1) == b"x"
     acceptor.remove(listener, close=True)
+    acceptor.close()
 
 
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])

@@ -19,7 +19,8 @@ from training.cli.main import tpu_train
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "k8s" / "README.md", *sorted(DOCS.rglob("*.md"))]
+TOP_PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "k8s/README.md")
+PAGES = [*(ROOT / page for page in TOP_PAGES), *sorted(DOCS.rglob("*.md"))]
 PROGRAMS = {"tpu-launch": cli, "tpu-train": tpu_train}
 
 

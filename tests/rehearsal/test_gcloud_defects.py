@@ -119,6 +119,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[str
         monkeypatch.delenv(name)
     yield found
     acceptor.remove(listener, close=True)
+    acceptor.close()
 
 
 @pytest.fixture

@@ -131,6 +131,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Room]:
         work.file("run.yaml", yaml.safe_dump(document(folder / "data")))
         yield Room(work, cluster, ["kubectl", "--context", CONTEXT])
         acceptor.remove(listener, close=True)
+        acceptor.close()
         assert cluster.mistakes == []
 
 

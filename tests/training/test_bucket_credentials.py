@@ -45,6 +45,7 @@ class MetadataServer:
     def close(self) -> None:
         """Stops accepting connections."""
         self._acceptor.remove(self._listener, close=True)
+        self._acceptor.close()
 
 
 @pytest.fixture
