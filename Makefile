@@ -17,7 +17,7 @@ LOCK := $(BIN)/uv pip compile --quiet --generate-hashes --no-header --python-ver
 LOCK_IMAGE := $(LOCK) --python-platform x86_64-manylinux_2_36
 PYTHON_CODE := launcher training tests tools $(wildcard benchmarks)
 
-.PHONY: help rehearsal test test-nightly test-fast wheel lint docs reference benchmark lock simulate clean need-python need-containers need-kubectl
+.PHONY: help rehearsal test test-nightly test-fast wheel lint docs reference benchmark benchmark-page lock simulate clean need-python need-containers need-kubectl
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-13s %s\n", $$1, $$2 }'
@@ -69,6 +69,9 @@ benchmark: need-containers $(VENV_READY) ## one benchmark: NAME=x runs benchmark
 	@test -n "$(NAME)" || { echo "make benchmark NAME=x, where x is one of: $(basename $(notdir $(wildcard benchmarks/*.py)))" >&2; exit 2; }
 	@test -f "benchmarks/$(NAME).py" || { echo "there is no benchmarks/$(NAME).py" >&2; exit 2; }
 	@tools/with-engine.sh $(BIN)/python tools/benchmark.py "$(NAME)" $(ARGS)
+
+benchmark-page: $(VENV_READY) ## the results of `make benchmark` into docs/benchmarks.md
+	@$(BIN)/python tools/benchmark_page.py
 
 lock: $(VENV_READY) ## resolve all pins again (UPGRADE=1: to the newest allowed)
 	$(LOCK) --universal pyproject.toml requirements-dev.in --extra dev --output-file requirements-dev.txt
