@@ -37,7 +37,7 @@ def fail_on_leftovers() -> Iterator[None]:
 
 
 def look() -> set[str]:
-    """Returns the names of this process's threads, children and listening sockets, and of the files at the checkout's top."""
+    """Returns the threads, children and listening sockets of this process, and the files at the checkout's top."""
     return {*_threads(), *_children(), *_sockets(), *(f"file {name}" for name in os.listdir(ROOT))}
 
 

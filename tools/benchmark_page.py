@@ -1,7 +1,7 @@
 """Writes the results of `make benchmark` into docs/benchmarks.md, a section each.
 
-Reads .tpu-launch/benchmarks/NAME.json. Sections of benchmarks without a result here stay as they are, so the page can be renewed
-one benchmark at a time.
+Reads .tpu-launch/benchmarks/NAME.json. Sections of benchmarks without a result here stay as they are, so the page
+can be renewed one benchmark at a time.
 """
 
 from __future__ import annotations
