@@ -117,10 +117,10 @@ def compile_theirs(case: Case, *, first: bool = False) -> tuple[StepCosts, int]:
     import torch_xla.distributed.spmd as spmd
     from transformers import BertConfig, BertForMaskedLM
 
-    from training.backends.torch_xla import tracing
+    from training.backends.torch_xla import internals, tracing
 
     devices = accelerator(case.accelerator).devices
-    tracing.simulate_devices(devices)
+    internals.simulate_devices(devices)
     hidden, layers, heads, wide = {"bert-base": (768, 12, 12, 3072), "bert-large": (1024, 24, 16, 4096)}[case.model]
     config = BertConfig(
         hidden_size=hidden,

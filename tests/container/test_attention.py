@@ -4,13 +4,15 @@ again."""
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch_xla.core.xla_model as xm
 
-from training.backends.torch_xla.model import build, patch_modules
 from training.config import Model, Remat
 from training.models.hugging_face import ModelRequirements
+from training.models.torch.network import build, patch_modules
 
 NEEDS = ModelRequirements(vocabulary=100, pad=0, sequence_length=16)
 
@@ -21,7 +23,9 @@ def test_the_network_and_its_gradients_are_those_of_hugging_face(name: str, rema
     sizes = {"hidden_size": 24, "layers": 2, "heads": 2, "max_positions": 16}
     theirs = build(Model(name=name, **sizes), NEEDS, dropout=0.0, seed=1)
     ours = copy.deepcopy(theirs)
-    assert patch_modules(ours, remat, otherwise="none") is not None
+    assert (
+        patch_modules(ours, remat, default="none", barrier=xm.optimization_barrier_, constants=nullcontext) is not None
+    )
     assert list(ours.state_dict()) == list(theirs.state_dict())
     ids = torch.randint(1, 100, (3, 16), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(16) < torch.tensor([16, 9, 1]).unsqueeze(1)).long()

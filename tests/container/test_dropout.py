@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from training.backends.torch_xla.dropout import Dropout, Noise, row_keys
+from training.models.torch.dropout import Dropout, Noise, row_keys
 
 ROWS, HEADS, LENGTH, RATE = 16, 4, 128, 0.1
 SHAPE = torch.Size((ROWS, HEADS, LENGTH, LENGTH))  # a million elements

@@ -93,9 +93,9 @@ def small_runs_sizes(width: int = 32) -> list[int]:
 
 
 def small_runs_shapes(width: int) -> list[tuple[int, ...]]:
-    from training.backends.torch_xla.model import build
     from training.config import Model
     from training.models.hugging_face import ModelRequirements
+    from training.models.torch.network import build
 
     network = build(
         Model(name="bert-tiny", hidden_size=width, layers=2, heads=2, max_positions=32),

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from training.backends.compile_cache import pjrt
-from training.backends.compile_cache.configured import open_cache
+from training.backends.compile_cache.pjrt import open_cache
 from training.backends.compile_cache.store import MAGIC, ProgramStore
 
 KEYS = [digit * 64 for digit in "0123456789"]

@@ -22,13 +22,13 @@ from training.errors import TrainError
 layout = DataParallel(discover())
 kept, replaced = (layout.send_replicated(np.ones((8, 4), np.float32)) for _ in range(2))
 rows = layout.send_rows({"rows": np.ones((8, 4), np.float32)})["rows"]
-layout.replicate_state([kept, replaced])
+layout.declare_state({"kept": kept, "replaced": replaced})
 torch_xla.sync()
 kept.mul_(2)  # as an optimizer should
 replaced = replaced * 2  # a tensor that nobody declared
 tensors = {"kept": kept, "replaced": replaced, "rows": rows}
 try:
-    layout.require_replicated({name: tensors[name] for name in sys.argv[1:]})
+    layout.require_declared({name: tensors[name] for name in sys.argv[1:]})
 except TrainError as error:
     print(error)
 """

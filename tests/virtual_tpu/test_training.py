@@ -157,15 +157,15 @@ def test_every_device_holds_all_of_the_state_and_few_calls_copy_it(folder: Path)
     )
     assert answer.returncode == 0, answer.stderr
     whole = {"devices": 8, "split": [], "different": []}
-    # Of 42 parameters with two moments each, 16 are matrices: 48 buffers. The others are three stacks a kind. To the
-    # devices go the dropouts' table and an empty array too.
+    # Of 42 parameters with two moments each, 16 are matrices: 48 buffers. The others are three packed buffers a kind.
+    # The dropouts' table and an empty array go to the devices too.
     few = {"tensors": 126, "buffers": 57, "upload": 59, "snapshot": 1, "checksum": 1, "unplanned": 0}
     assert json.loads(answer.stdout.splitlines()[-1]) == {"fresh": whole | few, "resumed": whole | few}
 
 
 @pytest.mark.nightly
-def test_steps_by_position_have_the_bits_of_traced_ones_on_eight_devices(folder: Path) -> None:
-    command = [sys.executable, "-m", "tests.virtual_tpu.by_position", str(folder)]
+def test_cached_steps_have_the_bits_of_traced_ones_on_eight_devices(folder: Path) -> None:
+    command = [sys.executable, "-m", "tests.virtual_tpu.cached_steps", str(folder)]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
     assert answer.returncode == 0, answer.stderr
     compared = json.loads(answer.stdout.splitlines()[-1])

@@ -14,13 +14,18 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, Structure, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from training.backends.compile_cache.store import ProgramStore
+
+# The environment says where the cache is; the launcher sets both (`run.compile_cache_gb`).
+FOLDER_VARIABLE = "TPU_LAUNCH_COMPILE_CACHE"  # a folder on the host's disk; no cache if it is not set
+GB_VARIABLE = "TPU_LAUNCH_COMPILE_CACHE_GB"  # what the folder may hold
+DEFAULT_GB = 4.0
 
 # Places in the table, from 0. The table only ever grew at its end since version 0.40; the oldest that is known here.
 _ERROR_DESTROY, _ERROR_MESSAGE, _PLATFORM_VERSION, _COMPILE = 0, 1, 14, 20
@@ -110,6 +115,39 @@ class CacheCounts:
     loaded: int = 0  # from the store
     compiled: int = 0
     problem: str = ""  # why the last one that could not be loaded, or not be kept, could not
+
+
+def open_cache(
+    environment: Mapping[str, str], library: str | None, identity: str, warn: Callable[[str], None]
+) -> CacheCounts | None:
+    """Puts the cache that the environment asks for before the compiler. Call it before the framework opens its devices.
+
+    Only on TPUs: the CPU clients of PyTorch/XLA and TensorFlow are no plugins, and can't load a program that they
+    compiled.
+
+    Args:
+        environment: of the process.
+        library: the plugin that the framework will load.
+        identity: of what decides how a program is compiled, beside the plugin's own version.
+        warn: gets a line where there can be no cache, or an entry can't be written.
+
+    Returns:
+        Its counts; None where there is no cache.
+    """
+    folder = environment.get(FOLDER_VARIABLE)
+    if not folder or environment.get("PJRT_DEVICE") != "TPU":
+        return None
+    counts, problem = None, "the framework does not say where its TPU library is"
+    if library:
+        try:
+            gigabytes = float(environment.get(GB_VARIABLE) or DEFAULT_GB)
+            store = ProgramStore(Path(folder), warn, round(gigabytes * 1e9))
+            counts, problem = install(Path(library), store, identity), f"{library} is of another version"
+        except (OSError, ValueError, AttributeError) as error:  # AttributeError: the library has no table
+            problem = str(error)
+    if counts is None:
+        warn(f"compiled programs are not kept for the next start: {problem}")
+    return counts
 
 
 def install(library: Path, store: ProgramStore, identity: str) -> CacheCounts | None:

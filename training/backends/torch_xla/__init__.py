@@ -1,9 +1,11 @@
 """PyTorch/XLA. Beside the files that every backend has:
 
-attention.py, dropout.py    modules that take the place of Hugging Face's
-programs/                   steps that are traced for the first batches of a shape, and run by position from then on
-gloo.py                     sums across CPU hosts
-counters.py                 torch_xla's own counts
-tracer.py, tracing.py       the step's program for preflight, not run
-lint.py                     what the operations of a step cost on a TPU, for `tpu-train check`
+step_cache.py    caches compiled steps and runs them without tracing again
+internals.py     all private names of torch_xla
+gloo.py          sums across CPU hosts
+tracing.py       the step's program for preflight, not run
+lint.py          what the operations of a step cost on a TPU, for `tpu-train check`
+profiler.py      torch_xla's profiler
+
+Networks, attention and dropout are in training/models/torch: they import no runtime.
 """

@@ -4,7 +4,7 @@ On TPU (and with CPU_NUM_DEVICES above 1) the process is a member of an SPMD pro
 one device a process and no collective between processes (two processes would silently train apart), so the gradients
 of the host batch come to the host, are added by gloo, and go back: two programs a step instead of one.
 
-The training step itself is in `step.py`, the state in `state.py`, the network in `model.py`.
+The training step itself is in `step.py`, its cached programs in `step_cache.py`, the state in `state.py`.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import logging
 import os
 import time
 from collections.abc import Generator, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.debug.metrics as xla_metrics
 from torch import Tensor
 from torch_xla.backends import set_mat_mul_precision
 
-from training.backends.compile_cache.configured import open_cache
-from training.backends.torch_xla import counters
-from training.backends.torch_xla.model import build, patch_modules
-from training.backends.torch_xla.programs.by_position import StepPrograms
+from training.backends.compile_cache.pjrt import open_cache
+from training.backends.placement import bytes_on_device
+from training.backends.torch_xla import internals
 from training.backends.torch_xla.sharding import REPORT, DataParallel, HostArray
 from training.backends.torch_xla.state import State
-from training.backends.torch_xla.step import SCALARS, TrainingStep
-from training.backends.torch_xla.tracing import hash_program
+from training.backends.torch_xla.step import StepInputs, TrainingStep
+from training.backends.torch_xla.step_cache import Shapes, StepCache
 from training.batch import SUMS, Arrays, HostBatch, Signals, StepResult
 from training.checkpoint.safetensors_file import TensorSpec
 from training.checkpoint.snapshot import Snapshot
@@ -36,7 +38,9 @@ from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.machine.processor import describe_slow_products, read_flags
 from training.models.hugging_face import ModelRequirements
+from training.models.torch.network import build, patch_modules
 from training.preflight.agreement import CheckedPrograms
+from training.preflight.compiler import hash_hlo
 from training.registry import OPTIMIZERS, TASKS, load
 from training.tasks.task import Task
 from training.telemetry.console import note, warn
@@ -74,11 +78,14 @@ class TorchXla:
         self.in_flight = 0 if self._exchange else 2 if self._sharding.is_spmd else 1
         rendezvous.set_phase("building the model")
         network: Any = build(config.model, requirements, dropout=config.train.dropout, seed=config.seed)
-        noise = patch_modules(network, config.train.remat, otherwise="attention" if self._sharding.is_spmd else "none")
+        noise = patch_modules(
+            network, config.train.remat, default="attention" if self._sharding.is_spmd else "none",
+            barrier=xm.optimization_barrier_, constants=internals.numbers_as_constants,
+        )  # fmt: skip
         self._checked = CheckedPrograms(os.environ, comparable=self._sharding.is_spmd, warns=cluster.is_first)
         # What earlier runs in this process have counted.
-        self._compiled_before, self._transfers_before = counters.compiled(), counters.transfers()
-        self._fallbacks_before = counters.fallbacks()
+        self._compiled_before, self._transfers_before = count_compiled(), count_transfers()
+        self._fallbacks_before = count_fallbacks()
         self._state = State(network, load(OPTIMIZERS[config.train.optimizer].torch), config.train, noise)
         self._stepped = False
         task_sums = load(TASKS[config.task].torch)
@@ -87,8 +94,8 @@ class TorchXla:
         is_own = environment["PJRT_DEVICE"] == "CPU" and not self._sharding.is_spmd  # preflight traces for others
         if is_own and (slow := describe_slow_products(read_flags())):
             say(slow)
-        self._training = StepPrograms("training", self._state, say, warn_here)
-        self._evaluation = StepPrograms("evaluation", self._state, say, warn_here)
+        self._training = StepCache("training", self._state, self._compare_training, say, warn_here)
+        self._evaluation = StepCache("evaluation", self._state, self._compare_evaluation, say, warn_here)
         if self._exchange:
             self.trace_always()
         self.opening_seconds = {"devices": opened - began, "model": time.monotonic() - opened}
@@ -105,65 +112,64 @@ class TorchXla:
         inputs = self._send(self._step.inputs(number, batch, signals))
         if self._exchange:
             return self._step_of_hosts(number, inputs, self._exchange)
-
-        def trace() -> Tensor:
-            report = self._state.record(lambda: self._step.trace(number, inputs), trains=True)
-            self._checked.compare(
-                "training", _shapes(batch), lambda: hash_program([*self.state_buffers().values(), report])
-            )
-            return report
-
-        report = self._training.run(_named_shapes(batch), inputs, self._step.seed(number), trace)
+        trace = partial(self._step.trace, number)
+        report = self._training.run(_shapes(batch), inputs, self._step.seed(number), trace)
         if not self._stepped:
-            self._sharding.require_replicated(self.state_buffers())
+            self._sharding.require_declared(self.state_buffers())
             self._stepped = True
         return _PendingStep(self._state, report, trains=True)
 
-    def _step_of_hosts(self, number: int, inputs: Mapping[str, Tensor], exchange: Exchange) -> _PendingStep:
-        """Two programs, traced every step, and between them the sum over all hosts."""
+    def _step_of_hosts(self, number: int, inputs: StepInputs[Tensor], exchange: Exchange) -> _PendingStep:
+        """Runs two programs, traced every step, and between them the sum over all hosts."""
         flat = self._step.flatten(*self._step.gradients(number, inputs))
         torch_xla.sync()
         total = self._state.to_host(flat)
         exchange.sum(total)
         flat = total.to(self._sharding.device)
-        update = self._step.update(*self._step.unflatten(flat), inputs[SCALARS])
+        update = self._step.update(*self._step.unflatten(flat), inputs.scalars[0])
         self._state.wait_before_mutation()
         torch_xla.sync()
         return _PendingStep(self._state, total[-REPORT:], update, trains=True)
 
     def evaluate(self, batch: Arrays, signals: Signals) -> _PendingStep:
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
-
-        def trace() -> Tensor:
-            report = self._state.record(lambda: self._step.trace_evaluation(inputs), trains=False)
-            self._checked.compare("evaluation", _shapes(batch), lambda: hash_program([report]))
-            return report
-
-        report = self._evaluation.run(_named_shapes(batch), inputs, None, trace)
+        report = self._evaluation.run(_shapes(batch), inputs, None, self._step.trace_evaluation)
         if self._exchange:
             report = self._state.to_host(report)
             self._exchange.sum(report)
         return _PendingStep(self._state, report, trains=False)
 
     def trace_step(self, number: int, batch: Arrays, signals: Signals) -> Tensor:
-        """The report of a step that has not run: what a host without other hosts runs."""
+        """Records a step, as a host without other hosts runs it, and returns its report. Nothing runs."""
         inputs = self._send(self._step.inputs(number, batch, signals))
-        return self._state.record(lambda: self._step.trace(number, inputs), trains=True)
+        with self._state.recording(changes=True):
+            return self._step.trace(number, inputs)
 
     def trace_evaluation(self, batch: Arrays, signals: Signals) -> Tensor:
-        """The report and counts of an evaluation that has not run."""
+        """Records an evaluation and returns its report and counts. Nothing runs."""
         inputs = self._send(self._step.evaluation_inputs(batch, signals))
-        return self._state.record(lambda: self._step.trace_evaluation(inputs), trains=False)
+        with self._state.recording(changes=False):
+            return self._step.trace_evaluation(inputs)
 
     def trace_always(self) -> None:
-        """From here on every step records its operations, for whoever looks at them."""
+        """From here on records the operations of every step, so that they can be watched."""
         self._state.keep_apart()
-        for programs in (self._training, self._evaluation):
-            programs.trace_always()
+        for cache in (self._training, self._evaluation):
+            cache.trace_always()
 
-    def _send(self, inputs: Mapping[str, HostArray]) -> dict[str, Tensor]:
+    def _send(self, inputs: StepInputs[HostArray]) -> StepInputs[Tensor]:
         self._state.upload(self._sharding)
-        return self._sharding.send(inputs)
+        return inputs.with_leaves(self._sharding.send(inputs.leaves()))
+
+    def _compare_training(self, shapes: Shapes, report: Tensor) -> None:
+        self._compare("training", shapes, lambda: [*self.state_buffers().values(), report])
+
+    def _compare_evaluation(self, shapes: Shapes, report: Tensor) -> None:
+        self._compare("evaluation", shapes, lambda: [report])
+
+    def _compare(self, kind: str, shapes: Shapes, outputs: Any) -> None:
+        """Compares a traced program with those that preflight compiled."""
+        self._checked.compare(kind, [shape for _, shape in shapes], lambda: hash_hlo(internals.program_text(outputs())))
 
     # --- state
 
@@ -177,28 +183,33 @@ class TorchXla:
         self._state.load(tensors)
 
     def state_buffers(self) -> dict[str, Tensor]:
-        """What the devices hold of the state, by name: tensors, and stacks of vectors."""
+        """Returns what the devices hold of the state, by name: tensors, and packed buffers of vectors."""
         return self._state.buffers()
 
+    def state_bytes(self) -> dict[str, int]:
+        """Returns the bytes that each device holds of each of the `state_buffers`."""
+        mesh = self._sharding.mesh_shape
+        return {name: bytes_on_device(name, tuple(value.shape), mesh) for name, value in self.state_buffers().items()}
+
     def upload(self) -> Any:
-        """Puts the state on the devices, and returns the network, for whoever looks at its programs."""
+        """Puts the state on the devices, and returns the network."""
         self._state.upload(self._sharding)
         return self._state.network
 
     # --- what the framework counted
 
     def compilations(self) -> tuple[int, float]:
-        (count, seconds), (count_before, seconds_before) = counters.compiled(), self._compiled_before
+        (count, seconds), (count_before, seconds_before) = count_compiled(), self._compiled_before
         return count - count_before, seconds - seconds_before
 
     def counters(self) -> dict[str, int]:
-        own = {name: count - self._transfers_before[name] for name, count in counters.transfers().items()}
+        own = {name: count - self._transfers_before[name] for name, count in count_transfers().items()}
         cached = {"programs_from_cache": self._cache.loaded} if self._cache else {}
         syncs = own["device_to_host_transfers"] - self._state.planned_transfers
         return {**own, "device_to_host_syncs": syncs, **cached}
 
     def fallbacks(self) -> list[str]:
-        now, before = counters.fallbacks(), self._fallbacks_before
+        now, before = count_fallbacks(), self._fallbacks_before
         # Reading a number (a result) is counted as one, but is planned.
         return sorted(name for name in now if now[name] > before.get(name, 0) and name != "aten::_local_scalar_dense")
 
@@ -209,21 +220,17 @@ class TorchXla:
         self._exchange = None
 
 
-def _named_shapes(batch: Arrays) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    return tuple((name, array.shape) for name, array in batch.items())
-
-
 def _silent(_line: str) -> None:
     """On other hosts than the first."""
 
 
-def _shapes(batch: Arrays) -> list[tuple[int, ...]]:
-    return [array.shape for array in batch.values()]
+def _shapes(batch: Arrays) -> dict[str, tuple[int, ...]]:
+    return {name: array.shape for name, array in batch.items()}
 
 
 class _PendingStep:
-    """A report in one or several tensors that may not have been computed yet. One of a step that `trains` ends with
-    training.batch.UPDATE, others with the task's counts."""
+    """A report in one or several tensors that may not have been computed yet. If the step `trains`, it ends with
+    training.batch.UPDATE, else with the task's counts."""
 
     def __init__(self, state: State, *report: Tensor, trains: bool) -> None:
         self._state, self._report, self._trains = state, report, trains
@@ -237,3 +244,26 @@ class _PendingStep:
             norm, skipped = further
             return StepResult(sums, signals, gradient_norm=norm, skipped=skipped > 0)
         return StepResult(sums, signals, np.array(further) if further else None)
+
+
+# --- torch_xla's own counts, since the start of the process
+
+
+def count_compiled() -> tuple[int, float]:
+    """Returns the number of programs that were compiled, and the seconds they took."""
+    metric = xla_metrics.metric_data("CompileTime")
+    return (int(metric[0]), metric[1] / 1e9) if metric else (0, 0.0)
+
+
+def count_transfers() -> dict[str, int]:
+    """Returns the numbers of new graphs and of copies from a device to the host."""
+    metric = xla_metrics.metric_data("TransferFromDeviceTime")
+    return {
+        "graphs": xla_metrics.counter_value("UncachedCompile") or 0,
+        "device_to_host_transfers": int(metric[0]) if metric else 0,
+    }
+
+
+def count_fallbacks() -> dict[str, int]:
+    """Returns how often each operation that the device lacks ran on the host."""
+    return {name: xla_metrics.counter_value(name) for name in xla_metrics.counter_names() if name.startswith("aten::")}

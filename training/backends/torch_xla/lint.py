@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from training.backends.protocol import Backend
-from training.backends.torch_xla.backend import TorchXla
-from training.backends.torch_xla.counters import fallbacks
+from training.backends.torch_xla.backend import TorchXla, count_fallbacks
 from training.errors import BadInput
 from training.lint.rules import HOST, SHAPE, VALUE, Finding, Operation, StepChecker, StepTrace
 
@@ -83,9 +82,9 @@ class _OperationWatcher(TorchDispatchMode):  # type: ignore[misc]  # torch is no
         if short not in _BOOKKEEPING:
             self._trace.operations.append(Operation(short, _format_operands(values), place))
         finding = _check_operation(function, name, args, keywords, place)
-        fallbacks_before = None if finding else fallbacks()
+        fallbacks_before = None if finding else count_fallbacks()
         result = function(*args, **keywords)
-        if fallbacks_before is not None and fallbacks() != fallbacks_before:
+        if fallbacks_before is not None and count_fallbacks() != fallbacks_before:
             message = f"{short} has no XLA form and runs on the host: both wait for each other in each step"
             finding = Finding(HOST, place, message)
         if finding:

@@ -1,14 +1,14 @@
-"""Where arrays live: the devices of the slice, and how batches and state are laid out over them.
+"""Layouts of arrays over the devices of the slice.
 
-There is one layout: data parallelism. Under SPMD a mesh of all devices of all hosts has one axis, "data"; rows of a
-batch are sharded over it, everything else is replicated, and the compiler adds the sum of gradients. On one CPU device
-a process there is no mesh. Another layout (a model axis, sharded state) belongs here.
+Under SPMD a mesh of all devices of all hosts has one axis, "data". Rows of a batch are split over it, the state is
+placed as `training.backends.placement` says, and the compiler adds the sum of gradients. On one CPU device a process
+there is no mesh.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,40 +18,41 @@ import torch_xla
 import torch_xla.distributed.spmd as spmd
 import torch_xla.runtime as xla_runtime
 from torch import Tensor
-from torch_xla import _XLAC
 
+from training.backends.placement import Axes, place
+from training.backends.torch_xla import internals
 from training.batch import SUMS, Arrays, Signals
 from training.distributed.cluster import Cluster
 from training.errors import TrainError, UnusableTpu
 
 SIGNALS = 2  # stop, save
-_REPLICATED = "{replicated}"
 REPORT = len(SUMS) + SIGNALS  # numbers that every step gives: the sums, and how many hosts raise each signal
+_REPLICATED = "{replicated}"  # in XLA's text
 
 
 @dataclass(frozen=True)
 class HostArray:
-    """An array on this host, and how it is laid out over the devices."""
+    """An array on this host, and its layout over the devices."""
 
     array: np.ndarray
-    axes: tuple[str | None, ...]  # of the mesh, for each axis of the array
+    axes: Axes
 
 
 def rows_of(array: np.ndarray) -> HostArray:
-    """(rows, ...) of this host, to be sharded by rows over all devices of all hosts."""
+    """Returns (rows, ...) of this host, split by rows over all devices of all hosts."""
     return HostArray(array, ("data", *[None] * (array.ndim - 1)))
 
 
 def replicated(array: np.ndarray) -> HostArray:
-    """The same array for every device."""
+    """Returns the same array for every device."""
     return HostArray(array, (None,) * array.ndim)
 
 
 class DataParallel:
-    """The devices of all hosts, each with its rows of the batch and a whole copy of the state."""
+    """The devices of all hosts, each with its rows of the batch."""
 
     def __init__(self, cluster: Cluster) -> None:
-        """Opens the devices. SPMD is on where this process has, or preflight pretends to have, several devices. Raises
+        """Opens the devices, under SPMD if this process has several, or preflight simulates them. Raises
         UnusableTpu."""
         is_tpu = os.environ.get("PJRT_DEVICE") == "TPU"
         several = is_tpu or int(os.environ.get("CPU_NUM_DEVICES") or 1) > 1
@@ -67,66 +68,68 @@ class DataParallel:
             raise UnusableTpu(str(error), cluster.accelerator_type) from None
         self._hosts = cluster.hosts
         self._mesh = spmd.Mesh(np.arange(self.devices), (self.devices,), ("data",)) if self.is_spmd else None
-        self._specs: dict[tuple[str | None, ...], spmd.ShardingSpec] = {}  # by axes
+        self._specs: dict[Axes, spmd.ShardingSpec] = {}
+
+    @property
+    def mesh_shape(self) -> dict[str, int]:
+        """Axis -> number of devices along it."""
+        return {"data": self.devices if self.is_spmd else 1}
 
     def send_rows(self, batch: Arrays) -> dict[str, Tensor]:
-        """Arrays (rows, ...) of this host, sharded by rows over all devices of all hosts."""
-        return self.send({name: rows_of(array) for name, array in batch.items()})
+        """Uploads arrays (rows, ...) of this host, split by rows over all devices of all hosts."""
+        return dict(zip(batch, self.send([rows_of(array) for array in batch.values()]), strict=True))
 
     def send_replicated(self, array: np.ndarray) -> Tensor:
-        """The same array on every device."""
-        return self.send({"": replicated(array)})[""]
+        """Uploads the same array to every device."""
+        return self.send([replicated(array)])[0]
 
     def signal_rows(self, signals: Signals) -> HostArray:
-        """(devices of this host, 5): rows whose sum over all hosts is zeros for the sums, then the number of hosts
-        that raise each signal."""
+        """Returns (devices of this host, 5): rows whose sum over all hosts is zeros for the sums, then the number of
+        hosts that raise each signal."""
         rows = np.zeros((self.devices // self._hosts, REPORT), dtype=np.float32)
         rows[0, len(SUMS) :] = [signals.stop, signals.save]
         return rows_of(rows)
 
-    def send(self, arrays: Mapping[str, HostArray]) -> dict[str, Tensor]:
-        """All of them in one upload."""
-        tensors = [torch.from_numpy(np.ascontiguousarray(value.array)) for value in arrays.values()]
-        specs = [self._spec(value, tensor) for value, tensor in zip(arrays.values(), tensors, strict=True)]
-        devices = [str(self.device)] * len(tensors)
-        sent = _XLAC._xla_tensors_from_aten(tensors, devices, specs if self._mesh else None)
-        return dict(zip(arrays, sent, strict=True))
+    def send(self, arrays: list[HostArray]) -> list[Tensor]:
+        """Uploads all arrays in one call."""
+        tensors = [torch.from_numpy(np.ascontiguousarray(value.array)) for value in arrays]
+        specs = [self._spec(value.axes, tensor) for value, tensor in zip(arrays, tensors, strict=True)]
+        return internals.upload(tensors, self.device, specs if self._mesh else None)
 
-    def _spec(self, value: HostArray, tensor: Tensor) -> Any:
+    def _spec(self, axes: Axes, tensor: Tensor) -> Any:
         if not self._mesh:
             return None
-        if value.axes not in self._specs:
-            minibatch = self._hosts > 1 and value.axes[:1] == ("data",)
-            self._specs[value.axes] = spmd.ShardingSpec(self._mesh, value.axes, minibatch=minibatch)
-        return self._specs[value.axes].xla_spec(tensor)
+        if axes not in self._specs:
+            minibatch = self._hosts > 1 and axes[:1] == ("data",)
+            self._specs[axes] = spmd.ShardingSpec(self._mesh, axes, minibatch=minibatch)
+        return self._specs[axes].xla_spec(tensor)
 
     def replicate_report(self, report: Tensor) -> Tensor:
-        """Every host reads the report, so every device must have all of it; left alone, the compiler may shard it."""
-        self._replicate([report])
+        """Declares that every device holds all of the report, because every host reads it; left alone, the compiler
+        may split it."""
+        self._declare(report, (None,) * report.ndim)
         return report
 
-    def replicate_state(self, tensors: Iterable[Tensor]) -> None:
-        """Declares tensors on the devices as replicated, and with them what later programs make of them in place. To be
-        said before the first step; else its outputs say it, and the second step is another program."""
-        self._replicate(tensors)
+    def declare_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Declares the placement of the state's tensors, and of what later programs make of them in place. Call it
+        before the first step; else the outputs of the first step declare it, and the second is another program."""
+        for name, tensor in tensors.items():
+            self._declare(tensor, place(name, tuple(tensor.shape)))
 
-    def _replicate(self, tensors: Iterable[Tensor]) -> None:
-        if not self._mesh:
-            return
-        for tensor in tensors:
-            # spmd.mark_sharding would import JAX, which takes seconds, to look for tensors of torchax.
-            _XLAC._xla_mark_sharding(tensor, self._mesh.get_op_sharding((None,) * tensor.ndim))
+    def _declare(self, tensor: Tensor, axes: Axes) -> None:
+        if self._mesh:
+            internals.declare_sharding(tensor, self._mesh.get_op_sharding(axes))
 
-    def require_replicated(self, tensors: Mapping[str, Tensor]) -> None:
+    def require_declared(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises TrainError for tensors whose next value the compiler may split over the devices: reading one would be
         a program of all hosts, and hosts that read at different times would wait for each other forever."""
         if not self._mesh:
             return
-        names = list(tensors)
-        specs = _XLAC._get_xla_sharding_specs([tensors[name] for name in names])
-        split = [name for name, spec in zip(names, specs, strict=True) if spec != _REPLICATED]
+        shardings = dict(zip(tensors, internals.read_shardings(list(tensors.values())), strict=True))
+        assert not any(any(place(name, tuple(value.shape))) for name, value in tensors.items()), "compare their texts"
+        split = [name for name, sharding in shardings.items() if sharding != _REPLICATED]
         if split:
             raise TrainError(
-                f"{len(split)} of {len(names)} tensors of the state are not declared as replicated after the first "
+                f"{len(split)} of {len(tensors)} tensors of the state are not declared as replicated after the first "
                 f"step, for example {split[0]}: the optimizer must change its tensors in place"
             )

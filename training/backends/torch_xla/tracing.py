@@ -1,22 +1,26 @@
-"""Traces programs with torch_xla for a slice that is not there: for `tpu-train preflight`.
+"""Traces the backend's own step for a slice that is not there, for `tpu-train preflight`.
 
-It uses torch_xla's private module `_XLAC`, with the version that `training.preflight.compiler` names. Nothing is
-executed: tensors stay uncomputed, and the program that would compute them is read.
+Nothing is executed: tensors stay uncomputed, and the program that would compute them is read. It uses private names of
+torch_xla (`internals`), of the version that `training.preflight.compiler` names.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch_xla.runtime
 from torch.nn.modules import module as torch_modules
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_xla import _XLAC
 
+from training.backends.protocol import BuildBackend
+from training.backends.torch_xla import internals
+from training.backends.torch_xla.backend import TorchXla
+from training.batch import Arrays, Signals
 from training.preflight.compiler import (
     COMPILER_VERSIONS,
     TRACING_VERSIONS,
@@ -30,8 +34,59 @@ from training.preflight.hlo import BACKWARD
 _DATA_DEPENDENT_TAGS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
+class TorchTracer:
+    """Traces one program for all devices of a slice, which the compiler partitions."""
+
+    def __init__(self, open_backend: BuildBackend, devices: int) -> None:
+        require_versions({**COMPILER_VERSIONS, **TRACING_VERSIONS})
+        self._open_backend = open_backend
+        self._backend: TorchXla | None = None
+        self._state_is_lost = False  # a traced step leaves the state uncomputed
+        internals.simulate_devices(devices)
+
+    def open(self) -> dict[str, int]:
+        if self._state_is_lost:
+            self.close()
+        if self._backend is None:
+            self._backend = self._open_backend(TorchXla)
+            self._state_is_lost = False
+        self._backend.upload()
+        return self._backend.state_bytes()
+
+    def trace(self, kind: str, batch: Arrays) -> Program:
+        backend = self._backend
+        assert backend is not None
+        network = backend.upload()
+        state = buffer_names(backend.state_buffers())
+        with record_module_names(network), forbid_data_dependence():
+            if kind == "training":
+                self._state_is_lost = True
+                report = backend.trace_step(0, batch, Signals())
+                outputs = [*backend.state_buffers().values(), report]
+            else:
+                outputs = [backend.trace_evaluation(batch, Signals())]
+            return extract_program(outputs, state)
+
+    def close(self) -> None:
+        self._backend = None
+        gc.collect()
+        return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Returns freed memory to the system, for the compiler: the allocator, jemalloc in the image and glibc's elsewhere,
+    would keep it for a while."""
+    library = ctypes.CDLL(None)
+    purge, trim = getattr(library, "mallctl", None), getattr(library, "malloc_trim", None)
+    if purge is not None:
+        # MALLCTL_ARENAS_ALL: https://jemalloc.net/jemalloc.3.html#arena.i.purge
+        purge(b"arena.4096.purge", None, None, None, ctypes.c_size_t(0))
+    elif trim is not None:
+        trim(0)
+
+
 def buffer_names(state: Mapping[str, Any]) -> dict[int, str]:
-    """Handle -> name of the device buffers of tensors whose values are on the device. Call it before a program that
+    """Returns handle -> name of the buffers of tensors whose values are on the device. Call it before a program that
     changes them is traced.
 
     A buffer stays the same whichever program reads it. A tensor's number, by which torch_xla itself finds donors, does
@@ -40,34 +95,23 @@ def buffer_names(state: Mapping[str, Any]) -> dict[int, str]:
     names = {}
     for name, tensor in state.items():
         # A tensor that was moved, and not computed yet, has no buffer of its own: the one that it comes from counts.
-        _, values = _XLAC._get_tensors_xla_device_data_node([tensor])
+        values = internals.arguments_of([tensor])
         if len(values) == 1:
-            names[_XLAC._get_tensors_handle(values)[0]] = name
+            names[internals.handles(values)[0]] = name
     return names
-
-
-def simulate_devices(count: int) -> None:
-    """From here on, torch_xla traces programs for `count` devices in this process, which has one CPU device.
-
-    Only the first part of each array is ever kept. The programs are those of a process that has the devices, but they
-    can't be run here.
-    """
-    torch_xla.runtime.use_spmd()
-    torch_xla.runtime.global_runtime_device_count = lambda: count
 
 
 @contextmanager
 def record_module_names(network: Any) -> Iterator[None]:
-    """Operations that are traced in this block carry the name of the network's module that they belong to; those of
-    the backward pass, of the module whose gradient they compute. The names are metadata of the program, and change
-    nothing else."""
+    """Gives operations that are traced in this block the name of their module in the network; those of the backward
+    pass get that of the module whose gradient they compute. The names are metadata and change nothing else."""
     names = {id(module): name for name, module in network.named_modules()}
     scopes: list[Any] = []
     nodes: list[Any] = []  # of the backward graph, kept alive so that their ids are not used again
     backward_scope: list[Any] = []  # of the gradient under way, at most one
 
     def enter(module: Any, _arguments: Any) -> None:
-        scopes.append(_XLAC.profiler.scope_pusher(names.get(id(module), type(module).__name__)))
+        scopes.append(internals.push_scope(names.get(id(module), type(module).__name__)))
 
     def leave(module: Any, _arguments: Any, outputs: Any) -> None:
         scopes.pop()
@@ -78,29 +122,27 @@ def record_module_names(network: Any) -> Iterator[None]:
 
         def begin_gradient(_gradients: Any) -> None:
             backward_scope.clear()
-            backward_scope.append(_XLAC.profiler.scope_pusher(BACKWARD + names.get(id(module), "")))
+            backward_scope.append(internals.push_scope(BACKWARD + names.get(id(module), "")))
 
         node.register_prehook(begin_gradient)
 
-    debug_before = _XLAC._get_ir_debug()
-    _XLAC._set_ir_debug(True)
     hooks = [
         torch_modules.register_module_forward_pre_hook(enter),
         torch_modules.register_module_forward_hook(leave, always_call=True),
     ]
     try:
-        yield
+        with internals.operation_metadata():
+            yield
     finally:
         backward_scope.clear()
         for hook in hooks:
             hook.remove()
-        _XLAC._set_ir_debug(debug_before)
 
 
 @contextmanager
 def forbid_data_dependence() -> Iterator[None]:
-    """Raises DataDependentProgram in this block for the first operation whose shape, or whose result in Python, depends
-    on data."""
+    """Makes the first operation in this block whose shape, or whose result in Python, depends on data raise
+    DataDependentProgram."""
     with _DataDependenceGuard():
         yield
 
@@ -125,7 +167,7 @@ def _depends_on_data(function: Any, arguments: Any) -> bool:
 
 
 def _model_place() -> str:
-    """The innermost place in the model's code, outside torch."""
+    """Returns the innermost place of the current call that is outside torch."""
     for frame in reversed(traceback.extract_stack()):
         if "site-packages/torch" not in frame.filename and frame.filename != __file__:
             return f" ({frame.filename}:{frame.lineno}: {frame.line})"
@@ -133,11 +175,11 @@ def _model_place() -> str:
 
 
 def extract_program(outputs: Sequence[Any], state: Mapping[int, str]) -> Program:
-    """The program that a `torch_xla.sync()` would run to compute `outputs`; it is not run.
+    """Returns the program that a `torch_xla.sync()` would run to compute `outputs`, without running it.
 
     Args:
         outputs: tensors on the device.
-        state: of `buffer_names`: tensors that the program may overwrite.
+        state: tensors that the program may overwrite, from `buffer_names`.
 
     Raises:
         CompilerUnavailable: jaxlib is not here, or another version.
@@ -146,14 +188,8 @@ def extract_program(outputs: Sequence[Any], state: Mapping[int, str]) -> Program
     from jaxlib import xla_client
 
     outputs = list(outputs)
-    _, values = _XLAC._get_tensors_xla_device_data_node(outputs)  # in the order of the arguments
-    handles = _XLAC._get_tensors_handle(values)
+    handles = internals.handles(internals.arguments_of(outputs))
     arguments = {number: state[handle] for number, handle in enumerate(handles) if handle in state}
-    computation = xla_client.XlaComputation(_XLAC._get_xla_tensors_hlo_proto(outputs))
+    computation = xla_client.XlaComputation(internals.program_proto(outputs))
     text: str = xla_client._xla.mlir.xla_computation_to_mlir_module(computation)
-    return Program(text, frozenset(arguments), arguments, hash_program(outputs))
-
-
-def hash_program(outputs: Sequence[Any]) -> str:
-    """The hash of the program that a `torch_xla.sync()` would run for these tensors."""
-    return hash_hlo(_XLAC._get_xla_tensors_hlo(list(outputs)))
+    return Program(text, frozenset(arguments), arguments, hash_hlo(internals.program_text(outputs)))

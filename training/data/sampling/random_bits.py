@@ -7,7 +7,7 @@ derived here, each for a purpose:
   "lanes", "uneven"      the order of records in a window, and the uneven window, by (epoch, window) and by epoch
   "buckets"              the order of batch lengths (`sampling.bucket_schedule`), by epoch
   "masking"              which tokens are predicted (`sampling.masking`), by (epoch, record)
-  "dropout"              keep masks of the torch_xla backend (`backends.torch_xla.dropout`), by (step, row)
+  "dropout"              keep masks in PyTorch (`models.torch.dropout`), by (step, row)
 
 A length bucket of labelled rows shuffles with a seed of its own, `bucket_seed`: otherwise buckets of one size would be
 shuffled alike. Evaluation uses seed 0 and epoch -1, so that its masks are the same in every run.

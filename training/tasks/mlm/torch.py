@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.errors import BadInput
-from training.models.families import MASKED_LM_HEADS
+from training.models.torch.network import apply_head
 from training.tasks.torch_sums import cross_entropy_sums
 
 
@@ -27,15 +26,3 @@ def sums(network: Any, batch: dict[str, Tensor]) -> tuple[Tensor, None]:
     labels = batch["labels"].long().flatten().clamp(min=0)  # (rows * predictions,)
     weights = batch["weights"].flatten()
     return cross_entropy_sums(logits, labels, weights), None
-
-
-def apply_head(network: Any, hidden: Tensor) -> Tensor:
-    """The masked-LM head of a network, on hidden states (..., width). (..., vocabulary)
-
-    Raises BadInput for a head that is built like none of `MASKED_LM_HEADS`."""
-    for names in MASKED_LM_HEADS:
-        if all(hasattr(network, name) for name in names):
-            for name in names:
-                hidden = getattr(network, name)(hidden)
-            return hidden
-    raise BadInput(f"the masked-LM head of {type(network).__name__} is built like none that this program knows")

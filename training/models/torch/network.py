@@ -1,24 +1,22 @@
-"""Networks for the torch backends: built by name or read from a folder.
+"""Networks built by name or read from a folder.
 
-Model code is Hugging Face's; only the classes in use are imported, because importing all of transformers takes seconds.
-Its dropouts and self-attention are replaced by those of `dropout.py` and `attention.py`: the same function, up to which
-elements are dropped, in less memory.
+Model code is Hugging Face's. Its dropouts and self-attention are replaced by those of `dropout.py` and `attention.py`:
+the same function, up to which elements are dropped, in less memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from training.backends.torch_xla.attention import SelfAttention, recompute
-from training.backends.torch_xla.dropout import Dropout, Noise, noise_for
 from training.config import Model, Remat
 from training.errors import BadInput, TrainError, is_out_of_memory
-from training.models.families import BERT_LIKE, FAMILIES, dropout_rates
+from training.models.families import BERT_LIKE, FAMILIES, MASKED_LM_HEADS, dropout_rates
 from training.models.hugging_face import (
     ModelRequirements,
     build_model_config,
@@ -28,13 +26,14 @@ from training.models.hugging_face import (
     read_labels,
 )
 from training.models.initial import initial_weights
+from training.models.torch.attention import Barrier, SelfAttention, recompute
+from training.models.torch.dropout import Dropout, Noise
 from training.registry import Head
-from training.tasks.mlm.torch import apply_head
 
 
 def build(model: Model, needs: ModelRequirements, *, dropout: float, seed: int) -> torch.nn.Module:
-    """A network with the task's head, in training mode on the CPU. The same seed gives the same weights on every
-    host. Raises BadInput."""
+    """Returns a network with the task's head, in training mode on the CPU. The same seed gives the same weights on
+    every host. Raises BadInput."""
     values = build_model_config(
         model, vocabulary=needs.vocabulary, pad=needs.pad, dropout=dropout, head=needs.head, labels=needs.labels
     )
@@ -51,16 +50,25 @@ def build(model: Model, needs: ModelRequirements, *, dropout: float, seed: int) 
     return network
 
 
-def patch_modules(network: Any, remat: Remat | None, *, otherwise: Remat) -> Noise | None:
+def patch_modules(
+    network: Any,
+    remat: Remat | None,
+    *,
+    default: Remat,
+    barrier: Barrier,
+    constants: Callable[[], AbstractContextManager[Any]],
+) -> Noise | None:
     """Replaces dropout and self-attention in a network of BERT's or RoBERTa's family by those of this folder.
 
     Args:
-        network: is changed; one of another family stays as it is.
+        network: is changed, unless it is of another family.
         remat: train.remat, what is computed a second time in the backward pass.
-        otherwise: the same where the file does not say.
+        default: the same if the file does not say.
+        barrier: the runtime's, for `attention.recompute`.
+        constants: the runtime's, for `dropout.Noise`.
 
     Returns:
-        What the dropouts draw from; None for another family.
+        The random numbers that the dropouts draw from; None for another family.
 
     Raises:
         BadInput: remat is given for another family.
@@ -77,31 +85,35 @@ def patch_modules(network: Any, remat: Remat | None, *, otherwise: Remat) -> Noi
             f"train.remat: {remat} is for encoders of BERT and RoBERTa, and model.path is of type "
             f"{config.model_type}: remove it"
         )
-    remat = remat or otherwise
-    noise = noise_for(network)
+    remat = remat or default
+    # A row's matrices are (positions, width), and for each head (positions, positions).
+    noise = Noise(max(config.num_attention_heads * config.max_position_embeddings, config.hidden_size), constants)
     dropouts = [name for name, module in network.named_modules() if isinstance(module, torch.nn.Dropout)]
     for place, name in enumerate(dropouts):
         network.set_submodule(name, Dropout(network.get_submodule(name).p, place, noise))
     for layer in network.base_model.encoder.layer:
         layer.attention.self = SelfAttention(
-            layer.attention.self, layer.attention.self.dropout, recomputes=remat == "attention"
+            layer.attention.self,
+            layer.attention.self.dropout,
+            recompute_behind=barrier if remat == "attention" else None,
         )
         if remat == "layers":
             # Hugging Face's own hook for this; it gives the layer's call with its keywords, and its positional
             # arguments.
-            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _recompute_layer(layer)
+            layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, _recompute_layer(layer, barrier)
     return noise
 
 
-def _recompute_layer(layer: Any) -> Callable[..., Any]:
+def _recompute_layer(layer: Any, barrier: Barrier) -> Callable[..., Any]:
     def call(function: Callable[..., Any], hidden: Tensor, mask: Tensor, *others: Any) -> Any:
-        return (recompute(lambda *parts: function(*parts, *others)[0], (hidden, mask), tuple(layer.parameters())),)
+        parameters = tuple(layer.parameters())
+        return (recompute(lambda *parts: function(*parts, *others)[0], (hidden, mask), barrier, parameters),)
 
     return call
 
 
 def _fresh(values: dict[str, Any], seed: int) -> Any:
-    """The network named in `architectures`."""
+    """Returns the network named in `architectures`, with the weights that `seed` gives."""
     from transformers.modeling_utils import no_init_weights
 
     networks, config_class = _classes(values["model_type"])
@@ -122,7 +134,7 @@ def _fresh(values: dict[str, Any], seed: int) -> Any:
 
 
 def _classes(model_type: str) -> tuple[Any, Any]:
-    """The module that has a family's networks, and the class of its configuration."""
+    """Returns the module that has a family's networks, and the class of its configuration."""
     if model_type == "roberta":
         from transformers.models.roberta import modeling_roberta as networks
         from transformers.models.roberta.configuration_roberta import RobertaConfig as Config
@@ -137,7 +149,7 @@ def _classes(model_type: str) -> tuple[Any, Any]:
 
 
 def _from_folder(path: str, head: Head, dropout: float) -> Any:
-    """A model folder's network and weights. A weight that the folder lacks is refused: it would be random."""
+    """Returns a model folder's network and weights. Raises BadInput for a missing weight: it would be random."""
     import transformers
 
     with _one_line_errors(path), local_copy(path) as folder:
@@ -149,8 +161,8 @@ def _from_folder(path: str, head: Head, dropout: float) -> Any:
 
 
 def _with_fresh_head(path: str, values: dict[str, Any], dropout: float, seed: int) -> Any:
-    """A classifier with an encoder's weights from a folder. Its head is fresh, unless the folder is a classifier of the
-    same labels."""
+    """Returns a classifier with an encoder's weights from a folder. Its head is fresh, unless the folder is a
+    classifier of the same labels."""
     with _one_line_errors(path):
         config = _classes(values["model_type"])[1](**values)
         network = _fresh({**values, **_training_values(config, dropout)}, seed)
@@ -164,7 +176,7 @@ def _with_fresh_head(path: str, values: dict[str, Any], dropout: float, seed: in
 
 
 def _training_values(config: Any, dropout: float) -> dict[str, Any]:
-    """What training changes in a network's configuration."""
+    """Returns the values that training changes in a network's configuration."""
     values = config.to_dict()
     # ModernBERT would compile itself with torch.compile; here the step is compiled as a whole.
     return {**dropout_rates(values, dropout), **({"reference_compile": False} if "reference_compile" in values else {})}
@@ -172,7 +184,7 @@ def _training_values(config: Any, dropout: float) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _one_line_errors(path: str) -> Iterator[None]:
-    """Turns whatever the library says of a model folder into a BadInput of one line."""
+    """Turns an error of transformers about a model folder into a BadInput of one line."""
     try:
         yield
     except (TrainError, MemoryError):
@@ -188,8 +200,8 @@ def _one_line_errors(path: str) -> Iterator[None]:
 
 
 def _try_out(network: Any, path: str, needs: ModelRequirements) -> None:
-    """Lets a network of a family that is not built here look at one short row. Raises BadInput where that fails, or
-    where the head for masked tokens is applied otherwise than here: then every loss would be wrong."""
+    """Runs a network of an unknown family on one short row. Raises BadInput if that fails, or if the network applies
+    its masked-LM head otherwise than `apply_head`: then every loss would be wrong."""
     ids = torch.arange(min(16, needs.sequence_length)).unsqueeze(0)  # (1, tokens)
     mask = torch.ones_like(ids)
     network.eval()
@@ -204,8 +216,20 @@ def _try_out(network: Any, path: str, needs: ModelRequirements) -> None:
             )
 
 
+def apply_head(network: Any, hidden: Tensor) -> Tensor:
+    """Returns logits (..., vocabulary): the masked-LM head of a network applied to hidden states (..., width).
+
+    Raises BadInput for a head that is built like none of `MASKED_LM_HEADS`."""
+    for names in MASKED_LM_HEADS:
+        if all(hasattr(network, name) for name in names):
+            for name in names:
+                hidden = getattr(network, name)(hidden)
+            return hidden
+    raise BadInput(f"the masked-LM head of {type(network).__name__} is built like none that this program knows")
+
+
 def _load(path: str, network: Any, **options: Any) -> tuple[Any, set[str]]:
-    """A network with a folder's weights, and the names of those that the folder does not have, or not in the right
+    """Returns a network with a folder's weights, and the names of the weights that the folder lacks or has in another
     shape."""
     with _one_line_errors(path), local_copy(path) as folder:
         loaded, report = network.from_pretrained(

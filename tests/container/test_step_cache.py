@@ -1,5 +1,5 @@
-"""Steps that are traced for the first batches of a shape and run by position from then on: the bits of a run whose
-steps are all traced, and a warning where something varies that no input brings."""
+"""The step cache: cached steps have the bits of traced ones, and a step that varies beside its inputs is traced always,
+with a warning."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", others_at_night(CASES, set(CASES) - {"plain"}))
-def test_steps_by_position_have_the_bits_of_traced_ones(case: str, folder: Path) -> None:
+def test_cached_steps_have_the_bits_of_traced_ones(case: str, folder: Path) -> None:
     config = settings(folder, **CASES[case])
     results, state = train(config)
     traced_results, traced_state = train(config, trace_always)
@@ -118,10 +118,10 @@ def test_only_the_first_two_batches_of_a_shape_are_traced(folder: Path, capfd: p
 
 
 @pytest.mark.nightly
-def test_what_no_input_brings_is_traced_every_step_and_told_once(
+def test_a_step_that_varies_beside_its_inputs_is_traced_always_with_one_warning(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A network with a number of Python that changes with each call: torch_xla makes it an argument."""
+    """The network multiplies by another number of Python in each call: torch_xla makes it an argument."""
 
     def vary(backend: Any) -> None:
         calls = iter(range(1000))
@@ -140,7 +140,7 @@ def test_what_no_input_brings_is_traced_every_step_and_told_once(
         backend.trace_always()
 
     results, state = train(config, vary)
-    warnings = [line for line in capfd.readouterr().err.splitlines() if "can't be run by position" in line]
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "can't be cached" in line]
     traced_results, traced_state = train(config, vary_and_trace)
     assert results == traced_results
     assert state == traced_state

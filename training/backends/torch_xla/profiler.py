@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from torch_xla import _XLAC
 from torch_xla.debug import profiler
+
+from training.backends.torch_xla import internals
 
 
 class TorchProfiler:
@@ -19,6 +20,4 @@ class TorchProfiler:
         profiler.stop_trace()
 
     def scope(self, name: str, **facts: int) -> contextlib.AbstractContextManager[Any]:
-        # Not profiler.Trace: that also names the operations inside it, so the step would be another program.
-        scope: contextlib.AbstractContextManager[Any] = _XLAC.profiler.TraceMe(name, **facts)
-        return scope
+        return internals.trace_event(name, **facts)

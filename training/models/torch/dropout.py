@@ -1,5 +1,5 @@
-"""Dropout for the torch backends: what is dropped is a pure function of (seed, step, row of the global batch, place in
-the network, element).
+"""Dropout without a generator: what is dropped is a pure function of (seed, step, row of the global batch, place in the
+network, element).
 
 So it depends on no number of hosts, devices or pieces of a batch, a resumed run drops the same, and what is computed
 again backwards drops the same.
@@ -19,21 +19,20 @@ the price. tests/container/test_dropout.py looks at all that.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_xla import _XLAC
 
 from training.data.sampling import random_bits
 
 
 def row_keys(seed: int, step: int, first: int, last: int) -> np.ndarray:
-    """(last - first,) int32, for rows [first, last) of the global batch."""
+    """Returns (last - first,) int32, for rows [first, last) of the global batch."""
     return _upper(random_bits.keys(random_bits.key(seed, "dropout", step), np.arange(first, last)))
 
 
@@ -42,25 +41,31 @@ def _upper(numbers: random_bits.UInts) -> np.ndarray:
 
 
 class Noise:
-    """What all dropouts of a network draw from."""
+    """The random numbers that all dropouts of a network draw from."""
 
     rows: Tensor  # (rows,) int32, of `row_keys`: of the rows that the network is about to see
 
-    def __init__(self, size: int) -> None:
-        """`size`: the most lines, or columns, of all matrices of a row together."""
+    def __init__(self, size: int, constants: Callable[[], AbstractContextManager[Any]] = nullcontext) -> None:
+        """
+        Args:
+            size: the most lines, or columns, of all matrices of a row together.
+            constants: a block in which numbers of Python become constants of the program, for runtimes that would
+                otherwise make an argument of each of them: seven a dropout.
+        """
+        self._constants = constants
         self.table = torch.from_numpy(_upper(random_bits.stream(0, "dropout", 0, size)))
 
     def kept(self, shape: torch.Size, rate: float, place: int) -> Tensor:
-        """Which elements stay, bool of this shape: (rows, ..., lines, columns), or (rows, columns)."""
+        """Returns which elements stay, bool of this shape: (rows, ..., lines, columns), or (rows, columns)."""
         rows, *matrices, columns = shape
         lines = matrices.pop() if matrices else 1
         odd = [_odd(place, number) for number in range(6)]
-        with _numbers_in_the_program():
+        with self._constants():
             return self._compare(rows, matrices, lines, columns, odd, int(rate * 2**32) - 2**31).view(shape)
 
     def _compare(self, rows: int, matrices: list[int], lines: int, columns: int, odd: list[int], least: int) -> Tensor:
         def mixed(number: int, count: int) -> Tensor:
-            """(rows, matrices * count): of each line or each column."""
+            """Returns (rows, matrices * count): a number for each line or each column."""
             at = self.table[: math.prod(matrices) * count]
             return ((self.rows.unsqueeze(1) * odd[number]) ^ at) * odd[number - 1]
 
@@ -71,42 +76,22 @@ class Noise:
         return numbers >= torch.tensor(least, dtype=torch.int32, device=numbers.device)
 
 
-@contextlib.contextmanager
-def _numbers_in_the_program() -> Iterator[None]:
-    """Numbers of Python that operations in this block take are constants of the program. Else each of them, seven a
-    dropout, would be an argument, and starting a program takes as long as it has arguments."""
-    before = _XLAC._get_xla_all_numbers_special_scalars()
-    _XLAC._set_xla_all_numbers_special_scalars(True)
-    try:
-        yield
-    finally:
-        _XLAC._set_xla_all_numbers_special_scalars(before)
-
-
 def _odd(place: int, number: int) -> int:
-    """A random odd number of 32 bits, with a sign."""
+    """Returns a random odd number of 32 bits, with a sign."""
     return int(np.uint32(random_bits.key(0, "dropout", place, number) >> 32 | 1).view(np.int32))
 
 
 class Dropout(torch.nn.Module):  # type: ignore[misc]  # torch is not here when types are checked
-    """In place of torch.nn.Dropout, for arrays whose first axis is the rows of the batch."""
+    """Replaces torch.nn.Dropout, for arrays whose first axis is the rows of the batch."""
 
     def __init__(self, rate: float, place: int, noise: Noise) -> None:
         super().__init__()
         self.rate, self.place, self.noise = rate, place, noise
 
     def forward(self, values: Tensor) -> Tensor:
-        """The values that stay, scaled up; in evaluation all of them."""
         if not self.training or not self.rate:
             return values
         kept = self.noise.kept(values.shape, self.rate, self.place)
         return torch.where(
             kept, values * (1 / (1 - self.rate)), torch.zeros((), dtype=values.dtype, device=values.device)
         )
-
-
-def noise_for(network: Any) -> Noise:
-    """For Hugging Face's BERT or RoBERTa: a row's matrices are (positions, width), and for each head (positions,
-    positions)."""
-    config = network.config
-    return Noise(max(config.num_attention_heads * config.max_position_embeddings, config.hidden_size))

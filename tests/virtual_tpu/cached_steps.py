@@ -1,6 +1,6 @@
-"""Steps by position beside traced ones, on eight virtual devices: for a test.
+"""Cached steps beside traced ones, on eight virtual devices: for a test.
 
-python -m tests.virtual_tpu.by_position FOLDER        prints one JSON object
+python -m tests.virtual_tpu.cached_steps FOLDER        prints one JSON object
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 import sys
 from pathlib import Path
 
-from tests.container.test_programs import FIRST_TWO, count_traces, open_run, settings, trace_always, train
+from tests.container.test_step_cache import FIRST_TWO, count_traces, open_run, settings, trace_always, train
 from training.batch import Signals
 
 
 def compare(folder: Path) -> dict[str, object]:
-    """Whether results and state are the same bits, and what was traced of six steps."""
+    """Returns whether results and state are the same bits, and whether only the first two of six steps were traced."""
     config = settings(folder, train__on_nonfinite="skip")
     results, state = train(config)
     traced_results, traced_state = train(config, trace_always)

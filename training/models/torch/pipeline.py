@@ -1,4 +1,4 @@
-"""`transformers.pipeline` over a model folder in plain torch."""
+"""Predictions with plain torch on the CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def open_pipeline(name: str, folder: str) -> Any:
-    """`transformers.pipeline(name)` over a local model folder, on the CPU."""
+    """Returns `transformers.pipeline(name)` over a local model folder, on the CPU."""
     from transformers import pipeline
 
     return pipeline(name, model=folder, framework="pt", device="cpu")

@@ -1,0 +1,156 @@
+"""All private names of torch_xla (2.9) that this program uses, each behind one function.
+
+A release of torch_xla may rename or change any of them. tests/container/test_internals.py holds a test for each, which
+says what breaks. Most are those of torch_xla's bridge to torch.compile (torch_xla/_dynamo/dynamo_bridge.py): a traced
+program is compiled without being run, is known by its hash, and takes its arguments by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch_xla.core.xla_model as xm
+import torch_xla.runtime
+from torch import Tensor
+from torch_xla import _XLAC
+
+# --- arrays between host and devices
+
+
+def upload(tensors: Sequence[Tensor], device: Any, shardings: Sequence[Any] | None) -> list[Tensor]:
+    """Copies tensors to the devices in one call. `shardings`: an `xla_spec` for each, under SPMD."""
+    sent: list[Tensor] = _XLAC._xla_tensors_from_aten(list(tensors), [str(device)] * len(tensors), shardings)
+    return sent
+
+
+def download(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies tensors to the host in one call, which torch_xla counts as one transfer."""
+    copies: list[Tensor] = _XLAC._xla_get_cpu_tensors(list(tensors))
+    return copies
+
+
+def declare_sharding(tensor: Tensor, sharding: Any) -> None:
+    """Declares how a tensor is sharded, and whatever later programs make of it in place.
+
+    `spmd.mark_sharding` would do the same, but imports JAX, which takes seconds."""
+    _XLAC._xla_mark_sharding(tensor, sharding)
+
+
+def read_shardings(tensors: Sequence[Tensor]) -> list[str]:
+    """Returns each tensor's sharding as XLA writes it, "{replicated}" for instance; "" without a declared one."""
+    texts: list[str] = _XLAC._get_xla_sharding_specs(list(tensors))
+    return texts
+
+
+# --- traced programs
+
+
+def handles(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns a number for each tensor's buffer on the device, the same in every program that reads the buffer."""
+    numbers: list[int] = _XLAC._get_tensors_handle(list(tensors))
+    return numbers
+
+
+def arguments_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors that the program of these outputs reads, in the order of its arguments."""
+    _, arguments = _XLAC._get_tensors_xla_device_data_node(list(outputs))
+    return list(arguments)
+
+
+def uncomputed(tensors: Sequence[Tensor]) -> list[bool]:
+    """Returns for each tensor whether it stands for traced operations that have not run."""
+    flags: list[bool] = _XLAC._check_tensor_need_materialization(list(tensors))
+    return flags
+
+
+def donate(argument: Tensor) -> None:
+    """Lets the program that is compiled next overwrite the buffer of this argument."""
+    _XLAC._set_buffer_donation(argument, True)
+
+
+def compile_program(outputs: Sequence[Tensor]) -> bytes:
+    """Compiles the program of these outputs without running it, unless torch_xla has it already. Returns its hash."""
+    donates_before = _XLAC._xla_get_enable_alias_with_buffer_donor_config()
+    _XLAC._xla_set_enable_alias_with_buffer_donor_config(True)
+    try:
+        program_hash: bytes = _XLAC._get_graph_hash(list(outputs))
+        _XLAC._xla_warm_up_cache(list(outputs), [])
+    finally:
+        _XLAC._xla_set_enable_alias_with_buffer_donor_config(donates_before)
+    return program_hash
+
+
+def start_program(program_hash: bytes, arguments: Sequence[Tensor]) -> list[Tensor]:
+    """Starts a compiled program and returns its outputs. Buffers of donated arguments are gone."""
+    # Starting waits for the program before it with Python's lock held; this does not hold the lock.
+    xm.wait_device_ops()
+    outputs: list[Tensor] = _XLAC._run_cached_graph(program_hash, arguments)
+    return outputs
+
+
+def seed_tensor(seed: int | None, device: Any) -> Tensor:
+    """Sets the seed of the device's generator, and returns the tensor that programs read it from."""
+    xm.set_rng_state(seed, device)
+    tensor: Tensor = _XLAC._get_base_seed_as_tensor(str(device))
+    return tensor
+
+
+@contextmanager
+def numbers_as_constants() -> Iterator[None]:
+    """Makes numbers of Python that operations in this block take constants of the program, instead of arguments:
+    starting a program takes as long as it has arguments."""
+    before = _XLAC._get_xla_all_numbers_special_scalars()
+    _XLAC._set_xla_all_numbers_special_scalars(True)
+    try:
+        yield
+    finally:
+        _XLAC._set_xla_all_numbers_special_scalars(before)
+
+
+# --- programs as text, for preflight and profiles
+
+
+def program_text(outputs: Sequence[Tensor]) -> str:
+    """Returns the HLO of the program that would compute these outputs."""
+    text: str = _XLAC._get_xla_tensors_hlo(list(outputs))
+    return text
+
+
+def program_proto(outputs: Sequence[Tensor]) -> bytes:
+    """Returns the same program as a serialized HloModuleProto."""
+    proto: bytes = _XLAC._get_xla_tensors_hlo_proto(list(outputs))
+    return proto
+
+
+def push_scope(name: str) -> Any:
+    """Names the operations that are traced while the returned object lives; see `operation_metadata`."""
+    return _XLAC.profiler.scope_pusher(name)
+
+
+@contextmanager
+def operation_metadata() -> Iterator[None]:
+    """Makes programs that are traced in this block keep the scope names of their operations."""
+    before = _XLAC._get_ir_debug()
+    _XLAC._set_ir_debug(True)
+    try:
+        yield
+    finally:
+        _XLAC._set_ir_debug(before)
+
+
+def trace_event(name: str, **facts: int) -> AbstractContextManager[Any]:
+    """Returns a block that a profile shows. Unlike profiler.Trace, it does not name operations: that would make the
+    step another program."""
+    event: AbstractContextManager[Any] = _XLAC.profiler.TraceMe(name, **facts)
+    return event
+
+
+def simulate_devices(count: int) -> None:
+    """Makes torch_xla trace programs for `count` devices from here on, in a process with one CPU device.
+
+    Only the first part of each array is ever kept: the programs are those of a process with the devices, but can't run.
+    """
+    torch_xla.runtime.use_spmd()
+    torch_xla.runtime.global_runtime_device_count = lambda: count

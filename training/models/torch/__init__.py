@@ -1,0 +1,7 @@
+"""Networks in PyTorch, for any of its runtimes: no module here imports one.
+
+network.py      built by name or read from a folder
+attention.py    self-attention in less memory, and computing again what is not kept
+dropout.py      dropout without a generator
+pipeline.py     predictions on the CPU
+"""
