@@ -64,6 +64,15 @@ def test_the_same_text_gives_the_same_tokenizer_byte_for_byte(tmp_path: Path, al
     )
 
 
+def test_every_character_of_the_text_is_a_piece(tmp_path: Path) -> None:
+    """Also those that sentencepiece reserves in its input."""
+    (tmp_path / "text.txt").write_text("one\ttwo\nthree ▅ four\u2028𝔘 \0\n\nfive six seven eight nine ten\n")
+    succeed("tokenizer", "--corpus", tmp_path / "text.txt", "--vocabulary", "60", "--out", tmp_path / "out")
+    loaded = tokenizers.load(tokenizers.read(str(tmp_path / "out")))
+    assert {"\t", "\n", "▅", "\u2028", "𝔘", "\0", *"onetwhrfu"} <= loaded.get_vocab().keys()
+    assert loaded.get_vocab_size() <= 60
+
+
 @pytest.mark.parametrize("algorithm", ["unigram", "wordpiece"])
 def test_transformers_loads_a_tokenizer_folder(tmp_path: Path, algorithm: str) -> None:
     succeed("tokenizer", *PYDOC, "--vocabulary", "600", "--algorithm", algorithm, "--out", tmp_path)

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training import storage
-from training.data.prepare import corpus
+from training.data.prepare import corpus, tokenizer_training
 from training.data.prepare.corpus import Corpus, SplitFilter
+from training.data.prepare.tokenizer_training import count_words
 from training.errors import BadInput
 
 
@@ -136,3 +137,27 @@ def test_a_fingerprint_changes_with_the_text(tmp_path: Path, gcs: object) -> Non
         assert Corpus(folder).fingerprint() != first
         assert Corpus(folder, "body").fingerprint() != Corpus(folder).fingerprint()
     assert Corpus("builtin:pydoc").fingerprint() == Corpus("builtin:pydoc").fingerprint()
+
+
+def test_words_begin_with_their_space_and_special_tokens_are_not_words() -> None:
+    assert count_words(["the cat", "the  ``cat''", "a[MASK]b", ""]) == {
+        "▁the": 2,
+        "▁cat": 1,
+        "▁": 1,
+        '▁"cat"': 1,
+        "▁a": 1,
+        "▁b": 1,
+    }
+
+
+def test_equally_frequent_words_are_a_sample_of_all_and_the_same_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In text without spaces each sentence is a word that occurs once."""
+    monkeypatch.setattr(tokenizer_training, "MAX_WORDS", 300)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    once = [f"{letters[number % 26]}{letters[number // 26 % 26]}{number}" for number in range(3000)]
+    words = dict.fromkeys(once, 1) | {"zzz": 5, "yyy": 5}
+    sample = [word for word, _ in tokenizer_training._most_frequent(words)]
+    assert {"zzz", "yyy"} < set(sample)
+    assert len(sample) == len(set(sample)) == 300
+    assert min(sum(word[0] == letter for word in sample) for letter in letters) >= 3
+    assert [word for word, _ in tokenizer_training._most_frequent(dict(reversed(words.items())))] == sample

@@ -1,47 +1,44 @@
 """Trains tokenizers like the public recipe's: the same text gives the same tokenizer, byte for byte.
 
 Normalisation and special tokens are those of transformers' examples/tensorflow/language-modeling-tpu/train_unigram.py:
-``quotes'' become ", Metaspace pieces, `[CLS] text [SEP]`. Unigram vocabularies are trained by
-`training.data.prepare.unigram`, WordPiece ones by the `tokenizers` library on one thread, in two passes
-(`_train_wordpiece`). Needs the `tokenizers` library.
+``quotes'' become ", Metaspace pieces, `[CLS] text [SEP]`. sentencepiece trains Unigram vocabularies on one thread,
+because with more its sums depend on their order; `tokenizers` trains WordPiece ones on one thread, in two passes
+(`_train_wordpiece`). `tokenizers`' own Unigram trainer walks a hash table whose order is new in every process.
 
-What can fail half-way: `write_tokenizer` writes tokenizer.json last. Without it a folder is not a tokenizer, and the
-same command writes the rest again.
+Failure model: `write_tokenizer` writes tokenizer.json last. Without it a folder is not a tokenizer, and the same
+command writes the rest again.
 """
 
 from __future__ import annotations
 
+import hashlib
+import heapq
+import io
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 from training import storage
-from training.data.prepare import unigram
 from training.data.tokenizer import FILE, SPECIAL, library
 from training.data.tokenizer import files as tokenizer_files
 from training.errors import BadInput
 
 QUOTES = (("``", '"'), ("''", '"'))
 Algorithm = Literal["unigram", "wordpiece"]
+MAX_WORDS = 1 << 18  # the most frequent words decide a Unigram vocabulary
+MAX_PIECE = 16  # characters
+RESERVED = re.compile("[\t\r\n\0▅]")  # characters with a meaning of their own in sentencepiece's input
 
 
 def train_tokenizer(documents: Callable[[], Iterable[str]], vocabulary: int, algorithm: Algorithm) -> bytes:
-    """Trains a tokenizer on documents.
+    """Trains a tokenizer with at most `vocabulary` ids, special tokens included. Returns the content of tokenizer.json.
 
-    Args:
-        documents: is called to read the corpus; must give the same documents each time.
-        vocabulary: the largest number of ids, special tokens included.
-        algorithm: of the model.
-
-    Returns:
-        The content of tokenizer.json.
-
-    Raises:
-        BadInput: there is no text, or it needs more ids.
+    `documents` is called to read the corpus, and must give the same documents each time. Raises BadInput when there is
+    no text, or its characters need more ids.
     """
     tokenizers = library()
     train = _train_unigram if algorithm == "unigram" else _train_wordpiece
@@ -56,22 +53,12 @@ def train_tokenizer(documents: Callable[[], Iterable[str]], vocabulary: int, alg
 
 
 def write_tokenizer(url: str, content: bytes, *, overwrite: bool = False) -> bool:
-    """Writes a tokenizer folder.
+    """Writes a tokenizer folder whose tokenizer.json is `content`. Returns False when it was already there.
 
-    Args:
-        url: the folder, local or gs://.
-        content: of tokenizer.json.
-        overwrite: replace another tokenizer.
-
-    Returns:
-        False where this very tokenizer was already there.
-
-    Raises:
-        BadInput: the folder holds another tokenizer.
-        StorageError: storage can't be read or written.
+    Raises BadInput when the folder holds another tokenizer, unless `overwrite` allows replacing it, and StorageError.
     """
     files = tokenizer_files(content)
-    existing = {name: _read_if_there(storage.join(url, name)) for name in files}
+    existing = {name: _read_or_none(storage.join(url, name)) for name in files}
     if existing == files:
         return False
     different = [name for name, stored in existing.items() if stored not in (None, files[name])]
@@ -85,7 +72,7 @@ def write_tokenizer(url: str, content: bytes, *, overwrite: bool = False) -> boo
     return True
 
 
-def _read_if_there(url: str) -> bytes | None:
+def _read_or_none(url: str) -> bytes | None:
     try:
         return storage.read(url)
     except storage.NotFound:
@@ -93,7 +80,7 @@ def _read_if_there(url: str) -> bytes | None:
 
 
 def count_words(documents: Iterable[str]) -> dict[str, int]:
-    """The words that a Unigram vocabulary is trained on, with their counts; a space is part of the word behind it."""
+    """Counts the words that a Unigram vocabulary is trained on; each word begins with the space before it, as ▁."""
     special, word = re.compile("|".join(map(re.escape, SPECIAL))), re.compile("▁[^▁]*|[^▁]+")
     counts: Counter[str] = Counter()
     for document in documents:
@@ -114,12 +101,13 @@ def _train_unigram(tokenizers: Any, vocabulary: int, documents: Callable[[], Ite
     counts = count_words(documents())
     if not counts:
         raise BadInput("the corpus has no text to train a tokenizer on")
-    try:
-        pieces = unigram.train(counts, vocabulary - len(SPECIAL))
-    except ValueError as error:
+    characters = {character for word in counts for character in word}
+    if len(characters) > vocabulary - len(SPECIAL):
         raise BadInput(
-            f"--vocabulary {vocabulary} is too small: {error}, and there are {len(SPECIAL)} special tokens"
-        ) from None
+            f"--vocabulary {vocabulary} is too small: the text has {len(characters)} different characters, and there "
+            f"are {len(SPECIAL)} special tokens"
+        )
+    pieces = _unigram_pieces(counts, characters, vocabulary - len(SPECIAL))
     model = tokenizers.models.Unigram([*((token, 0.0) for token in SPECIAL), *pieces], SPECIAL.index("<unk>"), False)
     trained = tokenizers.Tokenizer(model)
     trained.add_special_tokens(SPECIAL)
@@ -129,11 +117,65 @@ def _train_unigram(tokenizers: Any, vocabulary: int, documents: Callable[[], Ite
     return trained
 
 
+def _unigram_pieces(counts: Mapping[str, int], characters: set[str], size: int) -> list[tuple[str, float]]:
+    """Returns at most `size` pieces and their log probabilities, best first; every character is a piece."""
+    lines: Counter[str] = Counter()
+    for word, count in _most_frequent(counts):
+        for part in filter(None, RESERVED.split(word)):
+            lines[part] += count
+    scores = _train_sentencepiece(lines, size) if lines else {}
+    # Reserved characters, such as line ends, become the least probable pieces.
+    missing, lowest = characters - scores.keys(), min(scores.values(), default=0.0)
+    ranked = sorted(scores.items(), key=lambda entry: (entry[0] not in characters, -entry[1], entry[0]))
+    kept = ranked[: size - len(missing)] + [(character, lowest) for character in missing]
+    return sorted(kept, key=lambda entry: (-entry[1], entry[0]))
+
+
+def _train_sentencepiece(words: Mapping[str, int], size: int) -> dict[str, float]:
+    """Trains about `size` pieces on words and their counts. Returns piece -> log probability."""
+    import sentencepiece
+
+    trained = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([f"{word}\t{count}" for word, count in sorted(words.items())]),
+        input_format="tsv",
+        model_writer=trained,
+        model_type="unigram",
+        vocab_size=size + 1,  # and <unk>
+        hard_vocab_limit=False,
+        character_coverage=1.0,
+        max_sentencepiece_length=MAX_PIECE,
+        max_sentence_length=1 << 30,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        split_by_unicode_script=False,
+        split_by_number=False,
+        num_threads=1,
+        bos_id=-1,
+        eos_id=-1,
+        minloglevel=2,
+    )
+    model = sentencepiece.SentencePieceProcessor(model_proto=trained.getvalue())
+    return {model.id_to_piece(id): round(min(model.get_score(id), 0.0), 6) for id in range(1, len(model))}
+
+
+def _most_frequent(words: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Returns the MAX_WORDS most frequent words and their counts. A hash orders equally frequent ones: in text without
+    spaces every sentence is a word that occurs once, and the alphabet's first would be a sample of few characters."""
+
+    def rank(entry: tuple[str, int]) -> tuple[int, bytes]:
+        word, count = entry
+        return -count, hashlib.blake2b(word.encode(), digest_size=16).digest()
+
+    return heapq.nsmallest(MAX_WORDS, words.items(), key=rank)
+
+
 def _train_wordpiece(tokenizers: Any, vocabulary: int, documents: Callable[[], Iterable[str]]) -> Any:
     """Trains twice, so that the result does not depend on a hash table's order.
 
     The library numbers the marked characters ("##a") in the order of a hash table, and breaks ties between pairs by
-    those numbers. So a first training finds them, and a second one gets them in sorted order, as special tokens.
+    those numbers. So a first training finds them, and a second one receives them in sorted order, as special tokens.
     """
 
     def train(special: list[str]) -> Any:
