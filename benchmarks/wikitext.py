@@ -29,8 +29,8 @@ from benchmarks.peers import processes, rows
 from training.config import from_document
 from training.data import tokenizer as tokenizers
 from training.data.formats.open_dataset import open_dataset
-from training.data.loading.host_slice import HostSlice
 from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluation
+from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import Masking
 from training.yaml_file import Document
 

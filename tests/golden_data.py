@@ -16,7 +16,7 @@ import google_crc32c
 import numpy as np
 
 from training.data.formats.dataset import Dataset
-from training.data.loading.host_slice import HostSlice
+from training.data.loading.record_source import HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import ClassLabels, LengthBuckets, write_labelled_rows
 from training.data.prepare.pack import pack_documents

@@ -18,7 +18,7 @@ from launcher.emulator import control
 from tests.rehearsal.workstation import BUCKET, Workstation
 from training import storage
 from training.data.loading import mlm_batches
-from training.data.loading.host_slice import HostSlice
+from training.data.loading.record_source import HostSlice
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import Masking, SpecialTokens
@@ -39,7 +39,7 @@ import tensorflow as tf
 from training.data.tf.mlm_batches import mlm_batches
 from training.data.formats.open_dataset import open_dataset
 from training.data.sampling.masking import Masking, SpecialTokens
-from training.data.loading.host_slice import HostSlice
+from training.data.loading.record_source import HostSlice
 url = "gs://BUCKET/data"
 names = sorted(tf.io.gfile.listdir(url))
 shards = [url + "/" + name for name in names if name.endswith(".tfrecord")]

@@ -13,7 +13,7 @@ import tensorflow as tf
 from training.data.formats import example_codec
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
-from training.data.loading.open_source import open_source
+from training.data.loading.fixed_shards import open_source
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.pack import pack_documents
 from training.data.sampling.masking import Masker, Masking, SpecialTokens

@@ -20,7 +20,7 @@ from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading import labelled_batches, mlm_batches
-from training.data.loading.host_slice import HostSlice
+from training.data.loading.record_source import HostSlice
 from training.data.prepare import dataset_writer
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import ClassLabels, FloatLabels, LabelKind, LengthBuckets, write_labelled_rows

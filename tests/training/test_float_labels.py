@@ -12,9 +12,9 @@ import pytest
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.verify import problems
-from training.data.loading.host_slice import HostSlice
 from training.data.loading.labelled_batches import LabelledBatches, labelled_evaluation
 from training.data.loading.mlm_batches import MlmBatches
+from training.data.loading.record_source import HostSlice
 from training.data.prepare import make_datasets as procedure
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import FloatLabels, LengthBuckets, write_labelled_rows

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from training import storage
 from training.data.formats.dataset import Dataset
-from training.data.loading.host_slice import HostSlice
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches, labelled_evaluation
+from training.data.loading.record_source import HostSlice
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.labelled_rows import (

@@ -20,10 +20,9 @@ from training.data.formats import example_codec, recipe_layout, tfrecord, verify
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
 from training.data.formats.tfrecord import Corrupt
-from training.data.loading.fixed_shards import FixedShards
-from training.data.loading.host_slice import HostSlice
+from training.data.loading.fixed_shards import FixedShards, open_source
 from training.data.loading.mlm_batches import MlmBatches
-from training.data.loading.open_source import open_source
+from training.data.loading.record_source import HostSlice
 from training.data.prepare import dataset_writer
 from training.data.prepare.dataset_writer import DatasetPlan
 from training.data.prepare.pack import pack_documents

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.data.formats.dataset import Dataset
-from training.data.loading.host_slice import HostSlice
 from training.data.loading.mlm_batches import MlmBatch, MlmBatches, mlm_evaluation
 from training.data.loading.prefetch import prefetch
+from training.data.loading.record_source import HostSlice
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import TrainingOrder

@@ -18,9 +18,8 @@ from training.data.formats import fixed_records
 from training.data.formats.dataset import Dataset
 from training.data.formats.tfrecord import Corrupt
 from training.data.loading.fixed_shards import FixedShards
-from training.data.loading.host_slice import HostSlice
 from training.data.loading.mlm_batches import MlmBatches, mlm_evaluation
-from training.data.loading.record_source import read_replacing
+from training.data.loading.record_source import HostSlice, read_replacing
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import evaluation_order
 from training.errors import BadInput
@@ -201,7 +200,7 @@ def test_a_shard_replaced_during_the_run_stops_it(samples: Any, tmp_path: Path, 
     storage.write(url, storage.read(url))
     with pytest.raises(
         BadInput,
-        match=rf"{url} was (changed|replaced) while it was in use.*\(record \d+ of this shard was to be read\)",
+        match=rf"{url} was (changed|replaced) while it was in use.*\(while reading record \d+ of this shard\)",
     ):
         training_batches.batch(0)
 

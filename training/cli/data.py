@@ -270,8 +270,8 @@ def preview(
 ) -> None:
     """Show rows of a training batch as text, with their masks or labels: the very ones that a run with this seed
     sees."""
-    from training.data.loading.host_slice import HostSlice
     from training.data.loading.preview import preview_batch
+    from training.data.loading.record_source import HostSlice
 
     tokenizer, opened = tokenizers.read(tokenizer_url), open_dataset(url)
     opened.require(tokenizer_hash=tokenizer.hash)

@@ -14,7 +14,7 @@ Glossary of indices. All count from 0; N records in the dataset, B rows in a glo
   record          0 .. N-1, through the shards in the manifest's order. In messages about a shard: its number there.
   step k          0, 1, 2, ...; its global batch has rows 0 .. B-1.
   row             of a global batch. *Global* rows are 0 .. B-1; host h holds the rows [h*B/H, (h+1)*B/H), which are its
-                  *local* rows 0 .. B/H-1 (`sampling.order.host_rows`, `loading.host_slice.HostSlice`).
+                  *local* rows 0 .. B/H-1 (`sampling.order.host_rows`, `loading.record_source.HostSlice`).
   place           k*B + row: the rows of all steps as one endless stream, so a batch may span two epochs.
   epoch           place // N; `index` = place % N within it. For labelled rows, each length bucket counts its own
                   records and epochs, and `sampling.bucket_schedule` counts epochs of the whole dataset.

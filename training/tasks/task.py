@@ -13,8 +13,8 @@ from training.config import TrainerConfig
 from training.data import tokenizer as tokenizers
 from training.data.formats.dataset import Dataset, find_shards
 from training.data.formats.open_dataset import open_dataset
-from training.data.loading.host_slice import HostSlice
 from training.data.loading.prefetch import prefetch
+from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import SpecialTokens
 from training.distributed.cluster import Cluster
 from training.registry import TASKS, load

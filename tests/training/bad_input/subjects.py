@@ -30,7 +30,7 @@ from training.data.formats import dataset as datasets
 from training.data.formats import example_codec, tfrecord, verify
 from training.data.formats.dataset import Dataset
 from training.data.formats.open_dataset import open_dataset
-from training.data.loading.open_source import open_source
+from training.data.loading.fixed_shards import open_source
 from training.data.prepare import dataset_writer
 from training.data.prepare.corpus import Corpus
 from training.data.prepare.dataset_writer import DatasetPlan

@@ -1,35 +1,38 @@
 """A record source for the compact layout: all records of a length have the same size, so offsets are arithmetic.
 
-Every record's CRC is checked (`on_corrupt` is documented in `training.data.loading.record_source`). A shard that was
-replaced after it was opened stops the run, and so does an id that the tokenizer does not have.
-
-With a cache folder, blocks that came from a bucket are kept on the host's disk as
+With a cache folder, the host's disk keeps blocks that came from a bucket as
 `<cache>/<dataset hash>/<length>-<first record>`, each written whole or not at all. They are checked like any other
-bytes when they are read back; a damaged one is fetched again.
+bytes when they are read back; a damaged one is fetched again. An id that the tokenizer does not have stops the run.
 
 The same in TensorFlow: `training.data.tf.fixed_shards`.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from training import storage
 from training.data.formats import fixed_records
-from training.data.formats.dataset import Dataset, Shard, find_shards
+from training.data.formats.dataset import Dataset, Shard
 from training.data.formats.tfrecord import HEADER, Corrupt
-from training.data.loading.cache import Cache
-from training.data.loading.record_source import REPLACED, Arrays, OnCorrupt, read_replacing, read_shard_bytes
+from training.data.loading.recipe_shards import RecipeShards
+from training.data.loading.record_source import REPLACED, Arrays, OnCorrupt, RecordSource, ShardSource
 from training.errors import BadInput
 
 
-class FixedShards:
-    """A `RecordSource` over the shards of one row length."""
+def open_source(
+    dataset: Dataset, *, vocabulary: int | None = None, on_corrupt: OnCorrupt = "stop", cache: Path | None = None
+) -> RecordSource:
+    """Opens the record source for a dataset's layout. The options are those of `FixedShards`. Raises BadInput."""
+    source = RecipeShards if dataset.manifest.layout == "recipe" else FixedShards
+    return source(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt, cache=cache)
+
+
+class FixedShards(ShardSource):
+    """The records of one row length."""
 
     def __init__(
         self,
@@ -40,38 +43,23 @@ class FixedShards:
         on_corrupt: OnCorrupt = "stop",
         cache: Path | None = None,
     ) -> None:
-        """Checks every shard's size with one listing; reads no record yet.
+        """Arguments as for `ShardSource`.
 
-        Args:
-            dataset: in the compact layout.
-            length: only the shards with rows of that many tokens (default: the dataset's sequence length).
-            vocabulary: ids from here on are refused (default: the manifest's vocabulary).
-            on_corrupt: what to do about a damaged record.
-            cache: a folder for blocks of a remote dataset; None: none are kept.
-
-        Raises:
-            BadInput: a shard is not as the manifest lists it.
+        Defaults: the dataset's sequence length, the manifest's vocabulary. Only blocks of a remote dataset are cached.
         """
-        self.dataset, self.on_corrupt = dataset, on_corrupt
-        self.length = length or dataset.sequence_length
-        self.vocabulary = vocabulary or dataset.manifest.vocabulary
-        self._layout = fixed_records.record_layout(dataset.manifest.features, self.length)
-        self._shards: Sequence[Shard] = [
-            shard for shard in dataset.shards if shard.length == self.length and shard.records
-        ]
-        self.unit = dataset.manifest.member_records
+        cache = cache if storage.is_remote(dataset.url) else None
+        length, manifest = length or dataset.sequence_length, dataset.manifest
+        super().__init__(dataset, length, vocabulary or manifest.vocabulary, on_corrupt, cache)
+        self._layout = fixed_records.record_layout(manifest.features, length)
+        self.record_bytes, self.unit = self._layout.size, manifest.member_records
         self._member_offsets = {
-            shard.name: [0, *itertools.accumulate(shard.members)] for shard in self._shards if self.unit
+            shard.name: [0, *itertools.accumulate(shard.members)] for shard in self.shards if self.unit
         }
-        for shard in self._shards:
-            if not self.unit and shard.bytes != shard.records * self._layout.size:
+        for shard in self.shards:
+            if not self.unit and shard.bytes != shard.records * self.record_bytes:
                 raise BadInput(
-                    f"{self._url(shard)}: {shard.bytes} bytes can't be {shard.records} records of {self._layout.size}"
+                    f"{self.url(shard)}: {shard.bytes} bytes can't be {shard.records} records of {self.record_bytes}"
                 )
-        self._stats = find_shards(dataset)
-        self._starts = list(itertools.accumulate((shard.records for shard in self._shards), initial=0))
-        self.records, self.record_bytes = self._starts[-1], self._layout.size
-        self._cache = Cache(cache / dataset.hash[:16]) if cache and storage.is_remote(dataset.url) else None
 
     def empty(self, count: int) -> Arrays:
         columns = {
@@ -81,23 +69,14 @@ class FixedShards:
         return {**columns, REPLACED: np.empty((count, 1), np.bool_)}
 
     def read(self, first: int, last: int, block: int) -> Arrays:
-        assert 0 <= first < last <= self.records
-        arrays = read_replacing(
-            lambda first, last: self._load(first, last, block),
-            first,
-            last,
-            block=block,
-            records=self.records,
-            on_corrupt=self.on_corrupt,
-        )
+        arrays = super().read(first, last, block)
         self._check_ids(arrays, first)
         return arrays
 
     def _load(self, first: int, last: int, block: int) -> tuple[Arrays, dict[int, BadInput]]:
-        """Records [first, last), and what is wrong with bad rows."""
         data = self._read_cached(first, last, block)
         bad = fixed_records.find_broken(self._layout, data)
-        if bad and self._cache is not None:  # the cache may be damaged and the bucket not
+        if bad and self._cache is not None:  # perhaps the cache is damaged, and the bucket is not
             data = self._fetch(first, last)
             bad = fixed_records.find_broken(self._layout, data)
             for start in range(first, last, block):
@@ -108,14 +87,6 @@ class FixedShards:
         size = self.record_bytes
         return arrays, {row: self._corrupt(first + row, data[row * size : (row + 1) * size]) for row in bad}
 
-    def locate(self, record: int) -> tuple[Shard, int]:
-        """The shard of a record, and the record's number in it."""
-        shard_number = bisect.bisect_right(self._starts, record) - 1
-        return self._shards[shard_number], record - self._starts[shard_number]
-
-    def _url(self, shard: Shard) -> str:
-        return storage.join(self.dataset.url, shard.name)
-
     def _check_ids(self, arrays: Arrays, first: int) -> None:
         """Raises BadInput for an id that the tokenizer does not have; `first` is the first row's record."""
         ids = arrays["input_ids"]  # (n, length)
@@ -124,12 +95,12 @@ class FixedShards:
         row = int(np.flatnonzero(((ids >= self.vocabulary) | (ids < 0)).any(axis=1))[0])
         shard, number = self.locate(first + row)
         raise BadInput(
-            f"{self._url(shard)}: record {number} has token id {int(ids[row].max())}, and the tokenizer has "
+            f"{self.url(shard)}: record {number} has token id {int(ids[row].max())}, and the tokenizer has "
             f"{self.vocabulary} ids: the shards were written with another tokenizer; give that one, or write them again"
         )
 
     def _read_cached(self, first: int, last: int, block: int) -> bytes:
-        """Records [first, last) without compression, from the cache as far as it has them."""
+        """Returns records [first, last) without compression; fetches blocks that the cache lacks, and adds them."""
         if self._cache is None:
             return self._fetch(first, last)
         blocks: dict[int, bytes] = {}  # first record -> bytes
@@ -139,7 +110,7 @@ class FixedShards:
                 blocks[start] = cached
         missing = [start for start in range(first, last, block) if start not in blocks]
         while missing:
-            # Neighbouring blocks are one request.
+            # Fetch neighbouring blocks in one request.
             run = [start for number, start in enumerate(missing) if start == missing[0] + number * block]
             data = self._fetch(run[0], min(run[-1] + block, last))
             for start in run:
@@ -153,24 +124,21 @@ class FixedShards:
         return f"{self.length}-{first}"
 
     def _fetch(self, first: int, last: int) -> bytes:
-        """Records [first, last) without compression, from the shards."""
-        pieces = []
-        record = first
-        while record < last:
-            shard, number = self.locate(record)
-            stop = min(shard.records, number + last - record)
-            if self.unit:
-                pieces.append(self._fetch_members(shard, number, stop))
-            else:
-                pieces.append(self._fetch_bytes(shard, number, number * self.record_bytes, stop * self.record_bytes))
-            record += stop - number
+        """Reads records [first, last) from the shards, and removes the compression."""
+        size = self.record_bytes
+        pieces = [
+            self._fetch_members(shard, begin, end)
+            if self.unit
+            else self.read_bytes(shard, begin * size, end * size, begin)
+            for shard, begin, end in self.split_by_shard(first, last)
+        ]
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _fetch_members(self, shard: Shard, first: int, last: int) -> bytes:
-        """Records [first, last) of a shard of gzip members."""
+        """Reads records [first, last) of a shard of gzip members."""
         offsets, begin = self._member_offsets[shard.name], first // self.unit
         stop = -(-last // self.unit)
-        data = self._fetch_bytes(shard, first, offsets[begin], offsets[stop])
+        data = self.read_bytes(shard, offsets[begin], offsets[stop], first)
         pieces = []
         for number in range(begin, stop):
             member = data[offsets[number] - offsets[begin] : offsets[number + 1] - offsets[begin]]
@@ -179,27 +147,17 @@ class FixedShards:
         start = (first - begin * self.unit) * self.record_bytes
         return b"".join(pieces)[start : start + (last - first) * self.record_bytes]
 
-    def _fetch_bytes(self, shard: Shard, record: int, start: int, end: int) -> bytes:
-        """Bytes [start, end) of a shard; `record` is for messages."""
-        data = read_shard_bytes(self._url(shard), start, end, self._stats[shard.name], record)
-        if len(data) != end - start:
-            raise BadInput(
-                f"{self._url(shard)} ends at byte {start + len(data)}, where record {record} was to be read: "
-                "it was cut while in use"
-            )
-        return data
-
     def _corrupt(self, record: int, data: bytes) -> Corrupt:
-        """The error for a bad record, whose bytes are `data`."""
+        """Returns the error for a bad record, whose bytes are `data`."""
         shard, number = self.locate(record)
         if self.unit:
             offset = self._member_offsets[shard.name][number // self.unit]
             reason = "the gzip member there is damaged, or the record's checksum in it"
-            return Corrupt(self._url(shard), number, offset, reason)
+            return Corrupt(self.url(shard), number, offset, reason)
         reason = "its checksum (CRC-32C) does not match"
         if data[:HEADER] != self._layout.template[:HEADER]:
             reason = (
                 "the checksum (CRC-32C) of its length does not match, or its length is not that of this dataset's "
                 "records"
             )
-        return Corrupt(self._url(shard), number, number * self.record_bytes, reason)
+        return Corrupt(self.url(shard), number, number * self.record_bytes, reason)

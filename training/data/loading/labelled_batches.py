@@ -22,9 +22,8 @@ import numpy.typing as npt
 from training import storage
 from training.data.formats.dataset import LABEL, Dataset
 from training.data.loading.fixed_shards import FixedShards
-from training.data.loading.host_slice import HostSlice
 from training.data.loading.reader import Reader
-from training.data.loading.record_source import REPLACED, Arrays
+from training.data.loading.record_source import REPLACED, Arrays, HostSlice
 from training.data.sampling.bucket_schedule import batch_of_step, group_lengths
 from training.data.sampling.order import evaluation_order, training_order
 from training.data.sampling.random_bits import Ints, bucket_seed

@@ -17,10 +17,9 @@ import numpy.typing as npt
 
 from training import storage
 from training.data.formats.dataset import Dataset
-from training.data.loading.host_slice import HostSlice
-from training.data.loading.open_source import open_source
+from training.data.loading.fixed_shards import open_source
 from training.data.loading.reader import Reader
-from training.data.loading.record_source import REPLACED, Arrays, RecordSource
+from training.data.loading.record_source import REPLACED, Arrays, HostSlice, RecordSource
 from training.data.sampling.masking import Masked, Masker, Masking
 from training.data.sampling.order import evaluation_order, training_order
 from training.data.sampling.random_bits import Ints

@@ -10,9 +10,9 @@ from dataclasses import fields
 import click
 
 from training.data.formats.dataset import Dataset
-from training.data.loading.host_slice import HostSlice
 from training.data.loading.labelled_batches import LabelledBatch, LabelledBatches
 from training.data.loading.mlm_batches import MlmBatch, MlmBatches
+from training.data.loading.record_source import HostSlice
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.tokenizer import Tokenizer
 

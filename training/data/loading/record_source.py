@@ -1,43 +1,85 @@
-"""The interface between a dataset's shards and the reader: records by number, checked and decoded.
+"""Record sources: the records of a dataset's shards by number, checked and decoded, for the reader.
 
-`training.data.tf.record_source` is the same in TensorFlow operations. What happens to a record whose CRC is wrong is
-the option `on_corrupt`:
+`training.data.tf.record_source` is the same in TensorFlow operations. The option `on_corrupt` decides what happens to a
+record whose CRC is wrong:
 
   stop   raise `Corrupt` with shard, record and byte offset
   skip   replace it by the next good record of the same block (after the last comes the first), and count it. In a block
-         without a good record (one damaged gzip member may be a whole block) each record is replaced by one of the next
+         without a good record (one damaged gzip member may be a whole block) replace each record by one of the next
          block that has a good one. The same damage gives the same replacements on every host and in both pipelines,
          whatever was read before. Only a dataset without a good record stops the run.
+
+Failure model: shards may be missing, short or flipped at any byte, and may be replaced while they are read. Every read
+is pinned to the generation that was listed at the start, and every record's CRC is checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import bisect
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from training import storage
+from training.data.formats.dataset import Dataset, Shard, find_shards
 from training.data.formats.tfrecord import Corrupt
+from training.data.loading.cache import Cache
+from training.data.sampling.masking import SpecialTokens
+from training.data.sampling.order import host_rows
 from training.errors import BadInput
-from training.storage import Stat
 
 OnCorrupt = Literal["stop", "skip"]
 Arrays = dict[str, npt.NDArray[Any]]
-REPLACED = "replaced"  # (n, 1) bool, beside the features: a bad record whose place another has taken
+REPLACED = "replaced"  # (n, 1) bool, beside the features: another record has the place of a damaged one
 NO_GOOD_RECORD = "the dataset has no good record that could be taken instead"
 
-# Loads records [first, last): the features, and what is wrong with bad rows.
+# Loads records [first, last): the features, and the error of each bad row.
 Load = Callable[[int, int], tuple[Arrays, Mapping[int, BadInput]]]
+
+
+@dataclass(frozen=True)
+class HostSlice:
+    """The rows of each global batch that one host reads, and how. Used by the numpy and the TensorFlow pipeline.
+
+    Attributes:
+        tokenizer: the special tokens and the vocabulary of the tokenizer that wrote the ids.
+        global_batch_size: rows of a batch, over all hosts.
+        host: this host's number, 0 .. hosts-1.
+        hosts: how many hosts read the batch.
+        on_corrupt: what to do about a damaged record.
+        cache: a folder for blocks that came from a bucket. Only the numpy pipeline for packed rows uses it.
+    """
+
+    tokenizer: SpecialTokens
+    global_batch_size: int
+    host: int = 0
+    hosts: int = 1
+    on_corrupt: OnCorrupt = "stop"
+    cache: Path | None = None
+
+    def rows(self) -> tuple[int, int]:
+        """Returns the rows [first, last) of each global batch. Raises BadInput unless hosts can share it evenly."""
+        assert 0 <= self.host < self.hosts
+        if self.global_batch_size < 1 or self.global_batch_size % self.hosts:
+            raise BadInput(
+                f"the global batch size {self.global_batch_size} can't be divided among {self.hosts} hosts: "
+                f"use a multiple of {self.hosts}"
+            )
+        return host_rows(self.global_batch_size, self.host, self.hosts)
 
 
 class RecordSource(Protocol):
     """Records 0 .. records-1 by number. Thread-safe.
 
     Attributes:
-        records: how many there are.
-        record_bytes: the size of one in a shard; a mean where sizes vary.
+        records: number of records.
+        record_bytes: the size of one in a shard; the mean size in the recipe layout.
         unit: how many records are stored, and so read, together; 0: each by itself.
     """
 
@@ -46,26 +88,97 @@ class RecordSource(Protocol):
     unit: int
 
     def empty(self, count: int) -> Arrays:
-        """Uninitialised arrays for `count` records: feature -> (count, length) or (count, 1), and REPLACED."""
+        """Returns uninitialised arrays for `count` records: feature -> (count, length) or (count, 1), and REPLACED."""
         ...
 
     def read(self, first: int, last: int, block: int) -> Arrays:
-        """Records [first, last), checked, with REPLACED.
+        """Reads records [first, last), checked, with REPLACED.
 
         Args:
             first: a multiple of `block`.
             last: exclusive.
-            block: replacements of bad records come from the same `block` records, as far as one of them is good.
+            block: replacements of bad records come from the same `block` records, if one of them is good.
 
         Raises:
-            BadInput: a record is damaged (Corrupt), or a shard has changed since it was opened.
+            BadInput: a record is damaged (Corrupt), or a shard has changed since it was listed.
             StorageError: storage can't be read.
         """
         ...
 
 
+class ShardSource(ABC):
+    """A `RecordSource` over some shards of a dataset; subclasses know the layout of their records."""
+
+    unit = 0
+    record_bytes: int
+
+    def __init__(
+        self, dataset: Dataset, length: int, vocabulary: int, on_corrupt: OnCorrupt, cache: Path | None
+    ) -> None:
+        """Checks every shard's size with one listing; reads no record yet. Raises BadInput.
+
+        Args:
+            dataset: of the subclass's layout.
+            length: only shards with rows of so many tokens are read.
+            vocabulary: ids from here on are refused.
+            on_corrupt: what to do about a damaged record.
+            cache: a folder on the host's disk; None: nothing is kept.
+        """
+        self.dataset, self.length, self.vocabulary, self.on_corrupt = dataset, length, vocabulary, on_corrupt
+        self.shards = [shard for shard in dataset.shards if shard.length == length and shard.records]
+        self.stats = find_shards(dataset)  # by the shard's name
+        self._starts = list(itertools.accumulate((shard.records for shard in self.shards), initial=0))
+        self.records = self._starts[-1]
+        self._cache = Cache(cache / dataset.hash[:16]) if cache else None
+
+    @abstractmethod
+    def empty(self, count: int) -> Arrays:
+        """Implements `RecordSource.empty`."""
+
+    @abstractmethod
+    def _load(self, first: int, last: int, block: int) -> tuple[Arrays, dict[int, BadInput]]:
+        """Loads records [first, last), and returns them with the error of each bad row."""
+
+    def read(self, first: int, last: int, block: int) -> Arrays:
+        assert 0 <= first < last <= self.records
+
+        def load(first: int, last: int) -> tuple[Arrays, Mapping[int, BadInput]]:
+            return self._load(first, last, block)
+
+        return read_replacing(load, first, last, block=block, records=self.records, on_corrupt=self.on_corrupt)
+
+    def locate(self, record: int) -> tuple[Shard, int]:
+        """Returns the shard of a record, and the record's number in it."""
+        shard_number = bisect.bisect_right(self._starts, record) - 1
+        return self.shards[shard_number], record - self._starts[shard_number]
+
+    def split_by_shard(self, first: int, last: int) -> Iterator[tuple[Shard, int, int]]:
+        """Yields (shard, first, last) for each shard that holds some of the records [first, last), by their numbers in
+        that shard."""
+        while first < last:
+            shard, number = self.locate(first)
+            stop = min(shard.records, number + last - first)
+            yield shard, number, stop
+            first += stop - number
+
+    def url(self, shard: Shard) -> str:
+        return storage.join(self.dataset.url, shard.name)
+
+    def read_bytes(self, shard: Shard, start: int, end: int, record: int) -> bytes:
+        """Reads bytes [start, end) of a shard as it was listed; `record` is for messages. Raises BadInput."""
+        try:
+            data = storage.read(self.url(shard), start, end, generation=self.stats[shard.name].generation)
+        except (storage.Changed, storage.NotFound) as error:
+            raise BadInput(f"{error} (while reading record {record} of this shard)") from error
+        if len(data) != end - start:
+            raise BadInput(
+                f"{self.url(shard)} ends at byte {start + len(data)}, inside record {record}: it was cut while in use"
+            )
+        return data
+
+
 def read_replacing(load: Load, first: int, last: int, *, block: int, records: int, on_corrupt: OnCorrupt) -> Arrays:
-    """Records [first, last) with REPLACED: each bad one replaced, see the module's docstring.
+    """Reads records [first, last) with REPLACED, and replaces bad ones as the module's docstring says.
 
     Args:
         load: loads records of the source.
@@ -95,7 +208,7 @@ def read_replacing(load: Load, first: int, last: int, *, block: int, records: in
 
 
 def _replace_bad(load: Load, rows: Arrays, bad: Mapping[int, BadInput], first: int, last: int, records: int) -> Arrays:
-    """The rows [first, last) of one block with another record in the place of each bad one. Raises BadInput."""
+    """Returns the rows [first, last) of one block with another record in the place of each bad one. Raises BadInput."""
     size = last - first
     candidates, bad_candidates, count, tried = rows, bad, size, 0
     begin = first
@@ -110,11 +223,3 @@ def _replace_bad(load: Load, rows: Arrays, bad: Mapping[int, BadInput], first: i
     good = np.array(sorted(set(range(count)) - set(bad_candidates)))  # (good rows,)
     taken = good[np.searchsorted(good, np.arange(size) % count) % len(good)]  # (size,)
     return {name: values[taken] for name, values in candidates.items()}
-
-
-def read_shard_bytes(url: str, start: int, end: int, stat: Stat, record: int) -> bytes:
-    """Bytes [start, end) of a shard in the version of `stat`; `record` is for messages. Raises BadInput."""
-    try:
-        return storage.read(url, start, end, generation=stat.generation)
-    except (storage.Changed, storage.NotFound) as error:
-        raise BadInput(f"{error} (record {record} of this shard was to be read)") from error

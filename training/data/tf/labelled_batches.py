@@ -14,9 +14,8 @@ import numpy as np
 import tensorflow as tf
 
 from training.data.formats.dataset import LABEL, Dataset
-from training.data.loading.host_slice import HostSlice
 from training.data.loading.labelled_batches import label_dtype
-from training.data.loading.record_source import REPLACED
+from training.data.loading.record_source import REPLACED, HostSlice
 from training.data.sampling.bucket_schedule import batches_before, epoch_of_step, group_lengths
 from training.data.sampling.order import training_order
 from training.data.sampling.random_bits import bucket_seed

@@ -16,9 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from training.data.formats.dataset import Dataset
-from training.data.loading.host_slice import HostSlice
 from training.data.loading.mlm_batches import EVALUATION_EPOCH
-from training.data.loading.record_source import REPLACED
+from training.data.loading.record_source import REPLACED, HostSlice
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import training_order
 from training.data.tf.masking import mask

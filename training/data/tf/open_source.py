@@ -1,4 +1,4 @@
-"""`training.data.loading.open_source` in TensorFlow operations."""
+"""`training.data.loading.fixed_shards.open_source` in TensorFlow operations."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from training.data.loading.host_slice import HostSlice
-from training.data.loading.record_source import REPLACED
+from training.data.loading.record_source import REPLACED, HostSlice
 from training.data.sampling.order import Order, evaluation_order, locate
 from training.data.tf.order import ENDLESS, block_permutation, rows_of_window
 from training.data.tf.record_source import Columns, RecordSource

@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from training.config import TrainerConfig
-from training.data.loading.host_slice import HostSlice
+from training.data.loading.record_source import HostSlice
 from training.data.tf.mlm_batches import mlm_batches, mlm_evaluation
 from training.tasks.mlm.task import masking_of
 from training.tasks.task import Data

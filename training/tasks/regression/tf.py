@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from training.config import TrainerConfig
-from training.data.loading.host_slice import HostSlice
+from training.data.loading.record_source import HostSlice
 from training.data.tf.labelled_batches import labelled_batches, labelled_evaluation
 from training.tasks.task import Data
 
