@@ -93,8 +93,8 @@ def compile_step(program: Program, case: Case, state: int) -> StepCosts:
     all_reduces = [item for item in find_collectives(compiled.text) if item.kind == "all-reduce"]
     return StepCosts(
         flops=compiled.flops / (case.batch / target.devices) / 1e12,
-        temporaries=compiled.temporary_bytes / GIB,
-        total=(compiled.total_bytes - compiled.code_bytes) / GIB,
+        temporaries=compiled.memory.temporaries / GIB,
+        total=(compiled.memory.total - compiled.memory.code) / GIB,
         exchanged=sum(item.elements for item in all_reduces) / 1e6,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.container import small_runs
 from tests.xplane import Event, events
-from training.profiling.profiler import Answer, folder_of, request
+from training.profiler import Answer, folder_of, request
 
 
 def require_a_profile(tmp_path: Path, **changes: Any) -> bytes:

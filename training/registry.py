@@ -76,8 +76,8 @@ class BackendEntry:
     libtpu_defaults: str  # (generation, the user's LIBTPU_INIT_ARGS) -> flags that a training process has beside them
     tracer: str  # a class with the protocol training.preflight.programs.ProgramTracer
     step_watcher: str  # a class with the protocol training.lint.steps.StepWatcher
-    devices: str  # a class with the protocol training.device_check.measure.Devices
-    profiler: str  # a class with the protocol training.profiling.profiler.Tracer
+    devices: str  # a class with the protocol training.device_check.Devices
+    profiler: str  # a class with the protocol training.profiler.Tracer
     defaults: Mapping[str, str] = field(default_factory=dict)  # variables to set before the import, unless they are set
 
 
@@ -142,7 +142,7 @@ BACKENDS: dict[str, BackendEntry] = {
         libtpu_defaults="training.distributed.libtpu_flags:torch_xla_defaults",
         tracer="training.backends.torch_xla.tracing:TorchTracer",
         step_watcher="training.backends.torch_xla.lint:TorchStepWatcher",
-        devices="training.device_check.torch:TorchDevices",
+        devices="training.backends.torch_xla.devices:TorchDevices",
         profiler="training.backends.torch_xla.profiler:TorchProfiler",
     ),
     "tensorflow": BackendEntry(
@@ -153,9 +153,9 @@ BACKENDS: dict[str, BackendEntry] = {
         tpu_environment="training.distributed.cluster:tensorflow_environment",
         libtpu_defaults="training.distributed.libtpu_flags:no_defaults",
         tracer="training.backends.tensorflow.lowered:TensorFlowTracer",
-        step_watcher="training.lint.counting:CountingWatcher",
-        devices="training.device_check.tf:TensorFlowDevices",
-        profiler="training.profiling.tf:TensorFlowProfiler",
+        step_watcher="training.lint.steps:CountingWatcher",
+        devices="training.backends.tensorflow.devices:TensorFlowDevices",
+        profiler="training.backends.tensorflow.profiler:TensorFlowProfiler",
         defaults={
             "TF_CPP_MIN_LOG_LEVEL": "2",
             # A block of a shard is at most 256 KB; TensorFlow's gs:// would fetch 64 MB for it.

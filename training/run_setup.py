@@ -27,7 +27,7 @@ from training.machine import SYSTEM, Machine
 from training.models.export import export_checkpoint
 from training.models.hub import RunPush, run_push
 from training.models.hugging_face import CONFIG, WEIGHTS, ModelRequirements, build_model_config
-from training.profiling.profiler import folder_of
+from training.profiler import folder_of
 from training.registry import BACKENDS, TASKS, load
 from training.storage import Storage, join
 from training.tasks.task import Task, task_class

@@ -29,7 +29,7 @@ from training.evaluate import evaluate_all
 from training.models.flops import WorkCounter
 from training.models.hub import BackgroundUploader
 from training.optim.schedule import learning_rate
-from training.profiling.profiler import Profiler, Tracer
+from training.profiler import Profiler, Tracer
 from training.progress import Compilations, Evaluations, NonFiniteHistory, Progress
 from training.registry import BACKENDS, load
 from training.run_end import build_summary, compare_weights, export_model, export_seconds, write_summary

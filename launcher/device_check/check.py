@@ -18,7 +18,7 @@ from launcher.run.runs import new_run_id, runs_on_slice
 from launcher.run.session import Context
 from launcher.run.start import require_all, require_ready
 from launcher.workstation import Workstation
-from training.device_check.facts import Problem
+from training.device_check import Problem
 
 SECONDS = 300.0
 _NAME = "device-check"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launcher.provider import Observation
-from training.device_check.facts import Problem, find_problems, parse_facts
+from training.device_check import Problem, find_problems, parse_facts
 from training.errors import Exit
 
 CREATE_ANEW = "`tpu-launch status`, then `tpu-launch down` and `up`"

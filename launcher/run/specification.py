@@ -25,7 +25,7 @@ from launcher.errors import BadInput
 from launcher.home import write_private, write_private_bytes
 from launcher.provider import Attempt, Overlay
 from launcher.run import env_file
-from training.preflight.agreement import CHECKED_PROGRAMS_VARIABLE
+from training.preflight.checked_programs import CHECKED_PROGRAMS_VARIABLE
 from training.yaml_file import ConfigError, Document, Section, load, refuse_unknown, validate
 
 FILE = "specification.yaml"

@@ -255,7 +255,7 @@ def test_other_versions_are_refused() -> None:
     compiler.require_versions()
     with pytest.raises(
         CompilerUnavailable,
-        match=r"libtpu is 0\.0\.21, and this was seen to work with 9\.9\.9 only; nothing-such is not installed",
+        match=r"libtpu is 0\.0\.21; only 9\.9\.9 was tested; nothing-such is not installed",
     ):
         compiler.require_versions({"libtpu": "9.9.9", "nothing-such": "1"})
 
@@ -311,4 +311,4 @@ def test_a_module_of_another_framework_goes_through_the_same_compiler() -> None:
     for name in ("v5litepod-1", "v3-2048"):
         compiled = compiler.compile_program(Program(DOUBLED), accelerator(name))
         assert compiled.flops == 256 * 256
-        assert compiled.argument_bytes == 4 * 256 * 256
+        assert compiled.memory.arguments == 4 * 256 * 256

@@ -18,8 +18,8 @@ from launcher.errors import Exit, LaunchError
 from launcher.provider import ContainerState, HostReport, LogLine, Observation
 from tests.kubernetes.golden import EXAMPLE
 from tests.launcher.test_runs import FakeProvider, Hosts, Workstation, start_and_lose_sight
-from training.device_check import measure
-from training.device_check.facts import PREFIX
+from training import device_check
+from training.device_check import PREFIX
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 
@@ -187,19 +187,19 @@ class Broken:
 
 def test_an_error_of_the_driver_is_one_line_with_the_phase_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     facts: dict[str, Any] = {}
-    monkeypatch.setattr(measure, "load", lambda reference: Broken)
+    monkeypatch.setattr(device_check, "load", lambda reference: Broken)
     with pytest.raises(Exception, match=r"^RuntimeError: Couldn't mmap: Resource temporarily unavailable\.$"):
-        measure.check("torch-xla", None, Cluster(0, ("localhost",)), SingleHost(), facts.__setitem__)
+        device_check.check_host("torch-xla", None, Cluster(0, ("localhost",)), SingleHost(), facts.__setitem__)
     assert facts["phase"] == "opening the devices"
 
 
 def test_the_bucket_is_measured_and_left_clean(tmp_path: Path) -> None:
     facts: dict[str, Any] = {}
-    measure.measure_bucket(f"{tmp_path}/object", facts.__setitem__)
+    device_check.measure_bucket(f"{tmp_path}/object", facts.__setitem__)
     assert facts["bucket_write_mb_s"] > 0
     assert facts["bucket_read_mb_s"] > 0
     assert list(tmp_path.iterdir()) == []
-    measure.measure_bucket("/proc/no/such", facts.__setitem__)
+    device_check.measure_bucket("/proc/no/such", facts.__setitem__)
     assert "/proc/no" in facts["bucket_error"]
 
 

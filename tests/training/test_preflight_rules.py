@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from training.accelerators import ACCELERATORS, accelerator
 from training.config import TrainerConfig
 from training.errors import BadInput
-from training.preflight.agreement import CheckedPrograms
+from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import Program, hash_hlo
 from training.preflight.programs import TracedProgram
 from training.preflight.report import (

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from training.errors import BadInput, TrainError
-from training.profiling.profiler import Answer, Profiler, request
+from training.profiler import Answer, Profiler, request
 from training.storage import StorageError
 
 
@@ -105,14 +105,14 @@ def test_nobody_waits_for_a_trainer_that_is_not_there(tmp_path: Path) -> None:
     with training.profiler:
         pass
     for folder in (training.requests, tmp_path / "none"):
-        with pytest.raises(BadInput, match="no trainer is at work on this host"):
+        with pytest.raises(BadInput, match="no trainer is running on this host"):
             request(folder, "late", 1, 5)
 
 
 def test_a_trainer_that_takes_no_step_is_told_and_the_request_withdrawn(tmp_path: Path) -> None:
     training = Training(tmp_path)
     with training.profiler:
-        with pytest.raises(TrainError, match="1 steps were asked for, and after 0 s the trainer has begun no step"):
+        with pytest.raises(TrainError, match="no profile of 1 steps after 0 s: the trainer has not begun a step"):
             request(training.requests, "patience", 1, 0.01)
         training.train(5)
     assert not (tmp_path / "profiles").exists()
@@ -121,7 +121,7 @@ def test_a_trainer_that_takes_no_step_is_told_and_the_request_withdrawn(tmp_path
 @pytest.mark.parametrize("name", ["", "../x", "a/b", "request", "trainer", ".hidden", "x" * 65])
 def test_a_name_is_no_path(tmp_path: Path, name: str) -> None:
     training = Training(tmp_path)
-    with training.profiler, pytest.raises(BadInput, match="is no name for a profile"):
+    with training.profiler, pytest.raises(BadInput, match="invalid name of a profile"):
         request(training.requests, name, 1, 1)
 
 
@@ -129,11 +129,11 @@ def test_one_asks_at_a_time_and_a_name_is_used_once(tmp_path: Path) -> None:
     training = Training(tmp_path)
     with training.profiler:
         with asking(training.requests, "first", 1) as ended:
-            with pytest.raises(BadInput, match="somebody else is asking"):
+            with pytest.raises(BadInput, match="another request for a profile is pending"):
                 request(training.requests, "second", 1, 1)
             training.train(8)
         assert ended[0].first == 1
-        with pytest.raises(BadInput, match="there is a profile first already"):
+        with pytest.raises(BadInput, match="profile first exists already"):
             request(training.requests, "first", 1, 1)
 
 
@@ -184,7 +184,7 @@ def test_a_request_that_can_not_be_read_is_a_warning(tmp_path: Path, text: str) 
         (training.requests / "request.json").write_text(text)
         training.train(3)
     assert len(training.warnings) == 1
-    assert "a request for a profile can't be read" in training.warnings[0]
+    assert "request.json is not readable" in training.warnings[0]
 
 
 def test_a_place_that_can_not_be_made_is_a_warning(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.container.test_kill_anywhere import finish_and_compare, kill
 from tests.nightly import others_at_night
 from training.accelerators import accelerator
 from training.config import from_document
-from training.device_check.facts import parse_facts
+from training.device_check import parse_facts
 from training.distributed.cluster import Cluster, torch_xla_environment
 from training.preflight.shapes import list_graphs, read_facts
 from training.yaml_file import Document

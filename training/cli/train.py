@@ -116,8 +116,7 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
 
     Prints a line for each fact. Exits with 0 when all is well, with 1 when something is wrong.
     """
-    from training.device_check import measure
-    from training.device_check.facts import find_problems, print_fact
+    from training.device_check import check_host, find_problems, print_fact
     from training.distributed.cluster import discover
     from training.distributed.rendezvous import join
     from training.distributed.shutdown import install_signal_handlers
@@ -135,7 +134,7 @@ def check_devices(backend: str, output: str | None, seconds: float) -> None:
     def run() -> None:
         try:
             prepare_devices(backend, cluster)
-            measure.check(backend, output, cluster, rendezvous, report)
+            check_host(backend, output, cluster, rendezvous, report)
         except TrainError as error:
             report("lost" if isinstance(error, LostPeer) else "error", str(error))
             raise
@@ -176,7 +175,7 @@ def profile(steps: int, name: str | None, seconds: float, worker: int | None) ->
     To be run beside the trainer, in its container: `tpu-launch profile` does it. The training goes on.
     """
     from training.distributed.cluster import discover
-    from training.profiling.profiler import folder_of, request
+    from training.profiler import folder_of, request
 
     worker = discover().worker if worker is None else worker
     answer = request(folder_of(worker), name or time.strftime("%Y_%m_%d_%H_%M_%S"), steps, seconds)

@@ -1,5 +1,4 @@
-"""The rules that a step must follow to be fast on XLA devices, and the findings for a step that breaks one. Pure:
-nothing here runs a step.
+"""Finds in the traces of steps what makes them slow on XLA devices. Pure.
 
 XLA compiles a step for fixed shapes and runs it as one program. Three things break that, and each is reported with its
 line:
@@ -23,7 +22,7 @@ SHAPE, VALUE, PROGRAM, HOST = "data-dependent shape", "value on the host", "anot
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a step, as far as it determines the compiled program."""
+    """One operation of a step: what of it determines the compiled program, and its source line."""
 
     name: str
     operands: str  # shapes and numbers
@@ -44,7 +43,7 @@ class Finding:
 
 @dataclass
 class StepTrace:
-    """What one step did."""
+    """The record of one step."""
 
     findings: list[Finding] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
@@ -57,16 +56,15 @@ ShapeKey = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class StepChecker:
-    """Takes the traces of steps in order, and collects findings."""
+    """Collects the findings of successive steps. The first step of each of `expected_shapes` shapes may compile."""
 
     def __init__(self, expected_shapes: int = 1) -> None:
-        """The first step of each of `expected_shapes` shapes may compile."""
         self._expected_shapes = expected_shapes
         self._operations: dict[ShapeKey, list[Operation]] = {}  # of the newest step of each shape
         self._findings: dict[tuple[str, str], tuple[Finding, int]] = {}  # (rule, place) -> the first, and how many
 
     def add_step(self, number: int, shapes: Shapes, trace: StepTrace) -> None:
-        """Checks step `number`, which ran on arrays of these shapes."""
+        """Checks the trace of step `number`, which ran on arrays of these shapes."""
         for finding in trace.findings:
             self._add(finding)
         rules = {finding.rule for finding in trace.findings}
@@ -81,7 +79,7 @@ class StepChecker:
         self._operations[key] = trace.operations
 
     def findings(self) -> list[Finding]:
-        """One finding for each rule and place, in the order of their first steps."""
+        """Returns one finding for each rule and place, in the order of their first steps."""
         return [
             finding if count == 1 else Finding(finding.rule, finding.place, f"{finding.message} ({count} times)")
             for finding, count in self._findings.values()
@@ -104,10 +102,9 @@ class StepChecker:
     def _add_recompilation(
         self, number: int, earlier: Sequence[Operation], trace: StepTrace, *, explained: bool
     ) -> None:
-        """Adds the finding for a step that compiled though its shape is known.
+        """Adds the finding for a step that compiled although its shape is known.
 
-        Without a differing operation there is none if the step is `explained`: another finding already says why it is
-        compiled in pieces.
+        If no operation differs and the step is `explained`, another finding already says why it compiles in pieces.
         """
         difference = next(_differences(earlier, trace.operations), None)
         if difference is not None:
@@ -118,7 +115,7 @@ class StepChecker:
 
 
 def merge_findings(first: Sequence[Finding], second: Sequence[Finding]) -> list[Finding]:
-    """Both, without those of the second whose rule and place are in the first."""
+    """Returns the first findings and those of the second with another rule or place."""
     known = {(finding.rule, finding.place) for finding in first}
     return [*first, *(finding for finding in second if (finding.rule, finding.place) not in known)]
 
@@ -145,7 +142,7 @@ def _shapes(shapes: Shapes) -> str:
 def _differences(
     earlier: Sequence[Operation], later: Sequence[Operation]
 ) -> Iterator[tuple[Operation | None, Operation]]:
-    """(old, new) for each position where the later step has another operation than the earlier one."""
+    """Yields (old, new) for each position where the operation of the later step differs."""
     for old, new in zip_longest(earlier, later):
         if new is not None and (old is None or (old.name, old.operands) != (new.name, new.operands)):
             yield old, new

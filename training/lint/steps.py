@@ -1,4 +1,4 @@
-"""The procedure of `tpu-train check`: runs a few steps on the CPU, and checks them by `training.lint.rules`."""
+"""Runs a few steps on the CPU and checks them by `training.lint.rules`, for `tpu-train check`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import SingleHost
 from training.errors import BadInput, TrainError
-from training.lint.rules import Finding, Shapes, StepChecker, StepTrace, merge_findings
+from training.lint.rules import HOST, Finding, Shapes, StepChecker, StepTrace, merge_findings
 from training.registry import BACKENDS, load
 from training.run_setup import open_backend, open_task, prepare_framework
 from training.tasks.task import Task
@@ -30,17 +30,33 @@ ROWS = 2  # of a batch, for each gradient accumulation: the rules do not depend 
 
 
 class StepWatcher(Protocol):
-    """Records what steps do, for one framework: `step_watcher` of a backend's entry in the registry."""
+    """Records the operations of steps, for one framework: `step_watcher` of a backend's entry in the registry."""
 
-    def __init__(self, backend: Backend) -> None:
-        """Watches the steps of `backend`."""
+    def __init__(self, backend: Backend) -> None: ...
 
     def step(self) -> AbstractContextManager[StepTrace]:
-        """Watches the step that runs in the block; the trace is complete when the block has ended."""
+        """Records the step that runs in the block. The trace is complete when the block has ended."""
+
+
+class CountingWatcher:
+    """Watches a framework that traces a step once, by the backend's own counts: compilations, operations on the host.
+
+    PyTorch's watcher sees more (training/backends/torch_xla/lint.py).
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    @contextmanager
+    def step(self) -> Iterator[StepTrace]:
+        trace, compiled, known = StepTrace(), self._backend.compilations()[0], set(self._backend.fallbacks())
+        yield trace
+        trace.compilations = self._backend.compilations()[0] - compiled
+        trace.findings += [Finding(HOST, "", name) for name in self._backend.fallbacks() if name not in known]
 
 
 def check_configuration(config: TrainerConfig, steps: int) -> list[Finding]:
-    """Runs the first steps of this configuration with small batches, and a part of its evaluation. Raises BadInput."""
+    """Runs the first steps of a configuration, and of its evaluation, with small batches. Raises BadInput."""
     os.environ["PJRT_DEVICE"] = "CPU"
     config = _with_small_batches(config)
     task = open_task(config, cluster := Cluster(0, ("localhost",), run_id="check"))
@@ -67,17 +83,17 @@ def check_user_module(module: str, inputs: str, steps: int, shapes: int) -> list
     Args:
         module: FILE:FUNCTION; the function returns the module.
         inputs: FILE:FUNCTION; the function returns its batches.
-        steps: how many to run.
-        shapes: how many different shapes the batches may have.
+        steps: number of steps to run.
+        shapes: number of different shapes that the batches may have.
 
     Raises:
-        BadInput: a function is not there, or its code fails.
+        BadInput: a function does not exist, or its code fails.
     """
     os.environ["PJRT_DEVICE"] = "CPU"
     prepare_framework("torch-xla")
     from training.backends.torch_xla.lint import check_module
 
-    with _place_in_user_code(module, inputs):
+    with _report_user_line(module, inputs):
         build, batches = _load_function("--module", module), _load_function("--inputs", inputs)
         return check_module(build, batches, steps, shapes)
 
@@ -102,8 +118,8 @@ def _shapes_of(batch: HostBatch) -> Shapes:
 
 
 @contextmanager
-def _place_in_user_code(*functions: str) -> Iterator[None]:
-    """Turns an exception of the code in these FILE:FUNCTIONs into BadInput with the innermost of its own lines."""
+def _report_user_line(*functions: str) -> Iterator[None]:
+    """Turns an exception into BadInput with the innermost line of the code in these FILE:FUNCTIONs."""
     try:
         yield
     except TrainError:
@@ -117,7 +133,7 @@ def _place_in_user_code(*functions: str) -> Iterator[None]:
 
 
 def _load_function(option: str, reference: str) -> Callable[[], Any]:
-    """The function that FILE:FUNCTION names. Raises BadInput."""
+    """Returns the function that FILE:FUNCTION names. Raises BadInput."""
     file, _, name = reference.rpartition(":")
     if not file or not name:
         raise BadInput(f"{option} is {reference!r}, and must be FILE:FUNCTION, for example my_model.py:build")
@@ -132,7 +148,7 @@ def _load_function(option: str, reference: str) -> Callable[[], Any]:
 
 
 def _load_module(option: str, file: str, path: Path) -> ModuleType:
-    """Imports a file as a script would: files beside it can be imported too. Imported once for both options."""
+    """Imports a file, with its folder on sys.path as for a script; once, even if both options name it."""
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:

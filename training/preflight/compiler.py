@@ -1,18 +1,7 @@
-"""The TPU compiler (libtpu) on a machine without a TPU: from a program to the facts of its executable, or to the
-compiler's refusal.
+"""Compiles programs with the TPU compiler (libtpu) on a machine without a TPU.
 
-It uses private interfaces: jaxlib's compile-only client and MLIR bindings, as training/backends/torch_xla/tracing.py
-uses torch_xla's `_XLAC`. `require_versions` refuses versions with which they were not tried, because other versions
-fail with crashes. Nothing is executed here, and no executable is kept: that a TPU would load it is not verified.
-
-A program is one StableHLO module, for all devices and partitioned by the compiler (SPMD), or for each device
-(replicated). It comes from
-
-    tracing.extract_program(outputs, state)    torch_xla tensors whose values were not computed yet
-    Program(stablehlo, ...)                    text, for example of TensorFlow's
-                                               `experimental_get_compiler_ir(...)(stage="stablehlo")`
-
-and `compile_program(program, accelerator("v4-32"))` compiles it.
+Uses private interfaces: jaxlib's compile-only client and MLIR bindings. `require_versions` refuses untested versions,
+because they crash. Nothing is executed here, and no executable is kept: that a TPU would load it is not verified.
 """
 
 from __future__ import annotations
@@ -32,7 +21,7 @@ from typing import Any
 from training.accelerators import Accelerator
 from training.errors import BadInput, Exit, TrainError
 
-# The versions with which the private interfaces were tried; the images have these. jaxlib's version is jax's.
+# The versions with which the private interfaces were tested; the images have these. jaxlib's version is jax's.
 COMPILER_VERSIONS = {"jax": "0.7.1", "jaxlib": "0.7.1", "libtpu": "0.0.21"}
 TRACING_VERSIONS = {"torch_xla": "2.9.0"}
 
@@ -52,19 +41,19 @@ _QUIET = {"TPU_MIN_LOG_LEVEL": "3", "TPU_STDERR_LOG_LEVEL": "3"}
 # on two of a dozen such programs.
 DEEP_STACKS = "--xla_internal_thread_stack_size_bytes=268435456"
 
-_loading = threading.Lock()  # libtpu is loaded once, by whichever thread comes first
+_loading = threading.Lock()  # libtpu must be loaded only once
 
 
 class CompilerUnavailable(BadInput):
-    """libtpu or its Python interface is missing here, or has a version with which this module was not tried."""
+    """libtpu or its Python interface is missing here, or has an untested version."""
 
 
 class CompilationRefused(Exception):
-    """The compiler does not compile this program; the message is its own. `training.preflight.report` explains it."""
+    """The compiler does not compile this program, with the compiler's own message, which `explain_refusal` reads."""
 
 
 class DataDependentProgram(TrainError):
-    """While the step is built, it reads a tensor's value or needs a shape that depends on one: it would be several
+    """A step reads a tensor's value, or needs a shape that depends on one, while it is traced: it would be several
     programs, and new ones whenever the value changes."""
 
     exit_code = Exit.DOES_NOT_FIT
@@ -72,40 +61,46 @@ class DataDependentProgram(TrainError):
 
 @dataclass(frozen=True)
 class Program:
-    """A program to compile: a module in StableHLO's text form, whose arguments may be annotated with
-    `mhlo.sharding`."""
+    """A program to compile, for all devices of a slice."""
 
-    stablehlo: str
+    stablehlo: str  # one module's text, whose arguments may be annotated with `mhlo.sharding`
     donated: frozenset[int] = frozenset()  # numbers of arguments whose buffers the outputs may reuse
-    arguments: Mapping[int, str] = field(
-        default_factory=dict
-    )  # number -> name, where known: "model/bert.embeddings..."
-    hash: str = ""  # of the computation alone, without names, layouts and places in source code
+    arguments: Mapping[int, str] = field(default_factory=dict)  # known names by number: "model/bert.embeddings..."
+    hash: str = ""  # of the computation alone, without names, layouts and source lines
     replicated: bool = False  # each device runs it as it is; otherwise the compiler partitions it over the devices
 
 
 @dataclass(frozen=True)
-class CompiledProgram:
-    """Facts of an executable. Bytes and FLOPs are those of one device."""
+class Memory:
+    """HBM of one device while a program runs, in bytes."""
 
-    seconds: float
-    argument_bytes: int
-    output_bytes: int
-    temporary_bytes: int
-    aliased_bytes: int  # outputs that live in donated arguments: counted in both
-    code_bytes: int
+    arguments: int
+    outputs: int
+    donated: int  # part of the outputs that reuses the buffers of arguments
+    temporaries: int
+    code: int
+    resident: int = 0  # state that this program does not touch, and the run's other programs
+    capacity: int = 0
+
+    @property
+    def total(self) -> int:
+        """HBM in use, donated buffers counted once."""
+        return self.arguments + self.outputs - self.donated + self.temporaries + self.code + self.resident
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """Facts of an executable. FLOPs and bytes are those of one device."""
+
+    seconds: float  # of the compilation
+    memory: Memory
     flops: float
     bytes_accessed: float
     text: str  # the optimised, scheduled HLO
 
-    @property
-    def total_bytes(self) -> int:
-        """HBM in use while the program runs, donated buffers counted once."""
-        return self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes + self.code_bytes
-
 
 def require_versions(needed: Mapping[str, str] = COMPILER_VERSIONS) -> None:
-    """Checks the installed packages. Raises CompilerUnavailable, which says what is missing or of another version."""
+    """Raises CompilerUnavailable if a package is missing or has another version than in `needed`."""
     mistakes = []
     for name, version in needed.items():
         try:
@@ -114,7 +109,7 @@ def require_versions(needed: Mapping[str, str] = COMPILER_VERSIONS) -> None:
             mistakes.append(f"{name} is not installed ({version} is needed)")
             continue
         if installed != version:
-            mistakes.append(f"{name} is {installed}, and this was seen to work with {version} only")
+            mistakes.append(f"{name} is {installed}; only {version} was tested")
     if mistakes:
         packages = " ".join(f"{name}=={version}" for name, version in needed.items())
         raise CompilerUnavailable(
@@ -124,13 +119,13 @@ def require_versions(needed: Mapping[str, str] = COMPILER_VERSIONS) -> None:
 
 
 def compiler_version() -> str:
-    """Names the compiler, for caches: another one may compile the same program differently."""
+    """Returns the compiler's name and version, for caches: another one may compile the same program differently."""
     return "libtpu " + importlib.metadata.version("libtpu")
 
 
 def hash_hlo(hlo: str) -> str:
-    """A hash of a module in HLO's text form, without what may differ between devices and machines for the same
-    computation: layouts, names, places in source code."""
+    """Returns a hash of a module in HLO's text form that ignores layouts, names and source lines: they may differ
+    between devices and machines for the same computation."""
     for pattern in (r", metadata=\{[^{}]*\}", r"(?<=\])\{[\d,]*\}", r", entry_computation_layout=\{.*\}(?=\n|,)"):
         hlo = re.sub(pattern, "", hlo)
     return hashlib.sha256(hlo.encode()).hexdigest()[:16]
@@ -141,14 +136,11 @@ def compile_program(
 ) -> CompiledProgram:
     """Compiles a program for all devices of a slice.
 
-    Args:
-        program: to compile.
-        target: the slice.
-        flags: of libtpu, by name without dashes, beside LIBTPU_INIT_ARGS, which count for the whole process.
+    `flags` are libtpu's, by name without dashes; LIBTPU_INIT_ARGS apply too, to the whole process.
 
     Raises:
         CompilerUnavailable: there is no compiler here, or it does not know the slice.
-        CompilationRefused: with the compiler's own message.
+        CompilationRefused: the compiler rejects the program.
     """
     require_versions()
     with _loading:
@@ -169,11 +161,13 @@ def compile_program(
     memory, costs = executable.get_compiled_memory_stats(), executable.cost_analysis()
     return CompiledProgram(
         seconds=seconds,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        aliased_bytes=memory.alias_size_in_bytes,
-        code_bytes=memory.generated_code_size_in_bytes,
+        memory=Memory(
+            arguments=memory.argument_size_in_bytes,
+            outputs=memory.output_size_in_bytes,
+            donated=memory.alias_size_in_bytes,
+            temporaries=memory.temp_size_in_bytes,
+            code=memory.generated_code_size_in_bytes,
+        ),
         flops=costs.get("flops", 0.0),
         bytes_accessed=costs.get("bytes accessed", 0.0),
         text=executable.hlo_modules()[0].to_string(),
@@ -197,7 +191,8 @@ def _compile_options(devices: int, *, replicated: bool) -> Any:
 
 @lru_cache(maxsize=8)
 def _topology(target: Accelerator) -> tuple[Any, tuple[Any, ...]]:
-    """The compile-only client, and the devices of the slice as PJRT shows them on its TPU VMs."""
+    """Returns the compile-only client and the slice's devices, as PJRT shows them on its TPU VMs. Sets libtpu's
+    environment variables and loads it."""
     os.environ.update(_ENVIRONMENT_WITHOUT_TPU)
     for variable, level in _QUIET.items():
         os.environ.setdefault(variable, level)
@@ -226,7 +221,7 @@ def _topology(target: Accelerator) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _with_donors(program: Program) -> Any:
-    """The parsed module, with its donated arguments marked as such."""
+    """Returns the parsed module with its donated arguments marked."""
     from jaxlib.mlir import ir
 
     module = ir.Module.parse(program.stablehlo)

@@ -1,10 +1,9 @@
-"""Reads a compiled program: what is in HBM when most of it is in use, by the model's own names, and what travels
-between devices.
+"""Reads the text of a compiled program: which buffers, by the model's own names, make up the peak of HBM, and what the
+devices exchange. Pure.
 
-Pure: the input is the text of a scheduled HLO module, as libtpu gives it. The order of the entry computation's lines is
-the order of execution, so a buffer lives from its line to the last line that reads it. The compiler's own allocator
-also shares and fragments buffers, so the sums here differ by some per cent from its total. The report takes the total
-from the compiler; this module says what it consists of.
+The entry computation's lines are in the order of execution (the module is scheduled), so a buffer lives from its line
+to the last line that reads it. The compiler's allocator also shares and fragments buffers, so sums here differ by some
+per cent from its total, which the report shows.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _BITS = {"pred": 8, "token": 0, "bf16": 16, "c64": 64, "c128": 128}
 _ARRAY = re.compile(r"\b(pred|token|bf16|[a-z]\d+(?:[a-z]\w*)?)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
 _OPERATION = re.compile(r" ([a-z][a-z0-9-]*)\(")
-# Operations without a buffer of their own: their results are other buffers or parts of them.
+# Operations whose results are other buffers or parts of them.
 _VIEWS = frozenset(
     {
         "bitcast",
@@ -40,11 +39,11 @@ BACKWARD = "gradient of "
 
 @dataclass(frozen=True)
 class Allocation:
-    """Buffers of one shape and of like places in the model, alive at the same time."""
+    """Buffers of one shape and of the same place in each layer, alive at the same time."""
 
-    bytes: int  # of all of them
+    bytes: int  # of all `count` buffers
     count: int
-    shape: str  # of one of them, "bf16[32,12,128,128]"
+    shape: str  # of one buffer, "bf16[32,12,128,128]"
     where: str  # "bert.encoder.layer.*.attention.self: softmax"
 
 
@@ -55,8 +54,8 @@ class Collective:
     kind: str
     count: int
     elements: int
-    bytes: int  # that each device puts in
-    dtypes: Mapping[str, int]  # elements of each type
+    bytes: int  # that each device contributes
+    dtypes: Mapping[str, int]  # elements by type
 
 
 @dataclass(frozen=True)
@@ -67,17 +66,16 @@ class _Array:
 
     @property
     def elements(self) -> int:
-        """How many."""
         return math.prod(self.dims)
 
     @property
     def bytes(self) -> int:
-        """Without padding."""
+        """Bytes without padding."""
         return self.elements * _bits(self.dtype) // 8
 
     @property
     def in_hbm(self) -> int:
-        """Bytes with the padding of its tiles; 0 for an array in another memory."""
+        """Bytes with the padding of its tiles; 0 for an array that is not in HBM."""
         if re.search(r"S\((?!0\))\d+\)", self.layout):
             return 0
         order, _, tiling = self.layout.partition(":")
@@ -122,7 +120,7 @@ class _Line:
 
 
 def _parse_lines(text: str) -> Iterator[_Line]:
-    """The lines of the entry computation."""
+    """Yields the instructions of the entry computation."""
     _, _, entry = text.partition("\nENTRY ")
     for raw in entry.splitlines()[1:]:
         if raw.startswith("}"):
@@ -149,8 +147,8 @@ def _parse_lines(text: str) -> Iterator[_Line]:
 
 
 def find_origin(line: str) -> str:
-    """The place in the model that an operation comes from: "bert.embeddings: dropout", "gradient of bert.pooler: mm",
-    "optimizer: addcmul"."""
+    """Returns the place in the model that an instruction comes from: "bert.embeddings: dropout", "gradient of
+    bert.pooler: mm", "optimizer: addcmul"; "" if it is unknown."""
     match = re.search(r'op_name="([^"]*)"', line)
     if not match:
         return ""
@@ -168,7 +166,8 @@ def find_origin(line: str) -> str:
 
 
 def _find_tensorflow_origin(names: list[str]) -> str:
-    """From the scopes of a TensorFlow operation: gradient_tape/bert/encoder/layer_._0/attention/self/MatMul."""
+    """Returns the place for the scopes of a TensorFlow operation, for example
+    gradient_tape/bert/encoder/layer_._0/attention/self/MatMul."""
     if names[0] == "XLA_Args":
         return "copy of an argument"
     gradient = BACKWARD if names[0] == "gradient_tape" and len(names) > 2 else ""
@@ -177,20 +176,17 @@ def _find_tensorflow_origin(names: list[str]) -> str:
 
 
 def star_numbers(where: str) -> str:
-    """The place with numbers of layers as "*", so that like places of all layers are one."""
+    """Replaces the numbers of layers by "*", so that the same place in all layers has one name."""
     return re.sub(r"(?<=[._])\d+(?=[.:])", "*", where)
 
 
-_Buffer = tuple[int, int]  # (number of the line that makes it, leaf of that line's result)
+_Buffer = tuple[int, int]  # (number of the line that produces it, leaf of that line's result)
 
 
 def largest_allocations(text: str, count: int, arguments: Mapping[int, str] = MappingProxyType({})) -> list[Allocation]:
-    """The largest temporary allocations at the moment when most HBM is in use.
+    """Returns at most `count` of the largest temporary allocations at the peak of HBM.
 
-    Args:
-        text: of the scheduled module.
-        count: how many at most.
-        arguments: names of the program's arguments by number, for copies of them.
+    `arguments` names the program's arguments by number, for copies of them.
     """
     lines = list(_parse_lines(text))
     last_use, results = _buffer_lives(lines)
@@ -199,14 +195,14 @@ def largest_allocations(text: str, count: int, arguments: Mapping[int, str] = Ma
     producers = {line.name: number for number, line in enumerate(lines)}
     groups: dict[tuple[str, str], list[int]] = {}
     for number, leaf in peak:
-        where = star_numbers(_find_maker(lines, number, producers, arguments)) or lines[number].operation
+        where = star_numbers(_find_buffer_origin(lines, number, producers, arguments)) or lines[number].operation
         groups.setdefault((where, str(lines[number].arrays[leaf])), []).append(sizes[number, leaf])
     allocations = [Allocation(sum(group), len(group), shape, where) for (where, shape), group in groups.items()]
     return sorted(allocations, key=lambda item: (-item.bytes, item.where, item.shape))[:count]
 
 
 def _buffer_lives(lines: list[_Line]) -> tuple[dict[_Buffer, int], set[_Buffer]]:
-    """(the number of the last line that reads each buffer, the buffers of the program's result)."""
+    """Returns (the number of the last line that reads each buffer, the buffers of the program's result)."""
     owners: dict[str, list[list[_Buffer]]] = {}  # name -> for each leaf, the buffers that it may stand for
     last_use: dict[_Buffer, int] = {}
     results: set[_Buffer] = set()
@@ -222,7 +218,7 @@ def _buffer_lives(lines: list[_Line]) -> tuple[dict[_Buffer, int], set[_Buffer]]
 
 
 def _owned_buffers(lines: list[_Line], number: int, operands: list[list[list[_Buffer]]]) -> list[list[_Buffer]]:
-    """For each leaf of a line's result, the buffers that it may stand for. `operands`: the same of its operands."""
+    """Returns the buffers that each leaf of a line's result may be. `operands`: the same for each operand."""
     line = lines[number]
     if line.operation == "get-tuple-element" and operands:
         assert line.index is not None
@@ -241,7 +237,7 @@ def _owned_buffers(lines: list[_Line], number: int, operands: list[list[list[_Bu
 
 
 def _peak_buffers(lives: Mapping[_Buffer, tuple[int, int]], lines: int) -> list[_Buffer]:
-    """The buffers that are alive when their sizes add up to the most. `lives`: buffer -> (bytes, last line)."""
+    """Returns the buffers that are alive at the peak. `lives`: buffer -> (bytes, last line that reads it)."""
     begins: dict[int, list[_Buffer]] = {}
     ends: dict[int, list[_Buffer]] = {}
     for buffer, (_, last_line) in lives.items():
@@ -262,9 +258,11 @@ def _peak_buffers(lives: Mapping[_Buffer, tuple[int, int]], lines: int) -> list[
     return peak
 
 
-def _find_maker(lines: list[_Line], number: int, producers: Mapping[str, int], arguments: Mapping[int, str]) -> str:
-    """Where the value of a buffer comes from. A copy, or what the compiler made of several operations, has no name of
-    its own: it gets that of its first operand."""
+def _find_buffer_origin(
+    lines: list[_Line], number: int, producers: Mapping[str, int], arguments: Mapping[int, str]
+) -> str:
+    """Returns the place in the model that a buffer's value comes from. A copy or a fusion without a name gets the name
+    of its first operand."""
     for _ in range(8):
         line = lines[number]
         if line.operation == "parameter":
@@ -277,7 +275,7 @@ def _find_maker(lines: list[_Line], number: int, producers: Mapping[str, int], a
 
 
 def find_collectives(text: str) -> list[Collective]:
-    """What devices exchange, by kind, in all computations of the module."""
+    """Returns the collective operations of all computations of the module, one item for each kind."""
     elements: dict[str, Counter[str]] = {}
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The programs that a run's devices would execute, traced from the backend's own step and never run.
+"""Traces the programs that a run's devices would execute from the backend's own step, without executing them.
 
 One process traces for any slice: it has one CPU device, and the backend's tracer simulates all devices of the slice.
 """
@@ -29,32 +29,32 @@ from training.run_setup import prepare_framework
 
 
 class Untraceable(TrainError):
-    """The step can't be had as one program: the message says why, and where in the model's code."""
+    """The step can't be traced as one program. The message says why, and where in the model's code."""
 
     exit_code = Exit.DOES_NOT_FIT
 
 
 @dataclass(frozen=True)
 class TracedProgram:
-    """A program of the run, and what else is in HBM while it runs."""
+    """A traced program of the run."""
 
     graph: Graph
     program: Program
-    resident_bytes: int  # state that is not among its arguments
-    seconds: float
+    resident_bytes: int  # state that is in HBM, but not among the program's arguments
+    seconds: float  # that tracing took
 
 
 class ProgramTracer(Protocol):
     """Traces the programs of one backend for a slice: `tracer` of a backend's entry in the registry."""
 
     def __init__(self, open_backend: BuildBackend, devices: int) -> None:
-        """Traces for so many devices. Raises CompilerUnavailable."""
+        """Raises CompilerUnavailable."""
 
     def open(self) -> Mapping[str, int]:
-        """Builds the model, unless it is there with its state. Returns the bytes of each tensor of the state."""
+        """Builds the model, unless it is built. Returns the bytes of each tensor of the state."""
 
     def trace(self, kind: str, batch: Arrays) -> Program:
-        """The program of a step ("training") or of an evaluation, on a global batch. Nothing is executed."""
+        """Returns the program of a step ("training") or of an "evaluation" on a global batch, without executing it."""
 
     def close(self) -> None:
         """Releases the model and its memory."""
@@ -67,18 +67,11 @@ def trace_programs(
     devices: int,
     now: Callable[[], float] = time.monotonic,
 ) -> list[TracedProgram]:
-    """The program of each graph for so many devices, in their order.
-
-    Args:
-        config: of the run.
-        facts: of its data.
-        graphs: the programs to trace.
-        devices: of the slice.
-        now: the time source, in seconds.
+    """Traces each of `graphs` for a slice of `devices` devices, and returns the programs in their order.
 
     Raises:
         BadInput: the backend's framework is not installed, or the model can't be built.
-        CompilerUnavailable: versions that the tracer was not tried with.
+        CompilerUnavailable: the installed versions are untested.
         Untraceable, DataDependentProgram: a step is not a single program.
     """
     os.environ["PJRT_DEVICE"] = "CPU"
@@ -95,11 +88,11 @@ def trace_programs(
 
     tracer: ProgramTracer = load(BACKENDS[config.backend].tracer)(open_backend, devices)
     programs = []
-    # Evaluations first: they leave the state alone, and a traced step may not.
+    # Trace evaluations first: they don't change the state, while a traced step may.
     for graph in sorted(graphs, key=lambda graph: graph.kind != "evaluation"):
         began = now()
         sizes = tracer.open()
-        with _explained(graph):
+        with _explain_errors(graph):
             program = tracer.trace(graph.kind, empty_batch(config, graph))
         resident = sum(sizes.values()) - sum(sizes[name] for name in program.arguments.values())
         programs.append(TracedProgram(graph, program, resident, now() - began))
@@ -108,8 +101,8 @@ def trace_programs(
 
 
 @contextmanager
-def _explained(graph: Graph) -> Iterator[None]:
-    """Turns an error of the model's own code into one message with its place."""
+def _explain_errors(graph: Graph) -> Iterator[None]:
+    """Turns an error of the model's own code into an Untraceable with its file and line."""
     try:
         yield
     except TrainError:
@@ -120,7 +113,7 @@ def _explained(graph: Graph) -> Iterator[None]:
 
 
 def _model_place(error: BaseException) -> str:
-    """The innermost place of an error outside the frameworks and outside of this package."""
+    """Returns the innermost line of an error's traceback outside the frameworks and this package, or ""."""
     own_folder = str(Path(__file__).parent)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         in_framework = re.search("site-packages/(torch|tensorflow|tf_keras)", frame.filename)

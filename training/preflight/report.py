@@ -1,5 +1,4 @@
-"""The results of a preflight, as data, as lines of text and as JSON. Pure: from the compiler's facts and refusals to
-what a person and `tpu-launch run` read.
+"""Turns the compiler's facts and refusals into the report of a preflight: data, lines of text, JSON. Pure.
 
 Bytes and FLOPs are those of one device; a batch is the global one.
 """
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from training.accelerators import Accelerator
-from training.preflight.compiler import CompiledProgram
+from training.preflight.compiler import CompiledProgram, Memory
 from training.preflight.hlo import (
     Allocation,
     Collective,
@@ -30,38 +29,18 @@ NOT_VERIFIED = "compiled by the TPU compiler without a TPU: that a TPU loads and
 
 
 @dataclass(frozen=True)
-class Memory:
-    """HBM of one device while a program runs, in bytes."""
-
-    arguments: int
-    outputs: int
-    donated: int  # of the outputs: those that live in arguments
-    temporaries: int
-    code: int
-    resident: int  # state that this program does not touch, and the run's other programs
-    capacity: int
-
-    @property
-    def total(self) -> int:
-        """HBM in use, donated buffers counted once."""
-        return self.arguments + self.outputs - self.donated + self.temporaries + self.code + self.resident
-
-
-@dataclass(frozen=True)
 class Costs:
-    """Work of one device, and the bound that follows."""
+    """Work of one device, and the bound on the speed that follows."""
 
     flops: float
     bytes: float
     bound_by: str  # "FLOPs" or "memory bandwidth"
-    examples_per_second: (
-        float  # of all devices: an upper bound; how close a run comes to it is not known before it runs
-    )
+    examples_per_second: float  # of all devices; an upper bound
 
 
 @dataclass(frozen=True)
 class GraphResult:
-    """One program on one accelerator."""
+    """The result for one program on one accelerator."""
 
     graph: str  # "training, 256 x 128"
     kind: str
@@ -69,8 +48,8 @@ class GraphResult:
     length: int
     hash: str
     fits: bool
-    reason: str | None  # why it does not fit
-    needed: int | None  # bytes of HBM that the compiler wanted, where it says so
+    reason: str | None  # why it does not fit, else None
+    needed: int | None  # bytes of HBM, if the compiler's message says so
     memory: Memory | None
     costs: Costs | None
     largest: Sequence[Allocation]
@@ -81,17 +60,17 @@ class GraphResult:
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """The result of `--max-batch`. All batches that it names were compiled."""
+    """The result of `--max-batch`. All batches in it were compiled."""
 
-    fits: int | None  # global batch; None when not even the smallest does
-    refused: int | None  # the smallest that was refused; None when the search ended before one was
+    fits: int | None  # global batch; None if not even the smallest fits
+    refused: int | None  # the smallest refused one; None if all tried ones fit
     rows_per_device: int | None
     tried: int
 
 
 @dataclass(frozen=True)
 class AcceleratorResult:
-    """All programs of the run on one accelerator."""
+    """The results for all programs of the run on one accelerator."""
 
     accelerator: str
     devices: int
@@ -99,16 +78,14 @@ class AcceleratorResult:
     capacity: int
     graphs: Sequence[GraphResult]
     max_batch: LargestBatch | None = None
-    flags: str = ""  # LIBTPU_INIT_ARGS that the run has, and that the programs were compiled with
+    flags: str = ""  # the run's LIBTPU_INIT_ARGS, with which the programs were compiled
 
     @property
     def fits(self) -> bool:
-        """Whether all programs fit."""
         return all(graph.fits for graph in self.graphs)
 
     @property
-    def distinct(self) -> int:
-        """How many different programs there are."""
+    def distinct_programs(self) -> int:
         return len({graph.hash for graph in self.graphs})
 
 
@@ -121,15 +98,14 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether all programs fit on all accelerators."""
         return all(result.fits for result in self.accelerators)
 
     def as_json(self) -> dict[str, Any]:
-        """The object that `--json` prints and `tpu-launch run` keeps."""
+        """Returns the object that `--json` prints and `tpu-launch run` stores."""
         report = asdict(self)
         for result, document in zip(self.accelerators, report["accelerators"], strict=True):
             lines = [*_accelerator_lines(result), _footer(self)]
-            document.update(fits=result.fits, distinct_graphs=result.distinct, lines=lines)
+            document.update(fits=result.fits, distinct_graphs=result.distinct_programs, lines=lines)
             for graph, graph_document in zip(result.graphs, document["graphs"], strict=True):
                 if graph.memory:
                     graph_document["memory"]["total"] = graph.memory.total
@@ -142,18 +118,10 @@ class Report:
 def describe_executable(
     traced: TracedProgram, compiled: CompiledProgram, target: Accelerator, other_programs: int
 ) -> GraphResult:
-    """The result for a program that compiled. It still does not fit when the state beside it and the code of the run's
+    """Returns the result for a compiled program. It still does not fit if the state beside it and the code of the run's
     other programs (`other_programs` bytes) leave too little memory."""
     capacity = target.generation.usable_hbm_bytes_per_device
-    memory = Memory(
-        arguments=compiled.argument_bytes,
-        outputs=compiled.output_bytes,
-        donated=compiled.aliased_bytes,
-        temporaries=compiled.temporary_bytes,
-        code=compiled.code_bytes,
-        resident=traced.resident_bytes + other_programs,
-        capacity=capacity,
-    )
+    memory = replace(compiled.memory, resident=traced.resident_bytes + other_programs, capacity=capacity)
     fits = memory.total <= capacity
     beside = f" ({gib(memory.resident)} of them for state and programs beside it)" if memory.resident else ""
     return _result(
@@ -170,7 +138,7 @@ def describe_executable(
 
 
 def describe_refusal(traced: TracedProgram, message: str, seconds: float) -> GraphResult:
-    """The result for a program that the compiler refused with this message."""
+    """Returns the result for a program that the compiler refused with `message`, after `seconds`."""
     needed, reason = explain_refusal(message)
     return _result(
         traced,
@@ -186,7 +154,7 @@ def describe_refusal(traced: TracedProgram, message: str, seconds: float) -> Gra
 
 
 def add_remat_advice(graph: GraphResult, with_remat: GraphResult) -> GraphResult:
-    """A result that does not fit, with what the same program needs when whole layers are recomputed."""
+    """Returns a result that does not fit, with the memory that the program needs under train.remat: layers."""
     needed = f"would need {gib(with_remat.needed)}" if with_remat.needed else "would not compile either"
     advice = f"with train.remat: layers it {needed}{' and fit' if with_remat.fits else ''}"
     return replace(graph, reason=f"{graph.reason}; {advice}")
@@ -206,7 +174,7 @@ def _result(traced: TracedProgram, **facts: Any) -> GraphResult:
 
 
 def roofline(flops: float, bytes_accessed: float, target: Accelerator, rows: int) -> Costs:
-    """The larger of the times that FLOPs and memory traffic take at the published peaks
+    """Returns the bound by the slower of arithmetic and memory traffic at the published peak rates
     (https://doi.org/10.1145/1498765.1498785)."""
     generation = target.generation
     compute = flops * generation.devices_per_chip / generation.bf16_flops_per_chip
@@ -221,7 +189,7 @@ def roofline(flops: float, bytes_accessed: float, target: Accelerator, rows: int
 
 
 def explain_refusal(message: str) -> tuple[int | None, str]:
-    """(bytes of HBM that were wanted, where known; the reason in plain words) from the compiler's message."""
+    """Returns (needed bytes of HBM or None, the reason in plain words) from the compiler's message."""
     used = re.search(r"Used ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) hbm", message)
     temporaries = re.search(r"HLO temporaries \(([\d.]+[KMGT]?)\) exceeds available HBM \(([\d.]+[KMGT]?)\)", message)
     match = used or temporaries
@@ -239,7 +207,7 @@ def _too_large(wanted: int, available: int) -> str:
 
 
 def parse_allocations(message: str) -> list[Allocation]:
-    """The largest program allocations that a refusal lists, largest first; those of like places added up."""
+    """Returns the program allocations that a refusal lists, largest first, with those of all layers summed."""
     sizes: dict[tuple[str, str], list[int]] = {}
     for block in re.split(r"\n\s*\d+\. Size: ", message)[1:]:
         size = re.match(r"([\d.]+[KMGT]?)", block)
@@ -261,12 +229,12 @@ def _parse_size(text: str) -> int:
 
 
 def gib(amount: float) -> str:
-    """Bytes in GiB."""
+    """Returns for example "15.48 GiB"."""
     return f"{amount / GIB:.2f} GiB"
 
 
 def format_size(amount: float) -> str:
-    """Bytes in the largest unit that they reach."""
+    """Returns a number of bytes in its largest unit, for example "1.5 MiB"."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if amount >= scale:
             return f"{amount / scale:.4g} {unit}"
@@ -274,7 +242,6 @@ def format_size(amount: float) -> str:
 
 
 def format_report(report: Report) -> list[str]:
-    """The lines that `preflight` prints."""
     return [line for result in report.accelerators for line in _accelerator_lines(result)] + [_footer(report)]
 
 
@@ -300,7 +267,8 @@ def _accelerator_lines(result: AcceleratorResult) -> list[str]:
 
 def _program_count(result: AcceleratorResult) -> str:
     seconds = sum(graph.compile_seconds for graph in result.graphs)
-    programs = f"{result.distinct} program{'s' if result.distinct > 1 else ''}"
+    count = result.distinct_programs
+    programs = f"{count} program{'s' if count > 1 else ''}"
     return f"{programs} (checkpoints add none), compiled here in {seconds:.0f} s"
 
 

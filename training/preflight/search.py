@@ -1,5 +1,4 @@
-"""The procedure of preflight: trace the run's programs, compile them for each accelerator, and search for the largest
-batch that fits."""
+"""Runs a preflight: traces the run's programs, compiles them for each accelerator, searches for the largest batch."""
 
 from __future__ import annotations
 
@@ -41,14 +40,8 @@ def run_preflight(
     search_batch: bool,
     show: ShowProgress,
 ) -> Report:
-    """Compiles the programs of a run for each accelerator.
-
-    Args:
-        config: of the run.
-        facts: of its data.
-        targets: the accelerators.
-        search_batch: also search for the largest training batch that fits.
-        show: shows a line of progress.
+    """Compiles the programs of a run for each accelerator in `targets`; with `search_batch`, also searches for the
+    largest training batch that fits. `show` prints a line of progress.
 
     Raises:
         BadInput: a batch does not divide evenly over the devices.
@@ -76,7 +69,7 @@ def run_preflight(
 
 
 def libtpu_defaults(config: TrainerConfig, target: Accelerator) -> dict[str, str]:
-    """The flags that a run on this slice has beside the LIBTPU_INIT_ARGS of the environment."""
+    """Returns libtpu's flags that a run on this slice adds to the LIBTPU_INIT_ARGS of the environment."""
     flags: dict[str, str] = load(BACKENDS[config.backend].libtpu_defaults)(
         target.generation.name, os.environ.get(libtpu_flags.VARIABLE, "")
     )
@@ -90,11 +83,11 @@ def compile_all(
     flags: Mapping[str, str] = MappingProxyType({}),
     now: Callable[[], float] = time.monotonic,
 ) -> AcceleratorResult:
-    """Compiles the programs of one run for one accelerator, with these flags of libtpu beside LIBTPU_INIT_ARGS. Raises
+    """Compiles the programs of one run for one accelerator, with `flags` beside LIBTPU_INIT_ARGS. Raises
     CompilerUnavailable."""
 
     def compile_one(traced: TracedProgram) -> tuple[CompiledProgram | str, float]:
-        """The executable's facts or the refusal, and the seconds that took."""
+        """Returns (the executable's facts or the refusal's message, seconds of the compilation)."""
         show(f"compiling {traced.graph} for {target.name}")
         began = now()
         try:
@@ -102,27 +95,27 @@ def compile_all(
         except CompilationRefused as error:
             return str(error), now() - began
 
-    # Two at a time: the compiler keeps little more than one core busy, and more at once would need the memory of all.
+    # Two at a time: the compiler uses little more than one core, and each further one would need more memory.
     with ThreadPoolExecutor(max_workers=2) as pool:
         outcomes = list(pool.map(compile_one, programs))
-    code = sum(outcome.code_bytes for outcome, _ in outcomes if isinstance(outcome, CompiledProgram))
+    code = sum(outcome.memory.code for outcome, _ in outcomes if isinstance(outcome, CompiledProgram))
     graphs = [
         report.describe_refusal(traced, outcome, seconds)
         if isinstance(outcome, str)
-        else report.describe_executable(traced, outcome, target, code - outcome.code_bytes)
+        else report.describe_executable(traced, outcome, target, code - outcome.memory.code)
         for traced, (outcome, seconds) in zip(programs, outcomes, strict=True)
     ]
     capacity = target.generation.usable_hbm_bytes_per_device
-    own = os.environ.get(libtpu_flags.VARIABLE, "").replace(DEEP_STACKS, "")
+    user_flags = os.environ.get(libtpu_flags.VARIABLE, "").replace(DEEP_STACKS, "")
     return AcceleratorResult(
-        target.name, target.devices, target.hosts, capacity, graphs, flags=libtpu_flags.join(own, flags)
+        target.name, target.devices, target.hosts, capacity, graphs, flags=libtpu_flags.join(user_flags, flags)
     )
 
 
 def _advise_remat(
     config: TrainerConfig, facts: DataFacts, result: AcceleratorResult, target: Accelerator, show: ShowProgress
 ) -> AcceleratorResult:
-    """Where the longest training batch does not fit, adds what recomputing whole layers would change."""
+    """Returns `result`; if its longest training batch does not fit, with what train.remat: layers would change."""
     longest = result.graphs[0]
     if longest.fits or config.backend != "torch-xla" or config.train.remat == "layers":
         return result
@@ -140,7 +133,7 @@ def _advise_remat(
 def _search_batch(
     config: TrainerConfig, facts: DataFacts, target: Accelerator, first: GraphResult, show: ShowProgress
 ) -> LargestBatch:
-    """The largest training batch, by bisection over rows a device, from the file's batch on."""
+    """Returns the largest training batch that fits, by bisection over rows per device, starting at the file's batch."""
     step = target.devices * config.train.gradient_accumulation
     known = {config.train.global_batch_size // step: first}
     flags = libtpu_defaults(config, target)
@@ -166,16 +159,10 @@ def _search_batch(
 
 
 def estimate_edge(known: Mapping[int, GraphResult], capacity: int) -> float | None:
-    """Rows a device at which memory is expected to run out, by a line through the two nearest known results.
+    """Returns the rows per device at which memory should run out, by a line through the two results nearest to
+    `capacity` bytes; None while too little is known. 0 rows, which need no temporaries, count as a result.
 
-    Without rows there are no temporaries, which is a known result too.
-
-    Args:
-        known: results by rows a device.
-        capacity: bytes of HBM of a device.
-
-    Returns:
-        None as long as too little is known.
+    `known`: results by rows per device.
     """
     needed = {rows: result.needed for rows, result in known.items() if result.needed}
     memory = next((result.memory for result in known.values() if result.memory), None)
@@ -185,7 +172,7 @@ def estimate_edge(known: Mapping[int, GraphResult], capacity: int) -> float | No
         return None
     (low, below), (high, above) = sorted(sorted(needed.items(), key=lambda item: abs(item[1] - capacity))[:2])
     if above <= below:
-        return high  # more rows in no more memory: it is used up
+        return high  # more rows take no more memory, so the memory is used up
     return low + (capacity - below) * (high - low) / (above - below)
 
 
@@ -195,11 +182,11 @@ def bisect(
     """Finds the edge between numbers that fit and numbers that don't.
 
     Args:
-        fits: tries a number. `start` is not tried.
-        start: where to begin.
-        start_fits: whether it fits.
-        estimate: where the edge is expected by what is known so far. Without an estimate, the next number is twice or
-            half the last one, and then the middle.
+        fits: tries a number; not called for `start`.
+        start: the first number.
+        start_fits: the result for `start`.
+        estimate: returns where the edge is expected now. While it returns None, the next number is twice or half the
+            last one, and then the middle.
 
     Returns:
         (largest that fits, smallest that does not). They differ by at most 1/16 of the larger, or by 1.
@@ -212,11 +199,10 @@ def bisect(
         or not _near(good, bad)
     ):
         tries += 1
-        expected = estimate() if tries <= 6 else None  # where memory is no line, bisection still ends
+        expected = estimate() if tries <= 6 else None  # plain bisection ends even if memory does not grow linearly
         rows = _next_rows(good, bad, expected, surprises)
         good, bad = (rows, bad) if fits(rows) else (good, rows)
-        # Near the edge the compiler rematerializes what it has no memory for: no line shows how far that goes, so the
-        # strides grow.
+        # Near the edge the compiler rematerializes to save memory; no line predicts how far, so the strides grow.
         surprises += expected is not None and good == rows > expected * 33 / 32
     return good, bad
 
@@ -226,7 +212,7 @@ def _near(good: int | None, bad: int | None) -> bool:
 
 
 def _next_rows(good: int | None, bad: int | None, expected: float | None, surprises: int) -> int:
-    """The number to try next: just below where the edge is expected, or one that would end the search."""
+    """Returns the number to try next: just below the expected edge, or one that would end the search."""
     low, high = (good or 0) + 1, bad - 1 if bad else MOST_ROWS
     if expected is None:
         return min(2 * (good or 0), MOST_ROWS) if bad is None else bad // 2 if good is None else (good + bad) // 2

@@ -1,5 +1,4 @@
-"""Which programs a run has: one for each shape of a training batch and of an evaluation batch. Pure, except that it
-reads manifests.
+"""Lists the programs of a run: one for each shape of a training batch and of an evaluation batch.
 
 A checkpoint adds none: its state is copied from the device, and nothing is computed.
 """
@@ -19,13 +18,13 @@ from training.tasks.task import task_class
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What the shapes and the model depend on beside the configuration."""
+    """Facts of the data that determine the shapes and the model, beside the configuration."""
 
     vocabulary: int
     pad: int
     lengths: tuple[int, ...]  # of training batches, ascending
-    evaluation_lengths: tuple[int, ...]  # none without evaluation
-    labels: tuple[str, ...] | None  # of a task that has some
+    evaluation_lengths: tuple[int, ...]  # empty without evaluation
+    labels: tuple[str, ...] | None  # None if the task has none
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Graph:
 
 
 def read_facts(config: TrainerConfig) -> DataFacts:
-    """Reads the manifests of the datasets and the tokenizer, and no record. Raises BadInput."""
+    """Reads the facts from the manifests of the datasets and the tokenizer, without any record. Raises BadInput."""
     task = task_class(config.task)
     try:
         tokens = tokenizers.read(config.data.tokenizer).special
@@ -65,7 +64,7 @@ def read_facts(config: TrainerConfig) -> DataFacts:
 
 
 def assume_facts(config: TrainerConfig, vocabulary: int, lengths: tuple[int, ...], labels: int | None) -> DataFacts:
-    """What the user says of data that is not there yet. Raises BadInput when it does not fit the task."""
+    """Returns the facts of data that does not exist yet. Raises BadInput if they do not fit the task."""
     task = task_class(config.task)
     if task.has_labels and labels is None:
         raise BadInput(f"--labels says how many labels there will be: task is {config.task}")
@@ -78,7 +77,7 @@ def assume_facts(config: TrainerConfig, vocabulary: int, lengths: tuple[int, ...
 
 
 def list_graphs(config: TrainerConfig, facts: DataFacts) -> list[Graph]:
-    """All programs that a run compiles, the training steps first, longest first."""
+    """Returns all programs that a run compiles, training steps first, longest first."""
     train = [Graph("training", config.train.global_batch_size, length) for length in reversed(facts.lengths)]
     return train + [
         Graph("evaluation", config.evaluation_batch_size, length) for length in reversed(facts.evaluation_lengths)
@@ -86,5 +85,5 @@ def list_graphs(config: TrainerConfig, facts: DataFacts) -> list[Graph]:
 
 
 def empty_batch(config: TrainerConfig, graph: Graph) -> Arrays:
-    """A global batch of that shape, filled with zeros."""
+    """Returns a global batch of the program's shape, filled with zeros."""
     return task_class(config.task).empty_batch(config, graph.rows, graph.length)

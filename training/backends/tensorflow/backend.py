@@ -38,7 +38,7 @@ from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.tcp_allreduce import TcpAllReduce
 from training.models.hugging_face import ModelRequirements
-from training.preflight.agreement import CheckedPrograms
+from training.preflight.checked_programs import CheckedPrograms
 from training.registry import OPTIMIZERS, TASKS, load
 from training.tasks.task import Task
 

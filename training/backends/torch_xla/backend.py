@@ -39,7 +39,7 @@ from training.distributed.rendezvous import Rendezvous
 from training.machine.processor import describe_slow_products, read_flags
 from training.models.hugging_face import ModelRequirements
 from training.models.torch.network import build, patch_modules
-from training.preflight.agreement import CheckedPrograms
+from training.preflight.checked_programs import CheckedPrograms
 from training.preflight.compiler import hash_hlo
 from training.registry import OPTIMIZERS, TASKS, load
 from training.tasks.task import Task

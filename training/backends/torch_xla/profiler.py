@@ -1,4 +1,4 @@
-"""torch_xla's profiler, as `training.profiling.profiler` uses it."""
+"""torch_xla's profiler, behind the protocol of `training.profiler.Tracer`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from training.backends.torch_xla import internals
 
 
 class TorchProfiler:
-    """See `training.profiling.profiler.Tracer`."""
-
     def start(self, folder: str) -> None:
         profiler.start_trace(folder)
 

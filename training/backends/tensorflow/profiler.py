@@ -1,4 +1,4 @@
-"""TensorFlow's profiler, as `training.profiling.profiler` uses it."""
+"""TensorFlow's profiler, behind the protocol of `training.profiler.Tracer`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import tensorflow as tf
 
 
 class TensorFlowProfiler:
-    """See `training.profiling.profiler.Tracer`."""
-
     def start(self, folder: str) -> None:
         tf.profiler.experimental.start(folder)
 

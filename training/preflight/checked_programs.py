@@ -1,9 +1,8 @@
-"""Does the run execute the programs that preflight compiled? Compared once for each shape, when the program has been
-traced and before it first runs.
+"""Compares the programs of a run with those that preflight compiled, each before it first runs.
 
-`tpu-launch run` passes the hashes of the checked programs to the containers, in one environment variable. A program
-that was not checked is a warning, not an error: it may fit too, but nobody has checked. Imports nothing but the
-standard library, because the launcher imports the name of the variable from here.
+`tpu-launch run` passes the hashes of the checked programs to the containers, in one environment variable. An unchecked
+program is a warning, not an error, because it may fit too. Imports nothing but the standard library, because the
+launcher imports the variable's name from here.
 """
 
 from __future__ import annotations
@@ -16,28 +15,27 @@ CHECKED_PROGRAMS_VARIABLE = "TPU_LAUNCH_PREFLIGHT"
 
 
 class CheckedPrograms:
-    """Compares programs that are about to run with those that preflight compiled."""
+    """Compares programs with those that preflight compiled, and collects the results.
+
+    Args:
+        environment: of this process; has the hashes of the checked programs.
+        comparable: this process runs programs for all devices of a slice, as preflight compiles them.
+        warns: this host prints the warnings.
+    """
 
     def __init__(self, environment: Mapping[str, str], *, comparable: bool, warns: bool) -> None:
-        """Reads which programs were checked.
-
-        Args:
-            environment: of this process.
-            comparable: this process runs programs for all devices of a slice, as preflight compiles them.
-            warns: this host prints the warnings.
-        """
         hashes = environment.get(CHECKED_PROGRAMS_VARIABLE, "").split(",")
         self._checked = frozenset(program_hash for program_hash in hashes if program_hash)
         self._comparable, self._warns = comparable, warns
         self._run: dict[tuple[object, ...], str] = {}  # (kind, shape...) -> hash
 
     def compare(self, kind: str, shapes: Sequence[tuple[int, ...]], hash_program: Callable[[], str]) -> None:
-        """Compares a program before it runs; warns when it was not checked.
+        """Compares a program before it runs; prints a warning if preflight did not compile it.
 
         Args:
             kind: "training" or "evaluation".
             shapes: of the arrays that it will run on.
-            hash_program: called only if there is something to compare with, because it takes time.
+            hash_program: called only if a comparison is due, because it takes time.
         """
         if not self._checked or not self._comparable or (kind, *shapes) in self._run:
             return
@@ -53,7 +51,7 @@ class CheckedPrograms:
             )
 
     def summary(self) -> str | None:
-        """The result in a few words; None when nothing was checked before the run."""
+        """Returns the result in a few words; None if no preflight preceded the run."""
         if not self._checked:
             return None
         if not self._comparable:

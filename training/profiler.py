@@ -1,14 +1,14 @@
-"""A profile of some steps, taken when somebody asks for it: `tpu-train profile`, beside the trainer of its host.
+"""Profiles steps of a running trainer on request: `tpu-train profile` beside the trainer of its host.
 
-Both sides meet in a folder of the host's temporary files, one for each worker:
+The two processes communicate through a temporary folder of the host, one for each worker:
 
     trainer         the process id of the trainer, from its first step to its last
-    request.json    {"name", "steps"}: written by who asks, removed by the trainer when it begins
+    request.json    {"name", "steps"}: written by `request`, removed by the trainer when it begins
     NAME.json       the answer: {"first", "last", "file"}, or {"problem"}
 
 The profile is `profiles/NAME/plugins/profile/NAME/host-<worker>.xplane.pb` in the run's folder, as TensorBoard's
-profile plugin wants it. Steps that are profiled compute what they would compute otherwise, and what fails here becomes
-the answer: it can't stop a training.
+profile plugin expects it. Profiled steps compute the same results, and a failure here becomes the answer: it can't stop
+training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from training.machine.threads import Thread
 from training.storage import Storage, StorageError, join
 from training.telemetry.writer import join as join_thread
 
-_DELIVERY_SECONDS = 10.0  # that the end of an attempt waits for a profile
+_DELIVERY_SECONDS = 10.0  # longest time that the end of an attempt waits for the upload of a profile
 _POLL_SECONDS = 0.2
 
 
@@ -39,37 +39,32 @@ class Tracer(Protocol):
     """A framework's profiler."""
 
     def start(self, folder: str) -> None:
-        """Begins to record what this process and its devices do."""
+        """Begins to record this process and its devices."""
 
     def stop(self) -> None:
-        """Ends that, and writes *.xplane.pb files below the folder."""
+        """Ends the recording and writes *.xplane.pb files below the folder."""
 
     def scope(self, name: str, **facts: int) -> contextlib.AbstractContextManager[Any]:
-        """A named block of the recording."""
+        """Names a block of the recording."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request."""
+    """The answer to a request: a profile or a problem."""
 
-    first: int = 0
-    """Number of the first step that was profiled, from 1 on."""
-
+    first: int = 0  # number of the first profiled step, from 1 on
     last: int = 0
-    file: str = ""
-    """Where the profile is."""
-
-    problem: str = ""
-    """Why there is none."""
+    file: str = ""  # URL of the profile
+    problem: str = ""  # why there is no profile
 
 
 def folder_of(worker: int) -> Path:
-    """Where the trainer of a worker of this machine is asked for profiles."""
+    """Returns the folder through which a worker of this machine receives requests."""
     return Path(tempfile.gettempdir()) / "tpu-train-profile" / str(worker)
 
 
 class Profiler:
-    """The trainer's side: looks for a request before every step, and records the steps that are asked for."""
+    """The trainer's side: looks for a request before every step, and records the requested steps."""
 
     def __init__(
         self,
@@ -82,17 +77,17 @@ class Profiler:
         storage: Storage = default_storage,
         machine: Machine = SYSTEM,
     ) -> None:
-        """Says in `folder` that a trainer is here, unless there is none.
+        """Creates the folder and records the trainer's process id there.
 
         Args:
-            folder: see `folder_of`.
+            folder: see `folder_of`; None disables profiling.
             output: the folder of the run's profiles.
-            worker: of this host.
-            open_tracer: imports the framework's profiler, when somebody asks.
-            finished: the number of steps whose results were read.
-            warn: shows a warning.
-            storage: where `output` is.
-            machine: for the thread that writes a profile there.
+            worker: index of this host.
+            open_tracer: imports the framework's profiler; called on a request.
+            finished: returns the number of steps whose results were read.
+            warn: prints a warning.
+            storage: storage of `output`.
+            machine: runs the thread that uploads a profile.
         """
         self._folder, self._output, self._worker = folder, output, worker
         self._open_tracer, self._finished, self._warn = open_tracer, finished, warn
@@ -110,7 +105,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """The block of step `number`, from 0 on, with the wait for its batch."""
+        """Runs step `number` (from 0 on) and the wait for its batch as a block of the profile, if one is due."""
         if self._folder and self._recording is None and (self._folder / "request.json").exists():
             self._begin(number)
         if self._recording is None:
@@ -120,11 +115,11 @@ class Profiler:
             yield
 
     def scope(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """A part of a step."""
+        """Names a part of a step."""
         return self._recording.tracer.scope(name) if self._recording else contextlib.nullcontext()
 
     def check(self) -> None:
-        """Ends a profile when the results of its last step have been read."""
+        """Ends the profile when the results of its last step have been read."""
         if self._recording and self._finished() >= self._recording.last:
             self._end(self._recording, self._recording.last)
 
@@ -132,7 +127,7 @@ class Profiler:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """The training ends, with what was recorded until now."""
+        """Ends a profile with the steps so far, and waits for its upload, at most 10 s."""
         if self._recording:
             self._end(self._recording, self._finished())
         if self._delivery:
@@ -151,13 +146,13 @@ class Profiler:
         except (OSError, ValueError, KeyError, TypeError, BadInput) as error:
             with contextlib.suppress(OSError):
                 path.unlink()
-            self._warn(f"a request for a profile can't be read: {error}")
+            self._warn(f"the request for a profile in {path} is not readable: {error}")
             return
         try:
             local = tempfile.mkdtemp(prefix="profile-")
             tracer = self._open_tracer()
             tracer.start(local)
-        except Exception as error:  # whatever a framework's profiler raises: it must not end the run
+        except Exception as error:  # a framework's profiler may raise anything, and must not end the run
             self._answer(name, Answer(problem=f"the profiler does not start: {error}"))
             return
         self._recording = _Recording(name, number + 1, number + steps, tracer, Path(local))
@@ -172,7 +167,7 @@ class Profiler:
         self._delivery = self._machine.threads.start(self._deliver, recording, last, name="profile")
 
     def _deliver(self, recording: _Recording, last: int) -> None:
-        """Copies a profile to the run's folder; what is written may be large, and storage slow."""
+        """Copies a profile to the run's folder, from a thread: it may be large, and storage slow."""
         name = recording.name
         target = join(self._output, name, "plugins", "profile", name, f"host-{self._worker}.xplane.pb")
         try:
@@ -195,7 +190,7 @@ class Profiler:
 
 @dataclass(frozen=True)
 class _Recording:
-    """A profile that is being taken: of the steps `first` to `last`, both from 1 on."""
+    """A profile in progress, of the steps `first` to `last`, counted from 1."""
 
     name: str
     first: int
@@ -205,36 +200,36 @@ class _Recording:
 
 
 def request(folder: Path, name: str, steps: int, seconds: float, machine: Machine = SYSTEM) -> Answer:
-    """Asks the trainer of a folder (see `folder_of`) for a profile of its next steps, and waits for it.
+    """Requests a profile of the next steps from the trainer of a folder (see `folder_of`), and waits for it.
 
     Raises:
-        BadInput: no trainer is at work there, it is asked for another profile, or the name is none.
-        TrainError: it gave none within `seconds`, or had a problem.
+        BadInput: no trainer is running there, another request is pending, or the name is invalid or taken.
+        TrainError: no profile came within `seconds`, or the trainer reports a problem.
     """
     path, answered = folder / "request.json", folder / f"{_checked_name(name)}.json"
     if not _is_training(folder):
-        raise BadInput("no trainer is at work on this host, or it has not come to its first step yet")
+        raise BadInput("no trainer is running on this host, or it has not reached its first step")
     if answered.exists():
-        raise BadInput(f"there is a profile {name} already: give another name")
+        raise BadInput(f"profile {name} exists already: give another name")
     draft = folder / f"{name}.draft"
     _write(draft, json.dumps({"name": name, "steps": steps}))
     try:
         os.link(draft, path)
     except FileExistsError:
-        raise BadInput("somebody else is asking for a profile on this host: try again when that has begun") from None
+        raise BadInput("another request for a profile is pending on this host: try again later") from None
     finally:
         draft.unlink()
     deadline = machine.clock.monotonic() + seconds
     while not answered.exists():
         if not _is_training(folder) and not answered.exists():
             path.unlink(missing_ok=True)
-            raise TrainError("the trainer ended before it gave a profile")
+            raise TrainError("the trainer ended before it wrote the profile")
         if machine.clock.monotonic() > deadline:
             was_taken = not path.exists()
             path.unlink(missing_ok=True)
-            what = "is not done with them" if was_taken else "has begun no step"
+            state = "has not finished them" if was_taken else "has not begun a step"
             raise TrainError(
-                f"{steps} steps were asked for, and after {seconds:.0f} s the trainer {what}: give it more time"
+                f"no profile of {steps} steps after {seconds:.0f} s: the trainer {state}; wait longer with --seconds"
             )
         machine.clock.sleep(_POLL_SECONDS)
     answer = Answer(**json.loads(answered.read_text(encoding="utf-8")))
@@ -244,7 +239,6 @@ def request(folder: Path, name: str, steps: int, seconds: float, machine: Machin
 
 
 def _is_training(folder: Path) -> bool:
-    """Whether the trainer of a folder is alive."""
     try:
         os.kill(int((folder / "trainer").read_text(encoding="ascii")), 0)
     except (OSError, ValueError):
@@ -254,12 +248,12 @@ def _is_training(folder: Path) -> bool:
 
 def _checked_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name) or name in ("trainer", "request"):
-        raise BadInput(f"{name!r} is no name for a profile: letters, digits, `_`, `-` and `.`, 64 at most")
+        raise BadInput(f"invalid name of a profile {name!r}: use at most 64 letters, digits, `_`, `-` and `.`")
     return name
 
 
 def _write(path: Path, text: str) -> None:
-    """Puts a whole file into place."""
+    """Writes a file atomically."""
     partial = path.with_name(f".{path.name}-{os.getpid()}")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

@@ -1,7 +1,6 @@
-"""The devices of a slice, opened and tried by TensorFlow: `training.device_check.measure.Devices`.
+"""Opens and tries the devices of a slice with TensorFlow, behind the protocol of `training.device_check.Devices`.
 
-On a TPU slice of several hosts host 0 drives all devices through a worker on every host, as in training (pod.py): the
-others wait for it.
+On a TPU slice of several hosts, host 0 drives all devices through a worker on every host, as in training (pod.py).
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ _SECONDS = 60.0
 
 
 class TensorFlowDevices:
-    """See `training.device_check.measure.Devices`."""
-
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str) -> None:
-        """Opens the devices."""
         self._wrong: int | None = None
         self._sum: float | None = None
         self._exchange: TcpAllReduce | None = None
@@ -41,7 +37,7 @@ class TensorFlowDevices:
             self._exchange = TcpAllReduce(cluster, rendezvous, _SECONDS)
 
     def _use_workers(self, cluster: Cluster, rendezvous: Rendezvous) -> None:
-        """Host 0 tries all devices while the workers of all hosts serve; every host learns what it results."""
+        """Tries all devices from host 0 while the workers of all hosts serve, and shares the results."""
         port = int(os.environ.get("TPU_TASK_PORT") or pod.WORKER_PORT)
         results: dict[str, Any] = {}
         environment = {**pod.worker_environment(cluster), "TPU_LOAD_LIBRARY": "1"}
@@ -58,13 +54,12 @@ class TensorFlowDevices:
         self._wrong, self._sum = results["wrong"], results["sum"]
 
     def memory_bytes(self) -> int | None:
-        """TensorFlow does not tell."""
-        return None
+        return None  # TensorFlow does not report it
 
     def wrong_products(self) -> int:
-        """Factors of -1, 0 and 1 whose product bfloat16 holds exactly: integers up to 256."""
         if self._wrong is not None or self._replicas is None:
             return self._wrong or 0
+        # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.
         random = np.random.default_rng(0)
         rows = random.integers(-1, 2, (_SIDE, _SIDE)).astype(np.float32)
         columns = random.integers(-1, 2, (_SIDE, _SIDE)).astype(np.float32)
@@ -77,7 +72,7 @@ class TensorFlowDevices:
         return int(replicas.run(tf.function(multiply)))
 
     def sum_ones(self) -> float:
-        """By the strategy's all-reduce; between CPU hosts over TCP."""
+        """Sums by the strategy's all-reduce; between CPU hosts over TCP."""
         if self._sum is not None or self._replicas is None:
             return self._sum or 0.0
         replicas = self._replicas

@@ -1,4 +1,4 @@
-"""The devices of a slice, opened and tried by PyTorch/XLA: `training.device_check.measure.Devices`."""
+"""Opens and tries the devices of a slice with PyTorch/XLA, behind the protocol of `training.device_check.Devices`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ _SECONDS = 60.0
 
 
 class TorchDevices:
-    """See `training.device_check.measure.Devices`. Under SPMD both attempts are programs of all hosts."""
+    """Under SPMD, `wrong_products` and `sum_ones` are programs of all hosts."""
 
     def __init__(self, cluster: Cluster, rendezvous: Rendezvous, token: str) -> None:
-        """Opens the devices."""
         self._sharding, self._exchange = DataParallel(cluster), None
         self.total = self._sharding.devices
         self.local: int = xla_runtime.addressable_runtime_device_count() if self._sharding.is_spmd else 1
@@ -32,14 +31,13 @@ class TorchDevices:
             self._exchange = Exchange(cluster, rendezvous, token, _SECONDS)
 
     def memory_bytes(self) -> int | None:
-        """As PJRT tells; None where it does not, as of CPUs."""
-        with contextlib.suppress(RuntimeError, KeyError):
+        with contextlib.suppress(RuntimeError, KeyError):  # PJRT does not report it for CPUs
             device = "TPU:0" if self._sharding.is_spmd else str(self._sharding.device)
             return int(xm.get_memory_info(device)["bytes_limit"]) or None
         return None
 
     def wrong_products(self) -> int:
-        """Factors of -1, 0 and 1 whose product bfloat16 holds exactly: integers up to 256."""
+        # Factors of -1, 0 and 1: the products are integers up to 256, which bfloat16 represents exactly.
         random = np.random.default_rng(0)
         rows = random.integers(-1, 2, (self.local * _ROWS, _INNER)).astype(np.float32)
         columns = random.integers(-1, 2, (_INNER, _COLUMNS)).astype(np.float32)
@@ -49,7 +47,7 @@ class TorchDevices:
         return int(self._read(wrong.to(torch.float32).sum()))
 
     def sum_ones(self) -> float:
-        """By XLA's all-reduce; between CPU hosts by gloo."""
+        """Sums by XLA's all-reduce; between CPU hosts by gloo."""
         ones = self._sharding.send_rows({"ones": np.ones((self.local, 1), np.float32)})["ones"]
         total = torch.tensor([self._read(ones.sum())])
         if self._exchange:

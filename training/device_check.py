@@ -1,0 +1,184 @@
+"""`tpu-train check-devices`: measures this host and its devices in seconds, before a run begins.
+
+Every host of a slice runs it at the same time, and prints each fact as soon as it is known, as one line
+`check-devices {"name": value}`, so that the launcher knows how far a host came that hangs or crashes.
+`find_problems` judges the facts of one host; launcher/device_check judges what only a comparison of hosts shows. Each
+framework's half is `devices.py` of its backend.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from training import storage
+from training.accelerators import ACCELERATORS
+from training.distributed.cluster import Cluster, device_kind
+from training.distributed.rendezvous import Rendezvous
+from training.errors import TrainError
+from training.registry import BACKENDS, load
+
+PREFIX = "check-devices "
+OLDER_TORCH_XLA = "image.build_args: {REQUIREMENTS: requirements-2.8.txt} takes the torch_xla before"
+
+_FREE_BYTES = 10 << 30  # on the container's disk; less is reported
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A defect of a host."""
+
+    message: str
+    fix: str  # advice for the user
+    fatal: bool = True  # a run would fail on it
+
+
+def print_fact(name: str, value: Any) -> None:
+    """Prints a fact as a line that `parse_facts` reads."""
+    print(PREFIX + json.dumps({name: value}), flush=True)
+
+
+def parse_facts(lines: Iterable[str]) -> dict[str, Any]:
+    """Returns the facts in a host's output, each with its last value. Ignores damaged lines."""
+    facts: dict[str, Any] = {}
+    for line in lines:
+        if line.startswith(PREFIX):
+            try:
+                facts.update(json.loads(line.removeprefix(PREFIX)))
+            except ValueError:
+                continue  # another process wrote into the line
+    return facts
+
+
+def find_problems(facts: Facts, hosts: int, accelerator_type: str | None = None) -> list[Problem]:
+    """Returns the problems of a host that reported `facts`; the slice has `hosts` hosts."""
+    slice_ = ACCELERATORS.get(accelerator_type or "")
+    older = f"; {OLDER_TORCH_XLA}" if slice_ is not None and slice_.generation.name in ("v2", "v3") else ""
+    recreate = f"`tpu-launch down`, then `up`: a host of a slice can't be exchanged{older}"
+    problems = []
+    if error := facts.get("error"):
+        problems.append(Problem(f"{facts.get('phase', 'beginning')}: {error}", recreate))
+    expected, count = facts.get("devices_expected", 0), facts.get("devices")
+    if count is not None and count != expected:
+        problems.append(Problem(f"{count} {facts['kind']} devices, and it should have {expected}", recreate))
+    total = facts.get("slice_devices")
+    if count == expected and total is not None and total != expected * hosts:
+        message = f"it sees {total} devices in the slice, which should have {expected * hosts}"
+        problems.append(Problem(message, recreate))
+    if facts.get("wrong_products"):
+        problems.append(Problem(f"{facts['wrong_products']} elements of a matrix product are wrong", recreate))
+    if facts.get("sum") is not None and facts["sum"] != total:
+        problems.append(Problem(f"ones of {total} devices add up to {facts['sum']:g}", recreate))
+    if error := facts.get("bucket_error"):
+        problems.append(Problem(f"output: {error}", "the hosts' service account needs roles/storage.objectUser"))
+    free = facts.get("disk_free_bytes")
+    if free is not None and free < _FREE_BYTES:
+        fix = "docker system prune --all, on that host"
+        problems.append(Problem(f"{free / 2**30:.1f} GiB of disk are free", fix, fatal=False))
+    return problems
+
+
+_FILE_BYTES = 8 << 20  # written to the bucket and read again
+
+
+class Devices(Protocol):
+    """The devices of the slice, opened by a framework. `BackendEntry.devices` names the class."""
+
+    local: int  # number of this host's devices
+    total: int  # number of all hosts' devices
+
+    def memory_bytes(self) -> int | None:
+        """Returns the memory of a device; None if the framework does not report it."""
+
+    def wrong_products(self) -> int:
+        """Multiplies bfloat16 matrices on every device of this process and returns how many elements are wrong."""
+
+    def sum_ones(self) -> float:
+        """Returns the sum of a one from every device of all hosts. A collective: all hosts must call it."""
+
+
+OpenDevices = Callable[[Cluster, Rendezvous, str], Devices]
+
+
+def check_host(
+    backend: str, output: str | None, cluster: Cluster, rendezvous: Rendezvous, report: Callable[[str, Any], None]
+) -> None:
+    """Measures this host and passes the name and the value of each fact to `report`. All hosts must call it together.
+
+    Args:
+        backend: Name of the framework that opens the devices.
+        output: Folder of the runs; its speed is measured if it is in Cloud Storage.
+        cluster: This host's place.
+        rendezvous: Connects the hosts.
+        report: Receives each fact.
+
+    Raises:
+        TrainError: A device could not be opened or used, or another host is lost.
+    """
+    report("phase", "waiting for all hosts")
+    token: str = rendezvous.meet("device check", secrets.token_hex(4))[0]
+    report("clock", time.time())
+    report("disk_free_bytes", shutil.disk_usage("/").free)
+    if output and storage.is_remote(output):
+        report("phase", "measuring the bucket")
+        measure_bucket(storage.join(output, f"device-check-{token}-{cluster.worker}"), report)
+    report("phase", "opening the devices")
+    kind = device_kind()
+    slice_ = ACCELERATORS.get(cluster.accelerator_type or "")
+    per_host = int(os.environ.get("CPU_NUM_DEVICES") or 1)
+    if kind == "TPU" and slice_ is not None:
+        per_host = slice_.devices // slice_.hosts
+    report("kind", kind)
+    report("devices_expected", per_host)
+    try:
+        _use_devices(load(BACKENDS[backend].devices), cluster, rendezvous, token, report)
+    except TrainError:
+        raise
+    except Exception as error:  # a framework raises anything
+        raise TrainError(f"{type(error).__name__}: {(str(error) or 'no message').splitlines()[0]}") from error
+    rendezvous.meet("device check done")
+    report("phase", "done")
+
+
+def _use_devices(
+    open_devices: OpenDevices,
+    cluster: Cluster,
+    rendezvous: Rendezvous,
+    token: str,
+    report: Callable[[str, Any], None],
+) -> None:
+    devices = open_devices(cluster, rendezvous, token)
+    report("devices", devices.local)
+    report("slice_devices", devices.total)
+    report("memory_bytes", devices.memory_bytes())
+    report("phase", "multiplying matrices")
+    report("wrong_products", devices.wrong_products())
+    report("phase", "adding up over all devices")
+    report("sum", devices.sum_ones())
+
+
+def measure_bucket(url: str, report: Callable[[str, Any], None], store: storage.Storage = storage) -> None:
+    """Writes, reads and deletes an object, and reports the speeds (MB/s) or the error."""
+    data = os.urandom(_FILE_BYTES)
+    try:
+        began = time.monotonic()
+        store.write(url, data)
+        written = time.monotonic()
+        intact = store.read(url) == data
+        read = time.monotonic()
+        store.delete(url)
+    except TrainError as error:
+        report("bucket_error", str(error))
+        return
+    report("bucket_write_mb_s", round(_FILE_BYTES / 1e6 / max(written - began, 1e-9), 1))
+    report("bucket_read_mb_s", round(_FILE_BYTES / 1e6 / max(read - written, 1e-9), 1))
+    if not intact:
+        report("bucket_error", f"{url}: the object that was read differs from the one written")
