@@ -1,11 +1,10 @@
-"""Images that are made without a container engine: files appended to a base image, in the registry.
+"""Makes images without a container engine: appends files to a base image, in the registry.
 
-Only what the registry lacks travels: the layers of the base are there already (or come from another repository of the
-same registry without their bytes), the same files are the same layer. Needs Python, a network, and gcloud for
-Google's registries.
+Only what the registry lacks is sent: the layers of the base are there already (or are mounted from another repository
+of the same registry), and the same files give the same layer. The tag is a hash of the base and the layers.
 
-What can fail half-way: layers without a manifest are nothing, and the next call goes on with them. The tag says what
-the image is made from, and is written last.
+If a push breaks off, layers without a manifest have no effect, and the next call continues with them: the manifest with
+its tag is written last.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import BadInput
-from launcher.images import registry as artifact_registry
+from launcher.images import artifact_registry
 from launcher.images.build_context import Entry
 from launcher.images.distribution import credentials
 from launcher.images.distribution.client import Blob, Registry, blob_of
-from launcher.images.distribution.layer import Layer, digest_of, make_layers
+from launcher.images.distribution.layer import Layer, compute_tag, make_layers
 from launcher.images.distribution.manifest import (
     Descriptor,
     ImageManifest,
-    LayerInfo,
     append,
-    choose,
+    choose_platform,
     read_config,
     read_image,
 )
@@ -39,74 +37,63 @@ _TRAINING = "/opt/tpu-launch/training"  # as in images/*/Dockerfile
 
 @dataclass(frozen=True)
 class AppendSpec:
-    """What is appended to what, and where it goes."""
+    """An image to be made: a base image, files to append, and the repository for the result."""
 
     base: Reference
-
-    advice: str
-    """What to do when the base is not there."""
-
-    repository: str
-    """HOST/PATH of the image."""
-
-    training: tuple[Entry, ...]
-    """The trainer's package: for images that can run it."""
-
-    code: tuple[Entry, ...] = ()
-    """The user's own files: for the working directory."""
-
+    advice: str  # what to do when the base does not exist
+    repository: str  # HOST/PATH
+    training: tuple[Entry, ...]  # the trainer's package, for base images that can run it
+    code: tuple[Entry, ...] = ()  # the user's own files, for the working directory
     create_repository: bool = False
     ca_bundle: Path | None = None
 
 
 @dataclass(frozen=True)
-class _Base:
-    """A base image, read."""
-
+class _BaseImage:
     digest: str
     manifest: ImageManifest
     config: dict[str, Any]
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What containers of it start with: the working directory, labels."""
+        """The settings of its containers: the working directory, labels."""
         return dict(self.config.get("config") or {})
 
 
 def find(spec: AppendSpec) -> str | None:
-    """The spec's image as REPOSITORY@sha256:..., where the registry has it; nothing is sent. Raises as `ensure`."""
+    """Returns REPOSITORY@sha256:... if the registry has the image, else None. Sends nothing. Raises as `ensure`."""
     target = parse(spec.repository)
     with _open(spec, target, writes=False) as registry:
         base = _read_base(registry, spec)
-        digest = registry.find_manifest(target.path, digest_of(_make_layers(spec, base), base.digest))
+        digest = registry.find_manifest(target.path, compute_tag(_make_layers(spec, base), base.digest))
     return f"{target.repository}@{digest}" if digest else None
 
 
-def ensure(spec: AppendSpec, on_line: Callable[[str], None]) -> str:
-    """The spec's image as REPOSITORY@sha256:..., put together in the registry unless it is there.
+def ensure(spec: AppendSpec, say: Callable[[str], None]) -> str:
+    """Makes the image in the registry unless it exists; returns REPOSITORY@sha256:...
 
     Args:
         spec: the image.
-        on_line: is given a few lines to show.
+        say: receives a few lines to show.
 
     Raises:
-        BadInput: the base is not there or can't be used, or a file can't be read.
-        LaunchError: the registry refuses us or does not answer.
+        BadInput: the base does not exist or can't be used, or a file can't be read.
+        LaunchError: the registry refuses the credentials or does not answer.
     """
     target = parse(spec.repository)
     with _open(spec, target, writes=True) as registry:
         base = _read_base(registry, spec)
         layers = _make_layers(spec, base)
-        tag = digest_of(layers, base.digest)
+        tag = compute_tag(layers, base.digest)
         if digest := registry.find_manifest(target.path, tag):
             return f"{target.repository}@{digest}"
         if spec.create_repository and artifact_registry.require(target.repository):
-            on_line(f"made the repository of {target.repository}: private, as the project's")
-        on_line(f"appending {len(layers)} layer{'s' if len(layers) > 1 else ''} to {spec.base}")
+            say(f"created the repository of {target.repository}: private, as the project's")
+        say(f"appending {len(layers)} layer{'s' if len(layers) > 1 else ''} to {spec.base}")
         begin = time.monotonic()
         digest = _push(registry, target, tag, spec.base, base, layers)
         seconds = time.monotonic() - begin
-        on_line(f"pushed {target.repository}:{tag}: sent {_size(registry.bytes_sent)} in {seconds:.1f} s")
+        say(f"pushed {target.repository}:{tag}: sent {_format_size(registry.bytes_sent)} in {seconds:.1f} s")
     return f"{target.repository}@{digest}"
 
 
@@ -125,47 +112,46 @@ def _open(spec: AppendSpec, target: Reference, *, writes: bool) -> Registry:
     )
 
 
-def _read_base(registry: Registry, spec: AppendSpec) -> _Base:
+def _read_base(registry: Registry, spec: AppendSpec) -> _BaseImage:
     name, path = str(spec.base), spec.base.path
     document = registry.read_manifest(path, spec.base.version)
     if document is None:
         raise BadInput(f"{name} is not in the registry: {spec.advice}")
-    if chosen := choose(document, name):
+    if chosen := choose_platform(document, name):
         document = registry.require_manifest(path, chosen)
     manifest = read_image(document, name)
     config = read_config(registry.read_blob(path, manifest.config.digest, manifest.config.size), name)
-    return _Base(document.digest, manifest, config)
+    return _BaseImage(document.digest, manifest, config)
 
 
-def _make_layers(spec: AppendSpec, base: _Base) -> list[Layer]:
+def _make_layers(spec: AppendSpec, base: _BaseImage) -> list[Layer]:
     layers = []
     if _LABEL in (base.settings.get("Labels") or {}):
         layers += make_layers(spec.training, _TRAINING, "tpu-launch: the trainer")
     if spec.code:
         layers += make_layers(spec.code, base.settings.get("WorkingDir") or "/", "tpu-launch: image.code")
     if not layers:
-        raise BadInput(f"{spec.base} has no label {_LABEL}, so that there is nothing to append: give image.code")
+        raise BadInput(f"{spec.base} has no label {_LABEL}, so there is nothing to append: set image.code")
     return layers
 
 
-def _push(registry: Registry, target: Reference, tag: str, source: Reference, base: _Base, layers: list[Layer]) -> str:
-    """Sends what the registry lacks, the manifest last; returns its digest."""
+def _push(
+    registry: Registry, target: Reference, tag: str, source: Reference, base: _BaseImage, layers: list[Layer]
+) -> str:
+    """Sends what the registry lacks, the manifest last; returns the manifest's digest."""
     if source.path != target.path:
         for descriptor in base.manifest.layers:
-            registry.upload(target.path, _elsewhere(descriptor, source), source=source.path)
-    appended = []
-    for layer in layers:
-        blob = layer.compress()
+            registry.upload(target.path, _mounted_blob(descriptor, source), source=source.path)
+    packed = [layer.pack() for layer in layers]
+    document, config = append(base.manifest, base.config, packed, str(source))
+    for blob in (*(layer.blob for layer in packed), blob_of(config)):
         registry.upload(target.path, blob)
-        appended.append(LayerInfo(Descriptor(blob.digest, blob.size), layer.diff_id, layer.title))
-    document, config = append(base.manifest, base.config, appended, str(source))
-    registry.upload(target.path, blob_of(config))
     registry.write_manifest(target.path, tag, document)
     return document.digest
 
 
-def _elsewhere(descriptor: Descriptor, source: Reference) -> Blob:
-    """A blob that this machine does not have: it must come from its repository within the registry."""
+def _mounted_blob(descriptor: Descriptor, source: Reference) -> Blob:
+    """Returns a blob that the registry must mount from `source`: this machine does not have its bytes."""
 
     def refuse() -> Any:
         raise BadInput(
@@ -176,5 +162,5 @@ def _elsewhere(descriptor: Descriptor, source: Reference) -> Blob:
     return Blob(descriptor.digest, descriptor.size, refuse)
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"

@@ -1,8 +1,7 @@
-"""The base image: everything of our own image but the code, in a registry. Images that are made without a container
-engine are appended to it.
+"""The base image of images that are made without a container engine: our own image without the code, in a registry.
 
-Its tag says what it is made from (the Dockerfile, the lock files, the build arguments), so that every machine finds
-the same one. It is made once: with an engine, or by Cloud Build.
+Its tag is a hash of the Dockerfile, the lock files and the build arguments, so that every machine finds the same base.
+It is made once, with an engine or by Cloud Build.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from launcher.errors import BadInput
 from launcher.images import build_context, engine
@@ -26,58 +24,50 @@ _CLOUD_BUILD_SECONDS = 3600
 
 
 def base_spec(spec: ImageSpec) -> ImageSpec:
-    """What the base of one of our own images is made from: its Dockerfile up to where the code comes."""
+    """Returns the specification of the base of one of our own images: its Dockerfile up to the stage with the code."""
     context = build_context.tree(spec.dockerfile.parent, ignore=("Dockerfile", "*.in"))
     return replace(spec, context=context, target=TARGET)
 
 
 def reference_of(spec: ImageSpec) -> Reference:
-    """Where the base of one of our own images is. Raises BadInput when the file names no repository."""
+    """Returns the name of the base of one of our own images. Raises BadInput when the file names no repository."""
     if spec.repository is None:
         raise BadInput("image.repository: without it there is no registry for an image that is made without an engine")
     return parse(f"{spec.repository}:base-{compute_tag(base_spec(spec), {})}")
 
 
-def make(spec: ImageSpec, on_line: Callable[[str], None]) -> str:
-    """Builds the base with this machine's engine and pushes it; returns its name. What is there already stays.
+def make(spec: ImageSpec, say: Callable[[str], None]) -> str:
+    """Builds the base with this machine's engine and pushes it, as far as needed; returns its name.
 
     Args:
         spec: the image whose base it is.
-        on_line: is given a few lines to show.
+        say: receives a few lines to show.
 
     Raises:
         BadInput: no engine, or no repository.
-        LaunchError: the build or the push failed, or the registry refuses us.
+        LaunchError: the build or the push failed, or the registry refuses the credentials.
     """
     wanted = reference_of(spec)
     engine.require_engine()
-    image = ensure_image(base_spec(spec), on_line)
+    image = ensure_image(base_spec(spec), say)
     with Registry(wanted.host, credentials.find, writes=wanted.path, ca_bundle=spec.ca_bundle) as registry:
         if registry.find_manifest(wanted.path, wanted.tag) != image.digest:
             registry.write_manifest(wanted.path, wanted.tag, registry.require_manifest(wanted.path, image.digest))
-            on_line(f"tagged {wanted}")
+            say(f"tagged {wanted}")
     return str(wanted)
 
 
 def cloud_build_commands(spec: ImageSpec, project: str) -> str:
-    """Shell commands that make the base by Cloud Build, for people to read and run. Touches nothing.
-
-    Raises:
-        BadInput: the file names no repository.
-    """
+    """Returns shell commands that make the base by Cloud Build. Raises BadInput when the file names no repository."""
     wanted = str(reference_of(spec))
     arguments = ["build", "--target", TARGET, "--platform", "linux/amd64", "--tag", wanted]
     for key, value in spec.build_args:
         arguments += ["--build-arg", f"{key}={value}"]
     step = {"name": "gcr.io/cloud-builders/docker", "env": ["DOCKER_BUILDKIT=1"], "args": [*arguments, "."]}
     build = {"steps": [step], "images": [wanted], "timeout": f"{_CLOUD_BUILD_SECONDS}s"}
-    folder = shlex.quote(str(_folder(spec)))
+    folder = shlex.quote(str(spec.dockerfile.parent))
     # JSON is YAML; a quoted delimiter keeps the shell from reading it.
     return (
         f"cat > cloudbuild.json <<'EOF'\n{json.dumps(build, indent=2)}\nEOF\n"
         f"gcloud builds submit {folder} --project={shlex.quote(project)} --config=cloudbuild.json\n"
     )
-
-
-def _folder(spec: ImageSpec) -> Path:
-    return spec.dockerfile.parent

@@ -1,7 +1,7 @@
-"""Makes an image, as far as that is needed: pulls its bases, builds it, pushes it.
+"""Makes an image as far as needed: pulls its bases, builds it, pushes it.
 
-Failure model: a build that breaks off leaves no tag behind, a push no record, and the next call does it again. Two
-processes that want the same image take turns (a lock on its log).
+A build that breaks off leaves no tag, a push no record, and the next call repeats it. Two processes that want the same
+image take turns (a lock on its log).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import IO
 from launcher import shell
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.home import home
-from launcher.images import build_context, engine, pushed, registry, store
-from launcher.images.plan import ImagePlan, build_command, make_plan, refresh
+from launcher.images import artifact_registry, build_context, engine
+from launcher.images.plan import ImagePlan, build_command, make_plan, record_push, refresh
 from launcher.images.specification import ImageSpec, compute_tag
 
 _BUILD_SECONDS = 3600.0
@@ -28,7 +28,7 @@ _PULL_SECONDS = 600.0
 
 _BUILDKIT = {"DOCKER_BUILDKIT": "1"}
 
-# How docker words a registry's refusal. In a build's output a program of the build may be denied something, too.
+# Docker's words for a registry's refusal. In a build's output, "denied" may also come from a program of the build.
 _REFUSED = r"denied|unauthorized|forbidden"
 _REFUSED_IN_BUILD = (
     r"pull access denied|failed to (authorize|fetch (anonymous|oauth) token)|unexpected status.*\b40[13]\b|"
@@ -40,46 +40,44 @@ _REFUSED_IN_BUILD = (
 class Image:
     """An image that hosts can run."""
 
-    reference: str
-    """What hosts are given."""
-
-    digest: str
-    """The sha256:... in it."""
+    reference: str  # the name that hosts run
+    digest: str  # the sha256:... in it
 
 
-def ensure_image(spec: ImageSpec, on_line: Callable[[str], None]) -> Image:
-    """The spec's image, pulled bases, built and pushed as far as needed.
+def ensure_image(spec: ImageSpec, say: Callable[[str], None]) -> Image:
+    """Returns the image after pulling its bases, building and pushing it as far as needed.
+
+    When an image that was pushed before can't be pushed again, hosts get the earlier push, and a line says so.
 
     Args:
         spec: the image.
-        on_line: is given a few lines to show. One of them is that an image which was pushed before could not be pushed
-            again.
+        say: receives a few lines to show.
 
     Raises:
         BadInput: no engine, or no base image.
-        LaunchError: the build or the push failed; has the last lines of docker's output and the path of all of it.
+        LaunchError: the build or the push failed; with the last lines of docker's output and the path of all of it.
     """
     docker = engine.require_engine()
     plan = make_plan(spec)
     if plan.missing_bases:
         for base in plan.missing_bases:
-            _pull(docker, base, on_line)
+            _pull(docker, base, say)
         plan = make_plan(spec)
     if not plan.image_id or plan.needs_push:
-        with _open_log(plan.tag, on_line) as log:
+        with _open_log(plan.tag, say) as log:
             plan = refresh(plan)  # another process may have built it while we waited
             if not plan.image_id:
-                _build(spec, plan, log, on_line)
+                _build(spec, plan, log, say)
                 plan = refresh(plan)
             if plan.remote and plan.image_id and plan.needs_push:
                 try:
-                    if spec.create_repository and registry.require(plan.remote):
-                        on_line(f"made the repository of {spec.repository}: private, as the project's")
-                    _push(plan, plan.remote, plan.image_id, log, on_line)
+                    if spec.create_repository and artifact_registry.require(plan.remote):
+                        say(f"created the repository of {spec.repository}: private, as the project's")
+                    _push(plan, plan.remote, plan.image_id, log, say)
                 except LaunchError as error:
                     if plan.pushed is None:
                         raise
-                    on_line(f"{str(error).splitlines()[0]}; it was pushed before, and hosts get that: {plan.pushed}")
+                    say(f"{str(error).splitlines()[0]}; it was pushed before, and hosts get that: {plan.pushed}")
             plan = refresh(plan)
     if not plan.reference:
         raise LaunchError(
@@ -89,8 +87,8 @@ def ensure_image(spec: ImageSpec, on_line: Callable[[str], None]) -> Image:
     return Image(plan.reference, plan.reference.rpartition("@")[2])
 
 
-def _pull(docker: str, base: str, on_line: Callable[[str], None]) -> None:
-    on_line(f"pulling {base}")
+def _pull(docker: str, base: str, say: Callable[[str], None]) -> None:
+    say(f"pulling {base}")
     result = shell.run([docker, "pull", "--quiet", base], timeout=_PULL_SECONDS)
     if not result.ok:
         lines = result.stderr.strip().splitlines() or ["no reason given"]
@@ -101,7 +99,7 @@ def _pull(docker: str, base: str, on_line: Callable[[str], None]) -> None:
         )
 
 
-def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], on_line: Callable[[str], None]) -> None:
+def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], say: Callable[[str], None]) -> None:
     folder = plan.work_folder
     shutil.rmtree(folder, ignore_errors=True)
     build_context.assemble(spec.context, folder / "context")
@@ -109,14 +107,14 @@ def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], on_line: Callable[[st
     copied = replace(spec, context=build_context.tree(folder / "context"), dockerfile=folder / "Dockerfile")
     if compute_tag(copied, dict(plan.base_ids)) != plan.tag:
         raise BadInput(f"files of the image {spec.name} changed while they were copied: try again")
-    on_line(f"building {plan.local}" + (f" (target {spec.target})" if spec.target else ""))
+    say(f"building {plan.local}" + (f" (target {spec.target})" if spec.target else ""))
     begin = time.monotonic()
     failure = f"{plan.local} could not be built"
     try:
         _stream(
             build_command(spec, plan),
             log,
-            show_steps(on_line),
+            show_steps(say),
             _BUILD_SECONDS,
             failure,
             Exit.BAD_INPUT,
@@ -124,36 +122,36 @@ def _build(spec: ImageSpec, plan: ImagePlan, log: IO[str], on_line: Callable[[st
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    on_line(f"built {plan.local} in {time.monotonic() - begin:.0f} s")
+    say(f"built {plan.local} in {time.monotonic() - begin:.0f} s")
 
 
-def _push(plan: ImagePlan, remote: str, image_id: str, log: IO[str], on_line: Callable[[str], None]) -> None:
-    """Pushes the image, and records it once docker has said that it is done."""
-    on_line(f"pushing {remote}")
+def _push(plan: ImagePlan, remote: str, image_id: str, log: IO[str], say: Callable[[str], None]) -> None:
+    """Pushes the image, and records the push after docker has reported success."""
+    say(f"pushing {remote}")
     tag, push = [plan.docker, "tag", plan.local, remote], [plan.docker, "push", remote]
-    _stream(tag, log, _ignore, store.SECONDS, f"{remote} could not be tagged")
+    _stream(tag, log, _ignore, engine.SECONDS, f"{remote} could not be tagged")
     digests: list[str] = []
 
     def keep_digest(line: str) -> None:
         if match := re.search(r"\bdigest: (sha256:[0-9a-f]{64})\b", line):
             digests.append(match[1])
 
-    advice = registry.advice(remote)
+    advice = artifact_registry.advice(remote)
     _stream(push, log, keep_digest, _PUSH_SECONDS, f"{remote} could not be pushed", missing_repository=advice)
-    digests = digests or store.find_digests(plan.docker, remote)
+    digests = digests or engine.find_digests(plan.docker, remote)
     if not digests:
-        raise LaunchError(f"docker pushed {remote} and did not say under which digest; all that it said: {log.name}")
-    pushed.record(plan.tag, pushed.Push(remote, image_id, digests[-1], pushed.current_engine(), time.time()))
+        raise LaunchError(f"docker pushed {remote} without reporting a digest; its output: {log.name}")
+    record_push(plan.tag, remote, image_id, digests[-1])
 
 
 def _ignore(line: str) -> None:
-    """Shows nothing of a line."""
+    pass
 
 
 def _stream(
     argv: Sequence[str],
     log: IO[str],
-    on_line: Callable[[str], None],
+    say: Callable[[str], None],
     seconds: float,
     failure: str,
     code: Exit = Exit.CLOUD_ERROR,
@@ -161,10 +159,17 @@ def _stream(
     missing_repository: str = "",
     refused: str = _REFUSED,
 ) -> None:
-    """Runs a docker command with its output in the log. Its failure is a LaunchError with the output's last lines.
+    """Runs a docker command with its output in the log. Raises LaunchError with the last lines when it fails.
 
-    `missing_repository`: what to do when the registry has no such repository; `refused`: what in the last lines means
-    that a registry refuses us.
+    Args:
+        argv: the command.
+        log: the open log.
+        say: receives each line of the output.
+        seconds: the time-out.
+        failure: begins the message of the error.
+        code: of the error.
+        missing_repository: what to do when the registry has no such repository.
+        refused: a pattern; when the last lines match it, a registry has refused the credentials.
     """
     lines: list[str] = []
 
@@ -173,7 +178,7 @@ def _stream(
         log.flush()
         if line.strip():
             lines.append(line)
-        on_line(line)
+        say(line)
 
     log.write(f"$ {shell.quote(argv)}\n")
     result = shell.stream(argv, keep, timeout=seconds, env=_BUILDKIT)
@@ -192,9 +197,9 @@ def _stream(
     )
 
 
-def show_steps(on_line: Callable[[str], None]) -> Callable[[str], None]:
-    """A filter for BuildKit's output: hands over one line for each step that really runs, `#7 [a 2/4] RUN ...` that no
-    `#7 CACHED` follows."""
+def show_steps(say: Callable[[str], None]) -> Callable[[str], None]:
+    """Returns a filter for the lines of BuildKit's output: `say` receives a line for each step that is not cached."""
+    # "#7 [a 2/4] RUN ..." announces a step; "#7 CACHED" may follow instead of the step's output.
     announced: dict[str, str] = {}
 
     def show(line: str) -> None:
@@ -204,14 +209,15 @@ def show_steps(on_line: Callable[[str], None]) -> Callable[[str], None]:
         elif rest.startswith("CACHED"):
             announced.pop(number, None)
         elif re.match(r"DONE|\d+\.\d+ ", rest) and number in announced:
-            on_line(announced.pop(number))
+            say(announced.pop(number))
 
     return show
 
 
 @contextmanager
-def _open_log(name: str, on_line: Callable[[str], None]) -> Iterator[IO[str]]:
-    """The log of one tag's builds, which is also the lock that keeps two processes from building it at once."""
+def _open_log(name: str, say: Callable[[str], None]) -> Iterator[IO[str]]:
+    """Opens the log of a tag's builds and locks it, so that two processes do not build the same image at once.
+    Blocks."""
     import fcntl  # not everywhere where images are made without an engine
 
     folder = home() / "images"
@@ -226,7 +232,7 @@ def _open_log(name: str, on_line: Callable[[str], None]) -> Iterator[IO[str]]:
                 break
             except BlockingIOError:
                 if not reported:
-                    on_line("another process builds the same image; waiting for it")
+                    say("another process builds the same image; waiting for it")
                 reported = True
                 if time.monotonic() > deadline:
                     raise LaunchError(

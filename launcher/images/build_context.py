@@ -1,9 +1,10 @@
 """The files of an image's build context: which they are, their hash, and a copy of them for the builder.
 
 Only what can change an image counts: names, content, the executable bit, where a symbolic link points. Times, owners,
-umask and the order of listing don't, so that two clones of the same commit have the same hash.
+umask and the order of listing don't, so that two clones of a commit have the same hash.
 
-What is a secret or of this machine alone (`LEFT_OUT`) is not part of a user's folder, in a context or an overlay.
+Secrets and files of this machine alone (`LEFT_OUT`) never leave a user's folder, neither in a context nor in an
+overlay.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from launcher.errors import BadInput
 from launcher.home import where
 
-# A path inside the context (with "/"), and the file on this machine that it is made from.
+# A path inside the context (with "/"), and its source file on this machine.
 Entry = tuple[str, Path]
 
 LEFT_OUT = (
@@ -32,13 +33,18 @@ LEFT_OUT = (
     *("**/application_default_credentials.json", "**/*credentials*.json", "**/*service[-_]account*.json"),
     *("**/.cache/huggingface", "**/.huggingface"),
 )
-"""What never leaves this machine from a user's folder, as .dockerignore patterns: environment files, credentials, this
-machine's state and caches. A line `!PATTERN` of the folder's .dockerignore lets one in."""
+"""Files of a user's folder that never leave this machine, as .dockerignore patterns: environment files, credentials,
+state and caches. A line `!PATTERN` of the folder's .dockerignore includes a file all the same."""
 
 
 def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = ()) -> tuple[Entry, ...]:
-    """Every regular file and symbolic link of `folder`, its path in the context starting with `below`, without what the
-    .dockerignore patterns `ignore` name. Raises BadInput."""
+    """Returns every regular file and symbolic link of a folder, sorted. Raises BadInput when there is no such folder.
+
+    Args:
+        folder: the folder.
+        below: begins the files' paths in the context.
+        ignore: .dockerignore patterns of files to leave out.
+    """
     if not folder.is_dir():
         raise BadInput(f"{folder}: there is no such folder to build an image from")
     is_ignored = _compile(ignore)
@@ -57,15 +63,11 @@ def tree(folder: Path, *, below: str = "", ignore: Sequence[str] = ()) -> tuple[
 
 
 def folder(path: Path, dockerfile: Path | None = None) -> tuple[Entry, ...]:
-    """A user's folder as a build context: its files without `LEFT_OUT`, and without what its .dockerignore leaves out.
+    """Returns a user's folder as a build context, without `LEFT_OUT` and without what its .dockerignore leaves out.
 
-    Args:
-        path: The folder.
-        dockerfile: Of the build. A `<Dockerfile>.dockerignore` beside it counts instead of the folder's .dockerignore
-            (https://docs.docker.com/build/concepts/context/#filename-and-location).
-
-    Raises:
-        BadInput: There is no such folder, or the .dockerignore can't be read.
+    Raises BadInput when there is no such folder or its .dockerignore can't be read. With a `dockerfile`, a
+    `<Dockerfile>.dockerignore` beside it replaces the folder's
+    (https://docs.docker.com/build/concepts/context/#filename-and-location).
     """
     candidates = [path / ".dockerignore"]
     if dockerfile is not None:
@@ -81,7 +83,7 @@ def folder(path: Path, dockerfile: Path | None = None) -> tuple[Entry, ...]:
 
 
 def left_out_of(folder: Path) -> tuple[str, ...]:
-    """`LEFT_OUT`, and the launcher's own folder where it is in this one under another name ($TPU_LAUNCH_HOME)."""
+    """Returns `LEFT_OUT`, and the launcher's own folder if it is inside this one under another name."""
     state = where().resolve()
     if not state.is_relative_to(folder.resolve()) or state == folder.resolve():
         return LEFT_OUT
@@ -90,13 +92,13 @@ def left_out_of(folder: Path) -> tuple[str, ...]:
 
 
 def _is_sent(path: Path) -> bool:
-    """Whether it is a file or a link: pipes and sockets have no content, and reading one may never end."""
+    """Returns whether a path is a file or a link: pipes and sockets have no content, and reading one may never end."""
     mode = path.lstat().st_mode
     return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
 
 
 def digest(entries: Iterable[Entry]) -> bytes:
-    """sha256 over the sorted entries."""
+    """Returns the SHA-256 of the entries; their order does not count."""
     whole = hashlib.sha256()
     for path, source in sorted(entries):
         for field in (path.encode(), *_content(source)):
@@ -105,7 +107,7 @@ def digest(entries: Iterable[Entry]) -> bytes:
 
 
 def assemble(entries: Iterable[Entry], destination: Path) -> None:
-    """Copies the entries into the new folder `destination`, with the modes that `digest` counts."""
+    """Copies the entries into a new folder, with the modes that `digest` counts."""
     destination.mkdir(mode=0o755, parents=True)
     for path, source in entries:
         target = destination / path
@@ -118,7 +120,7 @@ def assemble(entries: Iterable[Entry], destination: Path) -> None:
 
 
 def _content(source: Path) -> tuple[bytes, bytes]:
-    """What kind of file it is, and what it holds."""
+    """Returns the kind of a file and its content. Raises BadInput."""
     try:
         if source.is_symlink():
             return b"link", os.readlink(source).encode()
@@ -128,12 +130,12 @@ def _content(source: Path) -> tuple[bytes, bytes]:
 
 
 def is_executable(source: Path) -> bool:
-    """Whether its owner may run a file: all of its mode that counts."""
+    """Returns whether a file's owner may execute it."""
     return bool(source.stat().st_mode & 0o100)
 
 
 def _compile(lines: Sequence[str]) -> Callable[[str], bool]:
-    """A predicate for the patterns of a .dockerignore file: the last pattern that matches a path, or a folder it is in,
+    """Returns a predicate for .dockerignore patterns: the last pattern that matches a path or one of its folders
     decides.
 
     https://docs.docker.com/build/concepts/context/#dockerignore-files

@@ -1,4 +1,4 @@
-"""The workstation's container engine: which docker client to use, and whether the engine answers.
+"""The workstation's container engine: which docker client to use, whether the engine answers, what its store has.
 
 A machine may have several docker clients. Ours must build with BuildKit, whose secrets and cache mounts keep
 credentials and caches out of image layers: clients before 23 have it built in, later ones need the buildx plug-in.
@@ -6,7 +6,9 @@ credentials and caches out of image layers: clients before 23 have it built in, 
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import os
 import re
 from pathlib import Path
@@ -14,26 +16,26 @@ from pathlib import Path
 from launcher import shell
 from launcher.errors import BadInput, CommandMissing, CommandTimeout, LaunchError
 
-_SECONDS = 20.0  # for one question to the client or the engine
+SECONDS = 30.0  # for one question to the client or the engine
 _FIRST_WITHOUT_BUILDKIT = 23  # from this version on the client leaves BuildKit to the buildx plug-in
 _GET_ONE = "install one that can (Debian: apt-get install docker.io; elsewhere add the docker-buildx plug-in)"
+_UNPACKED = 2.5  # size on a disk, as a multiple of the size in a registry; approximate
 
 
 def client() -> str:
-    """The path of the first docker client on PATH that can build with BuildKit. CommandMissing says what is wrong with
-    each."""
-    return _client_on(os.environ.get("PATH", os.defpath))
+    """Returns the path of the first docker client on PATH that can build with BuildKit. Raises CommandMissing with what
+    is wrong with each client."""
+    return _find_client(os.environ.get("PATH", os.defpath))
 
 
 def require_engine() -> str:
-    """The docker client, once the engine that it talks to has answered. Raises BadInput with the engine's address and
-    what to do."""
+    """Returns the docker client after its engine has answered. Raises BadInput with the engine's address and advice."""
     docker = client()
     try:
-        answer = shell.run([docker, "version", "--format", "{{.Server.Version}}"], timeout=_SECONDS)
+        answer = shell.run([docker, "version", "--format", "{{.Server.Version}}"], timeout=SECONDS)
     except CommandTimeout:
         raise BadInput(
-            f"the container engine at {_address(docker)} did not answer within {_SECONDS:.0f} s: restart it"
+            f"the container engine at {_address(docker)} did not answer within {SECONDS:.0f} s: restart it"
         ) from None
     if answer.ok and answer.stdout.strip():
         return docker
@@ -51,7 +53,7 @@ def require_engine() -> str:
 
 
 def answers() -> bool:
-    """Whether a container engine can be used here."""
+    """Returns whether a container engine can be used here."""
     try:
         require_engine()
     except LaunchError:
@@ -60,7 +62,7 @@ def answers() -> bool:
 
 
 @functools.cache
-def _client_on(search_path: str) -> str:
+def _find_client(search_path: str) -> str:
     rejected = []
     for candidate in _candidates(search_path):
         version = _major_version(candidate)
@@ -79,7 +81,7 @@ def _client_on(search_path: str) -> str:
 
 
 def _candidates(search_path: str) -> list[str]:
-    """Every `docker` on the search path, in order; one that is reached by two names (/bin is /usr/bin) counts once."""
+    """Returns every `docker` on the search path, in order; a client with two names (/bin is /usr/bin) counts once."""
     clients: dict[Path, str] = {}
     for folder in search_path.split(os.pathsep):
         path = Path(folder or ".", "docker")
@@ -90,7 +92,7 @@ def _candidates(search_path: str) -> list[str]:
 
 def _major_version(candidate: str) -> int | None:
     try:
-        result = shell.run([candidate, "--version"], timeout=_SECONDS)
+        result = shell.run([candidate, "--version"], timeout=SECONDS)
     except (CommandTimeout, OSError):
         return None
     match = re.search(r"version v?(\d+)\.", result.stdout)
@@ -99,15 +101,55 @@ def _major_version(candidate: str) -> int | None:
 
 def _has_buildx(candidate: str) -> bool:
     try:
-        return shell.run([candidate, "buildx", "version"], timeout=_SECONDS).ok
+        return shell.run([candidate, "buildx", "version"], timeout=SECONDS).ok
     except CommandTimeout:
         return False
 
 
 def _address(docker: str) -> str:
-    """Where the client looks for its engine."""
+    """Returns where the client looks for its engine."""
     host = os.environ.get("DOCKER_HOST")
     if host:
         return f"{host} (DOCKER_HOST)"
-    result = shell.run([docker, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"], timeout=_SECONDS)
+    result = shell.run([docker, "context", "inspect", "--format", "{{.Endpoints.docker.Host}}"], timeout=SECONDS)
     return result.stdout.strip() if result.ok and result.stdout.strip() else "unix:///var/run/docker.sock"
+
+
+# -- the engine's store; these functions also work, and find nothing, when no engine runs
+
+
+def find_image_id(docker: str, image: str) -> str | None:
+    """Returns the sha256:... of an image in the store; None when there is none of that name."""
+    return _inspect(docker, image, "{{.Id}}")
+
+
+def find_digests(docker: str, remote: str) -> list[str]:
+    """Returns the sha256:... that an image has in the repository of `remote` (repository:tag).
+
+    With the containerd image store an image has such a digest before anything was pushed (plan.py).
+    """
+    repository = remote.rpartition(":")[0].removeprefix("docker.io/")
+    references = json.loads(_inspect(docker, remote, "{{json .RepoDigests}}") or "null") or []
+    return [str(name).rpartition("@")[2] for name in references if str(name).startswith(f"{repository}@")]
+
+
+def unpacked_size(reference: str) -> int | None:
+    """Returns the bytes of an image's layers on a disk, None when unknown.
+
+    The size is exact for an image in the store, else an estimate from the packed layers in the registry.
+    """
+    try:
+        docker = client()
+    except LaunchError:
+        return None
+    if size := _inspect(docker, reference, "{{.Size}}"):
+        return int(size)
+    result = shell.run([docker, "manifest", "inspect", reference], timeout=SECONDS)
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return round(_UNPACKED * sum(int(layer["size"]) for layer in json.loads(result.stdout)["layers"]))
+    return None
+
+
+def _inspect(docker: str, image: str, template: str) -> str | None:
+    result = shell.run([docker, "image", "inspect", "--format", template, image], timeout=SECONDS)
+    return result.stdout.strip() if result.ok else None

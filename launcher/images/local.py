@@ -1,8 +1,5 @@
-"""The run's image, from this machine: which image the file means, making it with or without a container engine, and
-running one command in it, on the CPU.
-
-Used for preparing data (`tpu-launch local -- tpu-train shards ...`) and for trying things out with exactly what the
-hosts will run.
+"""The run's image, from this machine: finds or makes the image that the file names, with or without an engine, and runs
+a command in it on the CPU (`tpu-launch local`).
 """
 
 from __future__ import annotations
@@ -29,14 +26,16 @@ _DAYS = 7 * 24 * 3600.0  # preparing a large corpus takes as long as it takes; C
 
 
 def image_spec(config: Config) -> ImageSpec:
-    """The image that the `image` section means. Raises BadInput for a Dockerfile or a CA bundle that does not exist."""
+    """Returns the image of the `image` section. Raises BadInput when its Dockerfile or CA bundle does not exist."""
     section = config.image
     bundle = (config.folder / section.ca_bundle) if section.ca_bundle else None
+    has_trackers = config.trainer is not None and config.trainer.telemetry.trackers
+    tracker_packages = {"EXTRA": "requirements-trackers.txt"} if has_trackers else {}
     if section.dockerfile is None:
         spec = default_spec(
             config.backend,
             repository=section.repository,
-            build_args={**_tracker_packages(config), **section.build_args},
+            build_args={**tracker_packages, **section.build_args},
             ca_bundle=bundle,
             target=section.target,
             code=config.folder / section.code if section.code else None,
@@ -56,14 +55,8 @@ def image_spec(config: Config) -> ImageSpec:
     return replace(spec, create_repository=section.create_repository)
 
 
-def _tracker_packages(config: Config) -> dict[str, str]:
-    """The build argument with which our image gets the packages of telemetry.trackers."""
-    wanted = config.trainer is not None and config.trainer.telemetry.trackers
-    return {"EXTRA": "requirements-trackers.txt"} if wanted else {}
-
-
 def needs_engine(config: Config) -> bool:
-    """Whether the image is made with this machine's engine, and not in the registry."""
+    """Returns whether the image is made with this machine's engine, and not in the registry."""
     section = config.image
     if section.base or section.build == "registry":
         return False
@@ -72,7 +65,7 @@ def needs_engine(config: Config) -> bool:
 
 
 def append_spec(config: Config) -> appended.AppendSpec:
-    """The image as it is made without an engine. Raises BadInput for what the file lacks, or names in vain."""
+    """Returns the image as it is made without an engine. Raises BadInput for a missing key or file."""
     section = config.image
     if section.repository is None:
         raise BadInput(
@@ -100,8 +93,7 @@ def append_spec(config: Config) -> appended.AppendSpec:
 
 
 def build_commands(config: Config) -> list[list[str]]:
-    """The docker commands that would build and push the image; none when the file names one, or it is made in the
-    registry. Touches nothing."""
+    """Returns the docker commands that would build and push the image; none when no engine makes it."""
     if config.image.reference or not needs_engine(config):
         return []
     commands = list_commands(image_spec(config))
@@ -109,8 +101,10 @@ def build_commands(config: Config) -> list[list[str]]:
 
 
 def check(config: Config) -> None:
-    """Raises BadInput when the image can't be made here: no engine answers that it needs, or its files are missing. An
-    image that is only named is not checked."""
+    """Raises BadInput when the image can't be made here: it needs an engine and none answers, or its files are missing.
+
+    An image that the file only names is not checked.
+    """
     if config.image.reference:
         return
     if not needs_engine(config):
@@ -121,26 +115,28 @@ def check(config: Config) -> None:
 
 
 def image(config: Config, say: Callable[[str], None]) -> str:
-    """Makes and pushes the image unless that was done before; returns the reference that hosts run."""
+    """Makes and pushes the image unless that was done before; returns the name that hosts run."""
     if config.image.reference:
         return config.image.reference
     if not needs_engine(config):
         if config.image.build == "auto" and not config.image.base:
-            say("no container engine answers here: the image is made in the registry")
+            say("no container engine answers here: making the image in the registry")
         return appended.ensure(append_spec(config), say)
     return ensure_image(image_spec(config), say).reference
 
 
 def published(config: Config) -> str | None:
-    """The image by digest, where it is in a registry; nothing is built or sent."""
+    """Returns the image's name by digest if a registry has it, else None. Builds and sends nothing."""
     if config.image.reference or config.image.repository is None:
         return config.image.reference
     return make_plan(image_spec(config)).pushed if needs_engine(config) else appended.find(append_spec(config))
 
 
 def unpublished(config: Config, say: Callable[[str], None]) -> str:
-    """The image for use on this machine only: built unless it was, and not pushed. One with a base of the user's own
-    exists in the registry only."""
+    """Returns the image for use on this machine: builds it if needed, and does not push it.
+
+    An image with a base of the user's own exists in the registry only.
+    """
     if config.image.base:
         return image(config, say)
     return config.image.reference or ensure_image(replace(image_spec(config), repository=None), say).reference
@@ -158,12 +154,12 @@ def run(
     """Runs a command in the image on this machine, in the current folder, as the current user; returns its exit code.
 
     Args:
-        config: whose image it is.
+        config: names the image.
         command: the command.
-        say: is given lines about the image.
-        emit: is given the command's output, line by line.
-        reference: another image.
-        mounts: more files for it to read, each at a path of the container.
+        say: receives lines about the image.
+        emit: receives the command's output, line by line.
+        reference: another image to run instead.
+        mounts: more files to mount read-only, each at a path in the container.
     """
     docker = engine.require_engine()
     name = f"tpu-launch-local-{secrets.token_hex(4)}"
@@ -188,8 +184,11 @@ def local_command(
     variables: Sequence[str] = (),
     mounts: Mapping[Path, str] = MappingProxyType({}),
 ) -> list[str]:
-    """The `docker run` of `run`. The user's own Google credentials, where there are any, are mounted for reading;
-    `variables` are those of this environment whose values the command gets, by name only."""
+    """Returns the `docker run` command of `run`, with the user's own Google credentials mounted read-only if there are
+    any.
+
+    `variables` are names of environment variables that docker passes on.
+    """
     argv = [docker, "run", "--rm", "--init", "--name", name, "--label", f"{LABEL}=1", "--network", "host"]
     argv += ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp", "--env", "PJRT_DEVICE=CPU"]
     argv += ["--volume", f"{folder}:{folder}", "--workdir", str(folder)]

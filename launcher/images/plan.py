@@ -1,50 +1,47 @@
-"""What has to be done for an image, compared with what the engine's store has: pull bases, build, push.
+"""Compares an image's specification with the engine's store: which bases to pull, whether to build, whether to push.
 
 With a repository, hosts run `repository@sha256:...`; without one (an emulated slice), the local image id.
+
+Pushes that docker reported as done are recorded beside the build logs. The engine's own report is no proof: with the
+containerd image store, an image has a digest of a repository (`RepoDigests`) from `docker tag` on, before anything was
+sent. Pushing again is cheap: a registry that has the image takes only the manifest. So an image is pushed when there is
+no record, a damaged one, or one of another engine (an emulated slice's engine pushes to an emulated registry of the
+same name), and when the record is a day old (registries delete images by their cleanup policies).
 """
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.home import where
-from launcher.images import engine, pushed, registry, store
+from launcher.home import where, write_private
+from launcher.images import artifact_registry, engine
 from launcher.images.specification import ImageSpec, base_images, compute_tag
 
 _UNKNOWN_TAG = "TAG"  # in printed commands, while a base image still has to be pulled
+_TRUSTED_SECONDS = 24 * 3600.0
 
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """What the engine's store has of a spec. While base images are missing, the tag is not known, and neither is
-    anything about the image."""
+    """What the engine's store has of an image. The tag is unknown while base images are missing."""
 
-    docker: str
-    """The client."""
-
+    docker: str  # the client
     tag: str
     base_ids: tuple[tuple[str, str], ...]
-
-    local: str
-    """name:tag"""
-
-    remote: str | None
-    """repository:tag"""
-
+    local: str  # name:tag
+    remote: str | None  # repository:tag
     missing_bases: tuple[str, ...]
-
-    image_id: str | None = None
-    """sha256:..., when the image is in the store."""
-
-    pushed: str | None = None
-    """repository@sha256:..., when it was pushed."""
-
+    image_id: str | None = None  # sha256:..., when the image is in the store
+    pushed: str | None = None  # repository@sha256:..., when it was pushed
     pushed_recently: bool = False
 
     @property
     def reference(self) -> str | None:
-        """What hosts are to run; None while something has to be built or pushed."""
+        """The name that hosts run; None while something has to be built or pushed."""
         return self.pushed if self.remote else self.image_id
 
     @property
@@ -58,11 +55,22 @@ class ImagePlan:
         return where() / "images" / self.tag
 
 
+@dataclass(frozen=True)
+class _Push:
+    """The record of a push."""
+
+    remote: str  # repository:tag
+    image_id: str  # sha256:... in the engine's store
+    digest: str  # sha256:... in the registry
+    engine: str  # $DOCKER_HOST of the push; "" for the machine's own engine
+    time: float  # Unix seconds
+
+
 def make_plan(spec: ImageSpec) -> ImagePlan:
-    """The spec's tag, and what of it is there already. Changes nothing, and needs no engine that runs."""
+    """Returns the plan of an image. Changes nothing, and needs no running engine."""
     docker = engine.client()
     names = base_images(spec)
-    base_ids = {name: image_id for name in names if (image_id := store.find_id(docker, name))}
+    base_ids = {name: image_id for name in names if (image_id := engine.find_image_id(docker, name))}
     missing = tuple(name for name in names if name not in base_ids)
     tag = _UNKNOWN_TAG if missing else compute_tag(spec, base_ids)
     remote = f"{spec.repository}:{tag}" if spec.repository else None
@@ -70,33 +78,61 @@ def make_plan(spec: ImageSpec) -> ImagePlan:
 
 
 def refresh(plan: ImagePlan) -> ImagePlan:
-    """The plan with what the store has now, and what of it was pushed: by a record, and by the engine's own word."""
+    """Returns the plan with what the store has now, and what of it was pushed."""
     if plan.missing_bases:
         return plan
-    image_id = store.find_id(plan.docker, plan.local)
-    push = pushed.find(plan.tag, plan.remote, image_id) if plan.remote and image_id else None
-    if push is None or push.digest not in store.find_digests(plan.docker, push.remote):
+    image_id = engine.find_image_id(plan.docker, plan.local)
+    push = None
+    if plan.remote and image_id:
+        wanted = (plan.remote, image_id, _current_engine())
+        push = next(
+            (push for push in _read_pushes(plan.tag) if (push.remote, push.image_id, push.engine) == wanted), None
+        )
+    if push is None or push.digest not in engine.find_digests(plan.docker, push.remote):
         return replace(plan, image_id=image_id, pushed=None, pushed_recently=False)
     reference = f"{push.remote.rpartition(':')[0]}@{push.digest}"
-    return replace(plan, image_id=image_id, pushed=reference, pushed_recently=push.is_recent)
+    recently = 0 <= time.time() - push.time < _TRUSTED_SECONDS
+    return replace(plan, image_id=image_id, pushed=reference, pushed_recently=recently)
+
+
+def record_push(tag: str, remote: str, image_id: str, digest: str) -> None:
+    """Records a push. The caller holds the lock of the image's log."""
+    push = _Push(remote, image_id, digest, _current_engine(), time.time())
+    kept = [earlier for earlier in _read_pushes(tag) if (earlier.remote, earlier.engine) != (remote, push.engine)]
+    write_private(_pushes_path(tag), json.dumps([vars(entry) for entry in (*kept, push)], indent=1) + "\n")
+
+
+def _read_pushes(tag: str) -> list[_Push]:
+    try:
+        return [_Push(**entry) for entry in json.loads(_pushes_path(tag).read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        return []
+
+
+def _pushes_path(tag: str) -> Path:
+    return where() / "images" / f"{tag}.pushed.json"
+
+
+def _current_engine() -> str:
+    return os.environ.get("DOCKER_HOST", "")
 
 
 def list_commands(spec: ImageSpec) -> list[list[str]]:
-    """The docker commands that would make the image now, for people to read; none when it is there."""
+    """Returns the docker commands that would make the image now, to show to the user."""
     plan = make_plan(spec)
     docker = plan.docker
     commands = [[docker, "pull", "--quiet", base] for base in plan.missing_bases]
     if plan.image_id is None:
         commands.append(build_command(spec, plan))
     if plan.remote and plan.needs_push:
-        if spec.create_repository and (repository := registry.parse(plan.remote)):
+        if spec.create_repository and (repository := artifact_registry.parse(plan.remote)):
             commands.append(repository.create_command)
         commands += [[docker, "tag", plan.local, plan.remote], [docker, "push", plan.remote]]
     return commands
 
 
 def build_command(spec: ImageSpec, plan: ImagePlan) -> list[str]:
-    """The `docker build` of a spec."""
+    """Returns the `docker build` command of an image."""
     # The host's network: a proxy or a name server may listen on this machine's loopback. TPU VMs are x86-64, whatever
     # this machine is.
     command = [plan.docker, "build", "--progress", "plain", "--network", "host", "--platform", "linux/amd64"]

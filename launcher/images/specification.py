@@ -1,7 +1,7 @@
-"""What an image is built from, and the tag that follows from it.
+"""The specification of an image, and the tag that follows from it.
 
 The tag is a hash of the build context, the Dockerfile, the build arguments, the target stage and the base images' ids:
-nothing changed means nothing is built and nothing is pushed. A CA bundle is not part of it: it reaches the build as a
+when nothing changed, nothing is built and nothing is pushed. A CA bundle does not count: it reaches the build as a
 secret and enters no layer. Pure, apart from reading files.
 """
 
@@ -26,27 +26,14 @@ from launcher.installation import shared_folder
 class ImageSpec:
     """What an image is built from, and where it goes."""
 
-    name: str
-    """Its repository in the local store."""
-
+    name: str  # its repository in the local store
     dockerfile: Path
-
     context: tuple[Entry, ...]
-    """The files of the build context (`build_context`)."""
-
     build_args: tuple[tuple[str, str], ...] = ()
-
-    target: str | None = None
-    """The Dockerfile's stage; None: the last one."""
-
-    repository: str | None = None
-    """Where it is pushed to; None: nowhere."""
-
-    ca_bundle: Path | None = None
-    """Certificates for the build's downloads."""
-
+    target: str | None = None  # the Dockerfile's stage; None: the last one
+    repository: str | None = None  # where it is pushed to; None: nowhere
+    ca_bundle: Path | None = None  # certificates for the build's downloads
     create_repository: bool = False
-    """Whether a missing repository is created."""
 
 
 def default_spec(
@@ -58,7 +45,7 @@ def default_spec(
     target: str | None = None,
     code: Path | None = None,
 ) -> ImageSpec:
-    """Our own image for a backend: images/<backend>, and the `training` package of this installation.
+    """Returns our own image for a backend: images/<backend>, and the `training` package of this installation.
 
     Args:
         backend: "torch-xla" or "tensorflow".
@@ -66,11 +53,10 @@ def default_spec(
         build_args: of the Dockerfile.
         ca_bundle: certificates for the build's downloads; None: the file that TPU_LAUNCH_CA_BUNDLE names, if any.
         target: a stage of the Dockerfile.
-        code: a folder of the user's own, which is copied to the image's working directory, except what
-            `build_context.folder` leaves out.
+        code: a folder of the user's own, copied to the image's working directory as `build_context.folder` returns it.
 
     Raises:
-        BadInput: there is no such backend, folder or bundle, or the folder holds nothing to copy.
+        BadInput: there is no such backend, folder or bundle, or the folder has nothing to copy.
     """
     source = shared_folder("images") / backend
     if not (source / "Dockerfile").is_file():
@@ -88,15 +74,15 @@ def default_spec(
 
 
 def training_files() -> tuple[Entry, ...]:
-    """The `training` package of this installation."""
+    """Returns the `training` package of this installation."""
     return build_context.tree(Path(training.__path__[0]), ignore=("**/__pycache__", "**/*.pyc"))
 
 
 def own_files(code: Path) -> tuple[Entry, ...]:
-    """A folder of the user's own, as it comes into an image. Raises BadInput when there is none, or it is empty."""
+    """Returns the files of a user's folder for an image. Raises BadInput when it is missing or has no files."""
     files = build_context.folder(code)
     if not files:
-        raise BadInput(f"image.code: {code} holds no files for an image")
+        raise BadInput(f"image.code: {code} has no files for an image")
     return files
 
 
@@ -110,8 +96,7 @@ def folder_spec(
     ca_bundle: Path | None = None,
     target: str | None = None,
 ) -> ImageSpec:
-    """An image of a folder as `build_context.folder` sends it, and of its Dockerfile (or `dockerfile`). Raises
-    BadInput."""
+    """Returns the image of a user's folder and its Dockerfile (or `dockerfile`). Raises BadInput."""
     dockerfile = dockerfile or folder / "Dockerfile"
     if not dockerfile.is_file():
         raise BadInput(f"{dockerfile}: there is no such Dockerfile")
@@ -120,7 +105,7 @@ def folder_spec(
 
 
 def base_images(spec: ImageSpec) -> tuple[str, ...]:
-    """The images from which the stages of a spec's Dockerfile start. Raises BadInput when it can't be read."""
+    """Returns the images from which the Dockerfile's stages start. Raises BadInput when it can't be read."""
     try:
         text = spec.dockerfile.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -129,8 +114,10 @@ def base_images(spec: ImageSpec) -> tuple[str, ...]:
 
 
 def parse_bases(dockerfile: str, build_args: Mapping[str, str]) -> tuple[str, ...]:
-    """The images from which a Dockerfile's stages start, without the stages themselves. Arguments before the first FROM
-    are filled in."""
+    """Returns the images from which a Dockerfile's stages start, without the stages themselves.
+
+    Arguments before the first FROM are substituted.
+    """
     values: dict[str, str] = {}
     stages: set[str] = set()
     bases: dict[str, None] = {}
@@ -155,12 +142,7 @@ def parse_bases(dockerfile: str, build_args: Mapping[str, str]) -> tuple[str, ..
 
 
 def compute_tag(spec: ImageSpec, base_ids: Mapping[str, str]) -> str:
-    """16 hexadecimal digits for everything that decides what the image holds.
-
-    Args:
-        spec: whose files are read.
-        base_ids: the ids of the base images, by name.
-    """
+    """Returns 16 hexadecimal digits, a hash of the spec's files and arguments and of the base images' ids by name."""
     parts = (
         build_context.digest(spec.context).hex(),
         hashlib.sha256(spec.dockerfile.read_bytes()).hexdigest(),

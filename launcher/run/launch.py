@@ -16,9 +16,7 @@ from launcher.config import Config
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.file_lock import hold_shared, is_held
 from launcher.home import of_slice
-from launcher.images import local
-from launcher.images.overlays import overlay as overlays
-from launcher.images.overlays import sync
+from launcher.images import local, overlays
 from launcher.provider import HostReport, Overlay, Provider
 from launcher.run import env_file, events, specification
 from launcher.run.ledger import Ledger
@@ -77,7 +75,7 @@ def read_extras(request: Request, context: Context) -> Extras:
         return Extras(variables, overlays.pack(request.overlay) if request.overlay is not None else None)
     if request.overlay is not None:
         raise BadInput("--sync and --overlay: one of the two")
-    changes = sync.find_changes(request.sync, config, context.home, _last_image(config, context))
+    changes = overlays.find_changes(request.sync, config, context.home, _last_image(config, context))
     shown = ", ".join(changes.changed[:_SHOWN_PATHS]) + (", ..." if len(changes.changed) > _SHOWN_PATHS else "")
     size = len(changes.overlay.archive) / 1024
     say(f"{len(changes.changed)} changed files ({shown or 'none'}), {size:.1f} KiB to each host")
@@ -337,7 +335,7 @@ def _choose_image(request: Request, context: Context, kept: Specification, spec:
         known = kept.image  # the overlay is kept, and so is the image under it
     if known is None:
         known = local.image(request.config, context.output.say)
-        sync.remember(context.home, known, request.config)
+        overlays.record_code(context.home, known, request.config)
     return known
 
 

@@ -16,7 +16,7 @@ from launcher.config import Config
 from launcher.errors import Exit, HostsUnreachable, LaunchError
 from launcher.gcloud.calls import Patience, call_gcloud
 from launcher.gcloud.errors import Conflict, Preempted, explain_error
-from launcher.images.store import unpacked_size
+from launcher.images.engine import unpacked_size
 from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
 from launcher.tpu_vm import CAPABILITIES, commands, host_checks, host_output, host_scripts, slices
 from launcher.tpu_vm.host_checks import HostFacts, Problem

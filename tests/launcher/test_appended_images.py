@@ -21,8 +21,8 @@ from launcher.config import Config, load
 from launcher.errors import BadInput
 from launcher.images import appended, base, local
 from launcher.images.distribution import credentials
-from launcher.images.distribution.client import Document, Registry, blob_of, sha256
-from launcher.images.distribution.credentials import Credentials
+from launcher.images.distribution.client import ManifestDocument, Registry, blob_of, sha256
+from launcher.images.distribution.credentials import RegistryCredentials
 from launcher.images.distribution.layer import LARGE_BYTES, make_layers
 from tests.registry_server import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
 
@@ -40,7 +40,7 @@ run: {{command: [python, main.py]}}
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RegistryServer]:
     """A registry to which docker's settings have the login."""
-    login = Credentials("oauth2accesstoken", TOKEN).basic.removeprefix("Basic ")
+    login = RegistryCredentials("oauth2accesstoken", TOKEN).basic.removeprefix("Basic ")
     (tmp_path / "docker").mkdir()
     (tmp_path / "docker" / "config.json").write_text(json.dumps({"auths": {OTHER_HOST: {"auth": login}}}))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
@@ -79,7 +79,7 @@ def push_base(name: str, labels: dict[str, str] | None = None) -> None:
     with Registry(reference.host, credentials.find, writes=reference.path) as registry:
         for blob in (described, layer):
             registry.upload(reference.path, blob)
-        registry.write_manifest(reference.path, reference.version, Document(MANIFEST, body.encode()))
+        registry.write_manifest(reference.path, reference.version, ManifestDocument(MANIFEST, body.encode()))
 
 
 def push_our_base(config: Config) -> None:
@@ -170,7 +170,7 @@ def test_layers_are_the_same_bytes_whatever_the_order_and_the_times(tmp_path: Pa
     os.utime(tmp_path / "b", (5, 5))
     (tmp_path / "c").chmod(0o600)
     second = make_layers(entries[::-1], "/work", "title")
-    assert [layer.compress().digest for layer in first] == [layer.compress().digest for layer in second]
+    assert [layer.pack().blob.digest for layer in first] == [layer.pack().blob.digest for layer in second]
 
 
 def test_a_base_of_ones_own_gets_the_code_alone_and_its_layers_do_not_travel(
@@ -283,7 +283,7 @@ def test_gcloud_says_who_we_are_to_googles_registries(tmp_path: Path, monkeypatc
     (tmp_path / "token").write_text(TOKEN)
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "gcloud"))
     monkeypatch.setenv("CLOUDSDK_AUTH_ACCESS_TOKEN_FILE", str(tmp_path / "token"))
-    assert credentials.find(HOST) == Credentials("oauth2accesstoken", TOKEN)
+    assert credentials.find(HOST) == RegistryCredentials("oauth2accesstoken", TOKEN)
 
 
 def test_nothing_on_this_path_needs_what_only_linux_has() -> None:

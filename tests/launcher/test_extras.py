@@ -17,7 +17,7 @@ from launcher.checks.doctor import Verdict, quota_row
 from launcher.cli.main import cli
 from launcher.config import Config, load
 from launcher.errors import BadInput
-from launcher.images.overlays import overlay
+from launcher.images import overlays
 from launcher.run import env_file
 from launcher.tpu_vm import commands, idle_shutdown
 
@@ -36,17 +36,17 @@ def test_the_same_files_are_the_same_overlay_and_others_another(tmp_path: Path) 
         (folder / "__pycache__").mkdir(parents=True)
         (folder / "loop.py").write_text("x = 1\n")
         (folder / "__pycache__" / "loop.pyc").write_text(name)
-    one, two = (overlay.pack(f"{tmp_path / name / 'training'}=/opt/tpu-launch/training") for name in ("a", "b"))
+    one, two = (overlays.pack(f"{tmp_path / name / 'training'}=/opt/tpu-launch/training") for name in ("a", "b"))
     assert one.digest == two.digest
     (tmp_path / "b" / "training" / "loop.py").write_text("x = 2\n")
-    assert overlay.pack(f"{tmp_path / 'b' / 'training'}=/opt/tpu-launch/training").digest != one.digest
+    assert overlays.pack(f"{tmp_path / 'b' / 'training'}=/opt/tpu-launch/training").digest != one.digest
 
 
 def test_an_overlay_holds_no_secrets_of_the_folder(tmp_path: Path) -> None:
     for name in ("train.py", ".env", "sub/id_rsa", ".git/config"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    with tarfile.open(fileobj=io.BytesIO(overlay.pack(f"{tmp_path}=/app").archive)) as archive:
+    with tarfile.open(fileobj=io.BytesIO(overlays.pack(f"{tmp_path}=/app").archive)) as archive:
         assert archive.getnames() == ["train.py"]
 
 
@@ -55,7 +55,7 @@ def test_an_overlay_holds_no_secrets_of_the_folder(tmp_path: Path) -> None:
 )
 def test_a_wrong_overlay_is_refused(wanted: str, words: str) -> None:
     with pytest.raises(BadInput, match=words):
-        overlay.pack(wanted)
+        overlays.pack(wanted)
 
 
 def test_an_env_file_is_read_as_people_write_it(tmp_path: Path) -> None:

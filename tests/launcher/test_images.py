@@ -100,7 +100,7 @@ def test_own_code_is_part_of_the_image_and_of_its_tag(backend: str, tmp_path: Pa
 
 def test_own_code_that_is_all_left_out_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / ".env").write_text("TOKEN=1")
-    with pytest.raises(BadInput, match=r"image\.code: .* holds no files for an image"):
+    with pytest.raises(BadInput, match=r"image\.code: .* has no files for an image"):
         default_spec("torch-xla", code=tmp_path)
 
 

@@ -3,7 +3,7 @@ tests/rehearsal/test_fault_matrix.py."""
 
 import pytest
 
-from launcher.images import registry as registries
+from launcher.images import artifact_registry as registries
 
 
 @pytest.mark.parametrize(

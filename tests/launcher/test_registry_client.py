@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +17,9 @@ from launcher.emulator.http_server import Disconnected, Request, Response, json_
 from launcher.emulator.registry.api import RegistryApi
 from launcher.errors import BadInput, Exit, LaunchError
 from launcher.images.distribution import client, reference
-from launcher.images.distribution.client import Document, Registry, blob_of
-from launcher.images.distribution.credentials import Credentials, from_docker_settings
-from launcher.images.distribution.manifest import append, choose, read_config, read_image
+from launcher.images.distribution.client import ManifestDocument, Registry, blob_of
+from launcher.images.distribution.credentials import RegistryCredentials, from_docker_settings
+from launcher.images.distribution.manifest import append, choose_platform, read_config, read_image
 from launcher.images.distribution.transport import ADDRESS
 from tests.registry_server import HOST, OTHER_HOST, TOKEN, RegistryServer, serve
 
@@ -29,14 +32,14 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry
         yield served
 
 
-def session(host: str = HOST, password: str = TOKEN, chunk_bytes: int = 2**20) -> Registry:
+def session(host: str = HOST, password: str = TOKEN, piece_bytes: int = 2**20) -> Registry:
     """A session that pushes to p/images/code and waits for nothing."""
     return Registry(
         host,
-        lambda host: Credentials("oauth2accesstoken", password),
+        lambda host: RegistryCredentials("oauth2accesstoken", password),
         writes="p/images/code",
         reads=["p/images/base"],
-        chunk_bytes=chunk_bytes,
+        piece_bytes=piece_bytes,
         sleep=lambda seconds: None,
     )
 
@@ -154,11 +157,44 @@ def test_an_address_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         session()
 
 
+def test_a_proxy_of_the_environment_is_used_with_its_login(
+    server: RegistryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads: list[bytes] = []
+
+    def tunnel(connection: socket.socket) -> None:
+        connection.setblocking(True)
+        heads.append(connection.recv(65536))
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as upstream:
+            back = threading.Thread(target=copy, args=(upstream, connection), daemon=True)
+            back.start()
+            copy(connection, upstream)
+            back.join(5)
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        server.acceptor.add(proxy, tunnel)
+        monkeypatch.delenv(ADDRESS)
+        monkeypatch.setenv("https_proxy", f"http://me:secret%21@127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        with session() as registry:
+            assert registry.find_manifest("p/images/code", "tag") is None
+        server.acceptor.remove(proxy, close=False)
+    assert heads[0].startswith(f"CONNECT {HOST}:443 ".encode())
+    assert RegistryCredentials("me", "secret!").basic.encode() in heads[0]
+
+
 def test_a_manifest_is_taken_when_its_blobs_are_there(server: RegistryServer) -> None:
     config, layer = blob_of(b"{}"), blob_of(b"layer")
     entries = [{"digest": blob.digest, "size": blob.size} for blob in (config, layer)]
     body = json.dumps({"mediaType": MANIFEST, "config": entries[0], "layers": entries[1:]}).encode()
-    document = Document(MANIFEST, body)
+    document = ManifestDocument(MANIFEST, body)
     with session() as registry:
         assert registry.find_manifest("p/images/code", "v1") is None
         registry.upload("p/images/code", config)
@@ -202,9 +238,9 @@ def test_credentials_come_from_dockers_settings(tmp_path: Path, monkeypatch: pyt
     helper.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     found = from_docker_settings({"credHelpers": {OTHER_HOST: "test"}}, OTHER_HOST, tmp_path)
-    assert found == Credentials("me", f"of {OTHER_HOST}")
-    stored = {"auths": {OTHER_HOST: {"auth": Credentials("a", "b:c").basic.removeprefix("Basic ")}}}
-    assert from_docker_settings(stored, OTHER_HOST, tmp_path) == Credentials("a", "b:c")
+    assert found == RegistryCredentials("me", f"of {OTHER_HOST}")
+    stored = {"auths": {OTHER_HOST: {"auth": RegistryCredentials("a", "b:c").basic.removeprefix("Basic ")}}}
+    assert from_docker_settings(stored, OTHER_HOST, tmp_path) == RegistryCredentials("a", "b:c")
     assert from_docker_settings({"auths": {}}, OTHER_HOST, tmp_path) is None
     assert "b:c" not in repr(found)
 
@@ -215,16 +251,16 @@ def test_of_an_index_the_image_for_tpu_vms_is_taken() -> None:
         for number, architecture in enumerate(["arm64", "amd64", "unknown"])
     ]
     index = "application/vnd.oci.image.index.v1+json"
-    assert choose(Document(index, json.dumps({"manifests": entries}).encode()), "name") == "sha256:1"
+    assert choose_platform(ManifestDocument(index, json.dumps({"manifests": entries}).encode()), "name") == "sha256:1"
     with pytest.raises(BadInput, match="no image for linux/amd64"):
-        choose(Document(index, json.dumps({"manifests": entries[:1]}).encode()), "name")
-    assert choose(Document(MANIFEST, b"{}"), "name") is None
+        choose_platform(ManifestDocument(index, json.dumps({"manifests": entries[:1]}).encode()), "name")
+    assert choose_platform(ManifestDocument(MANIFEST, b"{}"), "name") is None
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"config": {}, "layers": []}'])
 def test_a_damaged_manifest_is_refused(body: bytes) -> None:
     with pytest.raises(BadInput, match=r"^name: its manifest"):
-        read_image(Document(MANIFEST, body), "name")
+        read_image(ManifestDocument(MANIFEST, body), "name")
 
 
 def test_a_damaged_configuration_and_another_platform_are_refused() -> None:
@@ -237,7 +273,9 @@ def test_a_damaged_configuration_and_another_platform_are_refused() -> None:
 
 def test_an_image_takes_no_more_layers_than_engines_do() -> None:
     entry = {"digest": "sha256:1", "size": 1}
-    image = read_image(Document(MANIFEST, json.dumps({"config": entry, "layers": [entry] * 126}).encode()), "name")
+    image = read_image(
+        ManifestDocument(MANIFEST, json.dumps({"config": entry, "layers": [entry] * 126}).encode()), "name"
+    )
     with pytest.raises(BadInput, match="too many"):
         append(image, {"rootfs": {"diff_ids": []}}, [], "name")
 

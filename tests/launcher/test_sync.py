@@ -13,7 +13,7 @@ import pytest
 
 from launcher.config import Config, load
 from launcher.errors import BadInput
-from launcher.images.overlays import sync
+from launcher.images import overlays
 from launcher.provider import Overlay
 from launcher.run import events, launch
 from launcher.run.verdict import Kind
@@ -49,40 +49,40 @@ def own_code(tmp_path: Path, code: Path) -> Config:
 
 
 def test_only_files_that_changed_since_the_image_was_made_travel(tmp_path: Path, code: Path, own_code: Config) -> None:
-    sync.remember(tmp_path, IMAGE, own_code)
+    overlays.record_code(tmp_path, IMAGE, own_code)
     (code / "train.py").write_text("two\n")
     (code / "new.py").write_text("new\n")
     (code / "secret.env").write_text("KEY=value\n")
     (code / "part" / "model.py").unlink()
-    changes = sync.find_changes(str(code), own_code, tmp_path, IMAGE)
+    changes = overlays.find_changes(str(code), own_code, tmp_path, IMAGE)
     assert contents(changes.overlay) == {"train.py": "two\n", "new.py": "new\n"}
     assert (changes.changed, changes.removed) == (("new.py", "train.py"), ("part/model.py",))
     assert changes.overlay.target == "/home/trainer"
 
 
 def test_a_program_that_may_be_run_now_has_changed(tmp_path: Path, code: Path, own_code: Config) -> None:
-    sync.remember(tmp_path, IMAGE, own_code)
+    overlays.record_code(tmp_path, IMAGE, own_code)
     (code / "train.py").chmod(0o755)
-    assert sync.find_changes(str(code), own_code, tmp_path, IMAGE).changed == ("train.py",)
+    assert overlays.find_changes(str(code), own_code, tmp_path, IMAGE).changed == ("train.py",)
 
 
 def test_all_files_travel_over_an_image_that_is_not_known_or_has_another_folder(
     tmp_path: Path, code: Path, own_code: Config
 ) -> None:
-    sync.remember(tmp_path, IMAGE, own_code)
+    overlays.record_code(tmp_path, IMAGE, own_code)
     both = ("part/model.py", "train.py")
-    assert sync.find_changes(str(code), own_code, tmp_path, "r/i@sha256:other").changed == both
-    assert sync.find_changes(f"{code}=/opt/app", own_code, tmp_path, IMAGE).changed == both
+    assert overlays.find_changes(str(code), own_code, tmp_path, "r/i@sha256:other").changed == both
+    assert overlays.find_changes(f"{code}=/opt/app", own_code, tmp_path, IMAGE).changed == both
     (record,) = (tmp_path / "images").iterdir()
     record.write_text('{"train.py": ')
-    assert sync.find_changes(str(code), own_code, tmp_path, IMAGE).changed == both
+    assert overlays.find_changes(str(code), own_code, tmp_path, IMAGE).changed == both
 
 
 def test_a_change_that_was_taken_back_is_not_the_overlay_of_the_sync_before(
     tmp_path: Path, code: Path, own_code: Config
 ) -> None:
-    sync.remember(tmp_path, IMAGE, own_code)
-    changes = sync.find_changes(str(code), own_code, tmp_path, IMAGE)
+    overlays.record_code(tmp_path, IMAGE, own_code)
+    changes = overlays.find_changes(str(code), own_code, tmp_path, IMAGE)
     assert changes.changed == ()
     assert contents(changes.overlay) == {"train.py": "one\n", "part/model.py": "model\n"}
 
@@ -97,7 +97,7 @@ def test_a_folder_that_can_not_be_synced_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "code").mkdir(exist_ok=True)
     with pytest.raises(BadInput, match=words):
-        sync.find_changes(option, own_code, tmp_path, IMAGE)
+        overlays.find_changes(option, own_code, tmp_path, IMAGE)
 
 
 def test_in_an_image_of_ones_own_the_place_must_be_named(tmp_path: Path, code: Path) -> None:

@@ -233,7 +233,7 @@ def test_a_repository_that_is_not_there_is_named_and_made_on_request(pair: Works
         "image.create_repository: true",
     )
     wanted = ("--set", "image.create_repository=true")
-    told(begin(pair, "echo ran", *wanted).end(60), 0, "made the repository", "[1] ran")
+    told(begin(pair, "echo ran", *wanted).end(60), 0, "created the repository", "[1] ran")
     pair.good("emulator", "inject", "clear")
     nothing_left(pair)
 

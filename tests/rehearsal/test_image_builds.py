@@ -31,7 +31,6 @@ from launcher.images import engine
 from launcher.images.build import ensure_image
 from launcher.images.plan import list_commands, make_plan
 from launcher.images.specification import ImageSpec, default_spec, folder_spec
-from launcher.images.store import unpacked_size
 
 pytestmark = pytest.mark.alone
 
@@ -339,7 +338,7 @@ def test_the_size_of_an_image_that_only_the_registry_has_is_known(spec: ImageSpe
     """Hosts are asked for room before they pull. A registry knows packed layers: what they take unpacked is
     estimated."""
     image = ensure_image(dataclasses.replace(spec, repository=f"{registry}/project/name"), print)
-    here = unpacked_size(image.reference)
+    here = engine.unpacked_size(image.reference)
     docker = engine.client()
     for reference in (
         image.reference,
@@ -348,11 +347,11 @@ def test_the_size_of_an_image_that_only_the_registry_has_is_known(spec: ImageSpe
     ):
         shell.run([docker, "image", "rm", "--force", reference], timeout=60)
     assert not shell.run([docker, "image", "inspect", image.reference], timeout=30).ok
-    told = unpacked_size(image.reference)
+    told = engine.unpacked_size(image.reference)
     assert here is not None
     assert told is not None
     assert 0.5 < told / here < 2
-    assert unpacked_size(f"{registry}/project/other:none") is None
+    assert engine.unpacked_size(f"{registry}/project/other:none") is None
 
 
 def test_registry_that_refuses_us_is_a_permission_error(spec: ImageSpec, registry: str) -> None:

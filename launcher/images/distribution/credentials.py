@@ -1,6 +1,6 @@
-"""Who we are to a registry: gcloud's access token for Google's registries, docker's settings for others.
+"""Finds the credentials for a registry: gcloud's access token for Google's registries, docker's settings for others.
 
-Nothing is kept and nothing is logged. Helpers speak docker's protocol
+Credentials are neither stored nor logged. Credential helpers speak docker's protocol
 (https://github.com/docker/docker-credential-helpers): the registry on standard input, JSON on standard output.
 """
 
@@ -21,12 +21,12 @@ from launcher.images.distribution.reference import is_google
 
 _SECONDS = 60.0
 _TOKEN_USER = "oauth2accesstoken"  # https://cloud.google.com/artifact-registry/docs/docker/authentication#token
-_IDENTITY_USER = "<token>"  # a helper's word for an identity token
+_IDENTITY_USER = "<token>"  # the user name with which a helper returns an identity token
 
 
 @dataclass(frozen=True, repr=False)
-class Credentials:
-    """A name and a password. Their text is in no message and no representation."""
+class RegistryCredentials:
+    """A user name and a password, left out of every message and representation."""
 
     user: str
     password: str
@@ -37,15 +37,15 @@ class Credentials:
         return "Basic " + base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
 
 
-def find(host: str) -> Credentials | None:
-    """The credentials for a registry; None when there are none, and it is asked without.
+def find(host: str) -> RegistryCredentials | None:
+    """Returns the credentials for a registry; None when there are none and requests are anonymous.
 
     Raises:
         LaunchError: gcloud has no account, or a helper or docker's settings are broken.
     """
     if is_google(host):
         token = ask_gcloud(["gcloud", "auth", "print-access-token", "--quiet"], timeout=_SECONDS).strip()
-        return Credentials(_TOKEN_USER, token)
+        return RegistryCredentials(_TOKEN_USER, token)
     path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -57,8 +57,9 @@ def find(host: str) -> Credentials | None:
     return from_docker_settings(settings, host, path)
 
 
-def from_docker_settings(settings: Mapping[str, Any], host: str, path: Path) -> Credentials | None:
-    """What docker's config.json says of a registry: its helper, else the store of all, else what is in the file."""
+def from_docker_settings(settings: Mapping[str, Any], host: str, path: Path) -> RegistryCredentials | None:
+    """Returns a registry's credentials from docker's config.json (`path`): from the registry's helper, else from the
+    common store, else from the file itself."""
     names = [host, f"https://{host}"]
     if host.endswith("docker.io"):
         names.append("https://index.docker.io/v1/")
@@ -72,11 +73,11 @@ def from_docker_settings(settings: Mapping[str, Any], host: str, path: Path) -> 
                 user, _, password = base64.b64decode(encoded).decode().partition(":")
             except ValueError:
                 raise BadInput(f"{path}: the entry of {name} can't be read: `docker login {host}` again") from None
-            return Credentials(user, password.rstrip("\0"))
+            return RegistryCredentials(user, password.rstrip("\0"))
     return None
 
 
-def _ask_helper(helper: str, name: str) -> Credentials | None:
+def _ask_helper(helper: str, name: str) -> RegistryCredentials | None:
     command = [f"docker-credential-{helper}", "get"]
     result = shell.run(command, timeout=_SECONDS, input=name)
     if not result.ok:
@@ -91,4 +92,4 @@ def _ask_helper(helper: str, name: str) -> Credentials | None:
         raise LaunchError(f"{shell.quote(command)} did not answer with Username and Secret for {name}") from None
     if user == _IDENTITY_USER:
         raise BadInput(f"{shell.quote(command)} has an identity token for {name}, which is not supported: log in again")
-    return Credentials(user, secret)
+    return RegistryCredentials(user, secret)

@@ -1,8 +1,8 @@
-"""Files as layers of an image: the same files give the same bytes, on every machine and at any time.
+"""Packs files as layers of an image: the same files give the same bytes, on every machine and at any time.
 
-Names are sorted; owner is root, times are 0, modes are those that a build's COPY gives (build_context.assemble): what
-`docker build` makes of the same files has the same content. Small files share a layer. A large one has a layer of its
-own, so that a changed line does not send it again.
+Names are sorted, owners are root, times are 0, and modes are those of a build's COPY (build_context.assemble), so that
+`docker build` makes the same content of the same files. Small files share a layer; a large file has a layer of its own,
+so that a changed line does not send it again.
 """
 
 from __future__ import annotations
@@ -21,54 +21,63 @@ from launcher.images.build_context import Entry, is_executable
 from launcher.images.distribution.client import Blob, blob_of, sha256
 
 LARGE_BYTES = 4 * 2**20
-_MOST_LARGE = 16  # layers of their own; the other large files share one more
+_MOST_LARGE = 16  # layers of one file; the other large files share one more layer
 _LEVEL = 6
-_LARGEST_LAYER = 2**30  # it is held in memory
+_LARGEST_LAYER = 2**30  # a layer is held in memory
+
+
+@dataclass(frozen=True)
+class PackedLayer:
+    """A compressed layer, as a registry stores it."""
+
+    blob: Blob
+    diff_id: str  # the digest of the archive before compression
+    title: str
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Some files, as an archive that is not compressed yet."""
+    """Files as an archive that is not compressed yet."""
 
     archive: bytes
-    title: str
+    title: str  # shown in the image's history
 
     @property
     def diff_id(self) -> str:
-        """sha256:... of the archive."""
+        """The digest of the archive."""
         return sha256(self.archive)
 
-    def compress(self) -> Blob:
-        """The archive as registries keep it."""
-        return blob_of(gzip.compress(self.archive, compresslevel=_LEVEL, mtime=0))
+    def pack(self) -> PackedLayer:
+        """Compresses the archive."""
+        blob = blob_of(gzip.compress(self.archive, compresslevel=_LEVEL, mtime=0))
+        return PackedLayer(blob, self.diff_id, self.title)
 
 
 def make_layers(entries: Sequence[Entry], folder: str, title: str) -> list[Layer]:
-    """The layers that put files into a folder of an image.
+    """Returns the layers that put files into a folder of an image.
 
     Args:
-        entries: the files, named relative to the folder.
-        folder: an absolute path in the image; what is there already stays, as it does with COPY.
-        title: what the files are, for the image's history.
+        entries: the files, with names relative to the folder.
+        folder: an absolute path in the image; other files in it stay, as with COPY.
+        title: describes the files in the image's history.
 
     Raises:
-        BadInput: a file can't be read, or they are too large.
+        BadInput: a file can't be read, or a layer would be too large.
     """
-    groups = _group(entries)
     return [
         Layer(_archive(group, folder), f"{title}{f' ({number})' if number else ''}")
-        for number, group in enumerate(groups)
+        for number, group in enumerate(_group(entries))
     ]
 
 
 def _group(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """The small files first; then large ones, the largest alone."""
+    """Returns the files of each layer: the small files, the large files that share a layer, then one large file
+    each."""
     sizes = {name: source.lstat().st_size for name, source in entries}
     large = sorted((entry for entry in entries if sizes[entry[0]] >= LARGE_BYTES), key=lambda e: (-sizes[e[0]], e[0]))
-    alone, rest = large[:_MOST_LARGE], large[_MOST_LARGE:]
-    names = {name for name, _ in large}
-    small = [entry for entry in entries if entry[0] not in names]
-    return [group for group in (small, rest, *([entry] for entry in sorted(alone))) if group]
+    alone, shared = large[:_MOST_LARGE], large[_MOST_LARGE:]
+    small = [entry for entry in entries if sizes[entry[0]] < LARGE_BYTES]
+    return [group for group in (small, shared, *([entry] for entry in sorted(alone))) if group]
 
 
 def _archive(entries: Sequence[Entry], folder: str) -> bytes:
@@ -78,7 +87,7 @@ def _archive(entries: Sequence[Entry], folder: str) -> bytes:
         for name, source in sorted(entries):
             path = root / name
             for parent in reversed(path.parents):
-                # Folders of the image above the target keep their owners and modes: they are not named.
+                # The root and the folders above it have no entries, so they keep the image's owners and modes.
                 if parent.is_relative_to(root) and parent != root and parent not in folders:
                     folders.add(parent)
                     archive.addfile(_entry(parent, tarfile.DIRTYPE, 0o755))
@@ -110,6 +119,6 @@ def _entry(path: PurePosixPath, kind: bytes, mode: int) -> tarfile.TarInfo:
     return entry
 
 
-def digest_of(layers: Sequence[Layer], base: str) -> str:
-    """16 hexadecimal digits for a base image and what comes upon it; compression does not count."""
+def compute_tag(layers: Sequence[Layer], base: str) -> str:
+    """Returns 16 hexadecimal digits for the digest of a base image and the layers upon it, before compression."""
     return hashlib.sha256("\n".join([base, *(layer.diff_id for layer in layers)]).encode()).hexdigest()[:16]

@@ -16,20 +16,16 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Reference:
-    """Where an image is."""
+    """The parsed name of an image."""
 
-    host: str
-    """The registry, with its port where there is one."""
-
-    path: str
-    """The repository within the registry."""
-
+    host: str  # the registry, with its port if it has one
+    path: str  # the repository within the registry
     tag: str = ""
     digest: str = ""
 
     @property
     def version(self) -> str:
-        """What identifies the image within its repository: the digest where there is one."""
+        """Identifies the image within its repository: the digest if there is one, else the tag."""
         return self.digest or self.tag or "latest"
 
     @property
@@ -42,7 +38,7 @@ class Reference:
 
 
 def parse(name: str) -> Reference:
-    """The parts of an image's name, by docker's rules: without a host, it is Docker Hub's. Raises BadInput."""
+    """Parses an image's name by docker's rules: without a host, it is Docker Hub's. Raises BadInput."""
     rest, at, digest = name.partition("@")
     first, slash, _ = rest.partition("/")
     host = first if slash and ("." in first or ":" in first or first == "localhost") else ""
@@ -57,5 +53,5 @@ def parse(name: str) -> Reference:
 
 
 def is_google(host: str) -> bool:
-    """Whether a registry is Artifact Registry or Container Registry."""
+    """Returns whether a registry is Artifact Registry or Container Registry."""
     return _GOOGLE.fullmatch(host) is not None

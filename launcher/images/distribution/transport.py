@@ -1,18 +1,13 @@
-"""HTTPS to registries: one connection a server, kept open; redirects of downloads; proxies; certificates.
+"""HTTPS to registries over urllib3: certificates, proxies, and redirects of downloads.
 
-Certificates are checked against this machine's, those of SSL_CERT_FILE and those of TPU_LAUNCH_CA_BUNDLE. Proxies are
-the environment's (https_proxy, no_proxy). TPU_LAUNCH_REGISTRY_ADDRESS=HOST:PORT is connected to instead of any
-registry, which is still asked under its own name and must have its own certificate: a tunnel, or an emulated slice's
-registry.
-
-A connection that the server closed while it was idle shows only at the next request; the client repeats that.
+Certificates are checked against those of this machine, of SSL_CERT_FILE and of a CA bundle. Proxies are those of the
+environment (https_proxy, no_proxy). TPU_LAUNCH_REGISTRY_ADDRESS=HOST:PORT replaces the address of every registry, which
+must still present its own certificate: for a tunnel, or an emulated slice's registry.
 """
 
 from __future__ import annotations
 
-import http.client
 import os
-import socket
 import ssl
 import urllib.request
 from collections.abc import Iterable, Mapping
@@ -21,10 +16,10 @@ from pathlib import Path
 from urllib.parse import unquote, urljoin, urlsplit
 
 from launcher.errors import BadInput
-from launcher.images.distribution.credentials import Credentials
+from launcher.images.distribution.credentials import RegistryCredentials
 
 ADDRESS = "TPU_LAUNCH_REGISTRY_ADDRESS"
-_SECONDS = 60.0  # for one answer, or one piece of it
+_SECONDS = 60.0  # for a connection, and between two pieces of a response
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
 
@@ -32,124 +27,87 @@ Content = bytes | Iterable[bytes]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A whole response."""
+class RegistryResponse:
+    """A complete response."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: Mapping[str, str]  # by their names in lower case
     body: bytes
-    url: str
-    """Where it came from: what a relative Location is relative to."""
+    url: str  # a relative Location is relative to it
 
     def header(self, name: str) -> str:
-        """A header field; empty when there is none."""
+        """Returns a header field; "" when there is none."""
         return self.headers.get(name.lower(), "")
 
 
 class Transport:
-    """Connections to registries. Use it as a context manager."""
+    """Connections to registries, one kept open for each server."""
 
     def __init__(self, ca_bundle: Path | None = None) -> None:
-        """Nothing is connected yet.
+        """Connects to nothing yet. Raises BadInput for an unusable CA bundle or TPU_LAUNCH_REGISTRY_ADDRESS."""
+        import urllib3  # here, because it takes a tenth of a second and most commands ask no registry
 
-        Args:
-            ca_bundle: more certificates to trust.
-
-        Raises:
-            BadInput: the bundle, or TPU_LAUNCH_REGISTRY_ADDRESS, can't be used.
-        """
-        self._context = _tls_context(ca_bundle)
+        self._error = urllib3.exceptions.HTTPError
+        context = _tls_context(ca_bundle)
         self._address = _parse_address(os.environ.get(ADDRESS, ""))
-        self._connections: dict[str, http.client.HTTPSConnection] = {}
-
-    def __enter__(self) -> Transport:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        self._direct = urllib3.PoolManager(ssl_context=context, timeout=_SECONDS)
+        self._proxied = self._direct
+        if proxy := urllib.request.getproxies().get("https"):
+            parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
+            address = f"{parts.scheme or 'http'}://{parts.hostname}:{parts.port or 3128}"
+            login = RegistryCredentials(unquote(parts.username or ""), unquote(parts.password or ""))
+            headers = {"Proxy-Authorization": login.basic} if parts.username is not None else None
+            self._proxied = urllib3.ProxyManager(address, ssl_context=context, timeout=_SECONDS, proxy_headers=headers)
 
     def close(self) -> None:
-        """Ends all connections."""
-        for connection in self._connections.values():
-            connection.close()
-        self._connections.clear()
+        """Closes all connections."""
+        self._direct.clear()
+        self._proxied.clear()
 
     def request(
         self, method: str, url: str, headers: Mapping[str, str], body: Content = b"", *, registry: bool = True
-    ) -> Answer:
-        """Sends one request and reads its whole response. Raises OSError or http.client.HTTPException.
+    ) -> RegistryResponse:
+        """Sends one request and reads its whole response; follows redirects of GET and HEAD. Raises OSError.
 
         Args:
             method: of HTTP.
             url: https://...
-            headers: Authorization is not sent on to other servers.
+            headers: fields to send. Authorization is not sent to other servers after a redirect.
             body: bytes, or pieces of a body whose Content-Length is among the headers.
-            registry: whether the server is a registry, and not one that a registry sends us to.
+            registry: whether TPU_LAUNCH_REGISTRY_ADDRESS applies to the server.
         """
         for _ in range(_MOST_REDIRECTS + 1):
-            answer = self._once(method, url, headers, body, registry=registry)
-            if answer.status not in _REDIRECTS or method not in ("GET", "HEAD"):
-                return answer
-            target = urljoin(url, answer.header("location"))
+            response = self._send(method, url, headers, body, registry=registry)
+            if response.status not in _REDIRECTS or method not in ("GET", "HEAD"):
+                return response
+            target = urljoin(url, response.header("location"))
             if urlsplit(target).scheme != "https":
                 raise OSError(f"{urlsplit(url).netloc} redirects to {target.split('?')[0]}, which is not https")
             if urlsplit(target).netloc != urlsplit(url).netloc:
                 headers = {name: value for name, value in headers.items() if name != "Authorization"}
                 registry = False
             url = target
-        raise OSError(f"{urlsplit(url).netloc} redirects without an end")
+        raise OSError(f"{urlsplit(url).netloc} redirects more than {_MOST_REDIRECTS} times")
 
-    def _once(self, method: str, url: str, headers: Mapping[str, str], body: Content, *, registry: bool) -> Answer:
+    def _send(
+        self, method: str, url: str, headers: Mapping[str, str], body: Content, *, registry: bool
+    ) -> RegistryResponse:
         parts = urlsplit(url)
-        connection = self._connection(parts.netloc, registry=registry)
+        host, port = parts.hostname or "", parts.port or 443
+        if registry and self._address:
+            names = {"server_hostname": host}
+            pool = self._direct.connection_from_host(*self._address, "https", pool_kwargs=names)
+        else:
+            manager = self._direct if urllib.request.proxy_bypass(parts.netloc) else self._proxied
+            pool = manager.connection_from_host(host, port, "https")
         target = parts.path + (f"?{parts.query}" if parts.query else "")
+        fields = {"Host": parts.netloc, **headers}
         try:
-            connection.request(method, target, body or None, dict(headers))
-            response = connection.getresponse()
-            fields = {name.lower(): value for name, value in response.getheaders()}
-            answer = Answer(response.status, fields, response.read(), url)
-        except BaseException:
-            self._connections.pop(parts.netloc).close()
-            raise
-        if response.will_close:
-            self._connections.pop(parts.netloc).close()
-        return answer
-
-    def _connection(self, server: str, *, registry: bool) -> http.client.HTTPSConnection:
-        if server in self._connections:
-            return self._connections[server]
-        connection = _Connection(server, self._context, self._address if registry else None)
-        proxy = urllib.request.getproxies().get("https")
-        if proxy and not (registry and self._address) and not urllib.request.proxy_bypass(server):
-            parts = urlsplit(proxy if "//" in proxy else f"//{proxy}")
-            port = connection.port
-            connection = _Connection(f"{parts.hostname}:{parts.port or 3128}", self._context, None)
-            headers = _proxy_headers(parts.username, parts.password)
-            connection.set_tunnel(server.partition(":")[0], port, headers)
-        self._connections[server] = connection
-        return connection
-
-
-class _Connection(http.client.HTTPSConnection):
-    """HTTPS, to another address where one is given."""
-
-    def __init__(self, server: str, context: ssl.SSLContext, address: tuple[str, int] | None) -> None:
-        super().__init__(server, timeout=_SECONDS, context=context)
-        self._tls, self._address = context, address
-
-    def connect(self) -> None:
-        if self._address is None:
-            super().connect()
-            return
-        raw = socket.create_connection(self._address, self.timeout)
-        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.sock = self._tls.wrap_socket(raw, server_hostname=self.host)
-
-
-def _proxy_headers(user: str | None, password: str | None) -> dict[str, str]:
-    if user is None:
-        return {}
-    return {"Proxy-Authorization": Credentials(unquote(user), unquote(password or "")).basic}
+            response = pool.urlopen(method, target, body or None, fields, retries=False, redirect=False)
+        except self._error as error:
+            raise OSError(str(error)) from error
+        received = {name.lower(): value for name, value in response.headers.items()}
+        return RegistryResponse(response.status, received, response.data, url)
 
 
 def _tls_context(ca_bundle: Path | None) -> ssl.SSLContext:
