@@ -149,7 +149,7 @@ class Server:
     def google(self, request: Request) -> Response:
         """One request on 127.0.0.1."""
         first = request.path.split("/")[1]
-        if first in ("storage", "upload", "download", "resumable", "batch"):
+        if first in ("storage", "upload", "download", "resumable"):
             return self._storage(request)
         if first in ("v1", "v2", "v2alpha1", "compute"):
             return self._faulty("tpu", lambda: self._api(request))

@@ -1,26 +1,22 @@
-"""The JSON API of Cloud Storage over bucket.py, as google-cloud-storage and `gcloud storage` use it.
+"""The JSON API of Cloud Storage over bucket.py, as google-cloud-storage, TensorFlow and `gcloud storage` use it.
 
-Uploads of all three kinds are in uploads.py. Not emulated: versioning, ACLs, notifications, customer-supplied keys, the
-XML API.
+uploads.py answers uploads of all three kinds. Not emulated: changes of an object's metadata, compositions, batches,
+versioning, permissions, notifications, customer-supplied keys, the XML API.
 """
 
 from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping
 from datetime import UTC, datetime
-from email.parser import BytesParser
-from http.client import HTTPMessage, responses
-from io import BytesIO
 from typing import Any
-from urllib.parse import parse_qs, quote
+from urllib.parse import quote
 
-from launcher.emulator.http_server import Body, FileRegion, Request, Response, json_response
+from launcher.emulator.http_server import FileRegion, Request, Response, json_response
 from launcher.emulator.storage.bucket import Bucket, Buckets, Listing, Preconditions, StorageError, StoredObject
-from launcher.emulator.storage.uploads import Uploads
+from launcher.emulator.storage.uploads import Uploads, integer, preconditions
 
-_PREFIXES = {"storage": 2, "upload": 3, "download": 3, "resumable": 4}  # parts of the path before "b"
+_PREFIXES = {"storage": 2, "upload": 3, "download": 3, "resumable": 4}  # how many parts of the path come before "b"
 
 
 class StorageApi:
@@ -41,8 +37,6 @@ class StorageApi:
 
     def _answer(self, request: Request) -> Response:
         base = _base(request)
-        if request.path.startswith("/batch/"):
-            return self._batch(request)
         parts = request.segments
         kind = parts[0]
         parts = parts[_PREFIXES[kind] :]
@@ -61,10 +55,6 @@ class StorageApi:
                 return json_response(bucket_json(self._buckets.create(str(body.get("name", "")), body), base))
             case ("GET", ["b", bucket]):
                 return json_response(bucket_json(self._buckets.get(bucket), base))
-            case ("PATCH" | "PUT", ["b", bucket]):
-                changed = self._buckets.get(bucket)
-                changed.settings.update({key: value for key, value in request.json().items() if key != "name"})
-                return json_response(bucket_json(changed, base))
             case ("DELETE", ["b", bucket]):
                 self._buckets.delete(bucket)
                 return Response(204)
@@ -76,17 +66,6 @@ class StorageApi:
                     "locationType": "multi-region",
                 }
                 return json_response({**layout, "hierarchicalNamespace": {"enabled": False}})
-            case ("GET", ["b", bucket, "iam"]):
-                self._buckets.get(bucket)
-                return json_response({"kind": "storage#policy", "version": 1, "etag": "CAE=", "bindings": []})
-            case ("GET", ["b", bucket, "iam", "testPermissions"]):
-                self._buckets.get(bucket)
-                return json_response(
-                    {"kind": "storage#testIamPermissionsResponse", "permissions": _repeated(request, "permissions")}
-                )
-            case ("GET", ["b", bucket, "managedFolders"]):
-                self._buckets.get(bucket)
-                return json_response({"kind": "storage#managedFolders", "items": []})
             case ("GET", ["b", bucket, "o"]):
                 return self._list(request, self._buckets.get(bucket), base)
             case (_, ["b", bucket, "o", name, *rest]):
@@ -94,7 +73,7 @@ class StorageApi:
         raise _not_found(request)
 
     def _object(self, request: Request, bucket: Bucket, name: str, rest: list[str], base: str) -> Response:
-        generation = _integer(request.query, "generation")
+        generation = integer(request.query, "generation")
         conditions = preconditions(request.query)
         match (request.method, rest):
             case ("GET" | "HEAD", []) if request.query.get("alt") == "media":
@@ -106,25 +85,8 @@ class StorageApi:
             case ("DELETE", []):
                 bucket.delete(name, generation, conditions)
                 return Response(204)
-            case ("PATCH" | "PUT", []):
-                new = bucket.update(name, generation, request.json(), conditions, replace_all=request.method == "PUT")
-                return json_response(object_json(bucket, new, base))
-            case ("POST", ["compose"]):
-                body = request.json()
-                sources = [
-                    (
-                        str(source["name"]),
-                        _integer(source, "generation"),
-                        preconditions(source.get("objectPreconditions", {})),
-                    )
-                    for source in body["sourceObjects"]
-                ]
-                composed = bucket.compose(name, sources, body.get("destination", {}), conditions)
-                return json_response(object_json(bucket, composed, base))
-            case ("POST", ["rewriteTo" | "copyTo", "b", target, "o", new_name]):
-                return self._copy(request, bucket, name, self._buckets.get(target), new_name, base)
-            case ("GET", ["acl"]):
-                return json_response({"kind": "storage#objectAccessControls", "items": []})
+            case ("POST", ["rewriteTo", "b", target, "o", new_name]):
+                return self._rewrite(request, bucket, name, self._buckets.get(target), new_name, base)
         raise _not_found(request)
 
     def _download(
@@ -136,8 +98,8 @@ class StorageApi:
             "Accept-Ranges": "bytes",
             "ETag": etag(stored),
             "X-Goog-Generation": str(stored.generation),
-            "X-Goog-Metageneration": str(stored.metageneration),
-            "X-Goog-Hash": f"crc32c={stored.crc32c}" + (f",md5={stored.md5}" if stored.md5 else ""),
+            "X-Goog-Metageneration": "1",
+            "X-Goog-Hash": f"crc32c={stored.crc32c}" + f",md5={stored.md5}",
             "X-Goog-Stored-Content-Length": str(stored.size),
             "X-Goog-Stored-Content-Encoding": str(stored.settings.get("contentEncoding", "identity")),
             "X-Goog-Storage-Class": str(stored.settings.get("storageClass", "STANDARD")),
@@ -163,9 +125,7 @@ class StorageApi:
             after=base64.urlsafe_b64decode(query.get("pageToken", "").encode()).decode(),
             start=query.get("startOffset", ""),
             end=query.get("endOffset", ""),
-            limit=min(_integer(query, "maxResults") or 1000, 1000),
-            glob=query.get("matchGlob", ""),
-            trailing=query.get("includeTrailingDelimiter") == "true",
+            limit=min(integer(query, "maxResults") or 1000, 1000),
         )
         items, prefixes, token = bucket.listing(listing)
         value: dict[str, Any] = {"kind": "storage#objects"}
@@ -177,10 +137,12 @@ class StorageApi:
             value["nextPageToken"] = base64.urlsafe_b64encode(token.encode()).decode()
         return json_response(value)
 
-    def _copy(self, request: Request, bucket: Bucket, name: str, target: Bucket, new_name: str, base: str) -> Response:
-        """rewriteTo and copyTo: copies the whole object in one call."""
+    def _rewrite(
+        self, request: Request, bucket: Bucket, name: str, target: Bucket, new_name: str, base: str
+    ) -> Response:
+        """Copies the whole object in one call."""
         source, file = bucket.open(
-            name, _integer(request.query, "sourceGeneration"), preconditions(request.query, "ifSource")
+            name, integer(request.query, "sourceGeneration"), preconditions(request.query, "ifSource")
         )
         new = target.incoming()
         with file:
@@ -188,8 +150,6 @@ class StorageApi:
                 new.write(data)
         settings = {**source.settings, **request.json()}
         copied = object_json(target, target.commit(new_name, new, settings, preconditions(request.query)), base)
-        if "copyTo" in request.segments[-5:]:
-            return json_response(copied)
         size = str(source.size)
         return json_response(
             {
@@ -201,63 +161,10 @@ class StorageApi:
             }
         )
 
-    def _batch(self, request: Request) -> Response:
-        """Answers the calls of one multipart/mixed body, one by one."""
-        head = f"Content-Type: {request.headers['Content-Type']}\r\n\r\n".encode()
-        message = BytesParser().parsebytes(head + request.body.read_all())
-        if not message.is_multipart():
-            raise StorageError(400, "invalid", "a multipart/mixed body is expected")
-        boundary = "batch_emulator"
-        parts = []
-        for part in message.get_payload():
-            raw = part.get_payload(decode=True)  # type: ignore[union-attr]
-            assert isinstance(raw, bytes)
-            response = self.answer(_inner(raw))
-            body = response.body if isinstance(response.body, bytes) else response.body.file.read()
-            lines = [
-                f"HTTP/1.1 {response.status} {responses.get(response.status, '')}",
-                *(f"{key}: {value}" for key, value in response.headers.items()),
-            ]
-            identifier = str(part["Content-ID"] or "").replace("<", "<response-", 1)  # type: ignore[index]
-            lines = [
-                f"--{boundary}",
-                "Content-Type: application/http",
-                f"Content-ID: {identifier}",
-                "",
-                *lines,
-                f"Content-Length: {len(body)}",
-                "",
-                "",
-            ]
-            parts.append("\r\n".join(lines).encode() + body + b"\r\n")
-        return Response(
-            200,
-            b"".join(parts) + f"--{boundary}--\r\n".encode(),
-            {"Content-Type": f"multipart/mixed; boundary={boundary}"},
-        )
-
-
-def _inner(raw: bytes) -> Request:
-    head, _, body = raw.replace(b"\r\n", b"\n").partition(b"\n\n")
-    line, _, fields = head.partition(b"\n")
-    method, target, *_ = line.decode().split(" ")
-    path, _, query = re.sub(r"^https?://[^/]+", "", target).partition("?")
-    headers: HTTPMessage = BytesParser(_class=HTTPMessage).parsebytes(fields + b"\n\n")
-    parameters = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
-    return Request(method, path, parameters, headers, Body(BytesIO(body), len(body), False))
-
-
-def preconditions(query: Mapping[str, Any], prefix: str = "if") -> Preconditions:
-    """The preconditions of a query, or of a source of compose. Raises StorageError when one is not a number."""
-    names = ("GenerationMatch", "GenerationNotMatch", "MetagenerationMatch", "MetagenerationNotMatch")
-    return Preconditions(*(_integer(query, prefix + name) for name in names))
-
 
 def byte_range(text: str, size: int) -> tuple[int, int] | None:
-    """[start, end) of a Range header for an object of `size` bytes.
-
-    None when there is no header, or one that can't be parsed: then the whole object is sent, as by Google.
-    """
+    """Returns [start, end) of a Range header for an object of `size` bytes; None, as Google, for the whole object where
+    there is no header that can be parsed."""
     match = re.fullmatch(r"bytes=(\d*)-(\d*)", text.strip())
     if not match or match.groups() == ("", ""):
         return None
@@ -270,9 +177,9 @@ def byte_range(text: str, size: int) -> tuple[int, int] | None:
 
 
 def object_json(bucket: Bucket, stored: StoredObject, base: str) -> dict[str, Any]:
-    """An object's resource. `base` is the server's URL."""
+    """Returns an object's resource. `base` is the server's URL."""
     path = f"b/{quote(bucket.name, safe='')}/o/{quote(stored.name, safe='')}"
-    value: dict[str, Any] = {
+    return {
         "kind": "storage#object",
         "id": f"{bucket.name}/{stored.name}/{stored.generation}",
         "selfLink": f"{base}/storage/v1/{path}",
@@ -280,25 +187,21 @@ def object_json(bucket: Bucket, stored: StoredObject, base: str) -> dict[str, An
         "name": stored.name,
         "bucket": bucket.name,
         "generation": str(stored.generation),
-        "metageneration": str(stored.metageneration),
+        "metageneration": "1",
         "storageClass": "STANDARD",
         "size": str(stored.size),
         "crc32c": stored.crc32c,
         "etag": etag(stored),
         "timeCreated": _time(stored.created),
-        "updated": _time(stored.updated),
+        "updated": _time(stored.created),
         "timeStorageClassUpdated": _time(stored.created),
+        "md5Hash": stored.md5,
         **stored.settings,
     }
-    if stored.md5:
-        value["md5Hash"] = stored.md5
-    if stored.components:
-        value["componentCount"] = stored.components
-    return value
 
 
 def bucket_json(bucket: Bucket, base: str) -> dict[str, Any]:
-    """A bucket's resource. `base` is the server's URL."""
+    """Returns a bucket's resource. `base` is the server's URL."""
     created = _time(float(bucket.settings["timeCreated"]))
     fixed = {
         "kind": "storage#bucket",
@@ -318,12 +221,12 @@ def bucket_json(bucket: Bucket, base: str) -> dict[str, Any]:
 
 
 def etag(stored: StoredObject) -> str:
-    """Changes with every change of the object."""
-    return base64.b64encode(f"{stored.generation}/{stored.metageneration}".encode()).decode()
+    return base64.b64encode(f"{stored.generation}/1".encode()).decode()
 
 
 def refuse_buckets(request: Request) -> Response | None:
-    """What the role Storage Object User answers a question about a bucket itself; None where it is about objects.
+    """Returns the refusal that a user with the role Storage Object User gets for a request about a bucket itself; None
+    for a request about objects.
 
     Source: https://cloud.google.com/storage/docs/access-control/iam-roles (no storage.buckets.get).
     """
@@ -338,7 +241,7 @@ def refuse_buckets(request: Request) -> Response | None:
 
 
 def error_response(error: StorageError, *, plain: bool = False) -> Response:
-    """In Google's shape: JSON, or text where bytes were asked for."""
+    """Returns the error in Google's shape: JSON, or text where the client requested bytes."""
     if error.status == 304:
         return Response(304)
     if plain:
@@ -349,20 +252,6 @@ def error_response(error: StorageError, *, plain: bool = False) -> Response:
 
 def _base(request: Request) -> str:
     return f"http://{request.headers.get('Host', '127.0.0.1')}"
-
-
-def _integer(values: Mapping[str, Any], name: str) -> int | None:
-    text = values.get(name)
-    if text is None or text == "":
-        return None
-    try:
-        return int(text)
-    except (ValueError, TypeError):
-        raise StorageError(400, "invalidParameter", f"Invalid value for {name}: {text!r}") from None
-
-
-def _repeated(request: Request, name: str) -> list[str]:
-    return [request.query[name]] if name in request.query else []
 
 
 def _time(seconds: float) -> str:

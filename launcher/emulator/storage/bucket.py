@@ -1,13 +1,12 @@
 """Cloud Storage without HTTP: buckets and objects on disk, with generations and preconditions.
 
-On disk, for each bucket, `<folder>/<bucket>/`: `bucket.json`; `objects/<generation>.json`, an object's metadata;
+Each bucket is a folder `<folder>/<bucket>/`: `bucket.json`; `objects/<generation>.json`, an object's metadata;
 `data/<generation>`, its bytes.
 
 What can fail half-way: data is written under a temporary name and renamed, then the metadata likewise; the rename of
-the metadata is the commit. A server that is killed before it leaves data without metadata, which the next start
-removes, never a partial object. When an object is replaced, the old metadata is removed after the new one is written;
-at the next start the newest generation of a name wins. Renames are not synced to the disk: objects survive a crash of
-the server, not of the machine.
+the metadata is the commit. A server that is killed before the commit leaves data without metadata, which the next start
+removes. The metadata of a replaced object is removed after the new one is written; at the next start the newest
+generation of a name wins. Renames are not synced: objects survive a crash of the server, not of the machine.
 
 Preconditions are checked and the change is made under one lock for each bucket, so exactly one of several writers with
 ifGenerationMatch=0 succeeds.
@@ -25,15 +24,15 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import google_crc32c
 
 _NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$")
-# What a client may set on an object; everything else is the service's.
+# Fields of an object that a client may set.
 SETTABLE = (
     "cacheControl",
     "contentDisposition",
@@ -48,7 +47,7 @@ _BLOCK = 1 << 20
 
 
 class StorageError(Exception):
-    """What the service answers instead: HTTP status, reason and message, in Google's words."""
+    """An error of the service: HTTP status, reason and message, in Google's words."""
 
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
@@ -62,42 +61,34 @@ class StoredObject:
 
     name: str
     generation: int
-    metageneration: int
     size: int
     crc32c: str
-    md5: str  # "" for a composite object
+    md5: str
     created: float
-    updated: float
     settings: Mapping[str, Any] = field(default_factory=dict)
-    components: int = 0
 
 
 @dataclass(frozen=True)
 class Preconditions:
-    """ifGenerationMatch and its kin; None: not given."""
+    """ifGenerationMatch and ifGenerationNotMatch; None: not given."""
 
     generation: int | None = None
     not_generation: int | None = None
-    metageneration: int | None = None
-    not_metageneration: int | None = None
 
     def check(self, current: StoredObject | None, *, reading: bool = False) -> None:
-        """Raises StorageError 412, or 304 where a reader asked for anything but what is there."""
+        """Raises StorageError 412 when a condition does not hold, or 304 when a reader has this generation already."""
         generation = current.generation if current else 0
-        if self.generation is not None and self.generation != generation:
-            raise _failed()
-        if self.metageneration is not None and (current is None or self.metageneration != current.metageneration):
-            raise _failed()
-        unchanged = self.not_generation is not None and self.not_generation == generation
-        unchanged = unchanged or (current is not None and self.not_metageneration == current.metageneration)
-        if unchanged:
-            raise StorageError(304, "notModified", "Not Modified") if reading else _failed()
+        if self.not_generation == generation and reading:
+            raise StorageError(304, "notModified", "Not Modified")
+        if self.generation not in (None, generation) or self.not_generation == generation:
+            message = "At least one of the pre-conditions you specified did not hold."
+            raise StorageError(412, "conditionNotMet", message)
 
 
 @dataclass(frozen=True)
 class Listing:
-    """A request for a listing: names with `prefix` in [start, end) that match `glob`, those with `delimiter` after the
-    prefix rolled up."""
+    """A request for a listing: names with `prefix` in [start, end). Names with `delimiter` after the prefix are rolled
+    up into one common prefix."""
 
     prefix: str = ""
     delimiter: str = ""
@@ -105,15 +96,13 @@ class Listing:
     start: str = ""
     end: str = ""
     limit: int = 1000
-    glob: str = ""
-    trailing: bool = False  # includeTrailingDelimiter
 
 
 class Incoming:
-    """Bytes of an object that is being uploaded: a temporary file, and their checksums."""
+    """The bytes of an upload so far: a temporary file and its checksums (base64, as the API writes them)."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, and goes on after the bytes that it holds."""
+        """Opens the file to append to the bytes that it holds."""
         self.path = path
         self.size = 0
         self._crc, self._md5 = google_crc32c.Checksum(), hashlib.md5()
@@ -123,7 +112,6 @@ class Incoming:
             self._count(data)
 
     def write(self, data: bytes) -> None:
-        """Appends bytes."""
         self._file.write(data)
         self._count(data)
 
@@ -134,27 +122,23 @@ class Incoming:
 
     @property
     def crc32c(self) -> str:
-        """Of the bytes so far, as the API writes it (base64)."""
         return base64.b64encode(self._crc.digest()).decode()
 
     @property
     def md5(self) -> str:
-        """Of the bytes so far, as the API writes it (base64)."""
         return base64.b64encode(self._md5.digest()).decode()
 
     def verify(self, crc32c: str | None, md5: str | None) -> None:
-        """Raises StorageError when a checksum that the client sent is not that of the bytes."""
+        """Raises StorageError when a checksum that the client sent differs from that of the bytes."""
         for name, sent, computed in (("CRC32C", crc32c, self.crc32c), ("MD5 hash", md5, self.md5)):
             if sent and sent != computed:
                 message = f'Provided {name} "{sent}" doesn\'t match calculated {name} "{computed}".'
                 raise StorageError(400, "invalid", message)
 
     def close(self) -> None:
-        """Closes the file, which stays."""
         self._file.close()
 
     def discard(self) -> None:
-        """Closes and removes the file."""
         self.close()
         self.path.unlink(missing_ok=True)
 
@@ -191,7 +175,7 @@ class Bucket:
         self._last = max(map(int, live), default=0)
 
     def get(self, name: str, generation: int | None = None) -> StoredObject:
-        """The object. Raises StorageError 404 when there is none, or when that generation was replaced."""
+        """Returns the object. Raises StorageError 404 when there is none, or when that generation was replaced."""
         with self._lock:
             stored = self._objects.get(name)
         if stored is None or (generation is not None and generation != stored.generation):
@@ -200,30 +184,23 @@ class Bucket:
         return stored
 
     def find(self, name: str) -> StoredObject | None:
-        """The object; None when there is none."""
         with self._lock:
             return self._objects.get(name)
 
     def open(self, name: str, generation: int | None, preconditions: Preconditions) -> tuple[StoredObject, BinaryIO]:
-        """The object and its bytes, which stay readable while they are open, also when the object is replaced."""
+        """Returns the object and an open file of its bytes, which stays readable when the object is replaced."""
         with self._lock:
             stored = self.get(name, generation)
             preconditions.check(stored, reading=True)
             return stored, open(self._data(stored.generation), "rb")
 
     def incoming(self) -> Incoming:
-        """A new temporary file for an upload."""
         return Incoming(self.folder / "incoming" / os.urandom(8).hex())
 
     def commit(
-        self,
-        name: str,
-        bytes_: Incoming,
-        settings: Mapping[str, Any],
-        preconditions: Preconditions,
-        components: int = 0,
+        self, name: str, bytes_: Incoming, settings: Mapping[str, Any], preconditions: Preconditions
     ) -> StoredObject:
-        """Makes the bytes the object's newest generation, all or nothing. Raises StorageError 412."""
+        """Makes the bytes the object's newest generation, all or nothing. Raises StorageError 400 or 412."""
         if not 1 <= len(name.encode()) <= 1024 or "\n" in name or "\r" in name:
             raise StorageError(400, "invalid", f"Invalid object name: {name[:80]!r}")
         bytes_.close()
@@ -233,39 +210,11 @@ class Bucket:
             now = time.time()
             self._last = generation = max(self._last + 1, int(now * 1e6))
             kept = {key: value for key, value in settings.items() if key in SETTABLE and value is not None}
-            md5 = "" if components else bytes_.md5
-            new = StoredObject(name, generation, 1, bytes_.size, bytes_.crc32c, md5, now, now, kept, components)
+            new = StoredObject(name, generation, bytes_.size, bytes_.crc32c, bytes_.md5, now, kept)
             os.rename(bytes_.path, self._data(generation))
             self._enter(new)
             if current is not None:
                 self._forget(current)
-            return new
-
-    def update(
-        self,
-        name: str,
-        generation: int | None,
-        changes: Mapping[str, Any],
-        preconditions: Preconditions,
-        *,
-        replace_all: bool,
-    ) -> StoredObject:
-        """Changes settings; None removes one. `metadata` is merged the same way unless `replace_all`."""
-        with self._lock:
-            current = self.get(name, generation)
-            preconditions.check(current)
-            settings = {} if replace_all else dict(current.settings)
-            for key, value in changes.items():
-                if key not in SETTABLE:
-                    continue
-                if key == "metadata" and isinstance(value, dict) and not replace_all:
-                    value = {**settings.get("metadata", {}), **value}
-                if key == "metadata" and isinstance(value, dict):
-                    value = {name: text for name, text in value.items() if text is not None}
-                settings[key] = value
-            settings = {key: value for key, value in settings.items() if value is not None}
-            new = replace(current, settings=settings, metageneration=current.metageneration + 1, updated=time.time())
-            self._enter(new)
             return new
 
     def delete(self, name: str, generation: int | None, preconditions: Preconditions) -> None:
@@ -277,32 +226,11 @@ class Bucket:
             del self._objects[name]
             del self._names[bisect.bisect_left(self._names, name)]
 
-    def compose(
-        self,
-        name: str,
-        sources: list[tuple[str, int | None, Preconditions]],
-        settings: Mapping[str, Any],
-        preconditions: Preconditions,
-    ) -> StoredObject:
-        """Makes one object from the bytes of up to 32, in order. Raises StorageError."""
-        if not 1 <= len(sources) <= 32:
-            raise StorageError(400, "invalid", "The number of source components provided must be between 1 and 32.")
-        new = self.incoming()
-        components = 0
-        for source, generation, conditions in sources:
-            stored, file = self.open(source, generation, replace(conditions))
-            components += max(1, stored.components)
-            with file:
-                while data := file.read(_BLOCK):
-                    new.write(data)
-        return self.commit(name, new, settings, preconditions, components)
-
     def listing(self, request: Listing) -> tuple[list[StoredObject], list[str], str]:
-        """Objects, common prefixes and the token of the next page ("" when this is the last)."""
-        prefix, delimiter, after, trailing = request.prefix, request.delimiter, request.after, request.trailing
+        """Returns objects, common prefixes and the token of the next page ("" after the last)."""
+        prefix, delimiter, after = request.prefix, request.delimiter, request.after
         items: list[StoredObject] = []
         prefixes: list[str] = []
-        pattern = glob_pattern(request.glob) if request.glob else None
         with self._lock:
             last = ""
             for name in self._names[bisect.bisect_left(self._names, max(prefix, request.start, after)) :]:
@@ -311,29 +239,19 @@ class Bucket:
                 cut = name.find(delimiter, len(prefix)) if delimiter else -1
                 common = name[: cut + len(delimiter)] if cut >= 0 else ""
                 entry = common or name
-                if (entry <= after and after) or (
-                    common and prefixes and prefixes[-1] == common and not (trailing and name == common)
-                ):
-                    continue
-                if pattern is not None and not pattern.match(name):
+                if (after and entry <= after) or (common and common in prefixes[-1:]):
                     continue
                 if len(items) + len(prefixes) >= request.limit:
                     return items, prefixes, last
-                if common and not (prefixes and prefixes[-1] == common):
+                if common:
                     prefixes.append(common)
-                if not common or (trailing and name == common):
+                else:
                     items.append(self._objects[name])
                 last = entry
         return items, prefixes, ""
 
-    @property
-    def empty(self) -> bool:
-        """Whether the bucket has no object."""
-        with self._lock:
-            return not self._objects
-
     def totals(self) -> dict[str, int]:
-        """Number of objects, and their bytes."""
+        """Returns the number of "objects" and their "bytes"."""
         with self._lock:
             return {"objects": len(self._objects), "bytes": sum(stored.size for stored in self._objects.values())}
 
@@ -361,14 +279,14 @@ class Buckets:
         self._buckets = {path.name: Bucket(path) for path in folder.iterdir() if (path / "bucket.json").is_file()}
 
     def get(self, name: str) -> Bucket:
-        """The bucket. Raises StorageError 404."""
+        """Returns the bucket. Raises StorageError 404."""
         with self._lock:
             if name not in self._buckets:
                 raise StorageError(404, "notFound", "The specified bucket does not exist.")
             return self._buckets[name]
 
     def create(self, name: str, settings: Mapping[str, Any]) -> Bucket:
-        """Raises StorageError when the name is bad or taken."""
+        """Creates a bucket. Raises StorageError when the name is bad or taken."""
         if not _NAME.match(name) or len(name) > (222 if "." in name else 63) or ".." in name or name.startswith("goog"):
             raise StorageError(400, "invalid", f"Invalid bucket name: '{name}'")
         with self._lock:
@@ -382,7 +300,7 @@ class Buckets:
             return self._buckets[name]
 
     def ensure(self, name: str) -> None:
-        """Makes the bucket unless it exists. Raises ValueError when its name is bad."""
+        """Creates the bucket unless it exists. Raises ValueError when its name is bad."""
         try:
             self.create(name, {})
         except StorageError as error:
@@ -393,7 +311,7 @@ class Buckets:
         """Removes an empty bucket. Raises StorageError 404 or 409."""
         bucket = self.get(name)
         with self._lock:
-            if not bucket.empty:
+            if bucket.totals()["objects"]:
                 raise StorageError(409, "conflict", "The bucket you tried to delete is not empty.")
             del self._buckets[name]
         with contextlib.suppress(FileNotFoundError):
@@ -401,12 +319,12 @@ class Buckets:
         shutil.rmtree(bucket.folder, ignore_errors=True)
 
     def all(self) -> list[Bucket]:
-        """The buckets, sorted by name."""
+        """Returns the buckets, sorted by name."""
         with self._lock:
             return [self._buckets[name] for name in sorted(self._buckets)]
 
     def summary(self) -> dict[str, dict[str, int]]:
-        """Name -> totals, of all buckets."""
+        """Returns the totals of all buckets, by name."""
         return {bucket.name: bucket.totals() for bucket in self.all()}
 
 
@@ -415,18 +333,3 @@ def write_json(path: Path, value: Any) -> None:
     temporary = path.with_name(f".{path.name}.{threading.get_ident()}")
     temporary.write_text(json.dumps(value))
     os.rename(temporary, path)
-
-
-def glob_pattern(glob: str) -> re.Pattern[str]:
-    """A matchGlob of the API as a regular expression: * and ? stop at "/", ** doesn't, [...] and {a,b} as usual."""
-    tokens: Iterable[tuple[str, str]] = re.findall(r"(\*\*|\*|\?|\[[^\]]*\]|[{},])|(.)", glob, re.S)
-    special = {"**": ".*", "*": "[^/]*", "?": "[^/]", "{": "(?:", "}": ")", ",": "|"}
-    depth, text = 0, ""
-    for token, plain in tokens:
-        depth += (token == "{") - (token == "}")
-        text += re.escape(plain) if plain else "," if token == "," and not depth else special.get(token, token)
-    return re.compile(text + r"\Z", re.S)
-
-
-def _failed() -> StorageError:
-    return StorageError(412, "conditionNotMet", "At least one of the pre-conditions you specified did not hold.")

@@ -26,7 +26,7 @@ from launcher.emulator.http_server import Handler, Request, Response, serve_http
 
 NAMES = ("storage.googleapis.com", "www.googleapis.com")
 CA_FILE = "ca.pem"  # in the emulator's private folder, and from there in containers
-_JSON = ("storage", "upload", "download", "resumable", "batch")
+_JSON = ("storage", "upload", "download", "resumable")
 _DAYS = 365
 
 

@@ -1,8 +1,8 @@
 """Uploads to a bucket: media, multipart and resumable.
 
-A resumable upload is `<bucket>/uploads/<id>.json` (what it will become) and `<id>.data` (the bytes so far), so it goes
-on after the server was killed; when it is complete, the file says which object it became, and a repeated last chunk or
-status query is answered with that.
+A resumable upload is `<bucket>/uploads/<id>.json` (the object's name, settings and preconditions) and `<id>.data` (the
+bytes so far), so it continues after the server was killed. When it is complete, the JSON file holds the object that it
+became, which answers a repeated last chunk or status query.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import os
 import re
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 from urllib.parse import quote
@@ -26,13 +27,14 @@ from launcher.emulator.storage.bucket import (
     write_json,
 )
 
-_CHUNK = 256 * 1024  # what chunks but the last are multiples of
+_CHUNK = 256 * 1024  # all chunks but the last are multiples of it
 _MAX_HEAD = 1 << 20
 Made = tuple[Bucket, StoredObject]
 
 
 class Uploads:
-    """Answers requests below /upload/ with the object that was made, or with a response that tells what has arrived."""
+    """Answers requests below /upload/ with the created object, or with a response that says how many bytes have
+    arrived."""
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
@@ -59,8 +61,7 @@ class Uploads:
         return self._whole(request, bucket, request.query["name"], settings, request.body.blocks())
 
     def _multipart(self, request: Request, bucket: Bucket) -> Made:
-        """multipart/related: JSON, then the bytes. The bytes are streamed; only the boundary at their end needs
-        care."""
+        """Stores a multipart/related body: JSON, then the object's bytes, which are streamed up to the boundary."""
         match = re.search(r'boundary="?([^";]+)', request.headers.get("Content-Type", ""))
         if not match:
             raise StorageError(400, "badContent", "Multipart body without a boundary.")
@@ -82,7 +83,7 @@ class Uploads:
             end = newline + boundary + b"--"
             for block in blocks:
                 data += block
-                # The boundary may be split between blocks: its length, and what may follow it, stays back.
+                # Keep back as many bytes as the boundary and its end have: it may be split between blocks.
                 keep = len(end) + 4
                 if len(data) > keep:
                     yield data[:-keep]
@@ -101,7 +102,7 @@ class Uploads:
                 incoming.write(block)
             crc32c, md5 = _sent_hashes(request)
             incoming.verify(settings.get("crc32c") or crc32c, settings.get("md5Hash") or md5)
-            return bucket, bucket.commit(name, incoming, settings, _preconditions(request.query))
+            return bucket, bucket.commit(name, incoming, settings, preconditions(request.query))
         except BaseException:
             incoming.discard()
             raise
@@ -113,8 +114,8 @@ class Uploads:
         if kind := request.headers.get("X-Upload-Content-Type"):
             settings.setdefault("contentType", kind)
         name = request.query.get("name") or str(settings["name"])
-        conditions = _preconditions(request.query)
-        conditions.check(bucket.find(name))  # refused early when it is clear already; checked again at the end
+        conditions = preconditions(request.query)
+        conditions.check(bucket.find(name))  # refuse early; checked again at the end
         identifier = os.urandom(16).hex()
         session = {"name": name, "settings": settings, "preconditions": asdict(conditions), "made": None}
         write_json(bucket.folder / "uploads" / f"{identifier}.json", session)
@@ -144,7 +145,7 @@ class Uploads:
             return self._finish(request, bucket, identifier, session, incoming)
 
     def _receive(self, request: Request, incoming: Incoming) -> int | None:
-        """Appends the request's bytes that had not arrived yet; returns the object's size, or None if it is unknown."""
+        """Appends the request's bytes that had not arrived yet. Returns the object's size, None if it is unknown."""
         text = request.headers.get("Content-Range", "")
         match = re.fullmatch(r"bytes (?:(\d+)-(\d+)|\*)/(\d+|\*)", text.strip())
         if text and not match:
@@ -156,7 +157,7 @@ class Uploads:
         if first > incoming.size:
             raise StorageError(503, "backendError", f"Bytes {incoming.size}-{first - 1} are missing.")
         skip = incoming.size - first
-        # When the client disconnects, what has arrived is kept: it will query the status.
+        # Keep what has arrived when the client disconnects: it will query the status.
         for block in request.body.blocks():
             if skip < len(block):
                 incoming.write(block[skip:])
@@ -191,8 +192,8 @@ class Uploads:
 
 
 def _second_part(data: bytes, boundary: bytes) -> tuple[bytes, str, bytes, bytes] | None:
-    """(first part's body, second part's content type, the line ending in use, the second part's bytes so far); None
-    when more bytes are needed.
+    """Returns (first part's body, second part's content type, the line ending in use, the second part's bytes so far);
+    None when more bytes are needed.
 
     gcloud ends lines with a bare newline, the client libraries with CRLF.
     """
@@ -212,12 +213,23 @@ def _second_part(data: bytes, boundary: bytes) -> tuple[bytes, str, bytes, bytes
 
 
 def _sent_hashes(request: Request) -> tuple[str | None, str | None]:
-    """crc32c and md5 of the X-Goog-Hash header (and Content-MD5)."""
+    """Returns crc32c and md5 of the X-Goog-Hash header."""
     text = request.headers.get("X-Goog-Hash", "")
     values = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
     return values.get("crc32c"), values.get("md5")
 
 
-def _preconditions(query: dict[str, str]) -> Preconditions:
-    names = ("ifGenerationMatch", "ifGenerationNotMatch", "ifMetagenerationMatch", "ifMetagenerationNotMatch")
-    return Preconditions(*(int(query[name]) if query.get(name) else None for name in names))
+def preconditions(query: Mapping[str, str], prefix: str = "if") -> Preconditions:
+    """Returns the preconditions of a query. Raises StorageError when one is not a number."""
+    return Preconditions(integer(query, f"{prefix}GenerationMatch"), integer(query, f"{prefix}GenerationNotMatch"))
+
+
+def integer(query: Mapping[str, str], name: str) -> int | None:
+    """Returns a number of a query, None when it is absent. Raises StorageError when it is not a number."""
+    text = query.get(name)
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise StorageError(400, "invalidParameter", f"Invalid value for {name}: {text!r}") from None
