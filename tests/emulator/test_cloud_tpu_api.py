@@ -64,14 +64,8 @@ def test_every_accelerator_of_the_table_can_be_created_in_its_zones_and_nowhere_
         ({"labels": {"team": "X Y"}}, 400, 'label value "X Y"'),
         ({"metadata": {"k": 1}}, 400, "metadata must be an object of strings"),
         ({"metadata": {"a b": "x"}}, 400, 'metadata key "a b"'),
-        ({"description": "x" * 513}, 400, "at most 512 characters"),
         ({"hosts": 4}, 400, 'Unknown name "hosts"'),
         ({"schedulingConfig": {"spot": True, "preemptible": True}}, 400, "only one of spot and preemptible"),
-        (
-            {"acceleratorConfig": {"type": "V4", "topology": "2x2x2"}},
-            400,
-            "only one of acceleratorType and acceleratorConfig",
-        ),
     ],
 )
 def test_bad_creations_get_googles_code_and_words(api: Any, changes: dict[str, Any], status: int, words: str) -> None:
@@ -80,11 +74,6 @@ def test_bad_creations_get_googles_code_and_words(api: Any, changes: dict[str, A
     assert words in message
     assert not api.state.nodes
     assert not api.state.operations
-
-
-def test_type_and_topology_name_an_accelerator_too(api: Any) -> None:
-    api.create(acceleratorType=None, acceleratorConfig={"type": "V4", "topology": "2x2x4"})
-    assert api.call("GET", "nodes", "pod")["acceleratorType"] == "v4-32"
 
 
 def test_a_second_node_of_the_same_name_is_refused_with_409(api: Any) -> None:
@@ -114,8 +103,6 @@ def test_missing_things_are_404(api: Any) -> None:
     for path in (
         ("nodes", "x"),
         ("operations", "x"),
-        ("acceleratorTypes", "v3-16"),
-        ("runtimeVersions", "x"),
         ("nothing",),
     ):
         assert refusal(api.call, "GET", *path)[0] == 404
@@ -211,21 +198,6 @@ def test_guest_attributes_have_one_entry_a_worker_in_the_shape_that_gcloud_reads
     assert refusal(api.call, "POST", "nodes", "pod", verb="getGuestAttributes", body={"workerIds": ["2"]})[0] == 400
 
 
-def test_lists_come_in_pages_that_together_are_everything(api: Any) -> None:
-    names = [api.ready(f"n{i}", acceleratorType="v4-8").name for i in range(5)]
-    listed: list[str] = []
-    token = ""
-    while True:
-        page = api.call("GET", "nodes", pageSize="2", pageToken=token)
-        assert len(page["nodes"]) <= 2
-        listed += [node["name"] for node in page["nodes"]]
-        token = page.get("nextPageToken", "")
-        if not token:
-            break
-    assert listed == names
-    assert refusal(api.call, "GET", "nodes", pageToken="x")[0] == 400
-
-
 def test_a_listing_over_all_zones_shows_every_zone(api: Any) -> None:
     api.create("a")
     api.create("b", zone="europe-west4-a", acceleratorType="v3-8")
@@ -240,4 +212,3 @@ def test_catalogues_name_what_can_be_created(api: Any) -> None:
     assert types == [name for name in ACCELERATORS if name.startswith("v4-")]
     versions = [version["version"] for version in api.call("GET", "runtimeVersions")["runtimeVersions"]]
     assert "tpu-ubuntu2204-base" in versions
-    assert api.call("GET", "runtimeVersions", versions[0])["version"] == versions[0]

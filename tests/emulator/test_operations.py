@@ -111,17 +111,6 @@ def test_a_node_deleted_while_it_is_created_leaves_nothing(running: Running) -> 
     assert not running.api.state.nodes
 
 
-def test_a_cancelled_creation_deletes_its_node(running: Running) -> None:
-    running.containers.gate.clear()
-    creation = running.call(running.api.create)
-    with running.store.change():
-        running.api.call("POST", "operations", creation.rsplit("/", 1)[1], verb="cancel")
-    running.containers.gate.set()
-    assert running.ended(creation)["code"] == 1
-    assert running.store.wait(lambda state: not state.nodes, 10)
-    assert not running.containers.hosts
-
-
 def test_a_pending_creation_goes_on_in_the_next_server(running: Running) -> None:
     running.containers.gate.clear()
     creation = running.call(running.api.create)

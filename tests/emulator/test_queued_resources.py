@@ -149,16 +149,6 @@ def test_a_waiting_one_may_be_deleted_without_force(queue: Queue) -> None:
     assert queue.advance() == "gone"
 
 
-def test_a_reset_asks_again_for_a_suspended_one(queue: Queue) -> None:
-    queue.activate()
-    queue.finish_node(None)
-    queue.advance()
-    assert queue.advance() == "SUSPENDED"
-    queue.call("POST", "q", verb="reset")
-    assert queue.shown()["state"] == "ACCEPTED"
-    assert queue.advance(2) == "PROVISIONING"
-
-
 def test_what_google_refuses_is_refused(queue: Queue) -> None:
     queue.create()
     with pytest.raises(ApiError, match="already exists"):

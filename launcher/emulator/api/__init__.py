@@ -1,1 +1,1 @@
-"""Google's APIs: pure functions from a call and the state to a response and the new state."""
+"""Google's APIs: pure functions from the emulator's state and a call to a response."""

@@ -1,6 +1,6 @@
-"""What Cloud TPU offers in which zone, and what it refuses: accelerator types, runtime versions, names, labels.
+"""What Cloud TPU offers in each zone, and what it refuses: accelerator types, runtime versions, names, labels.
 
-Pure functions. The tables come from `training.accelerators`. Messages and codes are those of the Cloud TPU API as its
+Pure functions over the tables of `training.accelerators`. Messages and codes are those of the Cloud TPU API as its
 users quote them (terraform-provider-google issues 21243 and 10222, marin 87 and 1612, skypilot 4579); where no report
 was found, the words are ours and the code is Google's.
 """
@@ -12,7 +12,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
-from training.accelerators import ACCELERATORS, GENERATIONS, Accelerator, Api, UnknownAccelerator, accelerator
+from training.accelerators import ACCELERATORS, GENERATIONS, Accelerator, Api
 
 # google.rpc.Code -> (HTTP status, name)
 CODES = {
@@ -31,7 +31,7 @@ CODES = {
 CANCELLED, INVALID_ARGUMENT, NOT_FOUND, ALREADY_EXISTS, PERMISSION_DENIED, RESOURCE_EXHAUSTED = 1, 3, 5, 6, 7, 8
 FAILED_PRECONDITION, ABORTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE = 9, 10, 12, 13, 14
 
-# Zones without TPUs of the table: Cloud TPU refuses the accelerator type there, not the zone.
+# Zones without an accelerator of the table: there Cloud TPU refuses the accelerator type, not the zone.
 _OTHER_ZONES = (
     "us-east1-b",
     "us-east1-c",
@@ -53,7 +53,7 @@ _NODE_NAME = re.compile(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")
 _LABEL_KEY = re.compile(r"^[\w-]{1,63}$")
 _LABEL_VALUE = re.compile(r"^[\w-]{0,63}$")
 _TENSORFLOW = re.compile(r"^tpu-vm-tf-2\.\d+\.\d+(-pod)?(-(pjrt|se|pjrt-v5e-and-v6|pjrt-v5p))?$")
-# What a node's creation may set.
+# Fields that a node's creation may set.
 _FIELDS = frozenset((
     "acceleratorConfig", "acceleratorType", "bootDiskConfig", "cidrBlock", "dataDisks", "description", "labels",
     "metadata", "networkConfig", "networkConfigs", "runtimeVersion", "schedulingConfig", "serviceAccount",
@@ -63,14 +63,14 @@ _FIELDS = frozenset((
 
 @dataclass
 class ApiError(Exception):
-    """An error that the API answers with. `code` is a google.rpc.Code."""
+    """An error response of the API. `code` is a google.rpc.Code."""
 
     code: int
     message: str
     details: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """The response's body."""
+        """Returns the response's body."""
         status, name = CODES[self.code]
         return {
             "error": {
@@ -83,22 +83,22 @@ class ApiError(Exception):
 
 
 def event_id(text: str) -> str:
-    """The "[EID: 0x...]" that ends Cloud TPU's messages; the same for the same text, so that tests can compare."""
+    """Returns the "[EID: 0x...]" that ends Cloud TPU's messages. The same text has the same one."""
     return f"[EID: 0x{zlib.crc32(text.encode()):08x}{zlib.adler32(text.encode()):08x}]"
 
 
 def bad_request(text: str) -> ApiError:
-    """INVALID_ARGUMENT with Cloud TPU's phrase before `text`."""
+    """Returns INVALID_ARGUMENT with Cloud TPU's phrase before `text`."""
     return ApiError(INVALID_ARGUMENT, f"Cloud TPU received a bad request. {text} {event_id(text)}")
 
 
 def accelerators_in(zone: str) -> list[str]:
-    """The accelerator types that the zone has."""
+    """Returns the names of the accelerator types that a zone has."""
     return [name for name, accelerator in ACCELERATORS.items() if zone in accelerator.zones(Api.CLOUD_TPU)]
 
 
 def runtime_versions() -> list[str]:
-    """The versions that the API lists, sorted."""
+    """Returns the runtime versions that the API lists, sorted."""
     tensorflow = [
         f"tpu-vm-tf-{version}{pod}-{api}"
         for version in ("2.16.1", "2.17.1", "2.18.0", "2.19.0")
@@ -120,7 +120,7 @@ def check_zone(zone: str) -> None:
 
 
 def check_node_name(name: str) -> None:
-    """Raises ApiError for a name that no node can have."""
+    """Raises ApiError for a name that Google does not accept for a node."""
     if not _NODE_NAME.match(name):
         raise bad_request(f'invalid TPU name "{name}": it must match {_NODE_NAME.pattern}')
 
@@ -153,68 +153,45 @@ def check_metadata(metadata: Any) -> None:
             raise bad_request(f'the value of metadata key "{key}" is larger than 256 KiB')
 
 
-def check_description(description: Any) -> None:
-    """Raises ApiError for what is not a description."""
-    if not isinstance(description, str) or len(description) > 512:
-        raise bad_request("description must be a string of at most 512 characters")
-
-
-def wanted_accelerator(body: dict[str, Any], zone: str) -> Accelerator:
-    """The accelerator that a node asks for, by type or by generation and topology. Raises ApiError."""
-    config = body.get("acceleratorConfig")
-    name = str(body.get("acceleratorType", ""))
-    if config is not None:
-        if name:
-            raise bad_request("only one of acceleratorType and acceleratorConfig may be set")
-        matches = [
-            candidate
-            for candidate in ACCELERATORS.values()
-            if candidate.topology_name == config.get("topology") and api_type(candidate) == config.get("type")
-        ]
-        if not matches:
-            raise bad_request(f"no accelerator of type {config.get('type')} has topology {config.get('topology')}")
-        name = matches[0].name
-    try:
-        wanted = accelerator(name or "v2-8")
-    except UnknownAccelerator:
-        wanted = None
-    if wanted is None or zone not in wanted.zones(Api.CLOUD_TPU):
+def requested_accelerator(body: dict[str, Any], zone: str) -> Accelerator:
+    """Returns the accelerator of a node's creation. Raises ApiError when the zone does not have it."""
+    name = str(body.get("acceleratorType") or "v2-8")
+    if name not in accelerators_in(zone):
         valid = ", ".join(accelerators_in(zone))
         text = f'CloudTpu received an invalid AcceleratorType, "{name}" for zone "{zone}". Valid values are "{valid}".'
         raise ApiError(INVALID_ARGUMENT, f"{text} {event_id(text)}")
-    return wanted
+    return ACCELERATORS[name]
 
 
 def api_type(accelerator: Accelerator) -> str:
-    """The generation as acceleratorConfig.type has it, for example V5LITE_POD."""
+    """Returns the generation as acceleratorConfig.type names it, for example V5LITE_POD."""
     return accelerator.generation.prefix.upper().replace("LITEPOD", "LITE_POD")
 
 
-def check_runtime_version(version: Any, wanted: Accelerator) -> None:
-    """Raises ApiError for a runtime version that does not exist, or is another generation's."""
+def check_runtime_version(version: Any, requested: Accelerator) -> None:
+    """Raises ApiError for a runtime version that does not exist or belongs to another generation."""
     if not version:
         raise bad_request("runtimeVersion is required")
     if version not in runtime_versions() and not _TENSORFLOW.match(str(version)):
         raise bad_request(f'the runtime version "{version}" was not found')
     bases = {generation.runtime_version for generation in GENERATIONS}
-    if version in bases and version != wanted.generation.runtime_version and version != "tpu-ubuntu2204-base":
-        raise bad_request(f'the runtime version "{version}" is not supported for accelerator type "{wanted.name}"')
+    if version in bases and version != requested.generation.runtime_version and version != "tpu-ubuntu2204-base":
+        raise bad_request(f'the runtime version "{version}" is not supported for accelerator type "{requested.name}"')
 
 
 def check_node(body: dict[str, Any], zone: str) -> Accelerator:
-    """Checks the body of a node's creation; returns its accelerator. Raises ApiError."""
+    """Checks the body of a node's creation. Returns its accelerator. Raises ApiError."""
     unknown = sorted(set(body) - _FIELDS)
     if unknown:
         text = f"Invalid JSON payload received. Unknown name \"{unknown[0]}\" at 'node': Cannot find field."
         raise ApiError(INVALID_ARGUMENT, text)
-    wanted = wanted_accelerator(body, zone)
-    check_runtime_version(body.get("runtimeVersion"), wanted)
+    requested = requested_accelerator(body, zone)
+    check_runtime_version(body.get("runtimeVersion"), requested)
     check_labels(body.get("labels", {}))
     check_metadata(body.get("metadata", {}))
-    check_description(body.get("description", ""))
     scheduling = body.get("schedulingConfig", {})
     if scheduling.get("spot") and scheduling.get("preemptible"):
         raise bad_request("only one of spot and preemptible may be set")
     if body.get("networkConfig") and body.get("networkConfigs"):
         raise bad_request("networkConfig and networkConfigs are mutually exclusive")
-    return wanted
+    return requested

@@ -1,8 +1,8 @@
-"""The Cloud TPU API v2, and the few Compute calls that gcloud makes: pure request -> response over the state.
+"""Nodes and operations of the Cloud TPU API v2, and the Compute call that gcloud makes: pure functions of the state.
 
-`answer(state, call, now)` changes the state and returns what Google would. Nothing here starts a container: a new
-operation is entered into the state as pending, and operations.py works on whatever is pending there. Queued resources
-have a module of their own beside this one.
+`answer(state, call, now)` changes the state and returns Google's answer. Nothing here starts a container: a change
+enters a pending operation into the state, operations.py does its work on the hosts, and `finish_operation` ends it.
+queued_resources.py has the API's other half.
 
 Reference: gcloud 528, generated_clients/apis/tpu/v2/tpu_v2_{client,messages}.py.
 """
@@ -24,11 +24,9 @@ from launcher.emulator.state import Host, Node, Operation, State
 from training.accelerators import ACCELERATORS, Accelerator
 
 PROJECT_NUMBER = "100000000001"
-# States in which only deletion makes sense.
-_TERMINAL = {"PREEMPTED", "TERMINATED"}
 _NEVER = 1e7  # seconds
 _FIRST_HOST = 10  # of the subnet: the addresses below belong to the network
-_KEPT_OPERATIONS = 200  # that have ended
+_KEPT_OPERATIONS = 200  # how many that have ended are kept
 
 
 @dataclass(frozen=True)
@@ -43,22 +41,22 @@ class Call:
 
 
 def parse(method: str, segments: list[str], query: dict[str, str], body: dict[str, Any]) -> Call:
-    """A call from a URL's parts (without the version)."""
+    """Makes a call of a URL's parts without the version."""
     head, separator, verb = segments[-1].partition(":")
     return Call(method, (*segments[:-1], head), verb if separator else "", query, body)
 
 
 def timestamp(seconds: float) -> str:
-    """Seconds since 1970 in RFC 3339, as the API writes times."""
+    """Formats seconds since 1970 in RFC 3339, as the API writes times."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def answer(state: State, call: Call, now: float) -> dict[str, Any]:
-    """The response's JSON. Raises ApiError."""
+    """Carries out a call. Returns the response's JSON. Raises ApiError."""
     match call.path:
         case ("projects", project, "locations"):
             names = [{"name": f"projects/{project}/locations/{zone}", "locationId": zone} for zone in catalogue.ZONES]
-            return page("locations", names, call)
+            return {"locations": names}
         case ("projects", project, "locations", zone):
             catalogue.check_zone(zone)
             return {"name": f"projects/{project}/locations/{zone}", "locationId": zone}
@@ -75,9 +73,10 @@ def _in_zone(state: State, call: Call, project: str, zone: str, rest: tuple[str,
         case ("nodes", *name):
             return _answer_nodes(state, call, parent, tuple(name), now)
         case ("operations", *name):
-            return _answer_operations(state, call, parent, tuple(name))
-        case ("acceleratorTypes" | "runtimeVersions", *name) if call.method == "GET" and not call.verb:
-            return _answer_offers(call, parent, rest[0], tuple(name))
+            if len(name) == 1 and call.method == "GET" and not call.verb:
+                return operation_json(_operation(state, f"{parent}/operations/{name[0]}"))
+        case ("acceleratorTypes" | "runtimeVersions",) if call.method == "GET" and not call.verb:
+            return _list_offers(call, parent, rest[0])
     raise no_method(call)
 
 
@@ -89,7 +88,7 @@ def _answer_nodes(state: State, call: Call, parent: str, name: tuple[str, ...], 
         case ("GET", 0, ""):
             prefix = parent.removesuffix("-") if parent.endswith("/-") else f"{parent}/"
             nodes = [node_json(node) for full_name, node in sorted(state.nodes.items()) if full_name.startswith(prefix)]
-            return page("nodes", nodes, call)
+            return {"nodes": nodes}
         case ("POST", 0, ""):
             return operation_json(_create(state, call, parent, now))
         case ("GET", 1, ""):
@@ -105,50 +104,16 @@ def _answer_nodes(state: State, call: Call, parent: str, name: tuple[str, ...], 
     raise no_method(call)
 
 
-def _answer_operations(state: State, call: Call, parent: str, name: tuple[str, ...]) -> dict[str, Any]:
-    match (call.method, name, call.verb):
-        case ("GET", (), ""):
-            prefix = f"{parent}/operations/"
-            operations = [
-                operation_json(operation)
-                for full_name, operation in sorted(state.operations.items())
-                if full_name.startswith(prefix)
-            ]
-            return page("operations", operations, call)
-        case ("GET", (short_name,), ""):
-            return operation_json(_operation(state, f"{parent}/operations/{short_name}"))
-        case ("DELETE", (short_name,), ""):
-            del state.operations[_operation(state, f"{parent}/operations/{short_name}").name]
-            return {}
-        case ("POST", (short_name,), "cancel"):
-            operation = _operation(state, f"{parent}/operations/{short_name}")
-            operation.cancelled = operation.cancelled or not operation.done
-            return {}
-    raise no_method(call)
-
-
-def _answer_offers(call: Call, parent: str, kind: str, name: tuple[str, ...]) -> dict[str, Any]:
-    """acceleratorTypes and runtimeVersions of a zone."""
+def _list_offers(call: Call, parent: str, kind: str) -> dict[str, Any]:
+    """Lists the acceleratorTypes or the runtimeVersions of a zone."""
     if kind == "acceleratorTypes":
-        zone = parent.rsplit("/", 1)[1]
-        offers = {offer: _accelerator_json(parent, offer) for offer in catalogue.accelerators_in(zone)}
-    else:
-        offers = {
-            version: {"name": f"{parent}/runtimeVersions/{version}", "version": version}
-            for version in catalogue.runtime_versions()
-        }
-    match name:
-        case ():
-            return page(kind, list(offers.values()), call)
-        case (short_name,):
-            if short_name not in offers:
-                raise ApiError(catalogue.NOT_FOUND, f"Resource '{parent}/{kind}/{short_name}' was not found")
-            return offers[short_name]
-    raise no_method(call)
+        return {kind: [_accelerator_json(parent, name) for name in catalogue.accelerators_in(parent.rsplit("/", 1)[1])]}
+    versions = catalogue.runtime_versions()
+    return {kind: [{"name": f"{parent}/runtimeVersions/{version}", "version": version} for version in versions]}
 
 
 def compute_project(project: str) -> dict[str, Any]:
-    """GET compute/v1/projects/P: gcloud looks for ssh keys and OS Login in the project's metadata."""
+    """Answers GET compute/v1/projects/P: gcloud looks for ssh keys and OS Login in the project's metadata."""
     return {
         "kind": "compute#project",
         "id": PROJECT_NUMBER,
@@ -159,7 +124,6 @@ def compute_project(project: str) -> dict[str, Any]:
 
 
 def service_account() -> str:
-    """The default service account's address."""
     return f"{PROJECT_NUMBER}-compute@developer.gserviceaccount.com"
 
 
@@ -171,24 +135,23 @@ def _create(state: State, call: Call, parent: str, now: float) -> Operation:
     catalogue.check_node_name(node_id)
     name = f"{parent}/nodes/{node_id}"
     zone, project = parent.split("/")[3], parent.split("/")[1]
-    wanted = catalogue.check_node(call.body, zone)
+    requested = catalogue.check_node(call.body, zone)
     if name in state.nodes:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{name}' already exists")
-    faults.refuse_create(state, wanted, zone)
+    faults.refuse_create(state, requested, zone)
     faults.refuse_change(state)
-    hosts = new_hosts(state, name, wanted.hosts, now)
+    hosts = _new_hosts(state, name, requested.hosts, now)
     operation = start_operation(state, "create", name, now, state.create_seconds)
     operation.failure = faults.stockout(state, zone)
     if faults.take(state, "stuck"):
         operation.ends_at = now + _NEVER
-    # A stock-out is known before any VM exists.
-    node = Node(name, _new_resource(call.body, name, wanted, zone, project, now), [] if operation.failure else hosts)
-    state.nodes[name] = node
+    resource = _new_resource(call.body, name, requested, zone, project, now)
+    state.nodes[name] = Node(name, resource, [] if operation.failure else hosts)  # a stock-out makes no VM
     return operation
 
 
 def _new_resource(
-    body: dict[str, Any], name: str, wanted: Accelerator, zone: str, project: str, now: float
+    body: dict[str, Any], name: str, requested: Accelerator, zone: str, project: str, now: float
 ) -> dict[str, Any]:
     network = {"network": "default", **body.get("networkConfig", {})}
     region = zone.rsplit("-", 1)[0]
@@ -201,8 +164,8 @@ def _new_resource(
         "name": name,
         "id": str(_number(name, now)),
         "apiVersion": "V2",
-        "acceleratorType": wanted.name,
-        "acceleratorConfig": {"type": catalogue.api_type(wanted), "topology": wanted.topology_name},
+        "acceleratorType": requested.name,
+        "acceleratorConfig": {"type": catalogue.api_type(requested), "topology": requested.topology_name},
         "createTime": timestamp(now),
         "networkConfig": network,
         "schedulingConfig": {key: value for key, value in body.get("schedulingConfig", {}).items() if value},
@@ -215,9 +178,8 @@ def _new_resource(
     }
 
 
-def new_hosts(state: State, name: str, count: int, now: float) -> list[Host]:
-    """Addresses (the lowest that are free) and names for the hosts of a new node. Raises ApiError when the network is
-    full."""
+def _new_hosts(state: State, name: str, count: int, now: float) -> list[Host]:
+    """Makes the hosts of a new node, with the lowest free addresses. Raises ApiError when the network is full."""
     taken = {host.address for node in state.nodes.values() for host in node.hosts}
     addresses = itertools.islice(ipaddress.ip_network(state.subnet).hosts(), _FIRST_HOST - 1, None)
     free = list(itertools.islice((str(address) for address in addresses if str(address) not in taken), count))
@@ -241,7 +203,7 @@ def _delete(state: State, node: Node, now: float) -> Operation:
 
 
 def start_delete(state: State, node: Node, now: float) -> Operation:
-    """Begins the deletion of a node, whatever it was doing."""
+    """Enters the deletion of a node in any state."""
     node.resource["state"] = "DELETING"
     return start_operation(state, "delete", node.name, now, faults.deletion_seconds(state))
 
@@ -249,8 +211,6 @@ def start_delete(state: State, node: Node, now: float) -> Operation:
 _UPDATABLE: dict[str, Callable[[Any], None]] = {
     "metadata": catalogue.check_metadata,
     "labels": catalogue.check_labels,
-    "description": catalogue.check_description,
-    "tags": lambda value: None,
 }
 
 
@@ -266,8 +226,7 @@ def _update(state: State, node: Node, call: Call, now: float) -> Operation:
     if any(operation.target == node.name and not operation.done for operation in state.operations.values()):
         raise ApiError(catalogue.ABORTED, "unable to queue the operation")
     faults.refuse_change(state)
-    empty: dict[str, Any] = {"metadata": {}, "labels": {}, "description": "", "tags": []}
-    change = {part: call.body.get(part, empty[part]) for part in mask}
+    change: dict[str, Any] = {part: call.body.get(part, {}) for part in mask}
     for part, value in change.items():
         _UPDATABLE[part](value)
     operation = start_operation(state, "update", node.name, now, state.update_seconds)
@@ -293,11 +252,11 @@ def _stop_or_start(state: State, node: Node, verb: str, now: float) -> Operation
 
 
 def _guest_attributes(node: Node, body: dict[str, Any]) -> dict[str, Any]:
-    """One entry a worker, in order. gcloud sends workerIds [""] for all of them."""
-    wanted = [worker for worker in body.get("workerIds", []) if worker != ""]
-    if any(not str(worker).isdigit() or int(worker) >= len(node.hosts) for worker in wanted):
-        raise bad_request(f"worker ids {wanted} are not of this node, which has {len(node.hosts)} workers")
-    hosts = [node.hosts[int(worker)] for worker in wanted] or node.hosts
+    """Returns one entry a worker, in order. gcloud sends workerIds [""] for all of them."""
+    workers = [worker for worker in body.get("workerIds", []) if worker != ""]
+    if any(not str(worker).isdigit() or int(worker) >= len(node.hosts) for worker in workers):
+        raise bad_request(f"worker ids {workers} are not of this node, which has {len(node.hosts)} workers")
+    hosts = [node.hosts[int(worker)] for worker in workers] or node.hosts
     query = str(body.get("queryPath", "")).strip("/")
     entries = []
     for host in hosts:
@@ -314,7 +273,7 @@ def _guest_attributes(node: Node, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def node_json(node: Node) -> dict[str, Any]:
-    """The node as GET shows it; its addresses appear when it has been created."""
+    """Returns the node as GET shows it. Its addresses appear when it has been created."""
     if node.state == "CREATING" or not node.hosts:
         return node.resource
     external = bool(node.resource["networkConfig"].get("enableExternalIps"))
@@ -326,7 +285,7 @@ def node_json(node: Node) -> dict[str, Any]:
 
 
 def operation_json(operation: Operation) -> dict[str, Any]:
-    """The operation as GET shows it."""
+    """Returns the operation as GET shows it."""
     metadata = {
         "@type": "type.googleapis.com/google.cloud.tpu.v2.OperationMetadata",
         "createTime": timestamp(operation.created),
@@ -351,17 +310,6 @@ def _accelerator_json(parent: str, name: str) -> dict[str, Any]:
     return {"name": f"{parent}/acceleratorTypes/{name}", "type": name, "acceleratorConfigs": [config]}
 
 
-def page(key: str, items: list[dict[str, Any]], call: Call) -> dict[str, Any]:
-    """One page; the token is the index of the next item."""
-    try:
-        start = int(call.query.get("pageToken") or 0)
-        size = int(call.query.get("pageSize") or 0) or 500
-    except ValueError:
-        raise bad_request("pageToken or pageSize is invalid") from None
-    page = {key: items[start : start + size]}
-    return {**page, "nextPageToken": str(start + size)} if start + size < len(items) else page
-
-
 def start_operation(state: State, verb: str, target: str, now: float, seconds: float) -> Operation:
     """Enters a pending operation that ends after `seconds` at the earliest."""
     parent = target.rsplit("/", 2)[0]
@@ -384,8 +332,6 @@ def finish_operation(state: State, operation: Operation, now: float, error: dict
     response: dict[str, Any] | None = None
     if operation.verb == "create" and operation.cancelled:
         error = {"code": catalogue.CANCELLED, "message": f"The creation of {node.short_name} was cancelled."}
-        if node.state == "CREATING":  # cancelled by name, not by a deletion that has begun
-            start_delete(state, node, now)
     elif operation.failure is not None:
         error = operation.failure
         del state.nodes[node.name]
@@ -430,7 +376,7 @@ def _operation(state: State, name: str) -> Operation:
 
 
 def no_method(call: Call) -> ApiError:
-    """The error for a call that the API does not have."""
+    """Returns the error for a call that the API does not have."""
     return ApiError(catalogue.NOT_FOUND, f"The requested URL was not found: {call.method} /v2/{'/'.join(call.path)}")
 
 
@@ -439,5 +385,5 @@ def _qualified(name: str, prefix: str) -> str:
 
 
 def _number(text: str, now: float) -> int:
-    """A number like Google's ids: 19 digits at most, the same for the same text and time."""
+    """Returns a number like Google's ids: 19 digits at most, the same for the same text and time."""
     return int.from_bytes(hashlib.sha256(f"{text} {now}".encode()).digest()[:7], "big") * 100

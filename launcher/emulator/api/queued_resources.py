@@ -1,14 +1,16 @@
 """Queued resources of the Cloud TPU API v2: requests that wait for capacity, become a node, and outlive it.
 
-`answer` maps a call to a response over the state, as nodes.answer does. The server calls `advance` periodically: it
-grants and expires requests and notices preempted nodes. Nodes are made and deleted through nodes.py. Requests for
-several nodes (multi-slice) are refused.
+`answer` carries out a call, as nodes.answer does. The server calls `advance` periodically: it grants and expires
+requests and notices preempted nodes. nodes.py creates and deletes the nodes. Requests for several nodes (multi-slice)
+are refused.
 
-    ACCEPTED -> PROVISIONING | WAITING_FOR_RESOURCES (a stock-out is due; one of them is used up at each try) ->
-    PROVISIONING -> ACTIVE past its valid-until without a node: FAILED · node preempted or deleted: SUSPENDING ->
-    SUSPENDED · delete: DELETING -> gone
+    ACCEPTED -> PROVISIONING -> ACTIVE
+    ACCEPTED -> WAITING_FOR_RESOURCES -> PROVISIONING    each try uses up one stock-out that is due
+    WAITING_FOR_RESOURCES -> FAILED                      after valid-until
+    ACTIVE -> SUSPENDING -> SUSPENDED                    its node was preempted or deleted
+    any -> DELETING -> gone                              deleted by a call
 
-What can fail half-way: nothing that a killed server would not find again, since each step is one change of the state.
+What can fail half-way: nothing, because each step is one change of the state, which a killed server repeats.
 """
 
 from __future__ import annotations
@@ -23,19 +25,18 @@ from launcher.emulator.api.catalogue import ApiError, bad_request
 from launcher.emulator.api.nodes import Call
 from launcher.emulator.state import Operation, QueuedResource, State
 
-DELETE = "delete-queued"  # the verb of an operation that is worked on here, not by operations.py
 _TRY_SECONDS = 1.0  # between tries to find capacity
-# Without a node: may be deleted without force.
+# Requests in these states have no node and may be deleted without force.
 _NO_NODE = frozenset(("ACCEPTED", "WAITING_FOR_RESOURCES", "FAILED", "SUSPENDED"))
 
 
 def concerns(call: Call) -> bool:
-    """Whether a call is about queued resources."""
+    """Returns whether a call is about queued resources."""
     return call.path[4:5] == ("queuedResources",)
 
 
 def answer(state: State, call: Call, now: float) -> dict[str, Any]:
-    """The response's JSON. Raises ApiError."""
+    """Carries out a call. Returns the response's JSON. Raises ApiError."""
     _, project, _, zone, _, *rest = call.path
     if zone != "-":
         catalogue.check_zone(zone)
@@ -43,11 +44,8 @@ def answer(state: State, call: Call, now: float) -> dict[str, Any]:
     match (call.method, rest, call.verb):
         case ("GET", [], ""):
             prefix = f"projects/{project}/locations/" + ("" if zone == "-" else f"{zone}/")
-            return tpu_api.page(
-                "queuedResources",
-                [to_json(queued) for name, queued in sorted(state.queued.items()) if name.startswith(prefix)],
-                call,
-            )
+            found = [to_json(queued) for name, queued in sorted(state.queued.items()) if name.startswith(prefix)]
+            return {"queuedResources": found}
         case ("POST", [], ""):
             return tpu_api.operation_json(_create(state, call, parent, now))
         case ("GET", [name], ""):
@@ -55,15 +53,13 @@ def answer(state: State, call: Call, now: float) -> dict[str, Any]:
         case ("DELETE", [name], ""):
             force = call.query.get("force", "").lower() == "true"
             return tpu_api.operation_json(_delete(state, _find(state, f"{parent}/queuedResources/{name}"), force, now))
-        case ("POST", [name], "reset"):
-            return tpu_api.operation_json(_reset(state, _find(state, f"{parent}/queuedResources/{name}"), now))
     raise tpu_api.no_method(call)
 
 
 def to_json(queued: QueuedResource) -> dict[str, Any]:
-    """The queued resource as GET shows it."""
+    """Returns the queued resource as GET shows it."""
     shown: dict[str, Any] = {"state": queued.state, "stateInitiator": queued.initiator}
-    # "WAITING_FOR_RESOURCES" has no data of its own; the others have, and only a failure says something in it.
+    # All states but WAITING_FOR_RESOURCES have a data field; only a failure's holds anything.
     if queued.state == "FAILED":
         shown["failedData"] = {"error": queued.error or {}}
     elif queued.state != "WAITING_FOR_RESOURCES":
@@ -72,14 +68,14 @@ def to_json(queued: QueuedResource) -> dict[str, Any]:
 
 
 def advance(state: State, now: float) -> None:
-    """Moves every request to the state that it can have at `now`."""
+    """Moves every request to the state that it can reach at `now`."""
     for queued in list(state.queued.values()):
         node = state.nodes.get(queued.node)
         match queued.state:
             case "ACCEPTED" | "WAITING_FOR_RESOURCES":
                 _try(state, queued, now)
             case "PROVISIONING" if node is None:
-                queued.state = "WAITING_FOR_RESOURCES"  # its creation failed
+                queued.state = "WAITING_FOR_RESOURCES"  # the creation of its node failed
             case "PROVISIONING" if node is not None and node.state == "READY":
                 queued.state = "ACTIVE"
             case "ACTIVE" if node is None or node.state in ("PREEMPTED", "TERMINATED", "DELETING"):
@@ -97,7 +93,7 @@ def advance(state: State, now: float) -> None:
 
 
 def _try(state: State, queued: QueuedResource, now: float) -> None:
-    """Tries to create the node; fails the request when its time is over."""
+    """Tries to create the node. Fails the request after its valid-until time."""
     if queued.until is not None and now > queued.until:
         text = f"Resource {queued.name} could not be provisioned before its valid-until time"
         queued.state, queued.error = (
@@ -111,7 +107,7 @@ def _try(state: State, queued: QueuedResource, now: float) -> None:
     parent, node_id = queued.node.split("/nodes/")
     _, project, _, zone = parent.split("/")
     if (stockout := faults.stockout(state, zone)) is not None:
-        if stockout["code"] == catalogue.INTERNAL:  # it begins to make the hosts, and gives up
+        if stockout["code"] == catalogue.INTERNAL:  # Google begins to make the hosts, and gives up
             queued.state, queued.error = "FAILED", stockout
         else:
             queued.state = "WAITING_FOR_RESOURCES"
@@ -150,11 +146,11 @@ def _create(state: State, call: Call, parent: str, now: float) -> Operation:
         raise bad_request(f'the reservation "{reservation}" is not in {zone}')
     if "spot" in call.body and "guaranteed" in call.body:
         raise bad_request("only one of spot and guaranteed may be set")
-    wanted = catalogue.check_node(spec.get("node", {}), zone)
+    requested = catalogue.check_node(spec.get("node", {}), zone)
     node = f"{parent}/nodes/{spec['nodeId']}"
     if node in state.nodes:
         raise ApiError(catalogue.ALREADY_EXISTS, f"Resource '{node}' already exists")
-    faults.refuse_create(state, wanted, zone)
+    faults.refuse_create(state, requested, zone)
     resource = {**call.body, "name": name, "createTime": tpu_api.timestamp(now)}
     state.queued[name] = QueuedResource(
         name, resource, node, "ACCEPTED", now, _until(call.body.get("queueingPolicy", {}), now)
@@ -193,22 +189,7 @@ def _delete(state: State, queued: QueuedResource, force: bool, now: float) -> Op
         )
     faults.refuse_change(state)
     queued.state, queued.initiator = "DELETING", "USER"
-    return tpu_api.start_operation(state, DELETE, queued.name, now, 0)
-
-
-def _reset(state: State, queued: QueuedResource, now: float) -> Operation:
-    if queued.state not in ("ACTIVE", "SUSPENDED", "FAILED"):
-        raise ApiError(
-            catalogue.FAILED_PRECONDITION, f"queued resource {queued.name} is {queued.state} and can't be reset"
-        )
-    node = state.nodes.get(queued.node)
-    if node is not None and node.state != "DELETING":
-        tpu_api.start_delete(state, node, now)
-    queued.state, queued.initiator, queued.error = "ACCEPTED", "USER", None
-    queued.next_try = now + _TRY_SECONDS
-    operation = tpu_api.start_operation(state, "reset-queued", queued.name, now, 0)
-    _end(operation, {"@type": "type.googleapis.com/google.cloud.tpu.v2.QueuedResource", **to_json(queued)}, now)
-    return operation
+    return tpu_api.start_operation(state, "delete-queued", queued.name, now, 0)
 
 
 def _end(operation: Operation, response: dict[str, Any], now: float) -> None:

@@ -1,5 +1,4 @@
-"""The calls of Artifact Registry's API that `gcloud artifacts repositories describe|create` makes: functions of the
-state."""
+"""The calls of Artifact Registry that `gcloud artifacts repositories describe|create` makes: functions of the state."""
 
 from __future__ import annotations
 
@@ -11,19 +10,14 @@ from launcher.emulator.state import State
 
 
 def concerns(segments: list[str]) -> bool:
-    """Whether a path is v1/projects/P/locations/L/repositories[/R]."""
-    return (
-        segments[0] == "v1"
-        and segments[3:4] == ["locations"]
-        and segments[5:6] == ["repositories"]
-        and len(segments) in (6, 7)
-    )
+    """Returns whether a path is v1/projects/P/locations/L/repositories[/R]."""
+    return [segments[0], *segments[3:6:2]] == ["v1", "locations", "repositories"] and len(segments) in (6, 7)
 
 
 def answer(
     state: State, method: str, segments: list[str], query: dict[str, str], body: dict[str, Any]
 ) -> dict[str, Any]:
-    """The response's JSON. Raises ApiError."""
+    """Carries out a call. Returns the response's JSON. Raises ApiError."""
     parent = "/".join(segments[1:6])
     match (method, segments[6:]):
         case ("GET", [name]):
@@ -44,7 +38,7 @@ def answer(
 
 
 def is_there(state: State, repository: str) -> bool:
-    """Whether the repository of LOCATION-docker.pkg.dev/PROJECT/NAME/IMAGE was made."""
+    """Returns whether the repository of LOCATION-docker.pkg.dev/PROJECT/NAME/IMAGE was created."""
     host, project, name = [*repository.split("/"), "", ""][:3]
     return (
         f"projects/{project}/locations/{host.removesuffix('-docker.pkg.dev')}/repositories/{name}" in state.repositories
