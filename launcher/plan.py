@@ -1,22 +1,39 @@
-"""What `tpu-launch plan` prints: every command that up, run and down would use, exactly as it would be typed.
+"""`tpu-launch plan`: every command that up, run, stop and down would use, exactly as it would be typed.
 
-Nothing is touched. What only exists later (addresses, the image's digest, the run's id) stands as <name>.
+The provider's own code makes the list: it works on a machine that records gcloud's commands and runs none, in a folder
+that is removed. What only exists later (addresses, the image's digest, the run's id) stands as <name>.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from launcher import shell
 from launcher.config import Config
 from launcher.images import local
-from launcher.owner import this_owner
+from launcher.providers import this_machine
 from launcher.run import specification
-from launcher.tpu_vm import commands, host_scripts, ownership, placement, queued
+from launcher.shell import Result
+from launcher.tpu_vm import placement
+from launcher.tpu_vm.provider import TpuVm
+from launcher.workstation import Address, ConnectionFailed, HostConnection
 from training.machine.clock import SystemClock
 
 _TOKEN_COMMAND = ["gcloud", "auth", "print-access-token", "--quiet"]
+_PURPOSES = {
+    "tpu-vm describe": "look for the slice",
+    "tpu-vm create": "create the slice",
+    "tpu-vm delete": "delete the slice",
+    "queued-resources describe": "look at the request in the queue",
+    "queued-resources create": "ask the queue for the slice",
+    "queued-resources delete": "delete the request in the queue, with its node",
+}
+_BY_HAND = "(over open ssh connections; by hand it is)"
 
 
 @dataclass(frozen=True)
@@ -28,67 +45,130 @@ class Step:
     command: list[str]
 
     def text(self) -> str:
-        """A comment that says what it is for, and the command."""
+        """Returns a comment with the step's purpose, and the command."""
         return f"# {self.verb}: {self.what}\n{shell.quote(self.command)}\n"
 
 
-def steps(config: Config) -> list[Step]:
-    """The commands in the order in which they would run."""
-    return [
-        Step("up", "look for the slice", commands.describe_command(config)),
-        *_creation(config),
-        *_run(config),
-        *_deletion(config),
+def list_steps(config: Config) -> list[Step]:
+    """Returns the commands in the order in which they would run."""
+    current = placement.in_current_zone(config)
+    later = [zoned for zoned in placement.in_every_zone(config) if zoned.zone != current.zone]
+    steps = list(_record_steps(current))
+    end_of_up = next(number for number, step in enumerate(steps) if step.verb != "up")
+    steps[end_of_up:end_of_up] = [
+        replace(step, what=f"{step.what}, if the zones before have no capacity")
+        for zoned in later
+        for step in _record_steps(zoned)
+        if "create" in step.command
     ]
+    first_of_run = next(number for number, step in enumerate(steps) if step.verb == "run")
+    steps[first_of_run:first_of_run] = _list_image_steps(config)
+    return steps
 
 
-def _run(config: Config) -> list[Step]:
-    hosts = [f"<address of host {worker}>" for worker in range(config.accelerator.hosts)]
-    image = config.image.repository + "@<digest>" if config.image.repository else "<image id>"
-    attempt = specification.make_attempt(specification.describe(config, "<run id>"), config, 0, image)
-    prepare = host_scripts.prepare_script(attempt, hosts, config.slice.accelerator_type)
-    start = host_scripts.start_script(attempt)
-    observe = host_scripts.observe_script(attempt.container, "<time of the newest line>")
-    stop = host_scripts.stop_script(attempt.container, config.run.stop_seconds, remove=False)
-    by_hand = "(over open ssh connections; by hand it is)"
-    builds = [Step("run", "build the image, if nothing has it", command) for command in local.build_commands(config)]
+def _list_image_steps(config: Config) -> list[Step]:
     if not config.image.reference and not local.needs_engine(config):
-        builds = [Step("run", "who we are to the registry, in which the image is made", _TOKEN_COMMAND)]
-    return [
-        *builds,
-        Step("run", "how to reach the hosts", commands.ssh_command(config, "true", dry_run=True)),
-        Step("run", f"prepare every host {by_hand}", commands.ssh_command(config, prepare)),
-        Step("run", "start on every host", commands.ssh_command(config, start)),
-        Step("run", f"look at every host, once a second {by_hand}", commands.ssh_command(config, observe)),
-        Step("stop", f"stop on every host {by_hand}", commands.ssh_command(config, stop)),
-    ]
+        return [Step("run", "get the token of the registry, in which the image is made", _TOKEN_COMMAND)]
+    return [Step("run", "build the image, if it does not exist", command) for command in local.build_commands(config)]
 
 
-def _labels(config: Config) -> dict[str, str]:
-    return ownership.make_labels(config, this_owner(os.environ), SystemClock().time())
-
-
-def _creation(config: Config) -> list[Step]:
-    hosts, labels = f"{config.accelerator.hosts} hosts", _labels(config)
-    planned = []
-    for zoned in placement.in_every_zone(config):
-        later = "" if zoned.zone == config.zone else ", when the zones before have no capacity"
-        if zoned.slice.queued is None:
-            planned.append(Step("up", f"create it: {hosts}{later}", commands.create_command(zoned, labels)))
-            continue
-        request = queued.create_command(zoned, labels, zoned.slice.queued.valid_until_hours * 3600)
-        planned += [
-            Step("up", f"ask the queue for it: {hosts}{later}", request),
-            Step("up", "look at the request until it is ACTIVE", queued.describe_command(zoned)),
-        ]
-    return planned
-
-
-def _deletion(config: Config) -> list[Step]:
-    request = Step(
-        "down", "delete the request in the queue, if there is one, with its node", queued.delete_command(config)
+def _record_steps(config: Config) -> Iterator[Step]:
+    """Yields the commands on the slice, each once, as the provider runs them one after another."""
+    unlimited = config.slice.model_copy(update={"max_cost_per_hour": None})
+    config = replace(config, any_owner=True, slice=unlimited)
+    recorder = _Recorder(config)
+    machine = replace(this_machine(), clock=_SkippingClock(), run=recorder.run, connect=_refuse)
+    built = f"{config.image.repository}@<digest>" if config.image.repository else "<image id>"
+    spec = specification.describe(config, "<run id>")
+    attempt = specification.make_attempt(spec, config, 0, config.image.reference or built)
+    provider = TpuVm(config, lambda text: None, machine)
+    grace, since = config.run.stop_seconds, "<time of the newest line>"
+    actions: tuple[tuple[str, str, Callable[[], object]], ...] = (
+        ("up", "wait for every host's engine", provider.create),
+        ("run", f"prepare every host {_BY_HAND}", lambda: provider.prepare(attempt)),
+        ("run", "start on every host", lambda: provider.start(attempt)),
+        ("run", f"observe each host, once a second {_BY_HAND}", lambda: provider.observe(0, attempt.container, since)),
+        (
+            "stop",
+            f"stop on each host {_BY_HAND}",
+            lambda: provider.stop(attempt.container, grace=grace, remove=False, workers=[0]),
+        ),
+        ("down", "delete the slice", provider.delete),
     )
-    return [
-        *([request] if config.slice.queued else []),
-        Step("down", "delete the slice", commands.delete_command(config)),
-    ]
+    before = os.environ.get("TPU_LAUNCH_HOME")
+    with tempfile.TemporaryDirectory() as home:
+        os.environ["TPU_LAUNCH_HOME"] = home
+        try:
+            for verb, what, act in actions:
+                known = len(recorder.commands)
+                act()
+                for command in recorder.commands[known:]:
+                    yield Step(verb, _purpose(command) or what, command)
+        finally:
+            del os.environ["TPU_LAUNCH_HOME"]
+            if before is not None:
+                os.environ["TPU_LAUNCH_HOME"] = before
+
+
+def _purpose(command: Sequence[str]) -> str:
+    if "--dry-run" in command:
+        return "find out how to reach the hosts"
+    return _PURPOSES.get(_group_and_verb(command), "")
+
+
+def _group_and_verb(command: Sequence[str]) -> str:
+    after = list(command).index("tpus") + 1
+    return " ".join(command[after : after + 2])
+
+
+def _refuse(_address: Address) -> HostConnection:
+    """Makes every command on a host go through gcloud."""
+    raise ConnectionFailed("a plan connects to no host", refused=True)
+
+
+class _SkippingClock(SystemClock):
+    """The machine's clock, without waiting."""
+
+    def sleep(self, seconds: float) -> None:
+        pass
+
+
+class _Recorder:
+    """Records gcloud's commands, and answers as Google and the hosts do when everything succeeds."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.commands: list[list[str]] = []  # each once
+        self.existing: set[str] = set()  # tpu-vm, queued-resources
+
+    def run(
+        self, argv: Sequence[str], *, timeout: float, input: str | bytes | None = None, pass_fds: Sequence[int] = ()
+    ) -> Result:
+        """Records a command, and returns its result without running it."""
+        command = list(argv)
+        if command not in self.commands:
+            self.commands.append(command)
+        output = self._answer(command)
+        if output is None:
+            return Result(tuple(argv), 1, "", "ERROR: (gcloud) NOT_FOUND: it does not exist")
+        return Result(tuple(argv), 0, output, "")
+
+    def _answer(self, command: list[str]) -> str | None:
+        """Returns a command's output; None for a description of what does not exist."""
+        group, verb = _group_and_verb(command).split()
+        workers = range(self.config.accelerator.hosts)
+        if verb == "ssh" and "--dry-run" in command:
+            words = ["ssh", "-i", "key", "-o", "HostKeyAlias=tpu-{0}", "me@<address of host {0}>", "--", "true"]
+            return "\n".join(shlex.join(words).format(worker) for worker in workers)
+        if verb == "ssh":
+            return "\n".join(f"tpu-launch {worker} up" for worker in workers)
+        if verb == "create":
+            self.existing |= {group, "tpu-vm"}
+        elif verb == "delete":
+            self.existing.clear()
+        elif group not in self.existing:
+            return None
+        elif group == "tpu-vm":
+            hosts = [{"ipAddress": f"<address of host {worker}>"} for worker in workers]
+            return json.dumps({"name": self.config.slice.name, "state": "READY", "networkEndpoints": hosts})
+        return json.dumps({"name": self.config.slice.name, "state": {"state": "ACTIVE"}})

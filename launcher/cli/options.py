@@ -131,9 +131,9 @@ def run_context() -> Context:
 
 def show_plan(config: Config, command: str) -> None:
     """`--dry-run`: prints what a command would do, as `plan` does."""
-    from launcher.plan import steps
+    from launcher.plan import list_steps
 
-    for step in steps(config):
+    for step in list_steps(config):
         if step.verb == command:
             click.echo(step.text())
 

@@ -26,7 +26,7 @@ from launcher.images import local as images
 def plan(config: Config, as_json: bool, command: tuple[str, ...]) -> None:
     """Print every gcloud and docker command that up, run and down would use. Touches nothing."""
     config.require_something_to_run()
-    steps = plans.steps(config)
+    steps = plans.list_steps(config)
     if as_json:
         terminal.dump([asdict(step) for step in steps])
         return

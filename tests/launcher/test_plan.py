@@ -1,0 +1,59 @@
+"""`tpu-launch plan` lists what the provider's own code would run, in order, and leaves no trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher.config import load
+from launcher.plan import list_steps
+
+FILE = f"""\
+project: p
+zone: us-central2-b
+slice: {{name: demo, accelerator_type: v4-16}}
+image: {{reference: 'r/i@sha256:{"0" * 64}'}}
+run: {{command: [train], secrets: [TOKEN]}}
+"""
+DESCRIBE, CREATE, SSH = "up: tpu-vm describe", "up: tpu-vm create", "up: tpu-vm ssh"
+RUN = ["run: tpu-vm ssh"] * 3 + ["stop: tpu-vm ssh"]
+DOWN = ["down: queued-resources describe", "down: tpu-vm delete"]
+QUEUED = [DESCRIBE, "up: queued-resources describe", "up: queued-resources create", SSH, SSH]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "commands"),
+    [
+        ([], [DESCRIBE, CREATE, SSH, SSH, *RUN, *DOWN]),
+        (["slice.accelerator_type=v4-8"], [DESCRIBE, CREATE, SSH, SSH, *RUN, *DOWN]),
+        (["run.transport=gcloud"], [DESCRIBE, CREATE, SSH, *RUN, *DOWN]),
+        (["slice.iap=true"], [DESCRIBE, CREATE, SSH, *RUN, *DOWN]),
+        (["slice.max_cost_per_hour=0.01"], [DESCRIBE, CREATE, SSH, SSH, *RUN, *DOWN]),
+        (["slice.queued={valid_until_hours: 1}"], [*QUEUED, *RUN, "down: queued-resources delete"]),
+    ],
+)
+def test_a_plan_is_what_the_provider_would_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], commands: list[str]
+) -> None:
+    monkeypatch.setenv("TPU_LAUNCH_HOME", str(tmp_path / "home"))
+    (tmp_path / "run.yaml").write_text(FILE)
+    shown = []
+    for step in list_steps(load(tmp_path / "run.yaml", overrides)):
+        group, verb = step.command[step.command.index("tpus") + 1 :][:2]
+        shown.append(f"{step.verb}: {group} {verb}")
+    assert shown == commands
+    assert not (tmp_path / "home").exists()
+
+
+def test_all_zones_are_asked_for_the_slice(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(FILE)
+    config = load(
+        tmp_path / "run.yaml", ["slice.accelerator_type=v5litepod-8", "zone=us-central1-a", "slice.zones=[us-west4-a]"]
+    )
+    created = [step for step in list_steps(config) if "create" in step.command]
+    assert [next(word for word in step.command if "--zone" in word) for step in created] == [
+        "--zone=us-central1-a",
+        "--zone=us-west4-a",
+    ]
+    assert created[1].what.endswith("if the zones before have no capacity")
