@@ -1,5 +1,4 @@
-"""Claims about the tf.data input: the tensors are the integers of the numpy batches, whatever the layout, the hosts,
-the step, the batch and the seed."""
+"""The tf.data input gives the integers of the numpy batches, for every layout, number of hosts, step and seed."""
 
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ from training.data.prepare.labelled_rows import ClassLabels, FloatLabels, LabelK
 from training.data.prepare.pack import pack_documents
 from training.data.sampling import order
 from training.data.sampling.masking import Masking, SpecialTokens
+from training.data.tf import fixed_shards as tf_source
 from training.data.tf import labelled_batches as tf_labelled
 from training.data.tf import mlm_batches as tf_mlm
-from training.data.tf import open_source as tf_source
 from training.data.tf import order as order_tensorflow
 from training.data.tf import reader as tf_reader
 from training.data.tf.record_source import translate_errors
@@ -126,11 +125,11 @@ def test_batches_are_those_of_numpy(
             patch.setattr(order, "WINDOW_BLOCKS", 3)
             patch.setattr(order, "MIN_BLOCK", 8)
             patch.setattr(order, "BLOCK_BYTES", 400)
-        how = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
+        host_slice = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
         masking = Masking(20)
         dataset = kept(records, layout)
-        ours = mlm_batches.MlmBatches(dataset, how, masking, seed)
-        theirs = tf_mlm.mlm_batches(dataset, how, masking, seed, start).take(8).as_numpy_iterator()
+        ours = mlm_batches.MlmBatches(dataset, host_slice, masking, seed)
+        theirs = tf_mlm.mlm_batches(dataset, host_slice, masking, seed, start).take(8).as_numpy_iterator()
         for k, tf_batch in enumerate(theirs, start):
             assert_same(ours.batch(k), tf_batch)
         ours.close()
@@ -151,8 +150,8 @@ def test_the_blocks_are_permuted_once_an_epoch_for_all_its_windows(monkeypatch: 
     monkeypatch.setattr(order, "WINDOW_BLOCKS", 4)
     monkeypatch.setattr(order, "MIN_BLOCK", 8)
     monkeypatch.setattr(order, "BLOCK_BYTES", 400)
-    how = HostSlice(TOKENS, 10)
-    batches = tf_mlm.mlm_batches(kept(1000, "compact"), how, Masking(), 3, 150).take(120).as_numpy_iterator()
+    host_slice = HostSlice(TOKENS, 10)
+    batches = tf_mlm.mlm_batches(kept(1000, "compact"), host_slice, Masking(), 3, 150).take(120).as_numpy_iterator()
     assert sum(1 for _ in batches) == 120
     assert epochs in ([1, 2], [1, 2, 3])  # the last one: of what is read ahead
 
@@ -161,10 +160,10 @@ def test_the_blocks_are_permuted_once_an_epoch_for_all_its_windows(monkeypatch: 
 @given(st.sampled_from(sorted(LAYOUTS)), st.sampled_from([5, 130]), st.sampled_from([1, 2, 3]), st.integers(1, 20))
 def test_evaluation_is_that_of_numpy(layout: str, records: int, hosts: int, rows: int) -> None:
     for host in range(hosts):
-        how = HostSlice(TOKENS, rows * hosts, host, hosts)
-        theirs = list(tf_mlm.mlm_evaluation(kept(records, layout), how, Masking()).as_numpy_iterator())
+        host_slice = HostSlice(TOKENS, rows * hosts, host, hosts)
+        theirs = list(tf_mlm.mlm_evaluation(kept(records, layout), host_slice, Masking()).as_numpy_iterator())
         for ours, tf_batch in zip(
-            mlm_batches.mlm_evaluation(kept(records, layout), how, Masking()), theirs, strict=True
+            mlm_batches.mlm_evaluation(kept(records, layout), host_slice, Masking()), theirs, strict=True
         ):
             assert_same(ours, tf_batch)
 
@@ -182,14 +181,14 @@ def test_labelled_batches_are_those_of_numpy(
     counts: tuple[int, ...], hosts: int, rows: int, start: int, seed: int, labels: LabelKind
 ) -> None:
     dataset = labelled(counts, labels)
-    how = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
-    ours = labelled_batches.LabelledBatches(dataset, how, seed)
-    theirs = tf_labelled.labelled_batches(dataset, how, seed, start).take(8).as_numpy_iterator()
+    host_slice = HostSlice(TOKENS, rows * hosts, seed % hosts, hosts)
+    ours = labelled_batches.LabelledBatches(dataset, host_slice, seed)
+    theirs = tf_labelled.labelled_batches(dataset, host_slice, seed, start).take(8).as_numpy_iterator()
     for k, tf_batch in enumerate(theirs, start):
         assert_same(ours.batch(k), tf_batch)
     ours.close()
-    theirs = list(tf_labelled.labelled_evaluation(dataset, how).as_numpy_iterator())
-    for batch, tf_batch in zip(labelled_batches.labelled_evaluation(dataset, how), theirs, strict=True):
+    theirs = list(tf_labelled.labelled_evaluation(dataset, host_slice).as_numpy_iterator())
+    for batch, tf_batch in zip(labelled_batches.labelled_evaluation(dataset, host_slice), theirs, strict=True):
         assert_same(batch, tf_batch)
 
 
@@ -202,20 +201,20 @@ def test_damage_stops_the_run_with_its_place_or_is_replaced_as_by_numpy(tmp_path
     data = bytearray((tmp_path / shard.name).read_bytes())
     data[len(data) // 2 + 20] ^= 1  # inside a record: after a broken header, records of varying size are lost
     (tmp_path / shard.name).write_bytes(data)
-    how = HostSlice(TOKENS, 130)
+    host_slice = HostSlice(TOKENS, 130)
     with pytest.raises(Corrupt) as ours:
-        mlm_batches.MlmBatches(dataset, how, Masking(), 0).batch(0)
+        mlm_batches.MlmBatches(dataset, host_slice, Masking(), 0).batch(0)
     with pytest.raises(Corrupt) as theirs, translate_errors(dataset):
-        next(iter(tf_mlm.mlm_batches(dataset, how, Masking(), 0)))
+        next(iter(tf_mlm.mlm_batches(dataset, host_slice, Masking(), 0)))
     assert (theirs.value.shard, theirs.value.record, theirs.value.offset) == (
         ours.value.shard,
         ours.value.record,
         ours.value.offset,
     )
 
-    how = HostSlice(TOKENS, 130, on_corrupt="skip")
-    numpy = mlm_batches.MlmBatches(dataset, how, Masking(), 0)
-    tf_batch = next(tf_mlm.mlm_batches(dataset, how, Masking(), 0).as_numpy_iterator())
+    host_slice = HostSlice(TOKENS, 130, on_corrupt="skip")
+    numpy = mlm_batches.MlmBatches(dataset, host_slice, Masking(), 0)
+    tf_batch = next(tf_mlm.mlm_batches(dataset, host_slice, Masking(), 0).as_numpy_iterator())
     assert_same(numpy.batch(0), tf_batch)
     assert tf_batch["replaced"].sum() > 0
 
@@ -227,9 +226,9 @@ def test_whole_blocks_without_a_good_record_are_replaced_as_by_numpy(tmp_path: P
         dataset = make(tmp_path, 300, "gzip", per_shard=64)
     for shard in dataset.shards:
         (tmp_path / shard.name).write_bytes(bytes(shard.bytes))
-    how = HostSlice(TOKENS, 300, on_corrupt="skip")
+    host_slice = HostSlice(TOKENS, 300, on_corrupt="skip")
     with pytest.raises(Corrupt, match="because the dataset has no good record"), translate_errors(dataset):
-        next(iter(tf_mlm.mlm_batches(dataset, how, Masking(), 0)))
+        next(iter(tf_mlm.mlm_batches(dataset, host_slice, Masking(), 0)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset_writer, "MEMBER_RECORDS", 64)
@@ -240,8 +239,8 @@ def test_whole_blocks_without_a_good_record_are_replaced_as_by_numpy(tmp_path: P
         data = bytearray(path.read_bytes())
         data[40] ^= 1
         path.write_bytes(data)
-    numpy = mlm_batches.MlmBatches(dataset, how, Masking(), 0)
-    tf_batch = next(tf_mlm.mlm_batches(dataset, how, Masking(), 0).as_numpy_iterator())
+    numpy = mlm_batches.MlmBatches(dataset, host_slice, Masking(), 0)
+    tf_batch = next(tf_mlm.mlm_batches(dataset, host_slice, Masking(), 0).as_numpy_iterator())
     assert_same(numpy.batch(0), tf_batch)
     assert tf_batch["replaced"].sum() >= 64
 
@@ -250,8 +249,8 @@ def test_every_bit_of_a_record_is_checked(tmp_path: Path) -> None:
     dataset = make(tmp_path, 1)
     path = tmp_path / dataset.shards[0].name
     good = path.read_bytes()
-    part = tf_source.open_source(dataset, vocabulary=TOKENS.vocabulary, on_corrupt="stop")
-    read = tf.function(lambda: part.read(tf.constant(0, tf.int64), tf.constant(1, tf.int64)))
+    source = tf_source.open_source(dataset, vocabulary=TOKENS.vocabulary, on_corrupt="stop")
+    read = tf.function(lambda: source.read(tf.constant(0, tf.int64), tf.constant(1, tf.int64)))
     assert np.array_equal(read()["input_ids"].numpy(), ids(1))
     for place in range(len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ (1 << place % 8)]) + good[place + 1 :])
@@ -292,9 +291,9 @@ def test_shards_of_the_public_layout_are_read_once_for_all_hosts(
 def test_ids_that_the_tokenizer_lacks_are_refused(tmp_path: Path) -> None:
     few = SpecialTokens(mask=4, pad=3, special=frozenset(range(5)), vocabulary=100)
     dataset = make(tmp_path, 20)
-    part = tf_source.open_source(dataset, vocabulary=few.vocabulary, on_corrupt="stop")
+    source = tf_source.open_source(dataset, vocabulary=few.vocabulary, on_corrupt="stop")
     with pytest.raises(BadInput, match="a token id that the tokenizer"), translate_errors(dataset):
-        tf.function(part.read)(tf.constant(0, tf.int64), tf.constant(20, tf.int64))
+        tf.function(source.read)(tf.constant(0, tf.int64), tf.constant(20, tf.int64))
 
 
 def test_the_public_layout_without_a_manifest_is_read(tmp_path: Path) -> None:
@@ -306,6 +305,6 @@ def test_the_public_layout_without_a_manifest_is_read(tmp_path: Path) -> None:
             }
             writer.write(tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString())
     dataset = open_dataset(str(tmp_path))
-    how, masking = HostSlice(TOKENS, 16), Masking()
-    theirs = next(tf_mlm.mlm_batches(dataset, how, masking, 3, start=2).as_numpy_iterator())
-    assert_same(mlm_batches.MlmBatches(dataset, how, masking, 3).batch(2), theirs)
+    host_slice, masking = HostSlice(TOKENS, 16), Masking()
+    theirs = next(tf_mlm.mlm_batches(dataset, host_slice, masking, 3, start=2).as_numpy_iterator())
+    assert_same(mlm_batches.MlmBatches(dataset, host_slice, masking, 3).batch(2), theirs)

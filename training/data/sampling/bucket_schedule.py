@@ -7,7 +7,7 @@ all, where N_b are its records and B the global batch size. So each record is se
 that spans two epochs. The order of an epoch's batches is shuffled.
 
 Numbers of batches: a *step* k counts the batches of all buckets; a bucket's *batch number* counts its own.
-`training.data.tf.bucket_schedule` gives the same steps in TensorFlow operations.
+`training.data.tf.order` gives the same steps in TensorFlow operations.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""CRC-32C in TensorFlow operations, which have none for it.
+"""Computes CRC-32C with TensorFlow operations; TensorFlow has none for it.
 
-The CRC of a message is linear in its bits. So it is the exclusive-or, over all bytes, of a number that depends on the
-byte and its distance from the end, and of a number that depends on the length only.
+The CRC of a message is linear in its bits: it is the exclusive-or, over all bytes, of a number that depends on the byte
+and its distance from the end, and of a number that depends on the length only.
 (https://www.rfc-editor.org/rfc/rfc3720#appendix-B.4 has the polynomial.)
 """
 
@@ -25,26 +25,21 @@ class Crc32c:
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        # (longest * 256 + 1,): the last entry is for positions that hold no byte of a message.
+        # (longest * 256 + 1,): the last entry is for positions outside of a message.
         table = np.append(_byte_table(longest).reshape(-1), np.uint32(0))
         self._table = tf.constant(table)
         self._no_byte = len(table) - 1
         self._of_zeros = tf.constant(_crcs_of_zeros(longest))  # (longest + 1,)
 
     def of_equal_lengths(self, reversed_bytes: Any) -> Any:
-        """The CRCs of messages that are all `longest` bytes. (n, longest) uint8, last byte first -> (n,) uint32"""
+        """Returns the CRCs, (n,) uint32, of messages (n, longest) uint8, given last byte first."""
         entries = tf.cast(reversed_bytes, tf.int32) + _BYTE_VALUES * tf.range(self._longest)  # (n, longest)
         return _mask(_xor(self._of_zeros[-1], self._fold(entries)))
 
     def match(self, flat: Any, start: Any, lengths: Any) -> Any:
-        """Whether each message flat[start : start + length] is followed by its CRC.
+        """Returns, (n,) bool, whether each message flat[start : start + length] is followed by its CRC.
 
-        Args:
-            flat: (bytes,) uint8.
-            start, lengths: (n,) int64.
-
-        Returns:
-            (n,) bool.
+        flat: (bytes,) uint8; start, lengths: (n,) int64.
         """
         distance = tf.range(self._longest, dtype=tf.int64)  # (longest,) from the end
         position = (start + lengths)[:, None] - 1 - distance  # (n, longest)
@@ -56,7 +51,7 @@ class Crc32c:
         return tf.cast(crcs, tf.uint64) == read_numbers(flat, start + lengths, 4)
 
     def _fold(self, entries: Any) -> Any:
-        """The exclusive-or of the table's entries along each row. (n, longest) -> (n,)"""
+        """Returns the exclusive-or of the table's entries along each row. (n, longest) -> (n,)"""
         width = 1 << max(0, (self._longest - 1).bit_length())
         padding = [[0, 0], [0, width - self._longest]]
         values = tf.gather(self._table, tf.pad(entries, padding, constant_values=self._no_byte))  # (n, width)
@@ -67,14 +62,14 @@ class Crc32c:
 
 
 def read_numbers(flat: Any, start: Any, size: int) -> Any:
-    """Little-endian numbers of `size` bytes at `start` (n,) of flat (bytes,) uint8. (n,) uint64"""
+    """Returns the little-endian numbers, (n,) uint64, of `size` bytes at `start` (n,) of flat (bytes,) uint8."""
     values = tf.cast(tf.gather(flat, start[:, None] + tf.range(size, dtype=tf.int64)), tf.uint64)  # (n, size)
     shifts = tf.cast(8 * tf.range(size), tf.uint64)
     return tf.bitcast(tf.reduce_sum(tf.bitcast(tf.bitwise.left_shift(values, shifts), tf.int64), axis=1), tf.uint64)
 
 
 def _byte_table(longest: int) -> npt.NDArray[np.uint32]:
-    """Entry [d, b]: the CRC register after byte b and d zero bytes, started at 0. (longest, 256)"""
+    """Returns (longest, 256): entry [d, b] is the CRC register, started at 0, after byte b and d zero bytes."""
     one_byte = np.arange(_BYTE_VALUES, dtype=np.uint32)
     for _ in range(8):
         one_byte = (one_byte >> np.uint32(1)) ^ np.where(one_byte & 1, np.uint32(_POLYNOMIAL), np.uint32(0))
@@ -87,12 +82,12 @@ def _byte_table(longest: int) -> npt.NDArray[np.uint32]:
 
 
 def _crcs_of_zeros(longest: int) -> npt.NDArray[np.uint32]:
-    """CRC-32C of 0, 1, ..., `longest` zero bytes. (longest + 1,)"""
+    """Returns the CRC-32C of 0, 1, ..., `longest` zero bytes. (longest + 1,)"""
     return np.array([google_crc32c.value(bytes(length)) for length in range(longest + 1)], np.uint32)
 
 
 def _mask(crc: Any) -> Any:
-    """`tfrecord.mask` for a uint32 tensor."""
+    """Applies `tfrecord.mask` to a uint32 tensor."""
     right, left = tf.bitwise.right_shift, tf.bitwise.left_shift
     rotated = tf.bitwise.bitwise_or(right(crc, tf.constant(15, tf.uint32)), left(crc, tf.constant(17, tf.uint32)))
     return rotated + tf.constant(MASK_DELTA, tf.uint32)

@@ -13,6 +13,7 @@ from training.data.formats.dataset import Dataset, Shard
 from training.data.loading.fixed_shards import FixedShards
 from training.data.loading.record_source import OnCorrupt
 from training.data.tf.crc32c import Crc32c
+from training.data.tf.recipe_shards import recipe_shards
 from training.data.tf.record_source import (
     Columns,
     RecordSource,
@@ -23,13 +24,21 @@ from training.data.tf.record_source import (
     single_element,
 )
 
-# How the records [first, last) of a shard are read, (shard, first, last) -> string, and (shard, record) -> the byte at
-# which a bad one is reported.
-Stored = tuple[Callable[[Any, Any, Any], Any], Callable[[Any, Any], Any]]
+# (shard, first, last) -> the bytes of these records, a string; and (shard, record) -> the byte offset to report for a
+# damaged record.
+ReadStored = tuple[Callable[[Any, Any, Any], Any], Callable[[Any, Any], Any]]
+
+
+def open_source(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt, length: int | None = None) -> RecordSource:
+    """Returns the source for a dataset of either layout, as the numpy `open_source`. Raises BadInput."""
+    if dataset.manifest.layout == "recipe":
+        return recipe_shards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
+    length = length or dataset.sequence_length
+    return fixed_shards(dataset, length=length, vocabulary=vocabulary, on_corrupt=on_corrupt)
 
 
 def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: OnCorrupt) -> RecordSource:
-    """The source for the rows of `length` tokens. The options are those of `FixedShards`. Raises BadInput."""
+    """Returns the source for the rows of `length` tokens. Options as for `FixedShards`. Raises BadInput."""
     source = FixedShards(dataset, length=length, vocabulary=vocabulary, on_corrupt=on_corrupt)  # checks every shard
     shards = [shard for shard in dataset.shards if shard.length == length and shard.records]
     index, unit = ShardIndex(dataset, shards), source.unit
@@ -67,7 +76,7 @@ def fixed_shards(dataset: Dataset, *, length: int, vocabulary: int, on_corrupt: 
 
 
 def _check_ids(input_ids: Any, vocabulary: int, url: Any) -> None:
-    """Fails the pipeline for an id that the tokenizer does not have. input_ids: (n, length)."""
+    """Fails the pipeline for an id outside the tokenizer's vocabulary. input_ids: (n, length)."""
     ids = tf.cast(input_ids, tf.int32)
     valid = tf.reduce_all((ids >= 0) & (ids < vocabulary))
     text = (
@@ -77,8 +86,8 @@ def _check_ids(input_ids: Any, vocabulary: int, url: Any) -> None:
     tf.debugging.Assert(valid, [tf.strings.join(["<bad shard>", url, text, "</bad shard>"])])
 
 
-def _frames(index: ShardIndex, size: int) -> Stored:
-    """Shards without compression."""
+def _frames(index: ShardIndex, size: int) -> ReadStored:
+    """Reads shards without compression."""
 
     def stored(shard: Any, first: Any, last: Any) -> Any:
         return index.read_bytes(shard, first * size, last * size)
@@ -86,8 +95,8 @@ def _frames(index: ShardIndex, size: int) -> Stored:
     return stored, lambda _, number: number * size
 
 
-def _members(index: ShardIndex, shards: Sequence[Shard], size: int, unit: int) -> Stored:
-    """Shards of gzip members, `unit` records in each. A damaged member is read as zeros, whose CRCs are wrong."""
+def _members(index: ShardIndex, shards: Sequence[Shard], size: int, unit: int) -> ReadStored:
+    """Reads shards of gzip members with `unit` records each. A damaged member yields zeros, whose CRCs are wrong."""
     offsets = tf.constant(np.concatenate([np.cumsum([0, *shard.members]) for shard in shards]), tf.int64)
     begins = tf.constant(np.cumsum([0, *(len(shard.members) + 1 for shard in shards)])[:-1], tf.int64)
 

@@ -1,7 +1,7 @@
 """`training.data.loading.labelled_batches` in TensorFlow operations: the same numbers as a `tf.data` dataset.
 
-Elements are dictionaries with this host's rows: the fields of `LabelledBatch`, and `replaced` (rows,) bool, bad records
-that were replaced. See `training.data.tf.mlm_batches` for `tf.distribute` and errors.
+Elements are dictionaries with this host's rows: the fields of `LabelledBatch`, and `replaced` (rows,) bool, which marks
+replaced records. See `training.data.tf.mlm_batches` for `tf.distribute` and errors.
 """
 
 from __future__ import annotations
@@ -19,34 +19,31 @@ from training.data.loading.record_source import REPLACED, HostSlice
 from training.data.sampling.bucket_schedule import batches_before, epoch_of_step, group_lengths
 from training.data.sampling.order import training_order
 from training.data.sampling.random_bits import bucket_seed
-from training.data.tf.bucket_schedule import buckets_of_steps
-from training.data.tf.open_source import open_source
+from training.data.tf.fixed_shards import open_source
+from training.data.tf.order import buckets_of_steps
 from training.data.tf.reader import evaluation_batches, training_batches
 from training.data.tf.record_source import Columns, RecordSource
 
 
 def labelled_batches(dataset: Dataset, host_slice: HostSlice, seed: int, start: int = 0) -> Any:
-    """This host's rows of global batch `start`, `start` + 1, ...: as `LabelledBatches.batch`. Raises BadInput."""
+    """Returns the dataset of this host's rows of global batches from `start` on, endless. Raises BadInput."""
     sources, batch_size = _open_buckets(dataset, host_slice), host_slice.global_batch_size
     records = tuple(source.records for source in sources)
     epoch, index = epoch_of_step(records, batch_size, start)
     buckets = []
     for bucket, (source, bucket_start) in enumerate(zip(sources, np.cumsum([0, *records]), strict=False)):
-        number = batches_before(records, batch_size, seed, epoch, index, bucket)  # of the bucket's first batch
+        bucket_batches = batches_before(records, batch_size, seed, epoch, index, bucket)
         order = training_order(
-            source.records,
-            source.record_bytes,
-            seed=bucket_seed(seed, source.length),
-            batch=batch_size,
+            source.records, source.record_bytes, seed=bucket_seed(seed, source.length), batch=batch_size
         )
-        batches = training_batches(source, order, host_slice, number)
+        batches = training_batches(source, order, host_slice, bucket_batches)
         buckets.append(batches.map(_converter(int(bucket_start), host_slice.tokenizer.pad)))
     choices = buckets_of_steps(records, batch_size, seed, epoch, index)
     return tf.data.Dataset.choose_from_datasets(buckets, choices, stop_on_empty_dataset=True)
 
 
 def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Any:
-    """All records once, bucket by bucket: as the numpy `labelled_evaluation`. Raises BadInput."""
+    """Returns the dataset of all records once, bucket by bucket. Raises BadInput."""
     joined, bucket_start = None, 0
     for source in _open_buckets(dataset, host_slice):
         batches = evaluation_batches(source, host_slice).map(_converter(bucket_start, host_slice.tokenizer.pad))
@@ -56,12 +53,12 @@ def labelled_evaluation(dataset: Dataset, host_slice: HostSlice) -> Any:
 
 
 def _converter(bucket_start: int, pad: int) -> Callable[[Columns], Columns]:
-    """A function from the rows of a bucket to the fields of a `LabelledBatch`; `bucket_start`: its first record."""
+    """Returns a function from rows of a bucket to the fields of a `LabelledBatch`. `bucket_start`: its first record."""
 
     def convert(batch: Columns) -> Columns:
         ids, real = tf.cast(batch["input_ids"], tf.int32), batch["records"] >= 0  # (rows, length), (rows,)
         attention = tf.cast(ids != pad, tf.int32)  # (rows, length)
-        # One token of attention in a row that only fills up, as in training.data.loading.labelled_batches.
+        # Filler rows attend to one token, as in training.data.loading.labelled_batches.
         first_only = tf.one_hot(tf.zeros_like(batch["records"]), ids.shape[1], dtype=tf.int32)
         labels = batch[LABEL][:, 0]  # (rows,)
         return {
@@ -77,9 +74,9 @@ def _converter(bucket_start: int, pad: int) -> Callable[[Columns], Columns]:
 
 
 def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[RecordSource]:
-    """The length buckets, ascending."""
+    """Opens the length buckets, in ascending order of length."""
     dataset.require_labels()
-    host_slice.rows()  # refuses a batch that can't be divided before any shard is listed
+    host_slice.rows()  # raises for an indivisible batch before any shard is listed
 
     def open_length(length: int) -> RecordSource:
         tokens = host_slice.tokenizer
@@ -92,7 +89,7 @@ def _open_buckets(dataset: Dataset, host_slice: HostSlice) -> list[RecordSource]
 
 
 def _join_lengths(sources: Sequence[RecordSource], pad: int) -> RecordSource:
-    """`JoinedLengths`: shorter rows first, all padded to the longest length."""
+    """Joins sources as `JoinedLengths`: shorter rows first, all padded to the longest length."""
     if len(sources) == 1:
         return sources[0]
     longest, starts = sources[-1].length, np.cumsum([0, *(source.records for source in sources)])

@@ -1,9 +1,5 @@
 """`training.data.sampling.masking` in TensorFlow operations: the same integers, for `tf.data` on the host's CPU.
 
-    dataset = tf.data.TFRecordDataset(shards).batch(256)
-    ids = tf.cast(tf.io.decode_raw(tf.io.parse_example(batch, SPEC)["input_ids"], tf.uint16), tf.int32)
-    input_ids, positions, labels, weights = mask(ids, epoch, records, seed=0, masking=Masking(), tokens=tokens)
-
 TPUs have no 64-bit unsigned integers: this is for the input pipeline, not for the model.
 """
 
@@ -22,7 +18,7 @@ from training.data.tf.random_bits import counted, keys, number, sortable
 def mask(
     input_ids: Any, epoch: Any, records: Any, *, seed: int, masking: Masking, tokens: SpecialTokens
 ) -> tuple[Any, Any, Any, Any]:
-    """The twin of `Masker`.
+    """Masks rows as `Masker` does.
 
     Args:
         input_ids: (n, length) int32 tensor of static length.

@@ -2,11 +2,10 @@
 batches do not depend on the backend.
 
 For `tf.distribute`: a dataset made in `strategy.distribute_datasets_from_function` for host `context.input_pipeline_id`
-of `context.num_input_pipelines` runs on that host, which then reads its own rows itself; no record passes through the
-host that drives the program.
+of `context.num_input_pipelines` runs on that host, which reads its own rows; no record passes through host 0.
 
-Elements are dictionaries with this host's rows: the fields of `MlmBatch`, and `replaced` (rows,) bool, bad records that
-were replaced. `record_source.translate_errors` turns errors of the operations into ours.
+Elements are dictionaries with this host's rows: the fields of `MlmBatch`, and `replaced` (rows,) bool, which marks
+replaced records. `record_source.translate_errors` translates errors of the operations.
 """
 
 from __future__ import annotations
@@ -20,21 +19,17 @@ from training.data.loading.mlm_batches import EVALUATION_EPOCH
 from training.data.loading.record_source import REPLACED, HostSlice
 from training.data.sampling.masking import Masking, SpecialTokens
 from training.data.sampling.order import training_order
+from training.data.tf.fixed_shards import open_source
 from training.data.tf.masking import mask
-from training.data.tf.open_source import open_source
 from training.data.tf.reader import evaluation_batches, training_batches
 from training.data.tf.record_source import Columns, RecordSource
 
 
 def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int, start: int = 0) -> Any:
-    """This host's rows of global batch `start`, `start` + 1, ..., endless: as `MlmBatches.batch`. Raises BadInput."""
+    """Returns the dataset of this host's rows of global batches from `start` on, endless. Raises BadInput."""
     source = _open_source(dataset, host_slice)
     order = training_order(
-        source.records,
-        source.record_bytes,
-        source.unit,
-        seed=seed,
-        batch=host_slice.global_batch_size,
+        source.records, source.record_bytes, source.unit, seed=seed, batch=host_slice.global_batch_size
     )
     batches = training_batches(source, order, host_slice, start)
 
@@ -45,7 +40,7 @@ def mlm_batches(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed:
 
 
 def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, seed: int = 0) -> Any:
-    """All records once, in record order: as the numpy `mlm_evaluation`. Raises BadInput."""
+    """Returns the dataset of all records once, in record order. Raises BadInput."""
     batches = evaluation_batches(_open_source(dataset, host_slice), host_slice)
 
     def mask_batch(batch: Columns) -> Columns:
@@ -61,12 +56,12 @@ def mlm_evaluation(dataset: Dataset, host_slice: HostSlice, masking: Masking, se
 
 def _open_source(dataset: Dataset, host_slice: HostSlice) -> RecordSource:
     dataset.require(kind="mlm")
-    host_slice.rows()  # refuses a batch that can't be divided before any shard is read
+    host_slice.rows()  # raises for an indivisible batch before any shard is read
     return open_source(dataset, vocabulary=host_slice.tokenizer.vocabulary, on_corrupt=host_slice.on_corrupt)
 
 
 def _mask(batch: Columns, epoch: Any, seed: int, masking: Masking, tokens: SpecialTokens) -> Columns:
-    """The fields of an `MlmBatch`. epoch: one for all rows, or (rows,)."""
+    """Returns the fields of an `MlmBatch`. epoch: one for all rows, or (rows,)."""
     input_ids, positions, labels, weights = mask(
         tf.cast(batch["input_ids"], tf.int32), epoch, batch["records"], seed=seed, masking=masking, tokens=tokens
     )

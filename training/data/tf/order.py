@@ -1,4 +1,4 @@
-"""`training.data.sampling.order` in TensorFlow operations: the same windows.
+"""`training.data.sampling.order` and `bucket_schedule` in TensorFlow operations: the same windows and buckets.
 
 Numbers of the dataset, the seed and the batch are Python values; epoch and window are tensors.
 """
@@ -17,7 +17,7 @@ ENDLESS = 2**62
 
 
 def block_permutation(order: Order, epoch: Any) -> Any:
-    """The permutation of an epoch's blocks, for all its windows; empty where nothing is permuted. (blocks,) int64"""
+    """Returns the permutation of an epoch's blocks, (blocks,) int64; empty for an evaluation."""
     if isinstance(order, EvaluationOrder):
         return tf.zeros(0, tf.int64)
     random = stream(order.seed, "blocks", epoch, order.blocks)
@@ -25,7 +25,7 @@ def block_permutation(order: Order, epoch: Any) -> Any:
 
 
 def bounds(order: Order, epoch: Any, number: Any) -> tuple[Any, Any]:
-    """The first index of a window in its epoch, and how many cells it has: `Order.bounds`. int64 scalars"""
+    """Returns the first index of a window in its epoch and its number of cells, as `Order.bounds`. int64 scalars"""
     if isinstance(order, EvaluationOrder):
         start = number * order.window_size
         return start, tf.minimum(tf.constant(order.window_size, tf.int64), order.records - start)
@@ -39,7 +39,10 @@ def bounds(order: Order, epoch: Any, number: Any) -> tuple[Any, Any]:
 
 
 def window(order: Order, permuted: Any, epoch: Any, number: Any) -> Any:
-    """`Order.window`. permuted: `block_permutation` of the epoch; epoch, number: int64 scalars. (cells,) int64"""
+    """Returns the records of a window, (cells,) int64, as `Order.window`.
+
+    permuted: `block_permutation` of the epoch; epoch, number: int64 scalars.
+    """
     if isinstance(order, TrainingOrder):
         return _shuffled_window(order, permuted, epoch, number)
     start, size = bounds(order, epoch, number)
@@ -49,9 +52,9 @@ def window(order: Order, permuted: Any, epoch: Any, number: Any) -> Any:
 def rows_of_window(
     order: Order, permuted: Any, batch: int, epoch: Any, number: Any, first: int, last: int, start: Any
 ) -> Any:
-    """The records of a window in rows [first, last) of their batches, from place `start` on. (n,) int64
+    """Returns a window's records in rows [first, last) of their batches, from place `start` on, (n,) int64.
 
-    The twin of `cells_of_rows`. permuted, epoch, number: as of `window`.
+    The counterpart of `cells_of_rows`. permuted, epoch, number: as for `window`.
     """
     records = window(order, permuted, epoch, number)
     begin, size = bounds(order, epoch, number)
@@ -60,8 +63,25 @@ def rows_of_window(
     return tf.boolean_mask(records, (row >= first) & (row < last) & (place >= start))
 
 
+def buckets_of_epoch(records: tuple[int, ...], batch: int, seed: int, epoch: Any) -> Any:
+    """Returns the bucket of each step of an epoch, (steps,) int64. `records`: of each bucket; `epoch`: int64 scalar."""
+    numbers = tf.constant(records, tf.int64)
+    counts = (epoch + 1) * numbers // batch - epoch * numbers // batch  # (buckets,)
+    order = tf.repeat(tf.range(len(records), dtype=tf.int64), counts)  # (steps,)
+    random = stream(seed, "buckets", epoch, tf.size(order, tf.int64))
+    return tf.gather(order, tf.argsort(sortable(random), stable=True))
+
+
+def buckets_of_steps(records: tuple[int, ...], batch: int, seed: int, epoch: int, index: int) -> Any:
+    """Returns an endless `tf.data` dataset of int64 scalars: the bucket of each step from `index` of `epoch` on."""
+
+    def steps(epoch: Any) -> Any:
+        return tf.data.Dataset.from_tensor_slices(buckets_of_epoch(records, batch, seed, epoch))
+
+    return tf.data.Dataset.range(epoch, ENDLESS).flat_map(steps).skip(index)
+
+
 def _shuffled_window(order: TrainingOrder, permuted: Any, epoch: Any, number: Any) -> Any:
-    """`TrainingOrder.window`."""
     start, size = bounds(order, epoch, number)
     steps, longer = size // order.batch, size % order.batch
     begin = (epoch * order.records + start) % order.batch  # the row of cell 0
@@ -81,7 +101,7 @@ def _shuffled_window(order: TrainingOrder, permuted: Any, epoch: Any, number: An
     shuffled = _shuffle_within(lane, stream(order.seed, "lanes", epoch, size, number))
     position = tf.gather(shuffled, rank)  # (cells,) in the window's sequence of permuted blocks
 
-    # From that sequence to records. The last, shorter block is behind the full blocks of the uneven window.
+    # From that sequence to records. The last, shorter block follows the full blocks of the uneven window.
     uneven = _uneven(order, epoch)
     dealt = number * order.blocks_per_lane // order.windows * order.lanes
     first = dealt + tf.where(number > uneven, _int64(order.leftover_blocks), 0)
@@ -91,13 +111,13 @@ def _shuffled_window(order: TrainingOrder, permuted: Any, epoch: Any, number: An
 
 
 def _uneven(order: TrainingOrder, epoch: Any) -> Any:
-    """`TrainingOrder.uneven_window`: an int64 scalar."""
+    """Returns `TrainingOrder.uneven_window`, an int64 scalar."""
     random = tf.bitwise.right_shift(stream(order.seed, "uneven", epoch, 1)[0], uint64(1))
     return tf.cast(random, tf.int64) % order.windows
 
 
 def _shuffle_within(group: Any, random: Any) -> Any:
-    """numpy's lexsort((random, group)): one stable sort after the other. (cells,) int64"""
+    """Returns numpy's lexsort((random, group)), (cells,) int64: one stable sort after the other."""
     by_random = tf.argsort(sortable(random), stable=True)
     order = tf.argsort(tf.gather(group, by_random), stable=True)
     return tf.cast(tf.gather(by_random, order), tf.int64)

@@ -16,12 +16,12 @@ _HIGHEST = 2**63
 
 
 def number(value: int) -> Any:
-    """A uint64 scalar; negative numbers and those beyond 64 bits wrap."""
+    """Returns a uint64 scalar; negative numbers and those beyond 64 bits wrap."""
     return tf.constant(np.uint64(value & (2**64 - 1)), tf.uint64)
 
 
 def mix(z: Any) -> Any:
-    """The twin of `random_bits.mix`, for a uint64 tensor of any shape."""
+    """Applies `random_bits.mix` to a uint64 tensor of any shape."""
     xor, right = tf.bitwise.bitwise_xor, tf.bitwise.right_shift
     z = xor(z, right(z, number(30))) * number(random_bits.FIRST)
     z = xor(z, right(z, number(27))) * number(random_bits.SECOND)
@@ -29,11 +29,9 @@ def mix(z: Any) -> Any:
 
 
 def keys(state: Any, numbers: Any) -> Any:
-    """The twin of `random_bits.keys`: a key with one more number.
+    """Returns `random_bits.keys`: uint64 keys that depend on one more number.
 
-    Args:
-        state: uint64; broadcasts.
-        numbers: an int64 tensor of any shape, each 0 or more, or -1; or a Python integer.
+    state: uint64; broadcasts. numbers: an int64 tensor of any shape, each 0 or more, or -1; or a Python integer.
     """
     # Two's complement, as random_bits.mix_int wraps negative numbers.
     numbers = tf.cast(tf.convert_to_tensor(numbers, tf.int64), tf.uint64)
@@ -41,16 +39,16 @@ def keys(state: Any, numbers: Any) -> Any:
 
 
 def counted(state: Any, index: Any) -> Any:
-    """The twin of `random_bits.counted`: both uint64; they broadcast."""
+    """Returns `random_bits.counted` of uint64 tensors, which broadcast."""
     return mix(state + (index + number(1)) * number(random_bits.GOLDEN))
 
 
 def stream(seed: int, purpose: str, epoch: Any, count: Any, window: Any = 0) -> Any:
-    """The twin of `random_bits.stream`; epoch, count and window may be int64 tensors. (count,) uint64"""
+    """Returns `random_bits.stream`, (count,) uint64; epoch, count and window may be int64 tensors."""
     state = keys(keys(number(random_bits.key(seed, purpose)), epoch), window)
     return counted(state, tf.cast(tf.range(tf.cast(count, tf.int64)), tf.uint64))
 
 
 def sortable(values: Any) -> Any:
-    """uint64 values as int64 ones that sort in the same order: TensorFlow sorts no unsigned integers."""
+    """Returns int64 values that sort in the order of the uint64 `values`, which TensorFlow can't sort."""
     return tf.bitcast(tf.bitwise.bitwise_xor(values, number(_HIGHEST)), tf.int64)

@@ -1,6 +1,6 @@
 """`training.data.loading.reader` in TensorFlow operations: this host's rows in the order of the steps, as `tf.data`.
 
-A window of this host's rows is read at once, and one more ahead of it: about 3 * order.WINDOW_BLOCKS *
+Reads a window of this host's rows at a time, and the next one ahead: about 3 * order.WINDOW_BLOCKS *
 order.BLOCK_BYTES = 200 MB over the number of hosts, at most twice as much. Blocks are permuted once an epoch.
 """
 
@@ -20,7 +20,7 @@ CONCURRENT_BLOCKS = 16  # blocks read at a time
 
 
 def training_batches(source: RecordSource, order: Order, host_slice: HostSlice, start: int) -> Any:
-    """This host's rows of batch `start`, `start` + 1, ...: columns, `records` and `epoch`, (rows, ...) each."""
+    """Returns the dataset of this host's rows of batches from `start` on: columns, `records`, `epoch`."""
     first, last = host_slice.rows()
     batch_size = host_slice.global_batch_size
     rows = _read_rows(source, order, batch_size, first, last, start * batch_size)
@@ -28,7 +28,7 @@ def training_batches(source: RecordSource, order: Order, host_slice: HostSlice, 
 
 
 def evaluation_batches(source: RecordSource, host_slice: HostSlice) -> Any:
-    """This host's rows of one pass in record order, as batches; the last one is filled up with rows of record -1."""
+    """Returns the dataset of this host's rows of one pass in record order; rows of record -1 fill the last batch up."""
     (first, last), batch_size = host_slice.rows(), host_slice.global_batch_size
     order = evaluation_order(source.records, source.record_bytes, source.unit)
     rows = _read_rows(source, order, batch_size, first, last, 0, epochs=1)
@@ -45,7 +45,7 @@ def evaluation_batches(source: RecordSource, host_slice: HostSlice) -> Any:
 def _read_rows(
     source: RecordSource, order: Order, batch: int, first: int, last: int, start: int, epochs: int = ENDLESS
 ) -> Any:
-    """Rows [first, last) of the batches from place `start` on, one element per window."""
+    """Returns the dataset of rows [first, last) of the batches from place `start` on, one element per window."""
     first_epoch, first_window, _ = locate(order, start)
 
     def windows_of(epoch: Any) -> Any:

@@ -20,7 +20,7 @@ from training.data.tf.record_source import Columns, RecordSource, ShardIndex, de
 
 
 def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -> RecordSource:
-    """The source for a folder in this layout. The options are those of `RecipeShards`. Raises BadInput."""
+    """Returns the source for a folder in this layout. Options as for `RecipeShards`. Raises BadInput."""
     source = RecipeShards(dataset, vocabulary=vocabulary, on_corrupt=on_corrupt)
     shards, length = [shard for shard in dataset.shards if shard.records], dataset.sequence_length
     index, offsets_of = ShardIndex(dataset, shards), [source.offsets(shard) for shard in shards]
@@ -51,7 +51,7 @@ def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -
         names = ("input_ids", "attention_mask")
         parsed = tf.io.parse_example(examples, {name: tf.io.RaggedFeature(tf.int64) for name in names})
         ids, attended = (parsed[name].to_tensor(1, shape=(None, length)) for name in names)  # (n, length) each
-        # Whole records that are not this dataset's. A record may have no attention_mask.
+        # Refuse intact records that are not this dataset's. A record may have no attention_mask.
         valid = (parsed["input_ids"].row_lengths() == length) & tf.reduce_all((ids >= 0) & (ids < vocabulary), axis=1)
         valid &= (parsed["attention_mask"].row_lengths() <= length) & tf.reduce_all(attended == 1, axis=1)  # (n,)
         refused = good & ~valid  # (n,)
@@ -64,7 +64,7 @@ def recipe_shards(dataset: Dataset, *, vocabulary: int, on_corrupt: OnCorrupt) -
         shard = index.shard_of(record)
         number = tf.strings.as_string(record - index.starts[shard])
         reasons = (
-            f" has not {length} ids of a tokenizer of {vocabulary}, or padding (its attention_mask is not all 1): give "
+            f" has padding (its attention_mask is not all 1), or not {length} ids of a tokenizer of {vocabulary}: give "
             "the tokenizer that the shards were made with, or write them again with full rows"
         )
         return tf.strings.join(["<bad shard>", index.urls[shard], ": record ", number, reasons, "</bad shard>"])

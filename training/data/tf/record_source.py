@@ -3,10 +3,10 @@ pipeline that runs on the hosts of a slice, without Python.
 
 Bytes come through TensorFlow's own file systems (local, gs://): a range of a shard is a FixedLengthRecordDataset of one
 record, with the rest of the file as header and footer. Every record's framing, tags and CRC are checked as in the numpy
-readers, and a bad one is handled alike (`on_corrupt`).
+readers, and `on_corrupt` applies as there.
 
-Not possible here: to pin an object's generation (a shard that is replaced by one of the same size with good CRCs is not
-noticed after the start), and to keep blocks on a disk.
+Not possible here: to pin an object's generation (a shard that is replaced after the start by one of the same size with
+good CRCs is not noticed), and to cache blocks on a disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from training.data.loading.record_source import NO_GOOD_RECORD, REPLACED, OnCorr
 from training.errors import BadInput
 
 Columns = dict[str, Any]  # feature -> (n, count); and REPLACED: (n,) bool
-# Loads the records [first, last), int64 scalars at most a block apart: feature -> (n, count), and which are good (n,).
+# (first, last), int64 scalars at most a block apart -> (feature -> (n, count), good (n,)) of the records [first, last).
 Load = Callable[[Any, Any], tuple[dict[str, Any], Any]]
 
 
@@ -51,21 +51,19 @@ class RecordSource:
     read: Callable[[Any, Any], Columns]
 
     def empty(self) -> Columns:
-        """The columns of no record."""
+        """Returns columns with no record."""
         columns = {name: tf.zeros((0, count), dtype) for name, (count, dtype) in self.columns.items()}
         return {**columns, REPLACED: tf.zeros((0,), tf.bool)}
 
 
-# What TensorFlow's file systems say of an access that failed before it concerned a file.
+# Messages of TensorFlow's file systems for an access that failed before it concerned a file.
 _STORAGE_ACCESS = re.compile(r"Error executing an HTTP request|libcurl|bearer token")
 
 
 @contextmanager
 def translate_errors(dataset: Dataset) -> Iterator[None]:
-    """Turns errors of the operations in this package into ours, wherever they ran.
-
-    Only those that name a shard or an access to storage: whoever waits for a batch also gets the errors of what
-    runs meanwhile, such as a step on the devices.
+    """Translates TensorFlow's errors that name a shard or an access to storage. Others, such as those of a step that
+    runs meanwhile, pass unchanged.
 
     Raises:
         BadInput: A shard is missing or damaged.
@@ -90,7 +88,7 @@ def translate_errors(dataset: Dataset) -> Iterator[None]:
 
 
 class ShardIndex:
-    """The shards of a source in order, as constants: URL, size and first record of each."""
+    """URL, size, number of records and first record of each shard of a source, as constants."""
 
     def __init__(self, dataset: Dataset, shards: Sequence[Shard]) -> None:
         self.urls = tf.constant([storage.join(dataset.url, shard.name) for shard in shards])
@@ -99,11 +97,11 @@ class ShardIndex:
         self.starts = tf.constant(np.cumsum([0, *(shard.records for shard in shards)])[:-1], tf.int64)
 
     def shard_of(self, record: Any) -> Any:
-        """The number of a record's shard. record: int64 scalar."""
+        """Returns the number of a record's shard. record: int64 scalar."""
         return tf.searchsorted(self.starts, record[None], side="right", out_type=tf.int64)[0] - 1
 
     def join_pieces(self, first: Any, last: Any, read: Callable[[Any, Any, Any], Any]) -> Any:
-        """read(shard, first and last record in it) of each shard that holds some of [first, last), joined: a string."""
+        """Returns the joined strings read(shard, first, last record in it) of the shards that hold [first, last)."""
 
         def read_piece(shard: Any) -> Any:
             start = self.starts[shard]
@@ -112,7 +110,7 @@ class ShardIndex:
         return join_strings(self.shard_of(first), self.shard_of(last - 1) + 1, read_piece)
 
     def read_bytes(self, shard: Any, start: Any, end: Any) -> Any:
-        """Bytes [start, end) of a shard: a string. Fails where the file has not the size of the manifest."""
+        """Returns bytes [start, end) of a shard, a string. Fails if the file does not have the manifest's size."""
         size = self.sizes[shard]
         dataset = tf.data.FixedLengthRecordDataset(
             self.urls[shard], end - start, header_bytes=start, footer_bytes=size - end, buffer_size=end - start
@@ -121,7 +119,7 @@ class ShardIndex:
 
 
 def join_strings(first: Any, last: Any, piece: Callable[[Any], Any]) -> Any:
-    """piece(first) + ... + piece(last - 1), strings."""
+    """Returns piece(first) + ... + piece(last - 1), strings."""
     _, joined = tf.while_loop(
         lambda number, _: number < last,
         lambda number, before: (number + 1, before + piece(number)),
@@ -132,7 +130,7 @@ def join_strings(first: Any, last: Any, piece: Callable[[Any], Any]) -> Any:
 
 
 def single_element(dataset: Any) -> Any:
-    """The element of a dataset of one element. Optimising such a graph would take a hundred times longer than it."""
+    """Returns the element of a dataset of one. Disables optimization, which would take a hundred times as long."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.experimental_optimization.apply_default_optimizations = False
@@ -142,13 +140,13 @@ def single_element(dataset: Any) -> Any:
 def replacing(
     load: Load, records: int, on_corrupt: OnCorrupt, describe: Callable[[Any], Any]
 ) -> Callable[[Any, Any], Columns]:
-    """A function from (first, last) to the columns of the records [first, last): the twin of `read_replacing`.
+    """Returns a function from (first, last) to the columns of these records, as the numpy `read_replacing`.
 
     Args:
         load: loads records of the source.
-        records: in the source.
-        on_corrupt: "stop": the pipeline fails at the first bad row; "skip": only where no record is good.
-        describe: record -> what `translate_errors` makes a Corrupt of.
+        records: number of records in the source.
+        on_corrupt: "stop": the pipeline fails at the first bad record; "skip": only if no record is good.
+        describe: record -> the message from which `translate_errors` makes a Corrupt.
     """
 
     def read(first: Any, last: Any) -> Columns:
@@ -176,8 +174,8 @@ def replacing(
 
 
 def _next_good_block(load: Load, records: int, first: Any, last: Any) -> tuple[dict[str, Any], Any]:
-    """The columns of the first block behind the records [first, last) that has a good record, and which are good; the
-    last one that was tried where none has."""
+    """Returns (columns, good) of the first block after the records [first, last) that has a good record; of the last
+    block tried if none has."""
 
     def load_after(end: Any) -> tuple[Any, dict[str, Any], Any]:
         begin = end % records
@@ -200,7 +198,7 @@ def _next_good_block(load: Load, records: int, first: Any, last: Any) -> tuple[d
 
 
 def describe_record(index: ShardIndex, record: Any, offset: Callable[[Any, Any], Any], on_corrupt: OnCorrupt) -> Any:
-    """The text of a bad record for `translate_errors`. offset: (shard, number in it) -> byte."""
+    """Returns the message for a bad record that `translate_errors` parses. offset: (shard, number in it) -> byte."""
     shard = index.shard_of(record)
     number = record - index.starts[shard]
     reason = "its checksum (CRC-32C) does not match, or it is not what this dataset's records are"
