@@ -10,7 +10,7 @@ sockets included; on loopback that is also the receivers' part of TCP.
   barrier       nobody has anything to say, as at the end of a step's save: the answer is the same short line for all
   checkpoint    every host reports its part of a checkpoint: the answer holds all of them, about 40 KB
   news          what all hosts do, told to all of them once a second, where each does something else
-  introduction  all hosts connect and are let in
+  handshake  all hosts connect and are let in
 
 The peer is the goal, or what was sent while every host was told the phases of all others one by one.
 """
@@ -34,11 +34,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.rows import Row, finish, row
 from training.distributed.cluster import Cluster
-from training.distributed.connection import introduce
-from training.distributed.protocol.greeting import RENDEZVOUS, credentials
-from training.distributed.protocol.messages import encode
-from training.distributed.protocol.server import NEWS_SECONDS
+from training.distributed.connection import perform_handshake
+from training.distributed.handshake import RENDEZVOUS, host_credentials
+from training.distributed.messages import encode
 from training.distributed.rendezvous import join
+from training.distributed.server_protocol import NEWS_SECONDS
 from training.distributed.shutdown import ShutdownRequest
 
 GOAL_MS = 50.0
@@ -49,13 +49,13 @@ class Crowd:
     """All hosts but host 0."""
 
     def __init__(self, cluster: Cluster) -> None:
-        own = credentials(cluster, RENDEZVOUS)
+        own = host_credentials(cluster, RENDEZVOUS)
         self._hosts: list[socket.socket] = []
         self._selector = selectors.DefaultSelector()
         for worker in range(1, cluster.hosts):
             host = socket.create_connection((cluster.addresses[0], cluster.rendezvous_port), timeout=60)
             host.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            introduce(host, own, worker, 60)
+            perform_handshake(host, own, worker, 60)
             self._hosts.append(host)
             self._selector.register(host, selectors.EVENT_READ)
 
@@ -119,7 +119,7 @@ def measure(hosts: int, meetings: int) -> dict[str, float]:
     process = multiprocessing.get_context("spawn").Process(target=crowd, args=(replace(cluster, worker=1), theirs))
     process.start()
     orders.recv()
-    results = {"introduction": 1e3 * (time.process_time() - began)}
+    results = {"handshake": 1e3 * (time.process_time() - began)}
     for kind in ("barrier", "checkpoint"):
         received = 0.0
         spent = []
@@ -163,7 +163,7 @@ def main() -> None:
         rows.append(row(f"{at}: sent, {kind}", "MB", results[f"{kind} MB"], "before", BEFORE_MB, ""))
     rows.append(row(f"{at}: CPU of host 0, news", "ms", results["news"], "goal", GOAL_MS, f"less than {GOAL_MS:g}"))
     rows.append(row(f"{at}: sent, news", "MB", results["news MB"], "before", BEFORE_MB, "less than 1/10"))
-    rows.append(row(f"{at}: CPU of host 0, introduction", "ms", results["introduction"], "none", None, ""))
+    rows.append(row(f"{at}: CPU of host 0, handshake", "ms", results["handshake"], "none", None, ""))
     finish("rendezvous", rows, options.json)
 
 

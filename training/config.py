@@ -26,7 +26,7 @@ from pydantic import (
 from training.accelerators import UnknownAccelerator, accelerator
 from training.checkpoint.config import Checkpoint
 from training.data.config import Data
-from training.distributed.config import Rendezvous
+from training.distributed.config import RendezvousSection
 from training.errors import BadInput
 from training.optim.adamw import AdamWSettings
 from training.optim.schedule import ScheduleSettings
@@ -255,7 +255,7 @@ class TrainerConfig(Section):
     checkpoint: Checkpoint = Checkpoint()
     """When the state of training is saved, and which checkpoints are kept."""
 
-    rendezvous: Rendezvous = Rendezvous()
+    rendezvous: RendezvousSection = RendezvousSection()
     """How long hosts wait for each other."""
 
     export: Export = Export()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from training.cli.user_program import chip_process_environment
 from training.distributed.cluster import Cluster
-from training.distributed.user_program import chip_process_environment
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "hugging_face" / "train.py"
 

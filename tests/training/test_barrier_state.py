@@ -56,7 +56,7 @@ def test_the_time_out_names_who_is_missing_and_what_they_did_last() -> None:
     message = messages[0][1]["lost"]
     assert "'checkpoint 40'" in message
     assert "host 1 was last heard of 11 s ago in phase 'step 39'" in message
-    assert "host 2 never appeared" in message
+    assert "host 2 never connected" in message
 
 
 def test_hosts_of_another_run_attempt_or_size_are_refused() -> None:
@@ -146,6 +146,6 @@ def test_many_missing_hosts_are_all_named_in_a_short_message() -> None:
     state.connect(0, state.identity, 0.0)
     state.arrive(0, "start", None, 10, 0.0)
     [(_, message)] = state.check_deadlines(10.0)
-    assert "host 1 never appeared; host 2 never appeared" in message["lost"]
+    assert "host 1 never connected; host 2 never connected" in message["lost"]
     assert message["lost"].endswith("; and hosts 17-511")
     assert len(message["lost"]) < 600

@@ -104,14 +104,14 @@ def test_both_formats_of_the_metadata(text: str, addresses: tuple[str, ...]) -> 
         ({"TPU_WORKER_ID": "one", "TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID is 'one'"),
         ({"JOB_COMPLETION_INDEX": "0", "TPU_LAUNCH_HOST_NAME": "a-*.a"}, "TPU_LAUNCH_HOSTS is ''"),
         ({**LAUNCHER, "TPU_LAUNCH_RENDEZVOUS_PORT": "x"}, "TPU_LAUNCH_RENDEZVOUS_PORT"),
-        ({**LAUNCHER, "TPU_LAUNCH_RENDEZVOUS_PORT": "65536"}, "it must be a whole number, 65535 at most"),
+        ({**LAUNCHER, "TPU_LAUNCH_RENDEZVOUS_PORT": "65536"}, "it must be a whole number of at most 65535"),
         (
             {"TPU_WORKER_ID": "\u00b2", "TPU_WORKER_HOSTNAMES": "a,b,c"},
             "TPU_WORKER_ID is '\u00b2'; it must be a whole number",
         ),
         ({"TPU_WORKER_ID": "\u0662", "TPU_WORKER_HOSTNAMES": "a,b,c"}, "TPU_WORKER_ID is"),
         ({"TPU_WORKER_ID": "9" * 5000, "TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID is '9999"),
-        ({"JOB_COMPLETION_INDEX": "0", "TPU_LAUNCH_HOST_NAME": "*", "TPU_LAUNCH_HOSTS": "999999999"}, "65536 at most"),
+        ({"JOB_COMPLETION_INDEX": "0", "TPU_LAUNCH_HOST_NAME": "*", "TPU_LAUNCH_HOSTS": "999999999"}, "at most 65536"),
     ],
 )
 def test_contradictions_are_bad_input(environment: dict[str, str], message: str) -> None:
@@ -146,7 +146,7 @@ def test_bounds_cover_every_chip_of_every_accelerator(name: str) -> None:
 
 
 def test_a_slice_with_another_number_of_hosts_is_refused() -> None:
-    with pytest.raises(BadInput, match="v4-32 has 4 hosts, but this run was told of 2"):
+    with pytest.raises(BadInput, match="v4-32 has 4 hosts, but this run has 2"):
         tpu_environment(Cluster(0, ("a", "b"), "v4-32"))
 
 
@@ -155,7 +155,8 @@ def test_tensorflow_leaves_the_chips_to_a_slices_workers_and_refuses_the_wheel_f
         "TPU_LOAD_LIBRARY": "0"
     }
     with pytest.raises(
-        BadInput, match=r"the one for CPUs: build it with `image\.build_args: \{REQUIREMENTS: requirements-tpu\.txt\}`"
+        BadInput,
+        match=r"has TensorFlow for CPUs: build it with `image\.build_args: \{REQUIREMENTS: requirements-tpu\.txt\}`",
     ):
         tensorflow_environment(Cluster(0, ("a",), "v4-8"), {})
 

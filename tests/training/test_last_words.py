@@ -7,8 +7,8 @@ from typing import Any
 
 from training.distributed.barrier_state import Identity
 from training.distributed.cluster import Cluster
-from training.distributed.protocol.messages import HOST_BYTES, LineBuffer, encode
-from training.distributed.rendezvous_server import RendezvousServer, _Connection
+from training.distributed.messages import HOST_BYTES, LineBuffer, encode
+from training.distributed.rendezvous_server import RendezvousServer, _Peer
 from training.machine import Machine
 
 
@@ -47,7 +47,7 @@ def serve(last_words: bytes) -> str | None:
     protocol = server._protocol
     assert protocol.state.connect(1, Identity("r", 0, 2), 0.0) is None
     protocol._workers[7], protocol._connections[1] = (1, LineBuffer(HOST_BYTES)), 7
-    server._connections[7] = _Connection(7, Reset(last_words))
+    server._connections[7] = _Peer(7, Reset(last_words))
     server._perform([(7, b"news\n")])
     assert server._connections == {}
     return protocol.state.lost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from training.machine.processor import describe_slow_products, read_flags
+from training.backends.torch_xla.processor import describe_slow_products, read_flags
 
 CPUINFO = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu sse4_1 {}\nbugs\t\t: spectre_v1\n\nprocessor\t: 1\n"
 

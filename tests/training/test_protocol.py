@@ -9,34 +9,34 @@ from typing import Any
 import pytest
 
 from training.distributed.barrier_state import Identity
-from training.distributed.protocol.greeting import (
+from training.distributed.handshake import (
+    HANDSHAKE_SECONDS,
     RENDEZVOUS,
-    SECONDS,
     SPARE_CONNECTIONS,
-    Credentials,
-    Doorkeeper,
-    Introduction,
-    Refused,
+    ClientHandshake,
+    HostCredentials,
+    Refusal,
+    ServerHandshake,
     make_nonce,
 )
-from training.distributed.protocol.messages import (
+from training.distributed.messages import (
     FROM_HOST,
-    GREETING_BYTES,
+    HANDSHAKE_BYTES,
     HOST_BYTES,
     LineBuffer,
     Malformed,
     decode,
     encode,
 )
-from training.distributed.protocol.server import Actions, ServerProtocol, summarize
+from training.distributed.server_protocol import Actions, ServerProtocol, summarize
 
-OWN = Credentials(Identity("run", 1, 3), RENDEZVOUS, b"the secret of the attempt")
+OWN = HostCredentials(Identity("run", 1, 3), RENDEZVOUS, b"the secret of the attempt")
 
 
 class Meeting:
     """Host 0's side, and what each connection was sent."""
 
-    def __init__(self, own: Credentials = OWN) -> None:
+    def __init__(self, own: HostCredentials = OWN) -> None:
         self.own = own
         self.server = ServerProtocol(own)
         self.sent: dict[int, list[bytes | None]] = {}
@@ -57,12 +57,12 @@ class Meeting:
         data = b"".join(post if isinstance(post, bytes) else encode(post) for post in posts)
         return self.perform(self.server.received(connection, data, now))
 
-    def join(self, worker: int, own: Credentials | None = None) -> tuple[int, Refused | None]:
+    def join(self, worker: int, own: HostCredentials | None = None) -> tuple[int, Refusal | None]:
         """A connection that introduces itself, and host 0's answer. Raises Malformed when that proves nothing."""
         connection = self.open()
-        introduction = Introduction(own or self.own, worker, make_nonce())
-        self.send(connection, introduction.answer_challenge(self.line(connection, 0)))
-        return connection, introduction.check_answer(self.line(connection, 1))
+        handshake = ClientHandshake(own or self.own, worker, make_nonce())
+        self.send(connection, handshake.answer_challenge(self.line(connection, 0)))
+        return connection, handshake.check_answer(self.line(connection, 1))
 
     def line(self, connection: int, place: int) -> bytes:
         data = self.sent[connection][place]
@@ -90,7 +90,7 @@ def test_who_knows_the_secret_is_let_in_and_knows_that_host_0_does_too() -> None
         replace(OWN, purpose="gradient exchange"),
     ],
 )
-def test_who_does_not_is_closed_without_an_answer(own: Credentials) -> None:
+def test_who_does_not_is_closed_without_an_answer(own: HostCredentials) -> None:
     meeting = Meeting()
     with pytest.raises(Malformed, match="closed"):
         meeting.join(1, own)
@@ -102,7 +102,7 @@ def test_who_does_not_is_closed_without_an_answer(own: Credentials) -> None:
 def test_a_hello_that_was_changed_on_the_way_is_not_believed(field: str) -> None:
     meeting = Meeting()
     connection = meeting.open()
-    hello = json.loads(Introduction(OWN, 1, make_nonce()).answer_challenge(meeting.line(connection, 0)))
+    hello = json.loads(ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(connection, 0)))
     hello[field] = {"hello": 2, "run_id": "other", "attempt": 2, "hosts": 4, "nonce": "0" * 64}[field]
     meeting.send(connection, hello)
     assert meeting.is_closed(connection)
@@ -112,7 +112,7 @@ def test_a_hello_that_was_changed_on_the_way_is_not_believed(field: str) -> None
 def test_a_hello_that_was_overheard_is_worth_nothing_on_another_connection() -> None:
     meeting = Meeting()
     first, second = meeting.open(), meeting.open()
-    hello = Introduction(OWN, 1, make_nonce()).answer_challenge(meeting.line(first, 0))
+    hello = ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(first, 0))
     meeting.send(second, hello)
     assert meeting.is_closed(second)
 
@@ -122,11 +122,11 @@ def test_a_stranger_in_host_0s_place_is_not_believed() -> None:
     meeting = Meeting()
     connection, _ = meeting.join(1)
     overheard = meeting.line(connection, 1)
-    introduction = Introduction(OWN, 2, make_nonce())
-    hello = json.loads(introduction.answer_challenge(encode({"challenge": "0" * 64}).strip()))
+    handshake = ClientHandshake(OWN, 2, make_nonce())
+    hello = json.loads(handshake.answer_challenge(encode({"challenge": "0" * 64}).strip()))
     for answer in (overheard, encode({"welcome": True, "proof": hello["proof"]}).strip()):
         with pytest.raises(Malformed, match="does not know the secret"):
-            introduction.check_answer(answer)
+            handshake.check_answer(answer)
 
 
 def test_a_refusal_is_believed_from_host_0_alone() -> None:
@@ -136,10 +136,10 @@ def test_a_refusal_is_believed_from_host_0_alone() -> None:
     assert refused.final
     assert "host 0 is in attempt 1 of run 'run', this host in attempt 0" in refused.reason
     assert meeting.is_closed(connection)
-    introduction = Introduction(OWN, 2, make_nonce())
-    introduction.answer_challenge(encode({"challenge": "0" * 64}).strip())
+    handshake = ClientHandshake(OWN, 2, make_nonce())
+    handshake.answer_challenge(encode({"challenge": "0" * 64}).strip())
     with pytest.raises(Malformed, match="does not know the secret"):
-        introduction.check_answer(encode({"refused": "go away", "final": True, "proof": "0" * 64}).strip())
+        handshake.check_answer(encode({"refused": "go away", "final": True, "proof": "0" * 64}).strip())
 
 
 def test_the_two_sides_prove_different_things() -> None:
@@ -150,8 +150,8 @@ def test_the_two_sides_prove_different_things() -> None:
 NOISE = {
     "infinity": b'{"hello": Infinity}\n',
     "a large exponent": b'{"hello": 1e999, "run_id": "run"}\n',
-    "nested": b"[" * (GREETING_BYTES - 1) + b"\n",
-    "no line": b"x" * (GREETING_BYTES + 1),
+    "nested": b"[" * (HANDSHAKE_BYTES - 1) + b"\n",
+    "no line": b"x" * (HANDSHAKE_BYTES + 1),
     "another language": b"GET / HTTP/1.1\r\n\r\n",
     "no text": b"\xff\xfe\n",
     "a list": b"[]\n",
@@ -213,7 +213,7 @@ def test_what_a_host_said_before_its_noise_counts() -> None:
 def test_nothing_may_follow_a_hello_before_its_answer() -> None:
     meeting = Meeting()
     connection = meeting.open()
-    hello = Introduction(OWN, 1, make_nonce()).answer_challenge(meeting.line(connection, 0))
+    hello = ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(connection, 0))
     meeting.send(connection, hello, {"phase": "in"})
     assert meeting.is_closed(connection)
 
@@ -221,17 +221,17 @@ def test_nothing_may_follow_a_hello_before_its_answer() -> None:
 def test_who_says_nothing_is_cut_off_after_seconds_and_a_slow_host_is_not() -> None:
     meeting = Meeting()
     silent, slow = meeting.open(now=0.0), meeting.open(now=0.0)
-    hello = Introduction(OWN, 1, make_nonce()).answer_challenge(meeting.line(slow, 0))
+    hello = ClientHandshake(OWN, 1, make_nonce()).answer_challenge(meeting.line(slow, 0))
     for place in range(0, len(hello), 50):
-        meeting.send(slow, hello[place : place + 50], now=SECONDS / 2)
-    meeting.perform(meeting.server.tick(SECONDS - 0.01))
+        meeting.send(slow, hello[place : place + 50], now=HANDSHAKE_SECONDS / 2)
+    meeting.perform(meeting.server.tick(HANDSHAKE_SECONDS - 0.01))
     assert not meeting.is_closed(silent)
-    meeting.perform(meeting.server.tick(SECONDS))
+    meeting.perform(meeting.server.tick(HANDSHAKE_SECONDS))
     assert meeting.is_closed(silent)
     assert not meeting.is_closed(slow)
 
 
-def test_the_number_of_connections_is_bounded_and_the_oldest_stranger_goes_first() -> None:
+def test_the_number_of_connections_is_bounded_and_the_oldest_pending_goes_first() -> None:
     meeting = Meeting()
     hosts = [meeting.join(worker)[0] for worker in range(2)]
     strangers = [meeting.open() for _ in range(1000)]
@@ -292,10 +292,10 @@ def test_lines_that_were_not_taken_are_kept() -> None:
 
 
 def test_an_error_says_what_was_expected() -> None:
-    doorkeeper = Doorkeeper(OWN)
-    doorkeeper.opened(0, 0.0)
+    handshake = ServerHandshake(OWN)
+    handshake.opened(0, 0.0)
     with pytest.raises(Malformed):
-        doorkeeper.received(0, b"noise\n")
-    assert 0 in doorkeeper, "the caller closes it"
+        handshake.received(0, b"noise\n")
+    assert 0 in handshake, "the caller closes it"
     with pytest.raises(Malformed, match="none of phase, arrive, goodbye"):
         decode(b"{}", FROM_HOST)

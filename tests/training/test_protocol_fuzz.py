@@ -23,28 +23,28 @@ from typing import Any
 import pytest
 
 from training.distributed import connection as connections
+from training.distributed import messages
 from training.distributed.barrier_state import Identity
 from training.distributed.cluster import Cluster
-from training.distributed.protocol import messages
-from training.distributed.protocol.greeting import (
+from training.distributed.handshake import (
     GRADIENT_EXCHANGE,
     RENDEZVOUS,
-    Credentials,
-    Doorkeeper,
-    Introduction,
+    ClientHandshake,
+    HostCredentials,
+    ServerHandshake,
     make_nonce,
 )
-from training.distributed.protocol.messages import ANSWER, FROM_SERVER, LineBuffer, Malformed, encode
-from training.distributed.protocol.server import ServerProtocol
+from training.distributed.messages import ANSWER, FROM_SERVER, LineBuffer, Malformed, encode
 from training.distributed.rendezvous import RendezvousClient
 from training.distributed.rendezvous_server import RendezvousServer
+from training.distributed.server_protocol import ServerProtocol
 from training.distributed.shutdown import ShutdownRequest
 from training.machine import Machine
 from training.machine.network import listen
 
 SEED = 20260722
 STRANGERS, ADMITTED, EXCHANGE, CLIENTS = 65_000, 10_000, 10_000, 15_000  # 100,000 in all
-OWN = Credentials(Identity("run", 1, 3), RENDEZVOUS, b"the secret of the attempt")
+OWN = HostCredentials(Identity("run", 1, 3), RENDEZVOUS, b"the secret of the attempt")
 
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2, 7, 3.5, -0.0, 1e308, 2**31, 2**63, 10**300, "", "run", "x" * 700, "\ud800", "\n",
@@ -111,7 +111,7 @@ def cut(chance: random.Random, data: bytes) -> Iterator[bytes]:
 
 def admit(server: ServerProtocol, connection: int, worker: int) -> None:
     [(_, challenge)] = server.opened(connection, 0.0)
-    hello = Introduction(OWN, worker, make_nonce()).answer_challenge((challenge or b"").strip())
+    hello = ClientHandshake(OWN, worker, make_nonce()).answer_challenge((challenge or b"").strip())
     [(_, welcome)] = server.received(connection, hello, 0.0)
     assert b"welcome" in (welcome or b"")
 
@@ -192,26 +192,26 @@ def test_noise_of_a_host_costs_no_other_host_its_connection() -> None:
             assert all(isinstance(json.loads(data or b"{}"), dict) for _, data in actions)
 
 
-def test_the_doorkeeper_of_the_gradient_exchange_lets_no_stranger_in() -> None:
+def test_the_handshake_of_the_gradient_exchange_lets_no_stranger_in() -> None:
     chance = random.Random(SEED + 2)
-    doorkeeper = Doorkeeper(replace(OWN, purpose=GRADIENT_EXCHANGE))
+    handshake = ServerHandshake(replace(OWN, purpose=GRADIENT_EXCHANGE))
     for number, stream in enumerate(streams(SEED + 2, EXCHANGE)):
-        doorkeeper.opened(number, 0.0)
+        handshake.opened(number, 0.0)
         for piece in cut(chance, stream):
             try:
-                assert doorkeeper.received(number, piece) is None
+                assert handshake.received(number, piece) is None
             except Malformed:
                 break
-        doorkeeper.forget(number)
-    assert len(doorkeeper) == 0
+        handshake.forget(number)
+    assert len(handshake) == 0
 
 
 def test_what_comes_instead_of_host_0_raises_nothing_but_malformed() -> None:
     chance = random.Random(SEED + 3)
     for stream in streams(SEED + 3, CLIENTS):
-        introduction = Introduction(OWN, 1, make_nonce())
-        steps: list[Callable[[bytes], Any]] = [introduction.answer_challenge, introduction.check_answer]
-        lines = LineBuffer(messages.GREETING_BYTES)
+        handshake = ClientHandshake(OWN, 1, make_nonce())
+        steps: list[Callable[[bytes], Any]] = [handshake.answer_challenge, handshake.check_answer]
+        lines = LineBuffer(messages.HANDSHAKE_BYTES)
         try:
             for piece in cut(chance, stream):
                 for line in lines.feed(piece):
@@ -245,7 +245,7 @@ def test_strangers_at_the_sockets_of_host_0_leave_nothing_behind() -> None:
     hosts = []
     for worker in range(3):
         host = socket.create_connection(("127.0.0.1", port), timeout=10)
-        assert isinstance(connections.introduce(host, OWN, worker, 10), LineBuffer)
+        assert isinstance(connections.perform_handshake(host, OWN, worker, 10), LineBuffer)
         hosts.append(host)
     crowd: list[socket.socket] = []
     for number, stream in enumerate(streams(SEED + 4, 1000)):
@@ -277,7 +277,7 @@ def test_strangers_at_the_gradient_exchange_leave_nothing_behind() -> None:
     own = replace(OWN, purpose=GRADIENT_EXCHANGE)
     listener = listen("127.0.0.1", port)
     inside: dict[int, socket.socket] = {}
-    door = threading.Thread(target=lambda: inside.update(connections.let_in(listener, own, 30)))
+    door = threading.Thread(target=lambda: inside.update(connections.accept_peers(listener, own, 30)))
     door.start()
     crowd = []
     for stream in streams(SEED + 5, 500):
@@ -290,7 +290,7 @@ def test_strangers_at_the_gradient_exchange_leave_nothing_behind() -> None:
     assert door.is_alive()
     hosts = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(2)]
     for worker, host in enumerate(hosts, 1):
-        assert isinstance(connections.introduce(host, own, worker, 10), LineBuffer)
+        assert isinstance(connections.perform_handshake(host, own, worker, 10), LineBuffer)
     door.join(10)
     assert sorted(inside) == [1, 2]
     for connection in (*crowd, *hosts, *inside.values(), listener):
@@ -306,7 +306,7 @@ def test_noise_from_host_0_ends_a_client_in_good_order() -> None:
     for stream in streams(SEED + 6, 100):
         theirs, ours = socket.socketpair()
         client = RendezvousClient(
-            cluster(1, 1), None, ShutdownRequest(), ours, LineBuffer(messages.GREETING_BYTES), seconds=5,
+            cluster(1, 1), None, ShutdownRequest(), ours, LineBuffer(messages.HANDSHAKE_BYTES), seconds=5,
             machine=Machine(exit=leave),
         )  # fmt: skip
         with contextlib.suppress(OSError):

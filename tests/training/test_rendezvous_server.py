@@ -14,8 +14,8 @@ import pytest
 from training.distributed import connection as connections
 from training.distributed.barrier_state import Identity
 from training.distributed.cluster import SECRET_VARIABLE, Cluster, discover
-from training.distributed.protocol.greeting import RENDEZVOUS, Credentials, credentials, derive_token
-from training.distributed.protocol.messages import encode
+from training.distributed.handshake import RENDEZVOUS, HostCredentials, derive_token, host_credentials
+from training.distributed.messages import encode
 from training.distributed.rendezvous_server import RendezvousServer
 from training.errors import BadInput
 
@@ -28,8 +28,8 @@ class Host:
 
     def __init__(self, port: int, worker: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=10)
-        own = Credentials(Identity("run", 1, 3), RENDEZVOUS, SECRET)
-        assert not isinstance(connections.introduce(self.socket, own, worker, 10), connections.Refused)
+        own = HostCredentials(Identity("run", 1, 3), RENDEZVOUS, SECRET)
+        assert not isinstance(connections.perform_handshake(self.socket, own, worker, 10), connections.Refusal)
         self.socket.settimeout(20)
         self._unread = b""
 
@@ -72,7 +72,7 @@ def hosts(server: RendezvousServer, port: int) -> Iterator[list[Host]]:
         host.socket.close()
 
 
-def test_a_host_that_reads_nothing_holds_up_no_other_one_and_is_lost_in_the_end(
+def test_a_host_that_reads_nothing_delays_no_other_host_and_is_lost(
     server: RendezvousServer, hosts: list[Host]
 ) -> None:
     """Its process is stopped: its kernel answers, and its buffers fill up."""
@@ -92,7 +92,7 @@ def test_when_the_servers_thread_ends_all_hosts_notice_at_once(
     server: RendezvousServer, hosts: list[Host], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(now: float) -> Any:
-        raise ZeroDivisionError("a defect")
+        raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(server._protocol, "tick", fail)
     began = time.monotonic()
@@ -100,14 +100,14 @@ def test_when_the_servers_thread_ends_all_hosts_notice_at_once(
         while host.socket.recv(1 << 16):
             pass
     assert time.monotonic() - began < LOST_SECONDS
-    assert "tpu-train: the rendezvous has ended: a defect" in capsys.readouterr().err
+    assert "tpu-train: the rendezvous server failed: a bug" in capsys.readouterr().err
 
 
-def test_a_defect_in_what_one_host_says_costs_that_host(
+def test_an_error_in_handling_one_host_closes_its_connection_alone(
     server: RendezvousServer, hosts: list[Host], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: Any) -> Any:
-        raise ZeroDivisionError("a defect")
+        raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(server._protocol.state, "set_phase", fail)
     hosts[1].socket.sendall(encode({"phase": "x"}))
@@ -115,46 +115,46 @@ def test_a_defect_in_what_one_host_says_costs_that_host(
         assert "host 1 is gone" in host.read("lost")["lost"]
 
 
-def test_without_room_for_a_connection_the_oldest_stranger_goes() -> None:
-    strangers, accepted = ["first", "second"], []
+def test_without_room_for_a_connection_the_oldest_pending_one_is_closed() -> None:
+    pending, closed = ["first", "second"], []
 
     def accept() -> tuple[str, None]:
-        if len(strangers) > 1:
+        if len(pending) > 1:
             raise OSError(errno.EMFILE, "too many open files")
         return "a host", None
 
-    def shed() -> bool:
-        accepted.append(strangers.pop(0))
+    def close_oldest() -> bool:
+        closed.append(pending.pop(0))
         return True
 
-    assert connections.accept(accept, shed) == "a host"
-    assert accepted == ["first"]
-    naps: list[float] = []
-    strangers = ["first", "second"]
-    assert connections.accept(accept, lambda: False, naps.append) is None
-    assert naps, "it must not spin"
+    assert connections.accept_connection(accept, close_oldest) == "a host"
+    assert closed == ["first"]
+    sleeps: list[float] = []
+    pending = ["first", "second"]
+    assert connections.accept_connection(accept, lambda: False, sleeps.append) is None
+    assert sleeps, "it must not spin"
 
 
 def test_several_hosts_without_a_secret_are_refused_in_one_line() -> None:
     cluster = Cluster(1, ("10.0.0.1", "10.0.0.2"))
     with pytest.raises(BadInput, match="TPU_LAUNCH_SECRET is not set: the 2 hosts") as refused:
-        credentials(cluster, RENDEZVOUS)
+        host_credentials(cluster, RENDEZVOUS)
     assert "openssl rand -hex 32" in str(refused.value)
     assert "\n" not in str(refused.value)
-    assert credentials(Cluster(1, ("127.0.0.1", "localhost", "::1")), RENDEZVOUS).secret == b""
+    assert host_credentials(Cluster(1, ("127.0.0.1", "localhost", "::1")), RENDEZVOUS).secret == b""
 
 
 def test_a_short_secret_is_refused_and_no_message_shows_one() -> None:
     environment = {"TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2", SECRET_VARIABLE: "short"}
-    with pytest.raises(BadInput, match="5 characters; it must have 16"):
+    with pytest.raises(BadInput, match="5 characters; it must be random, with at least 16"):
         discover(environment)
     cluster = discover({**environment, SECRET_VARIABLE: f"{SECRET.decode()}\n"})
     assert cluster.secret == SECRET, "the end of a file's line does not count"
-    own = credentials(cluster, RENDEZVOUS)
+    own = host_credentials(cluster, RENDEZVOUS)
     assert SECRET.decode() not in repr((cluster, own))
 
 
-def test_a_librarys_own_exchange_has_a_name_that_only_this_attempt_knows() -> None:
+def test_only_the_hosts_of_an_attempt_can_derive_its_token() -> None:
     one = Cluster(0, ("10.0.0.1",), secret=SECRET)
     assert derive_token(one, "token") == derive_token(one, "token")
     others = (Cluster(0, ("10.0.0.1",), secret=SECRET, attempt=1), Cluster(0, ("10.0.0.1",), secret=SECRET * 2))

@@ -13,9 +13,9 @@ import pytest
 
 from tests.training.test_rendezvous import Hosts, end, wait_for_line
 from training.distributed.barrier_state import Identity
-from training.distributed.connection import introduce
-from training.distributed.protocol.greeting import GRADIENT_EXCHANGE, SECONDS, Credentials
-from training.distributed.protocol.messages import Malformed
+from training.distributed.connection import perform_handshake
+from training.distributed.handshake import GRADIENT_EXCHANGE, HANDSHAKE_SECONDS, HostCredentials
+from training.distributed.messages import Malformed
 from training.errors import Exit
 
 
@@ -84,15 +84,15 @@ def test_strangers_are_not_added_and_hold_nobody_up(hosts: Hosts, port: str) -> 
     for number, stranger in enumerate(strangers):
         if number % 2:
             stranger.sendall(b"another token!!!" + b"\1\0\0\0")
-    own = Credentials(Identity("run", 0, 2), GRADIENT_EXCHANGE, b"not the secret of this attempt")
+    own = HostCredentials(Identity("run", 0, 2), GRADIENT_EXCHANGE, b"not the secret of this attempt")
     with connect(int(port)) as impostor, pytest.raises((OSError, Malformed)):
-        introduce(impostor, own, 1, 3.0)
+        perform_handshake(impostor, own, 1, 3.0)
     began = time.monotonic()
     second = hosts.start(1, 2, "connect", "sum [2]", **environment)
     for process in (first, second):
         code, text = end(process)
         assert (code, json.loads(text.splitlines()[-1])) == (0, [3]), text
-    assert time.monotonic() - began < SECONDS
+    assert time.monotonic() - began < HANDSHAKE_SECONDS
     for stranger in strangers:
         stranger.close()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from training.cli.user_program import chip_process_environment, gloo_environment, run_script
 from training.distributed.cluster import Cluster
-from training.distributed.user_program import chip_process_environment, gloo_environment, run_script
 from training.errors import BadInput
 
 

@@ -157,7 +157,7 @@ def exec_script(script: str, arguments: tuple[str, ...]) -> None:
     On every host of a slice, as a run's command. Hugging Face's Trainer and Accelerate then train over all hosts. On
     CPU hosts: one process a host, gradients summed with gloo.
     """
-    from training.distributed.user_program import run_on_host
+    from training.cli.user_program import run_on_host
 
     run_on_host(script, arguments)
 

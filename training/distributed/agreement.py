@@ -1,4 +1,4 @@
-"""All hosts of a run must be about to run the same thing: they compare facts when they first meet."""
+"""Compares what all hosts are about to run, when they first meet."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from training.machine import SYSTEM, Machine
 
 
 def agree(rendezvous: Rendezvous, facts: Mapping[str, str], start_seconds: float, machine: Machine = SYSTEM) -> str:
-    """Meets all hosts, compares what each is about to run, and returns a token that only this group of processes has.
-    Raises BadInput."""
+    """Waits for all hosts and compares their facts. Returns a token that only this group of processes has.
+
+    Raises BadInput, naming the hosts, if a fact differs.
+    """
     reports = rendezvous.meet(
         "start", {"facts": dict(facts), "token": machine.random.randbytes(4).hex()}, start_seconds
     )
     differences = disagreements([report["facts"] for report in reports])
     if differences:
-        raise BadInput("the hosts are not about to run the same thing:\n  " + "\n  ".join(differences))
+        raise BadInput("the hosts are about to run different things:\n  " + "\n  ".join(differences))
     token: str = reports[0]["token"]
     return token
 
 
 def disagreements(reports: list[Mapping[str, str]]) -> list[str]:
-    """A line for each fact in which hosts differ from host 0, naming them. `reports`: facts in worker order."""
+    """Returns a line for each fact in which hosts differ from host 0, naming them. `reports`: facts in worker order."""
     lines = []
     for name, value in reports[0].items():
         others = {worker: facts.get(name) for worker, facts in enumerate(reports) if facts.get(name) != value}
@@ -40,7 +42,7 @@ def disagreements(reports: list[Mapping[str, str]]) -> list[str]:
 
 @cache
 def code_hash() -> str:
-    """A hash of the trainer's source: what a checkpoint was written by, and what all hosts must have alike."""
+    """Returns a hash of the trainer's source, which all hosts must share and checkpoints record."""
     digest = hashlib.sha256()
     folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):

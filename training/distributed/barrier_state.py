@@ -1,10 +1,10 @@
-"""The state of an attempt's rendezvous on host 0: pure, without sockets and without a clock of its own.
+"""The state of an attempt's rendezvous on host 0. Pure, without sockets and without a clock.
 
 Every event (a host connects, reports its phase, arrives at a barrier, leaves, its connection breaks, time passes) is a
 method that returns the messages to send, as (worker, message); a message to several hosts is one object.
-`protocol/server.py` makes bytes of them, and `rendezvous_server.py` gives it sockets and a clock. Two
-rules make repeated messages harmless: an event counts once (an arrival is counted once, and a completed barrier answers
-for ever with the same payloads), and an attempt that was lost stays lost.
+`server_protocol.py` turns them into bytes, and `rendezvous_server.py` has the sockets and the clock. Repeated messages
+are harmless: an arrival counts once, a completed barrier always answers with the same payloads, and a lost attempt
+stays lost.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from training.errors import Exit
 
 Message = dict[str, Any]
 Outgoing = list[tuple[int, Message]]
-DESCRIBED = 16  # hosts that did not arrive whose last phase is told; of the others, who they are
-REMEMBERED = 256  # completed barriers whose answers are kept for late repeats
+DESCRIBED = 16  # missing hosts whose last phase a message says; it only numbers the others
+REMEMBERED = 256  # completed barriers whose answers are kept for repeated arrivals
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Which hosts belong together: those of one attempt of one run."""
+    """The attempt to which a host belongs."""
 
     run_id: str
     attempt: int
@@ -32,16 +32,16 @@ class Identity:
 
 @dataclass
 class Member:
-    """A host that was admitted."""
+    """An admitted host."""
 
     phase: str
-    last_heard: float  # seconds, of the clock that events are stamped with
+    last_heard: float  # on the clock of the events
     connected: bool = True
 
 
 @dataclass
 class Barrier:
-    """A barrier that not all hosts have reached."""
+    """A barrier that some hosts have not reached."""
 
     deadline: float
     seconds: float
@@ -50,20 +50,21 @@ class Barrier:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a host is not admitted, and whether asking again is pointless."""
+    """The reason why host 0 does not admit a host."""
 
     reason: str
     final: bool
+    """A retry is pointless."""
 
 
 def compare(expected: Identity, given: Identity) -> Refusal | None:
-    """Why a host of identity `given` does not belong to the attempt `expected`; None when it does."""
+    """Returns the refusal of a host that is not of the expected attempt; None if it is."""
     if expected == given:
         return None
     if expected.run_id != given.run_id:
         return Refusal(f"host 0 is in run {expected.run_id!r}, this host in run {given.run_id!r}", False)
     if expected.attempt != given.attempt:
-        # A later attempt may ask again: this host 0 may be about to be replaced by that attempt's.
+        # A host of a later attempt may retry: the host 0 of its own attempt may replace this one soon.
         return Refusal(
             f"host 0 is in attempt {expected.attempt} of run {expected.run_id!r}, this host in attempt {given.attempt}",
             expected.attempt > given.attempt,
@@ -76,7 +77,7 @@ def compare(expected: Identity, given: Identity) -> Refusal | None:
 
 
 def name_hosts(workers: list[int]) -> str:
-    """Ascending numbers of hosts, for a person: "host 3", or "hosts 0-2 4"."""
+    """Returns ascending worker numbers as a text: "host 3", or "hosts 0-2 4"."""
     ranges: list[tuple[int, int]] = []
     for worker in workers:
         if ranges and worker == ranges[-1][1] + 1:
@@ -88,7 +89,7 @@ def name_hosts(workers: list[int]) -> str:
 
 
 class BarrierState:
-    """The hosts of one attempt and the barriers they have reached."""
+    """The hosts of an attempt and its barriers."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
@@ -96,10 +97,10 @@ class BarrierState:
         self.barriers: dict[str, Barrier] = {}
         self.completed: OrderedDict[str, list[Any]] = OrderedDict()
         self.lost: str | None = None  # why the attempt is over
-        self.lost_code = Exit.LOST_PEER  # what the others exit with; SAVED when the first to leave was asked to stop
+        self.lost_code = Exit.LOST_PEER  # of the other hosts; SAVED if the first host to leave was asked to stop
 
     def connect(self, worker: int, given: Identity, now: float) -> Refusal | None:
-        """Admits a host, or says why not."""
+        """Admits a host and returns None, or returns its refusal."""
         refusal = compare(self.identity, given)
         if refusal:
             return refusal
@@ -113,12 +114,11 @@ class BarrierState:
         return None
 
     def set_phase(self, worker: int, phase: str, now: float) -> None:
-        """Notes what a host is doing."""
         member = self.members[worker]
         member.phase, member.last_heard = phase, now
 
     def arrive(self, worker: int, name: str, payload: Any, seconds: float, now: float) -> Outgoing:
-        """`worker` has reached barrier `name` and waits at most `seconds`. Answers all hosts once all are there."""
+        """Records that `worker` waits at barrier `name`, at most `seconds`. Answers all hosts once all have arrived."""
         self.members[worker].last_heard = now
         if self.lost:
             return [(worker, self._lost_message())]
@@ -135,10 +135,10 @@ class BarrierState:
         return self._to_all({"complete": name, "payloads": self.completed[name]})
 
     def leave(self, worker: int, code: int, reason: str, overdue: bool = False) -> Outgoing:
-        """`worker` is about to exit with `code`.
+        """Records that `worker` exits with `code`.
 
-        A failure ends the attempt for all. So does an orderly exit while others wait at a barrier, or one that comes
-        before the others could save (`overdue`).
+        A failure ends the attempt for all hosts. So does an orderly exit while other hosts wait at a barrier, or before
+        they could save (`overdue`).
         """
         member = self.members[worker]
         member.connected = False
@@ -151,7 +151,7 @@ class BarrierState:
         )
 
     def disconnect(self, worker: int) -> Outgoing:
-        """The connection to `worker` broke before it said that it leaves."""
+        """Ends the attempt if the connection of `worker` broke before its goodbye."""
         member = self.members.get(worker)
         if member is None or not member.connected:
             return []
@@ -159,27 +159,27 @@ class BarrierState:
         return self._lose(f"host {worker} is gone: its connection broke in phase {member.phase!r}")
 
     def check_deadlines(self, now: float) -> Outgoing:
-        """Time has passed: a barrier whose deadline is over ends the attempt."""
+        """Ends the attempt if the deadline of a barrier has passed."""
         for name, barrier in self.barriers.items():
             if now >= barrier.deadline:
                 missing = [number for number in range(self.identity.hosts) if number not in barrier.payloads]
                 hosts = "; ".join(self._describe(number, now) for number in missing[:DESCRIBED])
                 if others := missing[DESCRIBED:]:
                     hosts += f"; and {name_hosts(others)}"
-                return self._lose(f"rendezvous {name!r}: not everyone arrived within {barrier.seconds:g} s: {hosts}")
+                return self._lose(f"rendezvous {name!r}: not all hosts arrived within {barrier.seconds:g} s: {hosts}")
         return []
 
     def phases(self) -> list[str]:
-        """What each host was last known to do, in worker order."""
+        """Returns the last known phase of each host, in worker order."""
         return [
-            self.members[number].phase if number in self.members else "never appeared"
+            self.members[number].phase if number in self.members else "never connected"
             for number in range(self.identity.hosts)
         ]
 
     def _describe(self, worker: int, now: float) -> str:
         member = self.members.get(worker)
         if member is None:
-            return f"host {worker} never appeared"
+            return f"host {worker} never connected"
         seconds = max(0.0, now - member.last_heard)
         return f"host {worker} was last heard of {seconds:.0f} s ago in phase {member.phase!r}"
 

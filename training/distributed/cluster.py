@@ -1,17 +1,17 @@
-"""This process' place among the hosts of the slice: its worker index, all addresses, the accelerator.
+"""Finds this process's place among the hosts of the slice: its worker index, all addresses, the accelerator.
 
-Sources, in this order; the first that answers counts:
+Sources, in this order; the first one that has hosts counts:
 1. the environment that `tpu-launch` sets: TPU_WORKER_ID, TPU_WORKER_HOSTNAMES, TPU_ACCELERATOR_TYPE (GKE's webhook sets
    the same), with JOB_COMPLETION_INDEX of an indexed Kubernetes Job in place of a missing TPU_WORKER_ID, and
    TPU_LAUNCH_HOSTS and TPU_LAUNCH_HOST_NAME ("job-*.service", where * is the worker index) of our manifests in place of
    missing TPU_WORKER_HOSTNAMES;
-2. the metadata server of a TPU VM, only where there is a TPU (`device_kind`): `worker-network-endpoints` comes in two
+2. the metadata server of a TPU VM, only on a host with a TPU (`device_kind`): `worker-network-endpoints` has two
    formats, the old `name:id:ip,...` and the new plain list of addresses;
 3. none: a single host, worker 0, with the accelerator that TPU_ACCELERATOR_TYPE names.
 
-Parsing is pure; `discover` is the one function that reads the environment and the metadata server. torch_xla 2.9
-crashes on the new metadata format (it takes the third field of `x:y:z`), so `tpu_environment` sets every variable that
-it would look up there, and forbids the lookup.
+Parsing is pure; only `discover` reads the environment and the metadata server. torch_xla 2.9 crashes on the new
+metadata format (it takes the third field of `x:y:z`), so `tpu_environment` sets every variable that torch_xla would
+look up there, and forbids the lookup.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from training.errors import BadInput
 
 RENDEZVOUS_PORT = 8490
 GLOO_PORT = 8491
-SECRET_VARIABLE = "TPU_LAUNCH_SECRET"  # by which the hosts of an attempt know each other (protocol/greeting.py)
+SECRET_VARIABLE = "TPU_LAUNCH_SECRET"  # the secret that the hosts of an attempt share (handshake.py)
 _SHORTEST_SECRET = 16  # characters
 METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """This process's place.
+    """This process's place among the hosts.
 
     Attributes:
-        worker: of this host.
-        addresses: one a host that runs the loop, in worker order.
-        slice_addresses: one a host of the slice, where host 0 alone runs the loop and drives the devices of all.
-        secret: by which the hosts of this attempt know each other; empty without one.
+        worker: The index of this host.
+        addresses: Of the hosts that run the loop, in worker order.
+        slice_addresses: Of all hosts of the slice, if host 0 alone runs the loop and drives the devices of all.
+        secret: Shared by the hosts of this attempt; empty if there is none.
     """
 
     worker: int
@@ -60,33 +60,32 @@ class Cluster:
 
     @property
     def hosts(self) -> int:
-        """How many hosts run the loop."""
+        """Returns the number of hosts that run the loop."""
         return len(self.addresses)
 
     @property
     def all_addresses(self) -> tuple[str, ...]:
-        """One a host of the slice, in worker order, whether it runs the loop or not."""
+        """Returns the addresses of all hosts of the slice, in worker order, also of those that do not run the loop."""
         return self.slice_addresses or self.addresses
 
     def alone(self) -> Cluster:
-        """The cluster of host 0 where it alone runs the loop, for all hosts of the slice."""
+        """Returns the cluster of host 0 if it alone runs the loop, for all hosts of the slice."""
         return replace(self, addresses=self.addresses[:1], slice_addresses=self.addresses)
 
     @property
     def is_first(self) -> bool:
-        """Host 0 commits checkpoints, writes metrics and talks to the user."""
+        """Returns whether this is host 0, which commits checkpoints, writes metrics and prints progress."""
         return self.worker == 0
 
 
 def parse_hostnames(text: str) -> tuple[str, ...]:
-    """TPU_WORKER_HOSTNAMES, or the new format of worker-network-endpoints: a comma list of addresses in worker
-    order."""
+    """Parses TPU_WORKER_HOSTNAMES, or the new format of worker-network-endpoints: addresses in worker order, separated
+    by commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
-    """`worker-network-endpoints` in either format. The old one's entries are `name:id:ip`; IPv6 addresses do not occur
-    in it."""
+    """Parses `worker-network-endpoints` in either format. Entries of the old one are `name:id:ip`, never with IPv6."""
     entries = parse_hostnames(text)
     if entries and all(entry.count(":") == 2 for entry in entries):
         return tuple(entry.split(":")[2] for entry in entries)
@@ -94,9 +93,9 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
 
 
 def from_environment(environment: Mapping[str, str]) -> Cluster | None:
-    """The cluster that the variables describe; None when they say nothing about hosts. Raises BadInput when they
-    contradict."""
-    names = parse_hostnames(environment.get("TPU_WORKER_HOSTNAMES", "")) or _composed(environment)
+    """Returns the cluster that the variables describe; None if they name no hosts. Raises BadInput if they contradict
+    each other."""
+    names = parse_hostnames(environment.get("TPU_WORKER_HOSTNAMES", "")) or _names_from_pattern(environment)
     index = environment.get("TPU_WORKER_ID") or environment.get("JOB_COMPLETION_INDEX") or ""
     if not names and not index:
         return None
@@ -104,8 +103,8 @@ def from_environment(environment: Mapping[str, str]) -> Cluster | None:
     return _cluster(worker, names or ("localhost",), environment.get("TPU_ACCELERATOR_TYPE") or None, environment)
 
 
-def _composed(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The hosts' names in a Kubernetes Job whose Service gives each pod a name."""
+def _names_from_pattern(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the hosts' names in a Kubernetes Job with a headless Service; () if TPU_LAUNCH_HOST_NAME is not set."""
     pattern = environment.get("TPU_LAUNCH_HOST_NAME", "")
     if not pattern:
         return ()
@@ -114,7 +113,7 @@ def _composed(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, str]) -> Cluster | None:
-    """The cluster that the metadata server describes; `read(key)` gives an attribute or None."""
+    """Returns the cluster that the metadata server describes, or None. `read(key)` returns an attribute or None."""
     endpoints = read("worker-network-endpoints")
     if not endpoints:
         return None
@@ -123,7 +122,7 @@ def from_metadata(read: Callable[[str], str | None], environment: Mapping[str, s
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Cluster:
-    """Finds this process' place. Raises BadInput when the sources contradict themselves."""
+    """Finds this process's place. May ask the metadata server. Raises BadInput if a source contradicts itself."""
     environment = os.environ if environment is None else environment
     cluster = from_environment(environment)
     if cluster is None and device_kind(environment) == "TPU" and not environment.get("TPU_SKIP_MDS_QUERY"):
@@ -132,7 +131,7 @@ def discover(environment: Mapping[str, str] | None = None) -> Cluster:
 
 
 def device_kind(environment: Mapping[str, str] | None = None) -> str:
-    """TPU or CPU: what PJRT_DEVICE says, or else whether this machine shows TPU chips."""
+    """Returns PJRT_DEVICE, or else "TPU" if this machine shows TPU chips, or "CPU"."""
     environment = os.environ if environment is None else environment
     return environment.get("PJRT_DEVICE") or (
         "TPU" if glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*") else "CPU"
@@ -140,11 +139,10 @@ def device_kind(environment: Mapping[str, str] | None = None) -> str:
 
 
 def tpu_environment(cluster: Cluster) -> dict[str, str]:
-    """Everything torch_xla and libtpu would ask the metadata server for, for one process a host that owns all its
-    chips.
+    """Returns the variables that torch_xla and libtpu would otherwise look up on the metadata server, for one process
+    per host that owns all its chips.
 
-    Must be in the environment before torch_xla is imported. Raises BadInput when the accelerator is unknown or has
-    another number of hosts.
+    Set them before torch_xla is imported. Raises BadInput if the accelerator is unknown or has another number of hosts.
     """
     if cluster.accelerator_type is None:
         raise BadInput(
@@ -157,7 +155,7 @@ def tpu_environment(cluster: Cluster) -> dict[str, str]:
         raise BadInput(str(error)) from None
     if slice_.hosts != cluster.hosts:
         raise BadInput(
-            f"{cluster.accelerator_type} has {slice_.hosts} hosts, but this run was told of {cluster.hosts}: "
+            f"{cluster.accelerator_type} has {slice_.hosts} hosts, but this run has {cluster.hosts}: "
             + ", ".join(cluster.addresses)
         )
     environment = {
@@ -178,7 +176,8 @@ def tpu_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def torch_xla_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
-    """What torch_xla needs of the environment on a TPU, before it is imported, whatever is set. Raises BadInput."""
+    """Returns the variables to set on a TPU before torch_xla is imported, with the user's libtpu flags kept. Raises
+    BadInput."""
     variables = tpu_environment(cluster)
     generation = accelerator(variables["TPU_ACCELERATOR_TYPE"]).generation.name
     own = environment.get(libtpu_flags.VARIABLE, "")
@@ -187,19 +186,19 @@ def torch_xla_environment(cluster: Cluster, environment: Mapping[str, str]) -> d
 
 
 def tensorflow_environment(cluster: Cluster, environment: Mapping[str, str]) -> dict[str, str]:
-    """What TensorFlow needs of the environment on a TPU, before it is imported: on one host its PJRT plugin, and where
-    TPU_NAME lists the gRPC workers of a slice only that this process leaves the chips to them
-    (https://github.com/GoogleCloudPlatform/ml-auto-solutions, common.py). Raises BadInput."""
+    """Returns the variables to set on a TPU before TensorFlow is imported. Raises BadInput.
+
+    On one host they load the PJRT plugin. If TPU_NAME lists the gRPC workers of a slice, they leave the chips to those
+    workers (https://github.com/GoogleCloudPlatform/ml-auto-solutions, common.py).
+    """
     if environment.get("TPU_NAME", "local") != "local":
         return {"TPU_LOAD_LIBRARY": "0"}
     return {**tpu_environment(cluster), **tensorflow_plugin()}
 
 
 def tensorflow_plugin() -> dict[str, str]:
-    """What makes TensorFlow load libtpu as its PJRT plugin, in the program of one host and in each worker of a slice.
-
-    Raises BadInput where TensorFlow is not the wheel for TPUs.
-    """
+    """Returns the variables by which TensorFlow loads libtpu as its PJRT plugin, in the program of a single host and in
+    each worker of a slice. Raises BadInput if TensorFlow is not the wheel for TPUs."""
     library = importlib.util.find_spec("libtpu")
     if (
         not list(importlib.metadata.distributions(name="tensorflow-tpu"))
@@ -207,7 +206,7 @@ def tensorflow_plugin() -> dict[str, str]:
         or not library.submodule_search_locations
     ):
         raise BadInput(
-            "PJRT_DEVICE=TPU, and this image's TensorFlow is the one for CPUs: build it with `image.build_args: "
+            "PJRT_DEVICE=TPU, but this image has TensorFlow for CPUs: build it with `image.build_args: "
             "{REQUIREMENTS: requirements-tpu.txt}`"
         )
     return {
@@ -239,17 +238,17 @@ def _cluster(
 
 
 def _secret(environment: Mapping[str, str]) -> bytes:
-    secret = environment.get(SECRET_VARIABLE, "").strip()  # a file's has an end of line
+    secret = environment.get(SECRET_VARIABLE, "").strip()  # a file ends with a line end
     if secret and len(secret) < _SHORTEST_SECRET:
         raise BadInput(
-            f"{SECRET_VARIABLE} has {len(secret)} characters; it must have {_SHORTEST_SECRET} at least, and be random"
+            f"{SECRET_VARIABLE} has {len(secret)} characters; it must be random, with at least {_SHORTEST_SECRET}"
         )
     return os.fsencode(secret)
 
 
 def _number(name: str, text: str, largest: int = 999_999_999) -> int:
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) > largest:
-        raise BadInput(f"{name} is {text!r:.80}; it must be a whole number, {largest} at most")
+        raise BadInput(f"{name} is {text!r:.80}; it must be a whole number of at most {largest}")
     return int(text)
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from training.yaml_file import Section
 
 
-class Rendezvous(Section):
+class RendezvousSection(Section):
     """How long hosts wait for each other before the attempt ends with the missing hosts' names."""
 
     start_seconds: float = Field(default=600.0, gt=0, le=30 * 86400)

@@ -1,12 +1,12 @@
-"""Which of several starts of a run may commit: the newest, and of two at the same moment one that both agree on.
+"""Lets only the newest start of a run commit checkpoints. Of two starts at the same moment, both choose the same one.
 
-    attempts/attempt-0002.<token>.json    the claim of a start: written by host 0 when all hosts have agreed, and never
-                                          changed. Its "after" lists the claims that were there before
+    attempts/attempt-0002.<token>.json    the claim of a start: host 0 writes it when all hosts have agreed, and never
+                                          changes it. Its "after" lists the claims that existed before
 
-Whether by two launchers, or because a host of an old attempt wakes up: of two groups of hosts that train one run, one
-goes on, from what the other had committed. A start whose claim another one lists is older than that one, which lists
-more. Of those that list equally many, made at the same moment, attempt number and token decide. So there is one order
-of all starts, and no moment at which they take each other for older, whatever happens between listing and writing.
+Two groups of hosts may train one run: two launchers started it, or a host of an old attempt wakes up. Then one group
+goes on, from the checkpoints that the other has committed. A claim in another claim's list is older than that one,
+which lists more. Among claims that list equally many, attempt number and token decide. So all starts have one order,
+and no two take each other for older, whatever happens between listing and writing.
 """
 
 from __future__ import annotations
@@ -28,14 +28,13 @@ _CLAIM = re.compile(r"attempt-(\d+)\.([0-9a-f]+)\.json")
 
 @dataclass(frozen=True)
 class Claim:
-    """What a start has written, as host 0 knows it."""
+    """The claim of a start."""
 
     url: str
-    after: frozenset[str]  # names of the claims that were there before; empty on other hosts
+    after: frozenset[str]  # on host 0, the names of the claims that existed before; else empty
 
     @property
     def name(self) -> str:
-        """Of the file."""
         return name_of(self.url)
 
 
@@ -47,11 +46,9 @@ def claim(
     record: Mapping[str, Any],
     storage: Storage = default_storage,
 ) -> Claim:
-    """Writes what this attempt is to the run's folder, and makes sure that all hosts have that folder in common: their
-    parts go there.
+    """Writes this attempt's claim, `record` included, to the run's folder. Waits for all hosts.
 
-    So an output that can't be written, or that every host has for itself, is found before the first step. Raises
-    BadInput.
+    Raises BadInput if host 0 can't write to the folder, or if a host does not see the claim: the folder is not shared.
     """
     url = join(folder, "attempts", f"attempt-{cluster.attempt:04d}.{token}.json")
     after: frozenset[str] = frozenset()
@@ -75,16 +72,15 @@ def claim(
 
 
 def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_storage) -> Callable[[], None]:
-    """Returns the check that host 0 makes before each commit: it raises BadInput when another start of the run goes
-    before this one."""
+    """Returns a check for host 0 to call before each commit: it raises BadInput if another start takes precedence."""
     older = set(own.after | {own.name})
 
     def check() -> None:
         for name in sorted(_claims(folder, storage) - older):
-            if _goes_before(_read(folder, name, storage), name, own):
+            if _takes_precedence(_read(folder, name, storage), name, own):
                 raise BadInput(
                     f"run {cluster.run_id} was started again while this attempt {cluster.attempt} was training "
-                    f"({join(folder, 'attempts', name)}); only the newest start may commit. If both were meant, give "
+                    f"({join(folder, 'attempts', name)}); only the newest start may commit. If you want both, give "
                     "one of them another run id or output"
                 )
             older.add(name)
@@ -92,17 +88,19 @@ def fence(folder: str, cluster: Cluster, own: Claim, storage: Storage = default_
     return check
 
 
-def _goes_before(record: Mapping[str, Any], name: str, own: Claim) -> bool:
-    """Whether a start that `own` does not know of is newer, or was made at the same moment and has precedence."""
+def _takes_precedence(record: Mapping[str, Any], name: str, own: Claim) -> bool:
+    """Returns whether a claim that `own` does not list is newer, or equally old with the higher rank."""
     after = record.get("after")
     if not isinstance(after, list):
-        return True  # of a program that did not write the key, a claim that is new here is newer
+        return True  # an unreadable claim
     return _rank(len(after), name) > _rank(len(own.after), own.name)
 
 
 def _rank(seen: int, name: str) -> tuple[int, int, str]:
-    """The place of a claim in the one order that all starts agree on. Who lists a claim lists what that one lists too,
-    and so has seen more: numbers seen can't go in a circle, as pairs that decide by name can."""
+    """Returns the place of a claim in the order of all starts; `seen`: the number of claims that it lists.
+
+    A claim that lists another one also lists all claims of that one, so the number grows along every chain: the order
+    has no cycles, as comparing pairs by name could have."""
     match = _CLAIM.fullmatch(name)
     return (seen, int(match[1]), match[2]) if match else (seen, 0, name)
 
@@ -113,7 +111,7 @@ def _claims(folder: str, storage: Storage) -> frozenset[str]:
 
 
 def _read(folder: str, name: str, storage: Storage) -> Mapping[str, Any]:
-    """A claim; nothing for one that can't be read, which then counts as newer."""
+    """Reads a claim. Returns {} if it can't be read: it then counts as newer."""
     try:
         record = json.loads(storage.read(join(folder, "attempts", name)))
     except (NotFound, ValueError):

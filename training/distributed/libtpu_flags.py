@@ -1,7 +1,7 @@
-"""The flags of libtpu and its compiler (LIBTPU_INIT_ARGS) that a run's process has, by framework. Preflight compiles
-with the same, so a program that it compiled is the executable that the run will have.
+"""The flags of libtpu and its compiler (LIBTPU_INIT_ARGS) for a run's process, by framework. Preflight compiles with
+the same flags, so it compiles the executable that the run will use.
 
-Pure. A flag that the user sets (run.environment of the file) stays as it is.
+Pure. A flag that the user sets (run.environment) stays as it is.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _TORCH_XLA_V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collec
 
 
 def parse(flags: str) -> dict[str, str]:
-    """Name -> value of flags that are separated by spaces; a flag without a value is "true"."""
+    """Returns name -> value of flags separated by spaces; the value of a bare flag is "true"."""
     pairs = (flag.removeprefix("--").partition("=") for flag in flags.split())
     return {name: value if equals else "true" for name, equals, value in pairs}
 
 
 def torch_xla_defaults(generation: str, own: str) -> dict[str, str]:
-    """What a process that trains with torch_xla has beside the user's flags.
+    """Returns the flags that torch_xla adds to the user's.
 
     Args:
-        generation: of the accelerator, for example "v5e".
-        own: LIBTPU_INIT_ARGS as the user sets them.
+        generation: Of the accelerator, for example "v5e".
+        own: The user's LIBTPU_INIT_ARGS.
     """
     defaults = {**_TORCH_XLA, **(_TORCH_XLA_V5 if generation.startswith("v5") else {})}
     given = parse(own)
@@ -40,10 +40,10 @@ def torch_xla_defaults(generation: str, own: str) -> dict[str, str]:
 
 
 def no_defaults(generation: str, own: str) -> dict[str, str]:
-    """What a process that trains with TensorFlow has beside the user's flags: nothing."""
+    """Returns the flags that TensorFlow adds to the user's: none."""
     return {}
 
 
 def join(own: str, defaults: Mapping[str, str]) -> str:
-    """LIBTPU_INIT_ARGS of a process with the user's flags and these."""
+    """Returns LIBTPU_INIT_ARGS with the user's flags and these."""
     return " ".join([*own.split(), *(f"--{name}={value}" for name, value in defaults.items())])

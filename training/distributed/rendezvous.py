@@ -1,23 +1,22 @@
-"""Named, bounded barriers of all hosts over their own network. No framework, no device, no object store.
+"""Named barriers with time-outs for all hosts, over their own network. No framework, no device, no object store.
 
 `meet("checkpoint 40", payload)` returns all payloads, in worker order, when all hosts have called it; if one does not
 arrive within the time-out, every host gets LostPeer, which names the missing hosts and the phase they last reported. A
-server thread in host 0's process keeps the state (`barrier_state.py`); every host, host 0 too, holds one TCP connection
-to it for the whole run and reports its phase on it.
+server thread in host 0's process keeps the state (`barrier_state.py`); every host, also host 0, holds one TCP
+connection to it for the whole run and reports its phase on it.
 
-A lost host is noticed by the kernel, not by a Python heartbeat, which a long compilation could starve: a killed process
-closes its connection at once, and a machine that vanished stops acknowledging keep-alive probes (`lost_seconds`). A
-process that hangs but lives is caught by the time-outs of the barriers.
+The kernel notices a lost host, because a long compilation could starve a heartbeat in Python: a killed process closes
+its connection at once, and a vanished machine stops acknowledging keep-alive probes (`lost_seconds`). The time-outs of
+the barriers catch a process that hangs.
 
-On the wire, after both sides have proved that they know the attempt's secret (`protocol/greeting.py`), one JSON object
-a line, each checked before it is acted on (`protocol/messages.py`):
+On the wire, after the handshake (`handshake.py`), one JSON object a line, each checked by `messages.py`:
     host -> server   {"phase"}   {"arrive": name, "payload", "seconds"}   {"goodbye": code, "reason", "overdue"}
     server -> host   {"complete": name, "payloads"}   {"same": name, "payload"}: all payloads are this one
-                     {"lost": reason, "code"}   {"news": what all hosts do, "host_0": phase}
+                     {"lost": reason, "code"}   {"news": phases of all hosts, "host_0": phase}
 
-What can fail half-way: a server that dies after answering some hosts. Those hosts continue, and learn of it from their
-broken connection within moments; whoever builds on a barrier must therefore tolerate that only some hosts know it
-completed (a checkpoint is committed by its manifest, not here).
+Partial failure: a server may die after it answered some hosts. Those hosts continue until their connection breaks,
+moments later. So callers must tolerate that only some hosts know that a barrier completed (a checkpoint is committed by
+its manifest, not by a barrier).
 """
 
 from __future__ import annotations
@@ -28,49 +27,50 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from training.distributed import messages
+from training.distributed.barrier_state import Refusal
 from training.distributed.cluster import Cluster
-from training.distributed.connection import describe, introduce
-from training.distributed.protocol import messages
-from training.distributed.protocol.greeting import RENDEZVOUS, Credentials, Refused, credentials
-from training.distributed.protocol.messages import FROM_SERVER, LineBuffer, Malformed, Message, decode, encode
-from training.distributed.protocol.server import summarize
+from training.distributed.connection import describe_error, perform_handshake
+from training.distributed.handshake import RENDEZVOUS, HostCredentials, host_credentials
+from training.distributed.messages import FROM_SERVER, LineBuffer, Malformed, Message, decode, encode
 from training.distributed.rendezvous_server import RendezvousServer
+from training.distributed.server_protocol import summarize
 from training.distributed.shutdown import ShutdownRequest
 from training.errors import Exit, LostPeer, StopRequested, TrainError
 from training.machine import SYSTEM, Machine
 from training.machine.network import Connection
 
-STOP_PATIENCE = 10.0  # seconds that a host waits for others at start-up after it was asked to stop
-GRACE = 1.0  # seconds that a main thread gets to end by itself once a peer is lost
-ANSWER_MARGIN = 10.0  # seconds beyond a barrier's time-out: the server's message says more than the client's could
+STOP_PATIENCE = 10.0  # seconds that a host at start-up waits for other hosts after it was asked to stop
+GRACE = 1.0  # seconds in which the main thread may end by itself after a peer is lost
+ANSWER_MARGIN = 10.0  # seconds beyond a barrier's time-out, because the server's message says more than the client's
 PHASE_INTERVAL = 0.5  # seconds between reports of a changed phase, with up to PHASES_A_SECOND / 2 hosts
-PHASES_A_SECOND = 128  # that host 0 is to read in all: with 512 hosts, one a host every 4 s
+PHASES_A_SECOND = 128  # that host 0 reads in total: with 512 hosts, each host reports every 4 s
 CONNECT_INTERVAL = 0.2  # seconds between attempts to connect
 
 
 class Rendezvous(Protocol):
-    """Where the hosts of an attempt meet."""
+    """Barriers of all hosts of an attempt."""
 
     def meet(self, name: str, payload: Any = None, seconds: float | None = None) -> list[Any]:
-        """Waits for all hosts at barrier `name`, and returns their payloads (JSON values) in worker order.
+        """Waits for all hosts at barrier `name`. Returns their payloads (JSON values) in worker order.
 
-        Raises LostPeer when a host is lost or does not arrive within `seconds`."""
+        Raises LostPeer if a host is lost or does not arrive within `seconds`."""
 
     def set_phase(self, name: str) -> None:
-        """Reports what this host is doing; costs nothing."""
+        """Reports what this host is doing, in the background."""
 
     def set_background_phase(self, name: str) -> None:
-        """Reports what a background thread does beside the phase; "" when it is done."""
+        """Reports what a background thread is doing, beside the phase; "" when it is done."""
 
     def check(self) -> None:
-        """Raises LostPeer if another host is known to be lost."""
+        """Raises LostPeer if another host is lost. Does not wait."""
 
     def phases(self) -> str:
-        """What each host was last known to do, for messages."""
+        """Returns the last known phase of each host, for messages."""
 
     def close(self, code: int, reason: str = "", *, overdue: bool = False) -> None:
-        """Reports that this host exits with `code`. A failure ends the other hosts too; so does an orderly exit with
-        `overdue`."""
+        """Reports that this host exits with `code`, and closes the connection. A failure ends the other hosts too; so
+        does an orderly exit with `overdue`."""
 
 
 class SingleHost:
@@ -108,21 +108,21 @@ def join(
 
     Args:
         cluster: This host's place among the hosts.
-        shutdown: Whether this host was asked to stop.
-        start_seconds: How long to try to connect.
-        seconds: Time-out of a barrier, unless its caller gives one.
-        lost_seconds: How long a host's network may be silent.
-        machine: What this process runs on.
+        shutdown: The request to stop this host.
+        start_seconds: Time-out of connecting, with retries.
+        seconds: Default time-out of a barrier.
+        lost_seconds: After this silence of a host's network, the host counts as lost.
+        machine: The machine of this process.
 
     Raises:
-        BadInput: The hosts have no secret by which they know each other.
+        BadInput: The hosts have no shared secret.
         LostPeer: Host 0 did not answer in time.
         TrainError: Host 0 refused this host, or this is host 0 and it can't listen.
-        StopRequested: This host was asked to stop meanwhile.
+        StopRequested: This host was asked to stop while it waited.
     """
     if cluster.hosts == 1:
         return SingleHost()
-    own = credentials(cluster, RENDEZVOUS)
+    own = host_credentials(cluster, RENDEZVOUS)
     server = RendezvousServer(cluster, lost_seconds, machine) if cluster.is_first else None
     try:
         connection, lines = _connect(cluster, own, shutdown, start_seconds, lost_seconds, machine)
@@ -134,7 +134,7 @@ def join(
 
 
 class RendezvousClient:
-    """A host's end of the rendezvous."""
+    """The rendezvous of a host among several."""
 
     def __init__(
         self,
@@ -151,9 +151,9 @@ class RendezvousClient:
 
         Args:
             server: The server of this process, which closes with the client; None except on host 0.
-            lines: What was received on `connection` after the greeting.
-            seconds: Time-out of a barrier, unless its caller gives one.
-            machine: What this process runs on.
+            lines: The bytes received on `connection` after the handshake.
+            seconds: Default time-out of a barrier.
+            machine: The machine of this process.
         """
         self._cluster = cluster
         self._server = server
@@ -184,8 +184,8 @@ class RendezvousClient:
                 self._changed.wait(timeout=0.5)
                 if patience.is_over():
                     raise StopRequested(
-                        f"asked to stop while waiting for the other hosts at {name!r}; nothing was trained and "
-                        "nothing is lost"
+                        f"asked to stop while waiting for the other hosts at {name!r}, before any training: nothing "
+                        "is lost"
                     )
                 if self._clock() >= deadline:
                     raise LostPeer(
@@ -239,7 +239,7 @@ class RendezvousClient:
         with self._sending:
             try:
                 self._socket.sendall(data)
-            except OSError:  # nothing may follow a part of a message; the listener notices, and says what is lost
+            except OSError:  # nothing may follow half a message: the listener notices the end, and reports it
                 with contextlib.suppress(OSError):
                     self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -256,7 +256,7 @@ class RendezvousClient:
 
     def _listen(self, lines: LineBuffer) -> None:
         lines.limit = messages.SERVER_BYTES
-        data = b""  # what came with the greeting is in `lines`
+        data = b""  # the bytes after the handshake are in `lines`
         try:
             while True:
                 for line in lines.feed(data):
@@ -266,22 +266,22 @@ class RendezvousClient:
                     break
             gone = f"host 0 is gone: its connection broke in phase {self._phase_of_host_0!r}"
         except Malformed as error:
-            gone = f"host 0 sends what is not of the rendezvous: {error}"
-        except Exception as error:  # or this host would wait for answers that nobody reads
-            gone = f"the connection to host 0 can't be read: {describe(error)}"
+            gone = f"host 0 sent a malformed message: {error}"
+        except Exception as error:  # without this thread, the host would wait forever
+            gone = f"the connection to host 0 can't be read: {describe_error(error)}"
         if self._cluster.is_first:
             gone = "this host, host 0, has lost its network"
         self._handle("lost", {"lost": gone, "code": int(Exit.LOST_PEER)})
 
     def _receive(self) -> bytes:
-        """The next bytes from host 0; none when the connection is broken."""
+        """Waits for bytes from host 0. Returns b"" if the connection is broken."""
         while True:
             try:
                 return self._socket.recv(1 << 16)
             except OSError as error:
                 if not isinstance(error, TimeoutError) or error.errno is not None:
                     return b""
-                # The socket's own time-out; the kernel's "connection timed out" has an errno.
+                # It is the socket's own time-out: the kernel's "connection timed out" has an errno.
 
     def _handle(self, kind: str, message: Message) -> None:
         with self._changed:
@@ -297,8 +297,8 @@ class RendezvousClient:
             self._changed.notify_all()
 
     def _end_if_stuck(self, message: str, code: int) -> None:
-        """Lets the main thread end by itself; ends the process when it does not: it may be stuck in a collective that
-        will never end."""
+        """Ends the process if the main thread does not end by itself within GRACE: it may be stuck in a collective that
+        never returns."""
         if not self._closing.wait(GRACE):
             kind = "stopped" if code == Exit.SAVED else "lost peer"
             print(f"tpu-train: {kind}: {message}", file=sys.stderr, flush=True)
@@ -306,15 +306,15 @@ class RendezvousClient:
 
 
 class _StopPatience:
-    """How long a host that was asked to stop, and has nothing to save, still waits for others."""
+    """Limits how long a host waits for other hosts after it was asked to stop with nothing to save."""
 
     def __init__(self, shutdown: ShutdownRequest, clock: Callable[[], float]) -> None:
         self._shutdown, self._clock = shutdown, clock
         self._end = clock() + STOP_PATIENCE
 
     def is_over(self) -> bool:
-        """Whether the host was asked to stop so long ago. To be called often: the time counts from the last call that
-        saw no request."""
+        """Returns whether STOP_PATIENCE has passed since the request. Call it often: the time counts from the last call
+        that saw no request."""
         if not self._shutdown.may_exit_now:
             self._end = self._clock() + STOP_PATIENCE
         return self._clock() >= self._end
@@ -322,17 +322,14 @@ class _StopPatience:
 
 def _connect(
     cluster: Cluster,
-    own: Credentials,
+    own: HostCredentials,
     shutdown: ShutdownRequest,
     start_seconds: float,
     lost_seconds: float,
     machine: Machine,
 ) -> tuple[Connection, LineBuffer]:
-    """Tries until host 0 accepts this host, for at most `start_seconds`.
-
-    Returns:
-        The connection, and what was received on it after the greeting.
-    """
+    """Retries until host 0 accepts this host, at most `start_seconds`. Returns the connection, and the bytes received
+    after the handshake."""
     address = (cluster.addresses[0], cluster.rendezvous_port)
     host = f"host 0 ({address[0]}:{address[1]})"
     clock = machine.clock.monotonic
@@ -341,10 +338,10 @@ def _connect(
     why = "no answer"
     while clock() < deadline:
         if patience.is_over():
-            raise StopRequested("asked to stop while waiting for host 0; nothing was trained and nothing is lost")
+            raise StopRequested("asked to stop while waiting for host 0, before any training: nothing is lost")
         try:
-            connection, answer = _say_hello(cluster, own, min(lost_seconds, start_seconds), lost_seconds, machine)
-            if not isinstance(answer, Refused):
+            connection, answer = _connect_once(cluster, own, min(lost_seconds, start_seconds), lost_seconds, machine)
+            if not isinstance(answer, Refusal):
                 connection.settimeout(lost_seconds)
                 return connection, answer
             connection.close()
@@ -352,19 +349,19 @@ def _connect(
             if answer.final:
                 raise TrainError(f"{host} refused this host (worker {cluster.worker}): {answer.reason}")
         except (OSError, Malformed) as error:
-            why = describe(error)
+            why = describe_error(error)
         machine.clock.sleep(CONNECT_INTERVAL)
     raise LostPeer(f"{host} did not accept this host (worker {cluster.worker}) within {start_seconds:g} s: {why}")
 
 
-def _say_hello(
-    cluster: Cluster, own: Credentials, timeout: float, lost_seconds: float, machine: Machine
-) -> tuple[Connection, LineBuffer | Refused]:
-    """Connects to host 0 once. See `introduce`."""
+def _connect_once(
+    cluster: Cluster, own: HostCredentials, timeout: float, lost_seconds: float, machine: Machine
+) -> tuple[Connection, LineBuffer | Refusal]:
+    """Connects to host 0 and performs the handshake, without a retry. See `perform_handshake`."""
     connection = machine.network.connect(cluster.addresses[0], cluster.rendezvous_port, timeout)
     try:
         machine.network.detect_silence(connection, lost_seconds)
-        return connection, introduce(connection, own, cluster.worker, timeout, machine)
+        return connection, perform_handshake(connection, own, cluster.worker, timeout, machine)
     except BaseException:
         connection.close()
         raise

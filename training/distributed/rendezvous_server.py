@@ -1,10 +1,8 @@
-"""Host 0's side of the rendezvous: a thread that talks to every host over TCP. What is said is in `protocol/`, what it
-means in `barrier_state.py`; here are sockets and a clock.
+"""Host 0's thread of the rendezvous: sockets and a clock around `server_protocol.py`.
 
-No connection can hold up another one: nothing here waits for a peer to read or to write. One that takes nothing for
-`lost_seconds` is broken by the kernel (TCP_USER_TIMEOUT), and one on whose behalf anything goes wrong is closed. When
-the thread itself ends, for whatever reason, it closes all connections, so that no host waits for an answer that will
-not come.
+No connection delays another: nothing here waits for a peer to read or to write. The kernel breaks a connection whose
+peer takes no bytes for `lost_seconds` (TCP_USER_TIMEOUT), and an error in handling a connection closes it alone. When
+the thread ends, for whatever reason, it closes all connections, so that no host waits for an answer that will not come.
 """
 
 from __future__ import annotations
@@ -16,19 +14,19 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from training.distributed.cluster import Cluster
-from training.distributed.connection import accept, describe
-from training.distributed.protocol.greeting import NONCE_BYTES, RENDEZVOUS, credentials
-from training.distributed.protocol.server import Actions, ServerProtocol
+from training.distributed.connection import accept_connection, describe_error
+from training.distributed.handshake import NONCE_BYTES, RENDEZVOUS, host_credentials
+from training.distributed.server_protocol import Actions, ServerProtocol
 from training.machine import SYSTEM, Machine
 from training.machine.network import Connection
 
 TICK = 0.5  # seconds between checks of deadlines
-_ACCEPTED_AT_ONCE = 64  # then those that are in have their turn
+_ACCEPTED_AT_ONCE = 64  # then open connections have their turn
 _CHUNK = 1 << 16
 
 
 @dataclass(eq=False)
-class _Connection:
+class _Peer:
     number: int
     socket: Connection
     unsent: deque[memoryview] = field(default_factory=deque)
@@ -36,16 +34,16 @@ class _Connection:
 
 
 class RendezvousServer:
-    """Host 0's thread that keeps the barrier state."""
+    """The thread on host 0 that serves the rendezvous."""
 
     def __init__(self, cluster: Cluster, lost_seconds: float, machine: Machine = SYSTEM) -> None:
-        """Listens and serves from now on. Raises TrainError when it can't listen."""
-        own = credentials(cluster, RENDEZVOUS)
+        """Listens, and starts the thread. Raises TrainError if it can't listen."""
+        own = host_credentials(cluster, RENDEZVOUS)
         self._protocol = ServerProtocol(own, lambda: machine.random.randbytes(NONCE_BYTES).hex())
         self._lost_seconds = lost_seconds
         self._machine, self._clock = machine, machine.clock.monotonic
         self._stop = machine.threads.event()
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, _Peer] = {}
         self._opened = 0
         self._listener = machine.network.listen(cluster.addresses[0], cluster.rendezvous_port)
         self._listener.settimeout(0.0)
@@ -54,11 +52,11 @@ class RendezvousServer:
         self._thread = machine.threads.start(self._serve, name="rendezvous-server")
 
     def phases(self) -> list[str]:
-        """What each host was last known to do, in worker order."""
+        """Returns the last known phase of each host, in worker order."""
         return self._protocol.state.phases()
 
     def close(self, wait_seconds: float) -> None:
-        """Ends once every other host has left, or after `wait_seconds`."""
+        """Waits until all other hosts have left, at most `wait_seconds`, then ends the thread."""
         deadline = self._clock() + wait_seconds
         while self._clock() < deadline and self._thread.is_alive() and self._protocol.workers not in ([], [0]):
             self._machine.clock.sleep(0.02)
@@ -78,8 +76,8 @@ class RendezvousServer:
                 if now >= next_tick:
                     next_tick = now + TICK
                     self._perform(self._protocol.tick(now))
-        except Exception as error:  # a defect of ours: the hosts notice at once, from their connections
-            print(f"tpu-train: the rendezvous has ended: {describe(error)}", file=sys.stderr, flush=True)
+        except Exception as error:  # a bug: the hosts notice at once that their connections close
+            _warn(f"failed: {describe_error(error)}")
         finally:
             self._listener.close()
             for connection in self._connections.values():
@@ -88,29 +86,28 @@ class RendezvousServer:
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
-            accepted = accept(self._listener.accept, self._shed, self._machine.clock.sleep)
+            accepted = accept_connection(self._listener.accept, self._close_oldest, self._machine.clock.sleep)
             if accepted is None:
                 return
             try:
                 accepted.settimeout(0.0)
                 self._machine.network.detect_silence(accepted, self._lost_seconds)
             except OSError:
-                accepted.close()  # it broke at once
+                accepted.close()  # already broken
                 continue
-            connection = _Connection(self._opened, accepted)
+            connection = _Peer(self._opened, accepted)
             self._opened += 1
             self._connections[connection.number] = connection
             self._selector.register(accepted, selectors.EVENT_READ, connection)
             self._perform(self._protocol.opened(connection.number, self._clock()))
 
-    def _shed(self) -> bool:
-        """Closes the oldest connection of a stranger: this process can have no more."""
-        oldest = self._protocol.oldest_stranger()
+    def _close_oldest(self) -> bool:
+        oldest = self._protocol.oldest_pending()
         if oldest is not None:
             self._perform(self._protocol.drop(oldest))
         return oldest is not None
 
-    def _handle(self, connection: _Connection, events: int) -> None:
+    def _handle(self, connection: _Peer, events: int) -> None:
         if self._connections.get(connection.number) is not connection:
             return  # closed since the selector looked
         try:
@@ -118,11 +115,15 @@ class RendezvousServer:
                 self._lose(connection)
             elif events & selectors.EVENT_READ:
                 self._read(connection)
-        except Exception as error:  # a defect of ours costs one host, and not all of them their server
-            print(f"tpu-train: the rendezvous closes a connection: {describe(error)}", file=sys.stderr, flush=True)
+        except Exception as error:  # a bug in handling one host must not end the server of all
+            print(
+                f"tpu-train: the rendezvous server closes a connection: {describe_error(error)}",
+                file=sys.stderr,
+                flush=True,
+            )
             self._perform(self._protocol.drop(connection.number))
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: _Peer) -> None:
         try:
             data = connection.socket.recv(_CHUNK)
         except BlockingIOError:
@@ -134,11 +135,11 @@ class RendezvousServer:
         else:
             self._lose(connection)
 
-    def _lose(self, connection: _Connection) -> None:
-        """A connection broke."""
+    def _lose(self, connection: _Peer) -> None:
+        """Handles a broken connection."""
         self._perform(self._read_last_words(connection))
         if self._connections.get(connection.number) is not connection:
-            return  # what it sent last was a reason to close it
+            return  # closed because of its last bytes
         self._close(connection)
         self._perform(self._protocol.closed(connection.number))
 
@@ -156,21 +157,21 @@ class RendezvousServer:
                 self._close(connection)
                 pending += self._protocol.closed(number)
 
-    def _read_last_words(self, connection: _Connection) -> Actions:
-        """What a peer sent before its connection broke: perhaps that it leaves, and then it is not lost."""
+    def _read_last_words(self, connection: _Peer) -> Actions:
+        """Handles the bytes that a peer sent before its connection broke: after a goodbye, it is not lost."""
         actions: Actions = []
         with contextlib.suppress(OSError):
             while data := connection.socket.recv(_CHUNK):
                 actions += self._protocol.received(connection.number, data, self._clock())
         return actions
 
-    def _send(self, connection: _Connection, data: bytes) -> bool:
-        """Sends what the peer takes now, and keeps the rest. False when the connection is broken."""
+    def _send(self, connection: _Peer, data: bytes) -> bool:
+        """Sends as many bytes as the peer takes now, and keeps the rest. Returns False if the connection is broken."""
         waiting = bool(connection.unsent)
         connection.unsent.append(memoryview(data))
         return waiting or self._flush(connection)
 
-    def _flush(self, connection: _Connection) -> bool:
+    def _flush(self, connection: _Peer) -> bool:
         unsent = connection.unsent
         try:
             while unsent:
@@ -189,7 +190,11 @@ class RendezvousServer:
             self._selector.modify(connection.socket, events, connection)
         return True
 
-    def _close(self, connection: _Connection) -> None:
+    def _close(self, connection: _Peer) -> None:
         del self._connections[connection.number]
         self._selector.unregister(connection.socket)
         connection.socket.close()
+
+
+def _warn(event: str) -> None:
+    print(f"tpu-train: the rendezvous server {event}", file=sys.stderr, flush=True)

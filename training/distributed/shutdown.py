@@ -1,20 +1,19 @@
-"""SIGTERM and Ctrl-C: the first asks for an orderly stop; somebody who asks again may end the process at once.
+"""SIGTERM and Ctrl-C: the first one requests an orderly stop; a repeated one may end the process at once.
 
 The request is only a flag. Every step carries it to all hosts together with the gradients, so all of them see it after
 the same step, commit that step and exit with code 75; no host has to guess how far the others are.
 
-There is a limit: what takes the machine away waits 25 or 30 seconds, and a compilation or a save may take longer. A
-process that is still there `seconds` after the request exits as it is, with exit code 75 too: the run continues from
-its last commit.
+The stop has a limit: a preempted or evicted host has 25 or 30 seconds, and a compilation or a save may take longer. If
+the process still runs `seconds` after the request, it exits as it is, also with exit code 75: the run resumes from its
+last commit.
 
-Several may ask for the same stop, a moment apart or half a minute: the engine of a host that shuts down, the launcher
-that saw it, a kubelet. So while the time to save runs, a further SIGTERM is the same request and cuts nothing short;
-after it, one ends the process at once. Ctrl-C comes from a person, and the second one ends the process whenever it
-comes.
+The container engine of a host that shuts down, the launcher and a kubelet may all request the same stop, seconds apart.
+So while the time to save runs, another SIGTERM is the same request and changes nothing; after that, it ends the process
+at once. Ctrl-C comes from the user, and the second one always ends the process at once.
 
 Python runs signal handlers between bytecodes of the main thread, which may be inside a compilation or a collective for
-minutes. So the signals are read from the interpreter's wake-up pipe by a thread: a second signal ends even a process
-that hangs.
+minutes. So a thread reads the signals from the interpreter's wake-up pipe: a second signal ends even a process that
+hangs.
 """
 
 from __future__ import annotations
@@ -29,34 +28,33 @@ from types import FrameType
 from training.machine import SYSTEM, Machine
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-ONE_REQUEST_SECONDS = 30.0  # in which SIGTERMs are one request, at least: what takes a machine away waits that long
+ONE_REQUEST_SECONDS = 30.0  # in which all SIGTERMs are one request, at least: a preempted host has that long
 
 
 class ShutdownRequest:
-    """Whether this host was asked to stop."""
+    """The request to stop this host."""
 
     def __init__(self, machine: Machine = SYSTEM) -> None:
         self._requested = machine.threads.event()
         self._requested_elsewhere = machine.threads.event()
         self._deadline: tuple[float, Callable[[], None]] | None = None
         self._machine = machine
-        self._began: float | None = None  # when the first signal of this host came
+        self._began: float | None = None  # when this host got its first signal
         self._interrupts = 0
-        self.nothing_to_save = True  # until all hosts are ready for the first step: exiting before loses nothing
+        self.nothing_to_save = True  # until all hosts are ready for the first step
 
     @property
     def requested(self) -> bool:
-        """Whether this host, or another one that it follows, was asked to stop."""
+        """Returns whether this host, or another host of the attempt, was asked to stop."""
         return self._requested.is_set() or self._requested_elsewhere.is_set()
 
     @property
     def may_exit_now(self) -> bool:
-        """Asked to stop while nothing was trained yet: there is no need to wait for other hosts."""
+        """Returns whether a stop was requested before any training: then no host needs to wait for others."""
         return self.requested and self.nothing_to_save
 
     def limit(self, seconds: float, overdue: Callable[[], None]) -> None:
-        """Sets how long this host may take to stop: `seconds` after a request, past or future, `overdue` is called in a
-        thread of its own."""
+        """Calls `overdue` in a thread of its own `seconds` after a stop is requested, or from now if it already was."""
         self._deadline = (seconds, overdue)
         if self.requested:
             self._count_down()
@@ -66,18 +64,13 @@ class ShutdownRequest:
             self._machine.threads.start_timer(*self._deadline)
 
     def note_other_host(self) -> None:
-        """Another host was asked to stop, and this one stops with it. A signal of its own that follows is still a first
-        one."""
+        """Requests a stop because another host was asked to. The next signal of this host still counts as its first."""
         if not self._requested_elsewhere.is_set():
             self._requested_elsewhere.set()
             self._count_down()
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Notes a request. One that insists ends the process: a second Ctrl-C, or a SIGTERM after the time to save.
-
-        Args:
-            number: of the signal.
-        """
+        """Records a signal. Ends the process on a second Ctrl-C, or on a SIGTERM after the time to save."""
         now = self._machine.clock.monotonic()
         self._interrupts += number == signal.SIGINT
         if self._began is None:
@@ -91,24 +84,26 @@ class ShutdownRequest:
         if is_over or self._interrupts > 1:
             _say("asked to stop again: leaving at once, without saving")
             self._machine.exit(128 + number)
-        _say("asked to stop again: it is under way, and this host saves first")
+        _say("asked to stop again: this host saves first")
 
 
 def _say(message: str) -> None:
-    with contextlib.suppress(OSError):  # the thread that reads signals must live on
+    with contextlib.suppress(OSError):  # the thread that reads signals must survive
         print(f"tpu-train: {message}", file=sys.stderr, flush=True)
 
 
 def install_signal_handlers() -> ShutdownRequest:
-    """Makes SIGTERM and SIGINT requests from now on. Call once, from the main thread, before anything slow."""
+    """Returns a request that SIGTERM and SIGINT set from now on. Call it once, early, from the main thread."""
     shutdown = ShutdownRequest()
     reader, writer = socket.socketpair()
     writer.setblocking(False)
 
     def ignore(number: int, frame: FrameType | None) -> None:
-        """A handler has to exist, or the default action would end the process."""
+        """Replaces the default action, which ends the process."""
 
-    signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)  # first: a signal in between would be lost
+    signal.set_wakeup_fd(
+        writer.fileno(), warn_on_full_buffer=False
+    )  # before the handlers, or a signal in between would be lost
     for number in SIGNALS:
         signal.signal(number, ignore)
 

@@ -26,6 +26,7 @@ from torch_xla.backends import set_mat_mul_precision
 from training.backends.compile_cache.pjrt import open_cache
 from training.backends.placement import bytes_on_device
 from training.backends.torch_xla import internals
+from training.backends.torch_xla.processor import describe_slow_products, read_flags
 from training.backends.torch_xla.sharding import REPORT, DataParallel, HostArray
 from training.backends.torch_xla.state import State
 from training.backends.torch_xla.step import StepInputs, TrainingStep
@@ -36,7 +37,6 @@ from training.checkpoint.snapshot import Snapshot
 from training.config import TrainerConfig
 from training.distributed.cluster import Cluster
 from training.distributed.rendezvous import Rendezvous
-from training.machine.processor import describe_slow_products, read_flags
 from training.models.hugging_face import ModelRequirements
 from training.models.torch.network import build, patch_modules
 from training.preflight.checked_programs import CheckedPrograms

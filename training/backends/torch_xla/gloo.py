@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from training.distributed.cluster import Cluster
-from training.distributed.protocol.greeting import derive_token
+from training.distributed.handshake import derive_token
 from training.distributed.rendezvous import Rendezvous
 from training.distributed.tcp_allreduce import raise_lost_peer
 from training.errors import TrainError

@@ -1,15 +1,15 @@
-"""A PyTorch program of the user's own, as the processes that its libraries expect on a host: for `tpu-train exec`.
+"""Runs a PyTorch program of the user's own in the processes that its libraries expect on a host: `tpu-train exec`.
 
     tpu-train exec train.py --output_dir out
 
-The program imports nothing of this package. Hugging Face's Trainer and Accelerate, and torch.distributed, learn from
-the process's environment how many processes there are; every host of a slice runs this same command.
+The program imports nothing of this package. Hugging Face's Trainer and Accelerate, and torch.distributed, read the
+number of processes from the environment; every host of a slice runs this command.
 
-* TPU: one process for each chip of the host (`torch_xla.launch`). Gradients are summed over all chips of the slice.
-  v4 and newer: on v2 and v3 torch_xla would run two replicas as threads of one process.
-* CPU, several hosts (an emulated slice): one process, with the variables that torchrun sets, and torch_xla switched off
-  for Hugging Face's libraries. torch_xla has no collective between CPU processes: each host would train a model of its
-  own, and no error would say so. The Trainer wraps the model in DistributedDataParallel, which sums with gloo.
+* TPU, v4 and newer: one process for each chip of the host (`torch_xla.launch`). Gradients are summed over all chips of
+  the slice. On v2 and v3, torch_xla would run two replicas as threads of one process.
+* CPU, several hosts (an emulated slice): one process, with the variables that torchrun sets, and torch_xla disabled for
+  Hugging Face's libraries: it has no collective between CPU processes, so each host would train a model of its own,
+  without an error. The Trainer wraps the model in DistributedDataParallel, which sums with gloo.
 * A virtual TPU (an emulated slice of one host): one process, with one of its devices.
 * CPU, one host: one process, with torch_xla's CPU device.
 """
@@ -31,13 +31,13 @@ from training.errors import BadInput, Exit, TrainError
 
 
 def chip_process_environment(cluster: Cluster) -> dict[str, str]:
-    """The variables from which `torch_xla.launch` derives those of one process for each chip.
+    """Returns the variables from which `torch_xla.launch` derives those of one process for each chip.
 
-    torch_xla divides the bounds of the hosts by chips itself, but only when they have the names of hosts' bounds: the
-    bounds of processes, which `tpu_environment` gives, are taken as final.
+    torch_xla divides bounds by chips only if they have the names of hosts' bounds: it takes the bounds of processes,
+    which `tpu_environment` returns, as final.
 
     Raises:
-        BadInput: the accelerator is unknown, has another number of hosts, or has two devices a chip (v2 and v3).
+        BadInput: The accelerator is unknown, has another number of hosts, or has two devices a chip (v2 and v3).
     """
     environment = tpu_environment(cluster)
     accelerator = ACCELERATORS[environment["TPU_ACCELERATOR_TYPE"]]
@@ -53,10 +53,10 @@ def chip_process_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def gloo_environment(cluster: Cluster) -> dict[str, str]:
-    """torchrun's variables for one process a host, and Hugging Face's switches for torch on the CPU.
+    """Returns torchrun's variables for one process a host, and Hugging Face's switches for torch on the CPU.
 
     https://pytorch.org/docs/stable/elastic/run.html#environment-variables; transformers and accelerate read
-    USE_TORCH_XLA and ACCELERATE_USE_CPU. One thread for each process is torchrun's default as well.
+    USE_TORCH_XLA and ACCELERATE_USE_CPU. One thread per process is torchrun's default, too.
     """
     return {
         "RANK": str(cluster.worker),
@@ -72,17 +72,17 @@ def gloo_environment(cluster: Cluster) -> dict[str, str]:
 
 
 def run_script(script: str, arguments: Sequence[str]) -> None:
-    """Runs the program in this process, as `python SCRIPT ARGUMENTS` would."""
+    """Runs a program in this process, as `python SCRIPT ARGUMENTS` would."""
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
 
 
 def _run_chip_process(_ordinal: int, script: str, arguments: Sequence[str]) -> None:
-    """What `torch_xla.launch` calls in each process.
+    """Runs a program in a process that `torch_xla.launch` started.
 
-    An exception ends the process at once: the processes of other chips would wait for it in a collective for ever, and
-    the pool ends them as soon as one of its processes is gone. SystemExit reaches the parent with its code.
+    Ends the process at once on an exception: the processes of other chips would wait for it in a collective forever,
+    and the pool ends them as soon as one of its processes is gone. SystemExit reaches the parent with its code.
     """
     try:
         run_script(script, arguments)
@@ -94,11 +94,11 @@ def _run_chip_process(_ordinal: int, script: str, arguments: Sequence[str]) -> N
 
 
 def run_on_host(script: str, arguments: Sequence[str]) -> None:
-    """Runs the program on this host of the slice, in as many processes as its devices need.
+    """Runs a program on this host of the slice, in as many processes as its devices need. Changes os.environ.
 
     Raises:
-        BadInput: the image has no torch_xla, or the accelerator has two devices a chip.
-        TrainError: a process ended early.
+        BadInput: The image has no torch_xla, or the accelerator has two devices a chip.
+        TrainError: A process ended early.
     """
     cluster, device = discover(), device_kind()
     os.environ["PJRT_DEVICE"] = device

@@ -1,22 +1,28 @@
-"""What host 0 does with the bytes of its connections: pure. `training.distributed.rendezvous_server` gives it sockets,
-a thread and a clock.
+"""Host 0's side of the rendezvous as a pure function of bytes and times. `rendezvous_server.py` gives it sockets, a
+thread and a clock.
 
 A connection is a number that the caller chooses. Every event (opened, received, closed, time passes) is a method that
-returns what to do, in order: (connection, bytes to send) or (connection, None) to close it; the caller does not report
-a closing that it was told to do. Whatever a connection sends, it costs at most that connection.
+returns actions, in order: (connection, bytes to send), or (connection, None) to close it; the caller does not report a
+close that it was told to do. Bad bytes cost at most the connection that sent them.
 
-News (what the hosts are doing) go to all hosts as one summary, at most once a second: what every host sends and
-receives does not grow with the number of hosts.
+All hosts receive one summary of all phases, at most once a second, so what a host sends and receives does not grow with
+the number of hosts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from training.distributed import messages
 from training.distributed.barrier_state import BarrierState, Outgoing, name_hosts
-from training.distributed.protocol import messages
-from training.distributed.protocol.greeting import SPARE_CONNECTIONS, Credentials, Doorkeeper, Greeting, make_nonce
-from training.distributed.protocol.messages import FROM_HOST, LineBuffer, Malformed, Message, decode, encode
+from training.distributed.handshake import (
+    SPARE_CONNECTIONS,
+    HostCredentials,
+    ServerHandshake,
+    VerifiedHello,
+    make_nonce,
+)
+from training.distributed.messages import FROM_HOST, LineBuffer, Malformed, Message, decode, encode
 
 NEWS_SECONDS = 1.0
 NEWS_CHARACTERS = 2000
@@ -27,41 +33,41 @@ Actions = list[tuple[int, bytes | None]]
 class ServerProtocol:
     """Host 0's side of all connections of an attempt."""
 
-    def __init__(self, own: Credentials, make_nonce: Callable[[], str] = make_nonce) -> None:
+    def __init__(self, own: HostCredentials, make_nonce: Callable[[], str] = make_nonce) -> None:
         self.state = BarrierState(own.identity)
-        self._doorkeeper = Doorkeeper(own, make_nonce)
-        self._workers: dict[int, tuple[int, LineBuffer]] = {}  # of the connections that were let in
+        self._handshake = ServerHandshake(own, make_nonce)
+        self._workers: dict[int, tuple[int, LineBuffer]] = {}  # by connection, of accepted peers
         self._connections: dict[int, int] = {}  # by worker
         self._news: Message = {}
         self._next_news = 0.0
 
     @property
     def workers(self) -> list[int]:
-        """The hosts that are connected."""
+        """Returns the connected hosts."""
         return list(self._connections)
 
     @property
     def connections(self) -> int:
-        """How many connections are open, of hosts and of strangers."""
-        return len(self._workers) + len(self._doorkeeper)
+        """Returns the number of open connections, accepted and pending."""
+        return len(self._workers) + len(self._handshake)
 
-    def oldest_stranger(self) -> int | None:
-        """The connection that has longest not proved who it is."""
-        return self._doorkeeper.oldest()
+    def oldest_pending(self) -> int | None:
+        """Returns the connection whose handshake has been pending longest."""
+        return self._handshake.oldest()
 
     def opened(self, connection: int, now: float) -> Actions:
-        """Somebody connected."""
-        challenge = self._doorkeeper.opened(connection, now)
-        return [*self._close_unwanted(now), (connection, challenge)]
+        """Begins the handshake on a new connection."""
+        challenge = self._handshake.opened(connection, now)
+        return [*self._close_overdue(now), (connection, challenge)]
 
     def received(self, connection: int, data: bytes, now: float) -> Actions:
-        """A connection sent something."""
+        """Handles bytes that a connection sent."""
         actions: Actions = []
         try:
-            if connection in self._doorkeeper:
-                greeting = self._doorkeeper.received(connection, data)
-                return self._admit(connection, greeting, now) if greeting else []
-            if connection in self._workers:  # or it was closed meanwhile
+            if connection in self._handshake:
+                hello = self._handshake.received(connection, data)
+                return self._admit(connection, hello, now) if hello else []
+            if connection in self._workers:  # it may be closed by now
                 worker, lines = self._workers[connection]
                 for line in lines.feed(data):
                     actions += self._handle(worker, *decode(line, FROM_HOST), now)
@@ -70,12 +76,12 @@ class ServerProtocol:
             return [*actions, *self.drop(connection)]
 
     def drop(self, connection: int) -> Actions:
-        """Closes a connection; what the others are told of it."""
+        """Closes a connection, and tells the other hosts if it was one of theirs."""
         return [(connection, None), *self.closed(connection)]
 
     def closed(self, connection: int) -> Actions:
-        """A connection broke."""
-        self._doorkeeper.forget(connection)
+        """Handles a broken connection."""
+        self._handshake.forget(connection)
         worker, _ = self._workers.pop(connection, (None, None))
         if worker is None or self._connections.get(worker) != connection:
             return []
@@ -83,8 +89,8 @@ class ServerProtocol:
         return self._address(self.state.disconnect(worker))
 
     def tick(self, now: float) -> Actions:
-        """Time has passed: deadlines of barriers and of greetings, and news."""
-        actions = self._close_unwanted(now) + self._address(self.state.check_deadlines(now))
+        """Handles expired deadlines of barriers and handshakes, and sends changed phases to all hosts."""
+        actions = self._close_overdue(now) + self._address(self.state.check_deadlines(now))
         if now < self._next_news:
             return actions
         self._next_news = now + NEWS_SECONDS
@@ -96,22 +102,22 @@ class ServerProtocol:
             actions += [(connection, data) for connection in self._workers]
         return actions
 
-    def _close_unwanted(self, now: float) -> Actions:
+    def _close_overdue(self, now: float) -> Actions:
         limit = self.state.identity.hosts - len(self._workers) + SPARE_CONNECTIONS
         actions: Actions = []
-        for connection in self._doorkeeper.unwanted(now, limit):
+        for connection in self._handshake.overdue(now, limit):
             actions += self.drop(connection)
         return actions
 
-    def _admit(self, connection: int, greeting: Greeting, now: float) -> Actions:
-        refusal = self.state.connect(greeting.worker, greeting.identity, now)
-        self._doorkeeper.forget(connection)
+    def _admit(self, connection: int, hello: VerifiedHello, now: float) -> Actions:
+        refusal = self.state.connect(hello.worker, hello.identity, now)
+        self._handshake.forget(connection)
         if refusal:
             reason = messages.clip(refusal.reason)
-            return [(connection, self._doorkeeper.refuse(greeting, reason, refusal.final)), (connection, None)]
-        self._workers[connection] = (greeting.worker, LineBuffer(messages.HOST_BYTES))
-        self._connections[greeting.worker] = connection
-        return [(connection, self._doorkeeper.welcome(greeting))]
+            return [(connection, self._handshake.refuse(hello, reason, refusal.final)), (connection, None)]
+        self._workers[connection] = (hello.worker, LineBuffer(messages.HOST_BYTES))
+        self._connections[hello.worker] = connection
+        return [(connection, self._handshake.welcome(hello))]
 
     def _handle(self, worker: int, kind: str, message: Message, now: float) -> Actions:
         if kind == "phase":
@@ -124,7 +130,7 @@ class ServerProtocol:
         return self._address(self.state.leave(worker, message["goodbye"], message["reason"], message["overdue"]))
 
     def _address(self, outgoing: Outgoing) -> Actions:
-        """The bytes of messages. One message to all hosts is encoded once, and its bytes are shared."""
+        """Returns messages as actions. Encodes a message to several hosts once."""
         actions: Actions = []
         last: Message | None = None
         data = b""
@@ -138,7 +144,7 @@ class ServerProtocol:
 
 
 def _compress(message: Message) -> Message:
-    """Payloads that are all the same, as most are, are sent once."""
+    """Returns a shorter message if all payloads are equal, as most are."""
     payloads = message.get("payloads")
     if not payloads or any(payload != payloads[0] for payload in payloads) or len(payloads) == 1:
         return message
@@ -146,7 +152,7 @@ def _compress(message: Message) -> Message:
 
 
 def summarize(phases: Iterable[str]) -> str:
-    """What the hosts are doing, in worker order, for a person: the rarest phase first."""
+    """Returns the phases of all hosts, given in worker order, as a text for the user: the rarest phase first."""
     workers: dict[str, list[int]] = {}
     for worker, phase in enumerate(phases):
         workers.setdefault(phase, []).append(worker)

@@ -1,4 +1,4 @@
-"""What decides how fast this machine's processor multiplies matrices of fp32, where a run trains on it.
+"""Tells whether this machine's processor multiplies fp32 matrices slowly, for a run that trains on it.
 
 XLA's client for CPUs multiplies by oneDNN, which takes the widest instructions that the processor has. On two cores of
 an EPYC with AVX-512, products of BERT-base's layers: 110 GFLOP/s; held to AVX2, 70; to SSE4.1, 20. Plain torch
@@ -14,7 +14,7 @@ _AVX2 = {"avx2", "fma"}
 
 
 def read_flags(file: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """The features of an x86 processor, as Linux names them; none where it does not say."""
+    """Returns the features of an x86 processor, as Linux names them; none if the file can't be read."""
     try:
         lines = file.read_text().splitlines()
     except OSError:
@@ -23,7 +23,7 @@ def read_flags(file: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def describe_slow_products(flags: frozenset[str]) -> str | None:
-    """A line for the user of a processor whose instructions make steps slow; None for others, and for unknown ones."""
+    """Returns a warning for the user if the processor's instructions make steps slow; None if not, or if unknown."""
     if not flags or flags >= _AVX_512:
         return None
     has, share = ("AVX2 and no AVX-512", "two thirds") if flags >= _AVX2 else ("no AVX2", "a fifth")

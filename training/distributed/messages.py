@@ -1,8 +1,8 @@
-"""The messages of the rendezvous: one JSON object a line. `decode` is the one place where bytes become a message.
+"""The messages between hosts: one JSON object a line. Only `decode` turns bytes into a message.
 
-Nothing acts on a line before it was found to be shorter than its limit, UTF-8, JSON without NaN, infinities and
-bottomless nesting, an object of a kind that may come now, and to have exactly that kind's fields, each of its type and
-within its limits. Everything else raises Malformed, which costs the sender its connection and nobody anything else.
+`decode` accepts a line that is UTF-8, JSON without NaN, infinities and deep nesting, an object of a kind that is
+allowed now, with exactly the fields of that kind, each of its type and within its limits. Everything else raises
+Malformed, for which only the sender's connection is closed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 Message = dict[str, Any]
 
-GREETING_BYTES = 4096  # of a line, before the sender has proved who it is
-HOST_BYTES = 4 << 20  # of a line of a host: a payload
-SERVER_BYTES = 256 << 20  # of a line of host 0: the payloads of all hosts
+HANDSHAKE_BYTES = 4096  # limit of a line during the handshake
+HOST_BYTES = 4 << 20  # limit of a line from a host: a payload
+SERVER_BYTES = 256 << 20  # limit of a line from host 0: the payloads of all hosts
 TEXT_CHARACTERS = 600
 NESTING = 32
 _DAY = 86400.0
@@ -24,7 +24,7 @@ _MANY = 1 << 31
 
 
 class Malformed(ValueError):
-    """Bytes that are no message of this protocol. Says what is wrong with them."""
+    """Bytes that are no message of this protocol. The message says why."""
 
 
 def _is_whole(value: Any) -> bool:
@@ -36,7 +36,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    """Without lone surrogates, which could not be printed."""
+    """Returns whether a string has no lone surrogates, which can't be printed."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -49,7 +49,7 @@ def _is_long_text(value: Any) -> bool:
 
 
 def _is_digest(value: Any) -> bool:
-    """32 bytes in hexadecimal."""
+    """Returns whether a value is 32 bytes in hexadecimal."""
     return isinstance(value, str) and len(value) == 64 and all(digit in "0123456789abcdef" for digit in value)
 
 
@@ -62,7 +62,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _is_payload(value: Any, depth: int = NESTING) -> bool:
-    """JSON that is not nested deeper than NESTING, and can be printed."""
+    """Returns whether a JSON value is nested at most `depth` deep and can be printed."""
     if isinstance(value, str):
         return _is_unicode(value)
     if isinstance(value, dict):
@@ -77,10 +77,10 @@ def _are_payloads(value: Any) -> bool:
 
 
 Kinds = Mapping[str, Mapping[str, Callable[[Any], bool]]]
-"""The messages that may come, by the field that tells their kind: each field and what its value must be."""
+"""Allowed messages by kind, which is the name of their first field: each field with a check of its value."""
 
 CHALLENGE: Kinds = {"challenge": {"challenge": _is_digest}}
-"""Host 0's first line to whoever connects."""
+"""Host 0's first line on a connection."""
 
 HELLO: Kinds = {
     "hello": {
@@ -98,7 +98,7 @@ ANSWER: Kinds = {
     "welcome": {"welcome": _is_flag, "proof": _is_digest},
     "refused": {"refused": _is_text, "final": _is_flag, "proof": _is_digest},
 }
-"""Host 0's answer to a hello whose proof is right."""
+"""Host 0's answer to a hello with a valid proof."""
 
 FROM_HOST: Kinds = {
     "phase": {"phase": _is_text},
@@ -115,7 +115,7 @@ FROM_SERVER: Kinds = {
 
 
 def decode(line: bytes | bytearray, kinds: Kinds) -> tuple[str, Message]:
-    """A message of one of these kinds, and its kind. Raises Malformed."""
+    """Parses a line as a message of one of `kinds`. Returns its kind and the message, or raises Malformed."""
     try:
         message = _DECODER.decode(line.decode())
     except RecursionError:
@@ -129,10 +129,10 @@ def decode(line: bytes | bytearray, kinds: Kinds) -> tuple[str, Message]:
         raise Malformed(f"none of {', '.join(kinds)}")
     fields = kinds[kind]
     if message.keys() != fields.keys():
-        raise Malformed(f"{kind} has other fields than {', '.join(fields)}")
+        raise Malformed(f"{kind} must have the fields {', '.join(fields)}")
     for name, is_valid in fields.items():
         if not is_valid(message[name]):
-            raise Malformed(f"{kind}: {name} is not what it must be")
+            raise Malformed(f"{kind}: the value of {name} is not allowed")
     return kind, message
 
 
@@ -148,38 +148,36 @@ def _parse_finite(text: str) -> float:
 
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_finite)  # json.loads makes one a line
+# json.loads would make a decoder for each line.
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_finite)
 
 
 def encode(message: Mapping[str, Any]) -> bytes:
-    """The line of a message. Raises ValueError for a payload with NaN or an infinity."""
+    """Returns the line of a message. Raises ValueError for a payload with NaN or an infinity."""
     return _ENCODER.encode(message).encode() + b"\n"
 
 
 def clip(text: str) -> str:
-    """The beginning of a text of ours, as short as a message may have it and without what can't be encoded."""
+    """Returns the first TEXT_CHARACTERS of a text, with characters that can't be encoded replaced."""
     return text.encode(errors="replace").decode()[:TEXT_CHARACTERS]
 
 
 class LineBuffer:
-    """The lines of a stream, of at most `limit` bytes each."""
+    """Splits a stream into lines of at most `limit` bytes. `limit` may be changed between two lines."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._bytes = bytearray()
-        self._searched = 0  # how many of the bytes are known to hold no end of a line
+        self._searched = 0  # the number of leading bytes without a line end
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was received after the last line."""
+        """Returns whether no bytes came after the last line."""
         return not self._bytes
 
     def feed(self, data: bytes) -> Iterator[bytearray]:
-        """The lines that are complete with `data`; those that the caller does not take are kept. Raises Malformed for a
-        line that is too long.
-
-        `limit` may be changed between two lines.
-        """
+        """Adds bytes and yields the complete lines; keeps lines that the caller does not take. Raises Malformed for a
+        line that is too long."""
         self._bytes += data
         while (end := self._bytes.find(b"\n", self._searched)) >= 0:
             if end > self.limit:

@@ -1,0 +1,225 @@
+"""The handshake by which two hosts prove to each other that they belong to one attempt, before either reads anything
+else. Pure: lines come in, lines go out (`connection.py` has the sockets).
+
+The launcher gives all hosts of an attempt the same random secret. No host ever sends it: each side sends the other a
+nonce, and an HMAC-SHA256 under the secret of both nonces, of the identity it claims and of the connection's purpose. So
+an answer can't be repeated on another connection, sent back to its sender, or used for another purpose, worker, run or
+attempt.
+
+    host 0 -> peer   {"challenge": nonce}
+    peer -> host 0   {"hello": worker, "run_id", "attempt", "hosts", "nonce", "proof"}
+    host 0 -> peer   {"welcome", "proof"}   {"refused": reason, "final", "proof"}
+
+A hello with a wrong proof gets no answer: host 0 closes its connection. The rest of a connection is not encrypted: the
+handshake keeps strangers out, but not an attacker who can read or change the hosts' own packets.
+
+Processes that use loopback addresses alone may have an empty secret: no other machine can connect to them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from training.distributed.barrier_state import Identity, Refusal
+from training.distributed.cluster import SECRET_VARIABLE, Cluster
+from training.distributed.messages import (
+    ANSWER,
+    CHALLENGE,
+    HANDSHAKE_BYTES,
+    HELLO,
+    LineBuffer,
+    Malformed,
+    Message,
+    decode,
+    encode,
+)
+from training.errors import BadInput
+
+NONCE_BYTES = 32
+HANDSHAKE_SECONDS = 5.0  # then host 0 closes the connection of a peer without a proof
+SPARE_CONNECTIONS = 64  # pending connections that host 0 keeps, beyond one for each missing host
+RENDEZVOUS = "rendezvous"
+GRADIENT_EXCHANGE = "gradient exchange"
+_VERSION = "tpu-launch 1"
+
+
+def make_nonce() -> str:
+    """Returns NONCE_BYTES random bytes in hexadecimal."""
+    return secrets.token_hex(NONCE_BYTES)
+
+
+@dataclass(frozen=True)
+class HostCredentials:
+    """The identity that a host proves, the purpose of the connection, and the attempt's secret."""
+
+    identity: Identity
+    purpose: str
+    secret: bytes = field(repr=False)
+
+    def prove(self, role: str, worker: int, nonces: tuple[str, str], statement: str = "") -> str:
+        """Returns the proof for a connection, in hexadecimal.
+
+        Args:
+            role: The side that proves, "host" or "server".
+            worker: The peer of host 0 on this connection.
+            nonces: Host 0's and the peer's.
+            statement: Host 0's answer, which the proof covers.
+        """
+        identity = self.identity
+        claimed = (identity.run_id, identity.attempt, identity.hosts)
+        text = json.dumps([_VERSION, self.purpose, role, *claimed, worker, *nonces, statement])
+        return hmac.new(self.secret, text.encode(), "sha256").hexdigest()
+
+
+def host_credentials(cluster: Cluster, purpose: str) -> HostCredentials:
+    """Returns this host's credentials. Raises BadInput if several hosts have no secret."""
+    if not cluster.secret and not all(map(_is_loopback, cluster.addresses)):
+        raise BadInput(
+            f"{SECRET_VARIABLE} is not set: the {cluster.hosts} hosts of a run accept only hosts that know its secret. "
+            "tpu-launch sets it; where you start tpu-train yourself, set the same random value on every host, for "
+            "example the output of `openssl rand -hex 32`"
+        )
+    return HostCredentials(Identity(cluster.run_id, cluster.attempt, cluster.hosts), purpose, cluster.secret)
+
+
+def _is_loopback(address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class VerifiedHello:
+    """A hello with a valid proof. Its identity may still be that of another attempt."""
+
+    worker: int
+    identity: Identity
+    nonces: tuple[str, str]
+
+
+@dataclass
+class _PendingPeer:
+    nonce: str
+    deadline: float
+    lines: LineBuffer
+
+
+class ServerHandshake:
+    """Host 0's side of the handshake, for all connections of one purpose. A connection is a number that the caller
+    chooses; it is pending from `opened` to `forget`."""
+
+    def __init__(self, own: HostCredentials, make_nonce: Callable[[], str] = make_nonce) -> None:
+        self._own = own
+        self._make_nonce = make_nonce
+        self._pending: dict[int, _PendingPeer] = {}  # the oldest first
+
+    def __contains__(self, connection: int) -> bool:
+        return connection in self._pending
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def opened(self, connection: int, now: float) -> bytes:
+        """Registers a new connection, and returns the challenge to send."""
+        nonce = self._make_nonce()
+        self._pending[connection] = _PendingPeer(nonce, now + HANDSHAKE_SECONDS, LineBuffer(HANDSHAKE_BYTES))
+        return encode({"challenge": nonce})
+
+    def received(self, connection: int, data: bytes) -> VerifiedHello | None:
+        """Returns the hello once its line is complete, None before. Raises Malformed if its proof is wrong, or if the
+        bytes are no hello: the caller must close the connection."""
+        peer = self._pending[connection]
+        for line in peer.lines.feed(data):
+            if not peer.lines.is_empty:
+                raise Malformed("more than a hello")
+            _, hello = decode(line, HELLO)
+            return self._verify(peer.nonce, hello)
+        return None
+
+    def _verify(self, nonce: str, hello: Message) -> VerifiedHello:
+        claimed = Identity(hello["run_id"], hello["attempt"], hello["hosts"])
+        nonces = (nonce, hello["nonce"])
+        theirs = HostCredentials(claimed, self._own.purpose, self._own.secret)
+        if not hmac.compare_digest(theirs.prove("host", hello["hello"], nonces), hello["proof"]):
+            raise Malformed("the proof is wrong")
+        return VerifiedHello(hello["hello"], claimed, nonces)
+
+    def welcome(self, hello: VerifiedHello) -> bytes:
+        """Returns the answer that accepts a peer."""
+        return encode({"welcome": True, "proof": self._prove(hello, "welcome")})
+
+    def refuse(self, hello: VerifiedHello, reason: str, final: bool) -> bytes:
+        """Returns the answer that refuses a peer. `final`: a retry is pointless."""
+        return encode({"refused": reason, "final": final, "proof": self._prove(hello, f"refused {final} {reason}")})
+
+    def _prove(self, hello: VerifiedHello, statement: str) -> str:
+        theirs = HostCredentials(hello.identity, self._own.purpose, self._own.secret)
+        return theirs.prove("server", hello.worker, hello.nonces, statement)
+
+    def forget(self, connection: int) -> None:
+        """Removes a connection that was accepted or closed."""
+        self._pending.pop(connection, None)
+
+    def oldest(self) -> int | None:
+        """Returns the connection that has been pending longest."""
+        return next(iter(self._pending), None)
+
+    def overdue(self, now: float, limit: int) -> list[int]:
+        """Returns the pending connections to close: those past their deadline, and the oldest ones beyond `limit`."""
+        surplus = max(0, len(self._pending) - limit)
+        return [
+            connection
+            for place, (connection, peer) in enumerate(self._pending.items())
+            if place < surplus or now >= peer.deadline
+        ]
+
+
+class ClientHandshake:
+    """A peer's side of the handshake, on one connection to host 0."""
+
+    def __init__(self, own: HostCredentials, worker: int, nonce: str) -> None:
+        """`nonce`: NONCE_BYTES random bytes in hexadecimal, for this connection alone."""
+        self._own, self._worker, self._nonce = own, worker, nonce
+        self._nonces: tuple[str, str] | None = None
+
+    def answer_challenge(self, line: bytes | bytearray) -> bytes:
+        """Returns the hello that answers host 0's first line. Raises Malformed."""
+        _, message = decode(line, CHALLENGE)
+        self._nonces = (message["challenge"], self._nonce)
+        identity = self._own.identity
+        return encode(
+            {
+                "hello": self._worker,
+                "run_id": identity.run_id,
+                "attempt": identity.attempt,
+                "hosts": identity.hosts,
+                "nonce": self._nonce,
+                "proof": self._own.prove("host", self._worker, self._nonces),
+            }
+        )
+
+    def check_answer(self, line: bytes | bytearray) -> Refusal | None:
+        """Returns None if host 0 accepts this host, else its refusal. Raises Malformed if the answer's proof is wrong:
+        another program listens there."""
+        assert self._nonces is not None
+        kind, message = decode(line, ANSWER)
+        statement = "welcome" if kind == "welcome" else f"refused {message['final']} {message['refused']}"
+        if not hmac.compare_digest(self._own.prove("server", self._worker, self._nonces, statement), message["proof"]):
+            raise Malformed("the answering program does not know the secret of this attempt")
+        return None if kind == "welcome" else Refusal(message["refused"], message["final"])
+
+
+def derive_token(cluster: Cluster, token: str) -> str:
+    """Returns a name that only the hosts of this attempt can know, 32 bytes in hexadecimal, for a library's own
+    exchange. `token`: one on which the hosts agreed."""
+    secret = cluster.secret or os.fsencode(token)
+    return hmac.new(secret, f"{_VERSION} {cluster.run_id} {cluster.attempt} {token}".encode(), "sha256").hexdigest()
