@@ -19,7 +19,7 @@ from launcher.images import local
 from launcher.providers import this_machine
 from launcher.run import specification
 from launcher.shell import Result
-from launcher.tpu_vm import placement
+from launcher.tpu_vm import slice_hints
 from launcher.tpu_vm.provider import TpuVm
 from launcher.workstation import Address, ConnectionFailed, HostConnection
 from training.machine.clock import SystemClock
@@ -51,8 +51,8 @@ class Step:
 
 def list_steps(config: Config) -> list[Step]:
     """Returns the commands in the order in which they would run."""
-    current = placement.in_current_zone(config)
-    later = [zoned for zoned in placement.in_every_zone(config) if zoned.zone != current.zone]
+    current = slice_hints.in_current_zone(config)
+    later = [zoned for zoned in slice_hints.in_every_zone(config) if zoned.zone != current.zone]
     steps = list(_record_steps(current))
     end_of_up = next(number for number, step in enumerate(steps) if step.verb != "up")
     steps[end_of_up:end_of_up] = [

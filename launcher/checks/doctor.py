@@ -21,12 +21,12 @@ from launcher import costs, home, shell
 from launcher.checks import inputs
 from launcher.config import Config
 from launcher.errors import CommandMissing, LaunchError
-from launcher.gcloud.calls import ask_gcloud
+from launcher.gcloud.calls import run_gcloud
 from launcher.gcloud.errors import PermissionDenied
 from launcher.images import engine, local
 from launcher.images.distribution import credentials
 from launcher.images.distribution.client import Registry
-from launcher.tpu_vm import commands, placement
+from launcher.tpu_vm import commands, slice_hints
 from training.accelerators import Api
 
 _SECONDS = 60.0
@@ -62,8 +62,8 @@ def examine(config: Config) -> list[Row]:
         lambda: [_cost(config)],
         lambda: old_generation_rows(config),
         _gcloud_and_account,
-        *(functools.partial(_zone, zoned) for zoned in placement.in_every_zone(config)),
-        *(functools.partial(_runtime, zoned) for zoned in placement.in_every_zone(config)),
+        *(functools.partial(_zone, zoned) for zoned in slice_hints.in_every_zone(config)),
+        *(functools.partial(_runtime, zoned) for zoned in slice_hints.in_every_zone(config)),
         lambda: [quota_row(config)],
         lambda: [_ssh_key(Path.home() / ".ssh" / "google_compute_engine")],
         lambda: [_engine(config)],
@@ -109,7 +109,7 @@ def _gcloud_and_account() -> list[Row]:
     try:
         shell.find("gcloud")
         shell.find("ssh")
-        info = json.loads(ask_gcloud(["gcloud", "info", "--format=json", "--quiet"], timeout=_SECONDS))
+        info = json.loads(run_gcloud(["gcloud", "info", "--format=json", "--quiet"], timeout=_SECONDS))
     except LaunchError as error:
         fix = "https://cloud.google.com/sdk/docs/install" if isinstance(error, CommandMissing) else "gcloud info"
         return [Row("gcloud", Verdict.FAIL, str(error).splitlines()[0], fix)]
@@ -164,7 +164,7 @@ def _zone(config: Config) -> list[Row]:
     accelerator_type = config.slice.accelerator_type
     place = f"{accelerator_type} in {config.zone}"
     try:
-        offered = ask_gcloud(commands.accelerator_types_command(config), timeout=_SECONDS).split()
+        offered = run_gcloud(commands.accelerator_types_command(config), timeout=_SECONDS).split()
     except LaunchError as error:
         return [Row("project, API, zone", Verdict.FAIL, str(error).splitlines()[0], _fix_of(config, error))]
     rows = [Row("project, API, zone", Verdict.PASS, f"{config.project}: the Cloud TPU API answers for {config.zone}")]
@@ -195,7 +195,7 @@ def _fix_of(config: Config, error: LaunchError) -> str:
 
 def _runtime(config: Config) -> list[Row]:
     try:
-        offered = ask_gcloud(commands.runtime_versions_command(config), timeout=_SECONDS).split()
+        offered = run_gcloud(commands.runtime_versions_command(config), timeout=_SECONDS).split()
     except LaunchError:
         return []  # the row of the zone says why
     if config.runtime_version in offered:

@@ -20,7 +20,7 @@ from launcher.run import status as statuses
 from launcher.run.runs import find_run
 from launcher.run.session import Outcome
 from launcher.run.supervise import explain
-from launcher.tpu_vm import placement
+from launcher.tpu_vm import slice_hints
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -127,7 +127,7 @@ def status(config: Config, as_json: bool) -> None:
     finally:
         provider.close()
     created = shown.slice.created if shown.slice is not None else ""
-    placed = placement.in_current_zone(config)
+    placed = slice_hints.in_current_zone(config)
     if as_json:
         terminal.dump({**shown.as_json(), "cost": costs.of_slice(placed, created, machine().clock.time())})
         return

@@ -1,34 +1,28 @@
-"""Calls of gcloud, each with a time-out; its failures are LaunchErrors that say what to do.
+"""Calls of gcloud, each with a time-out; failures are LaunchErrors that say what to do.
 
-A call is tried again in one case only: another operation on the same node has not ended (`Busy`), with a random pause
-and one deadline. tenacity or google.api_core.retry would replace these six lines by as many lines of predicates; other
-errors are not retried here, because gcloud itself retries what passes, and a creation costs money.
-
-What waits for minutes or hours asks through `Patience`: then a moment without a network ends nothing.
+gcloud retries what passes within seconds, and a creation costs money: a call is retried only while another operation on
+the same node is under way (`Busy`). What waits for minutes or hours is repeated through `retry.Retry`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from launcher import shell
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.errors import Busy, Conflict, PermissionDenied, explain_error
+from launcher.gcloud.errors import Busy, Conflict, explain_error
+from launcher.gcloud.retry import Backoff
 from launcher.workstation import RunCommand, Workstation
 
-_BUSY_SECONDS = 60.0  # how long another operation on the same node is waited for
-_FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0  # seconds, between questions that fail
-# How long a refusal is doubted: a session that ends at night, a policy that is being changed. Nothing is lost by it.
-_DOUBT_SECONDS = 600.0
-
-T = TypeVar("T")
+DELETE_SECONDS = 900.0
+_BUSY_SECONDS = 60.0
+_DELETION_PAUSE = 2.0  # seconds
 
 
-def ask_gcloud(
+def run_gcloud(
     argv: Sequence[str], *, timeout: float, run: RunCommand = shell.run, pass_fds: Sequence[int] = ()
 ) -> str:
-    """Runs a gcloud command that does not concern a node, once, and returns its standard output. Raises the LaunchError
+    """Runs a gcloud command once and returns its standard output. gcloud inherits `pass_fds`. Raises the LaunchError
     that its message means."""
     try:
         result = run(argv, timeout=timeout, pass_fds=pass_fds)
@@ -39,92 +33,58 @@ def ask_gcloud(
     raise explain_error(result.stderr or result.stdout, argv)
 
 
-def try_deletion(machine: Workstation, argv: Sequence[str], *, timeout: float) -> LaunchError | None:
-    """Runs a deletion once: whoever tries it again looks first what has the name by then.
-
-    Returns:
-        None when it is done; else why it may have to be tried again: gone already, another operation, a lost answer.
-
-    Raises:
-        LaunchError: trying again changes nothing.
-    """
-    try:
-        ask_gcloud(argv, timeout=timeout, run=machine.run)
-    except LaunchError as error:
-        if not (error.transient or isinstance(error, Conflict)):
-            raise
-        return error
-    return None
-
-
 def call_gcloud(machine: Workstation, argv: Sequence[str], *, timeout: float, pass_fds: Sequence[int] = ()) -> str:
-    """Runs a gcloud command and returns its standard output; waits for another operation to end. gcloud inherits
-    `pass_fds`. Raises the LaunchError that its message means."""
+    """Runs a gcloud command as `run_gcloud`; retries for a minute while another operation on the node is under way."""
     deadline = machine.clock.monotonic() + _BUSY_SECONDS
+    backoff = Backoff(machine, longest=2.0)
     while True:
         try:
-            return ask_gcloud(argv, timeout=timeout, run=machine.run, pass_fds=pass_fds)
+            return run_gcloud(argv, timeout=timeout, run=machine.run, pass_fds=pass_fds)
         except Busy:
             if machine.clock.monotonic() > deadline:
                 raise
-        machine.clock.sleep(1.0 + 2.0 * machine.random.random())
+        machine.clock.sleep(backoff.next())
 
 
-def call_gcloud_long(machine: Workstation, argv: Sequence[str], *, timeout: float, pass_fds: Sequence[int]) -> str:
-    """As `call_gcloud`, for the creation of a node: a time-out says that Google may still be creating it."""
-    try:
-        return call_gcloud(machine, argv, timeout=timeout, pass_fds=pass_fds)
-    except CommandTimeout:
-        raise CommandTimeout(
-            f"no end after {timeout / 60:.0f} minutes of: {shell.quote(argv)}\n"
-            "Google may still be creating it: `tpu-launch up` goes on waiting, `tpu-launch down` deletes it"
-        ) from None
+Look = tuple[str, Sequence[str] | None]
+"""A description of something that is still there, and the command that deletes it; None while no deletion is needed."""
 
 
-class Patience:
-    """Goes on asking while something is waited for: errors that may pass are waited out, with growing pauses, and said
-    once each.
+def delete_until_gone(
+    machine: Workstation, say: Callable[[str], None], look: Callable[[], Look | None], deadline: float | None = None
+) -> None:
+    """Deletes something and returns when it is gone. Each deletion follows a look: what was seen before may have been
+    minutes ago.
 
     Args:
-        machine: asks gcloud, and waits.
-        say: is given lines for a person.
-        subject: what is waited for, as it begins a line.
-        doubts: whether a permission that is refused may come back, because it was there a moment ago.
+        machine: Runs gcloud, and waits.
+        say: Is given a line for each new error after which the deletion is repeated.
+        look: Asks the API; returns None when nothing is left to delete.
+        deadline: Seconds of the monotonic clock; None for DELETE_SECONDS from now.
+
+    Raises:
+        CommandTimeout: It is still there after the deadline.
+        LaunchError: Repeating the deletion changes nothing.
     """
-
-    def __init__(self, machine: Workstation, say: Callable[[str], None], subject: str, *, doubts: bool = True) -> None:
-        self._machine, self._say, self._subject, self._doubts = machine, say, subject, doubts
-        self._refused_since: float | None = None
-        self._reported = ""
-
-    def ask(self, question: Callable[[], T], deadline: float) -> T:
-        """The answer. Raises the last error when the time is over (`deadline`: seconds of the monotonic clock), and at
-        once one that does not pass."""
-        pause = _FIRST_PAUSE
-        while True:
+    if deadline is None:
+        deadline = machine.clock.monotonic() + DELETE_SECONDS
+    reported = ""
+    while (seen := look()) is not None:
+        description, command = seen
+        if machine.clock.monotonic() > deadline:
+            raise CommandTimeout(
+                f"{description} and not gone after {DELETE_SECONDS / 60:.0f} minutes; run `tpu-launch down` again"
+            )
+        if command is not None:
             try:
-                answer = question()
+                run_gcloud(command, timeout=DELETE_SECONDS, run=machine.run)
+                continue
             except LaunchError as error:
-                now = self._machine.clock.monotonic()
-                if now + pause > deadline or not self._may_pass(error, now):
+                # Gone already, another operation, or a lost answer: the next look tells.
+                if not (error.transient or isinstance(error, Conflict)):
                     raise
-                self._report(error)
-            else:
-                self._refused_since, self._reported = None, ""
-                return answer
-            self._machine.clock.sleep(pause * (0.5 + self._machine.random.random()))
-            pause = min(pause * 2, _LONGEST_PAUSE)
-
-    def _may_pass(self, error: LaunchError, now: float) -> bool:
-        if not isinstance(error, PermissionDenied):
-            self._refused_since = None
-            return error.transient
-        if self._refused_since is None:
-            self._refused_since = now
-        return self._doubts and now - self._refused_since < _DOUBT_SECONDS
-
-    def _report(self, error: LaunchError) -> None:
-        text = " ".join(line.strip() for line in str(error).splitlines())[:300]
-        if text != self._reported:
-            self._say(f"{self._subject}: still waiting, although: {text}")
-            self._reported = text
+                text = f"{description}, and is not deleted yet: {str(error).splitlines()[0]}; trying again"
+                if text != reported:
+                    say(text)
+                reported = text
+        machine.clock.sleep(_DELETION_PAUSE)

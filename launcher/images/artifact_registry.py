@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 
 from launcher import shell
-from launcher.gcloud.calls import ask_gcloud
+from launcher.gcloud.calls import run_gcloud
 from launcher.gcloud.errors import Conflict, NotFound
 
 _SECONDS = 120.0
@@ -51,12 +51,12 @@ def require(image: str) -> bool:
     if repository is None:
         return False
     try:
-        ask_gcloud(repository.describe_command, timeout=_SECONDS)
+        run_gcloud(repository.describe_command, timeout=_SECONDS)
         return False
     except NotFound:
         pass
     try:
-        ask_gcloud(repository.create_command, timeout=_SECONDS)
+        run_gcloud(repository.create_command, timeout=_SECONDS)
     except Conflict:  # another process created it
         return False
     return True

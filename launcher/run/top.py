@@ -20,7 +20,7 @@ from launcher.run.logs import read_from
 from launcher.run.runs import find_run
 from launcher.run.session import Context
 from launcher.run.status import HostStatus, read_status
-from launcher.tpu_vm import placement
+from launcher.tpu_vm import slice_hints
 from training.machine.clock import format_time
 from training.telemetry.text import Progress, parse_progress
 
@@ -160,7 +160,7 @@ class Top:
         status = read_status(self._config, self._context, self._provider)
         created = status.slice.created if status.slice is not None else ""
         lines = status.lines()
-        cost = costs.since(placement.in_current_zone(self._config), created, now)
+        cost = costs.since(slice_hints.in_current_zone(self._config), created, now)
         view = View(slice=lines[0], run=lines[1], time=format_time(now), cost=cost)
         ledger = self._find_run()
         if status.run is None or ledger is None:

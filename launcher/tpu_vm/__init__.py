@@ -1,9 +1,9 @@
 """The provider for Cloud TPU VMs, over gcloud and ssh.
 
-From the top: `provider` (the Protocol's methods); `slices` (create, describe, delete), over `queued` (requests that
-wait for capacity) and `placement` (which of several zones); `ssh` (connections to hosts); `host_checks`, `host_scripts`
-and `host_output` (what hosts are told, and what they report), over `scripts` (the shell files themselves); `inventory`
-(all slices of a project); `idle_shutdown`; `commands` (the gcloud commands).
+From the top: `provider` (the Protocol's methods); `slices` (create, describe, delete) over `queued` (requests that wait
+for capacity) and `slice_hints` (zone, time of the last create request); `ssh` (connections to hosts); `host_checks`,
+`host_scripts` and `host_output` (commands for hosts, and what hosts report) over `scripts` (the shell files);
+`inventory` (all slices of a project); `ownership` (labels); `commands` (the gcloud commands of a slice).
 """
 
 from launcher.provider import Capabilities

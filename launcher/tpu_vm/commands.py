@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launcher.config import Config
-from launcher.tpu_vm import idle_shutdown, placement
+from launcher.tpu_vm import idle_shutdown, slice_hints
 
 # gcloud has no time-outs of its own for ssh: a dead host would hang each call for minutes.
 _SSH_FLAGS = (
@@ -28,7 +28,7 @@ _QUICK_KEY_EXCHANGE = "--ssh-flag=-oKexAlgorithms=-sntrup761*"
 def _base(config: Config, *words: str) -> list[str]:
     # Only the alpha track has --tunnel-through-iap (SDK 528).
     track = ["alpha"] if words[0] == "ssh" and config.slice.iap else []
-    place = [f"--project={config.project}", f"--zone={placement.current_zone(config)}"]
+    place = [f"--project={config.project}", f"--zone={slice_hints.current_zone(config)}"]
     return ["gcloud", *track, "compute", "tpus", "tpu-vm", *words, *place, "--quiet"]
 
 

@@ -1,10 +1,9 @@
-"""The slices of tpu-launch in a project: whose they are, for which run, how old, what they cost so far, and which of
-them should be gone.
+"""The slices of tpu-launch in a project: owner, run, age, cost so far, and which of them are leftovers.
 
-A slice of tpu-launch carries the label `tpu-launch=1`, which every creation gets (ownership.py). `find_leftovers`
-decides what `gc` removes; it never names anything else. `remove` describes a slice again before it deletes it: a list
-may be minutes old, and what has the name now may be another slice, or the same one that was given more time. Between
-that description and the deletion lies one call of gcloud (about a second); the API has no condition on a deletion.
+A slice of tpu-launch carries the label `tpu-launch=1` (ownership.py). `find_leftovers` decides what `gc` removes.
+`remove` describes a slice again before it deletes it: a list may be minutes old, and the name may belong to another
+slice by now, or to the same one with a later expiry. Between that description and the deletion lies one call of gcloud
+(about a second); the API has no condition on a deletion.
 """
 
 from __future__ import annotations
@@ -15,19 +14,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launcher import costs
-from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.calls import Patience, call_gcloud, try_deletion
+from launcher.errors import LaunchError
+from launcher.gcloud.calls import DELETE_SECONDS, Look, call_gcloud, delete_until_gone
 from launcher.gcloud.errors import NotFound
+from launcher.gcloud.retry import Retry
 from launcher.owner import Owner
 from launcher.tpu_vm.ownership import ACCOUNT, EXPIRES, LABEL, OWNER, RUN, why_not_ours
 from launcher.workstation import Workstation
 from training.machine.clock import parse_time
 
 _SECONDS = 120.0
-_DELETE_SECONDS = 900.0
-_POLL_SECONDS = 5.0
-_FRESH_SECONDS = 60.0  # between the first look at something and its deletion
-# Nothing runs there any more, and it keeps its name and its quota until it is deleted.
+_FRESH_SECONDS = 60.0  # between the first description of a slice and its deletion
+# Nothing runs there any more, and the name and the quota stay taken until the deletion.
 _DEAD = frozenset(("PREEMPTED", "TERMINATED", "FAILED", "SUSPENDED"))
 
 
@@ -50,17 +48,15 @@ class OwnedSlice:
     uid: str = ""  # the API's own number of a node: another one of the same name has another
 
     def cost(self, now: float) -> float | None:
-        """Dollars so far; None when unknown, 0 for a request that holds nothing."""
+        """Returns the dollars so far; None when unknown, 0 for a queued resource without a node."""
         if self.kind != "node":
             return 0.0
-        return (
-            None
-            if self.created is None
-            else costs.so_far(self.accelerator_type, self.zone, self.capacity, now - self.created)
-        )
+        if self.created is None:
+            return None
+        return costs.so_far(self.accelerator_type, self.zone, self.capacity, now - self.created)
 
     def why_leftover(self, now: float) -> str:
-        """Why `gc` would remove it; empty when it would not."""
+        """Returns why `gc` removes it; "" when it does not."""
         if self.state == "DELETING":
             return ""
         if self.state in _DEAD:
@@ -70,7 +66,7 @@ class OwnedSlice:
         return ""
 
     def as_json(self, now: float) -> dict[str, Any]:
-        """The fields of `tpu-launch ls --json`. `now`: Unix seconds."""
+        """Returns the fields of `tpu-launch list --json`. `now`: Unix seconds."""
         cost = self.cost(now)
         return {
             **asdict(self),
@@ -80,7 +76,7 @@ class OwnedSlice:
         }
 
     def row(self, now: float) -> list[str]:
-        """The cells below COLUMNS."""
+        """Returns the cells below COLUMNS. `now`: Unix seconds."""
         cost = self.cost(now)
         expires = "never" if self.expires is None else costs.duration(self.expires - now)
         if self.expires is not None and self.expires < now:
@@ -102,23 +98,24 @@ COLUMNS = ["slice", "zone", "state", "type", "owner", "run", "age", "cost", "exp
 
 
 def list_commands(project: str, zone: str) -> list[list[str]]:
-    """The commands that list the nodes and the queued resources of one zone (or of all, `-`)."""
+    """Returns the commands that list the nodes and the queued resources of a zone (`-`: of all zones)."""
     ends = [f"--project={project}", f"--zone={zone}", "--quiet", "--format=json"]
     return [["gcloud", "compute", "tpus", kind, "list", *ends] for kind in ("tpu-vm", "queued-resources")]
 
 
 @dataclass(frozen=True)
 class Listing:
-    """What was listed, and the zones that could not be."""
+    """The slices found, and the errors of zones that could not be listed."""
 
     slices: list[OwnedSlice]
     failures: Mapping[str, LaunchError]
+    """By zone."""
 
 
 def list_owned(project: str, zones: Sequence[str], machine: Workstation) -> Listing:
-    """All slices of tpu-launch in the zones, whoever made them; each zone by itself.
+    """Lists the slices of all owners in the zones; a zone that fails does not keep others from being listed.
 
-    A queued resource that became a node counts as the node, unless it is dead: then it keeps the quota.
+    A queued resource with a node is listed as the node, unless the request is dead and keeps the quota.
     """
     owned: dict[tuple[str, str], OwnedSlice] = {}
     failures: dict[str, LaunchError] = {}
@@ -141,7 +138,7 @@ def list_owned(project: str, zones: Sequence[str], machine: Workstation) -> List
 
 
 def parse_node(node: dict[str, Any]) -> OwnedSlice:
-    """One entry of `tpu-vm list --format=json`."""
+    """Returns the slice in one entry of `tpu-vm list --format=json`."""
     parts = node["name"].split("/")
     return _make(
         parts[-1],
@@ -155,8 +152,7 @@ def parse_node(node: dict[str, Any]) -> OwnedSlice:
 
 
 def parse_queued(resource: dict[str, Any]) -> OwnedSlice | None:
-    """One entry of `queued-resources list --format=json`; None for one without a node of its own (multi-slice is out of
-    scope)."""
+    """Returns the slice in one entry of `queued-resources list --format=json`; None for a multi-slice request."""
     specs = resource.get("tpu", {}).get("nodeSpec", [])
     if len(specs) != 1 or "nodeId" not in specs[0]:
         return None
@@ -201,8 +197,7 @@ def _make(
 
 
 def find_leftovers(slices: Sequence[OwnedSlice], now: float, *, owner: Owner | None) -> list[OwnedSlice]:
-    """The slices that should be gone: those of one owner, or (None) of everybody who uses this tool. One without an
-    owner's label (of an early version) is nobody's in particular."""
+    """Returns the leftovers of `owner`, or of all owners (None)."""
     return [
         slice_
         for slice_ in slices
@@ -211,7 +206,8 @@ def find_leftovers(slices: Sequence[OwnedSlice], now: float, *, owner: Owner | N
 
 
 def delete_command(project: str, slice_: OwnedSlice) -> list[str]:
-    """Deletes a slice. A node that came from the queue goes with its request, which would keep the quota."""
+    """Returns the command that deletes a slice: for a node from the queue, with its request, which would keep the
+    quota."""
     if slice_.kind == "node" and not slice_.request:
         return _command(project, slice_.zone, "tpu-vm", "delete", slice_.name)
     return [*_command(project, slice_.zone, "queued-resources", "delete", slice_.request or slice_.name), "--force"]
@@ -223,54 +219,54 @@ def _command(project: str, zone: str, kind: str, verb: str, name: str) -> list[s
 
 
 def remove(project: str, leftover: OwnedSlice, say: Callable[[str], None], machine: Workstation) -> str:
-    """Deletes a leftover, if what has its name now is what was listed, and is still a leftover.
+    """Deletes a leftover, if the slice of its name is still the listed one and still a leftover.
 
     Args:
-        project: the leftover's.
-        leftover: as it was listed.
-        say: is given lines for a person.
-        machine: asks gcloud, and waits.
+        project: The leftover's project.
+        leftover: The slice as it was listed.
+        say: Is given lines for the user.
+        machine: Runs gcloud, and waits.
 
     Returns:
-        What became of it: "deleted", "gone already", or "left alone: " and why.
+        The outcome: "deleted", "gone already", or "left alone: " and why.
 
     Raises:
-        LaunchError: it could not be described or deleted within 15 minutes.
+        LaunchError: It could not be described or deleted within 15 minutes.
     """
-    deadline = machine.clock.monotonic() + _DELETE_SECONDS
-    patience = Patience(machine, say, f"{leftover.kind} {leftover.name}")
-    asked, reported = False, ""
-    while True:
+    deadline = machine.clock.monotonic() + DELETE_SECONDS
+    retry = Retry(machine, say, f"{leftover.kind} {leftover.name}")
+    requested, outcome = False, "gone already"
+
+    def describe(of: OwnedSlice) -> OwnedSlice | None:
+        return retry.call(lambda: _describe(project, of, machine), deadline)
+
+    def look() -> Look | None:
+        nonlocal requested, outcome
         began = machine.clock.monotonic()
-        request = _request_of(project, leftover, patience, machine, deadline)
-        under = _node_under(project, leftover, patience, machine, deadline)
-        current = patience.ask(lambda: _describe(project, leftover, machine), deadline)
-        if current is None or (asked and current.uid != leftover.uid):
-            return "deleted" if asked else "gone already"
-        if asked and current.state == "DELETING":
-            return "deleted"
+        request = _request_of(leftover, describe)
+        # A deletion with force would take along the node of a request's name.
+        node = describe(replace(leftover, kind="node")) if leftover.kind != "node" else None
+        current = describe(leftover)
+        if current is None or (requested and (current.uid != leftover.uid or current.state == "DELETING")):
+            return None
         if reason := _why_changed(leftover, current, machine.clock.time()):
-            return f"left alone: {reason}"
-        if under is not None and under.request != leftover.name:  # a deletion with force might take it along
-            return "left alone: the slice of its name did not come from it; `tpu-launch down` deletes both"
-        if machine.clock.monotonic() > deadline:
-            raise CommandTimeout(f"{leftover.name} could not be deleted within {_DELETE_SECONDS / 60:.0f} minutes")
+            outcome = f"left alone: {reason}"
+            return None
+        if node is not None and node.request != leftover.name:
+            outcome = "left alone: the slice of its name did not come from it; `tpu-launch down` deletes both"
+            return None
+        description = f"{current.kind} {current.name} is {current.state}"
         if machine.clock.monotonic() - began > _FRESH_SECONDS:
-            continue  # what was seen first may not be so any more
-        asked = True
-        doomed = replace(current, request=request.name if request is not None else "")
-        problem = try_deletion(machine, delete_command(project, doomed), timeout=_DELETE_SECONDS)
-        if problem is None:
-            return "deleted"
-        text = str(problem).splitlines()[0]
-        if text != reported:
-            say(f"{leftover.name}: {text}; looking again")
-        reported = text
-        machine.clock.sleep(_POLL_SECONDS)
+            return description, None  # the first description may be out of date
+        requested, outcome = True, "deleted"
+        return description, delete_command(project, replace(current, request=request.name if request else ""))
+
+    delete_until_gone(machine, say, look, deadline)
+    return outcome
 
 
 def _describe(project: str, listed: OwnedSlice, machine: Workstation) -> OwnedSlice | None:
-    """What has the name of a listed node or request now."""
+    """Returns the node or request that has the name of a listed one now; None when there is none."""
     kind = "tpu-vm" if listed.kind == "node" else "queued-resources"
     command = [*_command(project, listed.zone, kind, "describe", listed.name), "--format=json"]
     try:
@@ -281,9 +277,9 @@ def _describe(project: str, listed: OwnedSlice, machine: Workstation) -> OwnedSl
 
 
 def _why_changed(listed: OwnedSlice, current: OwnedSlice, now: float) -> str:
-    """Why what has the name now must not be deleted although the list said so; empty when nothing changed."""
+    """Returns why the slice of the listed name must not be deleted now; "" when nothing changed since the list."""
     if (listed.uid, listed.created) != (current.uid, current.created):
-        return "it was made anew since it was listed"
+        return "it was recreated since it was listed"
     for label in (LABEL, OWNER, ACCOUNT):
         if listed.labels.get(label) != current.labels.get(label):
             return f"its label {label} changed since it was listed"
@@ -292,24 +288,12 @@ def _why_changed(listed: OwnedSlice, current: OwnedSlice, now: float) -> str:
     return "" if current.why_leftover(now) else f"it is {current.state} and no leftover any more"
 
 
-def _request_of(
-    project: str, node: OwnedSlice, patience: Patience, machine: Workstation, deadline: float
-) -> OwnedSlice | None:
-    """The request that goes with a node: the one that it came from, if that is there and carries the same labels."""
+def _request_of(node: OwnedSlice, describe: Callable[[OwnedSlice], OwnedSlice | None]) -> OwnedSlice | None:
+    """Returns the request that a node came from, if it still exists with the same labels."""
     if node.kind != "node" or not node.request:
         return None
-    listed = replace(node, kind="queued resource", name=node.request)
-    request = patience.ask(lambda: _describe(project, listed, machine), deadline)
+    request = describe(replace(node, kind="queued resource", name=node.request))
     same = request is not None and all(
         request.labels.get(key) == node.labels.get(key) for key in (LABEL, OWNER, ACCOUNT)
     )
     return request if same else None
-
-
-def _node_under(
-    project: str, request: OwnedSlice, patience: Patience, machine: Workstation, deadline: float
-) -> OwnedSlice | None:
-    """The node that has a request's name."""
-    if request.kind == "node":
-        return None
-    return patience.ask(lambda: _describe(project, replace(request, kind="node"), machine), deadline)

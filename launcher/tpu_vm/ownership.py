@@ -1,12 +1,12 @@
-"""Whose a slice is: the labels that a creation gives it, and whether they prove that it is ours. Pure.
+"""Ownership labels of a slice: written at creation, checked before use or deletion. Pure.
 
-Nothing is used or deleted whose labels do not prove it, unless the command says `--any-owner`. Labels:
-
-    tpu-launch=1              made by this program
-    tpu-launch-owner          the user who made it; slices of early versions have none, and count as everybody's
+    tpu-launch=1              created by this program
+    tpu-launch-owner          the user who created it
     tpu-launch-account        hash of the user's Google account; absent where gcloud's settings name none
     tpu-launch-run            the prefix of its runs' ids
     tpu-launch-expires        Unix seconds after which `gc` removes it
+
+Without these labels nothing is used or deleted, unless the command says `--any-owner`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ OWNER, ACCOUNT, RUN, EXPIRES = (f"{LABEL}-{name}" for name in ("owner", "account
 
 
 class NotOurs(Conflict):
-    """A slice, or a request for one, has our name, and is not provably ours."""
+    """Raised when a slice or a queued resource has our name but not our labels."""
 
 
 def make_labels(config: Config, owner: Owner, now: float) -> dict[str, str]:
-    """The labels of a slice that is created at `now` (Unix seconds)."""
+    """Returns the labels of a slice that is created at `now` (Unix seconds)."""
     labels = {LABEL: "1", OWNER: owner.user, RUN: config.run_name}
     if owner.account:
         labels[ACCOUNT] = owner.account
@@ -36,23 +36,23 @@ def make_labels(config: Config, owner: Owner, now: float) -> dict[str, str]:
 
 
 def why_not_ours(labels: Mapping[str, str], owner: Owner) -> str:
-    """Why the labels do not prove that `owner` made it; empty when they do."""
+    """Returns why the labels do not prove that `owner` created the slice; "" when they do."""
     if labels.get(LABEL) != "1":
-        return f"tpu-launch did not make it (it has no label {LABEL}=1)"
+        return f"tpu-launch did not create it (it has no label {LABEL}=1)"
     made_by, account = labels.get(OWNER, ""), labels.get(ACCOUNT, "")
     if made_by and made_by != owner.user:
-        return f"{made_by} made it, and you are {owner.user} (label {OWNER})"
+        return f"{made_by} created it, and you are {owner.user} (label {OWNER})"
     if account and account != owner.account:
-        return f"another Google account made it than the one that gcloud uses here (label {ACCOUNT})"
+        return f"it was created with another Google account than the one that gcloud uses here (label {ACCOUNT})"
     return ""
 
 
 def require_ours(config: Config, labels: Mapping[str, str], owner: Owner) -> None:
-    """Raises NotOurs for labels that do not prove it, unless the command may use the slice of any owner."""
+    """Raises NotOurs unless the labels prove that `owner` created the slice, or --any-owner is set."""
     if config.any_owner:
         return
     if reason := why_not_ours(labels, owner):
         raise NotOurs(
-            f"there is a slice {config.slice.name} in {config.zone} that is not yours: {reason}\n"
-            "  choose another slice.name; or, if it is meant nevertheless, add --any-owner to `up` or `down`"
+            f"slice {config.slice.name} in {config.zone} is not yours: {reason}\n"
+            "  choose another slice.name; to use or delete it nevertheless, add --any-owner to `up` or `down`"
         )

@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from launcher.config import Config
 from launcher.errors import Exit, HostsUnreachable, LaunchError
-from launcher.gcloud.calls import Patience, call_gcloud
+from launcher.gcloud.calls import call_gcloud
 from launcher.gcloud.errors import Conflict, Preempted, explain_error
+from launcher.gcloud.retry import Retry
 from launcher.images.engine import unpacked_size
 from launcher.provider import Attempt, CommandReport, HostReport, Observation, SliceState
 from launcher.tpu_vm import CAPABILITIES, commands, host_checks, host_output, host_scripts, slices
@@ -265,7 +266,7 @@ class TpuVm:
         """
         clock, name = machine.clock, self.config.slice.name
         deadline = clock.monotonic() + _FIRST_CONTACT_SECONDS
-        patience = Patience(machine, self.say, f"slice {name}")
+        retry = Retry(machine, self.say, f"slice {name}")
         seconds, reported = _ONE_CONTACT_SECONDS, ""
         while missing := self._hosts_not_up(seconds):
             if clock.monotonic() > deadline:
@@ -274,7 +275,7 @@ class TpuVm:
                     f"{'; '.join(missing)}\n  `tpu-launch up` goes on waiting; `down`, then `up`, makes it anew"
                 )
             try:
-                state = patience.ask(self.describe, deadline)
+                state = retry.call(self.describe, deadline)
             except LaunchError as error:
                 raise LaunchError(
                     f"{error}\n  slice {name} was READY, and is billed: `tpu-launch up` goes on waiting for its hosts, "

@@ -1,14 +1,14 @@
 """The life of a slice: created, described, deleted, through gcloud.
 
-`create` and `delete` start from what the API says and may be repeated at any point: a slice that is on its way is
-waited for, a stopped one started, one that is being deleted waited out. A node that was preempted must be deleted
-before its name can be used again, as the API demands. Nothing is used or deleted that is not provably ours
-(ownership.py), nor one that was made anew since it was looked at. A slice may come from a request in the queue
-(queued.py), and may be in one of several zones (placement.py).
+`create` and `delete` start from what the API says and may be repeated at any point: a slice under way is waited for, a
+stopped one started, one that is being deleted waited out. A preempted node must be deleted before its name can be used
+again, as the API demands. Nothing is used or deleted without our labels (ownership.py), nor a slice that was recreated
+since it was described. A slice may come from a queued resource (queued.py) and may be in one of several zones
+(slice_hints.py).
 
-gcloud waits for an operation for half an hour at most, and has no command that describes an operation: so a creation is
-waited for by gcloud, whose message says why it failed, and after that, or when the answer is lost, by describing the
-node.
+gcloud waits for an operation for half an hour at most, and has no command that describes an operation. So gcloud waits
+for a creation, because its message says why it failed; after that, or when the answer is lost, the node is described
+until it is READY.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from launcher import costs
+from launcher import costs, shell
 from launcher.config import Config
 from launcher.errors import CommandTimeout, LaunchError
-from launcher.gcloud.calls import Patience, call_gcloud, call_gcloud_long, try_deletion
+from launcher.gcloud.calls import DELETE_SECONDS, Look, call_gcloud, delete_until_gone
 from launcher.gcloud.errors import Conflict, NotFound, PermissionDenied, Preempted, StillRunning, Stockout
+from launcher.gcloud.retry import Backoff, Retry
 from launcher.provider import SliceState
-from launcher.tpu_vm import commands, ownership, placement, queued
+from launcher.tpu_vm import commands, ownership, queued, slice_hints
 from launcher.tpu_vm.ownership import NotOurs
 from launcher.workstation import Workstation
 
 _SECONDS = 60.0  # for one question to the API
 _LOOK_SECONDS = 120.0  # until an API that does not answer ends a deletion that has not begun
-_DELETE_MINUTES = 15.0
 _POLL_SECONDS = 2.0
-_LAG_SECONDS = 20.0  # the API may not yet show what it has just made
-_ARRIVAL_SECONDS = 300.0  # for which a gcloud that asks for a slice may be on its way
+_LAG_SECONDS = 20.0  # the API may show a new node this late
+_IN_FLIGHT_SECONDS = 300.0  # for which a create request of this machine is waited for
 _LOOK_AGAIN_SECONDS = 5.0
-_ASKED_AT_MOST = 3  # creations whose answers are lost
+_MOST_CREATES = 3  # whose answers are lost
 _FIRST_PAUSE, _LONGEST_PAUSE = 15.0, 300.0  # seconds, between rounds through zones without capacity
 
 Say = Callable[[str], None]
 
 
 def parse_state(text: str) -> SliceState:
-    """The slice in the output of `describe --format=json`."""
+    """Returns the slice in the output of `describe --format=json`."""
     node: dict[str, Any] = json.loads(text)
     symptoms = [
         f"{symptom.get('symptomType')} on host {symptom.get('workerId')}: {symptom.get('details', '')}"
@@ -62,17 +62,18 @@ def parse_state(text: str) -> SliceState:
 
 
 def describe(config: Config, machine: Workstation) -> SliceState | None:
-    """The slice, or None when it does not exist. A request that waits in the queue counts, in its own state and without
-    hosts. Of other zones than the one where it was last, only a slice that is ours counts."""
-    current = placement.current_zone(config)
-    state = _describe_in_zone(placement.in_zone(config, current), machine)
+    """Returns the slice, or None when it does not exist. A queued resource without a node counts, in its own state and
+    without hosts. Looks in the zone of the last look first; in the other zones, only a slice that is ours counts, and
+    its zone is kept."""
+    current = slice_hints.current_zone(config)
+    state = _describe_in_zone(slice_hints.in_zone(config, current), machine)
     if state is not None or len(config.zones) == 1:
         return state
-    others = [other for other in placement.in_every_zone(config) if other.zone != current]
+    others = [other for other in slice_hints.in_every_zone(config) if other.zone != current]
     states = machine.threads.map(lambda zoned: _describe_in_zone(zoned, machine), others, at_once=len(others))
     for other, state in zip(others, states, strict=True):
         if state is not None and (config.any_owner or not ownership.why_not_ours(state.labels, machine.owner)):
-            placement.save_zone(config, other.zone)
+            slice_hints.save_zone(config, other.zone)
             return state
     return None
 
@@ -108,7 +109,8 @@ def _describe_node(config: Config, machine: Workstation) -> SliceState | None:
 
 
 def _describe_request(config: Config, machine: Workstation) -> queued.Request | None:
-    """The request in the queue. An account that may not look there has none there, unless the configuration uses it."""
+    """Returns the queued resource of the slice's name. None, too, when the account may not see queued resources and the
+    configuration uses none."""
     try:
         return queued.describe(config, machine)
     except PermissionDenied:
@@ -121,21 +123,21 @@ def _describe_request(config: Config, machine: Workstation) -> queued.Request | 
 
 
 def create(config: Config, say: Say, machine: Workstation) -> SliceState:
-    """Returns the slice when it is READY: creates it when it is missing, waits when it is on its way.
+    """Returns the slice when it is READY: creates it when it is missing, waits when it is under way.
 
-    Zones without capacity are passed over; after the last one all are tried again for slice.stockout_minutes, with
-    growing pauses.
+    Passes over zones without capacity; after the last one, tries all again for slice.stockout_minutes, with growing
+    pauses.
 
     Raises:
-        Conflict: the name is taken by a slice of another type or owner, or somebody deleted the slice meanwhile.
-        Stockout, QuotaExceeded, PermissionDenied, Refused: as Google says; only a stock-out is tried again.
+        Conflict: The name is taken by a slice of another type or owner, or another command deleted the slice meanwhile.
+        Stockout, QuotaExceeded, PermissionDenied, Refused: As Google says; only a stock-out is retried.
     """
-    begin, pause = machine.clock.monotonic(), _FIRST_PAUSE
+    begin, backoff = machine.clock.monotonic(), Backoff(machine, _FIRST_PAUSE, _LONGEST_PAUSE)
     zones = _zones_to_try(config, machine)
     has_asked = False
     while True:
         for placed in zones:
-            placement.save_zone(config, placed.zone)
+            slice_hints.save_zone(config, placed.zone)
             creation = _Creation(placed, say, machine, first_contact=not has_asked)
             has_asked = True
             try:
@@ -149,86 +151,85 @@ def create(config: Config, say: Say, machine: Workstation) -> SliceState:
                     say(str(error).splitlines()[0])
             except LaunchError as error:
                 raise creation.with_bill(error) from None
-        wait = pause * (0.5 + machine.random.random())  # jitter: others wait for the same capacity
+        wait = backoff.next()
         left = config.slice.stockout_minutes * 60 - (machine.clock.monotonic() - begin)
         if wait > left:
-            placement.forget(config)
+            slice_hints.forget(config)
             raise stockout
         say(
             f"no capacity in {', '.join(config.zones)}: trying again in {wait:.0f} s, for {costs.duration(left)} more "
             "(slice.stockout_minutes)"
         )
         machine.clock.sleep(wait)
-        pause = min(pause * 2, _LONGEST_PAUSE)
 
 
 def _zones_to_try(config: Config, machine: Workstation) -> list[Config]:
-    """All zones; only that of the slice when it exists, unless it must be deleted first."""
-    zones = placement.in_every_zone(config)
+    """Returns all zones; only its zone when the slice exists; its zone first when it must be deleted first."""
+    zones = slice_hints.in_every_zone(config)
     existing = describe(config, machine) if len(zones) > 1 else None
     if existing is None:
         return zones
-    current = placement.current_zone(config)
+    current = slice_hints.current_zone(config)
     if not existing.gone_for_good:
         return [zoned for zoned in zones if zoned.zone == current]
     return sorted(zones, key=lambda zoned: zoned.zone != current)
 
 
 class _Creation:
-    """The state machine of `create`, in one zone and once. Each step acts on what the API said last of the node."""
+    """The state machine of `create`, in one zone and once. Each step acts on the last description of the node."""
 
     def __init__(self, config: Config, say: Say, machine: Workstation, *, first_contact: bool) -> None:
-        """`first_contact`: an API that can't be reached is told at once, and not waited for."""
+        """`first_contact`: raise at once when the API does not answer, instead of retrying."""
         self.config, self.say, self.machine, self.first_contact = config, say, machine, first_contact
-        self.patience = Patience(machine, say, f"slice {config.slice.name}")
-        self.exists: bool | None = None  # when it was described last
-        self.asked = 0
+        self.retry = Retry(machine, say, f"slice {config.slice.name}")
+        self.exists: bool | None = None  # when it was last described
+        self.creates = 0
         self.granted = False  # whether gcloud reported the end of a creation
-        self.lost: LaunchError | None = None  # why the answer to a creation is not known
+        self.lost: LaunchError | None = None  # why the answer to a create request is not known
         self.missing_since: float | None = None
         self.reported = ""
         self.deadline = self._from_now(config.slice.create_minutes * 60)
 
     def run(self) -> SliceState:
-        """The READY slice."""
+        """Returns the slice when it is READY."""
         if self.first_contact:
             node = _describe_node(self.config, self.machine)
         else:
-            node = self.patience.ask(lambda: _describe_node(self.config, self.machine), self.deadline)
+            node = self.retry.call(lambda: _describe_node(self.config, self.machine), self.deadline)
         while True:
             self.exists = node is not None
             if node is None:
                 self._handle_missing()
             else:
                 self.missing_since = None
-                if self.asked or not node.ready:  # a run may go on with a READY one that somebody else made
+                if self.creates or not node.ready:  # a run may use a READY slice of any owner
                     ownership.require_ours(self.config, node.labels, self.machine.owner)
                 if self._act(node):
                     return node
-            node = self.patience.ask(lambda: _describe_node(self.config, self.machine), self.deadline)
+            node = self.retry.call(lambda: _describe_node(self.config, self.machine), self.deadline)
 
     def explain_interrupt(self) -> None:
-        """Says what Ctrl-C leaves: of a request in the queue that has been said."""
-        if self.exists or (self.asked and self.config.slice.queued is None):
+        """Tells the user what Ctrl-C leaves; for a queued resource, `queued` has told it."""
+        if self.exists or (self.creates and self.config.slice.queued is None):
             self.say(
-                "interrupted: Google may go on creating it. `tpu-launch up` goes on waiting, `tpu-launch down` deletes "
-                "it"
+                "interrupted: Google may still be creating it: `tpu-launch up` goes on waiting, `tpu-launch down` "
+                "deletes it"
             )
 
     def with_bill(self, error: LaunchError) -> LaunchError:
-        """The error, which says what it leaves: of a request in the queue that has been said."""
-        is_asked_for = self.asked and self.config.slice.queued is None
-        is_left = self.exists or (error.transient and (is_asked_for or self.exists is None))
+        """Returns the error, extended by the slice it may leave behind; for a queued resource, `queued` has told it."""
+        was_requested = self.creates and self.config.slice.queued is None
+        is_left = self.exists or (error.transient and (was_requested or self.exists is None))
         if not is_left or isinstance(error, Conflict) or "`tpu-launch down`" in str(error):
             return error
         return type(error)(
-            f"{error}\n  slice {self.config.slice.name} may be there, and is billed then: `tpu-launch up` goes on with "
+            f"{error}\n  slice {self.config.slice.name} may exist, and is billed then: `tpu-launch up` goes on with "
             "it, `tpu-launch down` deletes it",
             exit_code=error.exit_code,
         )
 
     def _act(self, node: SliceState) -> bool:
-        """One step towards READY; whether it is there."""
+        """Takes one step towards READY. Returns whether the node is READY."""
         if node.state == "DELETING":
             self._wait_for_deletion(node)
         elif node.gone_for_good:
@@ -244,23 +245,24 @@ class _Creation:
         return False
 
     def _handle_missing(self) -> None:
-        """Asks for the node, unless it was asked for and may not be visible yet. Raises Conflict when it is gone."""
+        """Creates the node, unless it was requested and may not be visible yet. Raises Conflict when it was deleted."""
         now = self.machine.clock.monotonic()
         if self.missing_since is None:
             self.missing_since = now
-        if self.asked and now - self.missing_since < _LAG_SECONDS:
+        if self.creates and now - self.missing_since < _LAG_SECONDS:
             self.machine.clock.sleep(_POLL_SECONDS)
         elif self.granted:
             raise Conflict(
-                f"slice {self.config.slice.name} was deleted while it was waited for; `tpu-launch up` creates it again"
+                f"slice {self.config.slice.name} was deleted by another command while this one waited for it; "
+                "`tpu-launch up` creates it again"
             )
-        elif self.lost is not None and self.asked >= _ASKED_AT_MOST:
+        elif self.lost is not None and self.creates >= _MOST_CREATES:
             raise self.lost
         else:
-            self._ask_for_node()
+            self._create_node()
 
-    def _ask_for_node(self) -> None:
-        """Asks for the node, directly or through the queue, and waits for the answer."""
+    def _create_node(self) -> None:
+        """Requests the node, directly or through the queue, and waits for the answer. Keeps a lost answer in `lost`."""
         config, slice_ = self.config, self.config.slice
         costs.check(config)
         self.say(
@@ -269,31 +271,37 @@ class _Creation:
         )
         self.say(costs.line(config))
         labels = ownership.make_labels(config, self.machine.owner, self.machine.clock.time())
-        self.asked += 1
+        self.creates += 1
         self.missing_since = None
-        placement.save_request(config, self.machine.clock.time())
+        slice_hints.save_create_time(config, self.machine.clock.time())
         if slice_.queued is not None:
             queued.obtain(config, labels, lambda: _describe_node(config, self.machine), self.say, self.machine)
             self.granted, self.deadline = True, self._from_now(slice_.create_minutes * 60)
             return
-        if self.asked == 1:
+        if self.creates == 1:
             self.deadline = self._from_now(slice_.create_minutes * 60)
         try:
             seconds = max(1.0, self.deadline - self.machine.clock.monotonic())
-            with placement.asking(config) as mark:
-                call_gcloud_long(self.machine, commands.create_command(config, labels), timeout=seconds, pass_fds=mark)
+            command = commands.create_command(config, labels)
+            with slice_hints.mark_create_in_flight(config) as descriptors:
+                call_gcloud(self.machine, command, timeout=seconds, pass_fds=descriptors)
             self.granted = True
         except StillRunning:
-            self.say(f"gcloud waits no longer than half an hour; slice {slice_.name} is waited for on")
-        except Conflict as error:  # another `up` made it, or an earlier try of gcloud's own arrived after all
+            self.say(f"gcloud waits no longer than half an hour; still waiting for slice {slice_.name}")
+        except Conflict as error:  # another `up` created it, or an earlier try of gcloud's own arrived after all
             self.lost = error
-        except (Stockout, Preempted, CommandTimeout):
+        except CommandTimeout:
+            raise CommandTimeout(
+                f"no end after {seconds / 60:.0f} minutes of: {shell.quote(command)}\n"
+                "Google may still be creating it: `tpu-launch up` goes on waiting, `tpu-launch down` deletes it"
+            ) from None
+        except (Stockout, Preempted):
             raise
         except LaunchError as error:
             if not error.transient:
                 raise
             self.lost = error
-            self.say(f"{str(error).splitlines()[0]}: looking whether slice {slice_.name} is being created nevertheless")
+            self.say(f"{str(error).splitlines()[0]}: checking whether {slice_.name} is being created nevertheless")
 
     def _start(self, node: SliceState) -> None:
         self.say(f"slice {node.name} is STOPPED: starting it")
@@ -310,26 +318,26 @@ class _Creation:
                 raise  # else the next description tells whether it starts
 
     def _wait_for_deletion(self, node: SliceState) -> None:
-        if self.asked:
+        if self.creates:
             raise Conflict(
-                f"slice {node.name} is being deleted by somebody while it was waited for; `tpu-launch up` creates it "
-                "again"
+                f"slice {node.name} is being deleted by another command while this one waits for it; `tpu-launch up` "
+                "creates it again"
             )
         self.say(f"slice {node.name} is DELETING: waiting until it is gone, then creating it")
-        _wait_gone(self.config, node, self.say, self.machine, self._from_now(_DELETE_MINUTES * 60), delete=False)
+        _delete_node(self.config, node, self.say, self.machine, self._from_now(DELETE_SECONDS), wait_only=True)
         self.deadline = self._from_now(self.config.slice.create_minutes * 60)
 
     def _replace(self, node: SliceState) -> None:
-        if self.asked:
+        if self.creates:
             raise Preempted(
                 f"slice {node.name} became {node.state} while it was being created; run `tpu-launch up` again"
             )
-        self.say(f"slice {node.name} is {node.state}: deleting it, as its name can't be used before")
+        self.say(f"slice {node.name} is {node.state}: deleting it, because its name can't be used before")
         _delete_in_zone(self.config, _describe_request(self.config, self.machine), node, self.say, self.machine)
         self.deadline = self._from_now(self.config.slice.create_minutes * 60)
 
     def _wait(self, node: SliceState) -> None:
-        """Until the next description. Raises CommandTimeout."""
+        """Waits until the next description is due. Raises CommandTimeout after slice.create_minutes."""
         if node.state != self.reported:
             self.say(f"slice {node.name} is {node.state}")
             self.reported = node.state
@@ -365,15 +373,14 @@ def _check_hosts(config: Config, node: SliceState) -> None:
 
 
 def delete(config: Config, say: Say, machine: Workstation) -> bool:
-    """Deletes the slice, in whichever zone it is, with the request that it came from, and waits until the API says that
-    both are gone. Returns whether there was one. Each zone is looked at by itself, so that one that does not answer
-    keeps no other slice alive.
+    """Deletes the slice in every zone, with its queued resource, and waits until the API says that both are gone.
+    Returns whether there was one. A zone that does not answer keeps no slice in another zone alive.
 
-    A request is deleted first, with force: one that was granted after somebody gave up takes its node along.
+    Deletes a queued resource first, with force: that takes along a node granted in the meantime.
 
     Raises:
-        NotOurs: somebody else's has the name, and none of ours.
-        LaunchError: what failed in which zone, after all others were done.
+        NotOurs: Another owner's slice has the name, and there is none of ours.
+        LaunchError: Which zones failed and why, after all others were done.
     """
 
     def delete_there(zoned: Config) -> bool | LaunchError:
@@ -382,13 +389,12 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
         except LaunchError as error:
             return error
 
-    zones = placement.in_every_zone(config)
-
-    arrivals = _Arrivals(config, say, machine)
+    zones = slice_hints.in_every_zone(config)
+    in_flight = _InFlightCreates(config, say, machine)
     while True:
-        arrivals.begin_look()
+        in_flight.begin_look()
         outcomes = machine.threads.map(delete_there, zones, at_once=len(zones))
-        if any(outcomes) or not arrivals.wait():
+        if any(outcomes) or not in_flight.wait():
             break
     deleted = any(outcome is True for outcome in outcomes)
     failures = [
@@ -408,56 +414,62 @@ def delete(config: Config, say: Say, machine: Workstation) -> bool:
             "not all zones are done; run `tpu-launch down` again:\n" + "\n".join(lines),
             exit_code=failures[0][1].exit_code,
         )
-    placement.forget(config)
+    slice_hints.forget(config)
     return deleted
 
 
-class _Arrivals:
-    """Requests of this machine that may arrive at Google, or be shown, after somebody has looked for the slice: those
-    of a command that was killed on the way."""
+class _InFlightCreates:
+    """Create requests of this machine that may reach Google, or become visible, after a look for the slice: those of a
+    command that was killed."""
 
     def __init__(self, config: Config, say: Say, machine: Workstation) -> None:
         self.config, self.say, self.machine, self.said = config, say, machine, False
-        self.began, self.asked = machine.clock.monotonic(), False
-        self.shown_by = self.began + _LAG_SECONDS - placement.seconds_since_request(config, machine.clock.time())
-        self.give_up = self.began + _ARRIVAL_SECONDS
+        self.look_began, self.was_in_flight = machine.clock.monotonic(), False
+        since_create = slice_hints.seconds_since_create(config, machine.clock.time())
+        self.visible_by = self.look_began + _LAG_SECONDS - since_create
+        self.deadline = self.look_began + _IN_FLIGHT_SECONDS
 
     def begin_look(self) -> None:
-        """To be called before each look."""
-        self.began, self.asked = self.machine.clock.monotonic(), placement.is_asked_for(self.config)
+        """Notes the begin of a look and whether a create request was in flight then."""
+        self.look_began = self.machine.clock.monotonic()
+        self.was_in_flight = slice_hints.is_create_in_flight(self.config)
 
     def wait(self) -> bool:
-        """Waits for the next look; False when the last one has shown all that can arrive. Raises CommandTimeout."""
+        """Waits until the next look is due. Returns False when the last look has shown all that can still come.
+
+        Raises:
+            CommandTimeout: A create request is in flight for more than five minutes.
+        """
         now, name = self.machine.clock.monotonic(), self.config.slice.name
-        if self.asked or placement.is_asked_for(self.config):
-            self.shown_by = now + _LAG_SECONDS
-        if self.began >= self.shown_by:
+        if self.was_in_flight or slice_hints.is_create_in_flight(self.config):
+            self.visible_by = now + _LAG_SECONDS
+        if self.look_began >= self.visible_by:
             return False
-        if now >= self.give_up:
+        if now >= self.deadline:
             raise CommandTimeout(
-                f"a request for slice {name} is still on its way after {_ARRIVAL_SECONDS / 60:.0f} minutes, and is "
-                "billed if it arrives: run `tpu-launch down` again"
+                f"a create request for slice {name} is still in flight after {_IN_FLIGHT_SECONDS / 60:.0f} minutes, "
+                "and the slice is billed if it arrives: run `tpu-launch down` again"
             )
         if not self.said:
-            self.say(f"there is no slice {name}, which was asked for a moment ago: looking on")
+            self.say(f"slice {name} not found yet: a create request is still in flight; waiting")
             self.said = True
         self.machine.clock.sleep(_LOOK_AGAIN_SECONDS)
         return True
 
 
 def _look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
-    """Deletes what there is in one zone; whether there was something."""
-    patience = Patience(machine, say, f"slice {config.slice.name} in {config.zone}")
+    """Deletes the node and the queued resource in one zone. Returns whether there was one."""
+    retry = Retry(machine, say, f"slice {config.slice.name} in {config.zone}")
     deadline = machine.clock.monotonic() + _LOOK_SECONDS
-    # The queue is looked at also when the configuration does not use it (any more): a request would keep its quota.
+    # Look at the queue even when the configuration does not use it (any more): a queued resource keeps its quota.
     looking = machine.threads.submit(lambda: _describe_request(config, machine))
-    node = patience.ask(lambda: _describe_node(config, machine), deadline)
+    node = retry.call(lambda: _describe_node(config, machine), deadline)
     try:
         request = looking.result()
     except LaunchError:
-        request = patience.ask(lambda: _describe_request(config, machine), deadline)
-    if request is None and node is not None and node.request:  # made and granted after it was looked for
-        request = patience.ask(lambda: _describe_request(config, machine), deadline)
+        request = retry.call(lambda: _describe_request(config, machine), deadline)
+    if request is None and node is not None and node.request:  # requested and granted between the two looks
+        request = retry.call(lambda: _describe_request(config, machine), deadline)
     if request is None and node is None:
         return False
     _delete_in_zone(config, request, node, say, machine)
@@ -465,67 +477,44 @@ def _look_and_delete(config: Config, say: Say, machine: Workstation) -> bool:
 
 
 def _delete_in_zone(
-    config: Config,
-    request: queued.Request | None,
-    node: SliceState | None,
-    say: Say,
-    machine: Workstation,
+    config: Config, request: queued.Request | None, node: SliceState | None, say: Say, machine: Workstation
 ) -> None:
-    """Deletes what was found in one zone, if it is ours. Raises NotOurs and CommandTimeout."""
-    for labels in [thing.labels for thing in (request, node) if thing is not None]:
+    """Deletes what was found in one zone and waits until it is gone. Raises NotOurs and CommandTimeout."""
+    for labels in [found.labels for found in (request, node) if found is not None]:
         ownership.require_ours(config, labels, machine.owner)
-    deadline = machine.clock.monotonic() + _DELETE_MINUTES * 60
+    deadline = machine.clock.monotonic() + DELETE_SECONDS
     cost = costs.since(config, node.created, machine.clock.time()) if node is not None else ""
     say(f"deleting slice {config.slice.name}{f' ({cost})' if cost else ''}")
     if request is not None:
-        say(f"its queued resource is {request.state}: deleted with what belongs to it")
+        say(f"its queued resource is {request.state}: deleting it with its node")
         queued.remove(config, request, say, machine)
-        patience = Patience(machine, say, f"slice {config.slice.name}")
-        later = patience.ask(lambda: _describe_node(config, machine), deadline)
+        retry = Retry(machine, say, f"slice {config.slice.name}")
+        later = retry.call(lambda: _describe_node(config, machine), deadline)
         if later is not None and node is None:  # granted in the meantime
             ownership.require_ours(config, later.labels, machine.owner)
-        # Of a node that went with its request nothing is left to delete: its name may be somebody else's by now.
+        # A node of the same name that is not the one found may be another owner's by now: leave it.
         node = later if later is not None and (node is None or node.is_same(later)) else None
     if node is not None:
-        _wait_gone(config, node, say, machine, deadline, delete=True)
+        _delete_node(config, node, say, machine, deadline)
 
 
-def _wait_gone(
-    config: Config, gone: SliceState, say: Say, machine: Workstation, deadline: float, *, delete: bool
+def _delete_node(
+    config: Config, doomed: SliceState, say: Say, machine: Workstation, deadline: float, *, wait_only: bool = False
 ) -> None:
-    """Waits until the API shows this node no more, or one that was made anew under its name, which is left alone. Each
-    deletion follows a description: what was seen before may have been minutes ago.
+    """Deletes a node (with `wait_only`, waits for its deletion) and returns when the API does not show it any more, or
+    shows a recreated one, which is left alone. Raises CommandTimeout after `deadline` (seconds of the monotonic
+    clock)."""
+    retry = Retry(machine, say, f"slice {doomed.name}")
 
-    Args:
-        config: of one zone.
-        gone: the node, as last described.
-        say: is given lines for a person.
-        machine: asks gcloud, and waits.
-        deadline: seconds of the monotonic clock.
-        delete: ask for the deletion, as often as it gets lost or another operation is on its way.
-
-    Raises:
-        CommandTimeout: it is still there.
-    """
-    patience, reported = Patience(machine, say, f"slice {gone.name}"), ""
-    while True:
-        node = patience.ask(lambda: _describe_node(config, machine), deadline)
+    def look() -> Look | None:
+        node = retry.call(lambda: _describe_node(config, machine), deadline)
         if node is None:
-            return
-        if not gone.is_same(node):
-            say(f"slice {node.name} was made anew in the meantime, by {node.labels.get(ownership.OWNER) or 'somebody'}")
-            return
-        if machine.clock.monotonic() > deadline:
-            raise CommandTimeout(
-                f"slice {node.name} is {node.state} and not gone after {_DELETE_MINUTES:.0f} minutes; run "
-                "`tpu-launch down` again"
-            )
-        if delete and node.state != "DELETING":
-            problem = try_deletion(machine, commands.delete_command(config), timeout=_DELETE_MINUTES * 60)
-            if problem is None:
-                continue
-            text = str(problem).splitlines()[0]
-            if text != reported:
-                say(f"deleting slice {gone.name}: {text}; trying again")
-            reported = text
-        machine.clock.sleep(_POLL_SECONDS)
+            return None
+        if not doomed.is_same(node):
+            owner = node.labels.get(ownership.OWNER) or "an unknown user"
+            say(f"slice {node.name} was recreated in the meantime by {owner}: left alone")
+            return None
+        wait = wait_only or node.state == "DELETING"
+        return f"slice {node.name} is {node.state}", None if wait else commands.delete_command(config)
+
+    delete_until_gone(machine, say, look, deadline)

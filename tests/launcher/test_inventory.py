@@ -134,7 +134,7 @@ def test_a_slice_that_was_made_anew_since_the_list_lives_on(cloud: Cloud) -> Non
     cloud.clock.sleep(60)
     assert cloud.node() is None
     cloud.made_by(EXPIRED)
-    assert remove(cloud, listed) == "left alone: it was made anew since it was listed"
+    assert remove(cloud, listed) == "left alone: it was recreated since it was listed"
     assert cloud.node() is not None
 
 

@@ -159,7 +159,7 @@ def test_one_that_somebody_deletes_is_not_made_again(config: Config, monkeypatch
             queue.created = None
 
     monkeypatch.setattr(queue.clock, "sleep", delete_after_ten_minutes)
-    with pytest.raises(LaunchError, match="was deleted while it was waited for"):
+    with pytest.raises(LaunchError, match="was deleted by another command"):
         obtain(config, queue)
     assert queue.calls == ["create"]
 
@@ -262,7 +262,7 @@ def test_a_request_that_never_arrives_is_made_a_few_times_only(config: Config, c
 
 def test_a_request_that_somebody_deletes_while_we_wait_stays_deleted(config: Config, cloud: Cloud) -> None:
     cloud.at(60, lambda: cloud.machine().run(queued.delete_command(config), timeout=60))
-    with pytest.raises(Conflict, match="was deleted while it was waited for"):
+    with pytest.raises(Conflict, match="was deleted by another command"):
         create(config, cloud)
     assert request_state(cloud) == ""
 
@@ -300,7 +300,7 @@ def test_somebody_elses_request_is_neither_waited_for_nor_deleted(config: Config
     made = bobs.run(queued.create_command(config, ownership.make_labels(config, BOB, 0.0), HOUR), timeout=60)
     assert made.ok, made.stderr
     for act in (slices.create, slices.delete):
-        with pytest.raises(NotOurs, match="bob made it"):
+        with pytest.raises(NotOurs, match="bob created it"):
             act(config, lambda text: None, cloud.machine())
     assert request_state(cloud) == "WAITING_FOR_RESOURCES"
     assert slices.delete(config, lambda text: None, bobs)

@@ -95,10 +95,10 @@ def test_a_gcloud_that_outlives_its_launcher_keeps_its_mark(tmp_path: Path) -> N
     assert not is_held(mark)
     code = f"""
 from pathlib import Path
-from launcher.gcloud.calls import ask_gcloud
+from launcher.gcloud.calls import run_gcloud
 from launcher.file_lock import hold_shared
 with hold_shared(Path({str(mark)!r})) as descriptor:
-    ask_gcloud(["sh", "-c", "echo $$ >{pid_file}; exec sleep 60"], timeout=60, pass_fds=(descriptor,))
+    run_gcloud(["sh", "-c", "echo $$ >{pid_file}; exec sleep 60"], timeout=60, pass_fds=(descriptor,))
 """
     parent = subprocess.Popen([sys.executable, "-c", code])
     deadline = time.monotonic() + 20

@@ -15,7 +15,7 @@ from launcher.errors import CommandTimeout, Exit, LaunchError
 from launcher.gcloud.errors import Conflict, Stockout, Unavailable
 from launcher.owner import Owner
 from launcher.provider import SliceState
-from launcher.tpu_vm import ownership, placement, slices
+from launcher.tpu_vm import ownership, slice_hints, slices
 from launcher.tpu_vm.ownership import NotOurs
 from tests.launcher.emulated_gcloud import ANN, BOB, BUSY, UNAVAILABLE, Cloud
 
@@ -23,7 +23,7 @@ ZONE = "us-central2-b"
 OURS = {"tpu-launch": "1", "tpu-launch-owner": "ann", "tpu-launch-account": ANN.account}
 FOREIGN = [
     pytest.param({}, "no label tpu-launch=1", id="made by hand"),
-    pytest.param({"tpu-launch": "1", "tpu-launch-owner": "bob"}, "bob made it", id="another user"),
+    pytest.param({"tpu-launch": "1", "tpu-launch-owner": "bob"}, "bob created it", id="another user"),
     pytest.param({**OURS, "tpu-launch-account": BOB.account}, "another Google account", id="another account"),
 ]
 
@@ -189,7 +189,7 @@ def _first(cloud: Cloud, command: str) -> bool:
 def test_a_slice_that_somebody_else_made_a_moment_earlier_is_not_used(cloud: Cloud, config: Config) -> None:
     bobs = {"tpu-launch": "1", "tpu-launch-owner": "bob"}
     cloud.trouble = lambda zone, command, now: cloud.made_by(bobs) if _first(cloud, command) else None
-    with pytest.raises(NotOurs, match="bob made it"):
+    with pytest.raises(NotOurs, match="bob created it"):
         up(cloud, config)
 
 
@@ -234,7 +234,7 @@ def test_an_api_that_is_away_for_minutes_does_not_end_the_waiting(cloud: Cloud, 
 
 def test_an_api_that_is_away_at_once_is_told_at_once(cloud: Cloud, config: Config) -> None:
     cloud.trouble = lambda zone, command, now: UNAVAILABLE
-    with pytest.raises(Unavailable, match="may be there, and is billed then"):
+    with pytest.raises(Unavailable, match="may exist, and is billed then"):
         up(cloud, config)
     assert len(cloud.calls) == 1
 
@@ -272,7 +272,7 @@ def test_a_slice_that_was_deleted_while_the_api_was_away_stays_deleted(cloud: Cl
     begin = cloud.clock.now
     cloud.trouble = lambda zone, command, now: UNAVAILABLE if 62 < now - begin < 300 and "describe" in command else None
     cloud.at(100, cloud.delete)
-    with pytest.raises(Conflict, match="was deleted while it was waited for"):
+    with pytest.raises(Conflict, match="was deleted by another command"):
         up(cloud, config)
     assert cloud.calls.count(f"{ZONE} tpu-vm create") == 1
 
@@ -324,7 +324,7 @@ def test_a_deletion_whose_answer_is_lost_is_waited_for(cloud: Cloud, config: Con
 
 def test_down_looks_again_for_a_slice_that_a_killed_command_has_just_asked_for(cloud: Cloud, config: Config) -> None:
     clock = cloud.machine().clock
-    placement.save_request(config, clock.time())
+    slice_hints.save_create_time(config, clock.time())
     cloud.at(3.0, lambda: cloud.made_by(OURS))
     assert down(cloud, config)
     assert cloud.node() is None
@@ -336,8 +336,8 @@ def test_down_looks_again_for_a_slice_that_a_killed_command_has_just_asked_for(c
 def test_down_waits_for_a_gcloud_that_outlives_the_command_which_asked(cloud: Cloud, config: Config) -> None:
     """Life 190105: it was killed, and its gcloud, which a slow network held up, asked for the slice after `down`."""
     clock, mark = cloud.machine().clock, contextlib.ExitStack()
-    placement.save_request(config, clock.time())
-    mark.enter_context(placement.asking(config))
+    slice_hints.save_create_time(config, clock.time())
+    mark.enter_context(slice_hints.mark_create_in_flight(config))
 
     cloud.at(100.0, mark.close)
     cloud.at(110.0, lambda: cloud.made_by(OURS))  # Google shows it a little later
@@ -347,20 +347,23 @@ def test_down_waits_for_a_gcloud_that_outlives_the_command_which_asked(cloud: Cl
 
 def test_a_clock_that_was_set_back_lets_down_look_a_moment_longer_only(cloud: Cloud, config: Config) -> None:
     clock = cloud.machine().clock
-    placement.save_request(config, clock.time() + 3600)
+    slice_hints.save_create_time(config, clock.time() + 3600)
     begin = clock.monotonic()
     assert not down(cloud, config)
     assert clock.monotonic() - begin < 40
 
 
 def test_down_ends_with_a_time_out_when_a_gcloud_that_asks_does_not_end(cloud: Cloud, config: Config) -> None:
-    with placement.asking(config), pytest.raises(CommandTimeout, match="still on its way after 5 minutes"):
+    with (
+        slice_hints.mark_create_in_flight(config),
+        pytest.raises(CommandTimeout, match="still in flight after 5 minutes"),
+    ):
         down(cloud, config)
 
 
 def test_down_does_not_wait_for_what_was_asked_for_long_ago(cloud: Cloud, config: Config) -> None:
     clock = cloud.machine().clock
-    placement.save_request(config, clock.time())
+    slice_hints.save_create_time(config, clock.time())
     clock.sleep(60)
     begin = clock.time()
     assert not down(cloud, config)

@@ -260,7 +260,7 @@ def test_a_slice_is_deleted_created_and_found_again(
     )
     anew = replace(doomed, uid="1")
     assert (
-        inventory.remove("p", anew, said.append, this_machine()) == "left alone: it was made anew since it was listed"
+        inventory.remove("p", anew, said.append, this_machine()) == "left alone: it was recreated since it was listed"
     )
     assert slices.delete(config, said.append, this_machine())
     assert not slices.delete(config, said.append, this_machine())

@@ -92,7 +92,7 @@ def test_a_tunnel_listens_on_loopback_until_ctrl_c(four: Workstation) -> None:
 
 
 def test_down_and_up_leave_the_slices_of_others_alone(four: Workstation) -> None:
-    for name, reason in (("theirs", "tpu-launch did not make it"), ("bobs", "bob made it")):
+    for name, reason in (("theirs", "tpu-launch did not create it"), ("bobs", "bob created it")):
         file = four.file(f"{name}.yaml", ONE.replace("NAME", name))
         for verb in ("down", "up"):
             ended = four.launch("--emulated", verb, "-f", file)

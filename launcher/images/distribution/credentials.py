@@ -16,7 +16,7 @@ from typing import Any
 
 from launcher import shell
 from launcher.errors import BadInput, LaunchError
-from launcher.gcloud.calls import ask_gcloud
+from launcher.gcloud.calls import run_gcloud
 from launcher.images.distribution.reference import is_google
 
 _SECONDS = 60.0
@@ -44,7 +44,7 @@ def find(host: str) -> RegistryCredentials | None:
         LaunchError: gcloud has no account, or a helper or docker's settings are broken.
     """
     if is_google(host):
-        token = ask_gcloud(["gcloud", "auth", "print-access-token", "--quiet"], timeout=_SECONDS).strip()
+        token = run_gcloud(["gcloud", "auth", "print-access-token", "--quiet"], timeout=_SECONDS).strip()
         return RegistryCredentials(_TOKEN_USER, token)
     path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     try:

@@ -21,7 +21,7 @@ from pathlib import Path
 from launcher import home
 from launcher.config import Config
 from launcher.errors import LaunchError
-from launcher.tpu_vm import placement
+from launcher.tpu_vm import slice_hints
 from launcher.workstation import Address
 
 
@@ -96,7 +96,7 @@ def _fingerprint(config: Config) -> str:
     parts = [
         os.environ.get("CLOUDSDK_API_ENDPOINT_OVERRIDES_TPU", ""),
         os.environ.get("HOME", ""),
-        placement.current_zone(config),
+        slice_hints.current_zone(config),
         config.slice.accelerator_type,
         config.slice.internal_ips,
     ]
