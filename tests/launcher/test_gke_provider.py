@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ esac
 
 
 @pytest.fixture
-def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "bin"
     folder.mkdir()
     (folder / "kubectl").write_text(KUBECTL)
@@ -56,7 +57,9 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     show(folder)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     monkeypatch.setattr("launcher.gke.watch._LIST_EVERY", 0.2)
-    return folder
+    yield folder
+    while _opened:
+        _opened.pop().close()
 
 
 def show(folder: Path, *nodes: str, started: bool = True) -> None:
@@ -84,11 +87,16 @@ def show(folder: Path, *nodes: str, started: bool = True) -> None:
     temporary.replace(folder / "pods")
 
 
+_opened: list[Gke] = []
+
+
 def provider(folder: Path, create: float, start: float) -> Gke:
     path = folder / "run.yaml"
     text = FILE.replace("IMAGE", IMAGE).replace("CREATE", str(create)).replace("START", str(start))
     path.write_text(text)
-    return Gke(load(path), print, this_machine())
+    gke = Gke(load(path), print, this_machine())
+    _opened.append(gke)
+    return gke
 
 
 ATTEMPT = Attempt("two-0101-000000-0000", 0, IMAGE, ("train",), {}, host_secret="s" * 64)
