@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKED = ("tests/launcher/", "tests/training/", "tests/emulator/")
+CHECKED = ("tests/launcher/", "tests/emulator/")
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY_THREADS = ("_fetch_background",)  # google-cloud-storage asks for a bucket's metadata, beside the first request
 PATIENCE_SECONDS = 10.0  # a thread that was told to end may need the processor first
