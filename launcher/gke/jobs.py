@@ -15,9 +15,9 @@ from launcher.gke.workload import (
     CONTAINER,
     PORTS,
     REPLICATED_JOB,
-    Kind,
     Restarts,
     Workload,
+    WorkloadKind,
     host_name,
     labels,
     metadata,
@@ -37,7 +37,7 @@ def jobset(config: Config, work: Workload, restarts: Restarts) -> dict[str, Any]
             "Indexed", "Pod number i is host i; GKE tells each TPU_WORKER_ID and TPU_WORKER_HOSTNAMES."
         ),
         **(_job_rules_of_cluster() if by_cluster else _job_rules_of_launcher()),
-        "template": pod_template(config, work, Kind.JOBSET),
+        "template": pod_template(config, work, WorkloadKind.JOBSET),
     }
     replicated_job = {
         "name": REPLICATED_JOB,
@@ -53,7 +53,7 @@ def jobset(config: Config, work: Workload, restarts: Restarts) -> dict[str, Any]
             "ttlSecondsAfterFinished": Commented(_KEPT_SECONDS, "The cluster deletes an ended run after three days."),
             "network": {
                 "enableDNSHostnames": Commented(
-                    True, f"The name of host i is {host_name(work.name, Kind.JOBSET, '<i>')}."
+                    True, f"The name of host i is {host_name(work.name, WorkloadKind.JOBSET, '<i>')}."
                 ),
                 "publishNotReadyAddresses": True,
                 "subdomain": work.name,
@@ -140,14 +140,14 @@ def job(config: Config, work: Workload) -> dict[str, Any]:
             "parallelism": config.accelerator.hosts,
             "completions": Commented(config.accelerator.hosts, "One pod per host."),
             "completionMode": Commented(
-                "Indexed", f"Pod number i is host i, with the name {host_name(work.name, Kind.JOB, '<i>')}."
+                "Indexed", f"Pod number i is host i, with the name {host_name(work.name, WorkloadKind.JOB, '<i>')}."
             ),
             "backoffLimit": Commented(
                 config.gke.restarts,
                 "After failures: the pod of the host is recreated, and all hosts resume from the newest checkpoint.",
             ),
             "podFailurePolicy": {"rules": rules},
-            "template": pod_template(config, work, Kind.JOB),
+            "template": pod_template(config, work, WorkloadKind.JOB),
         },
     }
 

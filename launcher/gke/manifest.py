@@ -15,7 +15,7 @@ from launcher.config import CONFIG_FILE, IMAGE_BY_DIGEST, Config
 from launcher.errors import BadInput
 from launcher.gke import checks, jobs
 from launcher.gke.commented_yaml import Commented, dump_documents
-from launcher.gke.workload import CONFIG_FOLDER, SECRET_KEY, Kind, Restarts, Workload, metadata, needs_secret
+from launcher.gke.workload import CONFIG_FOLDER, SECRET_KEY, Restarts, Workload, WorkloadKind, metadata, needs_secret
 from launcher.images import local
 
 _HEADING = "A run on {hosts} host(s) of {accelerator} on GKE, as `tpu-launch manifest` renders it from {file}."
@@ -41,7 +41,7 @@ def render(
     slice_ = config.accelerator
     file = config.document.name.rpartition("/")[2]
     heading = _HEADING.format(hosts=slice_.hosts, accelerator=slice_.name, file=file)
-    return dump_documents(make_objects(config, work, Kind(kind), Restarts.BY_CLUSTER), heading)
+    return dump_documents(make_objects(config, work, WorkloadKind(kind), Restarts.BY_CLUSTER), heading)
 
 
 def standalone_workload(config: Config, name: str, image: str, secret: str | None) -> Workload:
@@ -60,14 +60,14 @@ def standalone_workload(config: Config, name: str, image: str, secret: str | Non
     )
 
 
-def make_objects(config: Config, work: Workload, kind: Kind, restarts: Restarts) -> list[Any]:
+def make_objects(config: Config, work: Workload, kind: WorkloadKind, restarts: Restarts) -> list[Any]:
     """Returns the objects of a workload, with comments. Only the cluster restarts a Job. Raises BadInput."""
     checks.check(config)
     checks.check_name(work.name)
     objects: list[Any] = [_config_map(config, work)]
     if work.secret is not None and needs_secret(config):
         objects.append(_secret(config, work, work.secret))
-    if kind is Kind.JOBSET:
+    if kind is WorkloadKind.JOBSET:
         return [*objects, jobs.jobset(config, work, restarts)]
     assert restarts is Restarts.BY_CLUSTER
     return [*objects, jobs.service(config, work), jobs.job(config, work)]

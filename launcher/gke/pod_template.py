@@ -14,8 +14,8 @@ from launcher.gke.workload import (
     CONTAINER,
     PORTS,
     SECRET_KEY,
-    Kind,
     Workload,
+    WorkloadKind,
     grace_seconds,
     host_name,
     labels,
@@ -37,7 +37,7 @@ exec "$@"
 """
 
 
-def pod_template(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
+def pod_template(config: Config, work: Workload, kind: WorkloadKind) -> dict[str, Any]:
     """Returns the template of all pods of a workload."""
     metadata: dict[str, Any] = {"labels": labels(config, work)}
     if config.gke.gcsfuse:
@@ -54,9 +54,9 @@ def pod_template(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
     return {"metadata": metadata, "spec": spec}
 
 
-def _identity(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
+def _identity(config: Config, work: Workload, kind: WorkloadKind) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if kind is Kind.JOB:
+    if kind is WorkloadKind.JOB:
         fields["subdomain"] = Commented(work.name, "The Service above.")
     if config.gke.service_account:
         account = Commented(config.gke.service_account, "Gives access to the buckets through Workload Identity.")
@@ -96,7 +96,7 @@ def _container_security(config: Config) -> dict[str, Any]:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"], "add": added}}
 
 
-def _container(config: Config, work: Workload, kind: Kind) -> dict[str, Any]:
+def _container(config: Config, work: Workload, kind: WorkloadKind) -> dict[str, Any]:
     return {
         "name": CONTAINER,
         "image": Commented(work.image, "By digest, so that all hosts run the same image."),
@@ -122,7 +122,7 @@ def _resources(config: Config) -> dict[str, Any]:
     return {"requests": {**requests, "google.com/tpu": tpu}, "limits": {"google.com/tpu": chips}}
 
 
-def _environment(config: Config, work: Workload, kind: Kind) -> list[Any]:
+def _environment(config: Config, work: Workload, kind: WorkloadKind) -> list[Any]:
     """Returns the environment of a container, without the variables that GKE adds (TPU_WORKER_ID,
     TPU_WORKER_HOSTNAMES)."""
     run_id = {"name": "TPU_LAUNCH_RUN_ID", "value": work.run_id}
@@ -133,7 +133,7 @@ def _environment(config: Config, work: Workload, kind: Kind) -> list[Any]:
     ]
     if work.attempt is not None:
         entries.append({"name": "TPU_LAUNCH_ATTEMPT", "value": str(work.attempt)})
-    elif kind is Kind.JOBSET:
+    elif kind is WorkloadKind.JOBSET:
         source = {"fieldRef": {"fieldPath": "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"}}
         attempt = {"name": "TPU_LAUNCH_ATTEMPT", "valueFrom": source}
         entries.append(Commented(attempt, "The number of restarts of the JobSet."))

@@ -24,9 +24,9 @@ from launcher.gke.workload import (
     CONTAINER,
     LABEL_RUN,
     LABEL_SLICE,
-    Kind,
     Restarts,
     Workload,
+    WorkloadKind,
     grace_seconds,
     host_name,
     needs_secret,
@@ -78,7 +78,7 @@ class Gke:
         running = {jobset["metadata"]["name"]: jobset for jobset in self._list_jobsets() if not _is_over(jobset)}
         state = "PREEMPTED" if any(_all_disrupted(watch) for watch in self._open_watches()) else "READY"
         newest = max(running, default="", key=lambda name: running[name]["metadata"].get("creationTimestamp", ""))
-        addresses = [host_name(newest, Kind.JOBSET, str(worker)) if newest else "" for worker in self._workers]
+        addresses = [host_name(newest, WorkloadKind.JOBSET, str(worker)) if newest else "" for worker in self._workers]
         detail = f"GKE, namespace {self._kubectl.namespace}" + (f", JobSet {newest}" if newest else "")
         return SliceState(self.config.slice.name, state, "", self.config.accelerator.name, tuple(addresses), detail)
 
@@ -274,7 +274,7 @@ class Gke:
             user=attempt.user,
             secret=attempt.host_secret,
         )
-        text = dump_documents(make_objects(self.config, work, Kind.JOBSET, Restarts.BY_LAUNCHER))
+        text = dump_documents(make_objects(self.config, work, WorkloadKind.JOBSET, Restarts.BY_LAUNCHER))
         self._kubectl.call("create", "--validate=strict", *options, "--filename", "-", input=text)
 
     def _own_files(self, name: str) -> None:

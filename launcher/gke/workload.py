@@ -35,7 +35,7 @@ class Restarts(enum.Enum):
     """tpu-launch judges the end of every host, so ended pods must stay as they are."""
 
 
-class Kind(enum.Enum):
+class WorkloadKind(enum.Enum):
     """The Kubernetes object that runs a workload."""
 
     JOBSET = "jobset"
@@ -110,6 +110,6 @@ def node_selector(config: Config) -> dict[str, str]:
     }
 
 
-def host_name(name: str, kind: Kind, index: str) -> str:
+def host_name(name: str, kind: WorkloadKind, index: str) -> str:
     """Returns the DNS name of a host inside the namespace."""
-    return f"{name}-{REPLICATED_JOB}-0-{index}.{name}" if kind is Kind.JOBSET else f"{name}-{index}.{name}"
+    return f"{name}-{REPLICATED_JOB}-0-{index}.{name}" if kind is WorkloadKind.JOBSET else f"{name}-{index}.{name}"

@@ -19,7 +19,7 @@ from launcher.gke.checks import check_name
 from launcher.gke.commented_yaml import strip_comments
 from launcher.gke.manifest import make_objects, render, standalone_workload
 from launcher.gke.pod_template import LOCKED_MEMORY_KIB, RAISE_LOCKED_MEMORY
-from launcher.gke.workload import Kind, Restarts, host_name
+from launcher.gke.workload import Restarts, WorkloadKind, host_name
 from tests.kubernetes import golden, schemas
 from tests.kubernetes.golden import EXAMPLE, IMAGE
 from tests.launcher.script_host import SHELLS
@@ -77,7 +77,7 @@ def test_what_tpu_launch_itself_runs_is_valid_too() -> None:
     for name in ON_GKE:
         config = load(EXAMPLE, of_size(name))
         work = standalone_workload(config, "demo", IMAGE, golden.SECRET)
-        for document in make_objects(config, work, Kind.JOBSET, Restarts.BY_LAUNCHER):
+        for document in make_objects(config, work, WorkloadKind.JOBSET, Restarts.BY_LAUNCHER):
             assert schemas.mistakes(strip_comments(document)) == []
 
 
@@ -222,8 +222,8 @@ def test_only_a_slice_of_several_hosts_asks_for_a_node_pool_of_its_own() -> None
     assert "annotations" not in rendered("slice.accelerator_type=v4-8")[-1]["metadata"]
 
 
-@pytest.mark.parametrize("kind", [Kind.JOBSET, Kind.JOB])
-def test_the_trainer_finds_its_peers_by_what_the_manifest_says_alone(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [WorkloadKind.JOBSET, WorkloadKind.JOB])
+def test_the_trainer_finds_its_peers_by_what_the_manifest_says_alone(kind: WorkloadKind) -> None:
     pod = pod_of(rendered("slice.accelerator_type=v4-32", kind=kind.value))
     environment = {each["name"]: each["value"] for each in pod["containers"][0]["env"] if "value" in each}
     names = tuple(host_name("demo", kind, str(index)) for index in range(4))
@@ -234,7 +234,7 @@ def test_tpu_launchs_own_jobsets_leave_every_decision_to_it() -> None:
     config = load(EXAMPLE)
     jobset = strip_comments(
         make_objects(
-            config, standalone_workload(config, "demo", IMAGE, golden.SECRET), Kind.JOBSET, Restarts.BY_LAUNCHER
+            config, standalone_workload(config, "demo", IMAGE, golden.SECRET), WorkloadKind.JOBSET, Restarts.BY_LAUNCHER
         )[-1]
     )
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -247,7 +247,7 @@ def test_names_that_do_not_fit_a_host_name_are_refused() -> None:
     assert check_name("a" * 49)
     with pytest.raises(BadInput, match="too long"):
         check_name("a" * 50)
-    longest = host_name("a" * 49, Kind.JOBSET, "255").split(".")[0]
+    longest = host_name("a" * 49, WorkloadKind.JOBSET, "255").split(".")[0]
     assert len(longest) <= 63
     with pytest.raises(BadInput, match="lower-case"):
         check_name("Demo")

@@ -1,4 +1,4 @@
-"""TCP connections between hosts, as a protocol with the methods of `socket` and `selectors`."""
+"""TCP connections between hosts, as Protocols with the methods of `socket` and `selectors`."""
 
 from __future__ import annotations
 
@@ -10,65 +10,53 @@ from typing import Any, Protocol
 
 from training.errors import TrainError
 
-NAME_SECONDS = 60.0  # for a cluster's name service to learn of this host
+NAME_SECONDS = 60.0  # in which the cluster's name service learns the name of this host
 
 
 class Connection(Protocol):
-    """A connected socket."""
+    """A connected socket. All methods but `close` may raise OSError."""
 
-    def sendall(self, data: bytes, /) -> None:
-        """Sends everything. Raises OSError."""
+    def sendall(self, data: bytes, /) -> None: ...
 
     def send(self, data: memoryview, /) -> int:
-        """Sends some bytes; returns how many. Raises OSError, and BlockingIOError when none can be sent now and the
-        time-out is 0."""
+        """Sends some bytes and returns their number. Raises BlockingIOError if it would wait and the time-out is 0."""
 
     def recv(self, size: int, /) -> bytes:
-        """Waits for some bytes, at most `size`; b"" when the other side has closed. Raises OSError, TimeoutError
-        without an errno after the time of `settimeout`, and BlockingIOError at once when that is 0."""
+        """Waits for at most `size` bytes; returns b"" if the peer has closed. Raises TimeoutError without an errno
+        after the time of `settimeout`, and BlockingIOError at once if that is 0."""
 
-    def settimeout(self, seconds: float | None, /) -> None:
-        """How long one call may take; 0: it never waits."""
+    def settimeout(self, seconds: float | None, /) -> None: ...
 
-    def shutdown(self, how: int, /) -> None:
-        """Closes for sending, receiving, or both (socket.SHUT_...). Raises OSError."""
+    def shutdown(self, how: int, /) -> None: ...
 
-    def close(self) -> None:
-        """Gives the socket up."""
+    def close(self) -> None: ...
 
 
 class Listener(Protocol):
     """A listening socket."""
 
     def accept(self) -> tuple[Connection, Any]:
-        """A connection that a client has made, and the client's address. Raises OSError, and BlockingIOError when there
-        is none and the time-out is 0."""
+        """Returns a new connection and the client's address. Raises OSError, and BlockingIOError if the time-out is 0
+        and no client waits."""
 
-    def settimeout(self, seconds: float | None, /) -> None:
-        """How long `accept` may take; 0: it never waits."""
+    def settimeout(self, seconds: float | None, /) -> None: ...
 
-    def close(self) -> None:
-        """Listens no more."""
+    def close(self) -> None: ...
 
 
 class Selector(Protocol):
-    """As `selectors.BaseSelector`."""
+    """`selectors.BaseSelector`."""
 
-    def register(self, fileobj: Any, events: int, data: Any = None) -> Any:
-        """Watches a socket."""
+    def register(self, fileobj: Any, events: int, data: Any = None) -> Any: ...
 
-    def modify(self, fileobj: Any, events: int, data: Any = None) -> Any:
-        """Watches a socket that is registered for other events."""
+    def modify(self, fileobj: Any, events: int, data: Any = None) -> Any: ...
 
-    def unregister(self, fileobj: Any) -> Any:
-        """Watches it no more. Raises KeyError, ValueError."""
+    def unregister(self, fileobj: Any) -> Any: ...
 
     def select(self, timeout: float | None = None) -> list[tuple[Any, int]]:
-        """Waits until sockets can be read or written, as they were registered, at most `timeout` seconds. Returns
-        (key, events) of each."""
+        """Waits at most `timeout` seconds until sockets are ready. Returns their (key, events)."""
 
-    def close(self) -> None:
-        """Gives it up."""
+    def close(self) -> None: ...
 
 
 class Network(Protocol):
@@ -80,12 +68,11 @@ class Network(Protocol):
     def connect(self, address: str, port: int, timeout: float) -> Connection:
         """Connects to a host. Raises OSError."""
 
-    def selector(self) -> Selector:
-        """Waits for several sockets at once."""
+    def selector(self) -> Selector: ...
 
     def detect_silence(self, connection: Connection, lost_seconds: float) -> None:
-        """Makes the kernel break a connection to a machine that has vanished, within about `lost_seconds`, whatever
-        this process is busy with."""
+        """Makes the kernel break a connection to a vanished machine within about `lost_seconds`, however busy this
+        process is."""
 
 
 class SystemNetwork:
@@ -113,14 +100,14 @@ class SystemNetwork:
 
 
 def connect(address: str, port: int, timeout: float) -> socket.socket:
-    """A connection whose small messages are not held back. Raises OSError."""
+    """Connects to a host, without Nagle's delay of small messages. Raises OSError."""
     connection = socket.create_connection((address, port), timeout=timeout)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Listens on this host's own address, waiting for its name to be known. Raises TrainError."""
+    """Listens on this host's own address. Waits until its name is known, at most NAME_SECONDS. Raises TrainError."""
     deadline = time.monotonic() + NAME_SECONDS
     while True:
         try:
@@ -135,12 +122,12 @@ def listen(address: str, port: int) -> socket.socket:
             time.sleep(0.5)
     try:
         listener = socket.create_server((address, port), backlog=1024, reuse_port=False)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # of the connections that it accepts, too
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted connections inherit it
         return listener
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise TrainError(
-                f"port {port} on {address} is in use, so the hosts can't meet there; does another trainer run on this "
+                f"port {port} on {address} is in use, so the hosts can't meet there: does another trainer run on this "
                 "host?"
             ) from None
         raise TrainError(
